@@ -1,0 +1,65 @@
+# Every target sets itself up: it needs a python3 (3.10 or newer) with venv, and pip's index.
+
+PYTHON ?= python3
+TORCH ?=
+TEST_ARGS ?=
+DEMO_RANKS ?= 2
+DEMO_ARGS ?=
+DEMO_DIR := build/demo
+
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+
+PY := .venv/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet --quiet
+STAMP := .venv/setup-done
+
+# Exits 0 where the virtual environment holds a torch that the project supports.
+HAS_TORCH := $(PY) -c 'from importlib.metadata import version; \
+	assert (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) <= (2, 15)' 2> /dev/null
+
+.PHONY: help setup test lint types format demo clean FORCE
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "  Variables: TORCH=torch==2.11.0  PYTHON=python3.12  TEST_ARGS='-k layout'"
+	@echo "             DEMO_RANKS=4  DEMO_ARGS='--steps 50'"
+
+# torch goes first and stays as it is: left to the resolver, it could become another build of
+# several gigabytes. With TORCH given, pip is asked every time and answers at once if it is there.
+$(STAMP): pyproject.toml $(if $(TORCH),FORCE)
+	@echo "setting up .venv (minutes the first time)"
+	@test -x .venv/bin/pip || $(PYTHON) -m venv .venv
+	@if [ -n "$(TORCH)" ] || ! $(HAS_TORCH); then $(PIP) "$(or $(TORCH),torch==2.13.0)"; fi
+	@$(PY) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
+		> .venv/torch-constraint.txt
+	@$(PIP) --constraint .venv/torch-constraint.txt --editable '.[test,bench,demo]'
+	@mkdir -p .venv/types/shardc
+	@ln -sfn ../../../passes ../../../runtime .venv/types/shardc/
+	@touch $@
+
+setup: $(STAMP)  ## Create .venv with torch, the project and its tools
+
+test: $(STAMP)  ## Run the tests
+	$(PY) -m pytest $(TEST_ARGS)
+
+lint: $(STAMP)  ## Check style, formatting and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(MAKE) --no-print-directory types
+
+types: $(STAMP)  ## Check types only
+	$(PY) -m mypy | sed 's#^\.venv/types/shardc/##'
+
+format: $(STAMP)  ## Format the code, and fix what ruff can fix
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+demo: $(STAMP)  ## Train a small language model on two ranks, a few minutes
+	@$(if $(findstring --resume,$(DEMO_ARGS)),,rm -rf $(DEMO_DIR))
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(DEMO_RANKS) \
+		examples/train_lm.py --checkpoint-dir $(DEMO_DIR) --expect-loss-below 2.2 $(DEMO_ARGS)
+
+clean:  ## Remove build products and caches, keep .venv
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

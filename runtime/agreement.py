@@ -1,0 +1,114 @@
+"""Ranks compare what must be equal through the store, before any collective could hang on it.
+
+Every rank states its facts as lines of text; all compare with rank 0's, and one verdict goes back
+to all. It costs three store operations a rank. A rank that differs or does not answer is named on
+every rank. Facts already agreed on are not compared again, so that a rank may recompile alone for
+its own shapes, as long as its sequence of collectives stays the same.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from shardc.runtime import compat
+
+
+@dataclass
+class _History:
+    """What one group has agreed on: notes by digest of the facts, after how many rounds."""
+
+    rounds: int = 0
+    notes: dict[str, frozenset[str]] = field(default_factory=dict)
+
+
+_histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
+
+
+def agree(
+    group: dist.ProcessGroup,
+    what: str,
+    facts: Sequence[str],
+    timeout: timedelta | None = None,
+    note: str = "",
+) -> frozenset[str]:
+    """Raise on every rank of `group` unless all state the same facts.
+
+    Args:
+        group: the ranks that compare.
+        what: what is compared, for the error.
+        facts: lines of text that must be equal.
+        timeout: how long to wait for the others (default: the group's timeout).
+        note: a text that may differ from rank to rank.
+
+    Returns:
+        The notes of all ranks.
+
+    Raises:
+        RuntimeError: a rank states something else, or does not answer in time.
+    """
+    if group.size() == 1 or compat.is_fake_group(group):
+        return frozenset([note])
+    history = _histories.setdefault(group, _History())
+    text = "\n".join([what, *facts])
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    notes = history.notes.get(digest, frozenset())
+    if note not in notes:
+        timeout = timeout or compat.group_timeout(group, torch.device("cpu"))
+        store = dist.PrefixStore(f"shardc/{history.rounds}", compat.group_store(group))
+        history.rounds += 1
+        notes |= _exchange(store, group.rank(), group.size(), what, text, timeout, note)
+        history.notes[digest] = notes
+    return notes
+
+
+def _exchange(
+    store: dist.Store, rank: int, world: int, what: str, text: str, timeout: timedelta, note: str
+) -> frozenset[str]:
+    """One round: rank 0 gives the reference, the last to agree or any that differs the verdict."""
+    store.set(f"rank{rank}", "1")
+    if rank == 0:
+        store.set("note", note)
+        store.set("text", text)
+    _wait(store, "text", what, world, timeout)
+    reference, first_note = store.get("text").decode(), store.get("note").decode()
+    if note != first_note:
+        store.append("notes", f"{note}\n")  # type: ignore[attr-defined]
+    if reference != text:
+        store.set("verdict", _difference(what, rank, text.split("\n"), reference.split("\n")))
+    elif store.add("agreed", 1) == world:
+        store.set("verdict", "ok")
+    _wait(store, "verdict", what, world, timeout)
+    verdict = store.get("verdict").decode()
+    if verdict != "ok":
+        raise RuntimeError(verdict)
+    others = store.get("notes").decode().split("\n")[:-1] if store.check(["notes"]) else []
+    return frozenset([first_note, *others])
+
+
+def _wait(store: dist.Store, key: str, what: str, world: int, timeout: timedelta) -> None:
+    try:
+        store.wait([key], timeout)
+    except dist.DistStoreError as error:
+        silent = [rank for rank in range(world) if not store.check([f"rank{rank}"])]
+        raise RuntimeError(
+            f"agreeing on {what}: rank(s) {silent} did not answer within {timeout} (the process "
+            "group's timeout). They died, are still busy, or run another program"
+        ) from error
+
+
+def _difference(what: str, rank: int, mine: list[str], reference: list[str]) -> str:
+    for number, (own, other) in enumerate(zip(mine, reference, strict=False)):
+        if own != other:
+            return (
+                f"ranks disagree on {what}, entry {number}: rank 0 has «{other}», "
+                f"rank {rank} has «{own}»"
+            )
+    return (
+        f"ranks disagree on {what}: rank 0 has {len(reference) - 1} entries, "
+        f"rank {rank} has {len(mine) - 1}"
+    )

@@ -1,0 +1,315 @@
+"""Every private torch API that shardc uses, each with the torch versions it was seen in.
+
+Nothing else in the project imports a name with a leading underscore from torch (the functional
+collectives, `torch.ops._c10d_functional`, are the one documented exception). When a torch release
+moves something, this file is the one to mend.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._inductor.exc import InductorError as InductorError
+from torch.fx import GraphModule
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
+"""A tensor subclass that only wants `__torch_dispatch__` (2.11 to 2.15)."""
+
+
+def tracking_versions() -> AbstractContextManager[None]:
+    """Inside `__torch_dispatch__`, give views the version of their base (2.11 to 2.15)."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+
+
+def register_foreach_type(cls: type[Tensor]) -> None:
+    """Let foreach optimizers and clipping take `cls` (seen in 2.11 to 2.15).
+
+    Both lists name the exact types for which foreach is the default.
+    """
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for supported in (
+        optimizer._foreach_supported_types,
+        _foreach_utils._foreach_supported_types,
+    ):
+        if cls not in supported:
+            supported.append(cls)
+
+
+def make_wrapper(cls: type[Tensor], shape: Iterable[int], local: Tensor) -> Tensor:
+    """A contiguous wrapper subclass of `shape` with the dtype and device of `local`."""
+    return Tensor._make_wrapper_subclass(
+        cls, tuple(shape), dtype=local.dtype, device=local.device, requires_grad=False
+    )
+
+
+def storage_id(tensor: Tensor) -> int | None:
+    """What is equal for tensors that share a storage; None where there is none (2.11 to 2.15)."""
+    if tensor.layout != torch.strided or type(tensor) not in (Tensor, nn.Parameter):
+        return None
+    return tensor.untyped_storage()._cdata
+
+
+def is_in_use(param: Tensor) -> bool:
+    """Whether `torch.utils.swap_tensors` would refuse `param`: an autograd graph holds it."""
+    return param._use_count() > 2  # type: ignore[attr-defined]
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The name by which functional collectives find a process group (2.11 to 2.15)."""
+    return group.group_name
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group of that name.
+
+    Raises:
+        RuntimeError: it is gone, or was never made.
+    """
+    from torch.distributed import distributed_c10d
+
+    try:
+        return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"process group '{name}', over which the model is sharded, does not exist: call "
+            "torch.distributed.init_process_group before fully_shard and keep the group until the "
+            "last step"
+        ) from error
+
+
+def group_store(group: dist.ProcessGroup) -> dist.Store:
+    """The store over which the group met (2.11 to 2.15)."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_process_group_store(group)
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long the group's collectives wait before they fail (2.11 to 2.15)."""
+    from torch.distributed import constants
+
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:  # a group of another device
+        backend = group._get_backend(torch.device("cuda"))
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout or constants.default_pg_timeout
+
+
+def mean_op(name: str) -> str:
+    """The reduction that leaves the least to divide: "avg" where the backend has it, else "sum"."""
+    return "avg" if dist.get_backend(resolve_group(name)) == "nccl" else "sum"
+
+
+def is_fake_group(group: dist.ProcessGroup) -> bool:
+    """Whether the group is torch's fake one, which has no peers."""
+    return dist.get_backend(group) == "fake"
+
+
+def annotate(facts: dict[str, Any]) -> AbstractContextManager[None]:
+    """Put `facts` under `meta["custom"]` of the nodes traced meanwhile (2.11 to 2.15)."""
+    return torch.fx.traceback.annotate(facts)
+
+
+def grad_hooks(param: Tensor) -> Iterable[Callable[[Tensor], Tensor | None]]:
+    """The hooks that `param.register_hook` collected (2.11 to 2.15)."""
+    return list((param._backward_hooks or {}).values())
+
+
+def post_accumulate_hooks(param: Tensor) -> Iterable[Callable[[Tensor], None]]:
+    """The hooks that `register_post_accumulate_grad_hook` collected (2.11 to 2.15)."""
+    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+@contextmanager
+def without_parameters(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Hide some of a module's parameters from its own methods for a while (2.11 to 2.15)."""
+    hidden, parameters = set(names), module._parameters
+    module.__dict__["_parameters"] = {n: p for n, p in parameters.items() if n not in hidden}
+    try:
+        yield
+    finally:
+        parameters.update(module._parameters)
+        module.__dict__["_parameters"] = parameters
+
+
+def rnn_weight_references(module: nn.Module) -> list[Any]:
+    """The weak references that `nn.LSTM` and friends keep to their weights (2.11 to 2.15)."""
+    return list(module._flat_weight_refs) if isinstance(module, nn.RNNBase) else []
+
+
+def forget_recomputed_weights(module: nn.Module) -> None:
+    """Drop the weight that the old `weight_norm` and `spectral_norm` keep (2.11 to 2.15).
+
+    It is derived from parameters, which it keeps in use, and is set anew before each forward.
+    """
+    from torch.nn.utils.spectral_norm import SpectralNorm
+    from torch.nn.utils.weight_norm import WeightNorm
+
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, (SpectralNorm, WeightNorm)):
+            vars(module).pop(hook.name, None)
+
+
+def forget_rnn_weights(module: nn.Module) -> None:
+    """Drop what `nn.LSTM` and friends cache of their weights (2.11 to 2.15)."""
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = []
+        module._flat_weight_refs = []
+
+
+def rnn_properties() -> dict[str, property]:
+    """Read the cached weights of `nn.LSTM` and friends through their attributes (2.11 to 2.15)."""
+
+    def weights(rnn: Any) -> list[Any]:
+        return [getattr(rnn, name, None) for name in rnn._flat_weights_names]
+
+    def references(rnn: Any) -> list[None]:
+        return [None] * len(rnn._flat_weights_names)
+
+    def ignore(rnn: Any, value: Any) -> None: ...
+
+    return {
+        "_flat_weights": property(weights, ignore),
+        "_flat_weight_refs": property(references, ignore),
+    }
+
+
+def real_input(placeholder: torch.fx.Node) -> Tensor | None:
+    """The tensor for which Dynamo made a placeholder, while a backend compiles (2.11 to 2.15)."""
+    argument = placeholder.meta.get("grapharg")
+    value = None if argument is None else argument.example
+    return value if isinstance(value, Tensor) else None
+
+
+def outside_function_transforms() -> AbstractContextManager[Any]:
+    """Inside, `vmap`, `grad` and their like around the caller do not apply (2.11 to 2.15)."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def region_nodes() -> tuple[set[Any], set[Any]]:
+    """What opens and closes a function transform in a Dynamo graph (2.11 to 2.15)."""
+    from torch._C import _functorch
+    from torch._functorch import predispatch
+
+    kinds = ("_vmap", "_grad", "_jvp")
+    opens = {getattr(_functorch, f"{kind}_increment_nesting") for kind in kinds}
+    closes = {getattr(_functorch, f"{kind}_decrement_nesting") for kind in kinds}
+    opens.add(predispatch._vmap_increment_nesting)
+    closes.add(predispatch._vmap_decrement_nesting)
+    return opens, closes
+
+
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+"""What `torch.no_grad()` leaves in a Dynamo graph (2.11 to 2.15)."""
+
+
+def inline_only(fn: F) -> F:
+    """Let Dynamo inline `fn` into a caller it traces, never compile it by itself (2.11 to 2.15).
+
+    What an eager frame calls stays eager then, instead of becoming a small graph of its own.
+    """
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(fn.__code__)
+    return fn
+
+
+# -- the compiler --------------------------------------------------------------------------------
+
+
+def compile_fx(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    inner_compile: Callable[..., Any],
+    patches: dict[str, Any],
+) -> Callable[..., Any]:
+    """Inductor, with `inner_compile` lowering each partitioned graph (2.11 to 2.15).
+
+    `patches` hold until the backward graph is compiled, which may be after this returns. AOT
+    autograd's own cache is off: a hit would skip the passes.
+    """
+    from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
+
+    with _functorch_config().patch(enable_autograd_cache=False):
+        return inductor_compile_fx(  # type: ignore[return-value]
+            gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches
+        )
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """The Inductor settings behind `torch.compile(mode=...)` (2.11 to 2.15)."""
+    return dict(torch._inductor.list_mode_options(mode)) if mode else {}
+
+
+def compile_fx_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Inductor's lowering of one graph, graph cache included (2.11 to 2.15)."""
+    from torch._inductor.compile_fx import compile_fx_inner as inner
+
+    return inner(gm, inputs, **kwargs)
+
+
+def wrap_compiled(output: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    """Put `wrap` around what a graph that Inductor compiled calls (2.11 to 2.15)."""
+    output.current_callable = wrap(output.current_callable)
+    return output
+
+
+def joint_pass(apply: Callable[[GraphModule], GraphModule], key: str) -> Any:
+    """`apply` as Inductor's `joint_custom_post_pass`; `key` enters its graph cache's key."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class JointPass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            assert graph.owning_module is not None
+            apply(graph.owning_module)
+
+        def uuid(self) -> str:
+            return key
+
+    return JointPass()
+
+
+def compile_aot(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    partition: Callable[..., Any],
+) -> Callable[..., Any]:
+    """AOT autograd with our compilers and no decompositions (2.11 to 2.15)."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    with _functorch_config().patch(enable_autograd_cache=False, donated_buffer=False):
+        return aot_autograd(
+            fw_compiler=forward,
+            bw_compiler=backward,
+            inference_compiler=forward,
+            partition_fn=partition,
+            decompositions={},
+            keep_inference_input_mutations=True,
+        )(gm, example_inputs)
+
+
+def min_cut_partition(joint: GraphModule, *args: Any, **kwargs: Any) -> Any:
+    """Cut a joint graph in two, saving as little as possible (2.11 to 2.15)."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+
+def _functorch_config() -> Any:
+    import torch._functorch.config
+
+    return torch._functorch.config

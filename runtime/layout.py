@@ -1,0 +1,216 @@
+"""The layout planner: where every parameter of a unit lies in its flat buckets.
+
+A bucket is the concatenation of its parameters in registration order, cut into `world_size` equal
+segments, one a rank. Starts and segments are 16-byte aligned, so that a view of a gathered bucket
+goes into a matmul as it is and NCCL stays on its fast path (pytorch#195450). A rank boundary
+prefers to fall between two rows of the parameter it cuts, which makes the local part one box of
+the tensor (short checkpoints, row-wise tools); where that costs more padding than
+`MAX_ROW_PADDING` it may fall anywhere.
+
+Everything here is a pure function of names, shapes, dtypes and world size: it is equal on all
+ranks, and needs neither a process group nor real tensors.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+ALIGN_BYTES = 16
+MIN_COMPUTE_ITEMSIZE = 2
+"""Bytes of the narrowest dtype a floating-point bucket may be cast to before its gather (bf16,
+fp16): starts are aligned for it too, so `.bfloat16()` or a param dtype never needs a new layout."""
+MAX_ROW_PADDING = 0.004
+"""The share of a bucket that may be spent on letting rank boundaries fall between rows."""
+
+
+@dataclass(frozen=True)
+class Param:
+    """What the planner knows of a parameter: its name, shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    requires_grad: bool = True
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def row(self) -> int:
+        """Elements between two neighbours along dim 0 (1 for vectors, scalars, empty tensors)."""
+        return max(1, math.prod(self.shape[1:]))
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in its bucket, in elements: `[start, start + numel)`."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """The frozen plan of one bucket; all positions and sizes in elements of `dtype`.
+
+    Rank r holds the segment `[r * segment, (r + 1) * segment)` of the flat bucket, whose length is
+    `world_size * segment`.
+    """
+
+    slots: tuple[Slot, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    world_size: int
+    segment: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole bucket, padding included."""
+        return self.world_size * self.segment
+
+    @cached_property
+    def used(self) -> int:
+        """Elements that belong to parameters."""
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def padding(self) -> int:
+        """Elements that belong to no parameter."""
+        return self.numel - self.used
+
+    @property
+    def padding_fraction(self) -> float:
+        """Padding as a share of the whole bucket (0 for an empty one)."""
+        return self.padding / self.numel if self.numel else 0.0
+
+    def interval(self, slot: int, rank: int) -> tuple[int, int]:
+        """`[start, stop)` of the flattened parameter that `rank` holds; empty is `(k, k)`."""
+        place = self.slots[slot]
+        return interval(place.start, place.numel, self.segment, rank)
+
+    def split_sizes(self) -> Iterator[tuple[int, int | None]]:
+        """The bucket as consecutive pieces: (elements, slot index, or None for padding)."""
+        cursor = 0
+        for index, slot in enumerate(self.slots):
+            if slot.start > cursor:
+                yield slot.start - cursor, None
+            yield slot.numel, index
+            cursor = slot.stop
+        if self.numel > cursor:
+            yield self.numel - cursor, None
+
+
+def interval(start: int, numel: int, segment: int, rank: int) -> tuple[int, int]:
+    """`[start, stop)` of a flattened parameter at bucket offset `start` that `rank` holds."""
+    first = min(max(rank * segment - start, 0), numel)
+    last = min(max((rank + 1) * segment - start, 0), numel)
+    return first, last
+
+
+def plan_buckets(params: Sequence[Param], world_size: int) -> tuple[BucketLayout, ...]:
+    """Plan one bucket per (dtype, requires_grad) of `params`, in order of first appearance.
+
+    Args:
+        params: a unit's parameters in registration order.
+        world_size: number of ranks that share each bucket.
+
+    Raises:
+        ValueError: `world_size` is not positive.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    groups: dict[tuple[torch.dtype, bool], list[Param]] = {}
+    for param in params:
+        groups.setdefault((param.dtype, param.requires_grad), []).append(param)
+    return tuple(plan_bucket(group, world_size) for group in groups.values())
+
+
+def plan_bucket(params: Sequence[Param], world_size: int) -> BucketLayout:
+    """Plan one bucket from parameters of one dtype.
+
+    Tries segments that are multiples of the parameters' rows, coarsest first, and takes the one
+    that cuts the fewest rows within the padding allowed; the tight layout is always a candidate.
+    """
+    dtype, requires_grad = params[0].dtype, params[0].requires_grad
+    align = _align(dtype)
+    tight_starts, tight_end = _place(params, align, segment=None)
+    tight = _round_up(tight_end, align * world_size) // world_size
+    allowed = (1 + MAX_ROW_PADDING) * sum(p.numel for p in params)
+    best = (_cut_rows(params, tight_starts, tight), tight, tight_starts)
+    for grain in _grains(params, align):
+        if best[0] == 0:
+            break
+        segment = _round_up(tight, grain)
+        if segment * world_size > max(allowed, tight * world_size):
+            continue
+        starts, end = _place(params, align, segment)
+        if end <= segment * world_size:
+            best = min(best, (_cut_rows(params, starts, segment), segment, starts))
+    _, segment, starts = best
+    slots = tuple(Slot(p.name, p.shape, start) for p, start in zip(params, starts, strict=True))
+    return BucketLayout(slots, dtype, requires_grad, world_size, segment)
+
+
+def _align(dtype: torch.dtype) -> int:
+    """Elements per 16 bytes, in the narrowest dtype the bucket may travel in."""
+    itemsize = dtype.itemsize
+    if dtype.is_floating_point:
+        itemsize = min(itemsize, MIN_COMPUTE_ITEMSIZE)
+    return max(1, ALIGN_BYTES // itemsize)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _grains(params: Sequence[Param], align: int) -> list[int]:
+    """Candidate units of a segment, coarsest first: the rows' common multiple, then each row."""
+    rows = {math.lcm(p.row, align) for p in params if len(p.shape) > 1 and p.numel}
+    return sorted(rows | {math.lcm(*rows)}, reverse=True) if rows else []
+
+
+def _place(params: Sequence[Param], align: int, segment: int | None) -> tuple[list[int], int]:
+    """Starts of the parameters and the end of the last one.
+
+    With a segment, a parameter that a rank boundary would cut inside a row moves up so that the
+    first boundary falls between rows (later ones follow where the segment is a multiple of rows).
+    """
+    starts, cursor = [], 0
+    for param in params:
+        start = _round_up(cursor, align)
+        if segment and param.row > 1:
+            boundary = _round_up(start + 1, segment)
+            shift = (boundary - start) % param.row
+            if boundary < start + param.numel and shift % align == 0:
+                start += shift
+        starts.append(start)
+        cursor = start + param.numel
+    return starts, cursor
+
+
+def _cut_rows(params: Sequence[Param], starts: Sequence[int], segment: int) -> int:
+    """How many parameters some rank boundary cuts inside a row."""
+    cut = 0
+    for param, start in zip(params, starts, strict=True):
+        if param.row == 1 or not param.numel:
+            continue
+        first = _round_up(start + 1, segment)
+        last = (start + param.numel - 1) // segment * segment
+        if first > last:
+            continue
+        misplaced = (first - start) % param.row or (first != last and segment % param.row)
+        cut += bool(misplaced)
+    return cut

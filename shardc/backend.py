@@ -1,0 +1,281 @@
+"""The torch.compile backend: from a captured graph to something that runs, in one visible list.
+
+    Dynamo graph      insert_unshard            markers become one gather a bucket
+    joint graph       find_used_slots           parameters without gradient keep None
+                      tag_reshard               gathered weights are recomputed or saved
+    forward, backward verify, agree             invariants; one sequence on all ranks
+    lowering          Inductor | eager executor
+
+The last two rows run inside `inner_compile`, so they also run where Inductor's graph cache hits.
+"""
+
+import difflib
+import json
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from shardc.passes.context import PassContext, is_collective, spec_of_node
+from shardc.passes.insert_unshard import insert_unshard
+from shardc.passes.reshard import tag_reshard
+from shardc.passes.runner import run_passes
+from shardc.passes.used_slots import find_used_slots
+from shardc.passes.verify import collective_sequence, verify
+from shardc.runtime import compat
+from shardc.runtime.agreement import agree
+from shardc.runtime.bucket import Bucket
+from shardc.runtime.collectives import naming_failures
+from shardc.runtime.executor import eager_executor
+
+log = logging.getLogger("shardc")
+
+DYNAMO_PASSES = [insert_unshard]
+JOINT_PASSES = [find_used_slots, tag_reshard]
+GRAPH_PASSES = [verify]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `torch.compile(..., backend="shardc", options={...})` takes.
+
+    Attributes:
+        executor: "inductor", or "eager" to run the same graphs op by op.
+        fallback: run a graph that Inductor cannot compile in the eager executor, with a warning.
+        inductor: settings of `torch._inductor.config` for this compile.
+        agreement_timeout: seconds ranks wait for each other when they compare their sequences of
+            collectives; default: the process group's timeout.
+    """
+
+    executor: str = "inductor"
+    fallback: bool = True
+    inductor: dict[str, Any] = field(default_factory=dict)
+    agreement_timeout: float | None = None
+
+    @staticmethod
+    def parse(given: dict[str, Any] | None) -> "Options":
+        """Check a user's dict. Raises ValueError naming the option and what it may be."""
+        given = given or {}
+        known = [f.name for f in fields(Options)]
+        for name in given:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean '{close[0]}'?" if close else ""
+                raise ValueError(
+                    f"unknown shardc option '{name}'{hint} (known: {', '.join(known)})"
+                )
+        options = Options(**given)
+        if options.executor not in ("inductor", "eager"):
+            raise ValueError(f"executor must be 'inductor' or 'eager', got {options.executor!r}")
+        return options
+
+
+def shardc_backend(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph; what `torch.compile(model, backend="shardc")` calls.
+
+    Raises:
+        ValueError: an unknown option.
+        RuntimeError: ranks disagree on the collectives, or the forward updates a parameter.
+    """
+    parsed = Options.parse(options)
+    ctx = PassContext(phase="dynamo")
+    gm = run_passes(gm, ctx, DYNAMO_PASSES)
+    _warn_if_nothing_is_sharded()
+    used = _agree_on_reads(gm, ctx, parsed)
+    lower = _compile_eager if parsed.executor == "eager" else _compile_inductor
+    joint = PassContext(phase="joint")
+    compiled = lower(gm, example_inputs, parsed, joint, mode)
+    if len(joint.differentiated) == len(gm.graph.find_nodes(op="placeholder")):
+        used = [replace(r, slots=joint.differentiated[r.position]) for r in used]
+    return _noting_used_slots(compiled, used)
+
+
+# -- lowering ------------------------------------------------------------------------------------
+
+
+def _compile_inductor(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    joint: PassContext,
+    mode: str | None,
+) -> Callable[..., Any]:
+    patches = compat.mode_options(mode)
+    patches |= {
+        # Inductor's own memory-driven order would undo any schedule of collectives.
+        "reorder_for_peak_memory": False,
+        "joint_custom_post_pass": compat.joint_pass(
+            lambda graph: run_passes(graph, joint, JOINT_PASSES),
+            repr([step.__name__ for step in JOINT_PASSES]),
+        ),
+        **options.inductor,
+    }
+
+    def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        phase = "backward" if kwargs.get("is_backward") else "forward"
+        graph = _finish_graph(graph, phase, options)
+        try:
+            compiled = compat.compile_fx_inner(graph, inputs, **kwargs)
+        except compat.InductorError as error:
+            if not options.fallback:
+                raise
+            _warn_fallback(phase, error)
+            return _naming(graph)(eager_executor(graph, inputs))
+        return compat.wrap_compiled(compiled, _naming(graph))
+
+    return compat.compile_fx(gm, example_inputs, inner_compile, patches)
+
+
+def _compile_eager(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    joint: PassContext,
+    mode: str | None,
+) -> Callable[..., Any]:
+    def compile_phase(phase: str) -> Callable[[GraphModule, Sequence[Any]], Any]:
+        def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> Any:
+            graph = _finish_graph(graph, phase, options)
+            return _naming(graph)(eager_executor(graph, inputs))
+
+        return compile_graph
+
+    def partition(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        return compat.min_cut_partition(run_passes(graph, joint, JOINT_PASSES), *args, **kwargs)
+
+    return compat.compile_aot(
+        gm, example_inputs, compile_phase("forward"), compile_phase("backward"), partition
+    )
+
+
+def _naming(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Have what runs `gm` say what a lost peer means."""
+    groups = _groups(gm)
+    return lambda call: naming_failures(call, groups[0]) if groups else call
+
+
+def _finish_graph(gm: GraphModule, phase: str, options: Options) -> GraphModule:
+    """What every forward and backward graph goes through before it is lowered."""
+    gm = run_passes(gm, PassContext(phase=phase), GRAPH_PASSES)
+    _agree_on_collectives(gm, phase, options)
+    return gm
+
+
+# -- agreement -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A graph's reading of one bucket: which input is its segment, and which slots it reads.
+
+    `elsewhere` are slots that only other ranks read: their gradient is zero here, not None.
+    """
+
+    position: int
+    slots: frozenset[int]
+    elsewhere: frozenset[int]
+
+
+def _agree_on_reads(gm: GraphModule, ctx: PassContext, options: Options) -> list[_Read]:
+    """All ranks read the same buckets, in the same order; slots may differ and are united."""
+    inputs = [(i, node) for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))]
+    by_group: dict[str, list[tuple[int, Bucket, frozenset[int]]]] = {}
+    for position, node in inputs:
+        if node.name in ctx.used:
+            bucket: Bucket = compat.real_input(node).shardc_bucket  # type: ignore[union-attr]
+            read = (position, bucket, ctx.used[node.name])
+            by_group.setdefault(bucket.group, []).append(read)
+    reads = []
+    for group, members in by_group.items():
+        facts = [str(bucket) for _, bucket, _ in members]
+        note = json.dumps([sorted(slots) for _, _, slots in members])
+        notes = _agree(group, "the buckets that a graph reads", facts, options, note)
+        for index, (position, _, slots) in enumerate(members):
+            union = frozenset(slot for other in notes for slot in json.loads(other)[index])
+            reads.append(_Read(position, slots, union - slots))
+    return reads
+
+
+def _agree_on_collectives(gm: GraphModule, phase: str, options: Options) -> None:
+    for group in _groups(gm):
+        _agree(group, f"the collectives of a {phase} graph", collective_sequence(gm), options)
+
+
+def _groups(gm: GraphModule) -> list[str]:
+    """The process groups over which `gm` communicates."""
+    specs = [spec_of_node(node) for node in gm.graph.nodes if is_collective(node)]
+    return list(dict.fromkeys(spec.group for spec in specs if spec is not None))
+
+
+def _agree(
+    group: str, what: str, facts: list[str], options: Options, note: str = ""
+) -> frozenset[str]:
+    seconds = options.agreement_timeout
+    timeout = None if seconds is None else timedelta(seconds=seconds)
+    return agree(compat.resolve_group(group), what, facts, timeout, note)
+
+
+# -- what runs around a compiled graph -----------------------------------------------------------
+
+
+def _noting_used_slots(compiled: Callable[..., Any], reads: list[_Read]) -> Callable[..., Any]:
+    """Have the backward of each call tell the buckets which parameters it differentiates."""
+    if not reads:
+        return compiled
+
+    def run(*args: Any) -> Any:
+        buckets = [(args[read.position].shardc_bucket, read) for read in reads]
+        updates = [bucket.updates() for bucket, _ in buckets]
+        outputs = compiled(*args)
+        if torch.is_grad_enabled():
+            nodes = {out.grad_fn for out in outputs if isinstance(out, Tensor)}
+
+            def note(grads: Any) -> None:
+                for (bucket, read), before in zip(buckets, updates, strict=True):
+                    if bucket.updates() != before:  # a backward that saved the segment must fail
+                        torch.autograd.graph.increment_version(bucket.segment)
+                    bucket.note_used(read.slots, read.elsewhere)
+
+            for node in nodes:
+                if node is not None:
+                    node.register_prehook(note)
+        return outputs
+
+    return run
+
+
+def _warn_fallback(phase: str, error: Exception) -> None:
+    reason = " ".join(str(error).split())[:500]
+    log.warning("Inductor could not compile a %s graph: %s", phase, reason)
+    if _FALLBACK not in _warned:
+        _warned.add(_FALLBACK)
+        warnings.warn(
+            f"Inductor could not compile a {phase} graph; it runs op by op instead: {reason}",
+            stacklevel=2,
+        )
+
+
+_FALLBACK, _NOTHING_SHARDED = "fallback", "nothing sharded"
+_warned: set[str] = set()
+
+
+def _warn_if_nothing_is_sharded() -> None:
+    if not Bucket.made and _NOTHING_SHARDED not in _warned:
+        _warned.add(_NOTHING_SHARDED)
+        warnings.warn(
+            "backend='shardc' compiles a model with nothing sharded, as Inductor would: call "
+            "fully_shard on it first",
+            stacklevel=2,
+        )

@@ -1,0 +1,41 @@
+"""`describe`: the buckets of a sharded model as a table, before anything has run."""
+
+from tabulate import tabulate
+from torch import nn
+
+from shardc.units import units_of
+
+_HEADERS = ["unit", "parameters", "dtype", "bucket", "padding", "segment", "reshard"]
+
+
+def describe(model: nn.Module) -> str:
+    """One row a bucket: unit, parameters, bytes gathered, padding, bytes this rank keeps.
+
+    Args:
+        model: a module on whose parts `fully_shard` was called.
+    """
+    rows = []
+    for name, module in units_of(model).items():
+        for bucket in module._shardc_unit.buckets:
+            layout, size = bucket.layout, bucket.segment.element_size()
+            rows.append(
+                [
+                    name or "(root)",
+                    f"{len(layout.slots)} ({layout.used:,})",
+                    str(bucket.segment.dtype).removeprefix("torch.")
+                    + ("" if layout.requires_grad else ", frozen"),
+                    _bytes(layout.numel * size),
+                    f"{100 * layout.padding_fraction:.2f}%",
+                    _bytes(layout.segment * size),
+                    "yes" if bucket.reshard_after_forward else "no",
+                ]
+            )
+    return tabulate(rows, headers=_HEADERS, disable_numparse=True)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"

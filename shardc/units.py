@@ -1,0 +1,135 @@
+"""Which modules become units, and which parameters each unit takes.
+
+A unit is one or more modules whose parameters are sharded, gathered and reduced together. Units are
+found bottom-up: an inner unit takes its parameters first, the module given to `fully_shard` takes
+what is left. All of this only reads the model.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardc.runtime.modules import ShardedModule
+
+UnitPolicy = str | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], Any]
+"""What `units=` takes: "auto", module classes, or a callable (see `fully_shard`)."""
+
+UNIT_OPTIONS = ("reshard_after_forward", "mp_policy", "offload_policy")
+
+
+@dataclass(frozen=True)
+class UnitRequest:
+    """One unit to make: its modules and the options that differ from the call's."""
+
+    modules: tuple[nn.Module, ...]
+    options: Mapping[str, Any]
+
+
+def find_inner_units(
+    root: nn.Module, policy: UnitPolicy | None, skip: set[nn.Module]
+) -> list[UnitRequest]:
+    """The modules inside `root` that `policy` makes units of, inner ones first.
+
+    Raises:
+        ValueError: the policy is not one of those known, or gives an unknown option.
+    """
+    if policy is None:
+        return []
+    choose = _chooser(root, policy)
+    found = []
+    for module in _post_order(root):
+        chosen = module is not root and module not in skip and choose(module)
+        if not chosen or isinstance(module, ShardedModule):
+            continue
+        options = dict(chosen) if isinstance(chosen, Mapping) else {}
+        for name in options:
+            if name not in UNIT_OPTIONS:
+                raise ValueError(
+                    f"units= gave {type(module).__name__} the option '{name}'; "
+                    f"known: {', '.join(UNIT_OPTIONS)}"
+                )
+        found.append(UnitRequest((module,), options))
+    return found
+
+
+def _chooser(root: nn.Module, policy: UnitPolicy) -> Callable[[nn.Module], Any]:
+    if policy == "auto":
+        chosen = set(_repeated_blocks(root))
+        return chosen.__contains__
+    if isinstance(policy, type) or (
+        isinstance(policy, tuple) and policy and all(isinstance(c, type) for c in policy)
+    ):
+        return lambda module: isinstance(module, policy)
+    if callable(policy):
+        return policy
+    raise ValueError(
+        f"units= must be 'auto', a module class, a tuple of classes or a callable, got {policy!r}"
+    )
+
+
+def _repeated_blocks(root: nn.Module) -> Iterator[nn.Module]:
+    """Elements of every ModuleList or Sequential of two or more modules of one class."""
+    for module in root.modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            children = list(module.children())
+            if len(children) > 1 and len({type(child) for child in children}) == 1:
+                yield from (child for child in children if any(True for _ in child.parameters()))
+
+
+def _post_order(root: nn.Module) -> Iterator[nn.Module]:
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        if module not in seen:
+            seen.add(module)
+            for child in module.children():
+                yield from visit(child)
+            yield module
+
+    yield from visit(root)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One place where a module holds a parameter."""
+
+    module: nn.Module
+    attribute: str
+    name: str
+
+
+def owned_parameters(
+    modules: Sequence[nn.Module], skip: Iterable[nn.Module]
+) -> dict[nn.Parameter, list[Owner]]:
+    """Every parameter below `modules`, with all places that hold it, in registration order.
+
+    Does not descend into `skip`. Names are relative to the unit; in a unit of several modules they
+    start with the module's index.
+    """
+    skipped, seen = set(skip), set[nn.Module]()
+    found: dict[nn.Parameter, list[Owner]] = {}
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        if module in skipped or module in seen:
+            return
+        seen.add(module)
+        for attribute, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(param, []).append(Owner(module, attribute, prefix + attribute))
+        for name, child in module.named_children():
+            visit(child, f"{prefix}{name}.")
+
+    for index, module in enumerate(modules):
+        visit(module, f"{index}." if len(modules) > 1 else "")
+    return found
+
+
+def units_of(model: nn.Module) -> dict[str, ShardedModule]:
+    """The units at or below `model` by name ("" for `model` itself), outermost first.
+
+    A unit of several modules stands under the name of each.
+    """
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, ShardedModule)
+    }

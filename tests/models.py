@@ -1,0 +1,146 @@
+"""Small models and the parity check that tests share."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardc import ShardTensor, fully_shard
+from shardc.runtime import collectives, compat
+
+
+class Block(nn.Module):
+    """Pre-norm MLP with a residual; odd sizes, so that nothing divides the world size."""
+
+    def __init__(self, dim: int = 18, hidden: int = 37) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Embedding, blocks, head; with targets it returns the loss."""
+
+    def __init__(self, blocks: int = 2, dim: int = 18, vocab: int = 31, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleList(Block(dim) for _ in range(blocks))
+        self.head = nn.Linear(dim, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def tokens(seed: int, size: tuple[int, ...] = (2, 7), vocab: int = 31) -> Tensor:
+    """Token ids, the same for the same seed on every rank."""
+    return torch.randint(vocab, size, generator=torch.Generator().manual_seed(seed))
+
+
+def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """`build()` under a fixed seed."""
+    torch.manual_seed(seed)
+    return build()
+
+
+def shard_all(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
+    """`fully_shard` on every repeated block and on the model."""
+    return fully_shard(model, mesh=mesh, units="auto", **kwargs)
+
+
+def compiled(model: nn.Module, executor: str = "eager", **kwargs: Any) -> Callable[..., Any]:
+    """The model compiled by shardc."""
+    return torch.compile(model, backend="shardc", options={"executor": executor}, **kwargs)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole value of a parameter or gradient, sharded or not."""
+    return (tensor.full_tensor() if isinstance(tensor, ShardTensor) else tensor).detach()
+
+
+def mean_over_ranks(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The mean of a plain tensor over the ranks of `mesh`."""
+    group = compat.group_name(mesh.get_group())
+    return collectives.all_reduce(tensor.detach().contiguous(), "sum", group) / mesh.size()
+
+
+def check_parity(
+    plain: nn.Module,
+    sharded: nn.Module,
+    step: Callable[..., Any],
+    batch: Callable[[int], dict[str, Any]],
+    mesh: DeviceMesh,
+    steps: int = 2,
+    loss_of: Callable[[Any], Tensor] = lambda out: out if isinstance(out, Tensor) else out.loss,
+    tolerance: float = 1e-5,
+    lr: float = 0.1,
+) -> None:
+    """Train both on each rank's batches; compare loss, every gradient, parameter and buffer.
+
+    `step` is the sharded model, compiled or not; `batch(seed)` gives keyword arguments. The plain
+    model's gradients are averaged over ranks. First asserts that the two sides differ: one holds
+    ShardTensors, a part of the elements, the other plain tensors; and then, that there is something
+    to compare: gradients that are not zero. A gradient may be off by `tolerance` times its own
+    largest element, or a hundredth of the largest in the model: less is rounding.
+    """
+    assert not any(isinstance(p, ShardTensor) for p in plain.parameters())
+    shards = [p for p in sharded.parameters() if isinstance(p, ShardTensor)]
+    assert shards
+    if mesh.size() > 1:
+        held = sum(p.to_local().numel() for p in shards)
+        assert held < sum(p.numel() for p in shards), "nothing is sharded"
+    names = [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in sharded.named_parameters()] == names
+    for number in range(steps):
+        inputs = batch(100 * number + mesh.get_local_rank())
+        want, got = loss_of(plain(**copy.deepcopy(inputs))), loss_of(step(**inputs))
+        torch.testing.assert_close(got.detach(), want.detach(), rtol=tolerance, atol=tolerance)
+        want.backward()
+        got.backward()
+        _check_gradients(plain, sharded, mesh, tolerance)
+        with torch.no_grad():
+            for p, q in zip(plain.parameters(), sharded.parameters(), strict=True):
+                if p.grad is not None:
+                    p.sub_(lr * p.grad)
+                    q.sub_(lr * q.grad)
+                p.grad = q.grad = None
+    for name, tensor in sharded.state_dict().items():
+        torch.testing.assert_close(
+            full(tensor), plain.state_dict()[name], rtol=tolerance, atol=tolerance,
+            msg=lambda m, name=name: f"{name}: {m}",
+        )  # fmt: skip
+
+
+def _check_gradients(
+    plain: nn.Module, sharded: nn.Module, mesh: DeviceMesh, tolerance: float
+) -> None:
+    """Average the plain gradients over ranks, in place, and compare."""
+    trained = [p for p in plain.parameters() if p.grad is not None]
+    for p in trained:
+        p.grad = mean_over_ranks(p.grad, mesh)
+    largest = max((float(p.grad.abs().max()) for p in trained if p.numel()), default=0.0)
+    assert largest > 0, "no gradient to compare"
+    for (name, p), q in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+        if p.grad is None:
+            assert q.grad is None, f"{name} has a gradient, unsharded it has none"
+            continue
+        assert isinstance(q.grad, ShardTensor), f"{name} has no sharded gradient"
+        own = float(p.grad.abs().max()) if p.numel() else 0.0
+        torch.testing.assert_close(
+            full(q.grad), p.grad, rtol=tolerance, atol=tolerance * max(own, 1e-2 * largest),
+            msg=lambda m, name=name: f"gradient of {name}: {m}",
+        )  # fmt: skip

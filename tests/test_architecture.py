@@ -1,0 +1,41 @@
+"""The shape of the code: imports go one way, private torch names live in one module."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ORDER = {"runtime": 0, "passes": 1, "shardc": 2}
+FILES = [path for folder in ORDER for path in sorted((ROOT / folder).glob("*.py"))]
+
+
+def _imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def _layer(module):
+    parts = module.split(".")
+    return ORDER.get(parts[1] if len(parts) > 1 and parts[1] in ORDER else "shardc")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_imports_go_one_way(path):
+    own = ORDER[path.parent.name]
+    for module, _ in _imports(path):
+        if module.split(".")[0] == "shardc":
+            assert _layer(module) <= own, f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_private_torch_modules_are_imported_by_compat_only(path):
+    if path.name == "compat.py":
+        return
+    for module, name in _imports(path):
+        if module.split(".")[0] == "torch":
+            private = [p for p in [*module.split("."), name] if p.startswith("_")]
+            assert private in ([], ["_pytree"]), f"{path} imports {module}.{name}"

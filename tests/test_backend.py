@@ -1,0 +1,300 @@
+"""What the backend makes of a graph: collectives, saved tensors, recompiles, caches, fallbacks."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from models import (
+    Block,
+    Stack,
+    check_parity,
+    compiled,
+    full,
+    mean_over_ranks,
+    seeded,
+    shard_all,
+    tokens,
+)
+from ranks import on_ranks
+from torch import nn
+from torch._dynamo.utils import counters
+
+import shardc.backend
+from shardc import fully_shard
+from shardc.passes.context import is_all_gather, is_collective
+
+
+def _batch(seed):
+    return {"tokens": tokens(seed), "targets": tokens(seed + 1)}
+
+
+class Graphs:
+    """Collects what the pipeline lowers, by phase."""
+
+    def __enter__(self):
+        self.seen = []
+        self.original = list(shardc.backend.GRAPH_PASSES)
+        shardc.backend.GRAPH_PASSES.append(self._collect)
+        return self
+
+    def _collect(self, gm, ctx):
+        self.seen.append((ctx.phase, gm))
+        return gm
+
+    def __exit__(self, *error):
+        shardc.backend.GRAPH_PASSES[:] = self.original
+
+    def collectives(self, phase):
+        return [
+            node.target._opname
+            for kind, gm in self.seen
+            if kind == phase
+            for node in gm.graph.nodes
+            if is_collective(node)
+        ]
+
+    def saved(self):
+        return [
+            node
+            for kind, gm in self.seen
+            if kind == "forward"
+            for node in gm.graph.output_node().all_input_nodes
+        ]
+
+
+GATHER, REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor"
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@on_ranks(2)
+def test_collectives_reshard(mesh, executor):
+    model = shard_all(seeded(Stack), mesh, reshard_after_forward=True)
+    with Graphs() as graphs:
+        compiled(model, executor, fullgraph=True)(**_batch(0)).backward()
+    assert graphs.collectives("forward") == [GATHER] * 3
+    # last block, first block, root; a bucket is gathered again where the backward needs its values
+    assert sorted(graphs.collectives("backward")) == [GATHER] * 3 + [REDUCE] * 3
+    placeholders = {n for _, gm in graphs.seen for n in gm.graph.nodes if n.op == "placeholder"}
+    largest = max(u._shardc_unit.buckets[0].layout.numel for u in shardc.units_of(model).values())
+    for node in graphs.saved():
+        assert node in placeholders or node.meta["val"].numel() < largest // 2, node
+
+
+@on_ranks(2)
+def test_collectives_keep_gathered(mesh):
+    model = shard_all(seeded(Stack), mesh, reshard_after_forward=False)
+    with Graphs() as graphs:
+        compiled(model)(**_batch(0)).backward()
+    assert graphs.collectives("forward") == [GATHER] * 3
+    assert graphs.collectives("backward") == [REDUCE] * 3
+    gathers = [
+        n for k, gm in graphs.seen if k == "forward" for n in gm.graph.nodes if is_all_gather(n)
+    ]
+    waits = {next(iter(g.users)) for g in gathers}
+    assert waits <= set(graphs.saved()), (waits, graphs.saved())
+
+
+@on_ranks(2)
+def test_none_reshards_all_but_the_outermost_unit(mesh):
+    model = shard_all(seeded(Stack), mesh)
+    with Graphs() as graphs:
+        compiled(model)(**_batch(0)).backward()
+    assert sorted(graphs.collectives("backward")) == [GATHER] * 2 + [REDUCE] * 3
+
+
+@on_ranks(2)
+def test_inference_graph(mesh):
+    plain, model = seeded(Stack).eval(), shard_all(seeded(Stack), mesh).eval()
+    step = compiled(model, fullgraph=True)
+    with Graphs() as graphs, torch.no_grad():
+        torch.testing.assert_close(step(**_batch(0)), plain(**_batch(0)))
+    assert [phase for phase, _ in graphs.seen] == ["forward"]
+    with torch.inference_mode():
+        torch.testing.assert_close(step(**_batch(1)), plain(**_batch(1)))
+
+
+class Checkpointed(Stack):
+    """Recomputes every block in the backward."""
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        return self.head(x).flatten(0, 1).logsumexp(-1).mean() + 0 * targets.sum()
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_activation_checkpointing(mesh, reshard):
+    plain = seeded(Checkpointed)
+    model = shard_all(seeded(Checkpointed), mesh, reshard_after_forward=reshard)
+    with Graphs() as graphs:
+        check_parity(plain, model, compiled(model, fullgraph=True), _batch, mesh)
+    assert graphs.collectives("forward") == [GATHER] * 3
+    again = [GATHER] * 3 if reshard else []
+    assert sorted(graphs.collectives("backward")) == again + [REDUCE] * 3
+
+
+@on_ranks(2)
+def test_sequence_length_changes_without_recompiling(mesh):
+    plain, model = seeded(Stack), shard_all(seeded(Stack), mesh)
+    step = compiled(model, dynamic=True, fullgraph=True)
+    counters.clear()
+    for length in (5, 8, 11, 6):
+        x = tokens(length, (2, length))
+        torch.testing.assert_close(step(x, x), plain(x, x))
+        step(x, x).backward()
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+class Broken(Stack):
+    """Breaks the graph between blocks."""
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return self.head(x).logsumexp(-1).mean() + 0 * targets.sum()
+
+
+@on_ranks(2)
+def test_graph_breaks(mesh):
+    plain, model = seeded(Broken), shard_all(seeded(Broken), mesh)
+    check_parity(plain, model, compiled(model), _batch, mesh)
+    assert all(b.depth == 0 and b._gathered is None for u in shardc.units_of(model).values()
+               for b in u._shardc_unit.buckets)  # fmt: skip
+
+
+@on_ranks(2)
+def test_compiled_blocks(mesh):
+    plain, model = seeded(Stack), shard_all(seeded(Stack), mesh)
+    for layer in model.layers:
+        layer.compile(backend="shardc", options={"executor": "eager"})
+    counters.clear()
+    check_parity(plain, model, model, _batch, mesh)
+    assert counters["stats"]["unique_graphs"] == 1  # both blocks run one compiled graph
+
+
+class Mixed(nn.Module):
+    """Several dtypes, scalars, empty and integer parameters, one used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Parameter(torch.randn(7, 5, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.weight = nn.Parameter(torch.randn(5, 7))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.table = nn.Parameter(torch.arange(7), requires_grad=False)
+        self.mask = nn.Parameter(torch.arange(7) % 2 == 0, requires_grad=False)
+        self.low = nn.Parameter(torch.randn(7, 7).bfloat16())
+        self.phase = nn.Parameter(torch.randn(7, dtype=torch.complex64))
+
+    def forward(self, x):
+        y = (x @ self.weight * self.scale)[:, self.table] @ self.wide.float() @ self.weight
+        y = torch.where(self.mask, y, 2 * y) @ self.low.float() + self.empty.sum()
+        return (y * self.phase).abs().pow(2).mean()
+
+
+@on_ranks(2, 3)
+def test_several_dtypes_scalar_empty_and_integer_parameters(mesh):
+    plain, model = seeded(Mixed), fully_shard(seeded(Mixed), mesh=mesh)
+    assert len(model._shardc_unit.buckets) == 6
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(mesh.get_local_rank()))
+    plain(x).backward()
+    compiled(model, fullgraph=True)(x).backward()
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(full(q), p.detach()), name
+        if p.grad is None:
+            assert q.grad is None, name
+            continue
+        loose = {"rtol": 1e-2, "atol": 1e-2} if p.dtype == torch.bfloat16 else {}
+        torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh), msg=name, **loose)
+
+
+@on_ranks(2)
+def test_falls_back_to_the_eager_executor(mesh):
+    plain, model = seeded(Block), fully_shard(seeded(Block), mesh=mesh)
+    broken = {"cpp.cxx": (None, "/no/compiler"), "force_disable_caches": True}
+    step = torch.compile(model, backend="shardc", options={"inductor": broken})
+    x = torch.randn(3, 18)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step(x).pow(2).mean().backward()
+    torch.testing.assert_close(step(x), plain(x))
+    plain(x).pow(2).mean().backward()
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(q.grad), 2 * p.grad, msg=name)
+    messages = [str(w.message) for w in caught if "op by op" in str(w.message)]
+    assert len(messages) == 1 and "/no/compiler" in messages[0], messages
+    torch._dynamo.reset()
+    options = {"inductor": broken, "fallback": False}
+    with pytest.raises(Exception, match="/no/compiler"):
+        torch.compile(model, backend="shardc", options=options)(x)
+
+
+def test_unknown_option():
+    with pytest.raises(ValueError, match="'excutor'; did you mean 'executor'"):
+        shardc.backend.Options.parse({"excutor": "eager"})
+    with pytest.raises(ValueError, match="'inductor' or 'eager', got 'fast'"):
+        shardc.backend.Options.parse({"executor": "fast"})
+
+
+def test_nothing_sharded_warns_once_and_compiles():
+    script = """
+        import torch, warnings
+        fn = torch.compile(lambda x: x.sin() + 1, backend="shardc", options={"executor": "eager"})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for size in (2, 3, 4):
+                x = torch.randn(size)
+                torch.testing.assert_close(fn(x), x.sin() + 1)
+        print(len([w for w in caught if "nothing sharded" in str(w.message)]))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "1"
+
+
+_SECOND_START = """
+    import os, sys, torch, torch.distributed as dist
+    sys.path.insert(0, {tests!r})
+    from models import Block, seeded
+    from torch._dynamo.utils import counters
+    from shardc import fully_shard
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model = fully_shard(seeded(Block))
+    loss = torch.compile(model, backend="shardc")(torch.ones(3, 18)).sum()
+    loss.backward()
+    hits, misses = (counters["inductor"][f"fxgraph_cache_{{k}}"] for k in ("hit", "miss"))
+    with open(f"{{os.environ['REPORTS']}}/{{dist.get_rank()}}", "w") as report:
+        report.write(f"{{hits}} hits, {{misses}} misses")
+    dist.destroy_process_group()
+"""
+
+
+def test_graph_cache_hits_on_the_second_start_on_every_rank():
+    script = textwrap.dedent(_SECOND_START.format(tests=str(Path(__file__).parent)))
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "run.py").write_text(script)
+        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache", "REPORTS": folder}
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
+                   "--master-port=0", "--standalone", f"{folder}/run.py"]  # fmt: skip
+        for start in ("first", "second"):
+            done = subprocess.run(command, env=env, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            reports = [Path(folder, rank).read_text() for rank in ("0", "1")]
+            if start == "second":
+                assert reports == ["2 hits, 0 misses"] * 2
+            else:  # the ranks compile at the same time, one may find what the other wrote
+                assert "0 hits, 2 misses" in reports

@@ -1,0 +1,199 @@
+"""Gradients of sharded parameters behave as unsharded ones do, averaged over ranks."""
+
+import warnings
+
+import pytest
+import torch
+from models import Stack, check_parity, compiled, full, mean_over_ranks, seeded, shard_all, tokens
+from ranks import on_ranks
+from torch import nn
+
+from shardc import ShardTensor, fully_shard
+
+
+class Branches(nn.Module):
+    """Two linear layers, of which the caller chooses; `both` is always used."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.both = (nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, x, left=True):
+        return self.both(self.left(x) if left else self.right(x)).pow(2).mean()
+
+
+def _pair(mesh, build, executor="eager", **kwargs):
+    plain, model = seeded(build), fully_shard(seeded(build), mesh=mesh)
+    return plain, model, compiled(model, executor, **kwargs)
+
+
+@on_ranks(2)
+def test_accumulation_over_backwards(mesh):
+    plain, model, step = _pair(mesh, Stack)
+    for number in range(3):
+        x = tokens(10 * number + mesh.get_local_rank())
+        plain(x, x).backward()
+        step(x, x).backward()
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh), msg=name)
+
+
+@pytest.mark.parametrize("executor", ["eager", None])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("before_forward", [True, False])
+@on_ranks(2)
+def test_zero_grad(mesh, before_forward, set_to_none, executor):
+    plain, model, step = _pair(mesh, Stack, executor or "eager")
+    step = step if executor else model
+    x = tokens(mesh.get_local_rank())
+    for _ in range(2):
+        if before_forward:
+            model.zero_grad(set_to_none)
+        loss = step(x, x)
+        if not before_forward:
+            model.zero_grad(set_to_none)
+        loss.backward()
+    plain(x, x).backward()
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh), msg=name)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@on_ranks(2)
+def test_unused_parameters_keep_none(mesh, eager):
+    _, model, step = _pair(mesh, Branches)
+    (model if eager else step)(torch.randn(3, 5), left=True).backward()
+    assert isinstance(model.left.weight.grad if eager else model.get_parameter("left.weight").grad,
+                      ShardTensor)  # fmt: skip
+    grads = {name: p.grad is None for name, p in model.named_parameters()}
+    assert grads == {n: n.startswith("right") for n in grads}
+
+
+@on_ranks(2)
+def test_used_on_one_rank_only_counts_as_zero_elsewhere(mesh):
+    plain, model, step = _pair(mesh, Branches)
+    left = mesh.get_local_rank() == 0
+    x = torch.randn(3, 5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step(x, left=left).backward()
+    mine = [str(w.message) for w in caught if "used on some ranks" in str(w.message)]
+    assert len(mine) == 1 and ("right.weight" if left else "left.weight") in mine[0]
+    plain(x, left=left).backward()
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        expected = torch.zeros_like(p) if p.grad is None else p.grad
+        torch.testing.assert_close(full(q.grad), 2 * mean_over_ranks(expected, mesh), msg=name)
+    # the other branch on every rank: nothing new to agree on, nothing hangs
+    step(x, left=not left).backward()
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@on_ranks(2)
+def test_parameter_hooks_fire_once_after_the_reduction(mesh, eager):
+    plain, model, step = _pair(mesh, Stack)
+    seen, after = {}, []
+    for name, param in model.named_parameters():
+        param.register_hook(lambda grad, name=name: seen.setdefault(name, []).append(full(grad)))
+        param.register_post_accumulate_grad_hook(lambda p: after.append(p.grad is not None))
+    x = tokens(mesh.get_local_rank())
+    (model if eager else step)(x, x).backward()
+    plain(x, x).backward()
+    assert len(after) == len(seen) == len(list(model.parameters())) and all(after)
+    for name, p in plain.named_parameters():
+        assert len(seen[name]) == 1
+        torch.testing.assert_close(seen[name][0], mean_over_ranks(p.grad, mesh))
+
+
+@on_ranks(2)
+def test_hook_replaces_the_gradient(mesh):
+    _, model, step = _pair(mesh, Stack)
+    param = model.get_parameter("head.weight")
+    handle = param.register_hook(lambda grad: 0 * grad)
+    x = tokens(0)
+    step(x, x).backward()
+    assert float(full(param.grad).abs().max()) == 0
+    handle.remove()
+    step(x, x).backward()
+    assert float(full(param.grad).abs().max()) > 0
+
+
+@on_ranks(2)
+def test_optimizer_in_backward(mesh):
+    plain, model, step = _pair(mesh, Stack)
+    optims = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def apply(param):
+        optims[param].step()
+        param.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(apply)
+    opt = torch.optim.SGD(plain.parameters(), lr=0.1)
+    x = tokens(3)
+    for _ in range(2):
+        step(x, x).backward()
+        plain(x, x).backward()
+        opt.step()
+        opt.zero_grad()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(q), p.detach())
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@on_ranks(2)
+def test_requires_grad_changes_between_steps(mesh, eager):
+    plain, model, step = _pair(mesh, Stack)
+    step = model if eager else step
+    x = tokens(mesh.get_local_rank())
+    for names in (["embed.weight"], ["head.weight", "layers.0.up.bias"], []):
+        for side in (plain, model):
+            for name, param in side.named_parameters():
+                param.requires_grad_(name not in names)
+            side.zero_grad()
+        step(x, x).backward()
+        plain(x, x).backward()
+        for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert (q.grad is None) == (name in names)
+            if name not in names:
+                torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh), msg=name)
+
+
+@on_ranks(2)
+def test_frozen_model_and_unfreeze(mesh):
+    plain, model = seeded(Stack).requires_grad_(False), seeded(Stack).requires_grad_(False)
+    fully_shard(model, mesh=mesh)
+    step = compiled(model)
+    x = tokens(1)
+    torch.testing.assert_close(step(x, x), plain(x, x))
+    for side in (plain, model):
+        side.requires_grad_(True)
+    check_parity(plain, model, step, lambda s: {"tokens": tokens(s), "targets": tokens(s)}, mesh)
+
+
+@on_ranks(2)
+def test_update_between_forward_and_backward_is_an_error(mesh):
+    model = shard_all(seeded(Stack), mesh)
+    step = compiled(model)
+    x = tokens(0)
+    for update in (
+        lambda: model.get_parameter("layers.0.down.weight").mul_(2),
+        lambda: torch._foreach_mul_(list(model.parameters()), 2.0),
+    ):
+        loss = step(x, x)
+        with torch.no_grad():
+            update()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@on_ranks(2)
+def test_no_grad_between_training_steps(mesh):
+    plain, model, step = _pair(mesh, Stack)
+    x = tokens(mesh.get_local_rank())
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(step(x, x), plain(x, x).detach())
+        check_parity(
+            plain, model, step, lambda s: {"tokens": tokens(s), "targets": tokens(s)}, mesh, steps=1
+        )

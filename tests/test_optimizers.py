@@ -1,0 +1,414 @@
+"""Stock optimizers, clipping and GradScaler on ShardTensors equal the unsharded ones."""
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from models import full
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from shardc import ShardTensor, fully_shard
+from shardc.runtime import collectives
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": partial(SGD, lr=0.1),
+    "SGD momentum": partial(SGD, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "SGD nesterov": partial(SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": partial(Adam, lr=0.02, weight_decay=0.1),
+    "Adam amsgrad": partial(Adam, lr=0.02, amsgrad=True, maximize=True),
+    "AdamW": partial(AdamW, lr=0.02),
+    "AdamW amsgrad": partial(AdamW, lr=0.02, amsgrad=True),
+    "Adagrad": partial(Adagrad, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.2),
+    "Adadelta": partial(Adadelta, lr=0.5, weight_decay=0.1),
+    "Adamax": partial(Adamax, lr=0.02),
+    "NAdam": partial(NAdam, lr=0.02, weight_decay=0.1, decoupled_weight_decay=True),
+    "RAdam": partial(RAdam, lr=0.02),
+    "RMSprop": partial(RMSprop, lr=0.01, momentum=0.5, centered=True),
+    "ASGD": partial(ASGD, lr=0.1, t0=1),
+    "Rprop": partial(Rprop, lr=0.05),
+}
+FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+STEPS = 4
+
+
+class Odd(nn.Module):
+    """Shapes that no world size divides; `short`, `scalar` and `none` leave ranks with nothing."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        shapes = {"matrix": (19, 37), "bias": (37,), "short": (2,), "scalar": (), "none": (0, 3)}
+        for index, (name, shape) in enumerate(shapes.items()):
+            value = torch.randn(shape, generator=torch.Generator().manual_seed(index))
+            self.register_parameter(name, nn.Parameter(value.to(dtype)))
+        self.unused = nn.Parameter(torch.ones(3, dtype=dtype))
+
+
+def pair(mesh, **kwargs) -> tuple[nn.Module, nn.Module]:
+    """A plain model and its sharded twin."""
+    plain, sharded = Odd(**kwargs), fully_shard(Odd(**kwargs), mesh=mesh)
+    assert not any(isinstance(p, ShardTensor) for p in plain.parameters())
+    assert all(isinstance(p, ShardTensor) for p in sharded.parameters())
+    return plain, sharded
+
+
+def gradient(param: Tensor, seed: int) -> Tensor:
+    """A full gradient, equal on all ranks; some elements are zero, some change sign."""
+    noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed))
+    return (noise * (noise.abs() > 0.3)).to(param.dtype)
+
+
+def set_gradients(model: nn.Module, seed: int, scale: float = 1.0) -> None:
+    """Full gradients on plain parameters, their parts on sharded ones; `unused` gets none."""
+    for index, (name, p) in enumerate(model.named_parameters()):
+        p.grad = None
+        if name != "unused":
+            grad = scale * gradient(p, 100 * seed + index)
+            p.grad = torch.empty_like(p).copy_(grad) if isinstance(p, ShardTensor) else grad
+
+
+def assert_equal_models(plain: nn.Module, sharded: nn.Module, label: str = "") -> None:
+    for (name, p), q in zip(plain.named_parameters(), sharded.named_parameters(), strict=True):
+        assert isinstance(q[1], ShardTensor)
+        torch.testing.assert_close(
+            full(q[1]), p.detach(), rtol=1e-6, atol=1e-6,
+            msg=lambda m, name=name: f"{label}: {name}: {m}",
+        )  # fmt: skip
+
+
+def assert_equal_states(plain, sharded, label: str = "") -> None:
+    """Optimizer states: same keys; sharded where they have the parameter's shape."""
+    for p, q in zip(plain.state.values(), sharded.state.values(), strict=True):
+        assert p.keys() == q.keys(), label
+        for key, value in p.items():
+            if isinstance(value, Tensor):
+                is_counter = key in ("step", "mu_product", "eta", "mu")
+                assert isinstance(q[key], ShardTensor) != is_counter, f"{label} {key}"
+                torch.testing.assert_close(full(q[key]), value, rtol=1e-6, atol=1e-6)
+            else:
+                assert q[key] == value, f"{label}: {key}"
+
+
+def forms(name: str) -> Iterator[dict[str, Any]]:
+    """How an optimizer may be asked to run."""
+    yield {"foreach": False}
+    yield {"foreach": True}
+    if name.split()[0] in FUSED:
+        yield {"fused": True}
+
+
+@on_ranks(2, 3)
+def test_every_elementwise_optimizer(mesh):
+    for name, make in OPTIMIZERS.items():
+        for form in forms(name):
+            plain, sharded = pair(mesh)
+            start = [full(p) for p in sharded.parameters()]
+            optimizers = [make(m.parameters(), **form) for m in (plain, sharded)]
+            for seed in range(STEPS):
+                for model, optimizer in zip((plain, sharded), optimizers, strict=True):
+                    set_gradients(model, seed)
+                    optimizer.step()
+            label = f"{name} {form}"
+            assert_equal_models(plain, sharded, label)
+            assert_equal_states(*optimizers, label)
+            end = [full(p) for p in sharded.parameters()]
+            moved = [not torch.equal(*pair) for pair in zip(start, end, strict=True)]
+            assert moved == [True, True, True, True, False, False], label
+            assert sharded.unused not in optimizers[1].state or name == "Adagrad"
+
+
+@on_ranks(2)
+def test_bf16_and_complex(mesh):
+    for dtype in (torch.bfloat16, torch.float64, torch.complex64):
+        for form in ({"foreach": False}, {"foreach": True}):
+            plain, sharded = pair(mesh, dtype=dtype)
+            for model in (plain, sharded):
+                optimizer = AdamW(model.parameters(), lr=0.1, **form)
+                for seed in range(2):
+                    set_gradients(model, seed)
+                    optimizer.step()
+            assert_equal_models(plain, sharded, f"{dtype} {form}")
+
+
+@on_ranks(2)
+def test_compiled_step(mesh):
+    for name, backend, form in [
+        ("SGD momentum", "eager", {"foreach": True}),
+        ("Rprop", "eager", {"foreach": False}),
+        ("RMSprop", "aot_eager", {"foreach": True}),
+        ("Adagrad", "aot_eager", {"foreach": False}),
+        ("AdamW", "inductor", {}),
+    ]:
+        _check_compiled(mesh, OPTIMIZERS[name], backend, **form)
+
+
+def _check_compiled(mesh, make, backend: str, **form) -> None:
+    plain, sharded = pair(mesh)
+    reference, optimizer = make(plain.parameters(), **form), make(sharded.parameters(), **form)
+    torch._dynamo.reset()
+    step = torch.compile(optimizer.step, backend=backend)
+    for seed in range(3):
+        set_gradients(plain, seed)
+        set_gradients(sharded, seed)
+        reference.step()
+        step()
+        assert_equal_models(plain, sharded, f"{make} {backend} {form}")
+    assert_equal_states(reference, optimizer)
+
+
+# -- optimizer life -------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_optimizer_built_before_fully_shard(mesh):
+    plain, sharded = Odd(), Odd()
+    kept = list(sharded.parameters())
+    optimizers = [AdamW(m.parameters(), lr=0.1, foreach=True) for m in (plain, sharded)]
+    fully_shard(sharded, mesh=mesh)
+    assert all(p is k for p, k in zip(sharded.parameters(), kept, strict=True))
+    for seed in range(2):
+        for model, optimizer in zip((plain, sharded), optimizers, strict=True):
+            set_gradients(model, seed)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=seed == 0)
+    assert_equal_models(plain, sharded)
+    assert all(not full(p.grad).any() for p in kept if p.grad is not None)
+    stale = Odd()
+    adagrad = Adagrad(stale.parameters())  # makes its state at once, of full tensors
+    fully_shard(stale, mesh=mesh)
+    set_gradients(stale, 0)
+    with pytest.raises(NotImplementedError, match="a plain tensor cannot be updated with a part"):
+        adagrad.step()
+
+
+@on_ranks(2)
+def test_state_dict_round_trip(mesh):
+    plain, sharded = pair(mesh)
+    reference, optimizer = Adam(plain.parameters(), lr=0.1), Adam(sharded.parameters(), lr=0.1)
+    for seed in range(2):
+        for model, opt in ((plain, reference), (sharded, optimizer)):
+            set_gradients(model, seed)
+            opt.step()
+    saved = optimizer.state_dict()
+    before = full(saved["state"][0]["exp_avg"])
+    fresh = Adam(sharded.parameters(), lr=0.5)
+    fresh.load_state_dict(copy.deepcopy(saved))
+    assert fresh.param_groups[0]["lr"] == 0.1
+    for model, opt in ((plain, reference), (sharded, fresh)):
+        set_gradients(model, 2)
+        opt.step()
+    assert_equal_models(plain, sharded)
+    assert_equal_states(reference, fresh)
+    assert torch.equal(full(saved["state"][0]["exp_avg"]), before)
+
+
+@on_ranks(2)
+def test_add_param_group(mesh):
+    plain, sharded = pair(mesh)
+    for model in (plain, sharded):
+        optimizer = SGD([model.matrix], lr=0.1, foreach=True)
+        optimizer.add_param_group({"params": [model.bias, model.scalar], "lr": 0.3})
+        with pytest.raises(ValueError, match="more than one parameter group"):
+            optimizer.add_param_group({"params": [model.bias]})
+        set_gradients(model, 0)
+        optimizer.step()
+    assert_equal_models(plain, sharded)
+    assert torch.equal(full(sharded.short), Odd().short.detach())
+
+
+# -- clipping -------------------------------------------------------------------------------------
+
+
+class CountingOps:
+    """Stands in for torch's functional collectives and counts which are issued."""
+
+    def __init__(self) -> None:
+        self.issued: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        self.issued[name] += name != "wait_tensor"
+        return getattr(torch.ops._c10d_functional, name)
+
+
+@contextmanager
+def collectives_issued(**expected: int) -> Iterator[None]:
+    """Inside, exactly these collectives are issued."""
+    counting = CountingOps()
+    with mock.patch.object(collectives, "ops", counting):
+        yield
+    assert +counting.issued == Counter(expected)
+
+
+@on_ranks(2, 3)
+def test_clip_grad_norm(mesh):
+    for order in (1, 2, 3, 0.5, -1, float("inf"), float("-inf")):
+        for max_norm in (0.7, 1e6):
+            plain, sharded = pair(mesh)
+            for model in (plain, sharded):
+                # torch knows no inf-norm of an empty gradient; ours does
+                set_gradients(model, 3)
+                if model is plain:
+                    model.none.grad = None
+            want = clip_grad_norm_(plain.parameters(), max_norm, order)
+            with collectives_issued(all_reduce=1):
+                got = clip_grad_norm_(sharded.parameters(), max_norm, order)
+            assert type(got) is Tensor and got.shape == () and got.dtype == torch.float32
+            torch.testing.assert_close(got, want)
+            for p, q in zip(plain.parameters(), sharded.parameters(), strict=True):
+                if p.grad is not None:
+                    torch.testing.assert_close(full(q.grad), p.grad)
+
+
+@on_ranks(2)
+def test_clip_without_gradients(mesh):
+    _, sharded = pair(mesh)
+    with collectives_issued():
+        assert clip_grad_norm_(sharded.parameters(), 1.0) == 0.0
+    for p in sharded.parameters():
+        p.grad = torch.zeros_like(p)
+    assert clip_grad_norm_(sharded.parameters(), 1.0) == 0.0
+
+
+@on_ranks(2)
+def test_clip_mixed_dtypes_and_plain_parameters(mesh):
+    """One all-reduce for each gradient dtype; ignored parameters are counted once, not W times."""
+
+    def build() -> nn.ModuleDict:
+        parts = {"a": Odd(), "b": Odd(torch.bfloat16), "ignored": nn.Linear(3, 4)}
+        return nn.ModuleDict(parts)
+
+    plain, sharded = build(), build()
+    fully_shard(sharded, mesh=mesh, ignored_params=list(sharded["ignored"].parameters()))
+    for model in (plain, sharded):
+        for part in model.values():
+            set_gradients(part, 1)
+        model["ignored"].weight.grad.fill_(0.5)
+    # torch rounds the norms of bf16 gradients to bf16; ours stay in fp32
+    grads = [p.grad.float().flatten() for p in plain.parameters() if p.grad is not None]
+    want = torch.cat(grads).norm()
+    with collectives_issued(all_reduce=2):
+        got = clip_grad_norm_(sharded.parameters(), 1.0)
+    torch.testing.assert_close(got, want)
+    assert type(sharded["ignored"].weight.grad) is Tensor
+    torch.testing.assert_close(sharded["ignored"].weight.grad, torch.full((4, 3), 0.5) / want)
+    torch.testing.assert_close(
+        full(sharded["b"].matrix.grad), plain["b"].matrix.grad / want.bfloat16(), rtol=0.01, atol=0
+    )
+
+
+@on_ranks(2)
+def test_norm_accumulates_in_fp32(mesh):
+    """4096 squares of 1/16 in bf16 would stop growing long before their sum."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16))
+    fully_shard(model, mesh=mesh)
+    model.weight.grad = torch.full_like(model.weight, 0.25)
+    for norm in (clip_grad_norm_(model.parameters(), 1e9), model.weight.grad.norm()):
+        assert norm.dtype == torch.float32 and norm == 16.0
+
+
+@on_ranks(2, 3)
+def test_non_finite_norms_agree_on_all_ranks(mesh):
+    """A NaN that one rank holds reaches all, also where the backend's maximum would drop it."""
+    for bad in (float("nan"), float("inf")):
+        for order in (2, float("inf"), float("-inf")):
+            for rank in range(mesh.size()):
+                _, sharded = pair(mesh)
+                set_gradients(sharded, 0)
+                sharded.none.grad = None
+                grad = torch.zeros(19, 37)
+                for r in range(mesh.size()):
+                    start, stop = sharded.matrix._spec.interval(r)
+                    if r == rank and stop > start:
+                        grad.view(-1)[start] = bad
+                sharded.matrix.grad.copy_(grad)
+                got = torch.nn.utils.get_total_norm([sharded.matrix.grad], order)
+                want = torch.linalg.vector_norm(grad, order)
+                torch.testing.assert_close(got, want, equal_nan=True)
+    _, sharded = pair(mesh)
+    set_gradients(sharded, 0)
+    sharded.matrix.grad[0, 0] = float("inf")
+    with pytest.raises(RuntimeError, match="non-finite"):
+        clip_grad_norm_(sharded.parameters(), 1.0, error_if_nonfinite=True)
+
+
+@on_ranks(2)
+def test_clip_grad_value(mesh):
+    for foreach in (True, False):
+        plain, sharded = pair(mesh)
+        for model in (plain, sharded):
+            set_gradients(model, 0)
+            with collectives_issued():
+                clip_grad_value_(model.parameters(), 0.4, foreach=foreach)
+        for p, q in zip(plain.parameters(), sharded.parameters(), strict=True):
+            assert p.grad is None or torch.equal(full(q.grad), p.grad)
+        assert full(sharded.matrix.grad).abs().max() == 0.4
+
+
+# -- GradScaler -----------------------------------------------------------------------------------
+
+
+@on_ranks(2, 3)
+def test_grad_scaler_skips_on_all_ranks(mesh):
+    for form in ({"foreach": True}, {"foreach": False}, {"fused": True}):
+        plain, sharded = pair(mesh)
+        for model in (plain, sharded):
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+            optimizer = AdamW(model.parameters(), lr=0.1, **form)
+            scaler.scale(torch.ones(()))
+            scales = []
+            for seed, spoiled in enumerate((False, True, False, False, True)):
+                set_gradients(model, seed, scale=8.0)
+                if spoiled:  # one element, so on one rank only
+                    with torch.no_grad():
+                        model.matrix.grad[18, 36] = float("inf") if seed == 1 else float("nan")
+                before = [full(p).clone() for p in model.parameters()]
+                if seed == 2 and "fused" not in form:
+                    scaler.unscale_(optimizer)
+                    clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+                scales.append(scaler.get_scale())
+                after = [full(p) for p in model.parameters()]
+                same = [torch.equal(*pair) for pair in zip(before, after, strict=True)]
+                assert all(same) == spoiled, f"{form} step {seed}"
+            assert scales == [8.0, 4.0, 4.0, 8.0, 4.0]
+        assert_equal_models(plain, sharded, str(form))
+
+
+def test_no_optimizer_is_left_out():
+    """All of torch.optim is either tested above or not elementwise."""
+    not_elementwise = {"Adafactor", "LBFGS", "Muon", "SparseAdam", "Optimizer"}
+    known = {name.split()[0] for name in OPTIMIZERS} | not_elementwise
+    classes = {name for name, c in vars(torch.optim).items() if isinstance(c, type)}
+    assert classes - known == set()
+
+
+@on_ranks(2)
+def test_refuses_optimizers_that_need_the_whole_tensor(mesh):
+    _, sharded = pair(mesh)
+    set_gradients(sharded, 0)
+    optimizer = torch.optim.Adafactor(sharded.parameters())
+    with warnings.catch_warnings(), pytest.raises(NotImplementedError, match="full_tensor"):
+        optimizer.step()

@@ -1,0 +1,143 @@
+"""Passes on small graphs, without a process group: exact nodes before and after."""
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+from torch.utils.checkpoint import CheckpointPolicy
+
+from shardc.passes.context import PassContext
+from shardc.passes.insert_unshard import insert_unshard
+from shardc.passes.reshard import tag_reshard
+from shardc.passes.runner import run_passes
+from shardc.passes.verify import collective_sequence, verify
+from shardc.runtime.executor import eager_executor
+from shardc.runtime.layout import Param, plan_bucket
+from shardc.runtime.unshard import UnshardSpec, intern_spec, unshard
+
+c10d, aten = torch.ops._c10d_functional, torch.ops.aten
+
+
+def _signature(reshard=True, world_size=2):
+    layout = plan_bucket([Param("w", (4, 4)), Param("b", (4,))], world_size)
+    return intern_spec(
+        UnshardSpec(
+            torch.float32, world_size, "0", tuple(layout.split_sizes()),
+            tuple(slot.shape for slot in layout.slots), (True, True), reshard, "sum",
+        )
+    )  # fmt: skip
+
+
+def test_signature_is_equal_for_equal_specs_only():
+    assert _signature() == _signature()
+    assert len({_signature(), _signature(reshard=False), _signature(world_size=3)}) == 3
+
+
+def _marked(reads):
+    graph = Graph()
+    segments = [graph.placeholder(name) for name in ("first", "second")]
+    outs = [
+        graph.call_function(torch.ops.shardc.unshard_slot, (segments[s], _signature(), slot))
+        for s, slot in reads
+    ]
+    graph.output(tuple(outs))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def test_one_unshard_a_bucket_before_its_first_marker():
+    ctx = PassContext("dynamo")
+    gm = run_passes(_marked([(0, 0), (1, 1), (0, 1), (0, 0)]), ctx, [insert_unshard])
+    calls = [n for n in gm.graph.nodes if n.op == "call_function"]
+    assert [n.target is unshard for n in calls] == [True, False, True, False, False, False]
+    assert [n.args[0].name for n in calls] == [
+        "first", "unshard", "second", "unshard_1", "unshard", "unshard"
+    ]  # fmt: skip
+    assert ctx.used == {"first": frozenset({0, 1}), "second": frozenset({1})}
+
+
+def test_in_place_update_is_refused():
+    gm = _marked([(0, 0)])
+    marker = next(n for n in gm.graph.nodes if n.op == "call_function")
+    marker.meta["example_value"] = torch.ones(4, 4).mul_(2)
+    with pytest.raises(RuntimeError, match=r"parameter of shape \(4, 4\) in place"):
+        insert_unshard(gm, PassContext("dynamo"))
+
+
+def _gathered(reshard=True, save=False):
+    """segment -> gather -> wait -> split -> view -> exp; optionally the weight is an output."""
+    graph = Graph()
+    x, segment = graph.placeholder("x"), graph.placeholder("segment")
+    gather = graph.call_function(c10d.all_gather_into_tensor.default, (segment, 2, "0"))
+    gather.meta["custom"] = {"shardc": _signature(reshard)}
+    wait = graph.call_function(c10d.wait_tensor.default, (gather,))
+    view = graph.call_function(aten.view.default, (wait, [4, -1]))
+    derived = graph.call_function(aten.exp.default, (view,))
+    out = graph.call_function(aten.mm.default, (x, derived))
+    graph.output((out, wait) if save else (out,))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_tags(reshard):
+    gm = run_passes(_gathered(reshard), PassContext("joint"), [tag_reshard])
+    tags = {n.name: n.meta.get("recompute") for n in gm.graph.nodes if n.op == "call_function"}
+    again, keep = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
+    assert tags == {
+        "all_gather_into_tensor_default": again if reshard else None,
+        "wait_tensor_default": again if reshard else keep,
+        "view_default": again,
+        "exp_default": again if reshard else None,
+        "mm_default": None,
+    }
+
+
+def test_verify():
+    ctx = PassContext("forward")
+    run_passes(_gathered(), ctx, [verify])
+    run_passes(_gathered(reshard=False, save=True), ctx, [verify])
+    with pytest.raises(AssertionError, match="is saved for backward"):
+        run_passes(_gathered(save=True), ctx, [verify])
+    gm = _gathered()
+    gather = next(n for n in gm.graph.nodes if "all_gather" in n.name)
+    gm.graph.output_node().args = ((gather,),)
+    with pytest.raises(AssertionError, match="must be read by one wait only"):
+        run_passes(gm, ctx, [verify])
+    assert collective_sequence(_gathered()) == [
+        "all_gather_into_tensor of 32 torch.float32 over 2 ranks (4x4 4)"
+    ]
+
+
+def test_eager_executor_frees_what_it_no_longer_needs():
+    freed = []
+
+    class Watched(torch.Tensor):
+        def __del__(self):
+            freed.append(self.label)
+
+    def step(label):
+        def run(x):
+            out = (x.as_subclass(torch.Tensor) + 1).as_subclass(Watched)
+            out.label = label
+            seen[label] = list(freed)
+            return out
+
+        return run
+
+    seen, graph = {}, Graph()
+    value = graph.placeholder("x")
+    for label in "abc":
+        value = graph.call_function(step(label), (value,))
+    graph.call_function(step("unused"), (value,))
+    graph.output((value,))
+    run = eager_executor(GraphModule(torch.nn.Module(), graph), [])
+    inputs = [torch.zeros(2)]
+    (result,) = run(inputs)
+    assert inputs == [] and torch.equal(result.as_subclass(torch.Tensor), torch.full((2,), 3.0))
+    assert seen == {"a": [], "b": [], "c": ["a"], "unused": ["a", "b"]}
+    assert freed == ["a", "b", "unused"]
+
+
+def test_dump(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDC_DUMP", str(tmp_path))
+    run_passes(_marked([(0, 0)]), PassContext("dynamo"), [insert_unshard])
+    names = sorted(path.name.split("_", 1)[1] for path in (tmp_path / "rank0").iterdir())
+    assert names == ["dynamo_0_input.py", "dynamo_1_insert_unshard.py"]

@@ -1,0 +1,388 @@
+"""`fully_shard`: what it makes of a module, and what it refuses before anything is changed."""
+
+import copy
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from models import Block, Stack, check_parity, compiled, full, seeded, shard_all, tokens
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+import shardc
+from shardc import ShardedModule, ShardTensor, fully_shard, units_of
+
+
+def _batch(seed):
+    return {"tokens": tokens(seed), "targets": tokens(seed + 1)}
+
+
+def _unchanged(module):
+    return not any(isinstance(p, ShardTensor) for p in module.parameters()) and not any(
+        isinstance(m, ShardedModule) for m in module.modules()
+    )
+
+
+# -- what it makes -------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_names_shapes_and_keys_stay(mesh):
+    plain, model = seeded(Stack), shard_all(seeded(Stack), mesh)
+    assert isinstance(model, Stack) and isinstance(model, ShardedModule)
+    for kind in ("named_parameters", "named_modules", "named_buffers"):
+        assert [n for n, _ in getattr(model, kind)()] == [n for n, _ in getattr(plain, kind)()]
+    assert list(model.state_dict()) == list(plain.state_dict())
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert isinstance(q, nn.Parameter) and q.shape == p.shape and q.dtype == p.dtype
+        assert torch.equal(full(q), p)
+
+
+@on_ranks(2)
+def test_parameters_keep_their_identity(mesh):
+    plain, model = seeded(Stack), seeded(Stack)
+    before = list(model.parameters())
+    opt = torch.optim.AdamW(model.parameters(), lr=0.1)  # built before sharding: keeps working
+    model.embed.weight.is_special = True
+    shard_all(model, mesh)
+    assert all(p is q for p, q in zip(before, model.parameters(), strict=True))
+    assert model.get_parameter("embed.weight").is_special
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    x = tokens(0)
+    for _ in range(2):
+        compiled(model)(x, x).backward()
+        with torch.no_grad():
+            model(x)
+        opt.step()
+        plain(x, x).backward()
+        reference.step()
+        opt.zero_grad()
+        reference.zero_grad()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(q), p.detach())
+
+
+@on_ranks(2)
+def test_units(mesh):
+    build = lambda: nn.Sequential(Block(), nn.Sequential(Block(), Block()), nn.Linear(18, 3))  # noqa: E731
+    assert list(units_of(fully_shard(build(), mesh=mesh))) == [""]
+    assert list(units_of(fully_shard(build(), mesh=mesh, units="auto"))) == ["", "1.0", "1.1"]
+    assert list(units_of(fully_shard(build(), mesh=mesh, units=Block))) == ["", "0", "1.0", "1.1"]
+    both = fully_shard(build(), mesh=mesh, units=(Block, nn.Linear))
+    assert list(units_of(both)) == [
+        "", "0", "0.up", "0.down", "1.0", "1.0.up", "1.0.down", "1.1", "1.1.up", "1.1.down", "2"
+    ]  # fmt: skip
+    chosen = fully_shard(
+        build(), mesh=mesh,
+        units=lambda m: {"reshard_after_forward": False} if isinstance(m, nn.Linear) else False,
+    )  # fmt: skip
+    flags = {n: u._shardc_unit.buckets[0].reshard_after_forward
+             for n, u in units_of(chosen).items() if u._shardc_unit.buckets}  # fmt: skip
+    assert flags == {"": False} | dict.fromkeys(
+        ["0.up", "0.down", "1.0.up", "1.0.down", "1.1.up", "1.1.down", "2"], False
+    )
+    with pytest.raises(ValueError, match="'auto', a module class"):
+        fully_shard(build(), mesh=mesh, units="blocks")
+    with pytest.raises(ValueError, match="option 'prefetch'; known: reshard"):
+        fully_shard(build(), mesh=mesh, units=lambda m: {"prefetch": 1})
+
+
+@on_ranks(2)
+def test_list_is_one_unit_and_slices_are_plain(mesh):
+    model = nn.Sequential(Block(), Block(), nn.Linear(18, 3))
+    made = fully_shard([model[0], model[1]], mesh=mesh)
+    assert made[0]._shardc_unit is made[1]._shardc_unit and len(made[0]._shardc_unit.buckets) == 1
+    fully_shard(model, mesh=mesh)
+    plain = seeded(lambda: nn.Sequential(Block(), Block(), nn.Linear(18, 3)))
+    model.load_state_dict(plain.state_dict())
+    part = model[:2]
+    assert type(part) is nn.Sequential and type(model) is not nn.Sequential
+    x = torch.randn(2, 18)
+    torch.testing.assert_close(part(x), plain[:2](x))
+    torch.testing.assert_close(compiled(model)(x), plain(x))
+
+
+@on_ranks(2)
+def test_ignored_parameters(mesh):
+    for as_modules in (True, False):
+        plain, model = seeded(Stack), seeded(Stack)
+        head = [model.head] if as_modules else {model.head.weight}
+        shard_all(model, mesh, ignored_params=head)
+        assert [isinstance(p, ShardTensor) for n, p in model.named_parameters()] == [
+            not n.startswith("head") for n, _ in model.named_parameters()
+        ]
+        x = tokens(0)
+        torch.testing.assert_close(compiled(model)(x, x), plain(x, x))
+        compiled(model)(x, x).backward()
+        assert type(model.head.weight.grad) is torch.Tensor
+    model = seeded(Stack)
+    for bad, error, words in (
+        (model.head, TypeError, "iterable of parameters or modules"),
+        (3, TypeError, "iterable of parameters or modules"),
+        ([model.head, model.embed.weight], TypeError, "all parameters or all modules"),
+        ([fully_shard(Block(), mesh=mesh)], ValueError, "sharded already"),
+    ):
+        with pytest.raises(error, match=words):
+            fully_shard(model, mesh=mesh, ignored_params=bad)
+    with pytest.warns(UserWarning, match="none of its parameters"):
+        fully_shard(model, mesh=mesh, ignored_params=[model])
+    assert not any(isinstance(p, ShardTensor) for p in model.parameters())
+    model = seeded(Stack)  # what an inner call ignored, an outer one does not take
+    fully_shard(model.layers[0], mesh=mesh, ignored_params={model.layers[0].up.bias})
+    fully_shard(model, mesh=mesh)
+    plain = [n for n, p in model.named_parameters() if not isinstance(p, ShardTensor)]
+    assert plain == ["layers.0.up.bias"]
+
+
+@on_ranks(4)
+def test_two_models_on_sub_meshes(mesh):
+    rank = mesh.get_local_rank()
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+    mine = grid["shard"]
+    plain, model = seeded(Stack, rank // 2), shard_all(seeded(Stack, rank // 2), mine)
+    check_parity(plain, model, compiled(model), _batch, mine)
+    everyone = shard_all(seeded(Stack, 9), mesh)
+    check_parity(seeded(Stack, 9), everyone, compiled(everyone), _batch, mesh)
+
+
+@on_ranks(2)
+def test_module_without_parameters(mesh):
+    model = fully_shard(nn.Sequential(nn.ReLU(), nn.Flatten()), mesh=mesh)
+    x = torch.randn(2, 3)
+    assert torch.equal(model(x), x.relu())
+    assert "(root)" not in shardc.describe(model)
+
+
+@on_ranks(2)
+def test_convert_a_sharded_module(mesh):
+    plain, model = seeded(Stack).double(), shard_all(seeded(Stack), mesh)
+    before = list(model.parameters())
+    model.double()
+    assert all(p is q for p, q in zip(before, model.parameters(), strict=True))
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    check_parity(plain, model, compiled(model), _batch, mesh)
+    model.bfloat16()
+    for bucket in model._shardc_unit.buckets:
+        assert all(slot.start * 2 % 16 == 0 for slot in bucket.layout.slots)
+    with pytest.raises(NotImplementedError, match="convert the unit's module"):
+        model.layers[0].up.double()
+
+
+@on_ranks(2)
+def test_materialise_a_meta_model(mesh):
+    with torch.device("meta"):
+        model = Stack()
+    shard_all(model, mesh)
+    model.to_empty(device="cpu")
+    plain = seeded(Stack)
+    torch.manual_seed(0)
+    for side in (plain, model):
+        torch.manual_seed(5)
+        for module in side.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+    check_parity(plain, model, compiled(model), _batch, mesh)
+
+
+@on_ranks(2)
+def test_describe(mesh):
+    table = shardc.describe(shard_all(seeded(Stack), mesh))
+    assert table.split("\n")[0].split() == [
+        "unit", "parameters", "dtype", "bucket", "padding", "segment", "reshard"
+    ]  # fmt: skip
+    assert [line.split()[0] for line in table.split("\n")[2:]] == ["(root)", "layers.0", "layers.1"]
+
+
+# -- what it refuses -----------------------------------------------------------------------------
+
+
+class Aliased(nn.Module):
+    """Two parameters, one storage."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(4, 4))
+        self.b = nn.Parameter(self.a.detach()[:2])
+
+
+class Cached(nn.Module):
+    """Keeps a parameter in a plain list."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.cache = [self.linear.weight]
+
+
+@on_ranks(2)
+def test_refused_models(mesh):
+    model = fully_shard(Block(), mesh=mesh)
+    with pytest.raises(ValueError, match="already called on this Block"):
+        fully_shard(model, mesh=mesh)
+    with pytest.raises(ValueError, match="same module twice"):
+        other = Block()
+        fully_shard([other, other], mesh=mesh)
+    with pytest.raises(TypeError, match="takes modules, got Tensor"):
+        fully_shard(torch.ones(3), mesh=mesh)
+    for build, words in (
+        (Aliased, "'b' shares its storage with parameter 'a'"),
+        (Cached, "'cache' keeps a reference to parameter 'linear.weight'"),
+    ):
+        bad = build()
+        with pytest.raises(ValueError, match=words):
+            fully_shard(bad, mesh=mesh)
+        assert _unchanged(bad)
+    lazy = nn.LazyLinear(3)
+    with pytest.raises(ValueError, match="not initialized"):
+        fully_shard(lazy, mesh=mesh)
+    with pytest.raises(NotImplementedError, match="not contiguous"):
+        fully_shard(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), mesh=mesh)
+    busy = Block()
+    loss = busy(torch.randn(2, 18)).sum()
+    with pytest.raises(ValueError, match="in use by an autograd graph"):
+        fully_shard(busy, mesh=mesh)
+    assert _unchanged(busy)
+    del loss
+
+
+@on_ranks(4)
+def test_not_built_yet(mesh):
+    model = Block()
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    for kwargs, error, words in (
+        ({"mesh": grid}, NotImplementedError, "2-D mesh"),
+        ({"mesh": cube}, ValueError, "1-D mesh"),
+        ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, NotImplementedError,
+         "mp_policy"),
+        ({"offload_policy": CPUOffloadPolicy()}, NotImplementedError, "offload_policy"),
+        ({"shard_placement_fn": lambda p: None}, NotImplementedError, "shard_placement_fn"),
+        ({"dp_mesh_dims": object()}, NotImplementedError, "dp_mesh_dims"),
+        ({"reshard_after_forward": 2}, NotImplementedError, "reshard_after_forward=2"),
+        ({"reshard_after_forward": 3}, ValueError, "divisor of the world size 4, got 3"),
+        ({"reshard_after_forward": "yes"}, ValueError, "got 'yes'"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            fully_shard(model, **{"mesh": mesh, **kwargs})
+        assert _unchanged(model)
+    for value, expected in ((1, False), (4, True)):
+        made = fully_shard(Block(), mesh=mesh, reshard_after_forward=value)
+        assert made._shardc_unit.buckets[0].reshard_after_forward is expected
+    for name in ("unshard", "set_requires_gradient_sync", "set_reduce_scatter_divide_factor"):
+        with pytest.raises(NotImplementedError, match=name):
+            getattr(made, name)()
+
+
+@on_ranks(2)
+def test_replacing_what_is_sharded_is_refused(mesh):
+    model = shard_all(seeded(Stack), mesh)
+    param, block = model.get_parameter("head.weight"), model.layers[0]
+    for attempt in (
+        lambda: setattr(model.head, "weight", nn.Parameter(torch.randn(31, 18))),
+        lambda: delattr(model.head, "weight"),
+        lambda: setattr(param, "data", torch.zeros(31, 18)),
+        lambda: copy.deepcopy(model),
+        lambda: copy.deepcopy(block),
+        lambda: model.load_state_dict(seeded(Stack).state_dict(), assign=True),
+    ):
+        with pytest.raises((NotImplementedError, RuntimeError)):
+            attempt()
+    check_parity(seeded(Stack), model, compiled(model), _batch, mesh)
+
+
+class InPlace(nn.Module):
+    """Decays its weight in the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.linear.weight.mul_(0.9)
+        return self.linear(x)
+
+
+@on_ranks(2)
+def test_update_inside_the_forward_is_refused(mesh):
+    model = fully_shard(InPlace(), mesh=mesh)
+    before = full(model.linear.weight).clone()
+    with pytest.raises(Exception, match="updates a sharded parameter of shape \\(4, 4\\) in place"):
+        compiled(model)(torch.randn(2, 4))
+    assert torch.equal(full(model.linear.weight), before)
+
+
+@on_ranks(3)
+def test_ranks_with_different_models(mesh):
+    rank = mesh.get_local_rank()
+    model = Block(hidden=30 if rank == 2 else 37)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"rank 2 has .*up.weight\[30, 18\]"):
+        fully_shard(model, mesh=mesh)
+    assert _unchanged(model) and time.monotonic() - start < 30
+    check_parity(
+        seeded(Stack), (model := shard_all(seeded(Stack), mesh)), compiled(model), _batch, mesh
+    )
+
+
+class Choice(nn.Module):
+    """Runs one of two units."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = Block(), Block()
+
+    def forward(self, x, left):
+        return (self.left if left else self.right)(x).sum()
+
+
+@on_ranks(2)
+def test_ranks_with_different_collectives(mesh):
+    model = Choice()
+    for unit in (model.left, model.right):
+        fully_shard(unit, mesh=mesh)
+    with pytest.raises(Exception, match="ranks disagree on the buckets that a graph reads"):
+        compiled(model)(torch.randn(2, 18), mesh.get_local_rank() == 0)
+
+
+@on_ranks(2)
+def test_rank_that_never_comes_is_named(mesh):
+    model = shard_all(seeded(Stack), mesh)
+    step = torch.compile(
+        model, backend="shardc", options={"executor": "eager", "agreement_timeout": 2}
+    )
+    if mesh.get_local_rank() == 0:
+        with pytest.raises(Exception, match=r"rank\(s\) \[1\] did not answer within 0:00:02"):
+            step(**_batch(0))
+    else:
+        time.sleep(4)
+
+
+def test_process_group_is_needed():
+    with pytest.raises(RuntimeError, match="torchrun"):
+        fully_shard(Block())
+
+
+def test_forward_after_the_process_group_is_gone():
+    script = """
+        import torch, torch.distributed as dist
+        from torch import nn
+        from shardc import fully_shard
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        model = fully_shard(nn.Linear(2, 2))
+        dist.destroy_process_group()
+        step = torch.compile(model, backend="shardc", options={"executor": "eager"})
+        for run in (model, step):
+            try:
+                run(torch.ones(1, 2))
+            except Exception as error:
+                print("over which the model is sharded, does not exist" in str(error))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"], done.stdout
