@@ -69,20 +69,23 @@ def agree(
 def _exchange(
     store: dist.Store, rank: int, world: int, what: str, text: str, timeout: timedelta, note: str
 ) -> frozenset[str]:
-    """One round: rank 0 gives the reference, the last to agree or any that differs the verdict."""
+    """One round: rank 0 gives the reference; who agrees last, differs or gives up, the verdict.
+
+    The first verdict stands, so that whoever comes late learns that the others have given up.
+    """
     store.set(f"rank{rank}", "1")
     if rank == 0:
         store.set("note", note)
         store.set("text", text)
-    _wait(store, "text", what, world, timeout)
-    reference, first_note = store.get("text").decode(), store.get("note").decode()
-    if note != first_note:
-        store.append("notes", f"{note}\n")  # type: ignore[attr-defined]
-    if reference != text:
-        store.set("verdict", _difference(what, rank, text.split("\n"), reference.split("\n")))
-    elif store.add("agreed", 1) == world:
-        store.set("verdict", "ok")
-    _wait(store, "verdict", what, world, timeout)
+    if _wait(store, "text", what, rank, world, timeout):
+        reference, first_note = store.get("text").decode(), store.get("note").decode()
+        if note != first_note:
+            store.append("notes", f"{note}\n")  # type: ignore[attr-defined]
+        if reference != text:
+            _rule(store, _difference(what, rank, text.split("\n"), reference.split("\n")))
+        elif store.add("agreed", 1) == world:
+            _rule(store, "ok")
+        _wait(store, "verdict", what, rank, world, timeout)
     verdict = store.get("verdict").decode()
     if verdict != "ok":
         raise RuntimeError(verdict)
@@ -90,15 +93,25 @@ def _exchange(
     return frozenset([first_note, *others])
 
 
-def _wait(store: dist.Store, key: str, what: str, world: int, timeout: timedelta) -> None:
+def _rule(store: dist.Store, verdict: str) -> None:
+    store.compare_set("verdict", "", verdict)
+
+
+def _wait(
+    store: dist.Store, key: str, what: str, rank: int, world: int, timeout: timedelta
+) -> bool:
+    """Whether `key` was set in time; if not, there is a verdict."""
     try:
         store.wait([key], timeout)
-    except dist.DistStoreError as error:
-        silent = [rank for rank in range(world) if not store.check([f"rank{rank}"])]
-        raise RuntimeError(
-            f"agreeing on {what}: rank(s) {silent} did not answer within {timeout} (the process "
-            "group's timeout). They died, are still busy, or run another program"
-        ) from error
+        return True
+    except dist.DistStoreError:
+        silent = [peer for peer in range(world) if not store.check([f"rank{peer}"])]
+        _rule(
+            store,
+            f"agreeing on {what}: rank(s) {silent} did not answer rank {rank} within {timeout} "
+            "(the process group's timeout). They died, are still busy, or run another program",
+        )
+        return False
 
 
 def _difference(what: str, rank: int, mine: list[str], reference: list[str]) -> str:
