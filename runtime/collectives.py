@@ -15,6 +15,7 @@ from torch import Tensor
 from shardc.runtime import compat
 
 ops = torch.ops._c10d_functional
+compat.let_backend_threads_finish()
 
 _CARRIED_AS_IS = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16,

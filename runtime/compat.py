@@ -5,6 +5,9 @@ collectives, `torch.ops._c10d_functional`, are the one documented exception). Wh
 moves something, this file is the one to mend.
 """
 
+import atexit
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -113,6 +116,16 @@ def mean_op(name: str) -> str:
 def is_fake_group(group: dist.ProcessGroup) -> bool:
     """Whether the group is torch's fake one, which has no peers."""
     return dist.get_backend(group) == "fake"
+
+
+def let_backend_threads_finish() -> None:
+    """At exit, let gloo's threads drop the tensors of the last collective (2.13).
+
+    They take the GIL for it, up to one switch interval (5 ms) after the wait has returned; an
+    interpreter that finalizes in that time ends them, which aborts the process ("terminate called
+    without an active exception").
+    """
+    atexit.register(time.sleep, 4 * sys.getswitchinterval())
 
 
 def annotate(facts: dict[str, Any]) -> AbstractContextManager[None]:
