@@ -1,6 +1,7 @@
 """What passes share: the context they are given and the predicates they ask of nodes."""
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from shardc.passes.profiles import Profile
 from shardc.runtime.unshard import UnshardSpec, spec_of
 
 c10d = torch.ops._c10d_functional
@@ -24,6 +26,47 @@ REDUCES = {
 }
 
 
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """What the schedule is planned with; equal on all ranks.
+
+    Attributes:
+        profile: the device and its links.
+        prefetch: how many units ahead gathers start; None leaves it to the cost model.
+        backward_prefetch: the same for the backward, in FSDP1's words: "pre", "post" or "none".
+        forward_hints, backward_hints: units to gather when another's forward or backward begins.
+        reduce_buffers: how many reductions may be under way; None bounds their bytes only.
+    """
+
+    profile: Profile
+    prefetch: int | None = None
+    backward_prefetch: str | None = None
+    forward_hints: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    backward_hints: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    reduce_buffers: int | None = None
+
+    def wanted(self, phase: str, gathers: Sequence[tuple[int, int]]) -> list[int | None]:
+        """The event at which each gather, given as (unit, event), is asked for, if it is."""
+        first: dict[int, int] = {}
+        for unit, event in gathers:
+            first.setdefault(unit, event)
+        order = list(first)
+        hints = self.backward_hints if phase == "backward" else self.forward_hints
+        by_target = {t: unit for unit, targets in hints.items() for t in targets if unit in first}
+        distance = self.prefetch
+        if phase == "backward" and self.backward_prefetch is not None:
+            distance = 1 if self.backward_prefetch == "pre" else 0
+        result: list[int | None] = []
+        for unit, event in gathers:
+            if unit in by_target:
+                result.append(min(event, first[by_target[unit]]))
+            elif distance is None:
+                result.append(None)
+            else:
+                result.append(first[order[max(0, order.index(unit) - distance)]])
+        return result
+
+
 @dataclass
 class PassContext:
     """What a pass may know beside the graph.
@@ -33,23 +76,58 @@ class PassContext:
         used: per placeholder name of a segment, the slots its graph reads (`insert_unshard`).
         differentiated: per input of a joint graph, the slots that get a gradient
             (`find_used_slots`).
+        options: what the schedule is planned with; None leaves the graph in its order.
+        units: per input of the Dynamo graph that is a segment, the number of its unit.
+        agree_on_seconds: given the collectives of a graph and the compute seconds between their
+            events, the seconds that all ranks plan with.
     """
 
     phase: str
     used: dict[str, frozenset[int]] = field(default_factory=dict)
     differentiated: list[frozenset[int]] = field(default_factory=list)
+    options: ScheduleOptions | None = None
+    units: dict[int, int] = field(default_factory=dict)
+    agree_on_seconds: Callable[[list[str], list[float]], list[float]] | None = None
+
+    def unit_of(self, transfer: Node) -> int:
+        """The number of the unit whose bucket a collective moves; -1 where it is not known."""
+        if is_all_gather(transfer):
+            sources = {node.name for node in reach(transfer, lambda n: n.all_input_nodes)}
+            positions = [i for i in self.units if sources & {f"primals_{i + 1}", f"arg{i}_1"}]
+        else:  # a gradient: at the place of its segment among the results
+            results = transfer.graph.output_node().args[0]
+            made = reach(transfer, lambda n: n.users)
+            assert isinstance(results, (list, tuple))
+            positions = [i for i in self.units if i < len(results) and results[i] in made]
+        return self.units[positions[0]] if positions else -1
 
 
-def signature_of(node: Node) -> str | None:
-    """The signature that `unshard` left on a node it traced, if it did."""
+def reach(start: Node, neighbours: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """All nodes that can be reached from `start`, itself included."""
+    found, todo = {start}, [start]
+    while todo:
+        for node in neighbours(todo.pop()):
+            if node not in found:
+                found.add(node)
+                todo.append(node)
+    return found
+
+
+def signatures_of(node: Node) -> list[str]:
+    """The signatures of the buckets that a collective moves: several if it is coalesced."""
     custom: dict[str, Any] = node.meta.get("custom") or {}
-    return custom.get("shardc")
+    signature = custom.get("shardc")
+    return signature.split("+") if signature else []
+
+
+def specs_of(node: Node) -> list[UnshardSpec]:
+    """The specs of the buckets that a collective moves; none if it is not one of ours."""
+    return [spec_of(signature) for signature in signatures_of(node)]
 
 
 def spec_of_node(node: Node) -> UnshardSpec | None:
-    """The spec of the bucket that this node gathers or reduces, if it is one of ours."""
-    signature = signature_of(node)
-    return spec_of(signature) if signature is not None else None
+    """The spec of the first of them: its group and world size are those of all."""
+    return next(iter(specs_of(node)), None)
 
 
 def is_all_gather(node: Node) -> bool:
@@ -67,6 +145,27 @@ def is_collective(node: Node) -> bool:
 def is_wait(node: Node) -> bool:
     """Whether the node waits for a collective."""
     return node.op == "call_function" and node.target is c10d.wait_tensor.default
+
+
+def is_view(node: Node) -> bool:
+    """Whether the node only looks at its input in another way, at no cost."""
+    target = node.target
+    return getattr(target, "is_view", False) or target in (operator.getitem, *_ALIASES)
+
+
+_ALIASES = (torch.ops.aten._unsafe_view.default,)
+
+
+def describe(node: Node) -> str:
+    """What a collective of ours moves, in one line."""
+    name = getattr(node.target, "_opname", str(node.target))
+    return f"{name} of {' and '.join(map(describe_spec, specs_of(node)))}"
+
+
+def describe_spec(spec: UnshardSpec) -> str:
+    """A bucket in one line, for the error that names what differs between ranks."""
+    shapes = " ".join("x".join(map(str, shape)) or "scalar" for shape in spec.shapes)
+    return f"{spec.numel} {spec.dtype} over {spec.world_size} ranks ({shapes})"
 
 
 def graph_modules(gm: GraphModule) -> Iterator[GraphModule]:

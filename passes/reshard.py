@@ -8,13 +8,11 @@ its whole gathered bucket saved, one tensor, and views of it are taken anew.
 The partitioner does the rest; the tags are those of activation checkpointing.
 """
 
-import operator
-
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from shardc.passes.context import PassContext, is_all_gather, is_wait, spec_of_node
+from shardc.passes.context import PassContext, is_all_gather, is_view, is_wait, spec_of_node
 
 _AC_GRAPH_ID = 10**9
 """Far from any id that activation checkpointing gives: at 0 the partitioner's clean-up would turn
@@ -35,15 +33,11 @@ def tag_reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
                 continue
             resharded[node] = any(resharded[i] for i in node.all_input_nodes)
     for node, reshard in resharded.items():
-        if reshard or _is_view(node):
+        if reshard or is_view(node):
             _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
         elif is_wait(node):
             _tag(node, CheckpointPolicy.MUST_SAVE)
     return gm
-
-
-def _is_view(node: Node) -> bool:
-    return node.target is operator.getitem or getattr(node.target, "is_view", False)
 
 
 def _tag(node: Node, policy: CheckpointPolicy) -> None:

@@ -35,6 +35,7 @@ def agree(
     facts: Sequence[str],
     timeout: timedelta | None = None,
     note: str = "",
+    first_note_stands: bool = False,
 ) -> frozenset[str]:
     """Raise on every rank of `group` unless all state the same facts.
 
@@ -44,6 +45,8 @@ def agree(
         facts: lines of text that must be equal.
         timeout: how long to wait for the others (default: the group's timeout).
         note: a text that may differ from rank to rank.
+        first_note_stands: once agreed on, the same facts give the same notes for good; else a new
+            note starts another round, which all ranks must enter.
 
     Returns:
         The notes of all ranks.
@@ -57,7 +60,7 @@ def agree(
     text = "\n".join([what, *facts])
     digest = hashlib.sha256(text.encode()).hexdigest()
     notes = history.notes.get(digest, frozenset())
-    if note not in notes:
+    if note not in notes and not (notes and first_note_stands):
         timeout = timeout or compat.group_timeout(group, torch.device("cpu"))
         store = dist.PrefixStore(f"shardc/{history.rounds}", compat.group_store(group))
         history.rounds += 1

@@ -11,6 +11,7 @@ import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,8 @@ class Bucket:
         params: the ShardTensor parameters, one a slot.
         signature: names the code that unshards this bucket (see `unshard`).
         serial: the number of the bucket in its group, equal on all ranks.
+        unit: the number of its unit, equal on all ranks.
+        owner: its `Unit`.
         made: whether any bucket exists in this process.
     """
 
@@ -77,6 +80,8 @@ class Bucket:
         self.group = group
         self.rank = rank
         self.unit_modules = frozenset(unit_modules)
+        self.unit = -1
+        self.owner: Any = None
         self.params: list[nn.Parameter] = []
         self.trainable = (layout.requires_grad,) * len(layout.slots)
         self.reshard_after_forward = True

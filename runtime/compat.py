@@ -114,8 +114,8 @@ def mean_op(name: str) -> str:
 
 
 def is_fake_group(group: dist.ProcessGroup) -> bool:
-    """Whether the group is torch's fake one, which has no peers."""
-    return dist.get_backend(group) == "fake"
+    """Whether the group has no peers: torch's fake one, or one that says it is `emulated`."""
+    return dist.get_backend(group) == "fake" or getattr(group, "emulated", False)
 
 
 def let_backend_threads_finish() -> None:
@@ -237,6 +237,38 @@ def inline_only(fn: F) -> F:
 
     skip_code(fn.__code__)
     return fn
+
+
+# -- sizes and costs -----------------------------------------------------------------------------
+
+
+def size_expr(size: Any) -> Any:
+    """A size as a number, or as the sympy expression behind a SymInt (2.11 to 2.15)."""
+    if isinstance(size, torch.SymInt):
+        expr = size.node.expr
+        return int(expr) if expr.is_number else expr
+    return size
+
+
+def size_hint(size: Any) -> Any:
+    """The value a size had when the graph was traced (2.11 to 2.15)."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def flop_formulas() -> dict[Any, Callable[..., Any]]:
+    """What torch knows of FLOPs, by op, with the CPU's attention added (2.11 to 2.15)."""
+    from torch.utils.flop_counter import flop_registry
+
+    aten = torch.ops.aten
+    return {
+        **flop_registry,
+        aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+            aten._scaled_dot_product_flash_attention
+        ],
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+            aten._scaled_dot_product_flash_attention_backward
+        ],
+    }
 
 
 # -- the compiler --------------------------------------------------------------------------------

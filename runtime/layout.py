@@ -120,12 +120,16 @@ def interval(start: int, numel: int, segment: int, rank: int) -> tuple[int, int]
     return first, last
 
 
-def plan_buckets(params: Sequence[Param], world_size: int) -> tuple[BucketLayout, ...]:
-    """Plan one bucket per (dtype, requires_grad) of `params`, in order of first appearance.
+def plan_buckets(
+    params: Sequence[Param], world_size: int, grain: int = 0
+) -> tuple[BucketLayout, ...]:
+    """Plan the buckets of a unit, per (dtype, requires_grad) in order of first appearance.
 
     Args:
         params: a unit's parameters in registration order.
         world_size: number of ranks that share each bucket.
+        grain: bytes from which on a bucket is closed and the next parameter opens another; 0 for
+            one bucket only.
 
     Raises:
         ValueError: `world_size` is not positive.
@@ -135,7 +139,35 @@ def plan_buckets(params: Sequence[Param], world_size: int) -> tuple[BucketLayout
     groups: dict[tuple[torch.dtype, bool], list[Param]] = {}
     for param in params:
         groups.setdefault((param.dtype, param.requires_grad), []).append(param)
-    return tuple(plan_bucket(group, world_size) for group in groups.values())
+    return tuple(
+        plan_bucket(part, world_size) for group in groups.values() for part in _split(group, grain)
+    )
+
+
+def _split(params: list[Param], grain: int) -> list[list[Param]]:
+    """Parts of at least `grain` bytes each, so that the first can be used while others travel.
+
+    Vectors (norms, biases) all go into the first part: they are small, and modules register them
+    where they please, while a block's first norm is what its forward reads first.
+    """
+    size = sum(param.numel for param in params) * params[0].dtype.itemsize
+    if not grain or size < 2 * grain:
+        return [params]
+    parts: list[list[Param]] = [[param for param in params if len(param.shape) < 2]]
+    filled = 0
+    for param in params:
+        if len(param.shape) < 2:
+            continue
+        nbytes = param.numel * param.dtype.itemsize
+        if filled >= grain:
+            parts.append([])
+            filled = 0
+        parts[-1].append(param)
+        filled += nbytes
+    if len(parts) > 1 and filled < grain:
+        parts[-2:] = [parts[-2] + parts[-1]]
+    place = {param.name: index for index, param in enumerate(params)}
+    return [sorted(part, key=lambda param: place[param.name]) for part in parts]
 
 
 def plan_bucket(params: Sequence[Param], world_size: int) -> BucketLayout:

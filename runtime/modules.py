@@ -7,8 +7,9 @@ The methods overridden here are those that would otherwise detach a parameter fr
 without a word.
 """
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -143,6 +144,14 @@ class Unit:
     reshard_after_forward: bool | None
     ignored: frozenset[nn.Parameter]
     is_root: bool = True
+    number: int = field(default_factory=itertools.count().__next__)
+    forward_prefetch: tuple["Unit", ...] = ()
+    backward_prefetch: tuple["Unit", ...] = ()
+    reduce_buffers: int | None = None
+
+    def __post_init__(self) -> None:
+        for bucket in self.buckets:
+            bucket.unit, bucket.owner = self.number, self
 
     def settle(self, is_root: bool) -> None:
         """Decide what None means, as FSDP2 does: reshard, except the outermost unit."""

@@ -7,6 +7,8 @@ model.compile(backend="shardc")
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from shardc.calibrate import calibrate
+from shardc.passes.profiles import Profile, get_profile, set_profile
 from shardc.runtime.modules import ShardedModule
 from shardc.runtime.shard_tensor import ShardTensor
 from shardc.shard import fully_shard
@@ -17,9 +19,13 @@ __all__ = [
     "CPUOffloadPolicy",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Profile",
     "ShardTensor",
     "ShardedModule",
+    "calibrate",
     "describe",
     "fully_shard",
+    "get_profile",
+    "set_profile",
     "units_of",
 ]

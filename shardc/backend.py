@@ -3,13 +3,16 @@
     Dynamo graph      insert_unshard            markers become one gather a bucket
     joint graph       find_used_slots           parameters without gradient keep None
                       tag_reshard               gathered weights are recomputed or saved
-    forward, backward verify, agree             invariants; one sequence on all ranks
+    forward, backward bucket                    neighbours in one message where it costs nothing
+                      schedule                  collectives behind compute
+                      verify, agree             invariants; one sequence on all ranks
     lowering          Inductor | eager executor
 
 The last two rows run inside `inner_compile`, so they also run where Inductor's graph cache hits.
 """
 
 import difflib
+import functools
 import json
 import logging
 import warnings
@@ -22,10 +25,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from shardc.passes.context import PassContext, is_collective, spec_of_node
+from shardc.passes.bucket import bucket
+from shardc.passes.context import PassContext, ScheduleOptions, is_collective, spec_of_node
 from shardc.passes.insert_unshard import insert_unshard
+from shardc.passes.profiles import Profile, as_profile, current_profile
 from shardc.passes.reshard import tag_reshard
 from shardc.passes.runner import run_passes
+from shardc.passes.schedule import schedule
 from shardc.passes.used_slots import find_used_slots
 from shardc.passes.verify import collective_sequence, verify
 from shardc.runtime import compat
@@ -38,7 +44,7 @@ log = logging.getLogger("shardc")
 
 DYNAMO_PASSES = [insert_unshard]
 JOINT_PASSES = [find_used_slots, tag_reshard]
-GRAPH_PASSES = [verify]
+GRAPH_PASSES = [bucket, schedule, verify]
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,11 @@ class Options:
         executor: "inductor", or "eager" to run the same graphs op by op.
         fallback: run a graph that Inductor cannot compile in the eager executor, with a warning.
         inductor: settings of `torch._inductor.config` for this compile.
+        schedule: False leaves collectives where they are used.
+        profile: the hardware to plan for, by name or as a `Profile`; default: what `calibrate` or
+            `set_profile` set, else the device's.
+        prefetch: "auto", or how many units ahead gathers start (0: none).
+        backward_prefetch: FSDP1's, for the backward: "auto", "pre", "post" or None.
         agreement_timeout: seconds ranks wait for each other when they compare their sequences of
             collectives; default: the process group's timeout.
     """
@@ -56,6 +67,10 @@ class Options:
     executor: str = "inductor"
     fallback: bool = True
     inductor: dict[str, Any] = field(default_factory=dict)
+    schedule: bool = True
+    profile: Profile | str | None = None
+    prefetch: int | str = "auto"
+    backward_prefetch: str | None = "auto"
     agreement_timeout: float | None = None
 
     @staticmethod
@@ -73,6 +88,19 @@ class Options:
         options = Options(**given)
         if options.executor not in ("inductor", "eager"):
             raise ValueError(f"executor must be 'inductor' or 'eager', got {options.executor!r}")
+        if options.prefetch != "auto" and not (
+            isinstance(options.prefetch, int) and options.prefetch >= 0
+        ):
+            raise ValueError(
+                f"prefetch must be 'auto' or a count of units, got {options.prefetch!r}"
+            )
+        if options.backward_prefetch not in ("auto", "pre", "post", None):
+            raise ValueError(
+                "backward_prefetch must be 'auto', 'pre', 'post' or None, "
+                f"got {options.backward_prefetch!r}"
+            )
+        if options.profile is not None:
+            as_profile(options.profile)
         return options
 
 
@@ -96,10 +124,60 @@ def shardc_backend(
     used = _agree_on_reads(gm, ctx, parsed)
     lower = _compile_eager if parsed.executor == "eager" else _compile_inductor
     joint = PassContext(phase="joint")
-    compiled = lower(gm, example_inputs, parsed, joint, mode)
+    compiled = lower(gm, example_inputs, _Plan(parsed, _buckets(gm, ctx), joint), mode)
     if len(joint.differentiated) == len(gm.graph.find_nodes(op="placeholder")):
         used = [replace(r, slots=joint.differentiated[r.position]) for r in used]
     return _noting_used_slots(compiled, used)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What the graphs of one Dynamo graph share: options, bucket by input, the joint context."""
+
+    options: Options
+    buckets: dict[int, Bucket]
+    joint: PassContext
+
+    def context(self, phase: str) -> PassContext:
+        """The context of the passes over a forward or backward graph."""
+        if not self.options.schedule or not self.buckets:
+            return PassContext(phase)
+        first = next(iter(self.buckets.values()))
+        return PassContext(
+            phase,
+            options=self._schedule_options(first.segment.device.type),
+            units={position: bucket.unit for position, bucket in self.buckets.items()},
+            agree_on_seconds=functools.partial(_agree_on_seconds, first.group, self.options, phase),
+        )
+
+    def _schedule_options(self, device_type: str) -> ScheduleOptions:
+        options = self.options
+        profile = current_profile(device_type) if options.profile is None else options.profile
+        units = {bucket.unit: bucket.owner for bucket in self.buckets.values() if bucket.owner}
+        buffers = [unit.reduce_buffers for unit in units.values() if unit.reduce_buffers]
+        backward = options.backward_prefetch
+        return ScheduleOptions(
+            profile=as_profile(profile),
+            prefetch=None if isinstance(options.prefetch, str) else options.prefetch,
+            backward_prefetch=None if backward == "auto" else backward or "none",
+            forward_hints={
+                n: tuple(t.number for t in u.forward_prefetch) for n, u in units.items()
+            },
+            backward_hints={
+                n: tuple(t.number for t in u.backward_prefetch) for n, u in units.items()
+            },
+            reduce_buffers=min(buffers, default=None),
+        )
+
+
+def _buckets(gm: GraphModule, ctx: PassContext) -> dict[int, Bucket]:
+    """The bucket of every input that is a segment."""
+    placeholders = enumerate(gm.graph.find_nodes(op="placeholder"))
+    return {
+        position: compat.real_input(node).shardc_bucket  # type: ignore[union-attr]
+        for position, node in placeholders
+        if node.name in ctx.used
+    }
 
 
 # -- lowering ------------------------------------------------------------------------------------
@@ -108,8 +186,7 @@ def shardc_backend(
 def _compile_inductor(
     gm: GraphModule,
     example_inputs: Sequence[Any],
-    options: Options,
-    joint: PassContext,
+    plan: _Plan,
     mode: str | None,
 ) -> Callable[..., Any]:
     patches = compat.mode_options(mode)
@@ -117,19 +194,19 @@ def _compile_inductor(
         # Inductor's own memory-driven order would undo any schedule of collectives.
         "reorder_for_peak_memory": False,
         "joint_custom_post_pass": compat.joint_pass(
-            lambda graph: run_passes(graph, joint, JOINT_PASSES),
+            lambda graph: run_passes(graph, plan.joint, JOINT_PASSES),
             repr([step.__name__ for step in JOINT_PASSES]),
         ),
-        **options.inductor,
+        **plan.options.inductor,
     }
 
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         phase = "backward" if kwargs.get("is_backward") else "forward"
-        graph = _finish_graph(graph, phase, options)
+        graph = _finish_graph(graph, phase, plan)
         try:
             compiled = compat.compile_fx_inner(graph, inputs, **kwargs)
         except compat.InductorError as error:
-            if not options.fallback:
+            if not plan.options.fallback:
                 raise
             _warn_fallback(phase, error)
             return _naming(graph)(eager_executor(graph, inputs))
@@ -141,19 +218,20 @@ def _compile_inductor(
 def _compile_eager(
     gm: GraphModule,
     example_inputs: Sequence[Any],
-    options: Options,
-    joint: PassContext,
+    plan: _Plan,
     mode: str | None,
 ) -> Callable[..., Any]:
     def compile_phase(phase: str) -> Callable[[GraphModule, Sequence[Any]], Any]:
         def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> Any:
-            graph = _finish_graph(graph, phase, options)
+            graph = _finish_graph(graph, phase, plan)
             return _naming(graph)(eager_executor(graph, inputs))
 
         return compile_graph
 
     def partition(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
-        return compat.min_cut_partition(run_passes(graph, joint, JOINT_PASSES), *args, **kwargs)
+        return compat.min_cut_partition(
+            run_passes(graph, plan.joint, JOINT_PASSES), *args, **kwargs
+        )
 
     return compat.compile_aot(
         gm, example_inputs, compile_phase("forward"), compile_phase("backward"), partition
@@ -166,10 +244,10 @@ def _naming(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any
     return lambda call: naming_failures(call, groups[0]) if groups else call
 
 
-def _finish_graph(gm: GraphModule, phase: str, options: Options) -> GraphModule:
+def _finish_graph(gm: GraphModule, phase: str, plan: _Plan) -> GraphModule:
     """What every forward and backward graph goes through before it is lowered."""
-    gm = run_passes(gm, PassContext(phase=phase), GRAPH_PASSES)
-    _agree_on_collectives(gm, phase, options)
+    gm = run_passes(gm, plan.context(phase), GRAPH_PASSES)
+    _agree_on_collectives(gm, phase, plan.options)
     return gm
 
 
@@ -213,6 +291,15 @@ def _agree_on_collectives(gm: GraphModule, phase: str, options: Options) -> None
         _agree(group, f"the collectives of a {phase} graph", collective_sequence(gm), options)
 
 
+def _agree_on_seconds(
+    group: str, options: Options, phase: str, facts: list[str], seconds: list[float]
+) -> list[float]:
+    """The compute times that all ranks plan with: the slowest rank's, from the first compile on."""
+    what = f"the collectives of a {phase} graph, before they are scheduled"
+    notes = _agree(group, what, facts, options, json.dumps(seconds), first_note_stands=True)
+    return [max(times) for times in zip(*map(json.loads, notes), strict=True)]
+
+
 def _groups(gm: GraphModule) -> list[str]:
     """The process groups over which `gm` communicates."""
     specs = [spec_of_node(node) for node in gm.graph.nodes if is_collective(node)]
@@ -220,11 +307,16 @@ def _groups(gm: GraphModule) -> list[str]:
 
 
 def _agree(
-    group: str, what: str, facts: list[str], options: Options, note: str = ""
+    group: str,
+    what: str,
+    facts: list[str],
+    options: Options,
+    note: str = "",
+    first_note_stands: bool = False,
 ) -> frozenset[str]:
     seconds = options.agreement_timeout
     timeout = None if seconds is None else timedelta(seconds=seconds)
-    return agree(compat.resolve_group(group), what, facts, timeout, note)
+    return agree(compat.resolve_group(group), what, facts, timeout, note, first_note_stands)
 
 
 # -- what runs around a compiled graph -----------------------------------------------------------

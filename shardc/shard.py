@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from shardc.passes.cost import bucket_grain
+from shardc.passes.profiles import current_profile
 from shardc.runtime import compat
 from shardc.runtime.agreement import agree
 from shardc.runtime.bucket import Bucket
@@ -318,6 +320,7 @@ def _plan(
 ) -> list[_Plan]:
     plans: list[_Plan] = []
     taken = set(ignored)
+    grain = bucket_grain(mesh.size(), current_profile(mesh.device_type))
     for request in requests:
         options = {"reshard_after_forward": reshard, **request.options}
         mp, offload = options.get("mp_policy"), options.get("offload_policy")
@@ -337,7 +340,7 @@ def _plan(
             _Plan(
                 request.modules,
                 params,
-                plan_buckets(described, mesh.size()),
+                plan_buckets(described, mesh.size(), grain),
                 _check_reshard(options["reshard_after_forward"], mesh.size()),
             )
         )

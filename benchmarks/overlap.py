@@ -1,0 +1,111 @@
+"""Exposed communication behind an emulated wire, shardc and its peers in one run.
+
+    python benchmarks/overlap.py --world 8 --latency 0.5 --bandwidth 0.5
+
+One process a competitor, all on this machine, each alone while it is measured, in interleaved
+rounds. A step is forward and backward; no optimizer, because the sharded ones would update a part
+only. `step / plain` compares with the unsharded compiled step of the same round; `step / wire` with
+the time the wire itself needs.
+"""
+
+import argparse
+import functools
+import statistics
+import sys
+import time
+from typing import Any
+
+from processes import interleave
+from tabulate import tabulate
+
+DEFAULT = ("plain", "ddp", "fsdp2", "fsdp2-blocks", "simple-fsdp", "shardc")
+
+
+def main() -> None:
+    """Run the rounds and print one table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--world", type=int, default=8, help="emulated ranks (default 8)")
+    parser.add_argument("--latency", type=float, default=0.5, help="ms a message (default 0.5)")
+    parser.add_argument("--bandwidth", type=float, default=0.5, help="GB/s (default 0.5)")
+    parser.add_argument("--blocks", type=int, default=8, help="blocks of the model (default 8)")
+    parser.add_argument("--dim", type=int, default=512, help="model width (default 512)")
+    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default 7)")
+    parser.add_argument("--steps", type=int, default=3, help="steps a round (default 3)")
+    parser.add_argument("--peers", nargs="+", default=DEFAULT, help=f"of {', '.join(DEFAULT)}")
+    args = parser.parse_args()
+    sides = {name: functools.partial(prepare, name, vars(args)) for name in args.peers}
+    results = interleave(sides, args.rounds)
+    rows = []
+    for name, rounds in results.items():
+        steps = [r["step"] for r in rounds]
+        floor = [r["step"] for r in results["plain"]] if "plain" in results else steps
+        wire = rounds[0]["wire"]
+        rows.append(
+            [
+                name,
+                f"{1e3 * statistics.median(steps):.0f}",
+                f"{1e3 * wire:.0f}",
+                f"{1e3 * (statistics.median(steps) - statistics.median(floor)):.0f}",
+                _ratio(steps, floor),
+                _ratio(steps, [wire] * len(steps)) if wire else "-",
+                rounds[0]["messages"],
+                f"{rounds[0]['moved'] / 1e6:.1f}",
+            ]
+        )
+    print(f"W={args.world}, {args.latency} ms + {args.bandwidth} GB/s, {args.blocks} blocks of "
+          f"{args.dim}; medians of {args.rounds} rounds (min to max)")  # fmt: skip
+    print(
+        tabulate(
+            rows,
+            headers=[
+                "", "step ms", "wire ms", "over plain ms", "step / plain", "step / wire",
+                "messages", "MB sent",
+            ],
+        )
+    )  # fmt: skip
+
+
+def _ratio(values: list[float], floor: list[float]) -> str:
+    ratios = [value / other for value, other in zip(values, floor, strict=True)]
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+
+
+def prepare(name: str, args: dict[str, Any]) -> Any:
+    """Build and warm one competitor in this process; what runs one round of it."""
+    import peers
+    import torch
+    import wire
+
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # gathered weights are whatever the memory holds
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    line, mesh = wire.join(args["world"], 1e-3 * args["latency"], 1e9 * args["bandwidth"])
+    shape = peers.Shape(blocks=args["blocks"], dim=args["dim"])
+    model = peers.Model(shape).to(device)
+    step = peers.PEERS[name](model, mesh)
+    tokens = torch.randint(shape.vocab, (shape.batch, shape.length), device=device)
+
+    def run() -> dict[str, Any]:
+        line.log.clear()
+        start = time.perf_counter()
+        for _ in range(args["steps"]):
+            step(tokens).backward()
+            model.zero_grad()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        elapsed = time.perf_counter() - start
+        return {
+            "step": elapsed / args["steps"],
+            "wire": line.busy / args["steps"],
+            "messages": len(line.log) // args["steps"],
+            "moved": line.moved / args["steps"],
+        }
+
+    for _ in range(2):
+        run()
+    return run
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""An emulated wire: a process group of any world size on one machine, where sending takes time.
+
+Every collective occupies the one wire of this process for `latency + moved bytes / bandwidth`, one
+after the other, and its wait returns when that time has passed. No data moves: gathered weights
+are whatever the memory holds. So what a step takes beyond its compute is exposed communication,
+and it is the same wire for everyone who is measured. On CUDA the time is spent by a kernel that
+spins on the wire's own stream.
+"""
+
+import heapq
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass
+class Wire:
+    """What was sent, and until when the wire is busy.
+
+    Attributes:
+        latency: seconds a message.
+        bandwidth: bytes a second.
+        free_at: when the wire has sent all that was given to it (`time.perf_counter`).
+        log: (operation, bytes, seconds) of every message.
+    """
+
+    latency: float
+    bandwidth: float
+    free_at: float = 0.0
+    log: list[tuple[str, int, float]] = field(default_factory=list)
+
+    def send(self, operation: str, moved: int) -> Work:
+        """Queue a message that moves that many bytes out of this rank."""
+        seconds = self.latency + moved / self.bandwidth
+        self.log.append((operation, moved, seconds))
+        if torch.cuda.is_available():
+            return _CudaWork(seconds)
+        self.free_at = max(time.perf_counter(), self.free_at) + seconds
+        return _CpuWork(self.free_at)
+
+    @property
+    def busy(self) -> float:
+        """Seconds the wire was in use."""
+        return sum(seconds for _, _, seconds in self.log)
+
+    @property
+    def moved(self) -> int:
+        """Bytes that left this rank."""
+        return sum(moved for _, moved, _ in self.log)
+
+
+class _CpuWork(Work):
+    def __init__(self, done_at: float) -> None:
+        super().__init__()
+        self.done_at = done_at
+
+    def wait(self, timeout: Any = None) -> bool:
+        remaining = self.done_at - time.perf_counter()
+        if remaining > 0:
+            time.sleep(remaining)
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        _alarm.ring(self.done_at, future)
+        return future
+
+
+class _Alarm:
+    """Completes futures (DDP wants them) at their time, from one thread."""
+
+    def __init__(self) -> None:
+        self.queue: list[tuple[float, int, torch.futures.Future[Any]]] = []
+        self.changed = threading.Condition()
+        self.thread: threading.Thread | None = None
+
+    def ring(self, at: float, future: torch.futures.Future[Any]) -> None:
+        with self.changed:
+            heapq.heappush(self.queue, (at, id(future), future))
+            self.changed.notify()
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._run, daemon=True)
+            self.thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self.changed:
+                while not self.queue:
+                    self.changed.wait()
+                at, _, future = self.queue[0]
+                remaining = at - time.perf_counter()
+                if remaining > 0:
+                    self.changed.wait(remaining)
+                    continue
+                heapq.heappop(self.queue)
+            future.set_result(None)
+
+
+_alarm = _Alarm()
+
+
+class _CudaWork(Work):
+    """A kernel that spins for the message's time on the wire's stream, then an event."""
+
+    stream: Any = None
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        if _CudaWork.stream is None:
+            _CudaWork.stream = torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(int(seconds * _cycles_per_second()))
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def wait(self, timeout: Any = None) -> bool:
+        torch.cuda.current_stream().wait_event(self.event)
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        self.wait()
+        future.set_result(None)
+        return future
+
+
+_cycles: list[float] = []
+
+
+def _cycles_per_second() -> float:
+    if not _cycles:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(1000)
+        start.record()
+        torch.cuda._sleep(10**8)
+        stop.record()
+        stop.synchronize()
+        _cycles.append(10**8 / (1e-3 * start.elapsed_time(stop)))
+    return _cycles[0]
+
+
+def _bytes(tensors: Any) -> int:
+    items = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    return sum(t.numel() * t.element_size() for t in items)
+
+
+class WireGroup(dist.ProcessGroup):
+    """Rank 0 of `world` ranks whose peers are only a wire."""
+
+    wire = Wire(latency=0.0, bandwidth=1e12)
+    emulated = True
+    """Tells shardc that there is nobody to agree with."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__(rank, world)
+        self.world = world
+
+    def _ring(self, operation: str, whole: int, rounds: int = 1) -> Work:
+        """A ring moves (W-1)/W of the whole past each rank, in each of its rounds."""
+        return self.wire.send(operation, rounds * whole * (self.world - 1) // self.world)
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
+        return self._ring("all_reduce", _bytes(tensors), 2)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
+        return self._ring("all_reduce", _bytes(tensors), 2)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Work:
+        return self._ring("broadcast", _bytes(tensors))
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        for group, given in zip(outputs, inputs, strict=True):
+            for output in group:  # sizes and checks that ranks exchange when they start
+                if output.shape == given.shape:
+                    output.copy_(given)
+        return self._ring("all_gather", sum(map(_bytes, outputs)))
+
+    def all_gather_single(self, output: Any, given: Any, opts: Any = None) -> Work:
+        return self._ring("all_gather", _bytes(output))
+
+    def reduce_scatter_single(self, output: Any, given: Any, opts: Any = None) -> Work:
+        return self._ring("reduce_scatter", _bytes(given))
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        return self._ring("all_gather", _bytes(outputs))
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        return self._ring("reduce_scatter", _bytes(inputs))
+
+    # The names of the same before torch 2.13.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def barrier(self, opts: Any = None) -> Work:
+        return self.wire.send("barrier", 0)
+
+    def getBackendName(self) -> str:
+        return "wire"
+
+    @property
+    def pg_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
+    @property
+    def group_name(self) -> str:
+        return self.pg_name
+
+
+def _create(store: Any, rank: int, world: int, timeout: Any) -> WireGroup:
+    return WireGroup(rank, world)
+
+
+def join(world: int, latency: float, bandwidth: float) -> tuple[Wire, DeviceMesh]:
+    """Be rank 0 of `world` emulated ranks on a wire of `latency` s and `bandwidth` bytes/s."""
+    devices = ["cpu", "cuda"]
+    dist.Backend.register_backend("wire", _create, devices=devices)
+    wire = WireGroup.wire = Wire(latency, bandwidth)
+    dist.init_process_group("wire", rank=0, world_size=world, store=dist.HashStore())
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return wire, init_device_mesh(kind, (world,))

@@ -1,0 +1,151 @@
+"""Forward and backward graphs: send neighbouring buckets in one message where it costs nothing.
+
+    before:  ag0 = all_gather(s0)    ag1 = all_gather(s1)
+    after:   ag = all_gather_coalesced([s0, s1]); ag0, ag1 = ag
+
+Units are split into several buckets so that the first matmul waits for a small one and the last
+reduction is short; everywhere else a message for each would only add latency. Neighbours (in the
+order of need) are merged greedily as long as the simulated step does not get longer, so what delays
+a matmul stays apart. Coalesced ops leave every bucket in a tensor of its own: nothing is copied.
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from shardc.passes.context import PassContext, c10d, signatures_of, spec_of_node
+from shardc.passes.events import Transfer, read_events, read_problem
+from shardc.passes.reorder import reorder
+from shardc.passes.timeline import Gather, Problem, Reduce, plan_timeline, simulate
+
+_COALESCED = {
+    c10d.all_gather_into_tensor.default: c10d.all_gather_into_tensor_coalesced.default,
+    c10d.reduce_scatter_tensor.default: c10d.reduce_scatter_tensor_coalesced.default,
+}
+_TOLERANCE = 1e-6
+"""Seconds that a merged step may be longer: less than the model can tell."""
+
+
+def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """Merge collectives of `gm` into coalesced ones."""
+    if ctx.options is None:
+        return gm
+    events = read_events(gm, ctx)
+    if len(events.transfers) < 2:
+        return gm
+    problem = read_problem(gm, ctx, events)
+    merged = plan_groups(
+        problem,
+        [_kind(transfer) for transfer in events.gathers],
+        [_kind(transfer) for transfer in events.reduces],
+        ctx.options.profile.message,
+    )
+    for transfers, groups in zip((events.gathers, events.reduces), merged, strict=True):
+        for group in groups:
+            if len(group) > 1:
+                _coalesce(gm, [transfers[index].start for index in group])
+    calls = gm.graph.nodes
+    reorder(gm, {n: (i,) for i, n in enumerate(calls) if n.op == "call_function"})
+    return gm
+
+
+def _kind(transfer: Transfer) -> Any:
+    """Only collectives of one kind may be merged: same op, group, dtype, not coalesced yet."""
+    spec, start = spec_of_node(transfer.start), transfer.start
+    if start.target not in _COALESCED or (transfer.before and transfer.is_gather):
+        return object()
+    assert spec is not None
+    return start.target, spec.group, spec.dtype, start.args[1:], spec.reshard_after_forward
+
+
+# -- deciding ------------------------------------------------------------------------------------
+
+Groups = list[list[int]]
+
+
+def plan_groups(
+    problem: Problem, gather_kinds: Sequence[Any], reduce_kinds: Sequence[Any], message: float
+) -> tuple[Groups, Groups]:
+    """Which gathers and which reductions travel together.
+
+    Args:
+        problem: one entry a collective.
+        gather_kinds, reduce_kinds: only neighbours of equal kind are merged.
+        message: seconds that each merge saves on the wire.
+    """
+    gathers: Groups = [[index] for index in range(len(problem.gathers))]
+    reduces: Groups = [[index] for index in range(len(problem.reduces))]
+
+    def seconds() -> float:
+        trial = replace(
+            problem,
+            gathers=tuple(_merged_gather(problem, group, message) for group in gathers),
+            reduces=tuple(_merged_reduce(problem, group, message) for group in reduces),
+        )
+        return simulate(trial, plan_timeline(trial))
+
+    best = seconds()
+    for groups, kinds, sizes, limit in (
+        (gathers, gather_kinds, problem.gathers, problem.limits.in_flight),
+        (reduces, reduce_kinds, problem.reduces, problem.limits.reduce_in_flight),
+    ):
+        place = 0
+        while place + 1 < len(groups):
+            left, right = groups[place : place + 2]
+            both = [*left, *right]
+            fits = sum(sizes[index].nbytes for index in both) <= limit // 2
+            if fits and kinds[left[0]] == kinds[right[0]]:
+                groups[place : place + 2] = [both]
+                trial = seconds()
+                if trial <= best + _TOLERANCE:
+                    best = min(best, trial)
+                    continue
+                groups[place : place + 1] = [left, right]
+            place += 1
+    return gathers, reduces
+
+
+def _merged_gather(problem: Problem, group: list[int], message: float) -> Gather:
+    members = [problem.gathers[index] for index in group]
+    return Gather(
+        min(member.needed for member in members),
+        sum(member.nbytes for member in members),
+        sum(member.seconds for member in members) - message * (len(members) - 1),
+        members[0].wanted,
+    )
+
+
+def _merged_reduce(problem: Problem, group: list[int], message: float) -> Reduce:
+    members = [problem.reduces[index] for index in group]
+    return Reduce(
+        max(member.ready for member in members),
+        sum(member.nbytes for member in members),
+        sum(member.seconds for member in members) - message * (len(members) - 1),
+    )
+
+
+# -- editing -------------------------------------------------------------------------------------
+
+
+def _coalesce(gm: GraphModule, starts: list[Node]) -> None:
+    """One coalesced op in place of the last of `starts`."""
+    last = max(starts)
+    target = _COALESCED[last.target]  # type: ignore[index]
+    with gm.graph.inserting_after(last):
+        inputs = [start.args[0] for start in starts]
+        together = gm.graph.call_function(target, (inputs, *last.args[1:]))
+    together.meta = {
+        **last.meta,
+        "val": [start.meta["val"] for start in starts],
+        "custom": {"shardc": "+".join(name for start in starts for name in signatures_of(start))},
+    }
+    after = together
+    for index, start in enumerate(starts):
+        with gm.graph.inserting_after(after):
+            after = gm.graph.call_function(operator.getitem, (together, index))
+        after.meta = {k: v for k, v in start.meta.items() if k != "custom"}
+        start.replace_all_uses_with(after)
+        gm.graph.erase_node(start)

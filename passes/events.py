@@ -1,0 +1,187 @@
+"""A forward or backward graph as a line of events: what the schedule is planned on.
+
+Compute steps keep the order in which they were traced. Collectives may move between them, together
+with what only prepares their input and with the views of their result; an event is a place where
+one of them is needed or ready. Ranks agree on the compute times between events the first time a
+sequence of collectives is compiled (the slowest rank's count), and keep them when a rank recompiles
+for its own shapes: what is planned never depends on anything that differs between ranks.
+"""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from shardc.passes.context import (
+    PassContext,
+    describe,
+    is_all_gather,
+    is_collective,
+    is_view,
+    is_wait,
+    spec_of_node,
+)
+from shardc.passes.cost import (
+    evaluate,
+    node_seconds,
+    symbol_hints,
+    tensor_bytes,
+    transfer_seconds,
+)
+from shardc.passes.timeline import Gather, Limits, Problem, Reduce
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A collective in the graph with all that moves along.
+
+    Attributes:
+        start: the node that starts it.
+        before: what only prepares its input (casts, `pack`).
+        after: its wait, then views of its result.
+        step: the first step that reads a gather; for a reduction, the first that may follow it.
+        unit: the number of the unit whose bucket it moves.
+    """
+
+    start: Node
+    before: tuple[Node, ...]
+    after: tuple[Node, ...]
+    step: int
+    unit: int
+
+    @property
+    def is_gather(self) -> bool:
+        """Whether it gathers; else it reduces."""
+        return is_all_gather(self.start)
+
+
+@dataclass(frozen=True)
+class Events:
+    """A graph as `plan_timeline` sees it: event e lies before step `positions[e]`."""
+
+    steps: tuple[Node, ...]
+    transfers: tuple[Transfer, ...]
+    positions: tuple[int, ...]
+
+    def of(self, transfer: Transfer) -> int:
+        """The event at which a transfer is needed or ready."""
+        return self.positions.index(transfer.step)
+
+    @property
+    def gathers(self) -> list[Transfer]:
+        """The gathers, in the order in which they are needed."""
+        return [transfer for transfer in self.transfers if transfer.is_gather]
+
+    @property
+    def reduces(self) -> list[Transfer]:
+        """The reductions, in the order in which they are ready."""
+        return [transfer for transfer in self.transfers if not transfer.is_gather]
+
+
+def read_events(gm: GraphModule, ctx: PassContext) -> Events:
+    """Find the collectives of ours and the compute steps between which they may move."""
+    nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
+    starts = [node for node in nodes if is_collective(node) and spec_of_node(node) is not None]
+    attached: dict[Node, tuple[list[Node], list[Node]]] = {}
+    for start in starts:
+        before = _preparation(start)
+        after = _result(start)
+        attached[start] = (before, after)
+    moving = {node for start, (b, a) in attached.items() for node in (start, *b, *a)}
+    steps = [node for node in nodes if node not in moving]
+    index = {step: number for number, step in enumerate(steps)}
+    transfers = []
+    for start, (before, after) in attached.items():
+        if is_all_gather(start):
+            readers = [index[u] for node in after for u in node.users if u in index]
+            step = min(readers, default=len(steps))
+        else:
+            made = [
+                index[i] for node in (start, *before) for i in node.all_input_nodes if i in index
+            ]
+            step = max(made, default=-1) + 1
+        unit = ctx.unit_of(start)
+        transfers.append(Transfer(start, tuple(before), tuple(after), step, unit))
+    transfers.sort(key=lambda t: t.step)
+    # A gather that feeds another's preparation cannot come after it: keep what depends together.
+    positions = sorted({0, *(t.step for t in transfers)})
+    return Events(tuple(steps), tuple(transfers), tuple(positions))
+
+
+def _preparation(start: Node) -> list[Node]:
+    """What is computed only to be sent by `start`, in graph order."""
+    found: list[Node] = []
+    todo = list(start.all_input_nodes)
+    while todo:
+        node = todo.pop()
+        movable = is_all_gather(start) or _is_pack(node) or is_view(node)
+        movable = movable and node.op == "call_function" and not is_wait(node)
+        if movable and all(user is start or user in found for user in node.users):
+            found.insert(0, node)
+            todo += node.all_input_nodes
+    return sorted(set(found))
+
+
+def _is_pack(node: Node) -> bool:
+    return node.target is torch.ops.shardc.pack.default
+
+
+def _result(start: Node) -> list[Node]:
+    """The wait for `start` and the views of its result, in graph order."""
+    found: list[Node] = []
+    todo = list(start.users)
+    while todo:
+        node = todo.pop(0)
+        movable = node not in found and (is_wait(node) or is_view(node))
+        if movable and all(i is start or i in found for i in node.all_input_nodes):
+            found.append(node)
+            todo += node.users
+    return found
+
+
+def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
+    """The same in numbers, with the limits and hints of `ctx.options`."""
+    hints, options = symbol_hints(gm), ctx.options
+    assert options is not None
+    costs = [evaluate(node_seconds(step, options.profile), hints) for step in events.steps]
+    bounds = [*events.positions, len(events.steps)]
+    seconds = [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]
+    if ctx.agree_on_seconds is not None:
+        facts = [f"{describe(t.start)} at event {events.of(t)}" for t in events.transfers]
+        seconds = ctx.agree_on_seconds(facts, seconds)
+
+    def wire(transfer: Transfer) -> float:
+        spec = spec_of_node(transfer.start)
+        assert spec is not None
+        return evaluate(transfer_seconds(transfer.start, spec.world_size, options.profile), hints)
+
+    def nbytes(*nodes: Node) -> int:
+        return int(sum(evaluate(tensor_bytes(node.meta.get("val")), hints) for node in nodes))
+
+    gathers, reduces = events.gathers, events.reduces
+    wanted = options.wanted(ctx.phase, [(g.unit, events.of(g)) for g in gathers])
+    problem_gathers = [
+        Gather(events.of(g), nbytes(g.start), wire(g), w)
+        for g, w in zip(gathers, wanted, strict=True)
+    ]
+    problem_reduces = [
+        Reduce(events.of(r), nbytes(*r.start.all_input_nodes), wire(r)) for r in reduces
+    ]
+    limits = Limits(
+        _default_limit((t.unit, g.nbytes) for t, g in zip(gathers, problem_gathers, strict=True)),
+        _default_limit((t.unit, r.nbytes) for t, r in zip(reduces, problem_reduces, strict=True)),
+        options.reduce_buffers,
+    )
+    return Problem(tuple(seconds), tuple(problem_gathers), tuple(problem_reduces), limits)
+
+
+def _default_limit(sizes: Iterable[tuple[int, int]]) -> int:
+    """The bytes of the largest unit, at least twice those of the largest bucket."""
+    units: dict[int, int] = {}
+    largest = 0
+    for unit, size in sizes:
+        units[unit] = units.get(unit, 0) + size
+        largest = max(largest, size)
+    return max([2 * largest, *units.values()])

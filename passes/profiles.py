@@ -1,0 +1,140 @@
+"""Hardware profiles: the few numbers that the cost model needs of a device and its links, as data.
+
+Peaks are the vendors' (dense, no sparsity); what a real matmul or copy reaches of them is
+`matmul_efficiency` and `memory_efficiency`. Link bandwidth is what one rank receives in a ring
+(NCCL's "bus bandwidth"): across nodes all network cards of a node carry one ring together.
+`calibrate` replaces these figures by measured ones.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one step of a ring costs: `latency` in s a step, `bandwidth` in bytes/s."""
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One device type and its links.
+
+    Attributes:
+        name: what `get_profile` and options call it.
+        source: where the figures come from.
+        flops: peak FLOP/s of matmuls by dtype name; other dtypes count as float32.
+        memory_bandwidth: peak bytes/s of the device's memory.
+        memory: bytes of the device's memory.
+        node_size: ranks that `inside` connects.
+        inside: the link within a node.
+        across: the link between nodes.
+        overhead: seconds every kernel costs at least.
+        message: seconds every collective costs beside its steps.
+        matmul_efficiency, memory_efficiency: the share of the peak that is reached.
+    """
+
+    name: str
+    source: str
+    flops: tuple[tuple[str, float], ...]
+    memory_bandwidth: float
+    memory: float
+    node_size: int
+    inside: Link
+    across: Link
+    overhead: float = 4e-6
+    message: float = 1e-5
+    matmul_efficiency: float = 0.7
+    memory_efficiency: float = 0.8
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """FLOP/s of a matmul in `dtype`, as reached."""
+        table = dict(self.flops)
+        name = str(dtype).removeprefix("torch.")
+        return self.matmul_efficiency * table.get(name, table["float32"])
+
+
+_NVLINK_STEP, _NETWORK_STEP = 3.4e-6, 14e-6
+"""Seconds a step of a ring with the Simple protocol takes (NCCL, src/graph/tuning.cc, hwLat)."""
+
+_GB = 1e9
+
+
+def _nvidia(
+    name: str, source: str, bf16: float, tf32: float, bandwidth: float, memory: float,
+    nvlink: float, network: float,
+) -> list[Profile]:  # fmt: skip
+    """A board's two profiles: `nvlink` and `network` in GB/s a rank receives in a ring."""
+    flops = (("bfloat16", bf16), ("float16", bf16), ("float32", tf32))
+    node = Profile(
+        f"{name}-nvlink", source, flops, bandwidth, memory, 8,
+        Link(_NVLINK_STEP, nvlink * _GB), Link(_NETWORK_STEP, network * _GB),
+    )  # fmt: skip
+    # Every rank on a node of its own, with one network card.
+    alone = replace(
+        node, name=f"{name}-ib", node_size=1, across=Link(_NETWORK_STEP, network / 8 * _GB)
+    )
+    return [node, alone]
+
+
+PROFILES: dict[str, Profile] = {
+    profile.name: profile
+    for profile in [
+        *_nvidia("a100", "NVIDIA A100 80GB SXM data sheet (2021); NVLink 3, 8 x HDR 200 Gb/s; "
+                 "ring bandwidth as nccl-tests report, about 80% of nominal",
+                 312e12, 156e12, 2.039e12, 80e9, 230, 160),
+        *_nvidia("h100", "NVIDIA H100 SXM data sheet (2023); NVLink 4, 8 x NDR 400 Gb/s; "
+                 "ring bandwidth as nccl-tests report, about 80% of nominal",
+                 989e12, 494e12, 3.35e12, 80e9, 360, 320),
+        *_nvidia("h200", "NVIDIA H200 SXM data sheet (2024); NVLink 4, 8 x NDR 400 Gb/s; "
+                 "ring bandwidth as nccl-tests report, about 80% of nominal",
+                 989e12, 494e12, 4.8e12, 141e9, 360, 320),
+        *_nvidia("b200", "NVIDIA DGX B200 data sheet (2024); NVLink 5, 8 x NDR 400 Gb/s; "
+                 "ring bandwidth assumed at 80% of nominal",
+                 2250e12, 1125e12, 8e12, 180e9, 720, 320),
+        Profile("cpu", "one core of a server CPU with AVX2 and gloo over loopback, as measured on "
+                "the machines this was developed on; calibrate() measures yours",
+                (("float32", 100e9), ("bfloat16", 50e9), ("float64", 50e9)), 10e9, 16e9, 1,
+                Link(1e-4, 1e9), Link(1e-4, 1e9), overhead=2e-6, message=2e-4),
+    ]
+}  # fmt: skip
+
+_BY_DEVICE_NAME = ("A100", "H100", "H200", "B200")
+_chosen: list[Profile] = []
+
+
+def get_profile(name: str) -> Profile:
+    """The profile of that name.
+
+    Raises:
+        ValueError: no such profile; the message lists them.
+    """
+    if name not in PROFILES:
+        raise ValueError(f"unknown profile '{name}' (known: {', '.join(PROFILES)})")
+    return PROFILES[name]
+
+
+def set_profile(profile: Profile | str | None) -> None:
+    """Plan with `profile` from now on, on every rank the same; None: by the device's name."""
+    _chosen[:] = [] if profile is None else [as_profile(profile)]
+
+
+def as_profile(profile: Profile | str) -> Profile:
+    """A profile, or the one of that name. Raises ValueError for an unknown name."""
+    return get_profile(profile) if isinstance(profile, str) else profile
+
+
+def current_profile(device_type: str) -> Profile:
+    """What `set_profile` or `calibrate` set, else the profile of this device."""
+    if _chosen:
+        return _chosen[0]
+    if device_type == "cuda":
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        for known in _BY_DEVICE_NAME:
+            if known in name:
+                return PROFILES[f"{known.lower()}-nvlink"]
+        return PROFILES["h100-nvlink"]
+    return PROFILES["cpu"]

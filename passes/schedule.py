@@ -1,0 +1,57 @@
+"""Forward and backward graphs: start gathers early, wait late, keep everything else in order.
+
+    before:  ... ag0 wait0 block0 ag1 wait1 block1 ... grad1 pack1 rs1 wait_rs1 ...
+    after:   ag0 ag1 wait0 block0 wait1 block1 ... grad1 pack1 rs1 ... wait_rs1
+
+The compute keeps the order in which it was traced, so results are bitwise those of the unscheduled
+graph. `read_events` sees the graph as a line of events, `plan_timeline` decides, and one priority
+toposort puts the decision into the graph. Inductor then keeps that order, as long as its own
+memory-driven reordering is off.
+"""
+
+import logging
+
+from torch.fx import GraphModule
+
+from shardc.passes.context import PassContext
+from shardc.passes.events import read_events, read_problem
+from shardc.passes.reorder import reorder
+from shardc.passes.timeline import plan_timeline, simulate
+
+log = logging.getLogger("shardc.passes")
+
+
+def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """Reorder `gm` so that collectives run behind compute."""
+    if ctx.options is None:
+        return gm
+    events = read_events(gm, ctx)
+    if not events.transfers:
+        return gm
+    problem = read_problem(gm, ctx, events)
+    timeline = plan_timeline(problem)
+    log.info(
+        "%s: %.2f ms planned, compute %.2f ms, wire %.2f ms",
+        ctx.phase,
+        1e3 * simulate(problem, timeline),
+        1e3 * sum(problem.seconds),
+        1e3 * sum(t.seconds for t in (*problem.gathers, *problem.reduces)),
+    )
+    order = [*events.positions, len(events.steps)]
+    keys = {step: (index, _STEP, index) for index, step in enumerate(events.steps)}
+    for number, (gather, start) in enumerate(zip(events.gathers, timeline.starts, strict=True)):
+        for node in (*gather.before, gather.start):
+            keys[node] = (order[start], _GATHER, number)
+        for node in gather.after:
+            keys[node] = (gather.step, _READ, number)
+    for number, (reduce, wait) in enumerate(zip(events.reduces, timeline.waits, strict=True)):
+        for node in (*reduce.before, reduce.start):
+            keys[node] = (reduce.step, _REDUCE, number)
+        for node in reduce.after:
+            keys[node] = (order[wait], _WAIT_REDUCE, number)
+    reorder(gm, keys)
+    return gm
+
+
+_GATHER, _WAIT_REDUCE, _REDUCE, _READ, _STEP = range(5)
+"""What comes first at the same place: the wire is given work before anything waits or computes."""

@@ -1,0 +1,121 @@
+"""`calibrate`: measure this device and the group's links once, for the cost model.
+
+The figures of all ranks are compared through the store and the slowest count, so every rank plans
+with the same profile. It is kept in a file per device, world size and backend, which is used only
+where every rank finds the same one.
+"""
+
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardc.passes.profiles import Link, Profile, current_profile, set_profile
+from shardc.runtime import collectives, compat
+from shardc.runtime.agreement import agree
+
+_MATMUL = 1024
+_COPIED = 2**26
+_MESSAGES = (2**14, 2**22, 2**24)
+"""Bytes of the buckets gathered: the first shows the fixed cost, the others the bandwidth."""
+_DTYPES = (torch.float32, torch.bfloat16)
+
+_calls = itertools.count()
+
+
+def calibrate(mesh: DeviceMesh, *, refresh: bool = False) -> Profile:
+    """Measure matmuls, copies and all-gathers on `mesh`, and plan with the result from now on.
+
+    Call it on every rank of `mesh`, before `fully_shard`. It takes about a second where nothing
+    is kept from an earlier call.
+
+    Args:
+        mesh: a 1-D mesh.
+        refresh: measure also where an earlier result is kept.
+
+    Returns:
+        The profile, equal on all ranks.
+    """
+    group, device = mesh.get_group(), torch.device(mesh.device_type)
+    chip = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    threads = torch.get_num_threads() if device.type == "cpu" else 0
+    name = f"{chip}-{threads}-{dist.get_backend(group)}-{group.size()}".replace(" ", "_")
+    path = _folder() / f"{name}.json"
+    kept = path.read_text() if path.exists() and not refresh else ""
+    facts = [name, f"call {next(_calls)}"]
+    figures = kept
+    if agree(group, "the calibration that ranks keep", facts, note=kept) != {kept} or not kept:
+        measured = json.dumps(_measure(mesh, device))
+        notes = agree(group, "a calibration", facts, note=measured)
+        figures = json.dumps([max(each) for each in zip(*map(json.loads, notes), strict=True)])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(figures)
+    profile = _profile(name, json.loads(figures), device.type, group.size())
+    set_profile(profile)
+    return profile
+
+
+def _measure(mesh: DeviceMesh, device: torch.device) -> list[float]:
+    """Seconds: a matmul in each dtype, a copy, a tiny op, an all-gather of each size."""
+    figures = []
+    for dtype in _DTYPES:
+        a, b = (torch.randn(_MATMUL, _MATMUL, device=device, dtype=dtype) for _ in range(2))
+        figures.append(_seconds(lambda a=a, b=b: a @ b, device))
+    data = torch.zeros(_COPIED // 4, device=device)
+    figures.append(_seconds(data.clone, device))
+    tiny = data[:16]
+    figures.append(_seconds(lambda: tiny + 1, device, repeats=100))
+    world, group = mesh.size(), compat.group_name(mesh.get_group())
+    for message in _MESSAGES:
+        segment = data[: message // 4 // world]
+        figures.append(_seconds(lambda s=segment: collectives.all_gather(s, world, group), device))
+    return figures
+
+
+def _profile(name: str, figures: list[float], device_type: str, world: int) -> Profile:
+    *matmuls, copy, tiny, first, middle, last = figures
+    ring = (world - 1) / world
+    bandwidth = ring * (_MESSAGES[2] - _MESSAGES[1]) / max(last - middle, 1e-9)
+    fixed = max(first - ring * _MESSAGES[0] / bandwidth, 0.0) if world > 1 else 0.0
+    link = Link(0.0, bandwidth if world > 1 else 1e15)
+    return replace(
+        current_profile(device_type),
+        name=name,
+        source="calibrate()",
+        flops=tuple(
+            (str(dtype).removeprefix("torch."), 2 * _MATMUL**3 / seconds)
+            for dtype, seconds in zip(_DTYPES, matmuls, strict=True)
+        ),
+        memory_bandwidth=2 * _COPIED / copy,
+        node_size=world,
+        inside=link,
+        across=link,
+        overhead=tiny,
+        message=fixed,
+        matmul_efficiency=1.0,
+        memory_efficiency=1.0,
+    )
+
+
+def _seconds(call: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+    """The median time of a call, after one to warm up."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "shardc"
