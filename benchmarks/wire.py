@@ -28,12 +28,14 @@ class Wire:
         bandwidth: bytes a second.
         free_at: when the wire has sent all that was given to it (`time.perf_counter`).
         log: (operation, bytes, seconds) of every message.
+        stalls: (message, seconds) of every wait that had to wait (on a CPU).
     """
 
     latency: float
     bandwidth: float
     free_at: float = 0.0
     log: list[tuple[str, int, float]] = field(default_factory=list)
+    stalls: list[tuple[int, float]] = field(default_factory=list)
 
     def send(self, operation: str, moved: int) -> Work:
         """Queue a message that moves that many bytes out of this rank."""
@@ -42,7 +44,12 @@ class Wire:
         if torch.cuda.is_available():
             return _CudaWork(seconds)
         self.free_at = max(time.perf_counter(), self.free_at) + seconds
-        return _CpuWork(self.free_at)
+        return _CpuWork(self.free_at, self, len(self.log) - 1)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that compute waited for messages (on a CPU)."""
+        return sum(seconds for _, seconds in self.stalls)
 
     @property
     def busy(self) -> float:
@@ -56,13 +63,14 @@ class Wire:
 
 
 class _CpuWork(Work):
-    def __init__(self, done_at: float) -> None:
+    def __init__(self, done_at: float, wire: Wire, message: int) -> None:
         super().__init__()
-        self.done_at = done_at
+        self.done_at, self.wire, self.message = done_at, wire, message
 
     def wait(self, timeout: Any = None) -> bool:
         remaining = self.done_at - time.perf_counter()
         if remaining > 0:
+            self.wire.stalls.append((self.message, remaining))
             time.sleep(remaining)
         return True
 

@@ -67,7 +67,7 @@ def collective_seconds(nbytes: Expr, world: Expr, profile: Profile, rounds: int 
     return rounds * ring + profile.message
 
 
-MESSAGES_PER_BUCKET = 3
+MESSAGES_PER_BUCKET = 2
 """A bucket is worth a message of its own where it takes this many times the fixed cost to send."""
 
 

@@ -177,11 +177,13 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
     return Problem(tuple(seconds), tuple(problem_gathers), tuple(problem_reduces), limits)
 
 
+UNITS_IN_FLIGHT = 2
+"""FSDP's `limit_all_gathers`: as many units may be under way or waiting to be read."""
+
+
 def _default_limit(sizes: Iterable[tuple[int, int]]) -> int:
-    """The bytes of the largest unit, at least twice those of the largest bucket."""
+    """The bytes of the largest unit, times those that may be in flight."""
     units: dict[int, int] = {}
-    largest = 0
     for unit, size in sizes:
         units[unit] = units.get(unit, 0) + size
-        largest = max(largest, size)
-    return max([2 * largest, *units.values()])
+    return UNITS_IN_FLIGHT * max(units.values(), default=0)

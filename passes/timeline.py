@@ -78,8 +78,9 @@ class Problem:
     limits: Limits
 
 
-MARGIN = 1.5
-"""How much longer than modelled a transfer may take and still be in time."""
+MARGIN = 2.0
+"""A gather is in time even if compute is this much faster than modelled: a late start saves memory
+only, a stall costs time, and models of compute are off by tens of per cent."""
 
 
 def plan_timeline(problem: Problem) -> Timeline:
@@ -96,8 +97,11 @@ def plan_timeline(problem: Problem) -> Timeline:
     return Timeline(tuple(starts), _waits(problem.reduces, problem.limits, len(problem.seconds)))
 
 
-def simulate(problem: Problem, timeline: Timeline) -> float:
-    """Seconds from the first event until all compute and all transfers are done."""
+def simulate(problem: Problem, timeline: Timeline, speed: float = 1.0) -> float:
+    """Seconds from the first event until all compute and all transfers are done.
+
+    `speed` is how much faster than modelled compute is.
+    """
     end = len(problem.seconds)
     started, needed, ready, waited = ([[] for _ in range(end + 1)] for _ in range(4))
     for index, (gather, start) in enumerate(zip(problem.gathers, timeline.starts, strict=True)):
@@ -115,7 +119,7 @@ def simulate(problem: Problem, timeline: Timeline) -> float:
             clock = max([clock, *(reduced[index] for index in waited[event])])
         for index in ready[event]:
             wire = reduced[index] = max(wire, clock) + problem.reduces[index].seconds
-        clock = max([clock, *(arrived[index] for index in needed[event])]) + interval
+        clock = max([clock, *(arrived[index] for index in needed[event])]) + interval / speed
     return max(clock, wire)
 
 
@@ -124,7 +128,7 @@ def _latest(problem: Problem) -> list[int]:
     gathers, seconds = problem.gathers, problem.seconds
     clock = [0.0]
     for interval in seconds:
-        clock.append(clock[-1] + interval)
+        clock.append(clock[-1] + interval / MARGIN)
     latest = [0] * len(gathers)
     must_end = float("inf")
     event, pending = len(seconds), list(problem.reduces)
@@ -137,7 +141,7 @@ def _latest(problem: Problem) -> list[int]:
         previous = gathers[index - 1].needed if index else 0
         while pending and pending[-1].ready > previous:
             ahead += pending.pop().seconds
-        must_end = min(must_end, clock[gather.needed]) - MARGIN * (gather.seconds + ahead)
+        must_end = min(must_end, clock[gather.needed]) - gather.seconds - ahead
         event = min(event, gather.needed)
         while event > 0 and clock[event] > must_end:
             event -= 1

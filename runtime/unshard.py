@@ -109,6 +109,7 @@ def _pack(parts: list[Tensor | None], sizes: list[int]) -> Tensor:
 
     One op, which Inductor calls as it is: lowered, the copies of a `cat` would be fused into the
     neighbouring kernels, differently in every block, and the compiler would have to build them all.
+    In the backward graph the pass `write_gradients` puts direct writes in its place.
     """
     like = next(part for part in parts if part is not None)
     zeros = like.new_zeros(max(sizes))
@@ -123,6 +124,35 @@ def _pack_fake(parts: list[Tensor | None], sizes: list[int]) -> Tensor:
 
 _library.impl("pack", _pack, "CompositeExplicitAutograd")
 torch.library.register_fake("shardc::pack", _pack_fake, lib=_library)
+
+
+_library.define("write_matmul(Tensor(a!) buffer, Tensor left, Tensor right, int start) -> ()")
+_library.define("write_parts(Tensor(a!) buffer, Tensor[] parts, int[] starts, int[] gaps) -> ()")
+
+
+def _write_matmul(buffer: Tensor, left: Tensor, right: Tensor, start: int) -> None:
+    """`left @ right` straight into `buffer: (W*S,)` from `start` on."""
+    rows, columns = left.shape[0], right.shape[1]
+    out = buffer[start : start + rows * columns].view(rows, columns)
+    torch.mm(left, right, out=out)
+
+
+def _write_parts(buffer: Tensor, parts: list[Tensor], starts: list[int], gaps: list[int]) -> None:
+    """Copy small gradients into `buffer: (W*S,)`; `gaps`, pairs (start, size), become zero."""
+    places = [
+        buffer[start : start + part.numel()].view(part.shape)
+        for part, start in zip(parts, starts, strict=True)
+    ]
+    if parts:
+        torch._foreach_copy_(places, parts)
+    for start, size in zip(gaps[::2], gaps[1::2], strict=True):
+        buffer[start : start + size].zero_()
+
+
+_library.impl("write_matmul", _write_matmul, "CompositeExplicitAutograd")
+_library.impl("write_parts", _write_parts, "CompositeExplicitAutograd")
+torch.library.register_fake("shardc::write_matmul", lambda *_: None, lib=_library)
+torch.library.register_fake("shardc::write_parts", lambda *_: None, lib=_library)
 
 
 @torch.library.custom_op("shardc::unshard_slot", mutates_args=())

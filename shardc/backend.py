@@ -5,6 +5,7 @@
                       tag_reshard               gathered weights are recomputed or saved
     forward, backward bucket                    neighbours in one message where it costs nothing
                       schedule                  collectives behind compute
+                      write_gradients           matmuls write into the reduction's input
                       verify, agree             invariants; one sequence on all ranks
     lowering          Inductor | eager executor
 
@@ -34,6 +35,7 @@ from shardc.passes.runner import run_passes
 from shardc.passes.schedule import schedule
 from shardc.passes.used_slots import find_used_slots
 from shardc.passes.verify import collective_sequence, verify
+from shardc.passes.write_gradients import write_gradients
 from shardc.runtime import compat
 from shardc.runtime.agreement import agree
 from shardc.runtime.bucket import Bucket
@@ -44,7 +46,7 @@ log = logging.getLogger("shardc")
 
 DYNAMO_PASSES = [insert_unshard]
 JOINT_PASSES = [find_used_slots, tag_reshard]
-GRAPH_PASSES = [bucket, schedule, verify]
+GRAPH_PASSES = [bucket, schedule, write_gradients, verify]
 
 
 @dataclass(frozen=True)
