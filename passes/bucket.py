@@ -42,8 +42,8 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
     problem = read_problem(gm, ctx, events)
     merged = plan_groups(
         problem,
-        [_kind(transfer) for transfer in events.gathers],
-        [_kind(transfer) for transfer in events.reduces],
+        [_kind(transfer, ctx) for transfer in events.gathers],
+        [_kind(transfer, ctx) for transfer in events.reduces],
         ctx.options.profile.message,
     )
     for transfers, groups in zip((events.gathers, events.reduces), merged, strict=True):
@@ -55,13 +55,19 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
     return gm
 
 
-def _kind(transfer: Transfer) -> Any:
+def _kind(transfer: Transfer, ctx: PassContext) -> Any:
     """Only collectives of one kind may be merged: same op, group, dtype, not coalesced yet."""
     spec, start = spec_of_node(transfer.start), transfer.start
     if start.target not in _COALESCED or (transfer.before and transfer.is_gather):
         return object()
     assert spec is not None
-    return start.target, spec.group, spec.dtype, start.args[1:], spec.reshard_after_forward
+    return (
+        start.target,
+        spec.group,
+        spec.dtype,
+        start.args[1:],
+        transfer.is_gather and ctx.reshards(start),
+    )
 
 
 # -- deciding ------------------------------------------------------------------------------------

@@ -67,6 +67,25 @@ class ScheduleOptions:
         return result
 
 
+@dataclass(frozen=True)
+class Budget:
+    """A bound on memory, in bytes.
+
+    Attributes:
+        nbytes: of everything.
+        static: of segments and optimizer state; gradients count where the backward makes them.
+        fused: whether the executor keeps fused values in registers (Inductor).
+    """
+
+    nbytes: int
+    static: int
+    fused: bool
+
+
+UNITS_IN_FLIGHT = 2
+"""FSDP's `limit_all_gathers`: as many units may be under way or waiting to be read."""
+
+
 @dataclass
 class PassContext:
     """What a pass may know beside the graph.
@@ -80,6 +99,11 @@ class PassContext:
         units: per input of the Dynamo graph that is a segment, the number of its unit.
         agree_on_seconds: given the collectives of a graph and the compute seconds between their
             events, the seconds that all ranks plan with.
+        agree_on_count: given facts and a count, the smallest count of any rank.
+        budget: what memory the plan may use; None for no bound.
+        open_positions: inputs that are segments of units whose reshard is left to the compiler.
+        kept: those of them that stay gathered until the backward (`choose_kept`).
+        units_in_flight: how many units may be under way or waiting to be read (`choose_kept`).
     """
 
     phase: str
@@ -88,18 +112,50 @@ class PassContext:
     options: ScheduleOptions | None = None
     units: dict[int, int] = field(default_factory=dict)
     agree_on_seconds: Callable[[list[str], list[float]], list[float]] | None = None
+    agree_on_count: Callable[[list[str], int], int] | None = None
+    budget: Budget | None = None
+    open_positions: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
+    units_in_flight: int = UNITS_IN_FLIGHT
 
     def unit_of(self, transfer: Node) -> int:
         """The number of the unit whose bucket a collective moves; -1 where it is not known."""
-        if is_all_gather(transfer):
-            sources = {node.name for node in reach(transfer, lambda n: n.all_input_nodes)}
-            positions = [i for i in self.units if sources & {f"primals_{i + 1}", f"arg{i}_1"}]
-        else:  # a gradient: at the place of its segment among the results
-            results = transfer.graph.output_node().args[0]
-            made = reach(transfer, lambda n: n.users)
-            assert isinstance(results, (list, tuple))
-            positions = [i for i in self.units if i < len(results) and results[i] in made]
-        return self.units[positions[0]] if positions else -1
+        position = position_of(transfer, self.units)
+        return -1 if position is None else self.units[position]
+
+    def reshards(self, node: Node) -> bool:
+        """Whether the bucket that `node` gathers is freed after the forward."""
+        position = position_of(node, self.units)
+        if self.budget is not None and position in self.open_positions:
+            return position not in self.kept
+        return any(spec.reshard_after_forward for spec in specs_of(node))
+
+    def for_trial(self, phase: str, units_in_flight: int) -> "PassContext":
+        """The context of a graph that is only tried: ranks do not agree on it."""
+        return PassContext(
+            phase, options=self.options, units=self.units, units_in_flight=units_in_flight
+        )
+
+
+def position_of(node: Node, positions: Iterable[int]) -> int | None:
+    """Which input of the Dynamo graph is the segment that a collective gathers or reduces to.
+
+    `node` may also be the wait for one of several buckets that are gathered together.
+    """
+    if is_wait(node):
+        result = node.args[0]
+        assert isinstance(result, Node)
+        node = result
+        if result.target is operator.getitem:
+            together, index = result.args
+            node = together.args[0][index]  # type: ignore[union-attr, index, assignment]
+    elif not is_all_gather(node):  # a gradient: at the place of its segment among the results
+        results = node.graph.output_node().args[0]
+        made = reach(node, lambda n: n.users)
+        assert isinstance(results, (list, tuple))
+        return next((i for i in positions if i < len(results) and results[i] in made), None)
+    sources = {source.name for source in reach(node, lambda n: n.all_input_nodes)}
+    return next((i for i in positions if sources & {f"primals_{i + 1}", f"arg{i}_1"}), None)
 
 
 def reach(start: Node, neighbours: Callable[[Node], Iterable[Node]]) -> set[Node]:

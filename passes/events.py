@@ -162,28 +162,23 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
 
     gathers, reduces = events.gathers, events.reduces
     wanted = options.wanted(ctx.phase, [(g.unit, events.of(g)) for g in gathers])
-    problem_gathers = [
+    sent = [
         Gather(events.of(g), nbytes(g.start), wire(g), w)
         for g, w in zip(gathers, wanted, strict=True)
     ]
-    problem_reduces = [
-        Reduce(events.of(r), nbytes(*r.start.all_input_nodes), wire(r)) for r in reduces
-    ]
+    made = [Reduce(events.of(r), nbytes(*r.start.all_input_nodes), wire(r)) for r in reduces]
+    ahead = ctx.units_in_flight
     limits = Limits(
-        _default_limit((t.unit, g.nbytes) for t, g in zip(gathers, problem_gathers, strict=True)),
-        _default_limit((t.unit, r.nbytes) for t, r in zip(reduces, problem_reduces, strict=True)),
+        ahead * _largest_unit((t.unit, g.nbytes) for t, g in zip(gathers, sent, strict=True)),
+        ahead * _largest_unit((t.unit, r.nbytes) for t, r in zip(reduces, made, strict=True)),
         options.reduce_buffers,
     )
-    return Problem(tuple(seconds), tuple(problem_gathers), tuple(problem_reduces), limits)
+    return Problem(tuple(seconds), tuple(sent), tuple(made), limits)
 
 
-UNITS_IN_FLIGHT = 2
-"""FSDP's `limit_all_gathers`: as many units may be under way or waiting to be read."""
-
-
-def _default_limit(sizes: Iterable[tuple[int, int]]) -> int:
-    """The bytes of the largest unit, times those that may be in flight."""
+def _largest_unit(sizes: Iterable[tuple[int, int]]) -> int:
+    """The most bytes of any unit, given (unit, bytes)."""
     units: dict[int, int] = {}
     for unit, size in sizes:
         units[unit] = units.get(unit, 0) + size
-    return UNITS_IN_FLIGHT * max(units.values(), default=0)
+    return max(units.values(), default=0)

@@ -6,6 +6,7 @@ Peaks are the vendors' (dense, no sparsity); what a real matmul or copy reaches 
 `calibrate` replaces these figures by measured ones.
 """
 
+import re
 from dataclasses import dataclass, replace
 
 import torch
@@ -138,3 +139,26 @@ def current_profile(device_type: str) -> Profile:
                 return PROFILES[f"{known.lower()}-nvlink"]
         return PROFILES["h100-nvlink"]
     return PROFILES["cpu"]
+
+
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def budget_bytes(budget: int | float | str, profile: Profile) -> int:
+    """A memory budget in bytes: a count, a text such as "70GB", or a fraction of `profile.memory`.
+
+    Raises:
+        ValueError: none of these.
+    """
+    if isinstance(budget, str):
+        match = re.fullmatch(r"\s*([0-9.]+)\s*([a-z]*)\s*", budget.lower())
+        if match and match[2] in _UNITS and match[1].count(".") < 2:
+            return int(float(match[1]) * _UNITS[match[2]])
+    elif isinstance(budget, float) and 0 < budget <= 1:
+        return int(budget * profile.memory)
+    elif isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
+        return budget
+    raise ValueError(
+        f"memory_budget must be bytes, a text such as '70GB' or '16GiB', or a fraction of the "
+        f"device's memory in (0, 1], got {budget!r}"
+    )

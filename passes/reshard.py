@@ -27,7 +27,7 @@ def tag_reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
             continue
         spec = spec_of_node(node) if is_all_gather(node) else None
         if spec is not None:
-            resharded[node] = spec.reshard_after_forward
+            resharded[node] = ctx.reshards(node)
         elif node.all_input_nodes and all(i in resharded for i in node.all_input_nodes):
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 continue

@@ -30,7 +30,7 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
                     f"{result.name} must be read by one wait only, is read by {users}"
                 )
     if ctx.phase == "forward":
-        _no_resharded_weight_is_saved(gm)
+        _no_resharded_weight_is_saved(gm, ctx)
     return gm
 
 
@@ -40,13 +40,12 @@ def results_of(node: Node) -> list[Node]:
     return items or [node]
 
 
-def _no_resharded_weight_is_saved(gm: GraphModule) -> None:
+def _no_resharded_weight_is_saved(gm: GraphModule, ctx: PassContext) -> None:
     saved = set(gm.graph.output_node().all_input_nodes)
     for node in gm.graph.nodes:
-        if is_all_gather(node) and any(spec.reshard_after_forward for spec in specs_of(node)):
-            for result, spec in zip(results_of(node), specs_of(node), strict=True):
-                kept = saved & {result, *result.users} if spec.reshard_after_forward else None
-                assert not kept, f"resharded bucket {node.name} is saved for backward as {kept}"
+        if is_all_gather(node) and specs_of(node) and ctx.reshards(node):
+            kept = saved & {reader for result in results_of(node) for reader in result.users}
+            assert not kept, f"resharded bucket {node.name} is saved for backward as {kept}"
 
 
 def collective_sequence(gm: GraphModule) -> list[str]:

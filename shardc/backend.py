@@ -2,6 +2,7 @@
 
     Dynamo graph      insert_unshard            markers become one gather a bucket
     joint graph       find_used_slots           parameters without gradient keep None
+                      choose_kept               what stays gathered, within a memory budget
                       tag_reshard               gathered weights are recomputed or saved
     forward, backward bucket                    neighbours in one message where it costs nothing
                       schedule                  collectives behind compute
@@ -17,6 +18,7 @@ import functools
 import json
 import logging
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
@@ -27,9 +29,18 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from shardc.passes.bucket import bucket
-from shardc.passes.context import PassContext, ScheduleOptions, is_collective, spec_of_node
+from shardc.passes.budget import choose_kept
+from shardc.passes.context import (
+    UNITS_IN_FLIGHT,
+    Budget,
+    PassContext,
+    ScheduleOptions,
+    is_collective,
+    spec_of_node,
+)
 from shardc.passes.insert_unshard import insert_unshard
-from shardc.passes.profiles import Profile, as_profile, current_profile
+from shardc.passes.memory import Liveness, measure_liveness, segment_inputs
+from shardc.passes.profiles import Profile, as_profile, budget_bytes, current_profile
 from shardc.passes.reshard import tag_reshard
 from shardc.passes.runner import run_passes
 from shardc.passes.schedule import schedule
@@ -45,7 +56,7 @@ from shardc.runtime.executor import eager_executor
 log = logging.getLogger("shardc")
 
 DYNAMO_PASSES = [insert_unshard]
-JOINT_PASSES = [find_used_slots, tag_reshard]
+JOINT_PASSES = [find_used_slots, choose_kept, tag_reshard]
 GRAPH_PASSES = [bucket, schedule, write_gradients, verify]
 
 
@@ -62,6 +73,10 @@ class Options:
             `set_profile` set, else the device's.
         prefetch: "auto", or how many units ahead gathers start (0: none).
         backward_prefetch: FSDP1's, for the backward: "auto", "pre", "post" or None.
+        memory_budget: bytes a step may use on this device, segments, gradients and optimizer state
+            included: a count, a text such as "70GB" or "16GiB", or a fraction of the device's
+            memory. Units whose `reshard_after_forward` is None stay gathered where there is room.
+        optimizer_states: copies of the parameters that the optimizer keeps (2: Adam).
         agreement_timeout: seconds ranks wait for each other when they compare their sequences of
             collectives; default: the process group's timeout.
     """
@@ -73,6 +88,8 @@ class Options:
     profile: Profile | str | None = None
     prefetch: int | str = "auto"
     backward_prefetch: str | None = "auto"
+    memory_budget: int | float | str | None = None
+    optimizer_states: float = 2.0
     agreement_timeout: float | None = None
 
     @staticmethod
@@ -101,8 +118,11 @@ class Options:
                 "backward_prefetch must be 'auto', 'pre', 'post' or None, "
                 f"got {options.backward_prefetch!r}"
             )
-        if options.profile is not None:
-            as_profile(options.profile)
+        profile = as_profile(options.profile) if options.profile is not None else None
+        if options.memory_budget is not None:
+            if not options.schedule:
+                raise ValueError("memory_budget needs schedule=True")
+            budget_bytes(options.memory_budget, profile or current_profile("cpu"))
         return options
 
 
@@ -125,31 +145,64 @@ def shardc_backend(
     _warn_if_nothing_is_sharded()
     used = _agree_on_reads(gm, ctx, parsed)
     lower = _compile_eager if parsed.executor == "eager" else _compile_inductor
-    joint = PassContext(phase="joint")
-    compiled = lower(gm, example_inputs, _Plan(parsed, _buckets(gm, ctx), joint), mode)
+    plan = _Plan(parsed, _buckets(gm, ctx))
+    joint = plan.joint
+    compiled = lower(gm, example_inputs, plan, mode)
     if len(joint.differentiated) == len(gm.graph.find_nodes(op="placeholder")):
         used = [replace(r, slots=joint.differentiated[r.position]) for r in used]
     return _noting_used_slots(compiled, used)
 
 
-@dataclass(frozen=True)
 class _Plan:
     """What the graphs of one Dynamo graph share: options, bucket by input, the joint context."""
 
-    options: Options
-    buckets: dict[int, Bucket]
-    joint: PassContext
+    def __init__(self, options: Options, buckets: dict[int, Bucket]) -> None:
+        self.options = options
+        self.buckets = buckets
+        self.joint = self.context("joint")
 
     def context(self, phase: str) -> PassContext:
-        """The context of the passes over a forward or backward graph."""
-        if not self.options.schedule or not self.buckets:
+        """The context of the passes over a graph of that phase."""
+        if not self.buckets:
             return PassContext(phase)
         first = next(iter(self.buckets.values()))
+        budget = self._budget(first.segment.device.type)
+        if not self.options.schedule:
+            return PassContext(phase)
         return PassContext(
             phase,
+            budget=budget,
+            open_positions=frozenset(
+                position
+                for position, bucket in self.buckets.items()
+                if bucket.owner is not None and bucket.owner.reshard_after_forward is None
+            ),
+            kept=frozenset() if phase == "joint" else self.joint.kept,
+            units_in_flight=UNITS_IN_FLIGHT if phase == "joint" else self.joint.units_in_flight,
+            agree_on_count=functools.partial(_agree_on_count, first.group, self.options),
             options=self._schedule_options(first.segment.device.type),
             units={position: bucket.unit for position, bucket in self.buckets.items()},
             agree_on_seconds=functools.partial(_agree_on_seconds, first.group, self.options, phase),
+        )
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes of segments and the optimizer's states; gradients are what the backward gives."""
+        states = 1 + self.options.optimizer_states
+        return sum(
+            int(bucket.segment.nbytes * (states if any(bucket.trainable) else 1))
+            for bucket in self.buckets.values()
+        )
+
+    def _budget(self, device_type: str) -> Budget | None:
+        options = self.options
+        if options.memory_budget is None:
+            return None
+        profile = current_profile(device_type) if options.profile is None else options.profile
+        return Budget(
+            nbytes=budget_bytes(options.memory_budget, as_profile(profile)),
+            static=self.static_bytes,
+            fused=options.executor == "inductor",
         )
 
     def _schedule_options(self, device_type: str) -> ScheduleOptions:
@@ -248,9 +301,43 @@ def _naming(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 def _finish_graph(gm: GraphModule, phase: str, plan: _Plan) -> GraphModule:
     """What every forward and backward graph goes through before it is lowered."""
-    gm = run_passes(gm, plan.context(phase), GRAPH_PASSES)
+    ctx = plan.context(phase)
+    gm = run_passes(gm, ctx, GRAPH_PASSES)
     _agree_on_collectives(gm, phase, plan.options)
+    liveness = measure_liveness(
+        gm,
+        owns_inputs=phase == "backward",
+        fused=plan.options.executor == "inductor",
+        ignored=segment_inputs(gm, ctx.units),
+    )
+    graph_plans.append(GraphPlan(phase, plan.static_bytes, liveness, collective_sequence(gm)))
     return gm
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """What was decided for one graph.
+
+    Attributes:
+        phase: "forward" or "backward".
+        static: bytes of segments and optimizer state.
+        liveness: what the graph itself holds after each node.
+        collectives: its collectives, in order.
+    """
+
+    phase: str
+    static: int
+    liveness: Liveness
+    collectives: list[str]
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the worst moment of the graph, everything counted."""
+        return self.static + self.liveness.peak
+
+
+graph_plans: deque[GraphPlan] = deque(maxlen=64)
+"""The plans of the graphs compiled last in this process, newest last."""
 
 
 # -- agreement -----------------------------------------------------------------------------------
@@ -300,6 +387,13 @@ def _agree_on_seconds(
     what = f"the collectives of a {phase} graph, before they are scheduled"
     notes = _agree(group, what, facts, options, json.dumps(seconds), first_note_stands=True)
     return [max(times) for times in zip(*map(json.loads, notes), strict=True)]
+
+
+def _agree_on_count(group: str, options: Options, facts: list[str], count: int) -> int:
+    """The smallest count of any rank, from the first compile on."""
+    what = "the buckets that may stay gathered"
+    notes = _agree(group, what, facts, options, str(count), first_note_stands=True)
+    return min(int(note) for note in notes)
 
 
 def _groups(gm: GraphModule) -> list[str]:

@@ -1,0 +1,161 @@
+"""Liveness: what a graph holds after each node, in bytes.
+
+A value's storage lives from the node that makes it to the last one that reads it or a view of it.
+What a collective reads or writes lives until its wait, because the backend keeps it. Inputs belong
+to the caller: in a backward graph they are the saved tensors, which are freed after their last use.
+
+Under Inductor, elementwise values that only elementwise ops or reductions read are never stored:
+they stay in the registers of one fused kernel (`fused`). That is a model: a kernel that could not
+be fused stores more.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from shardc.passes.context import c10d, is_collective, is_view, is_wait
+from shardc.passes.cost import evaluate, symbol_hints, tensor_bytes
+
+aten = torch.ops.aten
+
+_REDUCTIONS = {
+    aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.amax.default,
+    aten.var_mean.correction, aten.native_layer_norm.default,
+    aten._softmax.default, aten._log_softmax.default,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """Bytes that a graph holds.
+
+    Attributes:
+        nodes: the graph's nodes, in order.
+        live: bytes after each of them, inputs included where the graph frees them.
+        inputs: bytes of the inputs at the start.
+        outputs: bytes of what the graph returns and did not get.
+    """
+
+    nodes: tuple[Node, ...]
+    live: tuple[int, ...]
+    inputs: int
+    outputs: int
+
+    @property
+    def peak(self) -> int:
+        """The largest of `live`."""
+        return max(self.live, default=0)
+
+    @property
+    def peak_node(self) -> Node | None:
+        """Where it is."""
+        return self.nodes[self.live.index(self.peak)] if self.live else None
+
+
+def measure_liveness(
+    gm: GraphModule, *, owns_inputs: bool, fused: bool = False, ignored: Sequence[Node] = ()
+) -> Liveness:
+    """Bytes held after each node of `gm`, in its order.
+
+    Args:
+        gm: a forward or backward graph, scheduled.
+        owns_inputs: whether inputs are freed after their last use (a backward graph).
+        fused: leave out what Inductor keeps in registers.
+        ignored: inputs that are not counted (segments: they are there all the time).
+    """
+    hints = symbol_hints(gm)
+    nodes = tuple(node for node in gm.graph.nodes if node.op in ("placeholder", "call_function"))
+    roots = storage_roots(gm)
+    last = _last_uses(gm, nodes, roots)
+    sizes = {
+        root: 0 if fused and _is_fused(root) else int(evaluate(_own_bytes(root), hints))
+        for root in roots.values()
+        if root not in ignored
+    }
+    inputs = {node for node in nodes if node.op == "placeholder"}
+    counted = sizes if owns_inputs else {r: s for r, s in sizes.items() if r not in inputs}
+    frees: dict[int, list[Node]] = {}
+    for root, index in last.items():
+        frees.setdefault(index, []).append(root)
+    held = sum(size for root, size in counted.items() if root in inputs)
+    start, live = held, []
+    for index, node in enumerate(nodes):
+        if node.op == "call_function" and roots.get(node) is node:
+            held += counted.get(node, 0)
+        live.append(held)
+        held -= sum(counted.get(root, 0) for root in frees.get(index, ()))
+    results = {roots[n] for n in gm.graph.output_node().all_input_nodes if n in roots}
+    outputs = sum(size for root, size in counted.items() if root in results - inputs)
+    return Liveness(nodes, tuple(live), start, outputs)
+
+
+def segment_inputs(gm: GraphModule, positions: Iterable[int]) -> list[Node]:
+    """The inputs of `gm` that are segments: those at `positions` of the Dynamo graph."""
+    names = {name for i in positions for name in (f"primals_{i + 1}", f"arg{i}_1")}
+    return [node for node in gm.graph.find_nodes(op="placeholder") if node.name in names]
+
+
+def storage_roots(gm: GraphModule) -> dict[Node, Node]:
+    """For every node that gives a tensor, the node that made its storage."""
+    roots: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        if node.op not in ("placeholder", "call_function") or node.meta.get("val") is None:
+            continue
+        source = next((i for i in node.all_input_nodes if i in roots), None)
+        aliases = is_view(node) or is_wait(node) or _writes_its_input(node)
+        roots[node] = roots[source] if aliases and source is not None else node
+    return roots
+
+
+def _writes_its_input(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema and schema.returns and schema.returns[0].alias_info is not None)
+
+
+def _last_uses(
+    gm: GraphModule, nodes: Sequence[Node], roots: Mapping[Node, Node]
+) -> dict[Node, int]:
+    """For every storage, the index of the node after which nothing reads it."""
+    index = {node: number for number, node in enumerate(nodes)}
+    end = len(nodes)
+    last = {root: index[root] for root in roots.values()}
+    for node, root in roots.items():
+        for user in node.users:
+            last[root] = max(last[root], index.get(user, end))
+    for node in nodes:  # the backend keeps what a collective reads until the wait
+        if is_collective(node) and node.target not in _KEEPS_NOTHING:
+            wait = max((index[w] for w in _waits(node)), default=index[node])
+            for operand in node.all_input_nodes:
+                if operand in roots:
+                    last[roots[operand]] = max(last[roots[operand]], wait)
+    return last
+
+
+_KEEPS_NOTHING: set[Any] = {c10d.wait_tensor.default}
+
+
+def _waits(node: Node) -> list[Node]:
+    return [user for result in (node, *node.users) for user in result.users if is_wait(user)]
+
+
+def _own_bytes(node: Node) -> Any:
+    """Bytes of the storage that `node` makes; a view of less than its base does not make any."""
+    value = node.meta.get("val")
+    return tensor_bytes(value) if isinstance(value, (Tensor, list, tuple)) else 0
+
+
+def _is_fused(node: Node) -> bool:
+    """Whether Inductor would keep this value in registers."""
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+        return False
+    users = list(node.users)
+    while any(is_view(user) for user in users):
+        users = [u for user in users for u in (user.users if is_view(user) else [user])]
+    return bool(users) and all(
+        torch.Tag.pointwise in getattr(user.target, "tags", ()) or user.target in _REDUCTIONS
+        for user in users
+    )
