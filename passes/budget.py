@@ -19,6 +19,8 @@ from shardc.passes.context import (
     UNITS_IN_FLIGHT,
     Budget,
     PassContext,
+    describe,
+    is_all_gather,
     is_view,
     is_wait,
     position_of,
@@ -60,21 +62,30 @@ def choose_kept(gm: GraphModule, ctx: PassContext) -> GraphModule:
         return gm
     ctx.kept = frozenset()
     room = budget.nbytes - budget.static
+    facts = [
+        str(budget),
+        *(describe(n) for n in gm.graph.nodes if is_all_gather(n) and specs_of(n)),
+    ]
     for ahead in range(UNITS_IN_FLIGHT, -1, -1):
         trial = _try(gm, ctx, ahead)
         if trial.peak <= room:
             break
     else:
         raise RuntimeError(_too_small(budget, trial))
-    if ctx.agree_on_count is not None and (agreed := ctx.agree_on_count([], ahead)) < ahead:
+    if ctx.agree_on_count is not None and (agreed := ctx.agree_on_count(facts, ahead)) < ahead:
         ahead, trial = agreed, _try(gm, ctx, agreed)
     ctx.units_in_flight = ahead
     candidates = sorted(
         _candidates(trial, ctx), key=lambda c: (-c.seconds / max(c.nbytes, 1), -c.forward[0])
     )
     count = choose_candidates(trial.before.live, trial.after.live, candidates, room)
+    while count:  # what is kept moves other gathers, too: try it
+        ctx.kept = frozenset(candidate.position for candidate in candidates[:count])
+        if _try(gm, ctx, ahead).peak <= room:
+            break
+        count -= 1
     if ctx.agree_on_count is not None:
-        count = ctx.agree_on_count([str(c.position) for c in candidates], count)
+        count = ctx.agree_on_count([*facts, *(str(c.position) for c in candidates)], count)
     ctx.kept = frozenset(candidate.position for candidate in candidates[:count])
     return gm
 

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,8 @@ class ScheduleOptions:
                 result.append(min(event, first[by_target[unit]]))
             elif distance is None:
                 result.append(None)
+            elif phase == "backward" and self.backward_prefetch == "none":
+                result.append(event)
             else:
                 result.append(first[order[max(0, order.index(unit) - distance)]])
         return result
@@ -132,8 +134,12 @@ class PassContext:
 
     def for_trial(self, phase: str, units_in_flight: int) -> "PassContext":
         """The context of a graph that is only tried: ranks do not agree on it."""
-        return PassContext(
-            phase, options=self.options, units=self.units, units_in_flight=units_in_flight
+        return replace(
+            self,
+            phase=phase,
+            units_in_flight=units_in_flight,
+            agree_on_seconds=None,
+            agree_on_count=None,
         )
 
 
@@ -201,6 +207,13 @@ def is_collective(node: Node) -> bool:
 def is_wait(node: Node) -> bool:
     """Whether the node waits for a collective."""
     return node.op == "call_function" and node.target is c10d.wait_tensor.default
+
+
+def kind_of(node: Node) -> str:
+    """A collective or wait in a word: all_gather, reduce_scatter, all_reduce or wait."""
+    name = str(getattr(node.target, "_opname", node.target))
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "wait")
+    return next((kind for kind in kinds if name.startswith(kind)), name)
 
 
 def is_view(node: Node) -> bool:

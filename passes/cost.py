@@ -12,7 +12,7 @@ because a fused chain keeps its intermediate values in registers.
 from collections.abc import Mapping
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -31,7 +31,7 @@ WORLD = sympy.Symbol("W", integer=True, positive=True)
 
 _FLOPS = compat.flop_formulas()
 
-_ROUNDS = {
+_ROUNDS: dict[Any, int] = {
     c10d.all_gather_into_tensor.default: 1,
     c10d.all_gather_into_tensor_out.default: 1,
     c10d.all_gather_into_tensor_coalesced.default: 1,

@@ -84,10 +84,10 @@ def measure_liveness(
     held = sum(size for root, size in counted.items() if root in inputs)
     start, live = held, []
     for index, node in enumerate(nodes):
-        if node.op == "call_function" and roots.get(node) is node:
+        if node.op == "call_function":
             held += counted.get(node, 0)
         live.append(held)
-        held -= sum(counted.get(root, 0) for root in frees.get(index, ()))
+        held -= sum(counted.get(dead, 0) for dead in frees.get(index, ()))
     results = {roots[n] for n in gm.graph.output_node().all_input_nodes if n in roots}
     outputs = sum(size for root, size in counted.items() if root in results - inputs)
     return Liveness(nodes, tuple(live), start, outputs)

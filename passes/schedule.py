@@ -35,7 +35,7 @@ def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
         ctx.phase,
         1e3 * simulate(problem, timeline),
         1e3 * sum(problem.seconds),
-        1e3 * sum(t.seconds for t in (*problem.gathers, *problem.reduces)),
+        1e3 * problem.wire_seconds,
     )
     order = [*events.positions, len(events.steps)]
     keys = {step: (index, _STEP, index) for index, step in enumerate(events.steps)}

@@ -77,6 +77,11 @@ class Problem:
     reduces: tuple[Reduce, ...]
     limits: Limits
 
+    @property
+    def wire_seconds(self) -> float:
+        """What the wire needs for everything."""
+        return sum(g.seconds for g in self.gathers) + sum(r.seconds for r in self.reduces)
+
 
 MARGIN = 2.0
 """A gather is in time even if compute is this much faster than modelled: a late start saves memory
@@ -103,7 +108,8 @@ def simulate(problem: Problem, timeline: Timeline, speed: float = 1.0) -> float:
     `speed` is how much faster than modelled compute is.
     """
     end = len(problem.seconds)
-    started, needed, ready, waited = ([[] for _ in range(end + 1)] for _ in range(4))
+    lists: list[list[list[int]]] = [[[] for _ in range(end + 1)] for _ in range(4)]
+    started, needed, ready, waited = lists
     for index, (gather, start) in enumerate(zip(problem.gathers, timeline.starts, strict=True)):
         started[start].append(index)
         needed[gather.needed].append(index)
@@ -111,13 +117,14 @@ def simulate(problem: Problem, timeline: Timeline, speed: float = 1.0) -> float:
         ready[reduce.ready].append(index)
         waited[wait].append(index)
     clock = wire = 0.0
-    arrived, reduced = {}, {}
+    arrived: dict[int, float] = {}
+    reduced: dict[int, float] = {}
     for event, interval in enumerate([*problem.seconds, 0.0]):
         for index in started[event]:
             wire = arrived[index] = max(wire, clock) + problem.gathers[index].seconds
-        if event < end:
-            clock = max([clock, *(reduced[index] for index in waited[event])])
         for index in ready[event]:
+            if event < end:
+                clock = max([clock, *(reduced[i] for i in waited[event] if i in reduced)])
             wire = reduced[index] = max(wire, clock) + problem.reduces[index].seconds
         clock = max([clock, *(arrived[index] for index in needed[event])]) + interval / speed
     return max(clock, wire)

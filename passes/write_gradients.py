@@ -37,11 +37,13 @@ def write_gradients(gm: GraphModule, ctx: PassContext) -> GraphModule:
 def _write(gm: GraphModule, pack: Node, parts: list[Node | None], sizes: list[int]) -> Node:
     graph, starts = gm.graph, [sum(sizes[:index]) for index in range(len(sizes))]
     matmuls = {
-        part: start for part, start in zip(parts, starts, strict=True) if _is_own(part, pack)
+        part: start
+        for part, start in zip(parts, starts, strict=True)
+        if part is not None and _is_own(part, pack)
     }
     example = next(part for part in parts if part is not None).meta["val"]
     rank = {node: index for index, node in enumerate(graph.nodes)}
-    first = min([pack, *matmuls], key=rank.__getitem__)  # type: ignore[list-item]
+    first = min([pack, *matmuls], key=rank.__getitem__)
     with graph.inserting_before(first):
         options = {"dtype": example.dtype, "device": example.device}
         flat = graph.call_function(aten.empty.memory_format, ([sum(sizes)],), options)
@@ -61,10 +63,10 @@ def _write(gm: GraphModule, pack: Node, parts: list[Node | None], sizes: list[in
             graph.call_function(ops.write_parts.default, (flat, copied, copied_starts, gaps))
     pack.args = ([None if part in matmuls else part for part in parts], sizes)
     for part in matmuls:
-        graph.erase_node(part)  # type: ignore[arg-type]
+        graph.erase_node(part)
     return flat
 
 
-def _is_own(part: Node | None, pack: Node) -> bool:
-    """Whether `part` is a matmul that nothing but `pack` reads."""
-    return part is not None and part.target is aten.mm.default and set(part.users) == {pack}
+def _is_own(part: Node, pack: Node) -> bool:
+    """Whether `part` is a matmul that nothing but `pack` reads, and reads once."""
+    return part.target is aten.mm.default and set(part.users) == {pack}

@@ -61,6 +61,7 @@ class Bucket:
         serial: the number of the bucket in its group, equal on all ranks.
         unit: the number of its unit, equal on all ranks.
         owner: its `Unit`.
+        gather_group, reduce_group: communicators of its own; None for the mesh's (`group`).
         made: whether any bucket exists in this process.
     """
 
@@ -80,6 +81,8 @@ class Bucket:
         self.group = group
         self.rank = rank
         self.unit_modules = frozenset(unit_modules)
+        self.gather_group: str | None = None
+        self.reduce_group: str | None = None
         self.unit = -1
         self.owner: Any = None
         self.params: list[nn.Parameter] = []
@@ -120,12 +123,14 @@ class Bucket:
             UnshardSpec(
                 dtype=self.segment.dtype,
                 world_size=layout.world_size,
-                group=self.group,
+                group=self.gather_group or self.group,
                 pieces=tuple(layout.split_sizes()),
                 shapes=tuple(slot.shape for slot in layout.slots),
                 trainable=self.trainable,
                 reshard_after_forward=self.reshard_after_forward,
                 reduce_op=self.reduce_op,
+                reduce_group=self.reduce_group,
+                hints=self.owner.hints if self.owner is not None else (),
             )
         )
 

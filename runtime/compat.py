@@ -108,6 +108,15 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout or constants.default_pg_timeout
 
 
+def high_priority_options(group: dist.ProcessGroup) -> Any:
+    """Options for a group like `group` on a high-priority stream; None where there is none."""
+    if dist.get_backend(group) != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    return options
+
+
 def mean_op(name: str) -> str:
     """The reduction that leaves the least to divide: "avg" where the backend has it, else "sum"."""
     return "avg" if dist.get_backend(resolve_group(name)) == "nccl" else "sum"
@@ -324,6 +333,43 @@ def joint_pass(apply: Callable[[GraphModule], GraphModule], key: str) -> Any:
             return key
 
     return JointPass()
+
+
+def keeping_collectives_in_order() -> dict[str, Any]:
+    """Inductor settings that keep collectives and waits in the order of the graph (2.13).
+
+    Without them, a kernel fused from an early and a late op is placed early and pulls the waits it
+    needs before starts that were planned earlier; and ranks that fuse differently, because their
+    shapes differ, would issue collectives in different orders. The order is told to the scheduler
+    as dependencies, before it fuses. 2.11 has no hook for it: collectives run where fusion leaves
+    them.
+    """
+    from torch._inductor import custom_graph_pass
+    from torch._inductor.dependencies import WeakDep
+    from torch._inductor.utils import is_collective, is_wait
+
+    base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", None)
+    if base is None:
+        return {}
+
+    class KeepOrder(base):
+        def __call__(self, nodes: list[Any]) -> list[Any]:
+            last = None
+            for node in nodes:
+                if is_collective(node.node) or is_wait(node.node):
+                    own = next(iter(node.get_buffer_names()))
+                    if last is not None:
+                        node.add_fake_dep(WeakDep(last, mutating_buf=own, is_fake=True))
+                    if not is_wait(node.node):
+                        last = own
+            if nodes:
+                nodes[0].scheduler.compute_ancestors()
+            return nodes
+
+        def uuid(self) -> str:
+            return "shardc: collectives in order"
+
+    return {"_pre_fusion_custom_pass": KeepOrder()}
 
 
 def compile_aot(

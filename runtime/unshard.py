@@ -24,6 +24,8 @@ class UnshardSpec:
     """All that shapes the code that unshards a bucket; equal on every rank.
 
     `pieces` are the bucket's consecutive parts: (elements, slot index or None for padding).
+    `reduce_group` is the communicator of the reduce-scatter where it is not `group`; `hints` are
+    the user's wishes for the schedule, here so that a change of them compiles anew.
     """
 
     dtype: torch.dtype
@@ -34,6 +36,8 @@ class UnshardSpec:
     trainable: tuple[bool, ...]
     reshard_after_forward: bool
     reduce_op: str
+    reduce_group: str | None = None
+    hints: tuple[object, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -96,7 +100,7 @@ class _Unshard(torch.autograd.Function):
         with compat.annotate({"shardc": ctx.signature}):
             flat = torch.ops.shardc.pack(parts, [size for size, _ in spec.pieces])
             return collectives.reduce_scatter(
-                flat, spec.reduce_op, spec.world_size, spec.group
+                flat, spec.reduce_op, spec.world_size, spec.reduce_group or spec.group
             ), None
 
 

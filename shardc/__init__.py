@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from shardc.calibrate import calibrate
 from shardc.passes.profiles import Profile, get_profile, set_profile
-from shardc.runtime.modules import ShardedModule
+from shardc.runtime.modules import ShardedModule, share_comm_ctx
 from shardc.runtime.shard_tensor import ShardTensor
 from shardc.shard import fully_shard
 from shardc.table import describe
@@ -27,5 +27,6 @@ __all__ = [
     "fully_shard",
     "get_profile",
     "set_profile",
+    "share_comm_ctx",
     "units_of",
 ]

@@ -36,6 +36,8 @@ from shardc.passes.context import (
     PassContext,
     ScheduleOptions,
     is_collective,
+    is_wait,
+    kind_of,
     spec_of_node,
 )
 from shardc.passes.insert_unshard import insert_unshard
@@ -248,6 +250,7 @@ def _compile_inductor(
     patches |= {
         # Inductor's own memory-driven order would undo any schedule of collectives.
         "reorder_for_peak_memory": False,
+        **compat.keeping_collectives_in_order(),
         "joint_custom_post_pass": compat.joint_pass(
             lambda graph: run_passes(graph, plan.joint, JOINT_PASSES),
             repr([step.__name__ for step in JOINT_PASSES]),
@@ -310,7 +313,10 @@ def _finish_graph(gm: GraphModule, phase: str, plan: _Plan) -> GraphModule:
         fused=plan.options.executor == "inductor",
         ignored=segment_inputs(gm, ctx.units),
     )
-    graph_plans.append(GraphPlan(phase, plan.static_bytes, liveness, collective_sequence(gm)))
+    order = [kind_of(node) for node in gm.graph.nodes if is_collective(node) or is_wait(node)]
+    graph_plans.append(
+        GraphPlan(phase, plan.static_bytes, liveness, collective_sequence(gm), order)
+    )
     return gm
 
 
@@ -323,12 +329,14 @@ class GraphPlan:
         static: bytes of segments and optimizer state.
         liveness: what the graph itself holds after each node.
         collectives: its collectives, in order.
+        order: the kinds of its collectives and waits, in order.
     """
 
     phase: str
     static: int
     liveness: Liveness
     collectives: list[str]
+    order: list[str]
 
     @property
     def peak(self) -> int:

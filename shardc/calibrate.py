@@ -5,6 +5,7 @@ with the same profile. It is kept in a file per device, world size and backend, 
 where every rank finds the same one.
 """
 
+import functools
 import itertools
 import json
 import os
@@ -68,15 +69,16 @@ def _measure(mesh: DeviceMesh, device: torch.device) -> list[float]:
     figures = []
     for dtype in _DTYPES:
         a, b = (torch.randn(_MATMUL, _MATMUL, device=device, dtype=dtype) for _ in range(2))
-        figures.append(_seconds(lambda a=a, b=b: a @ b, device))
+        figures.append(_seconds(functools.partial(torch.matmul, a, b), device))
     data = torch.zeros(_COPIED // 4, device=device)
     figures.append(_seconds(data.clone, device))
     tiny = data[:16]
-    figures.append(_seconds(lambda: tiny + 1, device, repeats=100))
+    figures.append(_seconds(functools.partial(torch.add, tiny, 1), device, repeats=100))
     world, group = mesh.size(), compat.group_name(mesh.get_group())
     for message in _MESSAGES:
         segment = data[: message // 4 // world]
-        figures.append(_seconds(lambda s=segment: collectives.all_gather(s, world, group), device))
+        gather = functools.partial(collectives.all_gather, segment, world, group)
+        figures.append(_seconds(gather, device))
     return figures
 
 

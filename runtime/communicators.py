@@ -1,0 +1,38 @@
+"""Communicators beside the mesh's own: gathers and reductions that do not queue behind each other.
+
+On one NCCL communicator collectives run one after the other. With one of its own, a reduce-scatter
+can overlap an all-gather where the network carries both. All models that shard over the same
+ranks share them, so their collectives keep one order.
+"""
+
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from shardc.runtime import compat
+
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool], dist.ProcessGroup]]
+_made = WeakKeyDictionary()
+
+
+def own_group(group: str, purpose: str, high_priority: bool = False) -> str:
+    """The name of a communicator over the ranks of `group` for one purpose, made at first use.
+
+    Every rank of `group` must call it, in the same order.
+
+    Args:
+        group: the name of the group whose ranks it spans.
+        purpose: "gather" or "reduce".
+        high_priority: run its kernels on a stream of high priority (NCCL; others have none).
+    """
+    base = compat.resolve_group(group)
+    groups = _made.setdefault(base, {})
+    if (purpose, high_priority) not in groups:
+        groups[purpose, high_priority] = dist.new_group(
+            dist.get_process_group_ranks(base),
+            backend=dist.get_backend(base),
+            pg_options=compat.high_priority_options(base) if high_priority else None,
+            use_local_synchronization=True,
+            group_desc=f"shardc_{purpose}",
+        )
+    return compat.group_name(groups[purpose, high_priority])

@@ -1,0 +1,379 @@
+"""Order, messages and memory of compiled steps, on small graphs and on ranks."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import Stack, check_parity, compiled, seeded, tokens
+from ranks import on_ranks
+from torch.fx import Graph, GraphModule
+
+import shardc
+from shardc import backend, fully_shard, units_of
+from shardc.passes.bucket import bucket
+from shardc.passes.context import (
+    PassContext,
+    ScheduleOptions,
+    is_collective,
+    is_wait,
+)
+from shardc.passes.events import read_events, read_problem
+from shardc.passes.profiles import PROFILES, Link, get_profile, set_profile
+from shardc.passes.schedule import schedule
+from shardc.passes.verify import verify
+from shardc.passes.write_gradients import write_gradients
+from shardc.runtime.executor import eager_executor
+from shardc.runtime.unshard import UnshardSpec, intern_spec
+
+c10d, aten = torch.ops._c10d_functional, torch.ops.aten
+
+SLOW_WIRE = shardc.Profile(
+    "slow wire", "made up", (("float32", 1e9),), 1e9, 1e9, 1, Link(1e-6, 1e8), Link(1e-6, 1e8)
+)
+
+
+def _signature(numel, world):
+    pieces = ((numel, 0),)
+    return intern_spec(
+        UnshardSpec(torch.float32, world, "0", pieces, ((numel,),), (True,), True, "sum")
+    )
+
+
+def _graph(reads, world=2):
+    """Step i reads bucket `reads[i]`, or reduces a gradient for bucket -1 - reads[i]."""
+    graph, segments, last, grads = Graph(), {}, None, {}
+    keys = sorted({read if read >= 0 else -1 - read for read in reads})
+    for key in keys:
+        segments[key] = graph.placeholder(f"primals_{key + 1}")
+        segments[key].meta["val"] = torch.empty(8 * (key + 1), device="meta")
+    x = last = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4, 8, device="meta")
+
+    def call(target, args, val, custom=None):
+        node = graph.call_function(target, args)
+        node.meta["val"] = val
+        if custom:
+            node.meta["custom"] = {"shardc": custom}
+        return node
+
+    full = {}
+    for read in reads:
+        key = read if read >= 0 else -1 - read
+        numel = 8 * (key + 1) * world
+        whole, part = torch.empty(numel, device="meta"), segments[key].meta["val"]
+        name = _signature(numel, world)
+        if read >= 0:
+            if key not in full:
+                start = call(
+                    c10d.all_gather_into_tensor.default, (segments[key], world, "0"), whole, name
+                )
+                full[key] = call(c10d.wait_tensor.default, (start,), whole)
+            weight = call(aten.view.default, (full[key], [-1, 8]), whole.view(-1, 8))
+            total = call(aten.sum.dim_IntList, (weight, [0]), whole.view(-1, 8).sum(0))
+            last = call(aten.add.Tensor, (last, total), x.meta["val"])
+        elif key not in grads:
+            summed = call(aten.sum.dim_IntList, (last, [0]), torch.empty(8, device="meta"))
+            wide = call(
+                aten.expand.default,
+                (summed, [numel // 8, 8]),
+                torch.empty(numel // 8, 8, device="meta"),
+            )
+            pack = call(torch.ops.shardc.pack.default, ([wide], [numel]), whole, name)
+            start = call(c10d.reduce_scatter_tensor.default, (pack, "sum", world, "0"), part, name)
+            grads[key] = call(c10d.wait_tensor.default, (start,), part)
+    graph.output((last, *grads.values()))
+    gm = GraphModule(torch.nn.Module(), graph)
+    context = PassContext(
+        "backward", options=ScheduleOptions(SLOW_WIRE), units={key: key for key in keys}
+    )
+    return gm, context
+
+
+def _local(gm):
+    """`gm` with collectives of one process: gathers repeat, reductions take the first part."""
+    collectives = {
+        c10d.all_gather_into_tensor.default: lambda s, w, g: s.repeat(w),
+        c10d.all_gather_into_tensor_coalesced.default: lambda s, w, g: [t.repeat(w) for t in s],
+        c10d.reduce_scatter_tensor.default: lambda t, op, w, g: t[: t.numel() // w],
+        c10d.reduce_scatter_tensor_coalesced.default: lambda ts, op, w, g: [
+            t[: t.numel() // w] for t in ts
+        ],
+        c10d.wait_tensor.default: lambda t: t,
+    }
+    for node in gm.graph.nodes:
+        node.target = collectives.get(node.target, node.target)
+    return gm
+
+
+def _run(gm):
+    torch.manual_seed(0)
+    inputs = [torch.randn(n.meta["val"].shape) for n in gm.graph.find_nodes(op="placeholder")]
+    return eager_executor(gm, inputs)(inputs)
+
+
+READS = st.lists(st.integers(-6, 5), min_size=1, max_size=24)
+
+
+@given(READS)
+@settings(max_examples=60, deadline=None)
+def test_random_graphs_keep_their_results_and_their_limits(reads):
+    gm, ctx = _graph(reads)
+    want = _run(_local(_graph(reads)[0]))
+    for step in (bucket, schedule, write_gradients, verify):
+        gm = step(gm, ctx)
+        gm.graph.lint()
+    _check_in_flight(gm, ctx)
+    for one, other in zip(_run(_local(gm)), want, strict=True):
+        assert torch.equal(one, other)
+
+
+def _check_in_flight(gm, ctx):
+    """At no node are more bytes under way or unread than the limit, unless it is one message."""
+    events = read_events(gm, ctx)
+    limit = read_problem(gm, ctx, events).limits.in_flight
+    nodes = list(gm.graph.nodes)
+    spans = []
+    for gather in events.gathers:
+        views = [n for n in gather.after if not is_wait(n)]
+        reads = [nodes.index(u) for v in views for u in v.users if u not in gather.after]
+        values = gather.start.meta["val"]
+        values = values if isinstance(values, list) else [values]
+        size = sum(value.nbytes for value in values)
+        spans.append((nodes.index(gather.start), min(reads, default=len(nodes)), size))
+    for index in range(len(nodes)):
+        held = [size for start, read, size in spans if start <= index < read]
+        assert sum(held) <= limit or len(held) == 1
+
+
+def test_order_of_a_small_graph():
+    gm, ctx = _graph([0, 1, 2, -3, -2, -1])
+    names = [n.name for n in schedule(gm, ctx).graph.nodes if is_collective(n) or is_wait(n)]
+    gather, wait, reduce = (
+        "all_gather_into_tensor_default",
+        "wait_tensor_default",
+        "reduce_scatter_tensor_default",
+    )
+    assert names == [
+        gather, f"{gather}_1", f"{gather}_2",  # the wire is slow: all at once, within the limit
+        wait, f"{wait}_1", f"{wait}_2",
+        reduce, f"{reduce}_1", f"{wait}_3", f"{wait}_4", reduce + "_2", f"{wait}_5",
+    ]  # fmt: skip
+
+
+def test_matmuls_write_into_the_buffer_that_is_reduced():
+    graph = Graph()
+    a, b, c = (graph.placeholder(name) for name in "abc")
+    left = graph.call_function(aten.mm.default, (a, b))
+    total = graph.call_function(aten.sum.dim_IntList, (c, [0]))
+    for node, shape in ((left, (4, 3)), (total, (5,))):
+        node.meta["val"] = torch.empty(shape)
+    pack = graph.call_function(
+        torch.ops.shardc.pack.default, ([left, None, total, None], [12, 4, 5, 3])
+    )
+    graph.output((pack,))
+    gm = GraphModule(torch.nn.Module(), graph)
+    inputs = [torch.randn(4, 2), torch.randn(2, 3), torch.randn(6, 5)]
+    (want,) = eager_executor(gm, inputs)(list(inputs))
+    gm = write_gradients(gm, PassContext("backward"))
+    assert [n.target for n in gm.graph.nodes if n.op == "call_function"] == [
+        aten.empty.memory_format,
+        torch.ops.shardc.write_matmul.default,
+        aten.sum.dim_IntList,
+        torch.ops.shardc.write_parts.default,
+    ]
+    (got,) = eager_executor(gm, inputs)(list(inputs))
+    assert torch.equal(got, want) and not got[12:16].any() and not got[21:].any()
+
+
+# -- on ranks ------------------------------------------------------------------------------------
+
+
+def _batch(seed, length=7):
+    x = tokens(seed, (2, length))
+    return {"tokens": x, "targets": x}
+
+
+def _planned(mesh, run, **options):
+    """The plans that compiling and running a sharded Stack leaves, and its gradients."""
+    backend.graph_plans.clear()
+    model = fully_shard(seeded(lambda: Stack(blocks=4)), mesh=mesh, units="auto")
+    step = torch.compile(model, backend="shardc", options={"executor": "eager", **options})
+    run(model, step)
+    return list(backend.graph_plans), [p.grad.to_local() for p in model.parameters()]
+
+
+def _backward(model, step):
+    step(**_batch(0)).backward()
+
+
+@on_ranks(2, 3)
+def test_scheduled_results_are_bitwise_those_of_the_unscheduled_graph(mesh):
+    set_profile(SLOW_WIRE)
+    (forward, backward), got = _planned(mesh, _backward)
+    (plain_forward, plain_backward), want = _planned(mesh, _backward, schedule=False)
+    set_profile(None)
+    assert forward.order != plain_forward.order  # the two sides differ
+    assert backward.order != plain_backward.order
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@on_ranks(2)
+def test_units_are_split_and_merged_and_train_as_before(mesh):
+    quick = shardc.Profile(
+        "quick", "made up", (("float32", 1e7),), 1e9, 1e9, 1, Link(1e-7, 1e9), Link(1e-7, 1e9),
+        message=1e-7,
+    )  # fmt: skip
+    set_profile(quick)
+    plain, sharded = seeded(Stack), seeded(Stack)
+    fully_shard(sharded, mesh=mesh, units="auto")
+    set_profile(None)
+    buckets = [len(m._shardc_unit.buckets) for m in units_of(sharded).values()]
+    assert buckets == [2, 2, 2]  # embedding and head; up with the vectors, and down
+    step = torch.compile(
+        sharded, backend="shardc", options={"executor": "eager", "profile": quick}, fullgraph=True
+    )
+    check_parity(plain, sharded, step, _batch, mesh)
+    coalesced = [
+        line for plan in backend.graph_plans for line in plan.collectives if " and " in line
+    ]
+    assert coalesced and all("coalesced" in line for line in coalesced)
+
+
+@on_ranks(2)
+def test_ranks_with_other_shapes_plan_the_same(mesh):
+    rank = mesh.get_local_rank()
+
+    def run(model, step):
+        step(**_batch(rank, length=5 + 40 * rank)).backward()
+        step(**_batch(rank, length=9 + 40 * rank)).backward()  # compiles for any length
+        step(**_batch(rank, length=1 + 10 * rank)).backward()  # rank 0 compiles alone
+
+    plans, _ = _planned(mesh, run)
+    texts = ["\n".join(plan.collectives) for plan in plans[:4]]
+    gathered = [None] * mesh.size()
+    torch.distributed.all_gather_object(gathered, texts)
+    assert gathered[0] == gathered[1] and all(texts)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "options",
+    [{"prefetch": 0}, {"prefetch": 2}, *({"backward_prefetch": b} for b in ("pre", "post", None))],
+    ids=str,
+)
+def test_prefetch_options(mesh, options):
+    plain, sharded = seeded(Stack), fully_shard(seeded(Stack), mesh=mesh, units="auto")
+    step = torch.compile(sharded, backend="shardc", options={"executor": "eager", **options})
+    check_parity(plain, sharded, step, _batch, mesh, steps=1)
+
+
+@on_ranks(2)
+def test_hints_groups_and_buffers(mesh):
+    plain = seeded(lambda: Stack(blocks=3))
+    sharded = fully_shard(seeded(lambda: Stack(blocks=3)), mesh=mesh, units="auto")
+    step = compiled(sharded)
+    check_parity(plain, sharded, step, _batch, mesh, steps=1)
+    compiles = len(backend.graph_plans)
+    first, second, third = sharded.layers
+    sharded.set_modules_to_forward_prefetch([third])
+    third.set_modules_to_backward_prefetch([second, first])
+    sharded.set_reduce_scatter_max_input_buffers(1)
+    sharded.set_separate_reduce_scatter_group()
+    sharded.set_separate_all_gather_group()
+    check_parity(plain, sharded, step, _batch, mesh, steps=1)
+    assert len(backend.graph_plans) == compiles + 2  # compiled anew, once
+    groups = {b.reduce_group for m in units_of(sharded).values() for b in m._shardc_unit.buckets}
+    assert len(groups) == 1 and None not in groups
+    sharded.set_separate_reduce_scatter_group(False)
+    assert first._shardc_unit.buckets[0].reduce_group is None
+    shardc.share_comm_ctx([first, second])
+    for call in (first.set_modules_to_forward_prefetch, shardc.share_comm_ctx):
+        with pytest.raises(ValueError, match="expected modules given to fully_shard, got Linear"):
+            call([plain.head])
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        sharded.set_reduce_scatter_max_input_buffers(0)
+
+
+@on_ranks(2)
+def test_memory_budget(mesh):
+    (_, resharded), want = _planned(mesh, _backward)
+    (_, roomy), got = _planned(mesh, _backward, memory_budget="1GB")
+    gathers = [sum("all_gather" in c for c in p.collectives) for p in (resharded, roomy)]
+    assert gathers[0] > 0 and gathers[1] == 0
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    least = max(plan.peak for plan in _planned(mesh, _backward, prefetch=0)[0])
+    for extra in (0, 5_000, 20_000):
+        plans, _ = _planned(mesh, _backward, memory_budget=least + extra)
+        assert max(plan.peak for plan in plans) <= least + extra
+    with pytest.raises(
+        Exception, match=r"too small.* at least [0-9,]+ bytes: [0-9,]+ for segments"
+    ):
+        _planned(mesh, _backward, memory_budget=1000)
+
+
+@on_ranks(2)
+def test_an_explicit_reshard_wins_over_the_budget(mesh):
+    model = seeded(lambda: Stack(blocks=2))
+    fully_shard(model.layers[0], mesh=mesh, reshard_after_forward=True)
+    fully_shard(model.layers[1], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    backend.graph_plans.clear()
+    step = torch.compile(
+        model, backend="shardc", options={"executor": "eager", "memory_budget": "1GB"}
+    )
+    step(**_batch(0)).backward()
+    (_, backward) = backend.graph_plans
+    assert sum("all_gather" in line for line in backward.collectives) == 1
+
+
+@on_ranks(2)
+def test_calibrate(mesh, tmp_path):
+    import os
+
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path)
+    try:
+        profile = shardc.calibrate(mesh)
+        assert profile.source == "calibrate()" and profile.peak(torch.float32) > 1e8
+        assert 1e6 < profile.inside.bandwidth < 1e13
+        everywhere = [None] * mesh.size()
+        torch.distributed.all_gather_object(everywhere, profile)
+        assert everywhere[0] == everywhere[1]
+        assert shardc.calibrate(mesh) == profile  # kept
+        assert shardc.calibrate(mesh, refresh=True) != profile
+    finally:
+        set_profile(None)
+        del os.environ["XDG_CACHE_HOME"]
+
+
+@on_ranks(2)
+def test_inductor_keeps_the_planned_order(mesh):
+    from torch._inductor.utils import run_and_get_code
+
+    set_profile(SLOW_WIRE)
+    model = fully_shard(seeded(lambda: Stack(blocks=3)), mesh=mesh, units="auto")
+    step = compiled(model, executor="inductor")
+    backend.graph_plans.clear()
+    _, codes = run_and_get_code(lambda: step(**_batch(0)).backward())
+    set_profile(None)
+    pattern = re.compile(r"_c10d_functional\.(all_gather|reduce_scatter|wait)_\w+\.\w+\(")
+    for plan, code in zip(backend.graph_plans, codes, strict=True):
+        found = [match[1] for match in pattern.finditer(code)]
+        assert found == plan.order, (found, plan.order)
+
+
+def test_bad_options():
+    from shardc.backend import Options
+
+    for options, text in (
+        ({"prefetch": -1}, "count of units, got -1"),
+        ({"backward_prefetch": "soon"}, "got 'soon'"),
+        ({"profile": "h900"}, "unknown profile 'h900'"),
+        ({"memory_budget": "many"}, "memory_budget must be bytes"),
+        ({"memory_budget": 1.5}, r"in \(0, 1\], got 1.5"),
+        ({"memory_budget": 100, "schedule": False}, "needs schedule=True"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            Options.parse(options)
+    assert get_profile("h100-nvlink").node_size == 8 and "h100-ib" in PROFILES

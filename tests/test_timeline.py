@@ -1,0 +1,120 @@
+"""The plan for collectives as a pure function, over random problems."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardc.passes.bucket import plan_groups
+from shardc.passes.context import ScheduleOptions
+from shardc.passes.profiles import PROFILES
+from shardc.passes.timeline import Gather, Limits, Problem, Reduce, plan_timeline, simulate
+
+TIMES = st.floats(0.0, 3.0)
+
+
+@st.composite
+def problems(draw):
+    seconds = tuple(draw(st.lists(TIMES, min_size=1, max_size=12)))
+    events = st.integers(0, len(seconds) - 1)
+    needed = sorted(draw(st.lists(events, max_size=10)))
+    ready = sorted(draw(st.lists(st.integers(0, len(seconds)), max_size=10)))
+    sizes = st.integers(1, 50)
+    return Problem(
+        seconds,
+        tuple(Gather(event, draw(sizes), draw(TIMES)) for event in needed),
+        tuple(Reduce(event, draw(sizes), draw(TIMES)) for event in ready),
+        Limits(draw(st.integers(0, 120)), draw(st.integers(0, 120)), draw(st.none() | st.just(2))),
+    )
+
+
+@given(problems())
+@settings(max_examples=300, deadline=None)
+def test_limits_hold_at_every_event(problem):
+    timeline, limits = plan_timeline(problem), problem.limits
+    assert list(timeline.starts) == sorted(timeline.starts)
+    for event in range(len(problem.seconds) + 1):
+        unread = [
+            gather
+            for gather, start in zip(problem.gathers, timeline.starts, strict=True)
+            if start <= event <= gather.needed
+        ]
+        together = {gather.needed for gather in unread}
+        assert sum(g.nbytes for g in unread) <= limits.in_flight or len(together) == 1
+        under_way = [
+            reduce
+            for reduce, wait in zip(problem.reduces, timeline.waits, strict=True)
+            if reduce.ready <= event < wait
+        ]
+        at_once = [r for r in under_way if r.ready == event]
+        assert sum(r.nbytes for r in under_way) <= limits.reduce_in_flight or len(under_way) <= 1
+        assert limits.reduce_buffers is None or len(under_way) <= max(limits.reduce_buffers, 1)
+        assert len(at_once) <= len(under_way)
+    for gather, start in zip(problem.gathers, timeline.starts, strict=True):
+        assert 0 <= start <= gather.needed
+
+
+@given(problems())
+@settings(max_examples=200, deadline=None)
+def test_a_plan_is_never_slower_than_no_plan_nor_faster_than_the_floor(problem):
+    timeline = plan_timeline(problem)
+    where_used = replace(timeline, starts=tuple(gather.needed for gather in problem.gathers))
+    floor = max(sum(problem.seconds), problem.wire_seconds)
+    assert floor - 1e-9 <= simulate(problem, timeline)
+    if not problem.reduces:  # a gather sent early may let a reduction wait
+        assert simulate(problem, timeline) <= simulate(problem, where_used) + 1e-9
+
+
+def test_gathers_start_in_time_and_not_earlier():
+    gathers = tuple(Gather(event, 10, 1.0) for event in range(8))
+    problem = Problem((4.0,) * 8, gathers, (), Limits(1000, 1000))
+    timeline = plan_timeline(problem)
+    assert timeline.starts == (0, 0, 1, 2, 3, 4, 5, 6)
+    assert simulate(problem, timeline) == 1 + 8 * 4  # only the first is exposed
+
+
+def test_a_slow_wire_is_never_idle():
+    gathers = tuple(Gather(event, 10, 3.0) for event in range(8))
+    problem = Problem((1.0,) * 8, gathers, (), Limits(20, 20))
+    assert simulate(problem, plan_timeline(problem)) == 8 * 3 + 1
+
+
+def test_reductions_are_waited_for_when_their_buffers_would_exceed_the_limit():
+    reduces = tuple(Reduce(event, 10, 1.0) for event in range(1, 5))
+    problem = Problem((1.0,) * 4, (), reduces, Limits(0, 20))
+    assert plan_timeline(problem).waits == (3, 4, 4, 4)
+    one = replace(problem, limits=Limits(0, 100, reduce_buffers=1))
+    assert plan_timeline(one).waits == (2, 3, 4, 4)
+
+
+@pytest.mark.parametrize(
+    "options, phase, wanted",
+    [
+        ({}, "forward", [None] * 4),
+        ({"prefetch": 0}, "forward", [0, 0, 2, 4]),
+        ({"prefetch": 1}, "forward", [0, 0, 0, 2]),
+        ({"prefetch": 9}, "backward", [0, 0, 0, 0]),
+        ({"backward_prefetch": "pre"}, "backward", [0, 0, 0, 2]),
+        ({"backward_prefetch": "post"}, "backward", [0, 0, 2, 4]),
+        ({"backward_prefetch": "none"}, "backward", [0, 1, 2, 4]),
+        ({"backward_prefetch": "pre"}, "forward", [None] * 4),
+        ({"forward_hints": {7: (9,)}}, "forward", [None, None, None, 0]),
+        ({"forward_hints": {7: (9,)}}, "backward", [None] * 4),
+        ({"backward_hints": {9: (7,)}}, "backward", [0, 1, None, None]),
+        ({"forward_hints": {5: (9,)}}, "forward", [None] * 4),
+    ],
+)
+def test_hints(options, phase, wanted):
+    gathers = [(7, 0), (7, 1), (8, 2), (9, 4)]
+    assert ScheduleOptions(PROFILES["cpu"], **options).wanted(phase, gathers) == wanted
+
+
+def test_what_delays_nothing_is_sent_together():
+    gathers = tuple(Gather(event, 1, 0.3) for event in range(12))
+    problem = Problem((1.0,) * 12, gathers, (), Limits(100, 100))
+    groups, _ = plan_groups(problem, ["same"] * 12, [], message=0.2)
+    assert groups[0] == [0]  # the first is not delayed
+    assert sum(map(len, groups)) == 12 and len(groups) < 12
+    unlike, _ = plan_groups(problem, [str(index) for index in range(12)], [], message=0.2)
+    assert unlike == [[index] for index in range(12)]
