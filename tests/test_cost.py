@@ -1,0 +1,101 @@
+"""The cost model: formulas by hand, and one formula for a number and for a symbol."""
+
+import pytest
+import sympy
+import torch
+from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shardc.passes.cost import (
+    WORLD,
+    bucket_grain,
+    collective_seconds,
+    evaluate,
+    node_bytes,
+    node_flops,
+    node_seconds,
+    symbol_hints,
+)
+from shardc.passes.profiles import PROFILES, Link, Profile, current_profile, set_profile
+
+FLAT = Profile(
+    "flat", "made up", (("float32", 100.0),), 10.0, 1e9, 8, Link(1.0, 50.0), Link(4.0, 20.0),
+    overhead=0.5, message=2.0, matmul_efficiency=1.0, memory_efficiency=1.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "world, seconds",
+    [(1, 2), (2, 2 + 1 + 400 / 50), (8, 2 + 7 + 700 / 50), (16, 2 + 14 + 2 * 4 + 750 / 20)],
+)
+def test_collective(world, seconds):
+    assert collective_seconds(800, world, FLAT) == pytest.approx(seconds)
+    both = collective_seconds(800, world, FLAT, rounds=2)
+    assert both == pytest.approx(2 * seconds - FLAT.message)
+    table = collective_seconds(800, WORLD, FLAT)
+    assert float(table.subs(WORLD, world)) == pytest.approx(seconds)
+
+
+def _node(fn, *shapes, target, dynamic=False):
+    mode = "symbolic" if dynamic else "fake"
+    gm = make_fx(fn, tracing_mode=mode)(*(torch.empty(shape) for shape in shapes))
+    return gm, next(n for n in gm.graph.nodes if n.target is target)
+
+
+def test_matmul_is_a_roofline():
+    _, node = _node(torch.mm, (6, 4), (4, 10), target=torch.ops.aten.mm.default)
+    assert node_flops(node) == 2 * 6 * 4 * 10 and node_bytes(node) == 4 * (24 + 40 + 60)
+    assert node_seconds(node, FLAT) == pytest.approx(max(480 / 100, 496 / 10) + 0.5)
+
+
+def test_elementwise_counts_what_it_writes_and_views_are_free():
+    _, node = _node(torch.add, (5, 5), (5, 5), target=torch.ops.aten.add.Tensor)
+    assert node_flops(node) == 0 and node_bytes(node) == 100
+    _, view = _node(lambda x: x.view(-1) + 1, (5, 5), target=torch.ops.aten.view.default)
+    assert node_seconds(view, FLAT) == 0
+
+
+def test_one_formula_serves_a_symbol_and_its_hint():
+    gm, node = _node(torch.mm, (6, 4), (4, 10), target=torch.ops.aten.mm.default, dynamic=True)
+    flops = node_flops(node)
+    assert isinstance(flops, sympy.Expr) and flops.free_symbols
+    hints = symbol_hints(gm)
+    assert evaluate(flops, hints) == 480
+    assert evaluate(node_seconds(node, FLAT), hints) == pytest.approx(496 / 10 + 0.5)
+    doubled = {symbol: 2 * value for symbol, value in hints.items()}
+    assert evaluate(flops, doubled) == 8 * 480
+
+
+def test_attention_of_every_device_has_a_formula():
+    q = torch.empty(1, 2, 8, 16)
+    gm = make_fx(torch.nn.functional.scaled_dot_product_attention, tracing_mode="fake")(q, q, q)
+    assert (
+        sum(node_flops(n) for n in gm.graph.nodes if n.op == "call_function") >= 4 * 2 * 8 * 8 * 16
+    )
+
+
+def test_grain_grows_with_the_latency():
+    assert bucket_grain(1, FLAT) == 0
+    grains = [bucket_grain(world, PROFILES["h100-nvlink"]) for world in (2, 8, 64, 1024)]
+    assert grains == sorted(grains) and 1e6 < grains[1] < 1e8
+
+
+def test_every_profile_has_a_source_and_plausible_figures():
+    for name, profile in PROFILES.items():
+        assert profile.name == name and len(profile.source) > 20
+        assert 1e10 < profile.peak(torch.float32) <= profile.peak(torch.bfloat16) < 1e16 or (
+            name == "cpu"
+        )
+        assert profile.peak(torch.int64) == profile.peak(torch.float32)
+    set_profile("a100-ib")
+    assert current_profile("cpu").name == "a100-ib"
+    set_profile(None)
+    assert current_profile("cpu").name == "cpu"
+    with pytest.raises(ValueError, match=r"unknown profile 'z'.*h100-nvlink"):
+        set_profile("z")
+
+
+def test_nodes_without_a_value_cost_nothing():
+    graph = Graph()
+    node = graph.call_function(torch.ops.aten.cos.default, (graph.placeholder("x"),))
+    assert node_seconds(node, FLAT) == 0
