@@ -149,8 +149,8 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
     bounds = [*events.positions, len(events.steps)]
     seconds = [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]
     if ctx.agree_on_seconds is not None:
-        facts = [f"{describe(t.start)} at event {events.of(t)}" for t in events.transfers]
-        seconds = ctx.agree_on_seconds(facts, seconds)
+        sent = [f"{describe(t.start)} at event {events.of(t)}" for t in events.transfers]
+        seconds = ctx.agree_on_seconds([str(options), *sent], seconds)
 
     def wire(transfer: Transfer) -> float:
         spec = spec_of_node(transfer.start)
@@ -162,18 +162,18 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
 
     gathers, reduces = events.gathers, events.reduces
     wanted = options.wanted(ctx.phase, [(g.unit, events.of(g)) for g in gathers])
-    sent = [
+    gathered = [
         Gather(events.of(g), nbytes(g.start), wire(g), w)
         for g, w in zip(gathers, wanted, strict=True)
     ]
     made = [Reduce(events.of(r), nbytes(*r.start.all_input_nodes), wire(r)) for r in reduces]
     ahead = ctx.units_in_flight
     limits = Limits(
-        ahead * _largest_unit((t.unit, g.nbytes) for t, g in zip(gathers, sent, strict=True)),
+        ahead * _largest_unit((t.unit, g.nbytes) for t, g in zip(gathers, gathered, strict=True)),
         ahead * _largest_unit((t.unit, r.nbytes) for t, r in zip(reduces, made, strict=True)),
         options.reduce_buffers,
     )
-    return Problem(tuple(seconds), tuple(sent), tuple(made), limits)
+    return Problem(tuple(seconds), tuple(gathered), tuple(made), limits)
 
 
 def _largest_unit(sizes: Iterable[tuple[int, int]]) -> int:

@@ -11,10 +11,11 @@ from ranks import on_ranks
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from shardc import backend, fully_shard
+from shardc import fully_shard
 from shardc.passes.budget import Candidate, choose_candidates
 from shardc.passes.memory import measure_liveness
 from shardc.passes.profiles import PROFILES, budget_bytes
+from shardc.plan import graph_plans
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -122,12 +123,12 @@ def _measured_peak(run, folder):
 def test_planned_peak_is_within_a_tenth_of_the_measured_one(mesh, executor, tmp_path):
     model = fully_shard(_Deep(), mesh=mesh, units="auto")
     step, x = compiled(model, executor), torch.randn(8, 32, 64)
-    backend.graph_plans.clear()
+    graph_plans.clear()
     step(x).backward()
     model.zero_grad()
     segments = sum(p.to_local().nbytes for p in model.parameters())
     folder = tmp_path / str(mesh.get_local_rank())
     folder.mkdir()
     measured = _measured_peak(lambda: step(x).backward(), folder) + 3 * segments
-    planned = max(plan.peak for plan in backend.graph_plans)
+    planned = max(plan.peak for plan in graph_plans)
     assert abs(planned / measured - 1) < 0.1, (planned, measured)

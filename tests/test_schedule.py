@@ -11,7 +11,8 @@ from ranks import on_ranks
 from torch.fx import Graph, GraphModule
 
 import shardc
-from shardc import backend, fully_shard, units_of
+from shardc import fully_shard, units_of
+from shardc.options import Options
 from shardc.passes.bucket import bucket
 from shardc.passes.context import (
     PassContext,
@@ -24,6 +25,7 @@ from shardc.passes.profiles import PROFILES, Link, get_profile, set_profile
 from shardc.passes.schedule import schedule
 from shardc.passes.verify import verify
 from shardc.passes.write_gradients import write_gradients
+from shardc.plan import graph_plans
 from shardc.runtime.executor import eager_executor
 from shardc.runtime.unshard import UnshardSpec, intern_spec
 
@@ -197,11 +199,11 @@ def _batch(seed, length=7):
 
 def _planned(mesh, run, **options):
     """The plans that compiling and running a sharded Stack leaves, and its gradients."""
-    backend.graph_plans.clear()
+    graph_plans.clear()
     model = fully_shard(seeded(lambda: Stack(blocks=4)), mesh=mesh, units="auto")
     step = torch.compile(model, backend="shardc", options={"executor": "eager", **options})
     run(model, step)
-    return list(backend.graph_plans), [p.grad.to_local() for p in model.parameters()]
+    return list(graph_plans), [p.grad.to_local() for p in model.parameters()]
 
 
 def _backward(model, step):
@@ -235,9 +237,7 @@ def test_units_are_split_and_merged_and_train_as_before(mesh):
         sharded, backend="shardc", options={"executor": "eager", "profile": quick}, fullgraph=True
     )
     check_parity(plain, sharded, step, _batch, mesh)
-    coalesced = [
-        line for plan in backend.graph_plans for line in plan.collectives if " and " in line
-    ]
+    coalesced = [line for plan in graph_plans for line in plan.collectives if " and " in line]
     assert coalesced and all("coalesced" in line for line in coalesced)
 
 
@@ -275,7 +275,7 @@ def test_hints_groups_and_buffers(mesh):
     sharded = fully_shard(seeded(lambda: Stack(blocks=3)), mesh=mesh, units="auto")
     step = compiled(sharded)
     check_parity(plain, sharded, step, _batch, mesh, steps=1)
-    compiles = len(backend.graph_plans)
+    compiles = len(graph_plans)
     first, second, third = sharded.layers
     sharded.set_modules_to_forward_prefetch([third])
     third.set_modules_to_backward_prefetch([second, first])
@@ -283,7 +283,7 @@ def test_hints_groups_and_buffers(mesh):
     sharded.set_separate_reduce_scatter_group()
     sharded.set_separate_all_gather_group()
     check_parity(plain, sharded, step, _batch, mesh, steps=1)
-    assert len(backend.graph_plans) == compiles + 2  # compiled anew, once
+    assert len(graph_plans) == compiles + 2  # compiled anew, once
     groups = {b.reduce_group for m in units_of(sharded).values() for b in m._shardc_unit.buckets}
     assert len(groups) == 1 and None not in groups
     sharded.set_separate_reduce_scatter_group(False)
@@ -319,12 +319,12 @@ def test_an_explicit_reshard_wins_over_the_budget(mesh):
     fully_shard(model.layers[0], mesh=mesh, reshard_after_forward=True)
     fully_shard(model.layers[1], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    backend.graph_plans.clear()
+    graph_plans.clear()
     step = torch.compile(
         model, backend="shardc", options={"executor": "eager", "memory_budget": "1GB"}
     )
     step(**_batch(0)).backward()
-    (_, backward) = backend.graph_plans
+    (_, backward) = graph_plans
     assert sum("all_gather" in line for line in backward.collectives) == 1
 
 
@@ -354,18 +354,16 @@ def test_inductor_keeps_the_planned_order(mesh):
     set_profile(SLOW_WIRE)
     model = fully_shard(seeded(lambda: Stack(blocks=3)), mesh=mesh, units="auto")
     step = compiled(model, executor="inductor")
-    backend.graph_plans.clear()
+    graph_plans.clear()
     _, codes = run_and_get_code(lambda: step(**_batch(0)).backward())
     set_profile(None)
     pattern = re.compile(r"_c10d_functional\.(all_gather|reduce_scatter|wait)_\w+\.\w+\(")
-    for plan, code in zip(backend.graph_plans, codes, strict=True):
+    for plan, code in zip(graph_plans, codes, strict=True):
         found = [match[1] for match in pattern.finditer(code)]
         assert found == plan.order, (found, plan.order)
 
 
 def test_bad_options():
-    from shardc.backend import Options
-
     for options, text in (
         ({"prefetch": -1}, "count of units, got -1"),
         ({"backward_prefetch": "soon"}, "got 'soon'"),

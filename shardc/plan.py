@@ -1,0 +1,185 @@
+"""What the graphs of one Dynamo graph share: the contexts of their passes, and what was decided.
+
+Ranks agree here on what the passes ask to be the same everywhere.
+"""
+
+import functools
+import json
+from collections import deque
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.fx import GraphModule
+
+from shardc.options import Options
+from shardc.passes.context import (
+    UNITS_IN_FLIGHT,
+    Budget,
+    PassContext,
+    ScheduleOptions,
+    is_collective,
+    is_wait,
+    kind_of,
+)
+from shardc.passes.memory import Liveness, measure_liveness, segment_inputs
+from shardc.passes.profiles import as_profile, budget_bytes, current_profile
+from shardc.passes.verify import collective_sequence
+from shardc.runtime import compat
+from shardc.runtime.agreement import agree
+from shardc.runtime.bucket import Bucket
+
+
+class Plan:
+    """What the graphs of one Dynamo graph share: options, bucket by input, the joint context."""
+
+    def __init__(self, options: Options, buckets: dict[int, Bucket]) -> None:
+        self.options = options
+        self.buckets = buckets
+        self.joint = self.context("joint")
+
+    def context(self, phase: str) -> PassContext:
+        """The context of the passes over a graph of that phase."""
+        if not self.buckets:
+            return PassContext(phase)
+        first = next(iter(self.buckets.values()))
+        budget = self._budget(first.segment.device.type)
+        if not self.options.schedule:
+            return PassContext(phase)
+        return PassContext(
+            phase,
+            budget=budget,
+            open_positions=frozenset(
+                position
+                for position, bucket in self.buckets.items()
+                if bucket.owner is not None and bucket.owner.reshard_after_forward is None
+            ),
+            kept=frozenset() if phase == "joint" else self.joint.kept,
+            units_in_flight=UNITS_IN_FLIGHT if phase == "joint" else self.joint.units_in_flight,
+            agree_on_count=functools.partial(_agree_on_count, first.group, self.options),
+            options=self._schedule_options(first.segment.device.type),
+            units={position: bucket.unit for position, bucket in self.buckets.items()},
+            agree_on_seconds=functools.partial(_agree_on_seconds, first.group, self.options, phase),
+        )
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes of segments and the optimizer's states; gradients are what the backward gives."""
+        states = 1 + self.options.optimizer_states
+        return sum(
+            int(bucket.segment.nbytes * (states if any(bucket.trainable) else 1))
+            for bucket in self.buckets.values()
+        )
+
+    def _budget(self, device_type: str) -> Budget | None:
+        options = self.options
+        if options.memory_budget is None:
+            return None
+        profile = current_profile(device_type) if options.profile is None else options.profile
+        return Budget(
+            nbytes=budget_bytes(options.memory_budget, as_profile(profile)),
+            static=self.static_bytes,
+            fused=options.executor == "inductor",
+        )
+
+    def _schedule_options(self, device_type: str) -> ScheduleOptions:
+        options = self.options
+        profile = current_profile(device_type) if options.profile is None else options.profile
+        units = {bucket.unit: bucket.owner for bucket in self.buckets.values() if bucket.owner}
+        buffers = [unit.reduce_buffers for unit in units.values() if unit.reduce_buffers]
+        backward = options.backward_prefetch
+        return ScheduleOptions(
+            profile=as_profile(profile),
+            prefetch=None if isinstance(options.prefetch, str) else options.prefetch,
+            backward_prefetch=None if backward == "auto" else backward or "none",
+            forward_hints={
+                n: tuple(t.number for t in u.forward_prefetch) for n, u in units.items()
+            },
+            backward_hints={
+                n: tuple(t.number for t in u.backward_prefetch) for n, u in units.items()
+            },
+            reduce_buffers=min(buffers, default=None),
+        )
+
+    def record(self, gm: GraphModule, phase: str) -> None:
+        """Keep in `graph_plans` what was decided for a graph."""
+        liveness = measure_liveness(
+            gm,
+            owns_inputs=phase == "backward",
+            fused=self.options.executor == "inductor",
+            ignored=segment_inputs(gm, self.buckets),
+        )
+        order = [kind_of(node) for node in gm.graph.nodes if is_collective(node) or is_wait(node)]
+        graph_plans.append(
+            GraphPlan(phase, self.static_bytes, liveness, collective_sequence(gm), order)
+        )
+
+
+def buckets_of(gm: GraphModule, ctx: PassContext) -> dict[int, Bucket]:
+    """The bucket of every input that is a segment."""
+    placeholders = enumerate(gm.graph.find_nodes(op="placeholder"))
+    return {
+        position: compat.real_input(node).shardc_bucket  # type: ignore[union-attr]
+        for position, node in placeholders
+        if node.name in ctx.used
+    }
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """What was decided for one graph.
+
+    Attributes:
+        phase: "forward" or "backward".
+        static: bytes of segments and optimizer state.
+        liveness: what the graph itself holds after each node.
+        collectives: its collectives, in order.
+        order: the kinds of its collectives and waits, in order.
+    """
+
+    phase: str
+    static: int
+    liveness: Liveness
+    collectives: list[str]
+    order: list[str]
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the worst moment of the graph, everything counted."""
+        return self.static + self.liveness.peak
+
+
+graph_plans: deque[GraphPlan] = deque(maxlen=64)
+"""The plans of the graphs compiled last in this process, newest last."""
+
+
+# -- agreement -----------------------------------------------------------------------------------
+
+
+def _agree_on_seconds(
+    group: str, options: Options, phase: str, facts: list[str], seconds: list[float]
+) -> list[float]:
+    """The compute times that all ranks plan with: the slowest rank's, from the first compile on."""
+    what = f"the collectives of a {phase} graph, before they are scheduled"
+    notes = agree_within(group, what, facts, options, json.dumps(seconds), first_note_stands=True)
+    return [max(times) for times in zip(*map(json.loads, notes), strict=True)]
+
+
+def _agree_on_count(group: str, options: Options, facts: list[str], count: int) -> int:
+    """The smallest count of any rank, from the first compile on."""
+    what = "the buckets that may stay gathered"
+    notes = agree_within(group, what, facts, options, str(count), first_note_stands=True)
+    return min(int(note) for note in notes)
+
+
+def agree_within(
+    group: str,
+    what: str,
+    facts: list[str],
+    options: Options,
+    note: str = "",
+    first_note_stands: bool = False,
+) -> frozenset[str]:
+    """`agree` by a group's name, with the timeout of `options`."""
+    seconds = options.agreement_timeout
+    timeout = None if seconds is None else timedelta(seconds=seconds)
+    return agree(compat.resolve_group(group), what, facts, timeout, note, first_note_stands)
