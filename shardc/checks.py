@@ -1,0 +1,226 @@
+"""What `fully_shard` refuses, and why: checks that only read, before anything is changed."""
+
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from shardc.runtime import compat
+from shardc.runtime.modules import ShardedModule
+
+
+def check_modules(module: Any) -> tuple[nn.Module, ...]:
+    """The modules of one unit. Raises where they are none, sharded already, or given twice."""
+    modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
+    if not modules:
+        raise ValueError("fully_shard got an empty list of modules")
+    for item in modules:
+        if not isinstance(item, nn.Module):
+            raise TypeError(f"fully_shard takes modules, got {type(item).__name__}")
+        if isinstance(item, ShardedModule):
+            raise ValueError(
+                f"fully_shard was already called on this {item._shardc_class.__name__}; "
+                "call it once a module, inner modules first"
+            )
+    if len(set(modules)) != len(modules):
+        raise ValueError("fully_shard got the same module twice in one list")
+    return modules
+
+
+def check_unbuilt(placement: Any, mp: Any, offload: Any, mesh_dims: Any) -> None:
+    """Raise NotImplementedError for what is not built yet, by name."""
+    if placement is not None:
+        raise NotImplementedError(
+            "shard_placement_fn is not supported: shardc shards flat segments, which have no "
+            "tensor dim to place"
+        )
+    if mesh_dims is not None:
+        raise NotImplementedError("dp_mesh_dims is not supported by shardc yet")
+    if mp != MixedPrecisionPolicy():
+        raise NotImplementedError(f"mp_policy is not supported by shardc yet, got {mp}")
+    if isinstance(offload, CPUOffloadPolicy) or offload != OffloadPolicy():
+        raise NotImplementedError(f"offload_policy is not supported by shardc yet, got {offload}")
+
+
+def check_initialized(modules: tuple[nn.Module, ...]) -> None:
+    """Raise ValueError for the parameters of a lazy module."""
+    for root in modules:
+        for name, param in root.named_parameters():
+            if isinstance(param, nn.parameter.UninitializedParameter):
+                raise ValueError(
+                    f"parameter '{name}' of a lazy module is not initialized: run a forward first"
+                )
+
+
+def check_reshard(value: Any, world_size: int) -> bool | None:
+    """`reshard_after_forward` as a bool, or None. Raises ValueError for what divides nothing."""
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int) or value < 1 or world_size % value:
+        raise ValueError(
+            f"reshard_after_forward must be a bool, None or a divisor of the world size "
+            f"{world_size}, got {value!r}"
+        )
+    if value not in (1, world_size):
+        raise NotImplementedError(
+            f"reshard_after_forward={value} (a smaller mesh for the backward) is not supported "
+            "by shardc yet; use True or False"
+        )
+    return value == world_size
+
+
+_default_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh]
+_default_meshes = weakref.WeakKeyDictionary()  # one for each life of the process group
+
+
+def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    """The mesh to shard over, by default all ranks. Raises where it cannot be one."""
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "fully_shard needs a process group: start the script with torchrun and call "
+            "torch.distributed.init_process_group() first"
+        )
+    if mesh is None:
+        device = torch.accelerator.current_accelerator()
+        kind = "cuda" if device is not None and "nccl" in dist.get_backend() else "cpu"
+        world = dist.distributed_c10d.GroupMember.WORLD
+        assert world is not None
+        if world not in _default_meshes:
+            _default_meshes[world] = init_device_mesh(kind, (dist.get_world_size(),))
+        mesh = _default_meshes[world]
+    if mesh.ndim == 2:
+        raise NotImplementedError(
+            f"a 2-D mesh (HSDP) is not supported by shardc yet, got shape {tuple(mesh.shape)}"
+        )
+    if mesh.ndim != 1:
+        raise ValueError(f"fully_shard takes a 1-D mesh, got shape {tuple(mesh.shape)}")
+    if mesh.device_type not in ("cpu", "cuda"):
+        raise NotImplementedError(
+            f"shardc runs on 'cpu' and 'cuda' meshes, got '{mesh.device_type}'"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
+    return mesh
+
+
+def check_ignored(
+    modules: tuple[nn.Module, ...], ignored: Any
+) -> tuple[set[nn.Parameter], set[nn.Module]]:
+    """The parameters and modules to leave alone; FSDP1's checks."""
+    if ignored is None:
+        return set(), set()
+    if isinstance(ignored, (nn.Module, Tensor)) or not isinstance(ignored, Iterable):
+        raise TypeError(
+            f"ignored_params must be an iterable of parameters or modules, got {type(ignored)}"
+        )
+    items = list(ignored)
+    if all(isinstance(item, nn.Parameter) for item in items):
+        return set(items), set()
+    if not all(isinstance(item, nn.Module) for item in items):
+        kinds = sorted({type(item).__name__ for item in items})
+        raise TypeError(f"ignored_params must be all parameters or all modules, got {kinds}")
+    inside = {m for item in items for m in item.modules()}
+    for item in inside:
+        if isinstance(item, ShardedModule):
+            raise ValueError(
+                f"ignored_params contains {item._shardc_class.__name__}, which is sharded already"
+            )
+    for module in inside & set(modules):
+        warnings.warn(
+            f"ignored_params contains the {type(module).__name__} given to fully_shard: none of "
+            "its parameters will be sharded",
+            stacklevel=3,
+        )
+    return {param for item in inside for param in item.parameters(recurse=False)}, inside
+
+
+def ignored_by_units_inside(modules: tuple[nn.Module, ...]) -> set[nn.Parameter]:
+    """What an earlier call on an inner module ignored stays ignored."""
+    inner = [m for root in modules for m in root.modules() if isinstance(m, ShardedModule)]
+    return {param for module in inner for param in module._shardc_unit.ignored}
+
+
+def check_model(modules: tuple[nn.Module, ...], params: list[nn.Parameter]) -> None:
+    """Raise where parameters cannot be cut, or something else holds them."""
+    names = {p: n for root in modules for n, p in root.named_parameters(remove_duplicate=False)}
+    rnn_refs = [
+        id(ref)
+        for root in modules
+        for m in root.modules()
+        for ref in compat.rnn_weight_references(m)
+    ]
+    for param in params:
+        _check_parameter(names[param], param)
+        foreign = [ref for ref in weakref.getweakrefs(param) if id(ref) not in rnn_refs]
+        if foreign or compat.is_in_use(param):
+            raise ValueError(
+                f"parameter '{names[param]}' is in use by an autograd graph, a weak reference or a "
+                "compiled function: shard before the model's first forward, or drop its outputs"
+            )
+    managed: dict[int, nn.Parameter] = {}
+    for param in params:
+        managed.setdefault(compat.storage_id(param) or -1, param)
+    for root in modules:
+        for prefix, module in root.named_modules():
+            for attribute, tensor, registered in _held_tensors(module):
+                _check_sole_owner(
+                    f"{prefix}.{attribute}".lstrip("."), tensor, registered, managed, names
+                )
+
+
+def _check_sole_owner(
+    name: str,
+    tensor: Tensor,
+    registered: bool,
+    managed: dict[int, nn.Parameter],
+    names: dict[nn.Parameter, str],
+) -> None:
+    storage = compat.storage_id(tensor)
+    param = managed.get(storage) if storage is not None else None
+    if param is None:
+        return
+    if param is not tensor:
+        raise ValueError(
+            f"'{name}' shares its storage with parameter '{names[param]}': sharding would part "
+            "them. Register one of them only, or clone it"
+        )
+    if not registered:
+        raise ValueError(
+            f"'{name}' keeps a reference to parameter '{names[param]}' outside the module's "
+            "parameters, which would not see gathered values: read it from its module instead"
+        )
+
+
+def _check_parameter(name: str, param: nn.Parameter) -> None:
+    if type(param.data) is not Tensor:
+        raise NotImplementedError(
+            f"parameter '{name}' is a {type(param.data).__name__}; shardc shards plain tensors"
+        )
+    if param.layout != torch.strided or not param.is_contiguous():
+        raise NotImplementedError(
+            f"parameter '{name}' is not contiguous (stride {tuple(param.stride())}); make it so: "
+            "param.data = param.data.contiguous()"
+        )
+
+
+def _held_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor, bool]]:
+    """(name, tensor, whether registered): parameters, buffers, tensors in plain attributes."""
+    for name, param in module.named_parameters(recurse=False):
+        yield name, param, True
+    for name, buffer in module.named_buffers(recurse=False):
+        yield name, buffer, True
+    if isinstance(module, nn.RNNBase):  # keeps `_flat_weights`, which gets a property of its own
+        return
+    for name, value in vars(module).items():
+        if name in ("_parameters", "_buffers"):
+            continue
+        entries = value.values() if isinstance(value, dict) else value
+        for entry in entries if isinstance(value, (list, tuple, dict, set)) else [value]:
+            if isinstance(entry, Tensor):
+                yield name, entry, False
