@@ -132,21 +132,26 @@ def transfer_seconds(node: Node, world: Expr, profile: Profile) -> Expr:
     return collective_seconds(whole, world, profile, _ROUNDS.get(node.target, 1))
 
 
+UNKNOWN = 1
+"""What a size counts as that depends on data: no trace shows a value for it."""
+
+
 def symbol_hints(gm: GraphModule) -> dict[Any, int]:
     """The value that every symbol had when `gm` was traced."""
-    hints = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         for size in value.shape if isinstance(value, Tensor) else (value,):
-            expr = compat.size_expr(size)
-            if isinstance(expr, sympy.Symbol):
-                hints[expr] = compat.size_hint(size)
-    return hints
+            hints = compat.symbol_values(size)
+            if hints:
+                return hints
+    return {}
 
 
 def evaluate(expr: Expr, values: Mapping[Any, float]) -> float:
     """A figure as a number, its symbols replaced by `values`."""
-    return float(expr.subs(values)) if isinstance(expr, sympy.Expr) else float(expr)
+    if not isinstance(expr, sympy.Expr):
+        return float(expr)
+    return float(expr.subs({symbol: values.get(symbol, UNKNOWN) for symbol in expr.free_symbols}))
 
 
 def _longer(left: Expr, right: Expr) -> Expr:

@@ -69,4 +69,11 @@ def naming_failures(call: Callable[[list[Any]], Any], group: str) -> Callable[[l
 
 def _is_from_backend(error: RuntimeError) -> bool:
     text = str(error).lower()
-    return isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text
+    known = (
+        "gloo",
+        "nccl",
+        "pair closure",
+        "connection closed by peer",
+        "connection reset by peer",
+    )
+    return isinstance(error, dist.DistError) or any(word in text for word in known)

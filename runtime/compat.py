@@ -259,9 +259,13 @@ def size_expr(size: Any) -> Any:
     return size
 
 
-def size_hint(size: Any) -> Any:
-    """The value a size had when the graph was traced (2.11 to 2.15)."""
-    return size.node.hint if isinstance(size, torch.SymInt) else size
+def symbol_values(size: Any) -> dict[Any, int]:
+    """The values of all symbols of the trace that a SymInt comes from (2.11 to 2.15)."""
+    if not isinstance(size, torch.SymInt):
+        return {}
+    env = size.node.shape_env
+    known = getattr(env, "backed_var_to_val", None) or getattr(env, "var_to_val", {})
+    return {symbol: int(value) for symbol, value in known.items()}
 
 
 def flop_formulas() -> dict[Any, Callable[..., Any]]:
