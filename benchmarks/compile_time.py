@@ -1,10 +1,13 @@
-"""Cold compile: CPU time of shardc against plain torch.compile, in interleaved pairs.
+"""Compile time, cold and warm: CPU time of shardc and FSDP2 against plain torch.compile.
 
-    python benchmarks/compile_time.py --blocks 8 --pairs 5
+    python benchmarks/compile_time.py --blocks 4 8 --pairs 5
 
-Each run is a fresh process with an empty Inductor cache and one compile thread; it counts user and
-system time, compiler processes included, from the first call to the end of the first backward. The
-shardc side compiles for 2 ranks over torch's fake process group, so nothing waits for a wire.
+Each run is a fresh process with one compile thread; it counts user and system time, compiler
+processes included, from the first call to the end of the first backward. A cold run starts with an
+empty Inductor cache; a warm one is a second process with the cache that the cold one left. Sides
+are interleaved, and ratios are between runs of the same pair. The sharded sides compile for 2 ranks
+over torch's fake process group, so nothing waits for a wire. FSDP2 compiles each block, as its
+authors advise, and runs what is between them eagerly.
 """
 
 import argparse
@@ -15,51 +18,82 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
+from processes import median_ratio
 from tabulate import tabulate
+from tqdm import tqdm
+
+SIDES = ("plain", "fsdp2-blocks", "shardc")
 
 
 def main() -> None:
     """Run the pairs and print one table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--blocks", type=int, default=8, help="blocks of the model (default 8)")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[4],
+                        help="blocks of the model, one size or several (default 4)")  # fmt: skip
     parser.add_argument("--dim", type=int, default=128, help="model width (default 128)")
-    parser.add_argument("--pairs", type=int, default=5, help="interleaved pairs (default 5)")
-    parser.add_argument("--side", choices=["plain", "shardc"], help=argparse.SUPPRESS)
+    parser.add_argument("--pairs", type=int, default=2, help="interleaved pairs (default 2)")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        print(json.dumps(measure(args.side, args.blocks, args.dim)))
+        print(json.dumps(measure(args.side, args.blocks[0], args.dim)))
         return
-    seconds: dict[str, list[float]] = {"plain": [], "shardc": []}
-    for number in range(args.pairs):
-        for side in seconds if number % 2 == 0 else reversed(seconds):
-            seconds[side].append(run(side, args.blocks, args.dim))
-        print(f"pair {number + 1}: " + ", ".join(f"{s} {v[-1]:.1f} s" for s, v in seconds.items()))
-    ratios = [s / p for s, p in zip(seconds["shardc"], seconds["plain"], strict=True)]
-    rows = [
-        [name, f"{min(v):.2f}", f"{statistics.median(v):.2f}", f"{max(v):.2f}"]
-        for name, v in [*seconds.items(), ("shardc / plain, pair by pair", ratios)]
-    ]
-    print(tabulate(rows, headers=["cold compile, CPU seconds", "min", "median", "max"]))
+    rows = []
+    with tqdm(total=len(args.blocks) * args.pairs * len(SIDES), unit="run", leave=False) as bar:
+        for blocks in args.blocks:
+            rows += _rows(blocks, run_pairs(blocks, args.dim, args.pairs, bar))
+    headers = ["blocks", "side", "cold CPU s", "cold / plain", "warm CPU s", "warm / plain"]
+    print(tabulate(rows, headers=headers))
 
 
-def run(side: str, blocks: int, dim: int) -> float:
-    """One fresh process; its CPU seconds."""
-    with tempfile.TemporaryDirectory() as cache:
-        env = os.environ | {
-            "TORCHINDUCTOR_CACHE_DIR": cache,
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, __file__, f"--blocks={blocks}", f"--dim={dim}", f"--side={side}"]
-        out = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
-    return float(json.loads(out.strip().split("\n")[-1]))
+def run_pairs(
+    blocks: int, dim: int, pairs: int, progress: Any
+) -> dict[str, list[tuple[float, float]]]:
+    """The (cold, warm) CPU seconds of every side and pair; odd pairs go in reverse order."""
+    seconds: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
+    for number in range(pairs):
+        for side in SIDES[:: -1 if number % 2 else 1]:
+            progress.set_description(f"{blocks} blocks, {side}")
+            with tempfile.TemporaryDirectory() as cache:
+                cold, warm = (run(side, blocks, dim, cache) for _ in range(2))
+            seconds[side].append((cold, warm))
+            progress.update()
+    return seconds
+
+
+def _rows(blocks: int, seconds: dict[str, list[tuple[float, float]]]) -> list[list[str | int]]:
+    rows: list[list[str | int]] = []
+    for side, pairs in seconds.items():
+        row: list[str | int] = [blocks, side]
+        for cache in (0, 1):  # cold, warm
+            times, plain = ([pair[cache] for pair in each] for each in (pairs, seconds["plain"]))
+            row += [f"{statistics.median(times):.2f}", median_ratio(times, plain)]
+        rows.append(row)
+    return rows
+
+
+def run(side: str, blocks: int, dim: int, cache: str) -> float:
+    """One fresh process with that Inductor cache; its CPU seconds."""
+    env = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": cache,
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, __file__, f"--blocks={blocks}", f"--dim={dim}", f"--side={side}"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{side} failed:\n{done.stderr}")
+    return float(json.loads(done.stdout.strip().split("\n")[-1]))
 
 
 def measure(side: str, blocks: int, dim: int) -> float:
     """CPU seconds from the first call to the end of the first backward, in this process."""
+    import peers
     import torch
     import torch.distributed as dist
+    import torch.testing._internal.distributed.fake_pg
+    from torch.distributed.device_mesh import init_device_mesh
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -67,16 +101,9 @@ def measure(side: str, blocks: int, dim: int) -> float:
         num_attention_heads=4, num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    if side == "plain":
-        step = torch.compile(model)
-    else:
-        import torch.testing._internal.distributed.fake_pg
-
-        from shardc import fully_shard
-
-        dist.init_process_group("fake", rank=0, world_size=2)
-        fully_shard(model, units="auto")
-        step = torch.compile(model, backend="shardc")
+    dist.init_process_group("fake", rank=0, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    step = peers.PEERS[side](model, mesh, calibrated=False)  # a fake wire has no speed to measure
     tokens = torch.randint(512, (2, 16))
     before = cpu_seconds()
     step(tokens, labels=tokens).loss.backward()

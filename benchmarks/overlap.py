@@ -15,10 +15,11 @@ import sys
 import time
 from typing import Any
 
-from processes import interleave
+import peers
+import torch
+import wire
+from processes import add_round_options, interleave, median_ratio
 from tabulate import tabulate
-
-DEFAULT = ("plain", "ddp", "fsdp2", "fsdp2-blocks", "simple-fsdp", "shardc")
 
 
 def main() -> None:
@@ -27,31 +28,15 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=8, help="emulated ranks (default 8)")
     parser.add_argument("--latency", type=float, default=0.5, help="ms a message (default 0.5)")
     parser.add_argument("--bandwidth", type=float, default=0.5, help="GB/s (default 0.5)")
-    parser.add_argument("--blocks", type=int, default=8, help="blocks of the model (default 8)")
-    parser.add_argument("--dim", type=int, default=512, help="model width (default 512)")
-    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default 7)")
-    parser.add_argument("--steps", type=int, default=3, help="steps a round (default 3)")
-    parser.add_argument("--peers", nargs="+", default=DEFAULT, help=f"of {', '.join(DEFAULT)}")
+    peers.add_model_options(parser)
+    add_round_options(parser)
     args = parser.parse_args()
-    sides = {name: functools.partial(prepare, name, vars(args)) for name in args.peers}
-    results = interleave(sides, args.rounds)
-    rows = []
-    for name, rounds in results.items():
-        steps = [r["step"] for r in rounds]
-        floor = [r["step"] for r in results["plain"]] if "plain" in results else steps
-        wire = rounds[0]["wire"]
-        rows.append(
-            [
-                name,
-                f"{1e3 * statistics.median(steps):.0f}",
-                f"{1e3 * wire:.0f}",
-                f"{1e3 * (statistics.median(steps) - statistics.median(floor)):.0f}",
-                _ratio(steps, floor),
-                _ratio(steps, [wire] * len(steps)) if wire else "-",
-                rounds[0]["messages"],
-                f"{rounds[0]['moved'] / 1e6:.1f}",
-            ]
-        )
+    sides = {name: [functools.partial(prepare, name, vars(args))] for name in args.peers}
+    results = {
+        name: [figures for (figures,) in rounds]
+        for name, rounds in interleave(sides, args.rounds).items()
+    }
+    rows = [_row(name, rounds, results.get("plain", rounds)) for name, rounds in results.items()]
     print(f"W={args.world}, {args.latency} ms + {args.bandwidth} GB/s, {args.blocks} blocks of "
           f"{args.dim}; medians of {args.rounds} rounds (min to max)")  # fmt: skip
     print(
@@ -65,17 +50,23 @@ def main() -> None:
     )  # fmt: skip
 
 
-def _ratio(values: list[float], floor: list[float]) -> str:
-    ratios = [value / other for value, other in zip(values, floor, strict=True)]
-    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+def _row(name: str, rounds: list[dict[str, Any]], floor: list[dict[str, Any]]) -> list[Any]:
+    steps, plain_steps = ([figures["step"] for figures in side] for side in (rounds, floor))
+    sent = rounds[0]["wire"]
+    return [
+        name,
+        f"{1e3 * statistics.median(steps):.0f}",
+        f"{1e3 * sent:.0f}",
+        f"{1e3 * (statistics.median(steps) - statistics.median(plain_steps)):.0f}",
+        median_ratio(steps, plain_steps),
+        median_ratio(steps, [sent] * len(steps)) if sent else "-",
+        rounds[0]["messages"],
+        f"{rounds[0]['moved'] / 1e6:.1f}",
+    ]
 
 
 def prepare(name: str, args: dict[str, Any]) -> Any:
     """Build and warm one competitor in this process; what runs one round of it."""
-    import peers
-    import torch
-    import wire
-
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # gathered weights are whatever the memory holds
     torch.manual_seed(0)

@@ -1,8 +1,10 @@
 """The model that is measured, and every way of training it: shardc and its peers.
 
-Each way takes a model and a mesh and returns the callable `(tokens) -> loss` of one forward.
+Each way takes a model and a mesh and returns what runs one forward of it.
 """
 
+import argparse
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 
 @dataclass(frozen=True)
@@ -64,89 +72,90 @@ class Model(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
 
-Step = Callable[[Tensor], Tensor]
+Step = Callable[..., Any]
 
 
-def plain(model: Model, mesh: DeviceMesh, **options: Any) -> Step:
+def plain(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
     """`torch.compile`, unsharded: the floor."""
     return torch.compile(model)
 
 
-def ddp(model: Model, mesh: DeviceMesh, **options: Any) -> Step:
+def ddp(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
     """Replicated parameters, compiled."""
     from torch.nn.parallel import DistributedDataParallel
 
     return torch.compile(DistributedDataParallel(model, process_group=mesh.get_group()))
 
 
-def fsdp2(model: Model, mesh: DeviceMesh, **options: Any) -> Step:
+def fsdp2(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
     """FSDP2, uncompiled."""
     from torch.distributed.fsdp import fully_shard
 
-    for block in model.blocks:
+    for block in _blocks(model):
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def fsdp2_blocks(model: Model, mesh: DeviceMesh, **options: Any) -> Step:
+def fsdp2_blocks(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
     """FSDP2 with every block compiled, as its authors advise."""
     from torch.distributed.fsdp import fully_shard
 
-    for block in model.blocks:
+    for block in _blocks(model):
         block.compile()
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def simple_fsdp(model: Model, mesh: DeviceMesh, **options: Any) -> Step:
+def _blocks(model: nn.Module) -> nn.ModuleList:
+    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+
+
+def simple_fsdp(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
     """SimpleFSDP's way: DTensor parameters that a property redistributes, one compiled graph.
 
-    The idea of arXiv:2411.00284; the gathered weights are recomputed in the backward, as there.
+    The idea of arXiv:2411.00284, with the weights gathered again in the backward. One message a
+    parameter: Inductor's passes that bucket them or overlap them are off unless asked for, and the
+    latter need Triton.
     """
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-    from torch.utils.checkpoint import (
-        CheckpointPolicy,
-        checkpoint,
-        create_selective_checkpoint_contexts,
-    )
-
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        gathers = (
-            torch.ops._c10d_functional.all_gather_into_tensor.default,
-            torch.ops._c10d_functional.wait_tensor.default,
-        )
-        recompute = CheckpointPolicy.MUST_RECOMPUTE
-        return recompute if op in gathers else CheckpointPolicy.MUST_SAVE
-
-    def replicate(param: DTensor) -> Tensor:
-        full = param.redistribute(placements=[Replicate()])
-        return full.to_local(grad_placements=[Partial()])
-
-    def gathered(name: str) -> property:
-        def read(self: Any) -> Tensor:
-            param = self._parameters[name]
-            contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
-            return checkpoint(replicate, param, use_reentrant=False, context_fn=contexts)
-
-        return property(read)
-
     for module in list(model.modules()):
         names = [name for name, _ in module.named_parameters(recurse=False)]
         for name in names:
-            param = module._parameters[name]
-            sharded = distribute_tensor(param.data, mesh, [Shard(0)], src_data_rank=None)
+            local = module._parameters[name].data
+            sharded = distribute_tensor(local, mesh, [Shard(0)], src_data_rank=None)
             module._parameters[name] = nn.Parameter(sharded)
         if names:
-            body = {name: gathered(name) for name in names}
+            body = {name: property(functools.partial(_read_gathered, name=name)) for name in names}
             module.__class__ = type(type(module).__name__, (type(module),), body)
     return torch.compile(model, fullgraph=True)
 
 
-def shardc(model: Model, mesh: DeviceMesh, **options: Any) -> Step:
-    """This project."""
+def _read_gathered(module: nn.Module, name: str) -> Tensor:
+    """The whole parameter; the backward gathers it again (reshard after forward)."""
+    param = module._parameters[name]
+    return checkpoint(_replicate, param, use_reentrant=False, context_fn=_recompute_gathers)
+
+
+def _replicate(param: DTensor) -> Tensor:
+    whole = param.redistribute(placements=[Replicate()])
+    return whole.to_local(grad_placements=[Partial("avg")])
+
+
+def _recompute_gathers() -> Any:
+    return create_selective_checkpoint_contexts(_gather_policy)
+
+
+def _gather_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    c10d = torch.ops._c10d_functional
+    gathers = op in (c10d.all_gather_into_tensor.default, c10d.wait_tensor.default)
+    return CheckpointPolicy.MUST_RECOMPUTE if gathers else CheckpointPolicy.MUST_SAVE
+
+
+def shardc(model: nn.Module, mesh: DeviceMesh, *, calibrated: bool = True, **options: Any) -> Step:
+    """This project, planned for the device and the wire as measured now, or as profiles say."""
     from shardc import calibrate, fully_shard
 
-    calibrate(mesh, refresh=True)
+    if calibrated:
+        calibrate(mesh, refresh=True)
     fully_shard(model, mesh=mesh, units="auto")
     return torch.compile(model, backend="shardc", fullgraph=True, options=options)
 
@@ -159,3 +168,11 @@ PEERS: dict[str, Callable[..., Step]] = {
     "simple-fsdp": simple_fsdp,
     "shardc": shardc,
 }
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """`--blocks`, `--dim` and `--peers`."""
+    parser.add_argument("--blocks", type=int, default=8, help="blocks of the model (default 8)")
+    parser.add_argument("--dim", type=int, default=512, help="model width (default 512)")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="PEER",
+                        help=f"of {', '.join(PEERS)} (default: all)")  # fmt: skip

@@ -37,14 +37,17 @@ class Wire:
     log: list[tuple[str, int, float]] = field(default_factory=list)
     stalls: list[tuple[int, float]] = field(default_factory=list)
 
-    def send(self, operation: str, moved: int) -> Work:
-        """Queue a message that moves that many bytes out of this rank."""
+    def send(self, operation: str, moved: int, result: Any = None) -> Work:
+        """Queue a message that moves that many bytes out of this rank.
+
+        `result` is what its future gives: DDP reads the reduced tensors from there.
+        """
         seconds = self.latency + moved / self.bandwidth
         self.log.append((operation, moved, seconds))
         if torch.cuda.is_available():
-            return _CudaWork(seconds)
+            return _CudaWork(seconds, result)
         self.free_at = max(time.perf_counter(), self.free_at) + seconds
-        return _CpuWork(self.free_at, self, len(self.log) - 1)
+        return _CpuWork(self.free_at, self, len(self.log) - 1, result)
 
     @property
     def exposed(self) -> float:
@@ -63,9 +66,9 @@ class Wire:
 
 
 class _CpuWork(Work):
-    def __init__(self, done_at: float, wire: Wire, message: int) -> None:
+    def __init__(self, done_at: float, wire: Wire, message: int, result: Any) -> None:
         super().__init__()
-        self.done_at, self.wire, self.message = done_at, wire, message
+        self.done_at, self.wire, self.message, self.result = done_at, wire, message, result
 
     def wait(self, timeout: Any = None) -> bool:
         remaining = self.done_at - time.perf_counter()
@@ -76,7 +79,7 @@ class _CpuWork(Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
-        _alarm.ring(self.done_at, future)
+        _alarm.ring(self.done_at, future, self.result)
         return future
 
 
@@ -84,13 +87,13 @@ class _Alarm:
     """Completes futures (DDP wants them) at their time, from one thread."""
 
     def __init__(self) -> None:
-        self.queue: list[tuple[float, int, torch.futures.Future[Any]]] = []
+        self.queue: list[tuple[float, int, torch.futures.Future[Any], Any]] = []
         self.changed = threading.Condition()
         self.thread: threading.Thread | None = None
 
-    def ring(self, at: float, future: torch.futures.Future[Any]) -> None:
+    def ring(self, at: float, future: torch.futures.Future[Any], result: Any) -> None:
         with self.changed:
-            heapq.heappush(self.queue, (at, id(future), future))
+            heapq.heappush(self.queue, (at, id(future), future, result))
             self.changed.notify()
         if self.thread is None:
             self.thread = threading.Thread(target=self._run, daemon=True)
@@ -101,13 +104,13 @@ class _Alarm:
             with self.changed:
                 while not self.queue:
                     self.changed.wait()
-                at, _, future = self.queue[0]
+                at, _, future, result = self.queue[0]
                 remaining = at - time.perf_counter()
                 if remaining > 0:
                     self.changed.wait(remaining)
                     continue
                 heapq.heappop(self.queue)
-            future.set_result(None)
+            future.set_result(result)
 
 
 _alarm = _Alarm()
@@ -118,8 +121,9 @@ class _CudaWork(Work):
 
     stream: Any = None
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, result: Any) -> None:
         super().__init__()
+        self.result = result
         if _CudaWork.stream is None:
             _CudaWork.stream = torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -133,9 +137,10 @@ class _CudaWork(Work):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        self.wait()
-        future.set_result(None)
+        device = torch.device("cuda", torch.cuda.current_device())
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=[device])
+        with torch.cuda.stream(self.stream):  # who waits for the future waits for this stream
+            future.set_result(self.result)
         return future
 
 
@@ -159,6 +164,10 @@ def _bytes(tensors: Any) -> int:
     return sum(t.numel() * t.element_size() for t in items)
 
 
+_untraced = torch.compiler.disable
+"""DDP's reducer calls the group from within a compiled call, and Dynamo would trace into it."""
+
+
 class WireGroup(dist.ProcessGroup):
     """Rank 0 of `world` ranks whose peers are only a wire."""
 
@@ -170,19 +179,23 @@ class WireGroup(dist.ProcessGroup):
         super().__init__(rank, world)
         self.world = world
 
-    def _ring(self, operation: str, whole: int, rounds: int = 1) -> Work:
+    def _ring(self, operation: str, whole: int, rounds: int = 1, result: Any = None) -> Work:
         """A ring moves (W-1)/W of the whole past each rank, in each of its rounds."""
-        return self.wire.send(operation, rounds * whole * (self.world - 1) // self.world)
+        return self.wire.send(operation, rounds * whole * (self.world - 1) // self.world, result)
 
+    @_untraced
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
-        return self._ring("all_reduce", _bytes(tensors), 2)
+        return self._ring("all_reduce", _bytes(tensors), 2, tensors)
 
+    @_untraced
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
-        return self._ring("all_reduce", _bytes(tensors), 2)
+        return self._ring("all_reduce", _bytes(tensors), 2, tensors)
 
+    @_untraced
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:
         return self._ring("broadcast", _bytes(tensors))
 
+    @_untraced
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         for group, given in zip(outputs, inputs, strict=True):
             for output in group:  # sizes and checks that ranks exchange when they start
@@ -190,15 +203,19 @@ class WireGroup(dist.ProcessGroup):
                     output.copy_(given)
         return self._ring("all_gather", sum(map(_bytes, outputs)))
 
+    @_untraced
     def all_gather_single(self, output: Any, given: Any, opts: Any = None) -> Work:
         return self._ring("all_gather", _bytes(output))
 
+    @_untraced
     def reduce_scatter_single(self, output: Any, given: Any, opts: Any = None) -> Work:
         return self._ring("reduce_scatter", _bytes(given))
 
+    @_untraced
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         return self._ring("all_gather", _bytes(outputs))
 
+    @_untraced
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         return self._ring("reduce_scatter", _bytes(inputs))
 
@@ -208,6 +225,7 @@ class WireGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    @_untraced
     def barrier(self, opts: Any = None) -> Work:
         return self.wire.send("barrier", 0)
 

@@ -340,21 +340,19 @@ def joint_pass(apply: Callable[[GraphModule], GraphModule], key: str) -> Any:
 
 
 def keeping_collectives_in_order() -> dict[str, Any]:
-    """Inductor settings that keep collectives and waits in the order of the graph (2.13).
+    """Inductor settings that keep collectives and waits in the order of the graph (2.11, 2.13).
 
     Without them, a kernel fused from an early and a late op is placed early and pulls the waits it
     needs before starts that were planned earlier; and ranks that fuse differently, because their
     shapes differ, would issue collectives in different orders. The order is told to the scheduler
-    as dependencies, before it fuses. 2.11 has no hook for it: collectives run where fusion leaves
-    them.
+    as dependencies, before it fuses.
     """
     from torch._inductor import custom_graph_pass
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.utils import is_collective, is_wait
 
-    base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", None)
-    if base is None:
-        return {}
+    # 2.11 has no class of its own for passes of the scheduler.
+    base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
 
     class KeepOrder(base):
         def __call__(self, nodes: list[Any]) -> list[Any]:
