@@ -348,7 +348,7 @@ def test_calibrate(mesh, tmp_path):
 
 
 @on_ranks(2)
-def test_inductor_keeps_the_planned_order(mesh):
+def test_inductor_keeps_the_planned_order_and_copies_no_weight(mesh):
     from torch._inductor.utils import run_and_get_code
 
     set_profile(SLOW_WIRE)
@@ -361,6 +361,9 @@ def test_inductor_keeps_the_planned_order(mesh):
     for plan, code in zip(graph_plans, codes, strict=True):
         found = [match[1] for match in pattern.finditer(code)]
         assert found == plan.order, (found, plan.order)
+        allocated = re.findall(r"= empty_strided_cpu\(\((\d+), (\d+)\)", code)
+        assert allocated  # it is what the pattern looks for
+        assert not {("37", "18"), ("18", "37")} & set(allocated)  # no block's weight or gradient
 
 
 def test_bad_options():
