@@ -39,9 +39,9 @@ def _write(gm: GraphModule, pack: Node, parts: list[Node | None], sizes: list[in
     matmuls = {
         part: start
         for part, start in zip(parts, starts, strict=True)
-        if part is not None and _is_own(part, pack)
+        if part is not None and parts.count(part) == 1 and _is_own(part, pack)
     }
-    example = next(part for part in parts if part is not None).meta["val"]
+    example = pack.meta["val"]
     rank = {node: index for index, node in enumerate(graph.nodes)}
     first = min([pack, *matmuls], key=rank.__getitem__)
     with graph.inserting_before(first):
@@ -68,5 +68,6 @@ def _write(gm: GraphModule, pack: Node, parts: list[Node | None], sizes: list[in
 
 
 def _is_own(part: Node, pack: Node) -> bool:
-    """Whether `part` is a matmul that nothing but `pack` reads, and reads once."""
-    return part.target is aten.mm.default and set(part.users) == {pack}
+    """Whether `part` is a matmul that nothing but `pack` reads."""
+    same = part.meta["val"].dtype == pack.meta["val"].dtype
+    return same and part.target is aten.mm.default and set(part.users) == {pack}

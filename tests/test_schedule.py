@@ -174,6 +174,7 @@ def test_matmuls_write_into_the_buffer_that_is_reduced():
     pack = graph.call_function(
         torch.ops.shardc.pack.default, ([left, None, total, None], [12, 4, 5, 3])
     )
+    pack.meta["val"] = torch.empty(24)
     graph.output((pack,))
     gm = GraphModule(torch.nn.Module(), graph)
     inputs = [torch.randn(4, 2), torch.randn(2, 3), torch.randn(6, 5)]
