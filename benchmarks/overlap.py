@@ -11,7 +11,6 @@ the time the wire itself needs.
 import argparse
 import functools
 import statistics
-import sys
 import time
 from typing import Any
 
@@ -99,4 +98,4 @@ def prepare(name: str, args: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -93,7 +93,8 @@ def fsdp2(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
 
     for block in _blocks(model):
         fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def fsdp2_blocks(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
@@ -103,7 +104,8 @@ def fsdp2_blocks(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
     for block in _blocks(model):
         block.compile()
         fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def _blocks(model: nn.Module) -> nn.ModuleList:
@@ -120,7 +122,7 @@ def simple_fsdp(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
     for module in list(model.modules()):
         names = [name for name, _ in module.named_parameters(recurse=False)]
         for name in names:
-            local = module._parameters[name].data
+            local = module.get_parameter(name).data
             sharded = distribute_tensor(local, mesh, [Shard(0)], src_data_rank=None)
             module._parameters[name] = nn.Parameter(sharded)
         if names:

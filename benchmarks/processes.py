@@ -41,21 +41,20 @@ def interleave(sides: Mapping[str, Sequence[Prepare]], rounds: int) -> dict[str,
     }
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no idle compiler processes beside each
     pipes: dict[str, list[Any]] = {}
-    progress = tqdm(total=len(sides) * (rounds + 1), unit="run", leave=False)
-    for name, processes in sides.items():
-        progress.set_description(f"prepare {name}")
-        pipes[name] = [_start(prepare) for prepare in processes]
-        _answers(name, pipes[name])
-        progress.update()
     results: dict[str, list[list[Any]]] = {name: [] for name in sides}
-    for number in range(rounds):
-        for name in list(sides)[:: -1 if number % 2 else 1]:
-            progress.set_description(f"measure {name}")
-            for pipe in pipes[name]:
-                pipe.send("run")
-            results[name].append(_answers(name, pipes[name]))
+    with tqdm(total=len(sides) * (rounds + 1), unit="run", leave=False) as progress:
+        for name, processes in sides.items():
+            progress.set_description(f"prepare {name}")
+            pipes[name] = [_start(prepare) for prepare in processes]
+            _answers(name, pipes[name])
             progress.update()
-    progress.close()
+        for number in range(rounds):
+            for name in list(sides)[:: -1 if number % 2 else 1]:
+                progress.set_description(f"measure {name}")
+                for pipe in pipes[name]:
+                    pipe.send("run")
+                results[name].append(_answers(name, pipes[name]))
+                progress.update()
     return results
 
 
@@ -78,12 +77,12 @@ def _answers(name: str, pipes: Sequence[Any]) -> list[Any]:
     """What every process of a side answers; whichever fails first ends the benchmark."""
     values: dict[Any, Any] = {}
     while len(values) < len(pipes):
-        ready = wait([pipe for pipe in pipes if pipe not in values], LIMIT_SECONDS)
+        ready: list[Any] = wait([pipe for pipe in pipes if pipe not in values], LIMIT_SECONDS)
         if not ready:
             raise SystemExit(f"{name} did not answer within {LIMIT_SECONDS:.0f} s")
         for pipe in ready:
             try:
-                good, values[pipe] = pipe.recv()  # type: ignore[union-attr]
+                good, values[pipe] = pipe.recv()
             except EOFError:
                 raise SystemExit(f"{name}: a process of it died") from None
             if not good:

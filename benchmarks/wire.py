@@ -37,17 +37,17 @@ class Wire:
     log: list[tuple[str, int, float]] = field(default_factory=list)
     stalls: list[tuple[int, float]] = field(default_factory=list)
 
-    def send(self, operation: str, moved: int, result: Any = None) -> Work:
+    def send(self, operation: str, moved: int, value: Any = None) -> Work:
         """Queue a message that moves that many bytes out of this rank.
 
-        `result` is what its future gives: DDP reads the reduced tensors from there.
+        `value` is what its future gives: DDP reads the reduced tensors from there.
         """
         seconds = self.latency + moved / self.bandwidth
         self.log.append((operation, moved, seconds))
         if torch.cuda.is_available():
-            return _CudaWork(seconds, result)
+            return _CudaWork(seconds, value)
         self.free_at = max(time.perf_counter(), self.free_at) + seconds
-        return _CpuWork(self.free_at, self, len(self.log) - 1, result)
+        return _CpuWork(self.free_at, self, len(self.log) - 1, value)
 
     @property
     def exposed(self) -> float:
@@ -66,9 +66,9 @@ class Wire:
 
 
 class _CpuWork(Work):
-    def __init__(self, done_at: float, wire: Wire, message: int, result: Any) -> None:
+    def __init__(self, done_at: float, wire: Wire, message: int, value: Any) -> None:
         super().__init__()
-        self.done_at, self.wire, self.message, self.result = done_at, wire, message, result
+        self.done_at, self.wire, self.message, self.value = done_at, wire, message, value
 
     def wait(self, timeout: Any = None) -> bool:
         remaining = self.done_at - time.perf_counter()
@@ -79,7 +79,7 @@ class _CpuWork(Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
-        _alarm.ring(self.done_at, future, self.result)
+        _alarm.ring(self.done_at, future, self.value)
         return future
 
 
@@ -91,9 +91,9 @@ class _Alarm:
         self.changed = threading.Condition()
         self.thread: threading.Thread | None = None
 
-    def ring(self, at: float, future: torch.futures.Future[Any], result: Any) -> None:
+    def ring(self, at: float, future: torch.futures.Future[Any], value: Any) -> None:
         with self.changed:
-            heapq.heappush(self.queue, (at, id(future), future, result))
+            heapq.heappush(self.queue, (at, id(future), future, value))
             self.changed.notify()
         if self.thread is None:
             self.thread = threading.Thread(target=self._run, daemon=True)
@@ -104,13 +104,13 @@ class _Alarm:
             with self.changed:
                 while not self.queue:
                     self.changed.wait()
-                at, _, future, result = self.queue[0]
+                at, _, future, value = self.queue[0]
                 remaining = at - time.perf_counter()
                 if remaining > 0:
                     self.changed.wait(remaining)
                     continue
                 heapq.heappop(self.queue)
-            future.set_result(result)
+            future.set_result(value)
 
 
 _alarm = _Alarm()
@@ -121,9 +121,9 @@ class _CudaWork(Work):
 
     stream: Any = None
 
-    def __init__(self, seconds: float, result: Any) -> None:
+    def __init__(self, seconds: float, value: Any) -> None:
         super().__init__()
-        self.result = result
+        self.value = value
         if _CudaWork.stream is None:
             _CudaWork.stream = torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -140,7 +140,7 @@ class _CudaWork(Work):
         device = torch.device("cuda", torch.cuda.current_device())
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[device])
         with torch.cuda.stream(self.stream):  # who waits for the future waits for this stream
-            future.set_result(self.result)
+            future.set_result(self.value)
         return future
 
 
@@ -179,9 +179,9 @@ class WireGroup(dist.ProcessGroup):
         super().__init__(rank, world)
         self.world = world
 
-    def _ring(self, operation: str, whole: int, rounds: int = 1, result: Any = None) -> Work:
+    def _ring(self, operation: str, whole: int, rounds: int = 1, value: Any = None) -> Work:
         """A ring moves (W-1)/W of the whole past each rank, in each of its rounds."""
-        return self.wire.send(operation, rounds * whole * (self.world - 1) // self.world, result)
+        return self.wire.send(operation, rounds * whole * (self.world - 1) // self.world, value)
 
     @_untraced
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
