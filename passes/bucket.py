@@ -34,7 +34,7 @@ _TOLERANCE = 1e-6
 
 def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Merge collectives of `gm` into coalesced ones."""
-    if ctx.options is None:
+    if ctx.options is None or not ctx.options.coalesce:
         return gm
     events = read_events(gm, ctx)
     if len(events.transfers) < 2:

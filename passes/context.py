@@ -36,6 +36,7 @@ class ScheduleOptions:
         backward_prefetch: the same for the backward, in FSDP1's words: "pre", "post" or "none".
         forward_hints, backward_hints: units to gather when another's forward or backward begins.
         reduce_buffers: how many reductions may be under way; None bounds their bytes only.
+        coalesce: whether collectives may be merged.
     """
 
     profile: Profile
@@ -44,6 +45,7 @@ class ScheduleOptions:
     forward_hints: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     backward_hints: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     reduce_buffers: int | None = None
+    coalesce: bool = True
 
     def wanted(self, phase: str, gathers: Sequence[tuple[int, int]]) -> list[int | None]:
         """The event at which each gather, given as (unit, event), is asked for, if it is."""

@@ -20,6 +20,8 @@ class Options:
             `set_profile` set, else the device's.
         prefetch: "auto", or how many units ahead gathers start (0: none).
         backward_prefetch: FSDP1's, for the backward: "auto", "pre", "post" or None.
+        coalesce: whether small collectives may travel in one message; default: where the backend
+            does not copy them for it (gloo does).
         memory_budget: bytes a step may use on this device, segments, gradients and optimizer state
             included: a count, a text such as "70GB" or "16GiB", or a fraction of the device's
             memory. Units whose `reshard_after_forward` is None stay gathered where there is room.
@@ -35,6 +37,7 @@ class Options:
     profile: Profile | str | None = None
     prefetch: int | str = "auto"
     backward_prefetch: str | None = "auto"
+    coalesce: bool | None = None
     memory_budget: int | float | str | None = None
     optimizer_states: float = 2.0
     agreement_timeout: float | None = None

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch.distributed as dist
 from torch.fx import GraphModule
 
 from shardc.options import Options
@@ -98,7 +99,13 @@ class Plan:
                 n: tuple(t.number for t in u.backward_prefetch) for n, u in units.items()
             },
             reduce_buffers=min(buffers, default=None),
+            coalesce=self._coalesces() if options.coalesce is None else options.coalesce,
         )
+
+    def _coalesces(self) -> bool:
+        """Whether coalesced ops are free of copies: gloo clones what it reduces so."""
+        groups = {compat.resolve_group(bucket.group) for bucket in self.buckets.values()}
+        return all(dist.get_backend(group) != "gloo" for group in groups)
 
     def record(self, gm: GraphModule, phase: str) -> None:
         """Keep in `graph_plans` what was decided for a graph."""

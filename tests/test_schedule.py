@@ -234,9 +234,8 @@ def test_units_are_split_and_merged_and_train_as_before(mesh):
     set_profile(None)
     buckets = [len(m._shardc_unit.buckets) for m in units_of(sharded).values()]
     assert buckets == [2, 2, 2]  # embedding and head; up with the vectors, and down
-    step = torch.compile(
-        sharded, backend="shardc", options={"executor": "eager", "profile": quick}, fullgraph=True
-    )
+    options = {"executor": "eager", "profile": quick, "coalesce": True}
+    step = torch.compile(sharded, backend="shardc", options=options, fullgraph=True)
     check_parity(plain, sharded, step, _batch, mesh)
     coalesced = [line for plan in graph_plans for line in plan.collectives if " and " in line]
     assert coalesced and all("coalesced" in line for line in coalesced)
