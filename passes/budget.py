@@ -134,12 +134,13 @@ def _try(gm: GraphModule, ctx: PassContext, ahead: int) -> Trial:
     for graph, phase in ((forward, "forward"), (backward, "backward")):
         trial = ctx.for_trial(phase, ahead)
         write_gradients(schedule(bucket(graph, trial), trial), trial)
-    fused, segments = ctx.budget.fused, segment_inputs(backward, ctx.units)
+    fused, clones = ctx.budget.fused, ctx.budget.clones
+    segments = segment_inputs(backward, ctx.units)
     return Trial(
         forward,
         backward,
         measure_liveness(forward, owns_inputs=False, fused=fused),
-        measure_liveness(backward, owns_inputs=True, fused=fused, ignored=segments),
+        measure_liveness(backward, owns_inputs=True, fused=fused, clones=clones, ignored=segments),
     )
 
 

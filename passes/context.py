@@ -79,11 +79,13 @@ class Budget:
         nbytes: of everything.
         static: of segments and optimizer state; gradients count where the backward makes them.
         fused: whether the executor keeps fused values in registers (Inductor).
+        clones: whether the backend clones what it reduces (gloo).
     """
 
     nbytes: int
     static: int
     fused: bool
+    clones: bool
 
 
 UNITS_IN_FLIGHT = 2

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from shardc.passes.context import c10d, is_collective, is_view, is_wait
+from shardc.passes.context import c10d, is_collective, is_view, is_wait, kind_of
 from shardc.passes.cost import evaluate, symbol_hints, tensor_bytes
 
 aten = torch.ops.aten
@@ -57,7 +57,12 @@ class Liveness:
 
 
 def measure_liveness(
-    gm: GraphModule, *, owns_inputs: bool, fused: bool = False, ignored: Sequence[Node] = ()
+    gm: GraphModule,
+    *,
+    owns_inputs: bool,
+    fused: bool = False,
+    clones: bool = False,
+    ignored: Sequence[Node] = (),
 ) -> Liveness:
     """Bytes held after each node of `gm`, in its order.
 
@@ -65,6 +70,7 @@ def measure_liveness(
         gm: a forward or backward graph, scheduled.
         owns_inputs: whether inputs are freed after their last use (a backward graph).
         fused: leave out what Inductor keeps in registers.
+        clones: the backend clones what it reduces, until the wait (gloo).
         ignored: inputs that are not counted (segments: they are there all the time).
     """
     hints = symbol_hints(gm)
@@ -83,11 +89,16 @@ def measure_liveness(
         frees.setdefault(index, []).append(root)
     held = sum(size for root, size in counted.items() if root in inputs)
     start, live = held, []
+    cloned: dict[Node, int] = {}
     for index, node in enumerate(nodes):
         if node.op == "call_function":
             held += counted.get(node, 0)
+        if clones and kind_of(node) == "reduce_scatter":
+            size = sum(sizes.get(roots[i], 0) for i in node.all_input_nodes if i in roots)
+            held += size
+            cloned.update(dict.fromkeys(_waits(node)[-1:], size))
         live.append(held)
-        held -= sum(counted.get(dead, 0) for dead in frees.get(index, ()))
+        held -= sum(counted.get(dead, 0) for dead in frees.get(index, ())) + cloned.get(node, 0)
     results = {roots[n] for n in gm.graph.output_node().all_input_nodes if n in roots}
     outputs = sum(size for root, size in counted.items() if root in results - inputs)
     return Liveness(nodes, tuple(live), start, outputs)

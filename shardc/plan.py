@@ -80,6 +80,7 @@ class Plan:
             nbytes=budget_bytes(options.memory_budget, as_profile(profile)),
             static=self.static_bytes,
             fused=options.executor == "inductor",
+            clones=not self._reduces_in_place(),
         )
 
     def _schedule_options(self, device_type: str) -> ScheduleOptions:
@@ -99,11 +100,11 @@ class Plan:
                 n: tuple(t.number for t in u.backward_prefetch) for n, u in units.items()
             },
             reduce_buffers=min(buffers, default=None),
-            coalesce=self._coalesces() if options.coalesce is None else options.coalesce,
+            coalesce=self._reduces_in_place() if options.coalesce is None else options.coalesce,
         )
 
-    def _coalesces(self) -> bool:
-        """Whether coalesced ops are free of copies: gloo clones what it reduces so."""
+    def _reduces_in_place(self) -> bool:
+        """Whether reductions are free of copies: gloo clones what it reduces."""
         groups = {compat.resolve_group(bucket.group) for bucket in self.buckets.values()}
         return all(dist.get_backend(group) != "gloo" for group in groups)
 
@@ -113,6 +114,7 @@ class Plan:
             gm,
             owns_inputs=phase == "backward",
             fused=self.options.executor == "inductor",
+            clones=not self._reduces_in_place(),
             ignored=segment_inputs(gm, self.buckets),
         )
         order = [kind_of(node) for node in gm.graph.nodes if is_collective(node) or is_wait(node)]

@@ -62,6 +62,8 @@ def test_the_input_of_a_collective_lives_until_its_wait():
         ("wait", c10d.wait_tensor.default, ("start",), _bytes(400)),
     )
     assert measure_liveness(gm, owns_inputs=False).live == (0, 800, 1200, 2000, 1200)
+    cloned = measure_liveness(gm, owns_inputs=False, clones=True)
+    assert cloned.live == (0, 800, 2000, 2800, 2000)
 
 
 @given(
