@@ -8,6 +8,7 @@ all of them. A failure on any rank fails the test with that rank's traceback. A 
 answer in time fails it too, and the processes are replaced.
 """
 
+import faulthandler
 import functools
 import importlib
 import inspect
@@ -119,6 +120,7 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
+    faulthandler.enable()  # a process that is killed by a signal says where it was
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (world,))
