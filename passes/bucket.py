@@ -64,7 +64,7 @@ def _kind(transfer: Transfer, ctx: PassContext) -> Any:
     return (
         start.target,
         spec.group,
-        spec.dtype,
+        start.meta["val"].dtype,
         start.args[1:],
         transfer.is_gather and ctx.reshards(start),
     )

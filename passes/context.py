@@ -10,7 +10,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from shardc.passes.profiles import Profile
-from shardc.runtime.unshard import UnshardSpec, spec_of
+from shardc.runtime import compat
+from shardc.runtime.spec import UnshardSpec, spec_of
 
 c10d = torch.ops._c10d_functional
 
@@ -99,6 +100,8 @@ class PassContext:
     Attributes:
         phase: "dynamo", "joint", "forward" or "backward".
         used: per placeholder name of a segment, the slots its graph reads (`insert_unshard`).
+        leaves: per placeholder name of a segment, the input that gets its gradient if it is another
+            (`insert_unshard`).
         differentiated: per input of a joint graph, the slots that get a gradient
             (`find_used_slots`).
         options: what the schedule is planned with; None leaves the graph in its order.
@@ -114,6 +117,7 @@ class PassContext:
 
     phase: str
     used: dict[str, frozenset[int]] = field(default_factory=dict)
+    leaves: dict[str, str] = field(default_factory=dict)
     differentiated: list[frozenset[int]] = field(default_factory=list)
     options: ScheduleOptions | None = None
     units: dict[int, int] = field(default_factory=dict)
@@ -196,6 +200,11 @@ def spec_of_node(node: Node) -> UnshardSpec | None:
     return next(iter(specs_of(node)), None)
 
 
+def ranks_in(node: Node) -> int:
+    """Among how many ranks a collective goes."""
+    return compat.resolve_group(str(node.args[-1])).size()
+
+
 def is_all_gather(node: Node) -> bool:
     """Whether the node starts an all-gather."""
     return node.op == "call_function" and node.target in GATHERS
@@ -238,7 +247,9 @@ def describe(node: Node) -> str:
 def describe_spec(spec: UnshardSpec) -> str:
     """A bucket in one line, for the error that names what differs between ranks."""
     shapes = " ".join("x".join(map(str, shape)) or "scalar" for shape in spec.shapes)
-    return f"{spec.numel} {spec.dtype} over {spec.world_size} ranks ({shapes})"
+    dtypes = dict.fromkeys([spec.dtype, spec.compute_dtype, spec.reduction.dtype or spec.dtype])
+    names = "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"{spec.numel} {names} over {spec.world_size} ranks ({shapes})"
 
 
 def graph_modules(gm: GraphModule) -> Iterator[GraphModule]:

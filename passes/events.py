@@ -9,7 +9,7 @@ for its own shapes: what is planned never depends on anything that differs betwe
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import GraphModule, Node
@@ -21,6 +21,9 @@ from shardc.passes.context import (
     is_collective,
     is_view,
     is_wait,
+    kind_of,
+    ranks_in,
+    reach,
     spec_of_node,
 )
 from shardc.passes.cost import (
@@ -40,7 +43,7 @@ class Transfer:
     Attributes:
         start: the node that starts it.
         before: what only prepares its input (casts, `pack`).
-        after: its wait, then views of its result.
+        after: its wait, then views of its result; for a reduction all that follows.
         step: the first step that reads a gather; for a reduction, the first that may follow it.
         unit: the number of the unit whose bucket it moves.
     """
@@ -87,8 +90,9 @@ def read_events(gm: GraphModule, ctx: PassContext) -> Events:
     attached: dict[Node, tuple[list[Node], list[Node]]] = {}
     for start in starts:
         before = _preparation(start)
-        after = _result(start)
+        after = _result(start) if is_all_gather(start) else _tail(start)
         attached[start] = (before, after)
+    _give_to_all_reduces(attached)
     moving = {node for start, (b, a) in attached.items() for node in (start, *b, *a)}
     steps = [node for node in nodes if node not in moving]
     index = {step: number for number, step in enumerate(steps)}
@@ -105,6 +109,7 @@ def read_events(gm: GraphModule, ctx: PassContext) -> Events:
         unit = ctx.unit_of(start)
         transfers.append(Transfer(start, tuple(before), tuple(after), step, unit))
     transfers.sort(key=lambda t: t.step)
+    transfers = _all_reduces_follow(transfers, len(steps))
     # A gather that feeds another's preparation cannot come after it: keep what depends together.
     positions = sorted({0, *(t.step for t in transfers)})
     return Events(tuple(steps), tuple(transfers), tuple(positions))
@@ -122,6 +127,36 @@ def _preparation(start: Node) -> list[Node]:
             found.insert(0, node)
             todo += node.all_input_nodes
     return sorted(set(found))
+
+
+def _give_to_all_reduces(attached: dict[Node, tuple[list[Node], list[Node]]]) -> None:
+    """What lies between a reduce-scatter and the all-reduce over copies prepares the latter."""
+    for start, (before, after) in attached.items():
+        if kind_of(start) == "all_reduce":
+            feeding = reach(start, lambda n: n.all_input_nodes) - {start}
+            for _, tail in attached.values():
+                if tail is not after and feeding & set(tail):
+                    before[:] = sorted({*before, *(node for node in tail if node in feeding)})
+                    tail[:] = [node for node in tail if node not in (*before, start, *after)]
+
+
+def _all_reduces_follow(transfers: list[Transfer], end: int) -> list[Transfer]:
+    """An all-reduce waits for its reduce-scatter, so it starts when the next one has started."""
+    scatters = [t for t in transfers if kind_of(t.start) == "reduce_scatter"]
+    following = {a.start: b.step for a, b in itertools.pairwise(scatters)}
+    result = []
+    for transfer in transfers:
+        if kind_of(transfer.start) == "all_reduce":
+            inputs = reach(transfer.start, lambda n: n.all_input_nodes)
+            own = next((t.start for t in scatters if t.start in inputs), None)
+            transfer = replace(transfer, step=following.get(own, end))  # type: ignore[arg-type]
+        result.append(transfer)
+    return sorted(result, key=lambda t: (t.step, kind_of(t.start) == "all_reduce"))
+
+
+def _tail(start: Node) -> list[Node]:
+    """All that depends on a reduction: its wait, casts, divisions; it leads to outputs only."""
+    return sorted(reach(start, lambda n: n.users) - {start, start.graph.output_node()})
 
 
 def _is_pack(node: Node) -> bool:
@@ -153,9 +188,8 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
         seconds = ctx.agree_on_seconds([str(options), *sent], seconds)
 
     def wire(transfer: Transfer) -> float:
-        spec = spec_of_node(transfer.start)
-        assert spec is not None
-        return evaluate(transfer_seconds(transfer.start, spec.world_size, options.profile), hints)
+        ranks = ranks_in(transfer.start)
+        return evaluate(transfer_seconds(transfer.start, ranks, options.profile), hints)
 
     def nbytes(*nodes: Node) -> int:
         return int(sum(evaluate(tensor_bytes(node.meta.get("val")), hints) for node in nodes))

@@ -10,13 +10,15 @@ higher-order ops (activation checkpointing) get their own, so that it is recompu
 
 import operator
 from collections import defaultdict
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from shardc.passes.context import PassContext, body_operands, graph_modules
 from shardc.runtime import compat
-from shardc.runtime.unshard import spec_of, unshard
+from shardc.runtime.spec import spec_of
+from shardc.runtime.unshard import unshard
 
 
 def insert_unshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
@@ -29,8 +31,19 @@ def insert_unshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
         body: {segment: _insert(body.graph, markers) for segment, markers in _markers(body).items()}
         for body in graph_modules(gm)
     }
-    ctx.used = {segment.name: slots for segment, slots in _collect(gm, reads).items()}
+    for segment, read in _collect(gm, reads).items():
+        ctx.used[segment.name] = read.slots
+        if read.leaf is not segment:
+            ctx.leaves[segment.name] = read.leaf.name
     return gm
+
+
+@dataclass(frozen=True)
+class _Read:
+    """How a graph reads a bucket: which slots, and which input gets the gradient."""
+
+    slots: frozenset[int]
+    leaf: Node
 
 
 def _markers(gm: GraphModule) -> dict[Node, list[Node]]:
@@ -54,11 +67,12 @@ def is_marker(node: Node) -> bool:
     )
 
 
-def _insert(graph: Graph, markers: list[Node]) -> frozenset[int]:
-    """One `unshard` before the first marker; the slots that are read."""
-    segment, signature = markers[0].args[:2]
+def _insert(graph: Graph, markers: list[Node]) -> _Read:
+    """One `unshard` before the first marker."""
+    segment, signature, _, extras = markers[0].args
+    assert isinstance(segment, Node) and isinstance(extras, (list, tuple))
     with graph.inserting_before(_outside_regions(markers[0])):
-        full = graph.call_function(unshard, (segment, signature))
+        full = graph.call_function(unshard, (segment, signature, *extras))
     slots: set[int] = set()
     for marker in markers:
         _refuse_in_place_update(marker)
@@ -69,7 +83,10 @@ def _insert(graph: Graph, markers: list[Node]) -> frozenset[int]:
         view.meta = dict(marker.meta)
         marker.replace_all_uses_with(view)
         graph.erase_node(marker)
-    return frozenset(slots)
+    given = dict(zip(spec_of(str(signature)).extras, extras, strict=True))
+    leaf = given.get("sink", segment)
+    assert isinstance(leaf, Node)
+    return _Read(frozenset(slots), leaf)
 
 
 def _outside_regions(marker: Node) -> Node:
@@ -104,10 +121,8 @@ def _refuse_in_place_update(marker: Node) -> None:
         )
 
 
-def _collect(
-    gm: GraphModule, reads: dict[GraphModule, dict[Node, frozenset[int]]]
-) -> dict[Node, frozenset[int]]:
-    """The slots that `gm` and, through their calls, its bodies read, by segment node of `gm`."""
+def _collect(gm: GraphModule, reads: dict[GraphModule, dict[Node, _Read]]) -> dict[Node, _Read]:
+    """What `gm` and, through their calls, its bodies read, by segment node of `gm`."""
     total = dict(reads[gm])
     for node in gm.graph.find_nodes(op="get_attr"):
         body = getattr(gm, str(node.target), None)
@@ -115,7 +130,9 @@ def _collect(
             continue
         inner = _collect(body, reads)
         for call in node.users:
-            for placeholder, operand in body_operands(call, body.graph):
-                if placeholder in inner:
-                    total[operand] = total.get(operand, frozenset()) | inner[placeholder]
+            outside = dict(body_operands(call, body.graph))
+            for placeholder, read in inner.items():
+                segment, leaf = outside[placeholder], outside[read.leaf]
+                known = total[segment].slots if segment in total else frozenset()
+                total[segment] = _Read(known | read.slots, leaf)
     return total

@@ -5,6 +5,14 @@ gather, and everything computed from gathered weights alone (views, casts, trans
 to be recomputed, so the backward gathers again from the segment. A unit that does not reshard has
 its whole gathered bucket saved, one tensor, and views of it are taken anew.
 
+A unit that reshards to fewer ranks keeps this rank's part among them and gathers that:
+
+    before:  wait -> views -> uses
+    after:   wait -> recut -> all_gather (smaller group) -> wait -> views -> uses
+
+where `recut` is saved and what follows is recomputed. It is the same value, so the forward graph
+goes on with the first wait (`drop_second_gathers`), and only the backward has the second gather.
+
 The partitioner does the rest; the tags are those of activation checkpointing.
 """
 
@@ -12,7 +20,14 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from shardc.passes.context import PassContext, is_all_gather, is_view, is_wait, spec_of_node
+from shardc.passes.context import (
+    PassContext,
+    c10d,
+    is_all_gather,
+    is_view,
+    is_wait,
+    spec_of_node,
+)
 
 _AC_GRAPH_ID = 10**9
 """Far from any id that activation checkpointing gives: at 0 the partitioner's clean-up would turn
@@ -22,21 +37,62 @@ MUST_RECOMPUTE into MUST_SAVE (seen on 2.11 to 2.15)."""
 def tag_reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Tag gathered weights, and what depends on nothing else, as recomputed or saved."""
     resharded: dict[Node, bool] = {}
+    parts = _gather_among_fewer(gm)
     for node in gm.graph.nodes:
-        if node.op != "call_function":
+        if node.op != "call_function" or node in parts:
             continue
         spec = spec_of_node(node) if is_all_gather(node) else None
         if spec is not None:
             resharded[node] = ctx.reshards(node)
-        elif node.all_input_nodes and all(i in resharded for i in node.all_input_nodes):
+        elif node.all_input_nodes and all(
+            i in resharded or i in parts for i in node.all_input_nodes
+        ):
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 continue
-            resharded[node] = any(resharded[i] for i in node.all_input_nodes)
+            resharded[node] = any(resharded.get(i, True) for i in node.all_input_nodes)
     for node, reshard in resharded.items():
         if reshard or is_view(node):
             _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
         elif is_wait(node):
             _tag(node, CheckpointPolicy.MUST_SAVE)
+    for part in parts:
+        _tag(part, CheckpointPolicy.MUST_SAVE)
+    return gm
+
+
+def _gather_among_fewer(gm: GraphModule) -> list[Node]:
+    """After every gather of a bucket that is re-cut, cut and gather again; the `recut` nodes."""
+    graph, parts = gm.graph, []
+    for start in filter(is_all_gather, list(graph.nodes)):
+        spec = spec_of_node(start)
+        if spec is None or spec.recut is None:
+            continue
+        ranks, group = spec.recut
+        (wait,) = start.users
+        readers = list(wait.users)
+        with graph.inserting_after(wait):
+            part = graph.call_function(torch.ops.shardc.recut.default, (wait, ranks, group))
+        with graph.inserting_after(part):
+            again = graph.call_function(c10d.all_gather_into_tensor.default, (part, ranks, group))
+        with graph.inserting_after(again):
+            ready = graph.call_function(c10d.wait_tensor.default, (again,))
+        value = wait.meta["val"]
+        part.meta = {**wait.meta, "val": value.new_empty(value.numel() // ranks)}
+        again.meta, ready.meta = dict(start.meta), dict(wait.meta)
+        for reader in readers:
+            reader.replace_input_with(wait, ready)
+        parts.append(part)
+    return parts
+
+
+def drop_second_gathers(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """Forward graph: read the first gather where a re-cut bucket is gathered again."""
+    for part in gm.graph.find_nodes(op="call_function", target=torch.ops.shardc.recut.default):
+        for again in [user for user in part.users if is_all_gather(user)]:
+            (ready,) = again.users
+            ready.replace_all_uses_with(part.args[0])
+            gm.graph.erase_node(ready)
+            gm.graph.erase_node(again)
     return gm
 
 

@@ -21,9 +21,11 @@ aten, ops = torch.ops.aten, torch.ops.shardc
 def write_gradients(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Replace every `pack` of `gm`."""
     for pack in gm.graph.find_nodes(op="call_function", target=ops.pack.default):
-        parts, sizes = pack.args
+        parts, sizes, dtype, *pending = pack.args
         assert isinstance(parts, (list, tuple)) and isinstance(sizes, (list, tuple))
-        if len(parts) == 1:
+        if pending and pending[0] is not None:
+            continue  # what is added to must be copied first: `pack` does both
+        if len(parts) == 1 and parts[0].meta["val"].dtype == dtype:
             with gm.graph.inserting_before(pack):
                 flat = gm.graph.call_function(aten.reshape.default, (parts[0], [-1]))
         else:
@@ -61,7 +63,7 @@ def _write(gm: GraphModule, pack: Node, parts: list[Node | None], sizes: list[in
     if copied or gaps:
         with graph.inserting_before(pack):
             graph.call_function(ops.write_parts.default, (flat, copied, copied_starts, gaps))
-    pack.args = ([None if part in matmuls else part for part in parts], sizes)
+    pack.args = ([None if part in matmuls else part for part in parts], *pack.args[1:])
     for part in matmuls:
         graph.erase_node(part)
     return flat

@@ -5,8 +5,12 @@ gradient is one flat tensor. A post-accumulate hook deals that out: every parame
 backward used gets its ShardTensor gradient, a view of the flat one, and the hooks users registered
 on parameters run then, once, with the reduced gradient. Parameters no graph used keep None, because
 zeros would let AdamW decay them.
+
+What a bucket's code looks like follows from the settings of its unit and from what waits in it: the
+spec, whose signature every read of a parameter carries.
 """
 
+import functools
 import itertools
 import warnings
 from collections import defaultdict
@@ -17,9 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from shardc.runtime import compat
+from shardc.runtime.accumulate import Accumulated, flush_when_done
 from shardc.runtime.layout import BucketLayout
+from shardc.runtime.ranks import Ranks, part_of
+from shardc.runtime.settings import Settings
 from shardc.runtime.shard_tensor import ShardSpec, ShardTensor
-from shardc.runtime.unshard import UnshardSpec, intern_spec, unshard
+from shardc.runtime.spec import Reduction, UnshardSpec, intern_spec
+from shardc.runtime.unshard import gather, reduce, unshard
 
 _serials: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
@@ -41,7 +49,9 @@ class SlotRef:
         """A marker under Dynamo, the full tensor in an eager forward, else the ShardTensor."""
         bucket = self.bucket
         if torch.compiler.is_compiling():
-            return torch.ops.shardc.unshard_slot(bucket.segment, bucket.signature, self.index)
+            return torch.ops.shardc.unshard_slot(
+                bucket.segment, bucket.current_signature(), self.index, bucket.extras
+            )
         if bucket.depth > 0:
             return bucket.gathered()[self.index]
         return bucket.params[self.index]
@@ -55,9 +65,13 @@ class Bucket:
 
     Attributes:
         layout: the plan, equal on all ranks.
+        ranks: who shares it.
+        settings: those of its unit.
         segment: this rank's part, `(S,)`; the autograd leaf of the whole bucket.
         params: the ShardTensor parameters, one a slot.
-        signature: names the code that unshards this bucket (see `unshard`).
+        signature, eval_signature: name the code that unshards it, in training and in evaluation.
+        extras: what that code is given beside the segment (`UnshardSpec.extras`).
+        accumulated: gradients that wait to be reduced.
         serial: the number of the bucket in its group, equal on all ranks.
         unit: the number of its unit, equal on all ranks.
         owner: its `Unit`.
@@ -70,32 +84,41 @@ class Bucket:
     def __init__(
         self,
         layout: BucketLayout,
-        group: str,
-        rank: int,
+        ranks: Ranks,
+        settings: Settings,
         segment: Tensor,
         unit_modules: Iterable[nn.Module],
+        device: torch.device | None = None,
     ) -> None:
         Bucket.made = True
-        self.serial = next(_serials[group])
         self.layout = layout
-        self.group = group
-        self.rank = rank
+        self.ranks = ranks
+        self.settings = settings
+        self.group = ranks.shard
+        self.rank = ranks.rank
+        self.serial = next(_serials[ranks.everyone])
         self.unit_modules = frozenset(unit_modules)
+        self.device = device or segment.device
         self.gather_group: str | None = None
         self.reduce_group: str | None = None
         self.unit = -1
         self.owner: Any = None
         self.params: list[nn.Parameter] = []
         self.trainable = (layout.requires_grad,) * len(layout.slots)
-        self.reshard_after_forward = True
-        self.reduce_op = compat.mean_op(group)
+        self.extras: list[Tensor] = []
+        self.accumulated = Accumulated(self)
         self.depth = 0
+        self._mean_op = compat.mean_op(ranks.shard)
+        self._held: Tensor | None = None
+        self._held_version = (-1, -1)
         self._gathered: tuple[Tensor, ...] | None = None
         self._used: set[int] = set()
         self._elsewhere: set[int] = set()
         self._warned = False
         self._specs = tuple(
-            ShardSpec(slot.start, slot.numel, layout.segment, rank, layout.world_size, group)
+            ShardSpec(
+                slot.start, slot.numel, layout.segment, self.rank, layout.world_size, self.group
+            )
             for slot in layout.slots
         )
         self.set_segment(segment)
@@ -118,21 +141,75 @@ class Bucket:
 
     def refresh_signature(self) -> None:
         """Name the code this bucket needs now; a change recompiles the graphs that use it."""
-        layout = self.layout
-        self.signature = intern_spec(
-            UnshardSpec(
-                dtype=self.segment.dtype,
-                world_size=layout.world_size,
-                group=self.gather_group or self.group,
-                pieces=tuple(layout.split_sizes()),
-                shapes=tuple(slot.shape for slot in layout.slots),
-                trainable=self.trainable,
-                reshard_after_forward=self.reshard_after_forward,
-                reduce_op=self.reduce_op,
-                reduce_group=self.reduce_group,
-                hints=self.owner.hints if self.owner is not None else (),
-            )
+        spec = self._spec_now(evaluating=False)
+        self.signature = intern_spec(spec)
+        self.eval_signature = intern_spec(self._spec_now(evaluating=True))
+        waiting = self.accumulated
+        values = {
+            "full": self._held,
+            "sink": waiting.sink,
+            "pending": waiting.pending,
+            "partial": waiting.partial,
+        }
+        self.extras = [values[name] for name in spec.extras]  # type: ignore[misc]
+
+    def current_signature(self) -> str:
+        """The signature of the code that a read needs now."""
+        if not self.settings.precision.full_precision_in_eval:
+            return self.signature
+        return self.signature if self.owner.modules[0].training else self.eval_signature
+
+    def _spec_now(self, evaluating: bool) -> UnshardSpec:
+        layout, ranks, settings = self.layout, self.ranks, self.settings
+        stored = self.segment.dtype
+        computed, reduced = settings.dtypes(stored, evaluating)
+        reshard = settings.reshard_after_forward
+        return UnshardSpec(
+            dtype=stored,
+            world_size=layout.world_size,
+            group=self.gather_group or self.group,
+            pieces=tuple(layout.split_sizes()),
+            shapes=tuple(slot.shape for slot in layout.slots),
+            trainable=self.trainable,
+            reshard_after_forward=bool(reshard),
+            reduction=self._reduction(reduced),
+            everyone=ranks.everyone if ranks.copies > 1 else None,
+            param_dtype=None if computed == stored else computed,
+            device=self.device.type if self.device.type != self.segment.device.type else None,
+            recut=None if isinstance(reshard, bool) else (reshard, part_of(self.group, reshard)),
+            held=self._held is not None and not evaluating,
+            gather=settings.all_gather,
+            hints=self.owner.hints if self.owner is not None else (),
         )
+
+    def _reduction(self, dtype: torch.dtype) -> Reduction:
+        settings, ranks, waiting = self.settings, self.ranks, self.accumulated
+        reduces_all = settings.all_reduce or ranks.replicas is None
+        if not settings.sync:
+            if any(self.trainable):
+                waiting.make_sink(self.layout.numel, dtype, self.device)
+                return Reduction(dtype=dtype, sync=False)
+            return Reduction(dtype=dtype)
+        op, before, after = settings.division(ranks.world_size * ranks.copies, dtype, self._mean_op)
+        return Reduction(
+            op=op,
+            dtype=dtype,
+            group=self.reduce_group,
+            predivide=before,
+            postdivide=after,
+            replicas=ranks.replicas,
+            all_reduce=reduces_all,
+            pending=waiting.pending is not None and not waiting.taken,
+            partial=waiting.partial is not None and not waiting.taken,
+            function=settings.reduce_function,
+            scatter=settings.reduce_scatter,
+            hook=settings.hook,
+        )
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Whether the gathered bucket is freed after the forward."""
+        return bool(self.settings.reshard_after_forward)
 
     def set_trainable(self, index: int, flag: bool) -> None:
         """Follow a parameter's `requires_grad` from the next forward on."""
@@ -210,14 +287,67 @@ class Bucket:
         """
         return sum(param._version for param in self.params)
 
+    def begin_backward(self, taken: Sequence[Tensor | None]) -> None:
+        """The backward of a forward that was given `taken`, (pending, partial), begins."""
+        if any(value is not None for value in taken):
+            self.accumulated.release(*taken)
+
+    def lend(self) -> tuple[Tensor | None, Tensor | None]:
+        """What a forward that runs now is given to add: (pending, partial); no other is."""
+        waiting = self.accumulated
+        if waiting.is_empty:
+            return None, None
+        reduction = self._spec_now(evaluating=False).reduction
+        lent = (
+            waiting.pending if reduction.pending else None,
+            waiting.partial if reduction.partial else None,
+        )
+        if reduction.pending or reduction.partial:
+            waiting.take()
+        return lent
+
     def note_used(self, slots: Iterable[int], elsewhere: Iterable[int] = ()) -> None:
         """A backward that is about to run differentiates `slots`; other ranks `elsewhere` too."""
         self._used.update(slots)
         self._elsewhere.update(elsewhere)
 
+    def discard_accumulated(self) -> None:
+        """Forget gradients that were not reduced yet."""
+        self.accumulated.clear()
+        self._used, self._elsewhere = set(), set()
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Reduce what has waited and was in no backward that synced. Every rank must call it."""
+        waiting, layout = self.accumulated, self.layout
+        if waiting.is_empty or not self.settings.sync:
+            return
+        waiting.taken = False
+        spec = self._spec_now(evaluating=False)
+        if waiting.pending is not None:
+            part = reduce(waiting.pending, spec, waiting.partial)
+        elif spec.reduction.all_reduce:
+            nothing = torch.zeros(layout.numel, dtype=spec.reduction.dtype, device=self.device)
+            part = reduce(nothing, spec, waiting.partial)
+        else:
+            return
+        waiting.clear()
+        self._deliver(part)
+
     @torch.no_grad()
     def _on_gradient(self, segment: Tensor) -> None:
-        flat, segment.grad = segment.grad, None
+        part, segment.grad = segment.grad, None
+        if part is not None:  # else read, but nothing that was differentiated depends on it
+            self._deliver(part)
+        elif self.accumulated.is_empty and self.settings.sync:
+            self._used, self._elsewhere = set(), set()
+        self.end_backward()
+
+    def _deliver(self, part: Tensor) -> None:
+        """Deal a reduced gradient, `(S,)`, out to the parameters."""
+        if not self.settings.all_reduce and self.ranks.replicas is not None:
+            self.accumulated.keep_partial(part)
+            return
         missing = self._elsewhere - self._used
         used = self._used | missing
         self._used, self._elsewhere = set(), set()
@@ -229,14 +359,17 @@ class Bucket:
                 "part of their gradient counts as zero",
                 stacklevel=2,
             )
-        if flat is None:  # read, but nothing that was differentiated depends on it
-            return
-        if self.reduce_op == "sum" and self.layout.world_size > 1:
-            flat.div_(self.layout.world_size)
+        if self.settings.reduce_unused:
+            used = set(range(len(self.params)))
+        if self.settings.precision.keep_low_precision_grads:
+            _, reduced = self.settings.dtypes(self.segment.dtype, evaluating=False)
+            part = part.to(reduced)
         for index in sorted(used):
             if not self.trainable[index]:
                 continue
-            param, grad = self.params[index], self.view(index, flat)
+            param, grad = self.params[index], self.view(index, part)
+            if grad.dtype != param.dtype:
+                compat.leave_gradient_dtype(param)
             for hook in compat.grad_hooks(param):
                 grad = _checked(hook(grad), grad)
             if param.grad is None:
@@ -246,6 +379,51 @@ class Bucket:
             for after in compat.post_accumulate_hooks(param):
                 after(param)
 
+    def end_backward(self) -> None:
+        """A backward has differentiated the bucket: free it, or keep it for the next step."""
+        if not self.settings.reshard_after_backward:
+            self.hold()
+        elif self._held is not None:
+            self.drop()
+
+    # -- gathered from one step to the next ----------------------------------------------------
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the bucket stays gathered beyond a forward or backward."""
+        return self._held is not None
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Gather the bucket, if it is not, and keep it so. Every rank must call it."""
+        if self._held is None:
+            self._held = gather(self.segment.detach(), self._spec_now(evaluating=False))
+            self._held_version = self._version()
+            self.refresh_signature()
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Gather what is held again if the parameters were written since."""
+        if self._held is not None and self._held_version != self._version():
+            self._held.copy_(gather(self.segment.detach(), self._spec_now(evaluating=False)))
+            self._held_version = self._version()
+
+    def drop(self) -> None:
+        """Free what is held."""
+        if self._held is not None:
+            self._held = None
+            self.refresh_signature()
+
+    def reset(self) -> None:
+        """Forget a step that was interrupted."""
+        self._gathered, self.depth = None, 0
+        self._used, self._elsewhere = set(), set()
+        self.accumulated.taken = False
+        self.refresh_signature()
+
+    def _version(self) -> tuple[int, int]:
+        return self.segment._version, self.updates()
+
     # -- eager reads ---------------------------------------------------------------------------
 
     @torch.compiler.disable
@@ -253,12 +431,13 @@ class Bucket:
         """The full parameters, gathered at the first read inside an eager forward."""
         if self._gathered is None:
             compat.resolve_group(self.group)  # says so if it is gone
+            self.renew()
             # The first read may lie inside `no_grad` or `vmap` and a later one outside: what is
             # cached serves both.
             with compat.outside_function_transforms(), torch.enable_grad():
-                self._gathered = unshard(self.segment, self.signature)
+                self._gathered = unshard(self.segment, self.current_signature(), *self.extras)
             if self.segment.requires_grad:
-                _on_backward(self._gathered, self)
+                _on_backward(self._gathered, self, self.lend())
         return self._gathered
 
     def leave(self) -> None:
@@ -280,10 +459,21 @@ def _checked(replacement: Tensor | None, grad: ShardTensor) -> ShardTensor:
     return replacement
 
 
-def _on_backward(views: Sequence[Tensor], bucket: Bucket) -> None:
+def _on_backward(
+    views: Sequence[Tensor], bucket: Bucket, lent: tuple[Tensor | None, Tensor | None]
+) -> None:
     """Note each full parameter as used when its own gradient is computed."""
+    begun: list[bool] = []
+
+    def note(grad: Tensor | None, index: int) -> None:
+        if grad is None:
+            return
+        if not begun:
+            begun.append(True)
+            bucket.begin_backward(lent)
+            flush_when_done()
+        bucket.note_used([index])
+
     for index, view in enumerate(views):
         if view.requires_grad:
-            view.register_hook(
-                lambda grad, index=index: None if grad is None else bucket.note_used([index])
-            )
+            view.register_hook(functools.partial(note, index=index))

@@ -15,21 +15,26 @@ _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool], dist.ProcessG
 _made = WeakKeyDictionary()
 
 
-def own_group(group: str, purpose: str, high_priority: bool = False) -> str:
+def own_group(
+    group: str, purpose: str, high_priority: bool = False, size: int | None = None
+) -> str:
     """The name of a communicator over the ranks of `group` for one purpose, made at first use.
 
     Every rank of `group` must call it, in the same order.
 
     Args:
         group: the name of the group whose ranks it spans.
-        purpose: "gather" or "reduce".
+        purpose: "gather", "reduce" or another word.
         high_priority: run its kernels on a stream of high priority (NCCL; others have none).
+        size: span only so many consecutive ranks of `group`, this one among them.
     """
     base = compat.resolve_group(group)
     groups = _made.setdefault(base, {})
     if (purpose, high_priority) not in groups:
+        members = dist.get_process_group_ranks(base)
+        first = base.rank() // size * size if size else 0
         groups[purpose, high_priority] = dist.new_group(
-            dist.get_process_group_ranks(base),
+            members[first : first + (size or len(members))],
             backend=dist.get_backend(base),
             pg_options=compat.high_priority_options(base) if high_priority else None,
             use_local_synchronization=True,

@@ -6,6 +6,7 @@ moves something, this file is the one to mend.
 """
 
 import atexit
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.exc import InductorError as InductorError
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -69,6 +71,11 @@ def is_in_use(param: Tensor) -> bool:
 def group_name(group: dist.ProcessGroup) -> str:
     """The name by which functional collectives find a process group (2.11 to 2.15)."""
     return group.group_name
+
+
+def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of all ranks of a mesh of several dims (2.11 to 2.15)."""
+    return mesh._flatten().get_group()
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
@@ -150,6 +157,39 @@ def grad_hooks(param: Tensor) -> Iterable[Callable[[Tensor], Tensor | None]]:
 def post_accumulate_hooks(param: Tensor) -> Iterable[Callable[[Tensor], None]]:
     """The hooks that `register_post_accumulate_grad_hook` collected (2.11 to 2.15)."""
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def after_zero_grad(call: Callable[[Iterable[Tensor]], None]) -> None:
+    """Call with their parameters after any optimizer's or module's `zero_grad` (2.11 to 2.15).
+
+    There is no hook for it; the two methods are wrapped.
+    """
+
+    def wrapped(method: Callable[..., None], params: Callable[[Any], Iterable[Tensor]]) -> Any:
+        @functools.wraps(method)
+        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+            method(self, *args, **kwargs)
+            call(params(self))
+
+        return zero_grad
+
+    def held_by(optimizer: Any) -> Iterable[Tensor]:
+        return (param for group in optimizer.param_groups for param in group["params"])
+
+    optimizer: Any = torch.optim.Optimizer
+    module: Any = nn.Module
+    optimizer.zero_grad = wrapped(optimizer.zero_grad, held_by)
+    module.zero_grad = wrapped(module.zero_grad, nn.Module.parameters)
+
+
+def when_backward_ends(call: Callable[[], None]) -> None:
+    """From within a backward, have `call` called when all of it is done (2.11 to 2.15)."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def leave_gradient_dtype(param: Tensor) -> None:
+    """Let `param.grad` have another dtype than `param` (2.11 to 2.15)."""
+    param.grad_dtype = None
 
 
 @contextmanager

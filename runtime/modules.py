@@ -7,18 +7,16 @@ The methods overridden here are those that would otherwise detach a parameter fr
 without a word.
 """
 
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.runtime import compat
 from shardc.runtime.bucket import Bucket, SlotRef
-from shardc.runtime.communicators import own_group
+from shardc.runtime.controls import Controls
+from shardc.runtime.unit import Unit
 
 _classes: dict[tuple[type, tuple[str, ...], type], type] = {}
 
@@ -131,160 +129,17 @@ def _parameter(name: str) -> property:
     return property(compat.inline_only(read))
 
 
-@dataclass(eq=False)
-class Unit:
-    """What one call of `fully_shard` made: modules that are gathered and reduced together.
-
-    `reshard_after_forward` is what the user asked for; None is settled by `is_root`. `ignored`
-    parameters are left alone by calls on outer modules too.
-    """
-
-    modules: tuple[nn.Module, ...]
-    buckets: tuple[Bucket, ...]
-    mesh: DeviceMesh
-    reshard_after_forward: bool | None
-    ignored: frozenset[nn.Parameter]
-    is_root: bool = True
-    number: int = field(default_factory=itertools.count().__next__)
-    forward_prefetch: tuple["Unit", ...] = ()
-    backward_prefetch: tuple["Unit", ...] = ()
-    reduce_buffers: int | None = None
-
-    def __post_init__(self) -> None:
-        for bucket in self.buckets:
-            bucket.unit, bucket.owner = self.number, self
-
-    @property
-    def hints(self) -> tuple[object, ...]:
-        """The user's wishes for the schedule; targets as distances, equal for equal blocks."""
-        ahead = tuple(unit.number - self.number for unit in self.forward_prefetch)
-        back = tuple(unit.number - self.number for unit in self.backward_prefetch)
-        return (ahead, back, self.reduce_buffers) if ahead or back or self.reduce_buffers else ()
-
-    def refresh(self) -> None:
-        """Have graphs that use the unit compiled anew."""
-        for bucket in self.buckets:
-            bucket.refresh_signature()
-
-    def settle(self, is_root: bool) -> None:
-        """Decide what None means, as FSDP2 does: reshard, except the outermost unit."""
-        self.is_root = is_root
-        asked = self.reshard_after_forward
-        for bucket in self.buckets:
-            bucket.reshard_after_forward = (not is_root) if asked is None else asked
-            bucket.refresh_signature()
-
-
-class ShardedModule(ShardedParameters):
+class ShardedModule(Controls, ShardedParameters):
     """Mixin of every module that `fully_shard` was called on."""
 
     _shardc_unit: Unit
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence["ShardedModule"]) -> None:
-        """Gather these units when this one's forward begins, whatever the cost model says.
-
-        A hint for the next compile, as FSDP2's method of that name is for the next forward.
-
-        Raises:
-            ValueError: something in `modules` is not sharded.
-        """
-        self._shardc_unit.forward_prefetch = _units(modules)
-        self._shardc_unit.refresh()
-
-    def set_modules_to_backward_prefetch(self, modules: Sequence["ShardedModule"]) -> None:
-        """The same for the backward."""
-        self._shardc_unit.backward_prefetch = _units(modules)
-        self._shardc_unit.refresh()
-
-    def set_reduce_scatter_max_input_buffers(
-        self, max_input_buffers: int, *, recurse: bool = True
-    ) -> None:
-        """Let at most so many reductions be under way, each with its unreduced gradients.
-
-        Without a number their bytes are bounded, by those of two units.
-
-        Raises:
-            ValueError: less than one.
-        """
-        if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
-        for unit in _own_units(self, recurse):
-            unit.reduce_buffers = max_input_buffers
-            unit.refresh()
-
-    def set_separate_reduce_scatter_group(
-        self, enable: bool = True, *, recurse: bool = True, high_priority: bool = False
-    ) -> None:
-        """Reduce on a communicator of its own, so that it can overlap gathers on the wire.
-
-        Every rank of the mesh calls it. `high_priority` puts its kernels on such a stream (NCCL).
-        """
-        for unit in _own_units(self, recurse):
-            for bucket in unit.buckets:
-                bucket.reduce_group = (
-                    own_group(bucket.group, "reduce", high_priority) if enable else None
-                )
-            unit.refresh()
-
-    def set_separate_all_gather_group(
-        self, enable: bool = True, *, recurse: bool = True, high_priority: bool = False
-    ) -> None:
-        """Gather on a communicator of its own; as `set_separate_reduce_scatter_group`."""
-        for unit in _own_units(self, recurse):
-            for bucket in unit.buckets:
-                bucket.gather_group = (
-                    own_group(bucket.group, "gather", high_priority) if enable else None
-                )
-            unit.refresh()
-
-
-def share_comm_ctx(modules: Sequence[ShardedModule]) -> None:
-    """FSDP2's call for pipeline stages on one device: they shall share streams and buffers.
-
-    Units over the same ranks share their communicators anyway, so this only checks `modules`.
-
-    Raises:
-        ValueError: something in `modules` is not sharded.
-    """
-    _units(modules)
-
-
-def _units(modules: Sequence[Any]) -> tuple[Unit, ...]:
-    for module in modules:
-        if not isinstance(module, ShardedModule):
-            raise ValueError(f"expected modules given to fully_shard, got {type(module).__name__}")
-    return tuple(module._shardc_unit for module in modules)
-
-
-def _own_units(module: Any, recurse: bool) -> list[Unit]:
-    inside = module.modules() if recurse else [module]
-    found = [m._shardc_unit for m in inside if isinstance(m, ShardedModule)]
-    return list(dict.fromkeys(found))
-
-
-_LATER = (
-    "unshard", "reshard", "set_requires_gradient_sync", "set_requires_all_reduce",
-    "set_is_last_backward", "set_reshard_after_forward", "set_reshard_after_backward",
-    "set_all_reduce_hook",
-    "set_post_optim_event", "set_reduce_scatter_divide_factor", "set_gradient_divide_factor",
-    "set_force_sum_reduction_for_comms", "set_unshard_in_backward",
-    "set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm",
-    "set_custom_all_gather", "set_custom_reduce_scatter", "set_reduce_scatter_unused_params",
-    "reset_iter_state",
-)  # fmt: skip
-"""Methods of FSDP2's `FSDPModule` that are not built yet: they say so, by name."""
-
-
-def _not_built(name: str) -> Callable[..., NoReturn]:
-    def method(self: ShardedModule, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"{name}() is not supported by shardc yet")
-
-    method.__name__ = name
-    return method
-
-
-for _name in _LATER:
-    setattr(ShardedModule, _name, _not_built(_name))
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit = self._shardc_unit
+        if not unit.converts:
+            return super().__call__(*args, **kwargs)
+        args, kwargs = unit.prepare_inputs(self, args, kwargs)  # type: ignore[arg-type]
+        return unit.finish_outputs(self, super().__call__(*args, **kwargs))  # type: ignore[arg-type]
 
 
 # -- .to(), .double(), .to_empty() ---------------------------------------------------------------

@@ -1,83 +1,90 @@
 """From a segment to full parameters and back: the tensor functions that graphs are made of.
 
-`unshard` is what `insert_unshard` splices into a captured graph and what the eager path calls: one
-all-gather of the bucket, one split (padding included: the backward of a split is a single `cat`),
-views. Its autograd is one reduce-scatter of the whole bucket's gradient.
+`unshard` is what `insert_unshard` splices into a captured graph and what the eager path calls: cast
+the segment, one all-gather of the bucket, one split (padding included: the backward of a split is a
+single `cat`), views. Its autograd brings the bucket's gradient back: cast, reduce-scatter, for
+copies of the model an all-reduce, divide. With `sync` off the whole unreduced gradient goes to a
+leaf of its own instead, the sink.
 
-Under Dynamo a parameter reads as the marker op `shardc::unshard_slot`, which is never executed. The
-marker carries an interned signature instead of names or ranks, so identical units trace to
-identical code, and units that differ in anything that shapes the graph never share it.
+Under Dynamo a parameter reads as the marker op `shardc::unshard_slot`, which is never executed.
 """
 
-import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from shardc.runtime import collectives, compat
+from shardc.runtime import (
+    collectives,
+    compat,
+    custom_comm,  # noqa: F401 (registers its ops)
+    gradient_ops,  # noqa: F401 (registers its ops)
+)
+from shardc.runtime.spec import UnshardSpec, object_of, spec_of
 
 
-@dataclass(frozen=True)
-class UnshardSpec:
-    """All that shapes the code that unshards a bucket; equal on every rank.
+def unshard(segment: Tensor, signature: str, *extras: Tensor) -> tuple[Tensor, ...]:
+    """Gather a bucket: `segment: (S,)` -> its full parameters, views of one `(W*S,)` tensor.
 
-    `pieces` are the bucket's consecutive parts: (elements, slot index or None for padding).
-    `reduce_group` is the communicator of the reduce-scatter where it is not `group`; `hints` are
-    the user's wishes for the schedule, here so that a change of them compiles anew.
+    `extras` are what `UnshardSpec.extras` names.
     """
-
-    dtype: torch.dtype
-    world_size: int
-    group: str
-    pieces: tuple[tuple[int, int | None], ...]
-    shapes: tuple[tuple[int, ...], ...]
-    trainable: tuple[bool, ...]
-    reshard_after_forward: bool
-    reduce_op: str
-    reduce_group: str | None = None
-    hints: tuple[object, ...] = ()
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole bucket."""
-        return sum(size for size, _ in self.pieces)
+    return _Unshard.apply(segment, signature, *extras)
 
 
-_SPECS: dict[str, UnshardSpec] = {}
+def gather(segment: Tensor, spec: UnshardSpec) -> Tensor:
+    """The whole bucket, `(W*S,)`, in the dtype it is computed in."""
+    local = segment
+    if spec.device is not None:
+        local = local.to(spec.device, non_blocking=True)
+    if spec.param_dtype is not None:
+        local = local.to(spec.param_dtype)
+    if spec.gather is not None:
+        return torch.ops.shardc.custom_all_gather(local, spec.world_size, spec.group, spec.gather)
+    return collectives.all_gather(local, spec.world_size, spec.group)
 
 
-def intern_spec(spec: UnshardSpec) -> str:
-    """The signature of `spec`: the same string for equal specs, on every rank and in every run."""
-    signature = hashlib.sha256(repr(spec).encode()).hexdigest()[:16]
-    _SPECS[signature] = spec
-    return signature
+def reduce(flat: Tensor, spec: UnshardSpec, partial: Tensor | None = None) -> Tensor:
+    """This rank's part of the reduced gradient: `flat: (W*S,)` -> `(S,)`, in the segment's dtype.
 
-
-def spec_of(signature: str) -> UnshardSpec:
-    """The spec that `intern_spec` gave this signature."""
-    return _SPECS[signature]
-
-
-def unshard(segment: Tensor, signature: str) -> tuple[Tensor, ...]:
-    """Gather a bucket: `segment: (S,)` -> its full parameters, views of one `(W*S,)` tensor."""
-    return _Unshard.apply(segment, signature)
+    With `all_reduce` off it is reduced over this copy of the model only, and not divided.
+    """
+    r, world, device = spec.reduction, spec.world_size, spec.device
+    group = r.group or spec.group
+    if r.predivide != 1:
+        flat = flat / r.predivide
+    if r.function is not None:
+        part = object_of(r.function)(flat, r.op, world, group)
+    elif r.scatter is not None:
+        part = torch.ops.shardc.custom_reduce_scatter(flat, r.op, world, group, r.scatter)
+    else:
+        part = collectives.reduce_scatter(flat, r.op, world, group)
+    if partial is not None:
+        part = part + partial.to(part.dtype)
+    if r.all_reduce:
+        if r.replicas is not None:
+            part = collectives.all_reduce(part, r.op, r.replicas)
+        if r.hook is not None:
+            part = torch.ops.shardc.call_hook(part, r.hook)
+        if r.postdivide != 1:
+            part = part / r.postdivide
+    part = part.to(spec.dtype)
+    return part if device is None else part.to("cpu")
 
 
 class _Unshard(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward; nodes carry the signature as a fact.
-
-    The backward sums (`reduce_op`): what remains to be divided, the bucket divides.
-    """
+    """All-gather forward, reduce-scatter backward; nodes carry the signature as a fact."""
 
     @staticmethod
-    def forward(ctx: Any, segment: Tensor, signature: str) -> tuple[Tensor, ...]:
-        spec = _SPECS[signature]
+    def forward(ctx: Any, segment: Tensor, signature: str, *extras: Tensor) -> tuple[Tensor, ...]:
+        spec = spec_of(signature)
+        given = dict(zip(spec.extras, extras, strict=True))
         ctx.signature = signature
+        ctx.saved = [name for name in ("pending", "partial") if name in given]
+        ctx.save_for_backward(*(given[name] for name in ctx.saved))
         ctx.set_materialize_grads(False)
         with compat.annotate({"shardc": signature}):
-            full = collectives.all_gather(segment, spec.world_size, spec.group)
+            full = given["full"] if spec.held else gather(segment, spec)
         pieces = torch.split(full, [size for size, _ in spec.pieces])
         views = {
             slot: piece.view(spec.shapes[slot])
@@ -91,84 +98,53 @@ class _Unshard(torch.autograd.Function):
         return ordered
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
-        spec = _SPECS[ctx.signature]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        spec = spec_of(ctx.signature)
+        added = dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
         parts = [
             None if slot is None or not spec.trainable[slot] else grads[slot]
             for _, slot in spec.pieces
         ]
+        dtype = spec.reduction.dtype or spec.compute_dtype
         with compat.annotate({"shardc": ctx.signature}):
-            flat = torch.ops.shardc.pack(parts, [size for size, _ in spec.pieces])
-            return collectives.reduce_scatter(
-                flat, spec.reduce_op, spec.world_size, spec.reduce_group or spec.group
-            ), None
+            flat = torch.ops.shardc.pack(
+                parts, [size for size, _ in spec.pieces], dtype, added.get("pending")
+            )
+            if not spec.reduction.sync:
+                return None, None, *(flat if name == "sink" else None for name in spec.extras)
+            part = reduce(flat, spec, added.get("partial"))
+            return part, None, *(None for _ in spec.extras)
 
 
 _library = torch.library.Library("shardc", "FRAGMENT")
-_library.define("pack(Tensor?[] parts, int[] sizes) -> Tensor")
+_library.define("recut(Tensor full, int ranks, str group) -> Tensor")
 
 
-def _pack(parts: list[Tensor | None], sizes: list[int]) -> Tensor:
-    """Flatten and concatenate gradients, zeros for what is None: `(sum(sizes),)`.
-
-    One op, which Inductor calls as it is: lowered, the copies of a `cat` would be fused into the
-    neighbouring kernels, differently in every block, and the compiler would have to build them all.
-    In the backward graph the pass `write_gradients` puts direct writes in its place.
-    """
-    like = next(part for part in parts if part is not None)
-    zeros = like.new_zeros(max(sizes))
-    pairs = zip(parts, sizes, strict=True)
-    return torch.cat([zeros[:size] if part is None else part.reshape(-1) for part, size in pairs])
+def _recut(full: Tensor, ranks: int, group: str) -> Tensor:
+    """This rank's part of a gathered bucket among the `ranks` of `group`, as a copy."""
+    size = full.numel() // ranks
+    return full.narrow(0, compat.resolve_group(group).rank() * size, size).clone()
 
 
-def _pack_fake(parts: list[Tensor | None], sizes: list[int]) -> Tensor:
-    like = next(part for part in parts if part is not None)
-    return like.new_empty(sum(sizes))
-
-
-_library.impl("pack", _pack, "CompositeExplicitAutograd")
-torch.library.register_fake("shardc::pack", _pack_fake, lib=_library)
-
-
-_library.define("write_matmul(Tensor(a!) buffer, Tensor left, Tensor right, int start) -> ()")
-_library.define("write_parts(Tensor(a!) buffer, Tensor[] parts, int[] starts, int[] gaps) -> ()")
-
-
-def _write_matmul(buffer: Tensor, left: Tensor, right: Tensor, start: int) -> None:
-    """`left @ right` straight into `buffer: (W*S,)` from `start` on."""
-    rows, columns = left.shape[0], right.shape[1]
-    out = buffer[start : start + rows * columns].view(rows, columns)
-    torch.mm(left, right, out=out)
-
-
-def _write_parts(buffer: Tensor, parts: list[Tensor], starts: list[int], gaps: list[int]) -> None:
-    """Copy small gradients into `buffer: (W*S,)`; `gaps`, pairs (start, size), become zero."""
-    places = [
-        buffer[start : start + part.numel()].view(part.shape)
-        for part, start in zip(parts, starts, strict=True)
-    ]
-    if parts:
-        torch._foreach_copy_(places, parts)
-    for start, size in zip(gaps[::2], gaps[1::2], strict=True):
-        buffer[start : start + size].zero_()
-
-
-_library.impl("write_matmul", _write_matmul, "CompositeExplicitAutograd")
-_library.impl("write_parts", _write_parts, "CompositeExplicitAutograd")
-torch.library.register_fake("shardc::write_matmul", lambda *_: None, lib=_library)
-torch.library.register_fake("shardc::write_parts", lambda *_: None, lib=_library)
+_library.impl("recut", _recut, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "shardc::recut",
+    lambda full, ranks, group: full.new_empty(full.numel() // ranks),
+    lib=_library,
+)
 
 
 @torch.library.custom_op("shardc::unshard_slot", mutates_args=())
-def unshard_slot(segment: Tensor, signature: str, slot: int) -> Tensor:
+def unshard_slot(segment: Tensor, signature: str, slot: int, extras: Sequence[Tensor]) -> Tensor:
     """Mark the use of one parameter of a bucket in a Dynamo graph, for `insert_unshard`."""
     raise RuntimeError("shardc::unshard_slot is a marker: compile the model with backend='shardc'")
 
 
 @unshard_slot.register_fake
-def _(segment: Tensor, signature: str, slot: int) -> Tensor:
-    spec = _SPECS[signature]
-    return segment.new_empty(spec.shapes[slot])
+def _(segment: Tensor, signature: str, slot: int, extras: Sequence[Tensor]) -> Tensor:
+    spec = spec_of(signature)
+    device = spec.device or segment.device
+    return segment.new_empty(spec.shapes[slot], dtype=spec.compute_dtype, device=device)
 
 
 def _no_backward(ctx: Any, grad: Tensor) -> NoReturn:

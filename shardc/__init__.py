@@ -5,11 +5,14 @@ fully_shard(model, units="auto")
 model.compile(backend="shardc")
 """
 
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from shardc.calibrate import calibrate
 from shardc.passes.profiles import Profile, get_profile, set_profile
-from shardc.runtime.modules import ShardedModule, share_comm_ctx
+from shardc.runtime.controls import share_comm_ctx
+from shardc.runtime.modules import ShardedModule
+from shardc.runtime.policy import MixedPrecisionPolicy
+from shardc.runtime.reduce_functions import compress_bf16, compress_fp16
 from shardc.runtime.shard_tensor import ShardTensor
 from shardc.shard import fully_shard
 from shardc.table import describe
@@ -23,6 +26,8 @@ __all__ = [
     "ShardTensor",
     "ShardedModule",
     "calibrate",
+    "compress_bf16",
+    "compress_fp16",
     "describe",
     "fully_shard",
     "get_profile",

@@ -33,7 +33,7 @@ from shardc.passes.context import (
     spec_of_node,
 )
 from shardc.passes.insert_unshard import insert_unshard
-from shardc.passes.reshard import tag_reshard
+from shardc.passes.reshard import drop_second_gathers, tag_reshard
 from shardc.passes.runner import run_passes
 from shardc.passes.schedule import schedule
 from shardc.passes.used_slots import find_used_slots
@@ -41,6 +41,7 @@ from shardc.passes.verify import collective_sequence, verify
 from shardc.passes.write_gradients import write_gradients
 from shardc.plan import Plan, agree_within, buckets_of
 from shardc.runtime import compat
+from shardc.runtime.accumulate import flush_when_done
 from shardc.runtime.bucket import Bucket
 from shardc.runtime.collectives import naming_failures
 from shardc.runtime.executor import eager_executor
@@ -49,7 +50,7 @@ log = logging.getLogger("shardc")
 
 DYNAMO_PASSES = [insert_unshard]
 JOINT_PASSES = [find_used_slots, choose_kept, tag_reshard]
-GRAPH_PASSES = [bucket, schedule, write_gradients, verify]
+GRAPH_PASSES = [drop_second_gathers, bucket, schedule, write_gradients, verify]
 
 
 def shardc_backend(
@@ -75,7 +76,7 @@ def shardc_backend(
     joint = plan.joint
     compiled = lower(gm, example_inputs, plan, mode)
     if len(joint.differentiated) == len(gm.graph.find_nodes(op="placeholder")):
-        used = [replace(r, slots=joint.differentiated[r.position]) for r in used]
+        used = [replace(r, slots=joint.differentiated[r.leaf]) for r in used]
     return _noting_used_slots(compiled, used)
 
 
@@ -160,10 +161,12 @@ def _finish_graph(gm: GraphModule, phase: str, plan: Plan) -> GraphModule:
 class _Read:
     """A graph's reading of one bucket: which input is its segment, and which slots it reads.
 
-    `elsewhere` are slots that only other ranks read: their gradient is zero here, not None.
+    `elsewhere` are slots that only other ranks read: their gradient is zero here, not None. `leaf`
+    is the input that gets the gradient.
     """
 
     position: int
+    leaf: int
     slots: frozenset[int]
     elsewhere: frozenset[int]
 
@@ -171,20 +174,22 @@ class _Read:
 def _agree_on_reads(gm: GraphModule, ctx: PassContext, options: Options) -> list[_Read]:
     """All ranks read the same buckets, in the same order; slots may differ and are united."""
     inputs = [(i, node) for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))]
-    by_group: dict[str, list[tuple[int, Bucket, frozenset[int]]]] = {}
+    place = {node.name: position for position, node in inputs}
+    by_group: dict[str, list[tuple[int, int, Bucket, frozenset[int]]]] = {}
     for position, node in inputs:
         if node.name in ctx.used:
             bucket: Bucket = compat.real_input(node).shardc_bucket  # type: ignore[union-attr]
-            read = (position, bucket, ctx.used[node.name])
-            by_group.setdefault(bucket.group, []).append(read)
+            leaf = place[ctx.leaves.get(node.name, node.name)]
+            read = (position, leaf, bucket, ctx.used[node.name])
+            by_group.setdefault(bucket.ranks.everyone, []).append(read)
     reads = []
     for group, members in by_group.items():
-        facts = [str(bucket) for _, bucket, _ in members]
-        note = json.dumps([sorted(slots) for _, _, slots in members])
+        facts = [str(bucket) for _, _, bucket, _ in members]
+        note = json.dumps([sorted(slots) for *_, slots in members])
         notes = agree_within(group, "the buckets that a graph reads", facts, options, note)
-        for index, (position, _, slots) in enumerate(members):
+        for index, (position, leaf, _, slots) in enumerate(members):
             union = frozenset(slot for other in notes for slot in json.loads(other)[index])
-            reads.append(_Read(position, slots, union - slots))
+            reads.append(_Read(position, leaf, slots, union - slots))
     return reads
 
 
@@ -196,7 +201,7 @@ def _agree_on_collectives(gm: GraphModule, phase: str, options: Options) -> None
 def _groups(gm: GraphModule) -> list[str]:
     """The process groups over which `gm` communicates."""
     specs = [spec_of_node(node) for node in gm.graph.nodes if is_collective(node)]
-    return list(dict.fromkeys(spec.group for spec in specs if spec is not None))
+    return list(dict.fromkeys(spec.everyone or spec.group for spec in specs if spec is not None))
 
 
 # -- what runs around a compiled graph -----------------------------------------------------------
@@ -210,12 +215,23 @@ def _noting_used_slots(compiled: Callable[..., Any], reads: list[_Read]) -> Call
     def run(*args: Any) -> Any:
         buckets = [(args[read.position].shardc_bucket, read) for read in reads]
         updates = [bucket.updates() for bucket, _ in buckets]
+        for read_from, _ in buckets:
+            read_from.renew()
         outputs = compiled(*args)
         if torch.is_grad_enabled():
             nodes = {out.grad_fn for out in outputs if isinstance(out, Tensor)}
+            lent = [read_from.lend() for read_from, _ in buckets]
+
+            begun: list[bool] = []
 
             def note(grads: Any) -> None:
-                for (bucket, read), before in zip(buckets, updates, strict=True):
+                if begun:  # another node of the same backward
+                    return
+                begun.append(True)
+                compat.when_backward_ends(begun.clear)
+                flush_when_done()
+                for (bucket, read), before, taken in zip(buckets, updates, lent, strict=True):
+                    bucket.begin_backward(taken)
                     if bucket.updates() != before:  # a backward that saved the segment must fail
                         torch.autograd.graph.increment_version(bucket.segment)
                     bucket.note_used(read.slots, read.elsewhere)

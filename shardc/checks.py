@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardc.runtime import compat
 from shardc.runtime.modules import ShardedModule
@@ -33,8 +33,8 @@ def check_modules(module: Any) -> tuple[nn.Module, ...]:
     return modules
 
 
-def check_unbuilt(placement: Any, mp: Any, offload: Any, mesh_dims: Any) -> None:
-    """Raise NotImplementedError for what is not built yet, by name."""
+def check_placement(placement: Any, mesh_dims: Any) -> None:
+    """Raise NotImplementedError for placements that flat segments do not have."""
     if placement is not None:
         raise NotImplementedError(
             "shard_placement_fn is not supported: shardc shards flat segments, which have no "
@@ -42,10 +42,23 @@ def check_unbuilt(placement: Any, mp: Any, offload: Any, mesh_dims: Any) -> None
         )
     if mesh_dims is not None:
         raise NotImplementedError("dp_mesh_dims is not supported by shardc yet")
-    if mp != MixedPrecisionPolicy():
-        raise NotImplementedError(f"mp_policy is not supported by shardc yet, got {mp}")
-    if isinstance(offload, CPUOffloadPolicy) or offload != OffloadPolicy():
-        raise NotImplementedError(f"offload_policy is not supported by shardc yet, got {offload}")
+
+
+def check_policies(mp: Any, offload: Any) -> None:
+    """Raise TypeError or ValueError for what is no policy."""
+    if not isinstance(mp, MixedPrecisionPolicy):
+        raise TypeError(
+            "mp_policy must be a MixedPrecisionPolicy (shardc's or torch.distributed.fsdp's), "
+            f"got {type(mp).__name__}"
+        )
+    for name, value in vars(mp).items():
+        if name.endswith("_dtype") and value is not None and not value.is_floating_point:
+            raise ValueError(f"mp_policy: {name} must be a floating-point dtype, got {value}")
+    if not isinstance(offload, OffloadPolicy):
+        raise TypeError(
+            f"offload_policy must be an OffloadPolicy or CPUOffloadPolicy, "
+            f"got {type(offload).__name__}"
+        )
 
 
 def check_initialized(modules: tuple[nn.Module, ...]) -> None:
@@ -56,23 +69,6 @@ def check_initialized(modules: tuple[nn.Module, ...]) -> None:
                 raise ValueError(
                     f"parameter '{name}' of a lazy module is not initialized: run a forward first"
                 )
-
-
-def check_reshard(value: Any, world_size: int) -> bool | None:
-    """`reshard_after_forward` as a bool, or None. Raises ValueError for what divides nothing."""
-    if value is None or isinstance(value, bool):
-        return value
-    if not isinstance(value, int) or value < 1 or world_size % value:
-        raise ValueError(
-            f"reshard_after_forward must be a bool, None or a divisor of the world size "
-            f"{world_size}, got {value!r}"
-        )
-    if value not in (1, world_size):
-        raise NotImplementedError(
-            f"reshard_after_forward={value} (a smaller mesh for the backward) is not supported "
-            "by shardc yet; use True or False"
-        )
-    return value == world_size
 
 
 _default_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh]
@@ -94,12 +90,11 @@ def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
         if world not in _default_meshes:
             _default_meshes[world] = init_device_mesh(kind, (dist.get_world_size(),))
         mesh = _default_meshes[world]
-    if mesh.ndim == 2:
-        raise NotImplementedError(
-            f"a 2-D mesh (HSDP) is not supported by shardc yet, got shape {tuple(mesh.shape)}"
+    if mesh.ndim > 2:
+        raise ValueError(
+            "fully_shard takes a mesh of one dim (shard) or two (replicate, shard), got a "
+            f"{mesh.ndim}-D mesh of shape {tuple(mesh.shape)}"
         )
-    if mesh.ndim != 1:
-        raise ValueError(f"fully_shard takes a 1-D mesh, got shape {tuple(mesh.shape)}")
     if mesh.device_type not in ("cpu", "cuda"):
         raise NotImplementedError(
             f"shardc runs on 'cpu' and 'cuda' meshes, got '{mesh.device_type}'"

@@ -43,6 +43,7 @@ class Plan:
         if not self.buckets:
             return PassContext(phase)
         first = next(iter(self.buckets.values()))
+        everyone = first.ranks.everyone
         budget = self._budget(first.segment.device.type)
         if not self.options.schedule:
             return PassContext(phase)
@@ -52,14 +53,14 @@ class Plan:
             open_positions=frozenset(
                 position
                 for position, bucket in self.buckets.items()
-                if bucket.owner is not None and bucket.owner.reshard_after_forward is None
+                if bucket.owner is not None and bucket.owner.asked_reshard is None
             ),
             kept=frozenset() if phase == "joint" else self.joint.kept,
             units_in_flight=UNITS_IN_FLIGHT if phase == "joint" else self.joint.units_in_flight,
-            agree_on_count=functools.partial(_agree_on_count, first.group, self.options),
+            agree_on_count=functools.partial(_agree_on_count, everyone, self.options),
             options=self._schedule_options(first.segment.device.type),
             units={position: bucket.unit for position, bucket in self.buckets.items()},
-            agree_on_seconds=functools.partial(_agree_on_seconds, first.group, self.options, phase),
+            agree_on_seconds=functools.partial(_agree_on_seconds, everyone, self.options, phase),
         )
 
     @property

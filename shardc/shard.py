@@ -19,8 +19,8 @@ from shardc.checks import (
     check_mesh,
     check_model,
     check_modules,
-    check_reshard,
-    check_unbuilt,
+    check_placement,
+    check_policies,
     ignored_by_units_inside,
 )
 from shardc.passes.cost import bucket_grain
@@ -28,9 +28,15 @@ from shardc.passes.profiles import current_profile
 from shardc.runtime import compat
 from shardc.runtime.agreement import agree
 from shardc.runtime.bucket import Bucket
+from shardc.runtime.controls import check_reshard
 from shardc.runtime.layout import BucketLayout, Param, plan_buckets
-from shardc.runtime.modules import Unit, make_unit
+from shardc.runtime.modules import make_unit
+from shardc.runtime.policy import MixedPrecisionPolicy as Precision
+from shardc.runtime.policy import keep_buffers_in
+from shardc.runtime.ranks import Ranks, ranks_of
+from shardc.runtime.settings import Settings
 from shardc.runtime.shard_tensor import ShardTensor
+from shardc.runtime.unit import Unit
 from shardc.units import UnitPolicy, UnitRequest, find_inner_units, owned_parameters
 
 Ignored = Iterable[nn.Parameter] | Iterable[nn.Module]
@@ -43,7 +49,8 @@ class _Plan:
     modules: tuple[nn.Module, ...]
     params: dict[str, nn.Parameter]
     layouts: tuple[BucketLayout, ...]
-    reshard_after_forward: bool | None
+    reshard_after_forward: bool | int | None
+    settings: Settings
 
 
 def fully_shard(
@@ -65,11 +72,17 @@ def fully_shard(
 
     Args:
         module: a module, or a list of modules that form one unit.
-        mesh: a 1-D mesh of the ranks to shard over (default: all ranks).
+        mesh: the ranks to shard over (default: all). With two dims, (replicate, shard), segments
+            are cut along the second, and gradients are reduced over both (HSDP; `hybrid_mesh`
+            makes one). A shard dim of 1 replicates (FSDP1's NO_SHARD).
         reshard_after_forward: True frees gathered parameters after the forward and gathers again
-            in the backward; False keeps them; None is True except for the outermost unit.
+            in the backward; False keeps them; None is True except for the outermost unit. A number
+            that divides the ranks: after the forward each keeps the part that so many ranks share,
+            and the backward gathers among those only.
         shard_placement_fn: refused: flat segments have no dim to place.
-        mp_policy, offload_policy: torch's policy classes; only their defaults are built yet.
+        mp_policy: precision (`shardc.MixedPrecisionPolicy`, or torch's).
+        offload_policy: torch's `CPUOffloadPolicy` keeps segments, gradients and so the optimizer's
+            state on the host.
         ignored_params: parameters, or modules whose parameters, stay as they are.
         dp_mesh_dims: not built yet.
         units: inner modules to make units of: "auto" (the elements of every `ModuleList` or
@@ -81,12 +94,14 @@ def fully_shard(
 
     Raises:
         ValueError: bad arguments, a module that is sharded already, aliased or cached parameters.
-        TypeError: `ignored_params` is not an iterable of parameters or of modules.
+        TypeError: `ignored_params` is not an iterable of parameters or of modules, or a policy is
+            none.
         NotImplementedError: an option that is not built yet, by name.
         RuntimeError: no process group, or ranks that call with different models.
     """
     modules = check_modules(module)
-    check_unbuilt(shard_placement_fn, mp_policy, offload_policy, dp_mesh_dims)
+    check_placement(shard_placement_fn, dp_mesh_dims)
+    check_policies(mp_policy, offload_policy)
     mesh = check_mesh(mesh)
     ignored, skipped = check_ignored(modules, ignored_params)
     ignored |= ignored_by_units_inside(modules)
@@ -98,12 +113,19 @@ def fully_shard(
         *(request for root in modules for request in find_inner_units(root, units, skipped)),
         UnitRequest(modules, {}),
     ]
-    plans = _plan(requests, mesh, reshard_after_forward, ignored, skipped)
+    given = {
+        "reshard_after_forward": reshard_after_forward,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+    }
+    plans = _plan(requests, mesh, given, ignored, skipped)
     check_model(modules, [param for plan in plans for param in plan.params.values()])
-    facts = [_fact(layout) for plan in plans for layout in plan.layouts]
-    agree(mesh.get_group(), "the parameters given to fully_shard", facts)
+    facts = [f"{_fact(layout)} ({plan.settings})" for plan in plans for layout in plan.layouts]
+    ranks = ranks_of(mesh)
+    everyone = compat.resolve_group(ranks.everyone)
+    agree(everyone, "the parameters given to fully_shard", facts)
     for plan in plans:
-        _apply(plan, mesh, ignored)
+        _apply(plan, mesh, ranks, ignored)
     return module
 
 
@@ -113,17 +135,18 @@ def fully_shard(
 def _plan(
     requests: list[UnitRequest],
     mesh: DeviceMesh,
-    reshard: bool | int | None,
+    given: dict[str, Any],
     ignored: set[nn.Parameter],
     skipped: set[nn.Module],
 ) -> list[_Plan]:
     plans: list[_Plan] = []
     taken = set(ignored)
-    grain = bucket_grain(mesh.size(), current_profile(mesh.device_type))
+    world = mesh.size(mesh.ndim - 1)
+    grain = bucket_grain(world, current_profile(mesh.device_type))
     for request in requests:
-        options = {"reshard_after_forward": reshard, **request.options}
-        mp, offload = options.get("mp_policy"), options.get("offload_policy")
-        check_unbuilt(None, mp or MixedPrecisionPolicy(), offload or OffloadPolicy(), None)
+        options = {**given, **request.options}
+        mp, offload = options["mp_policy"], options["offload_policy"]
+        check_policies(mp, offload)
         owned = owned_parameters(request.modules, skipped)
         params = {
             owners[0].name: param
@@ -139,8 +162,9 @@ def _plan(
             _Plan(
                 request.modules,
                 params,
-                plan_buckets(described, mesh.size(), grain),
-                check_reshard(options["reshard_after_forward"], mesh.size()),
+                plan_buckets(described, world, grain),
+                check_reshard(options["reshard_after_forward"], world),
+                Settings(precision=Precision.of(mp), offload=offload),
             )
         )
     return plans
@@ -154,24 +178,34 @@ def _fact(layout: BucketLayout) -> str:
 # -- apply ---------------------------------------------------------------------------------------
 
 
-def _apply(plan: _Plan, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
+def _apply(plan: _Plan, mesh: DeviceMesh, ranks: Ranks, ignored: set[nn.Parameter]) -> None:
     """Make one unit: cut its buckets, free the full parameters, give its modules properties."""
     device = _device(mesh)
+    home = torch.device("cpu") if plan.settings.offloaded else device
     for root in plan.modules:
         for module in root.modules():
             compat.forget_rnn_weights(module)
     buckets = []
     for layout in plan.layouts:
         params = [plan.params[slot.name] for slot in layout.slots]
-        where = torch.device("meta") if any(param.is_meta for param in params) else device
+        where = torch.device("meta") if any(param.is_meta for param in params) else home
         segment = torch.zeros(layout.segment, dtype=layout.dtype, device=where)
-        group = compat.group_name(mesh.get_group())
-        bucket = Bucket(layout, group, mesh.get_local_rank(), segment, plan.modules)
+        if plan.settings.pinned and device.type != "cpu" and where.type == "cpu":
+            segment = segment.pin_memory()
+        bucket = Bucket(layout, ranks, plan.settings, segment, plan.modules, device)
         bucket.take(params)
         buckets.append(bucket)
     _move_buffers(plan.modules, device)
-    flag = plan.reshard_after_forward
-    unit = Unit(plan.modules, tuple(buckets), mesh, flag, frozenset(ignored))
+    keep_buffers_in(plan.settings.precision.buffer_dtype, plan.modules)
+    unit = Unit(
+        plan.modules,
+        tuple(buckets),
+        mesh,
+        plan.reshard_after_forward,
+        plan.settings,
+        device,
+        frozenset(ignored),
+    )
     make_unit(unit)
 
 

@@ -12,7 +12,8 @@ from shardc.passes.runner import run_passes
 from shardc.passes.verify import collective_sequence, verify
 from shardc.runtime.executor import eager_executor
 from shardc.runtime.layout import Param, plan_bucket
-from shardc.runtime.unshard import UnshardSpec, intern_spec, unshard
+from shardc.runtime.spec import UnshardSpec, intern_spec
+from shardc.runtime.unshard import unshard
 
 c10d, aten = torch.ops._c10d_functional, torch.ops.aten
 
@@ -22,7 +23,7 @@ def _signature(reshard=True, world_size=2):
     return intern_spec(
         UnshardSpec(
             torch.float32, world_size, "0", tuple(layout.split_sizes()),
-            tuple(slot.shape for slot in layout.slots), (True, True), reshard, "sum",
+            tuple(slot.shape for slot in layout.slots), (True, True), reshard,
         )
     )  # fmt: skip
 
@@ -36,7 +37,7 @@ def _marked(reads):
     graph = Graph()
     segments = [graph.placeholder(name) for name in ("first", "second")]
     outs = [
-        graph.call_function(torch.ops.shardc.unshard_slot, (segments[s], _signature(), slot))
+        graph.call_function(torch.ops.shardc.unshard_slot, (segments[s], _signature(), slot, []))
         for s, slot in reads
     ]
     graph.output(tuple(outs))
@@ -102,7 +103,7 @@ def test_verify():
     with pytest.raises(AssertionError, match="must be read by one wait only"):
         run_passes(gm, ctx, [verify])
     assert collective_sequence(_gathered()) == [
-        "all_gather_into_tensor of 32 torch.float32 over 2 ranks (4x4 4)"
+        "all_gather_into_tensor of 32 float32 over 2 ranks (4x4 4)"
     ]
 
 

@@ -27,7 +27,7 @@ from shardc.passes.verify import verify
 from shardc.passes.write_gradients import write_gradients
 from shardc.plan import graph_plans
 from shardc.runtime.executor import eager_executor
-from shardc.runtime.unshard import UnshardSpec, intern_spec
+from shardc.runtime.spec import UnshardSpec, intern_spec
 
 c10d, aten = torch.ops._c10d_functional, torch.ops.aten
 
@@ -38,9 +38,7 @@ SLOW_WIRE = shardc.Profile(
 
 def _signature(numel, world):
     pieces = ((numel, 0),)
-    return intern_spec(
-        UnshardSpec(torch.float32, world, "0", pieces, ((numel,),), (True,), True, "sum")
-    )
+    return intern_spec(UnshardSpec(torch.float32, world, "0", pieces, ((numel,),), (True,)))
 
 
 def _graph(reads, world=2):

@@ -1,0 +1,67 @@
+"""Ops that call what users plug in: communication objects with FSDP2's interface, and hooks.
+
+A graph names the object by key (`intern_object`); what it does there is opaque to the passes, so it
+runs where it stands and is waited for at once.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardc.runtime import compat
+from shardc.runtime.spec import object_of
+
+_library = torch.library.Library("shardc", "FRAGMENT")
+_library.define("custom_all_gather(Tensor segment, int ranks, str group, str key) -> Tensor")
+_library.define(
+    "custom_reduce_scatter(Tensor flat, str op, int ranks, str group, str key) -> Tensor"
+)
+_library.define("call_hook(Tensor part, str key) -> Tensor")
+
+
+def _custom_all_gather(segment: Tensor, ranks: int, group: str, key: str) -> Tensor:
+    """An all-gather by an object with FSDP2's interface (`torch.distributed.fsdp` AllGather)."""
+    comm = object_of(key)
+    full = comm.allocate([ranks * segment.numel()], dtype=segment.dtype, device=segment.device)
+    _wait(comm(full, segment.contiguous(), compat.resolve_group(group), async_op=False))
+    return full
+
+
+def _custom_reduce_scatter(flat: Tensor, op: str, ranks: int, group: str, key: str) -> Tensor:
+    """A reduce-scatter by an object with FSDP2's interface (ReduceScatter)."""
+    comm = object_of(key)
+    part = comm.allocate([flat.numel() // ranks], dtype=flat.dtype, device=flat.device)
+    reduce_op = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}[op]
+    _wait(comm(part, flat, compat.resolve_group(group), reduce_op, async_op=False))
+    return part
+
+
+def _call_hook(part: Tensor, key: str) -> Tensor:
+    """Let the user's hook change a reduced gradient, `(S,)`, in place."""
+    part = part.clone()
+    object_of(key)(part)
+    return part
+
+
+def _wait(work: Any) -> None:
+    if work is not None:
+        work.wait()
+
+
+for _name, _implementation, _fake in (
+    (
+        "custom_all_gather",
+        _custom_all_gather,
+        lambda segment, ranks, group, key: segment.new_empty(ranks * segment.numel()),
+    ),
+    (
+        "custom_reduce_scatter",
+        _custom_reduce_scatter,
+        lambda flat, op, ranks, group, key: flat.new_empty(flat.numel() // ranks),
+    ),
+    ("call_hook", _call_hook, lambda part, key: torch.empty_like(part)),
+):
+    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardc::{_name}", _fake, lib=_library)

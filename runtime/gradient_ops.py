@@ -1,0 +1,78 @@
+"""Ops that bring the gradients of a bucket's parameters into one flat tensor.
+
+`shardc::pack` is what the backward is traced with; the pass `write_gradients` puts the two writing
+ops in its place, so that matmuls leave their result where the reduce-scatter reads it.
+"""
+
+import torch
+from torch import Tensor
+
+_library = torch.library.Library("shardc", "FRAGMENT")
+_library.define(
+    "pack(Tensor?[] parts, int[] sizes, ScalarType dtype, Tensor? pending=None) -> Tensor"
+)
+
+
+def _pack(
+    parts: list[Tensor | None], sizes: list[int], dtype: torch.dtype, pending: Tensor | None = None
+) -> Tensor:
+    """Flatten, concatenate and cast gradients, zeros for None, and add `pending`: `(sum(sizes),)`.
+
+    One op, which Inductor calls as it is: lowered, the copies of a `cat` would be fused into the
+    neighbouring kernels, differently in every block, and the compiler would have to build them all.
+    """
+    like = next(part for part in parts if part is not None)
+    if all(part is None or part.dtype == dtype for part in parts):
+        zeros = like.new_zeros(max(sizes))
+        pairs = zip(parts, sizes, strict=True)
+        flat = torch.cat(
+            [zeros[:size] if part is None else part.reshape(-1) for part, size in pairs]
+        )
+    else:
+        flat = like.new_empty(sum(sizes), dtype=dtype)
+        for piece, part in zip(torch.split(flat, sizes), parts, strict=True):
+            if part is None:
+                piece.zero_()
+            else:
+                piece.view(part.shape).copy_(part)
+    return flat if pending is None else flat.add_(pending)
+
+
+def _pack_fake(
+    parts: list[Tensor | None], sizes: list[int], dtype: torch.dtype, pending: Tensor | None = None
+) -> Tensor:
+    like = next(part for part in parts if part is not None)
+    return like.new_empty(sum(sizes), dtype=dtype)
+
+
+_library.impl("pack", _pack, "CompositeExplicitAutograd")
+torch.library.register_fake("shardc::pack", _pack_fake, lib=_library)
+
+
+_library.define("write_matmul(Tensor(a!) buffer, Tensor left, Tensor right, int start) -> ()")
+_library.define("write_parts(Tensor(a!) buffer, Tensor[] parts, int[] starts, int[] gaps) -> ()")
+
+
+def _write_matmul(buffer: Tensor, left: Tensor, right: Tensor, start: int) -> None:
+    """`left @ right` straight into `buffer: (W*S,)` from `start` on."""
+    rows, columns = left.shape[0], right.shape[1]
+    out = buffer[start : start + rows * columns].view(rows, columns)
+    torch.mm(left, right, out=out)
+
+
+def _write_parts(buffer: Tensor, parts: list[Tensor], starts: list[int], gaps: list[int]) -> None:
+    """Copy and cast gradients into `buffer: (W*S,)`; `gaps`, pairs (start, size), become zero."""
+    places = [
+        buffer[start : start + part.numel()].view(part.shape)
+        for part, start in zip(parts, starts, strict=True)
+    ]
+    if parts:
+        torch._foreach_copy_(places, parts)
+    for start, size in zip(gaps[::2], gaps[1::2], strict=True):
+        buffer[start : start + size].zero_()
+
+
+_library.impl("write_matmul", _write_matmul, "CompositeExplicitAutograd")
+_library.impl("write_parts", _write_parts, "CompositeExplicitAutograd")
+torch.library.register_fake("shardc::write_matmul", lambda *_: None, lib=_library)
+torch.library.register_fake("shardc::write_parts", lambda *_: None, lib=_library)

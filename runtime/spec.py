@@ -1,0 +1,153 @@
+"""What shapes the code that gathers and reduces a bucket, as values that graphs can name.
+
+A graph carries an interned signature instead of names or ranks, so identical units trace to
+identical code, and units that differ in anything that shapes the graph never share it.
+"""
+
+import hashlib
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How the gradient of a bucket travels back to the segments.
+
+    Attributes:
+        op: "sum" or "avg".
+        dtype: what it is reduced and accumulated in; None for the dtype it comes in.
+        group: the communicator of the reduce-scatter where it is not that of the gather.
+        predivide, postdivide: what it is divided by before and after.
+        replicas: the group over which copies of the segment are reduced, if there are copies.
+        all_reduce: False leaves that out; the bucket adds up what was not reduced over copies.
+        sync: False leaves out all of it; the bucket adds up what was not reduced.
+        pending, partial: whether such sums of earlier backwards are added to this gradient.
+        function: the user's function in place of the reduce-scatter, by key.
+        scatter: the user's communication object for the reduce-scatter, by key.
+        hook: the user's function that is given the reduced gradient, by key.
+    """
+
+    op: str = "sum"
+    dtype: torch.dtype | None = None
+    group: str | None = None
+    predivide: float = 1.0
+    postdivide: float = 1.0
+    replicas: str | None = None
+    all_reduce: bool = True
+    sync: bool = True
+    pending: bool = False
+    partial: bool = False
+    function: str | None = None
+    scatter: str | None = None
+    hook: str | None = None
+
+
+@dataclass(frozen=True)
+class UnshardSpec:
+    """All that shapes the code that unshards a bucket; equal on every rank.
+
+    Attributes:
+        dtype: of the segment and of its gradient.
+        world_size, group: the ranks that hold the segments of one copy.
+        pieces: the bucket's consecutive parts: (elements, slot index or None for padding).
+        shapes, trainable: of the slots.
+        reshard_after_forward: whether the gathered bucket is freed after the forward.
+        reduction: how the gradient travels back.
+        everyone: the group of all ranks that run the same graph, copies included; None: `group`.
+        param_dtype: what the segment is cast to before it is gathered, if it is.
+        device: the device it is gathered on where the segment lies on another.
+        recut: (ranks, group) among which the backward gathers, where not among all.
+        held: whether the bucket is gathered already: the graph is given all of it.
+        gather: the user's communication object for the all-gather, by key.
+        hints: wishes for the schedule, here so that a change of them compiles anew.
+    """
+
+    dtype: torch.dtype
+    world_size: int
+    group: str
+    pieces: tuple[tuple[int, int | None], ...]
+    shapes: tuple[tuple[int, ...], ...]
+    trainable: tuple[bool, ...]
+    reshard_after_forward: bool = True
+    reduction: Reduction = Reduction()
+    everyone: str | None = None
+    param_dtype: torch.dtype | None = None
+    device: str | None = None
+    recut: tuple[int, str] | None = None
+    held: bool = False
+    gather: str | None = None
+    hints: tuple[object, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole bucket."""
+        return sum(size for size, _ in self.pieces)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the gathered parameters."""
+        return self.param_dtype or self.dtype
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """What the graph is given beside the segment, in order.
+
+        full: the gathered bucket, `(W*S,)`. sink: the leaf that collects unreduced gradients.
+        pending: what it has collected, `(W*S,)`. partial: the same of one segment, `(S,)`.
+        """
+        r = self.reduction
+        flags = {"full": self.held, "sink": not r.sync, "pending": r.pending, "partial": r.partial}
+        return tuple(name for name, flag in flags.items() if flag)
+
+
+_SPECS: dict[str, UnshardSpec] = {}
+
+
+def intern_spec(spec: UnshardSpec) -> str:
+    """The signature of `spec`: the same string for equal specs, on every rank and in every run."""
+    signature = hashlib.sha256(repr(spec).encode()).hexdigest()[:16]
+    _SPECS[signature] = spec
+    return signature
+
+
+def spec_of(signature: str) -> UnshardSpec:
+    """The spec that `intern_spec` gave this signature."""
+    return _SPECS[signature]
+
+
+def divide_factors(factor: float, dtype: torch.dtype) -> tuple[float, float]:
+    """What to divide by before and after a sum, so that together it is `factor`.
+
+    Dividing after touches less data. float16 has too small a range for it: there about the square
+    root is divided before, as a power of two, which loses nothing.
+    """
+    if dtype != torch.float16:
+        return 1.0, float(factor)
+    before = 1.0
+    while factor % before == 0 and factor / before > before:
+        before *= 2
+    return before, factor / before
+
+
+# -- objects of the user that graphs call ---------------------------------------------------------
+
+_objects: dict[str, Any] = {}
+_numbers = itertools.count()
+
+
+def intern_object(thing: Any) -> str:
+    """A key for `thing`, the same on all ranks that intern in the same order."""
+    for key, known in _objects.items():
+        if known is thing:
+            return key
+    key = f"{getattr(thing, '__name__', type(thing).__name__)}:{next(_numbers)}"
+    _objects[key] = thing
+    return key
+
+
+def object_of(key: str) -> Any:
+    """What `intern_object` gave this key."""
+    return _objects[key]

@@ -1,0 +1,103 @@
+"""A unit: what one call of `fully_shard` made, modules that are gathered and reduced together."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardc.runtime.bucket import Bucket
+from shardc.runtime.policy import cast_to, map_tensors, moved_to
+from shardc.runtime.settings import Settings
+
+
+@dataclass(eq=False)
+class Unit:
+    """What one call of `fully_shard` made: modules that are gathered and reduced together.
+
+    Attributes:
+        asked_reshard: `reshard_after_forward` as the user gave it; None is settled by `is_root`.
+        settings: what else was asked; shared with the buckets.
+        device: where the unit is computed.
+        ignored: parameters that are left alone by calls on outer modules too.
+        is_root: whether no other unit is around it.
+        number: the same on all ranks.
+    """
+
+    modules: tuple[nn.Module, ...]
+    buckets: tuple[Bucket, ...]
+    mesh: DeviceMesh
+    asked_reshard: bool | int | None
+    settings: Settings
+    device: torch.device
+    ignored: frozenset[nn.Parameter]
+    is_root: bool = True
+    number: int = field(default_factory=itertools.count().__next__)
+    forward_prefetch: tuple["Unit", ...] = ()
+    backward_prefetch: tuple["Unit", ...] = ()
+    reduce_buffers: int | None = None
+
+    def __post_init__(self) -> None:
+        for bucket in self.buckets:
+            bucket.unit, bucket.owner = self.number, self
+
+    @property
+    def hints(self) -> tuple[object, ...]:
+        """The user's wishes for the schedule; targets as distances, equal for equal blocks."""
+        ahead = tuple(unit.number - self.number for unit in self.forward_prefetch)
+        back = tuple(unit.number - self.number for unit in self.backward_prefetch)
+        return (ahead, back, self.reduce_buffers) if ahead or back or self.reduce_buffers else ()
+
+    def refresh(self) -> None:
+        """Have graphs that use the unit compiled anew."""
+        for bucket in self.buckets:
+            bucket.refresh_signature()
+
+    def change(self, **settings: Any) -> None:
+        """Set some of the settings."""
+        for name, value in settings.items():
+            setattr(self.settings, name, value)
+        self.refresh()
+
+    def settle(self, is_root: bool) -> None:
+        """Decide what None means, as FSDP2 does: reshard, except the outermost unit."""
+        self.is_root = is_root
+        asked = self.asked_reshard
+        self.change(reshard_after_forward=(not is_root) if asked is None else asked)
+
+    # -- inputs and outputs ------------------------------------------------------------------
+
+    @property
+    def converts(self) -> bool:
+        """Whether inputs or outputs of the unit's modules may need a cast or a move."""
+        policy = self.settings.precision
+        casts = policy.cast_forward_inputs and policy.param_dtype is not None
+        moves = self.is_root and self.device.type != "cpu"
+        return casts or moves or policy.output_dtype is not None
+
+    def prepare_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments of the forward on the unit's device (outermost unit) and in its dtype."""
+        policy = self.settings.precision
+        steps: list[Callable[[Tensor], Tensor]] = []
+        if self.is_root and self.device.type != "cpu":
+            steps.append(moved_to(self.device))
+        casts = policy.cast_forward_inputs and not self._in_full_precision(module)
+        if policy.param_dtype is not None and casts:
+            steps.append(cast_to(policy.param_dtype))
+        for step in steps:
+            args = tuple(map_tensors(step, value) for value in args)
+            kwargs = {name: map_tensors(step, value) for name, value in kwargs.items()}
+        return args, kwargs
+
+    def finish_outputs(self, module: nn.Module, outputs: Any) -> Any:
+        """What the forward returns, in `output_dtype`."""
+        dtype = self.settings.precision.output_dtype
+        if dtype is None or self._in_full_precision(module):
+            return outputs
+        return map_tensors(cast_to(dtype), outputs)
+
+    def _in_full_precision(self, module: nn.Module) -> bool:
+        return self.settings.precision.full_precision_in_eval and not module.training

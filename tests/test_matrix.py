@@ -1,0 +1,81 @@
+"""Every cell of {strategy} x {precision} x {accumulation} x {executor}, against FSDP2."""
+
+import pytest
+import torch
+from fsdp2 import check_against_fsdp2, fsdp2
+from models import Stack, compiled, seeded, shard_all, tokens
+from ranks import on_ranks
+from tabulate import tabulate
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardc import MixedPrecisionPolicy
+
+STRATEGIES = {
+    "FULL_SHARD": ((4,), True),
+    "SHARD_GRAD_OP": ((4,), False),
+    "reshard to 2": ((4,), 2),
+    "HYBRID_SHARD": ((2, 2), True),
+    "_HYBRID_SHARD_ZERO2": ((2, 2), False),
+    "NO_SHARD": ((4, 1), True),
+}
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+PRECISIONS = {
+    "fp32": (MixedPrecisionPolicy(), 1e-5),
+    "bf16": (MixedPrecisionPolicy(param_dtype=bf16), 2e-2),
+    "bf16, reduce fp32": (MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32), 2e-2),
+    "fp16": (MixedPrecisionPolicy(param_dtype=fp16), 4e-3),
+}
+ACCUMULATIONS = ("none", "every micro-batch reduced", "no_sync")
+
+
+def _step(mesh_rank, kind):
+    micro_batches = 1 if kind == "none" else 2
+
+    def step(model, call, number):
+        for index in range(micro_batches):
+            last = index == micro_batches - 1
+            if kind == "no_sync":
+                model.set_requires_gradient_sync(last)
+            seed = 1000 * number + 10 * index + mesh_rank
+            loss = call(tokens(seed), tokens(seed + 500))
+            (loss / micro_batches).backward()
+            grads = [p.grad for p in model.parameters()]
+            assert last or kind != "no_sync" or all(grad is None for grad in grads)
+
+    return step
+
+
+def _cell(mesh, strategy, precision, accumulation, executor):
+    _, reshard = STRATEGIES[strategy]
+    policy, tolerance = PRECISIONS[precision]
+    kwargs = {"reshard_after_forward": reshard, "mp_policy": policy}
+    theirs = fsdp2(seeded(lambda: Stack(1)), mesh, **kwargs)
+    ours = shard_all(seeded(lambda: Stack(1)), mesh, **kwargs)
+    step = compiled(ours, executor, fullgraph=True)
+    rank = torch.distributed.get_rank()
+    check_against_fsdp2(theirs, ours, step, _step(rank, accumulation), 2, tolerance)
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@on_ranks(4, timeout=900)
+def test_matrix(mesh, executor):
+    rows, failed = [], []
+    meshes = {
+        shape: init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        for shape, _ in STRATEGIES.values()
+    }
+    for strategy, (shape, _) in STRATEGIES.items():
+        for precision in PRECISIONS:
+            cells = []
+            for accumulation in ACCUMULATIONS:
+                torch._dynamo.reset()
+                try:
+                    _cell(meshes[shape], strategy, precision, accumulation, executor)
+                    cells.append("pass")
+                except Exception as error:
+                    cells.append(f"{type(error).__name__}: {error}"[:300])
+                    failed.append((strategy, precision, accumulation, cells[-1]))
+            rows.append([strategy, precision, *cells])
+    if mesh.get_local_rank() == 0:
+        print(f"\n{tabulate(rows, headers=[executor, 'precision', *ACCUMULATIONS])}", flush=True)
+    assert not failed, failed
