@@ -16,6 +16,8 @@ goes on with the first wait (`drop_second_gathers`), and only the backward has t
 The partitioner does the rest; the tags are those of activation checkpointing.
 """
 
+from typing import Any
+
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
@@ -77,12 +79,17 @@ def _gather_among_fewer(gm: GraphModule) -> list[Node]:
         with graph.inserting_after(again):
             ready = graph.call_function(c10d.wait_tensor.default, (again,))
         value = wait.meta["val"]
-        part.meta = {**wait.meta, "val": value.new_empty(value.numel() // ranks)}
-        again.meta, ready.meta = dict(start.meta), dict(wait.meta)
+        part.meta = {**_facts(wait), "val": value.new_empty(value.numel() // ranks)}
+        again.meta, ready.meta = _facts(start), _facts(wait)
         for reader in readers:
             reader.replace_input_with(wait, ready)
         parts.append(part)
     return parts
+
+
+def _facts(node: Node) -> dict[str, Any]:
+    """The meta of a node, for another: without the inputs it was called with, which differ."""
+    return {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
 
 
 def drop_second_gathers(gm: GraphModule, ctx: PassContext) -> GraphModule:
