@@ -26,6 +26,7 @@ class Accumulated:
         number: the same on all ranks.
         sink: the leaf whose gradient is the sum of unreduced gradients, once there was one.
         partial: the sum of what was reduced over one copy of the model only, `(S,)`.
+        used, elsewhere: slots that have part in the sums, here and on other ranks only.
         taken: whether a forward was given them, so that another does not add them again.
     """
 
@@ -34,6 +35,8 @@ class Accumulated:
         self.number = next(_numbers)
         self.sink: Tensor | None = None
         self.partial: Tensor | None = None
+        self.used: set[int] = set()
+        self.elsewhere: set[int] = set()
         self.taken = False
 
     def make_sink(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -83,6 +86,7 @@ class Accumulated:
         if self.sink is not None:
             self.sink.grad = None
         self.partial, self.taken = None, False
+        self.used, self.elsewhere = set(), set()
         self.bucket.refresh_signature()
 
 

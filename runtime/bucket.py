@@ -204,6 +204,7 @@ class Bucket:
             function=settings.reduce_function,
             scatter=settings.reduce_scatter,
             hook=settings.hook,
+            hook_sees_mean=dtype != torch.float16 and not settings.force_sum,
         )
 
     @property
@@ -290,7 +291,10 @@ class Bucket:
     def begin_backward(self, taken: Sequence[Tensor | None]) -> None:
         """The backward of a forward that was given `taken`, (pending, partial), begins."""
         if any(value is not None for value in taken):
-            self.accumulated.release(*taken)
+            waiting = self.accumulated
+            used, elsewhere = waiting.used, waiting.elsewhere
+            waiting.release(*taken)
+            self.note_used(used, elsewhere)
 
     def lend(self) -> tuple[Tensor | None, Tensor | None]:
         """What a forward that runs now is given to add: (pending, partial); no other is."""
@@ -308,13 +312,15 @@ class Bucket:
 
     def note_used(self, slots: Iterable[int], elsewhere: Iterable[int] = ()) -> None:
         """A backward that is about to run differentiates `slots`; other ranks `elsewhere` too."""
-        self._used.update(slots)
-        self._elsewhere.update(elsewhere)
+        into = (self._used, self._elsewhere)
+        if not self.settings.sync:
+            into = (self.accumulated.used, self.accumulated.elsewhere)
+        into[0].update(slots)
+        into[1].update(elsewhere)
 
     def discard_accumulated(self) -> None:
         """Forget gradients that were not reduced yet."""
         self.accumulated.clear()
-        self._used, self._elsewhere = set(), set()
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -331,6 +337,7 @@ class Bucket:
             part = reduce(nothing, spec, waiting.partial)
         else:
             return
+        self._used, self._elsewhere = waiting.used, waiting.elsewhere
         waiting.clear()
         self._deliver(part)
 
@@ -339,13 +346,16 @@ class Bucket:
         part, segment.grad = segment.grad, None
         if part is not None:  # else read, but nothing that was differentiated depends on it
             self._deliver(part)
-        elif self.accumulated.is_empty and self.settings.sync:
+        else:
             self._used, self._elsewhere = set(), set()
         self.end_backward()
 
     def _deliver(self, part: Tensor) -> None:
         """Deal a reduced gradient, `(S,)`, out to the parameters."""
         if not self.settings.all_reduce and self.ranks.replicas is not None:
+            self.accumulated.used |= self._used
+            self.accumulated.elsewhere |= self._elsewhere
+            self._used, self._elsewhere = set(), set()
             self.accumulated.keep_partial(part)
             return
         missing = self._elsewhere - self._used

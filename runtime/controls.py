@@ -109,8 +109,9 @@ class Controls:
     ) -> None:
         """Have `hook` change each reduced gradient, `(S,)` in the dtype of the reduction, in place.
 
-        Called after the reduce-scatter, or with copies of the model (HSDP) after their all-reduce.
-        It may communicate. None takes it away.
+        Called after the reduce-scatter, or with copies of the model (HSDP) after their all-reduce;
+        it sees the mean, or the sum where FSDP2's does (float16, forced sums). It may communicate.
+        None takes it away.
 
         Raises:
             ValueError: a `stream`: the hook runs where the graph puts it.

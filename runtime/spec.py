@@ -28,6 +28,7 @@ class Reduction:
         function: the user's function in place of the reduce-scatter, by key.
         scatter: the user's communication object for the reduce-scatter, by key.
         hook: the user's function that is given the reduced gradient, by key.
+        hook_sees_mean: whether that is after all divisions, as where the backend averages.
     """
 
     op: str = "sum"
@@ -43,6 +44,7 @@ class Reduction:
     function: str | None = None
     scatter: str | None = None
     hook: str | None = None
+    hook_sees_mean: bool = True
 
 
 @dataclass(frozen=True)

@@ -64,10 +64,12 @@ def reduce(flat: Tensor, spec: UnshardSpec, partial: Tensor | None = None) -> Te
     if r.all_reduce:
         if r.replicas is not None:
             part = collectives.all_reduce(part, r.op, r.replicas)
-        if r.hook is not None:
+        if r.hook is not None and not r.hook_sees_mean:
             part = torch.ops.shardc.call_hook(part, r.hook)
         if r.postdivide != 1:
             part = part / r.postdivide
+        if r.hook is not None and r.hook_sees_mean:
+            part = torch.ops.shardc.call_hook(part, r.hook)
     part = part.to(spec.dtype)
     return part if device is None else part.to("cpu")
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardc import ShardTensor
+from shardc import ShardTensor, fully_shard
 
 
 def fsdp2(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
@@ -17,6 +17,13 @@ def fsdp2(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
     for layer in model.layers:
         fsdp.fully_shard(layer, mesh=mesh, **kwargs)
     return fsdp.fully_shard(model, mesh=mesh, **kwargs)
+
+
+def sharded(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
+    """The same by shardc."""
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **kwargs)
+    return fully_shard(model, mesh=mesh, **kwargs)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ import os
 
 import pytest
 import torch
-from fsdp2 import check_against_fsdp2, fsdp2
-from models import Stack, seeded, shard_all, tokens
+from fsdp2 import check_against_fsdp2, fsdp2, sharded
+from models import Stack, seeded, tokens
 from ranks import on_ranks
 from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
@@ -63,7 +63,7 @@ def _cell(mesh, strategy, precision, accumulation, executor):
     policy, tolerance = PRECISIONS[precision]
     kwargs = {"reshard_after_forward": reshard, "mp_policy": policy}
     theirs = fsdp2(seeded(lambda: Stack(1)), mesh, **kwargs)
-    ours = shard_all(seeded(lambda: Stack(1)), mesh, **kwargs)
+    ours = sharded(seeded(lambda: Stack(1)), mesh, **kwargs)
     options = {"executor": executor, "fallback": False}
     step = torch.compile(ours, backend="shardc", options=options, fullgraph=True)
     rank = torch.distributed.get_rank()

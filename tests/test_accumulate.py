@@ -1,0 +1,183 @@
+"""Gradient accumulation without sync: sums, what `.grad` shows meanwhile, refusals."""
+
+import functools
+
+import pytest
+import torch
+from fsdp2 import check_against_fsdp2, fsdp2, sharded
+from models import Stack as TwoBlocks
+from models import compiled, full, mean_over_ranks, seeded, tokens
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardc import fully_shard
+
+Stack = functools.partial(TwoBlocks, 1)
+
+
+def _loss(call, seed, mesh):
+    rank = torch.distributed.get_rank()
+    return call(tokens(seed + rank), tokens(seed + rank + 50))
+
+
+def _grads(model):
+    return {n: None if p.grad is None else full(p.grad) for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor", None])
+@on_ranks(2)
+def test_equal_to_the_concatenated_batch(mesh, executor):
+    plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
+    call = compiled(model, executor, fullgraph=True) if executor else model
+    for _ in range(2):
+        with model.no_sync():
+            for seed in (100, 200):
+                (_loss(call, seed, mesh) / 3).backward()
+                assert all(p.grad is None for p in model.parameters())
+        (_loss(call, 300, mesh) / 3).backward()
+        rank = mesh.get_local_rank()
+        seeds = [seed + rank for seed in (100, 200, 300)]
+        inputs = torch.cat([tokens(s) for s in seeds]), torch.cat([tokens(s + 50) for s in seeds])
+        plain(*inputs).backward()
+        for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+            want = mean_over_ranks(p.grad, mesh)
+            torch.testing.assert_close(full(q.grad), want, rtol=1e-4, atol=1e-6, msg=name)
+        plain.zero_grad()
+        model.zero_grad()
+
+
+@on_ranks(2)
+def test_a_bucket_that_the_last_micro_batch_does_not_use(mesh):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, left):
+            return (self.left if left else self.right)(x).square().sum()
+
+    for call_compiled in (True, False):
+        plain, model = seeded(Two), seeded(Two)
+        for part in (model.left, model.right):
+            fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        call = compiled(model) if call_compiled else model
+        x = torch.ones(2, 4) * (1 + mesh.get_local_rank())
+        with model.no_sync():
+            call(x, True).backward()
+        call(x, False).backward()
+        plain(x, True).backward()
+        plain(x, False).backward()
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh))
+
+
+@on_ranks(2)
+def test_grad_stays_what_it_was_and_zero_grad_discards(mesh):
+    model = sharded(seeded(Stack), mesh)
+    call = compiled(model)
+    _loss(call, 1, mesh).backward()
+    before = _grads(model)
+    with model.no_sync():
+        _loss(call, 2, mesh).backward()
+    for name, grad in _grads(model).items():
+        assert torch.equal(grad, before[name]), name
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"accumulated but not reduced.*zero_grad"):
+        optimizer.step()
+    for zero_grad in (optimizer.zero_grad, model.zero_grad):
+        zero_grad()
+        optimizer.step()  # nothing is pending
+        _loss(call, 1, mesh).backward()
+        for name, grad in _grads(model).items():
+            torch.testing.assert_close(grad, before[name], msg=name)
+        with model.no_sync():
+            _loss(call, 2, mesh).backward()
+
+
+@on_ranks(2)
+def test_contexts_nest_and_restore(mesh):
+    model = sharded(seeded(Stack), mesh)
+    inner = model.layers[0]
+    with pytest.raises(RuntimeError, match="outermost"), inner.no_sync():
+        pass
+    inner.set_requires_gradient_sync(False)
+    flags = lambda: [m._shardc_unit.settings.sync for m in (model, inner)]  # noqa: E731
+    with model.no_sync():
+        with pytest.raises(ZeroDivisionError), model.no_sync():
+            raise ZeroDivisionError
+        assert flags() == [False, False]
+    assert flags() == [True, False]
+    call = compiled(model)
+    _loss(call, 1, mesh).backward()  # only the inner unit waits
+    grads = _grads(model)
+    assert {n for n, g in grads.items() if g is None} == {
+        n for n in grads if n.startswith("layers.0")
+    }
+
+
+@on_ranks(2)
+def test_two_forwards_before_the_backwards_add_what_waits_once(mesh):
+    plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
+    call = compiled(model)
+    with model.no_sync():
+        _loss(call, 100, mesh).backward()
+    _loss(call, 700, mesh)  # abandoned
+    losses = [_loss(call, seed, mesh) for seed in (200, 300)]
+    for loss in losses:
+        loss.backward()
+    for seed in (100, 200, 300):
+        _loss(plain, seed, mesh).backward()
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh), msg=name)
+    with model.no_sync():
+        _loss(call, 100, mesh).backward()
+    late = _loss(call, 200, mesh)
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="have been reduced or discarded since"):
+        late.backward()
+
+
+@on_ranks(4)
+def test_reductions_over_copies_can_wait(mesh):
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    theirs, ours = fsdp2(seeded(Stack), grid), sharded(seeded(Stack), grid)
+
+    def step(model, call, number):
+        for index in range(3):
+            model.set_requires_all_reduce(index == 2)
+            model.set_is_last_backward(index == 2)
+            (_loss(call, 100 * number + 10 * index, mesh) / 3).backward()
+
+    check_against_fsdp2(theirs, ours, compiled(ours), step, steps=2)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@on_ranks(2)
+def test_buckets_kept_from_step_to_step(mesh, sync):
+    theirs, ours = fsdp2(seeded(Stack), mesh), sharded(seeded(Stack), mesh)
+    buckets = [b for m in (ours, *ours.layers) for b in m._shardc_unit.buckets]
+
+    def step(model, call, number):
+        for index in range(3):
+            last = index == 2
+            model.set_reshard_after_backward(last)
+            model.set_requires_gradient_sync(last or sync)
+            (_loss(call, 100 * number + 10 * index, mesh) / 3).backward()
+            assert model is theirs or all(b.is_held == (not last) for b in buckets)
+
+    check_against_fsdp2(theirs, ours, compiled(ours), step)
+
+
+@on_ranks(2)
+def test_what_is_kept_follows_an_update(mesh):
+    plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
+    model.set_reshard_after_backward(False)
+    for call in (compiled(model), model):
+        _loss(call, 1, mesh).backward()
+        with torch.no_grad():
+            for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+                p.mul_(0.5)
+                q.mul_(0.5)
+        torch.testing.assert_close(_loss(call, 2, mesh), _loss(plain, 2, mesh))

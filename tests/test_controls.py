@@ -1,0 +1,217 @@
+"""FSDP2's setters and what users plug in, against FSDP2 or the unsharded model."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp2 import check_against_fsdp2, fsdp2, sharded
+from models import Stack as TwoBlocks
+from models import compiled, full, mean_over_ranks, seeded, tokens
+from ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardc
+from shardc.runtime import compat
+
+Stack = functools.partial(TwoBlocks, 1)
+
+
+def _loss(call, seed):
+    rank = dist.get_rank()
+    return call(tokens(seed + rank), tokens(seed + rank + 50))
+
+
+def _step(model, call, number):
+    _loss(call, 100 * number).backward()
+
+
+def _both(mesh, **kwargs):
+    return fsdp2(seeded(Stack), mesh, **kwargs), sharded(seeded(Stack), mesh, **kwargs)
+
+
+def _units(model):
+    return [*model.layers, model]
+
+
+@on_ranks(2)
+def test_equal_bits_with_fsdp2(mesh):
+    theirs, ours = _both(mesh)
+    call = compiled(ours, fullgraph=True)
+    check_against_fsdp2(theirs, ours, call, _step, tolerance=0)
+
+
+@pytest.mark.parametrize("executor", ["eager", None])
+@on_ranks(3)
+def test_divide_factor_and_hook(mesh, executor):
+    theirs, ours = _both(mesh)
+    for model in (theirs, ours):
+        for module in _units(model):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(7.0)
+            module.set_all_reduce_hook(lambda grad: grad.mul_(2))
+    call = compiled(ours, executor) if executor else ours
+    check_against_fsdp2(theirs, ours, call, _step, 2)
+    ours.set_gradient_divide_factor(3.0, recurse=True)
+    for module in _units(ours):
+        module.set_all_reduce_hook(None)
+    _loss(call, 9).backward()
+    before = [full(p.grad) for p in ours.parameters()]
+    ours.set_gradient_divide_factor(6.0, recurse=True)
+    ours.zero_grad()
+    _loss(call, 9).backward()
+    for p, grad in zip(ours.parameters(), before, strict=True):
+        torch.testing.assert_close(2 * full(p.grad), grad)
+    with pytest.raises(ValueError, match="positive"):
+        ours.set_gradient_divide_factor(0)
+
+
+@on_ranks(4)
+def test_hook_runs_after_the_reduction_over_copies(mesh):
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    theirs, ours = _both(grid)
+    for model in (theirs, ours):
+        for module in _units(model):
+            module.set_all_reduce_hook(lambda grad: grad.clamp_(max=1e-3))
+    check_against_fsdp2(theirs, ours, compiled(ours), _step, 2)
+
+
+@pytest.mark.parametrize(
+    "function, executor", [(shardc.compress_bf16, "inductor"), (shardc.compress_fp16, "eager")]
+)
+@on_ranks(2)
+def test_compressed_reductions(mesh, function, executor):
+    plain, ours = seeded(Stack), sharded(seeded(Stack), mesh)
+    ours.set_custom_reduce(function)
+    _loss(compiled(ours, executor), 1).backward()
+    _loss(plain, 1).backward()
+    differs = False
+    for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+        want = mean_over_ranks(p.grad, mesh)
+        assert q.grad.dtype == torch.float32
+        torch.testing.assert_close(full(q.grad), want, rtol=2e-2, atol=1e-3)
+        differs |= not torch.equal(full(q.grad), want)
+    assert differs, "nothing was compressed"
+
+
+class Gather:
+    """An all-gather of one's own, in FSDP2's interface."""
+
+    calls = 0
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        type(self).calls += 1
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op=async_op)
+
+
+class Scatter(Gather):
+    """The same for a reduce-scatter."""
+
+    calls = 0
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        type(self).calls += 1
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+
+
+@pytest.mark.parametrize("executor", ["inductor", None])
+@on_ranks(2)
+def test_communication_of_ones_own(mesh, executor):
+    plain, ours = seeded(Stack), sharded(seeded(Stack), mesh)
+    ours.set_custom_all_gather(Gather(), recurse=True)
+    ours.set_custom_reduce_scatter(Scatter(), recurse=True)
+    Gather.calls = Scatter.calls = 0
+    _loss(compiled(ours, executor) if executor else ours, 1).backward()
+    _loss(plain, 1).backward()
+    for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh))
+    assert Gather.calls >= 2 and Scatter.calls == 2
+
+
+@on_ranks(2)
+def test_unused_parameters_get_zeros_where_asked(mesh):
+    class Part(TwoBlocks):
+        def forward(self, tokens, targets):
+            return self.embed(tokens).sum() + 0 * targets.sum()
+
+    model = sharded(seeded(Part), mesh)
+    call = compiled(model)
+    _loss(call, 1).backward()
+    assert model.head.weight.grad is None
+    model.set_reduce_scatter_unused_params(True)
+    model.zero_grad()
+    _loss(call, 1).backward()
+    assert full(model.head.weight.grad).count_nonzero() == 0
+    assert full(model.embed.weight.grad).count_nonzero() > 0
+
+
+@on_ranks(2)
+def test_ablation_is_loud_and_leaves_out_the_wire(mesh):
+    model = sharded(seeded(Stack), mesh)
+    with pytest.warns(UserWarning, match="gathers and reductions are left out.*NOT train"):
+        model.set_ablation(all_gather=True, reduce=True)
+    call = compiled(model)
+    _loss(call, 1).backward()
+    if mesh.get_local_rank() == 0:  # alone: no collective is entered
+        _loss(call, 2).backward()
+    model.set_ablation()
+
+
+@on_ranks(2)
+def test_reshard_after_forward_can_change(mesh):
+    model = sharded(seeded(Stack), mesh)
+    first = model.layers[0]
+    for value in (False, True):
+        model.set_reshard_after_forward(value)
+        assert first._shardc_unit.settings.reshard_after_forward is value
+        _loss(compiled(model), 1).backward()
+    first.set_reshard_after_forward(False, recurse=False)
+    assert model._shardc_unit.settings.reshard_after_forward is True
+    with pytest.raises(ValueError, match="divisor of the world size 2"):
+        model.set_reshard_after_forward(3)
+
+
+@on_ranks(2)
+def test_unshard_before_the_forward(mesh):
+    plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
+    for call in (compiled(model), model):
+        model.layers[0].unshard()
+        handle = model.unshard(async_op=True)
+        model.unshard()
+        torch.testing.assert_close(_loss(call, 1), _loss(plain, 1))
+        handle.wait()
+        assert all(b.is_held for m in _units(model) for b in m._shardc_unit.buckets)
+        for module in _units(model):
+            module.reshard()
+        torch.testing.assert_close(_loss(call, 1), _loss(plain, 1))
+        assert not any(b.is_held for m in _units(model) for b in m._shardc_unit.buckets)
+
+
+@on_ranks(2)
+def test_a_flag_costs_one_compile_a_combination(mesh):
+    from torch._dynamo.utils import counters
+
+    model = sharded(seeded(Stack), mesh)
+    call = compiled(model, fullgraph=True)
+    counters.clear()
+    for _ in range(3):
+        for sync in (False, True):
+            model.set_requires_gradient_sync(sync)
+            _loss(call, 1).backward()
+        model.zero_grad()
+    assert counters["stats"]["unique_graphs"] == 2  # without sync; with what waited
+
+
+@on_ranks(2)
+def test_allocation_is_refused_by_name(mesh):
+    model = sharded(seeded(Stack), mesh)
+    with pytest.raises(NotImplementedError, match="memory of the process group"):
+        model.set_allocate_memory_from_process_group_for_comm(True)
+    with pytest.raises(NotImplementedError, match="symmetric memory"):
+        model.set_symm_mem_for_comm()
+    with pytest.raises(ValueError, match="stream must be None"):
+        model.set_all_reduce_hook(lambda grad: None, stream=object())
+    assert compat.mean_op(compat.group_name(mesh.get_group())) == "sum"
