@@ -10,7 +10,6 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from shardc.passes.profiles import Profile
-from shardc.runtime import compat
 from shardc.runtime.spec import UnshardSpec, spec_of
 
 c10d = torch.ops._c10d_functional
@@ -202,7 +201,9 @@ def spec_of_node(node: Node) -> UnshardSpec | None:
 
 def ranks_in(node: Node) -> int:
     """Among how many ranks a collective goes."""
-    return compat.resolve_group(str(node.args[-1])).size()
+    given = [argument for argument in node.args if isinstance(argument, int)]
+    spec = spec_of_node(node)
+    return given[0] if given else spec.reduction.copies if spec is not None else 1
 
 
 def is_all_gather(node: Node) -> bool:

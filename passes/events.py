@@ -131,11 +131,12 @@ def _preparation(start: Node) -> list[Node]:
 
 def _give_to_all_reduces(attached: dict[Node, tuple[list[Node], list[Node]]]) -> None:
     """What lies between a reduce-scatter and the all-reduce over copies prepares the latter."""
+    tails = [tail for s, (_, tail) in attached.items() if kind_of(s) == "reduce_scatter"]
     for start, (before, after) in attached.items():
         if kind_of(start) == "all_reduce":
             feeding = reach(start, lambda n: n.all_input_nodes) - {start}
-            for _, tail in attached.values():
-                if tail is not after and feeding & set(tail):
+            for tail in tails:
+                if feeding & set(tail):
                     before[:] = sorted({*before, *(node for node in tail if node in feeding)})
                     tail[:] = [node for node in tail if node not in (*before, start, *after)]
 

@@ -198,6 +198,7 @@ class Bucket:
             predivide=before,
             postdivide=after,
             replicas=ranks.replicas,
+            copies=ranks.copies,
             all_reduce=reduces_all,
             pending=waiting.pending is not None and not waiting.taken,
             partial=waiting.partial is not None and not waiting.taken,

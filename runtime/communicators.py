@@ -15,6 +15,19 @@ _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool], dist.ProcessG
 _made = WeakKeyDictionary()
 
 
+def group_over(ranks: list[int]) -> str:
+    """The name of a group of these global ranks, made at first use; each of them must call it."""
+    world = dist.distributed_c10d.GroupMember.WORLD
+    assert world is not None
+    if len(ranks) == dist.get_world_size():
+        return compat.group_name(world)
+    groups = _made.setdefault(world, {})
+    purpose = (f"ranks {sorted(ranks)}", False)
+    if purpose not in groups:
+        groups[purpose] = dist.new_group(sorted(ranks), use_local_synchronization=True)
+    return compat.group_name(groups[purpose])
+
+
 def own_group(
     group: str, purpose: str, high_priority: bool = False, size: int | None = None
 ) -> str:

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.exc import InductorError as InductorError
-from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -71,11 +70,6 @@ def is_in_use(param: Tensor) -> bool:
 def group_name(group: dist.ProcessGroup) -> str:
     """The name by which functional collectives find a process group (2.11 to 2.15)."""
     return group.group_name
-
-
-def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of all ranks of a mesh of several dims (2.11 to 2.15)."""
-    return mesh._flatten().get_group()
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:

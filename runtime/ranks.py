@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.runtime import compat
-from shardc.runtime.communicators import own_group
+from shardc.runtime.communicators import group_over, own_group
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
         return Ranks(shard, size, rank, None, 1, shard)
     copies = mesh.size(0)
     replicas = compat.group_name(mesh.get_group(0)) if copies > 1 else None
-    everyone = shard if copies == 1 else compat.group_name(compat.flat_group(mesh))
+    everyone = shard if copies == 1 else group_over(mesh.mesh.flatten().tolist())
     return Ranks(shard, size, rank, replicas, copies, everyone)
 
 

@@ -21,7 +21,7 @@ class Reduction:
         dtype: what it is reduced and accumulated in; None for the dtype it comes in.
         group: the communicator of the reduce-scatter where it is not that of the gather.
         predivide, postdivide: what it is divided by before and after.
-        replicas: the group over which copies of the segment are reduced, if there are copies.
+        replicas: the group over which copies of the segment are reduced, if there are `copies`.
         all_reduce: False leaves that out; the bucket adds up what was not reduced over copies.
         sync: False leaves out all of it; the bucket adds up what was not reduced.
         pending, partial: whether such sums of earlier backwards are added to this gradient.
@@ -37,6 +37,7 @@ class Reduction:
     predivide: float = 1.0
     postdivide: float = 1.0
     replicas: str | None = None
+    copies: int = 1
     all_reduce: bool = True
     sync: bool = True
     pending: bool = False

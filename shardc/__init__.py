@@ -8,6 +8,7 @@ model.compile(backend="shardc")
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from shardc.calibrate import calibrate
+from shardc.checks import hybrid_mesh
 from shardc.passes.profiles import Profile, get_profile, set_profile
 from shardc.runtime.controls import share_comm_ctx
 from shardc.runtime.modules import ShardedModule
@@ -31,6 +32,7 @@ __all__ = [
     "describe",
     "fully_shard",
     "get_profile",
+    "hybrid_mesh",
     "set_profile",
     "share_comm_ctx",
     "units_of",

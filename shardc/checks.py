@@ -1,5 +1,6 @@
 """What `fully_shard` refuses, and why: checks that only read, before anything is changed."""
 
+import os
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -83,12 +84,12 @@ def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             "torch.distributed.init_process_group() first"
         )
     if mesh is None:
-        device = torch.accelerator.current_accelerator()
-        kind = "cuda" if device is not None and "nccl" in dist.get_backend() else "cpu"
         world = dist.distributed_c10d.GroupMember.WORLD
         assert world is not None
         if world not in _default_meshes:
-            _default_meshes[world] = init_device_mesh(kind, (dist.get_world_size(),))
+            _default_meshes[world] = init_device_mesh(
+                _default_device_type(), (dist.get_world_size(),)
+            )
         mesh = _default_meshes[world]
     if mesh.ndim > 2:
         raise ValueError(
@@ -102,6 +103,35 @@ def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
     return mesh
+
+
+def hybrid_mesh(devices_per_node: int | None = None) -> DeviceMesh:
+    """A mesh (replicate, shard) for HSDP: sharded within each node, replicated across nodes.
+
+    Args:
+        devices_per_node: ranks on one node; default: what torchrun says (LOCAL_WORLD_SIZE), else
+            the accelerators of this machine.
+
+    Raises:
+        RuntimeError: no process group.
+        ValueError: the world size is not a multiple.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("hybrid_mesh needs a process group: call init_process_group() first")
+    size = devices_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    size = size or torch.accelerator.device_count()
+    world = dist.get_world_size()
+    if size < 1 or world % size:
+        raise ValueError(
+            f"{world} ranks cannot be split into nodes of {size}; give devices_per_node"
+        )
+    kind = _default_device_type()
+    return init_device_mesh(kind, (world // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def _default_device_type() -> str:
+    device = torch.accelerator.current_accelerator()
+    return "cuda" if device is not None and "nccl" in dist.get_backend() else "cpu"
 
 
 def check_ignored(

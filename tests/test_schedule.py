@@ -80,7 +80,9 @@ def _graph(reads, world=2):
                 (summed, [numel // 8, 8]),
                 torch.empty(numel // 8, 8, device="meta"),
             )
-            pack = call(torch.ops.shardc.pack.default, ([wide], [numel]), whole, name)
+            pack = call(
+                torch.ops.shardc.pack.default, ([wide], [numel], torch.float32), whole, name
+            )
             start = call(c10d.reduce_scatter_tensor.default, (pack, "sum", world, "0"), part, name)
             grads[key] = call(c10d.wait_tensor.default, (start,), part)
     graph.output((last, *grads.values()))
@@ -170,7 +172,7 @@ def test_matmuls_write_into_the_buffer_that_is_reduced():
     for node, shape in ((left, (4, 3)), (total, (5,))):
         node.meta["val"] = torch.empty(shape)
     pack = graph.call_function(
-        torch.ops.shardc.pack.default, ([left, None, total, None], [12, 4, 5, 3])
+        torch.ops.shardc.pack.default, ([left, None, total, None], [12, 4, 5, 3], torch.float32)
     )
     pack.meta["val"] = torch.empty(24)
     graph.output((pack,))

@@ -1,0 +1,113 @@
+"""Strategies: what is on the wire, in which order, and what it costs in memory."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fsdp2 import sharded
+from models import Stack, compiled, full, mean_over_ranks, seeded, tokens
+from ranks import on_ranks
+from test_backend import Graphs
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardc
+from shardc.passes.context import kind_of, ranks_in
+from shardc.plan import graph_plans
+
+GATHER, REDUCE, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+
+
+def _batch(seed=0):
+    rank = dist.get_rank()
+    return tokens(seed + rank), tokens(seed + rank + 50)
+
+
+def _collectives(graphs, phase):
+    return [
+        (kind_of(node), ranks_in(node))
+        for kind, gm in graphs.seen
+        if kind == phase
+        for node in gm.graph.nodes
+        if node.op == "call_function" and kind_of(node) in (GATHER, REDUCE, ALL_REDUCE)
+    ]
+
+
+@on_ranks(4)
+def test_the_backward_gathers_among_fewer(mesh):
+    plain = seeded(Stack)
+    model = sharded(seeded(Stack), mesh, reshard_after_forward=2)
+    with Graphs() as graphs:
+        compiled(model, fullgraph=True)(*_batch()).backward()
+    sizes = [node.meta["val"].numel() for node in graphs.saved()]
+    for module in (*model.layers, model):
+        numel = module._shardc_unit.buckets[0].layout.numel
+        assert numel not in sizes and numel // 2 in sizes, (numel, sizes)
+    assert _collectives(graphs, "forward") == [(GATHER, 4)] * 3
+    assert sorted(_collectives(graphs, "backward")) == [(GATHER, 2)] * 3 + [(REDUCE, 4)] * 3
+    plain(*_batch()).backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh))
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@on_ranks(4)
+def test_copies_are_reduced_behind_the_next_reduction(mesh, executor):
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(seeded(Stack), grid)
+    with Graphs() as graphs:
+        compiled(model, executor, fullgraph=True)(*_batch()).backward()
+    order = [kind for kind, _ in _collectives(graphs, "backward") if kind != GATHER]
+    assert order == [REDUCE, REDUCE, ALL_REDUCE, REDUCE, ALL_REDUCE, ALL_REDUCE], order
+    groups = {n.args[-1] for _, gm in graphs.seen for n in gm.graph.nodes if kind_of(n) in
+              (REDUCE, ALL_REDUCE) and n.op == "call_function"}  # fmt: skip
+    assert len(groups) == 2, "reductions over copies have no communicator of their own"
+
+
+@on_ranks(4)
+def test_the_default_mesh_of_nodes(mesh):
+    grid = shardc.hybrid_mesh(2)
+    assert grid.shape == (2, 2) and grid.mesh_dim_names == ("replicate", "shard")
+    assert grid.mesh.tolist() == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match=r"4 ranks cannot be split into nodes of 3"):
+        shardc.hybrid_mesh(3)
+
+
+@on_ranks(4)
+def test_a_checkpoint_of_copies_loads_without(mesh):
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, other = sharded(seeded(Stack), grid), sharded(seeded(Stack, 1), mesh)
+    compiled(model)(*_batch()).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    path = [None]
+    if dist.get_rank() == 0:
+        import tempfile
+
+        path = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(path)
+    dcp.save(model.state_dict(), checkpoint_id=path[0])
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=path[0])
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(full(p), full(q))
+
+
+@on_ranks(4)
+def test_memory_is_in_the_order_it_should_be(mesh):
+    class Wide(Stack):
+        def __init__(self):
+            super().__init__(6, dim=256)
+
+    peaks = {}
+    for name, reshard, shape in (
+        ("ZeRO-3", True, (4,)),
+        ("ZeRO-2", False, (4,)),
+        ("replicated", False, (4, 1)),
+    ):
+        torch._dynamo.reset()
+        graph_plans.clear()
+        grid = init_device_mesh("cpu", shape)
+        model = sharded(seeded(Wide), grid, reshard_after_forward=reshard)
+        compiled(model)(*_batch()).backward()
+        peaks[name] = max(plan.peak for plan in graph_plans)
+    assert list(peaks) == sorted(peaks, key=peaks.__getitem__), peaks
+    assert peaks["ZeRO-3"] < 0.95 * peaks["ZeRO-2"] < 0.95 * peaks["replicated"], peaks
