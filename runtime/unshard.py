@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from shardc.runtime import (
     collectives,
@@ -100,6 +101,7 @@ class _Unshard(torch.autograd.Function):
         return ordered
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         spec = spec_of(ctx.signature)
         added = dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
