@@ -132,6 +132,8 @@ class Bucket:
     def set_segment(self, segment: Tensor) -> None:
         """Take `segment: (S,)` as the leaf; `take` and `apply` point the parameters to it."""
         self.segment = nn.Parameter(segment, requires_grad=any(self.trainable))
+        if not self.settings.offloaded:
+            self.device = segment.device
         self.segment.shardc_bucket = self  # type: ignore[attr-defined]
         if self.segment.is_floating_point() or self.segment.is_complex():
             self.segment.requires_grad_(True)
@@ -159,6 +161,12 @@ class Bucket:
             return self.signature
         return self.signature if self.owner.modules[0].training else self.eval_signature
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the segment lies on the host and is computed on another device."""
+        home = self.segment.device.type
+        return self.settings.offloaded and home not in ("meta", self.device.type)
+
     def _spec_now(self, evaluating: bool) -> UnshardSpec:
         layout, ranks, settings = self.layout, self.ranks, self.settings
         stored = self.segment.dtype
@@ -175,7 +183,7 @@ class Bucket:
             reduction=self._reduction(reduced),
             everyone=ranks.everyone if ranks.copies > 1 else None,
             param_dtype=None if computed == stored else computed,
-            device=self.device.type if self.device.type != self.segment.device.type else None,
+            device=self.device.type if self.is_elsewhere else None,
             recut=None if isinstance(reshard, bool) else (reshard, part_of(self.group, reshard)),
             held=self._held is not None and not evaluating,
             gather=settings.all_gather,
