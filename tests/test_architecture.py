@@ -39,3 +39,12 @@ def test_private_torch_modules_are_imported_by_compat_only(path):
         if module.split(".")[0] == "torch":
             private = [p for p in [*module.split("."), name] if p.startswith("_")]
             assert private in ([], ["_pytree"]), f"{path} imports {module}.{name}"
+
+
+def test_every_behaviour_of_fsdp_names_a_test_that_exists():
+    rows = (Path(__file__).parent / "fsdp_behaviours.tsv").read_text().splitlines()[1:]
+    assert len(rows) == len(set(rows)) > 100
+    for row in rows:
+        _, behaviour, test = row.split("\t")
+        file, name = test.split("::")
+        assert f"def {name}(" in (Path(__file__).parent / file).read_text(), (behaviour, test)
