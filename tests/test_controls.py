@@ -1,6 +1,7 @@
 """FSDP2's setters and what users plug in, against FSDP2 or the unsharded model."""
 
 import functools
+import inspect
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from models import Stack as TwoBlocks
 from models import compiled, full, mean_over_ranks, seeded, tokens
 from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 import shardc
 from shardc.runtime import compat
@@ -215,3 +217,44 @@ def test_allocation_is_refused_by_name(mesh):
     with pytest.raises(ValueError, match="stream must be None"):
         model.set_all_reduce_hook(lambda grad: None, stream=object())
     assert compat.mean_op(compat.group_name(mesh.get_group())) == "sum"
+
+
+@on_ranks(2)
+def test_every_method_of_fsdp2_is_there(mesh):
+    model = sharded(seeded(Stack), mesh)
+    for name, method in vars(FSDPModule).items():
+        if name.startswith("_") or not callable(method):
+            continue
+        ours = inspect.signature(getattr(model, name)).parameters
+        theirs = list(inspect.signature(method).parameters.values())[1:]
+        for parameter in theirs:
+            assert parameter.name in ours, (name, parameter)
+            assert parameter.default == ours[parameter.name].default, (name, parameter)
+    for name in ("set_gradient_divide_factor", "set_all_reduce_hook", "set_custom_all_gather"):
+        assert inspect.signature(getattr(model, name)).parameters["recurse"].default is False
+    model.set_unshard_in_backward(False)
+    model.set_is_last_backward(False)
+    model.set_post_optim_event(torch.Event("cpu"))
+    plain = seeded(Stack)
+    torch.testing.assert_close(_loss(compiled(model), 1), _loss(plain, 1))
+
+
+@on_ranks(2)
+def test_a_step_that_was_interrupted(mesh):
+    plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
+
+    def stop(grad):
+        raise KeyboardInterrupt
+
+    for call in (compiled(model), model):
+        handle = model.layers[0].up.weight.register_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            _loss(call, 1).backward()
+        handle.remove()
+        model.reset_iter_state()
+        model.zero_grad()
+        plain.zero_grad()
+        for run in (plain, call):
+            _loss(run, 2).backward()
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh))
