@@ -36,6 +36,7 @@ def agree(
     timeout: timedelta | None = None,
     note: str = "",
     first_note_stands: bool = False,
+    every_time: bool = False,
 ) -> frozenset[str]:
     """Raise on every rank of `group` unless all state the same facts.
 
@@ -47,6 +48,7 @@ def agree(
         note: a text that may differ from rank to rank.
         first_note_stands: once agreed on, the same facts give the same notes for good; else a new
             note starts another round, which all ranks must enter.
+        every_time: compare even what was agreed on before: all ranks call this together.
 
     Returns:
         The notes of all ranks.
@@ -59,7 +61,7 @@ def agree(
     history = _histories.setdefault(group, _History())
     text = "\n".join([what, *facts])
     digest = hashlib.sha256(text.encode()).hexdigest()
-    notes = history.notes.get(digest, frozenset())
+    notes = frozenset[str]() if every_time else history.notes.get(digest, frozenset())
     if note not in notes and not (notes and first_note_stands):
         timeout = timeout or compat.group_timeout(group, torch.device("cpu"))
         store = dist.PrefixStore(f"shardc/{history.rounds}", compat.group_store(group))

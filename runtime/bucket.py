@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from shardc.runtime import compat
 from shardc.runtime.accumulate import Accumulated, flush_when_done
+from shardc.runtime.bucket_spec import spec_for
 from shardc.runtime.layout import BucketLayout
-from shardc.runtime.ranks import Ranks, part_of
+from shardc.runtime.ranks import Ranks
 from shardc.runtime.settings import Settings
 from shardc.runtime.shard_tensor import ShardSpec, ShardTensor
-from shardc.runtime.spec import Reduction, UnshardSpec, intern_spec
+from shardc.runtime.spec import intern_spec
 from shardc.runtime.unshard import gather, reduce, unshard
 
 _serials: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -108,7 +109,7 @@ class Bucket:
         self.extras: list[Tensor] = []
         self.accumulated = Accumulated(self)
         self.depth = 0
-        self._mean_op = compat.mean_op(ranks.shard)
+        self.mean_op = compat.mean_op(ranks.shard)
         self._held: Tensor | None = None
         self._held_version = (-1, -1)
         self._gathered: tuple[Tensor, ...] | None = None
@@ -143,9 +144,9 @@ class Bucket:
 
     def refresh_signature(self) -> None:
         """Name the code this bucket needs now; a change recompiles the graphs that use it."""
-        spec = self._spec_now(evaluating=False)
+        spec = spec_for(self)
         self.signature = intern_spec(spec)
-        self.eval_signature = intern_spec(self._spec_now(evaluating=True))
+        self.eval_signature = intern_spec(spec_for(self, evaluating=True))
         waiting = self.accumulated
         values = {
             "full": self._held,
@@ -160,61 +161,6 @@ class Bucket:
         if not self.settings.precision.full_precision_in_eval:
             return self.signature
         return self.signature if self.owner.modules[0].training else self.eval_signature
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether the segment lies on the host and is computed on another device."""
-        home = self.segment.device.type
-        return self.settings.offloaded and home not in ("meta", self.device.type)
-
-    def _spec_now(self, evaluating: bool) -> UnshardSpec:
-        layout, ranks, settings = self.layout, self.ranks, self.settings
-        stored = self.segment.dtype
-        computed, reduced = settings.dtypes(stored, evaluating)
-        reshard = settings.reshard_after_forward
-        return UnshardSpec(
-            dtype=stored,
-            world_size=layout.world_size,
-            group=self.gather_group or self.group,
-            pieces=tuple(layout.split_sizes()),
-            shapes=tuple(slot.shape for slot in layout.slots),
-            trainable=self.trainable,
-            reshard_after_forward=bool(reshard),
-            reduction=self._reduction(reduced),
-            everyone=ranks.everyone if ranks.copies > 1 else None,
-            param_dtype=None if computed == stored else computed,
-            device=self.device.type if self.is_elsewhere else None,
-            recut=None if isinstance(reshard, bool) else (reshard, part_of(self.group, reshard)),
-            held=self._held is not None and not evaluating,
-            gather=settings.all_gather,
-            hints=self.owner.hints if self.owner is not None else (),
-        )
-
-    def _reduction(self, dtype: torch.dtype) -> Reduction:
-        settings, ranks, waiting = self.settings, self.ranks, self.accumulated
-        reduces_all = settings.all_reduce or ranks.replicas is None
-        if not settings.sync:
-            if any(self.trainable):
-                waiting.make_sink(self.layout.numel, dtype, self.device)
-                return Reduction(dtype=dtype, sync=False)
-            return Reduction(dtype=dtype)
-        op, before, after = settings.division(ranks.world_size * ranks.copies, dtype, self._mean_op)
-        return Reduction(
-            op=op,
-            dtype=dtype,
-            group=self.reduce_group,
-            predivide=before,
-            postdivide=after,
-            replicas=ranks.replicas,
-            copies=ranks.copies,
-            all_reduce=reduces_all,
-            pending=waiting.pending is not None and not waiting.taken,
-            partial=waiting.partial is not None and not waiting.taken,
-            function=settings.reduce_function,
-            scatter=settings.reduce_scatter,
-            hook=settings.hook,
-            hook_sees_mean=dtype != torch.float16 and not settings.force_sum,
-        )
 
     @property
     def reshard_after_forward(self) -> bool:
@@ -310,7 +256,7 @@ class Bucket:
         waiting = self.accumulated
         if waiting.is_empty:
             return None, None
-        reduction = self._spec_now(evaluating=False).reduction
+        reduction = spec_for(self).reduction
         lent = (
             waiting.pending if reduction.pending else None,
             waiting.partial if reduction.partial else None,
@@ -338,7 +284,7 @@ class Bucket:
         if waiting.is_empty or not self.settings.sync:
             return
         waiting.taken = False
-        spec = self._spec_now(evaluating=False)
+        spec = spec_for(self)
         if waiting.pending is not None:
             part = reduce(waiting.pending, spec, waiting.partial)
         elif spec.reduction.all_reduce:
@@ -416,7 +362,7 @@ class Bucket:
     def hold(self) -> None:
         """Gather the bucket, if it is not, and keep it so. Every rank must call it."""
         if self._held is None:
-            self._held = gather(self.segment.detach(), self._spec_now(evaluating=False))
+            self._held = gather(self.segment.detach(), spec_for(self))
             self._held_version = self._version()
             self.refresh_signature()
 
@@ -424,7 +370,7 @@ class Bucket:
     def renew(self) -> None:
         """Gather what is held again if the parameters were written since."""
         if self._held is not None and self._held_version != self._version():
-            self._held.copy_(gather(self.segment.detach(), self._spec_now(evaluating=False)))
+            self._held.copy_(gather(self.segment.detach(), spec_for(self)))
             self._held_version = self._version()
 
     def drop(self) -> None:

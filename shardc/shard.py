@@ -123,7 +123,7 @@ def fully_shard(
     facts = [f"{_fact(layout)} ({plan.settings})" for plan in plans for layout in plan.layouts]
     ranks = ranks_of(mesh)
     everyone = compat.resolve_group(ranks.everyone)
-    agree(everyone, "the parameters given to fully_shard", facts)
+    agree(everyone, "the parameters given to fully_shard", facts, every_time=True)
     for plan in plans:
         _apply(plan, mesh, ranks, ignored)
     return module

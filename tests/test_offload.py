@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardc import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from shardc.runtime.bucket_spec import is_elsewhere, spec_for
 from shardc.runtime.unshard import gather, reduce
 
 
@@ -45,8 +46,8 @@ def test_the_graph_copies_in_before_the_gather_and_out_after_the_reduction(mesh)
     )  # fmt: skip
     bucket = model._shardc_unit.buckets[0]
     bucket.device = torch.device("cuda", 0)  # as with a mesh of GPUs
-    assert bucket.is_elsewhere
-    spec = bucket._spec_now(evaluating=False)
+    assert is_elsewhere(bucket)
+    spec = spec_for(bucket)
     assert spec.device == "cuda"
     spec = dataclasses.replace(spec, device="cuda:0")
 

@@ -1,0 +1,68 @@
+"""From what a bucket is and was asked to the spec of the code that gathers and reduces it."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardc.runtime.ranks import part_of
+from shardc.runtime.spec import Reduction, UnshardSpec
+
+if TYPE_CHECKING:
+    from shardc.runtime.bucket import Bucket
+
+
+def spec_for(bucket: "Bucket", evaluating: bool = False) -> UnshardSpec:
+    """The spec of the code that `bucket` needs now; where it must not sync, it gets a sink."""
+    layout, ranks, settings = bucket.layout, bucket.ranks, bucket.settings
+    stored = bucket.segment.dtype
+    computed, reduced = settings.dtypes(stored, evaluating)
+    reshard = settings.reshard_after_forward
+    return UnshardSpec(
+        dtype=stored,
+        world_size=layout.world_size,
+        group=bucket.gather_group or bucket.group,
+        pieces=tuple(layout.split_sizes()),
+        shapes=tuple(slot.shape for slot in layout.slots),
+        trainable=bucket.trainable,
+        reshard_after_forward=bool(reshard),
+        reduction=_reduction(bucket, reduced),
+        everyone=ranks.everyone if ranks.copies > 1 else None,
+        param_dtype=None if computed == stored else computed,
+        device=bucket.device.type if is_elsewhere(bucket) else None,
+        recut=None if isinstance(reshard, bool) else (reshard, part_of(bucket.group, reshard)),
+        held=bucket.is_held and not evaluating,
+        gather=settings.all_gather,
+        hints=bucket.owner.hints if bucket.owner is not None else (),
+    )
+
+
+def is_elsewhere(bucket: "Bucket") -> bool:
+    """Whether the segment lies on the host and is computed on another device."""
+    home = bucket.segment.device.type
+    return bucket.settings.offloaded and home not in ("meta", bucket.device.type)
+
+
+def _reduction(bucket: "Bucket", dtype: torch.dtype) -> Reduction:
+    settings, ranks, waiting = bucket.settings, bucket.ranks, bucket.accumulated
+    if not settings.sync:
+        if not any(bucket.trainable):
+            return Reduction(dtype=dtype)
+        waiting.make_sink(bucket.layout.numel, dtype, bucket.device)
+        return Reduction(dtype=dtype, sync=False)
+    op, before, after = settings.division(ranks.world_size * ranks.copies, dtype, bucket.mean_op)
+    return Reduction(
+        op=op,
+        dtype=dtype,
+        group=bucket.reduce_group,
+        predivide=before,
+        postdivide=after,
+        replicas=ranks.replicas,
+        copies=ranks.copies,
+        all_reduce=settings.all_reduce or ranks.replicas is None,
+        pending=waiting.pending is not None and not waiting.taken,
+        partial=waiting.partial is not None and not waiting.taken,
+        function=settings.reduce_function,
+        scatter=settings.reduce_scatter,
+        hook=settings.hook,
+        hook_sees_mean=dtype != torch.float16 and not settings.force_sum,
+    )
