@@ -27,7 +27,7 @@ from shardc.runtime.layout import BucketLayout
 from shardc.runtime.ranks import Ranks
 from shardc.runtime.settings import Settings
 from shardc.runtime.shard_tensor import ShardSpec, ShardTensor
-from shardc.runtime.spec import intern_spec
+from shardc.runtime.spec import UnshardSpec, intern_spec
 from shardc.runtime.unshard import gather, reduce, unshard
 
 _serials: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -50,9 +50,8 @@ class SlotRef:
         """A marker under Dynamo, the full tensor in an eager forward, else the ShardTensor."""
         bucket = self.bucket
         if torch.compiler.is_compiling():
-            return torch.ops.shardc.unshard_slot(
-                bucket.segment, bucket.current_signature(), self.index, bucket.extras
-            )
+            signature, extras = bucket.reading()
+            return torch.ops.shardc.unshard_slot(bucket.segment, signature, self.index, extras)
         if bucket.depth > 0:
             return bucket.gathered()[self.index]
         return bucket.params[self.index]
@@ -70,8 +69,7 @@ class Bucket:
         settings: those of its unit.
         segment: this rank's part, `(S,)`; the autograd leaf of the whole bucket.
         params: the ShardTensor parameters, one a slot.
-        signature, eval_signature: name the code that unshards it, in training and in evaluation.
-        extras: what that code is given beside the segment (`UnshardSpec.extras`).
+        code: the spec of the code that unshards it now.
         accumulated: gradients that wait to be reduced.
         serial: the number of the bucket in its group, equal on all ranks.
         unit: the number of its unit, equal on all ranks.
@@ -106,7 +104,6 @@ class Bucket:
         self.owner: Any = None
         self.params: list[nn.Parameter] = []
         self.trainable = (layout.requires_grad,) * len(layout.slots)
-        self.extras: list[Tensor] = []
         self.accumulated = Accumulated(self)
         self.depth = 0
         self.mean_op = compat.mean_op(ranks.shard)
@@ -144,9 +141,11 @@ class Bucket:
 
     def refresh_signature(self) -> None:
         """Name the code this bucket needs now; a change recompiles the graphs that use it."""
-        spec = spec_for(self)
-        self.signature = intern_spec(spec)
-        self.eval_signature = intern_spec(spec_for(self, evaluating=True))
+        self.code = spec_for(self)
+        self._train = self._reading(self.code)
+        self._eval = self._reading(spec_for(self, evaluating=True))
+
+    def _reading(self, code: UnshardSpec) -> tuple[str, list[Tensor]]:
         waiting = self.accumulated
         values = {
             "full": self._held,
@@ -154,13 +153,13 @@ class Bucket:
             "pending": waiting.pending,
             "partial": waiting.partial,
         }
-        self.extras = [values[name] for name in spec.extras]  # type: ignore[misc]
+        return intern_spec(code), [values[name] for name in code.extras]  # type: ignore[misc]
 
-    def current_signature(self) -> str:
-        """The signature of the code that a read needs now."""
+    def reading(self) -> tuple[str, list[Tensor]]:
+        """What a read needs now: the signature of its code, and what that is given."""
         if not self.settings.precision.full_precision_in_eval:
-            return self.signature
-        return self.signature if self.owner.modules[0].training else self.eval_signature
+            return self._train
+        return self._train if self.owner.modules[0].training else self._eval
 
     @property
     def reshard_after_forward(self) -> bool:
@@ -256,7 +255,7 @@ class Bucket:
         waiting = self.accumulated
         if waiting.is_empty:
             return None, None
-        reduction = spec_for(self).reduction
+        reduction = self.code.reduction
         lent = (
             waiting.pending if reduction.pending else None,
             waiting.partial if reduction.partial else None,
@@ -284,7 +283,8 @@ class Bucket:
         if waiting.is_empty or not self.settings.sync:
             return
         waiting.taken = False
-        spec = spec_for(self)
+        self.refresh_signature()
+        spec = self.code
         if waiting.pending is not None:
             part = reduce(waiting.pending, spec, waiting.partial)
         elif spec.reduction.all_reduce:
@@ -313,6 +313,9 @@ class Bucket:
             self._used, self._elsewhere = set(), set()
             self.accumulated.keep_partial(part)
             return
+        factor = self.code.reduction.divide_later
+        if factor != 1:
+            part.div_(factor)
         missing = self._elsewhere - self._used
         used = self._used | missing
         self._used, self._elsewhere = set(), set()
@@ -362,7 +365,7 @@ class Bucket:
     def hold(self) -> None:
         """Gather the bucket, if it is not, and keep it so. Every rank must call it."""
         if self._held is None:
-            self._held = gather(self.segment.detach(), spec_for(self))
+            self._held = gather(self.segment.detach(), self.code)
             self._held_version = self._version()
             self.refresh_signature()
 
@@ -370,7 +373,7 @@ class Bucket:
     def renew(self) -> None:
         """Gather what is held again if the parameters were written since."""
         if self._held is not None and self._held_version != self._version():
-            self._held.copy_(gather(self.segment.detach(), spec_for(self)))
+            self._held.copy_(gather(self.segment.detach(), self.code))
             self._held_version = self._version()
 
     def drop(self) -> None:
@@ -400,7 +403,8 @@ class Bucket:
             # The first read may lie inside `no_grad` or `vmap` and a later one outside: what is
             # cached serves both.
             with compat.outside_function_transforms(), torch.enable_grad():
-                self._gathered = unshard(self.segment, self.current_signature(), *self.extras)
+                signature, extras = self.reading()
+                self._gathered = unshard(self.segment, signature, *extras)
             if self.segment.requires_grad:
                 _on_backward(self._gathered, self, self.lend())
         return self._gathered

@@ -15,7 +15,8 @@ def spec_for(bucket: "Bucket", evaluating: bool = False) -> UnshardSpec:
     """The spec of the code that `bucket` needs now; where it must not sync, it gets a sink."""
     layout, ranks, settings = bucket.layout, bucket.ranks, bucket.settings
     stored = bucket.segment.dtype
-    computed, reduced = settings.dtypes(stored, evaluating)
+    computed, _ = settings.dtypes(stored, evaluating)
+    _, reduced = settings.dtypes(stored, evaluating=False)
     reshard = settings.reshard_after_forward
     return UnshardSpec(
         dtype=stored,
@@ -30,7 +31,7 @@ def spec_for(bucket: "Bucket", evaluating: bool = False) -> UnshardSpec:
         param_dtype=None if computed == stored else computed,
         device=bucket.device.type if is_elsewhere(bucket) else None,
         recut=None if isinstance(reshard, bool) else (reshard, part_of(bucket.group, reshard)),
-        held=bucket.is_held and not evaluating,
+        held=bucket.is_held and computed == settings.dtypes(stored, evaluating=False)[0],
         gather=settings.all_gather,
         hints=bucket.owner.hints if bucket.owner is not None else (),
     )
@@ -49,13 +50,15 @@ def _reduction(bucket: "Bucket", dtype: torch.dtype) -> Reduction:
             return Reduction(dtype=dtype)
         waiting.make_sink(bucket.layout.numel, dtype, bucket.device)
         return Reduction(dtype=dtype, sync=False)
+    last = dtype == bucket.segment.dtype and settings.hook is None and not is_elsewhere(bucket)
     op, before, after = settings.division(ranks.world_size * ranks.copies, dtype, bucket.mean_op)
     return Reduction(
         op=op,
         dtype=dtype,
         group=bucket.reduce_group,
         predivide=before,
-        postdivide=after,
+        postdivide=1.0 if last else after,
+        divide_later=after if last else 1.0,
         replicas=ranks.replicas,
         copies=ranks.copies,
         all_reduce=settings.all_reduce or ranks.replicas is None,

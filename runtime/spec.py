@@ -21,6 +21,8 @@ class Reduction:
         dtype: what it is reduced and accumulated in; None for the dtype it comes in.
         group: the communicator of the reduce-scatter where it is not that of the gather.
         predivide, postdivide: what it is divided by before and after.
+        divide_later: what the bucket divides by, in place, when the graph is done: where nothing
+            follows the division in the graph, a kernel for it would only have to be compiled.
         replicas: the group over which copies of the segment are reduced, if there are `copies`.
         all_reduce: False leaves that out; the bucket adds up what was not reduced over copies.
         sync: False leaves out all of it; the bucket adds up what was not reduced.
@@ -36,6 +38,7 @@ class Reduction:
     group: str | None = None
     predivide: float = 1.0
     postdivide: float = 1.0
+    divide_later: float = 1.0
     replicas: str | None = None
     copies: int = 1
     all_reduce: bool = True
