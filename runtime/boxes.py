@@ -6,6 +6,7 @@ the flattened order, so that a view of the local part serves it without a copy.
 """
 
 import math
+import operator
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -20,6 +21,10 @@ class Box(NamedTuple):
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)
+
+    def moved(self, by: tuple[int, ...]) -> "Box":
+        """The same box of a larger tensor, in which this tensor starts at `by`."""
+        return self._replace(offsets=tuple(map(operator.add, self.offsets, by)))
 
 
 def boxes_of(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardc.runtime import compat
 from shardc.runtime.accumulate import Accumulated, flush_when_done
@@ -28,6 +29,7 @@ from shardc.runtime.ranks import Ranks
 from shardc.runtime.settings import Settings
 from shardc.runtime.shard_tensor import ShardSpec, ShardTensor
 from shardc.runtime.spec import UnshardSpec, intern_spec
+from shardc.runtime.tensor_parallel import Placed, local_value
 from shardc.runtime.unshard import gather, reduce, unshard
 
 _serials: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -51,7 +53,9 @@ class SlotRef:
         bucket = self.bucket
         if torch.compiler.is_compiling():
             signature, extras = bucket.reading()
-            return torch.ops.shardc.unshard_slot(bucket.segment, signature, self.index, extras)
+            full = torch.ops.shardc.unshard_slot(bucket.segment, signature, self.index, extras)
+            placed = bucket.placed[self.index]
+            return full if placed is None else placed.wrap(full)
         if bucket.depth > 0:
             return bucket.gathered()[self.index]
         return bucket.params[self.index]
@@ -69,6 +73,7 @@ class Bucket:
         settings: those of its unit.
         segment: this rank's part, `(S,)`; the autograd leaf of the whole bucket.
         params: the ShardTensor parameters, one a slot.
+        placed: how each lies on a tensor-parallel mesh, if it does.
         code: the spec of the code that unshards it now.
         accumulated: gradients that wait to be reduced.
         serial: the number of the bucket in its group, equal on all ranks.
@@ -88,8 +93,10 @@ class Bucket:
         segment: Tensor,
         unit_modules: Iterable[nn.Module],
         device: torch.device | None = None,
+        placed: Sequence[Placed | None] | None = None,
     ) -> None:
         Bucket.made = True
+        self.placed = tuple(placed or (None,) * len(layout.slots))
         self.layout = layout
         self.ranks = ranks
         self.settings = settings
@@ -115,9 +122,15 @@ class Bucket:
         self._warned = False
         self._specs = tuple(
             ShardSpec(
-                slot.start, slot.numel, layout.segment, self.rank, layout.world_size, self.group
+                slot.start,
+                slot.numel,
+                layout.segment,
+                self.rank,
+                layout.world_size,
+                self.group,
+                tp,
             )
-            for slot in layout.slots
+            for slot, tp in zip(layout.slots, self.placed, strict=True)
         )
         self.set_segment(segment)
 
@@ -181,9 +194,13 @@ class Bucket:
         layout, slot = self.layout, self.layout.slots[index]
         start, stop = layout.interval(index, self.rank)
         first = slot.start + start - self.rank * layout.segment if stop > start else 0
-        return ShardTensor(
-            flat.detach()[first : first + stop - start], slot.shape, self.spec(index)
-        )
+        part = flat.detach()[first : first + stop - start]
+        return ShardTensor(part, self._shape(index), self.spec(index))
+
+    def _shape(self, index: int) -> tuple[int, ...]:
+        """The shape that users see; a slot has that of the local value of a DTensor."""
+        placed = self.placed[index]
+        return self.layout.slots[index].shape if placed is None else placed.shape
 
     def spec(self, index: int) -> ShardSpec:
         """Where parameter `index` lies on the ranks."""
@@ -192,19 +209,24 @@ class Bucket:
     def cut(self, index: int, full: Tensor) -> ShardTensor:
         """This rank's part of `full`, a tensor of the shape of parameter `index`, as a copy."""
         start, stop = self.layout.interval(index, self.rank)
-        part = full.detach().reshape(-1)[start:stop].to(self.segment.device, copy=True)
+        placed = self.placed[index]
+        local = full.detach() if placed is None else placed.local_of(full)
+        part = local.reshape(-1)[start:stop].to(self.segment.device, copy=True)
         return ShardTensor(part, tuple(full.shape), self.spec(index))
 
     @torch.no_grad()
     def take(self, params: Sequence[nn.Parameter]) -> None:
-        """Cut full parameters, one a slot, into the segment; each is freed as soon as it is cut."""
+        """Cut full parameters, one a slot, into the segment; each is freed as soon as it is cut.
+
+        DTensors are not freed here: `self.params` has other objects for them.
+        """
         for index, param in enumerate(params):
             grad = None if param.grad is None else self.cut(index, param.grad)
             if not param.is_meta:
                 start, stop = self.layout.interval(index, self.rank)
-                self.view(index, self.segment)._local.copy_(param.reshape(-1)[start:stop])
-            self._point(param, index, grad)
-            self.params.append(param)
+                part = self.view(index, self.segment)._local
+                part.copy_(local_value(param).reshape(-1)[start:stop])
+            self.params.append(self._point(param, index, grad))
 
     @torch.no_grad()
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -219,18 +241,24 @@ class Bucket:
             )
             self._point(param, index, grad)
 
-    def _point(self, param: nn.Parameter, index: int, grad: Tensor | None) -> None:
+    def _point(self, param: nn.Parameter, index: int, grad: Tensor | None) -> nn.Parameter:
         """Make `param`, the same object, a view of the segment.
 
-        Optimizers and tied modules that hold the object keep holding the parameter.
+        Optimizers and tied modules that hold the object keep holding the parameter. A DTensor has
+        another layout in memory and stays what it is; it remembers what it became.
         """
         sharded = nn.Parameter(self.view(index, self.segment), param.requires_grad)
         own = {"_local", "_spec", "_slot"}
         sharded.__dict__.update({k: v for k, v in param.__dict__.items() if k not in own})
         sharded._slot = SlotRef(self, index)  # type: ignore[attr-defined]
+        if isinstance(param, DTensor):
+            param._shardc_became = sharded  # type: ignore[attr-defined]
+            sharded.grad = grad
+            return sharded
         param.grad = None
         torch.utils.swap_tensors(param, sharded)
         param.grad = grad
+        return param
 
     # -- gradients -----------------------------------------------------------------------------
 
@@ -404,9 +432,13 @@ class Bucket:
             # cached serves both.
             with compat.outside_function_transforms(), torch.enable_grad():
                 signature, extras = self.reading()
-                self._gathered = unshard(self.segment, signature, *extras)
-            if self.segment.requires_grad:
-                _on_backward(self._gathered, self, self.lend())
+                views = unshard(self.segment, signature, *extras)
+                if self.segment.requires_grad:
+                    _on_backward(views, self, self.lend())
+                self._gathered = tuple(
+                    view if placed is None else placed.wrap(view)
+                    for view, placed in zip(views, self.placed, strict=True)
+                )
         return self._gathered
 
     def leave(self) -> None:

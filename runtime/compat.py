@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.exc import InductorError as InductorError
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,7 +57,12 @@ def make_wrapper(cls: type[Tensor], shape: Iterable[int], local: Tensor) -> Tens
 
 
 def storage_id(tensor: Tensor) -> int | None:
-    """What is equal for tensors that share a storage; None where there is none (2.11 to 2.15)."""
+    """What is equal for tensors that share a storage; None where there is none (2.11 to 2.15).
+
+    Of a DTensor, the storage of its local value.
+    """
+    if isinstance(tensor, DTensor):
+        tensor = tensor.detach().to_local()
     if tensor.layout != torch.strided or type(tensor) not in (Tensor, nn.Parameter):
         return None
     return tensor.untyped_storage()._cdata

@@ -73,6 +73,11 @@ def set_items(target: ShardTensor, index: Any, value: Any) -> None:
 def _scatter(target: ShardTensor, index: Any, value: Any) -> None:
     if torch.is_grad_enabled() and target.requires_grad:
         raise RuntimeError("assigning to parts of a parameter needs torch.no_grad()")
+    if target._spec.tp is not None:
+        raise NotImplementedError(
+            "assigning to parts of a parameter that is also cut by tensor parallelism is not "
+            "supported: param.copy_(full_tensor) writes all of it"
+        )
     flat = _flat_positions(target.shape, index)
     start, stop = target._spec.interval()
     held = (flat >= start) & (flat < stop)

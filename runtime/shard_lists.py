@@ -91,5 +91,5 @@ def _note_written(func: Any, items: Sequence[Tensor], like: Refs, written: list[
 
 def _agree_on_found_inf(found: Tensor, like: Refs) -> None:
     """One rank's non-finite gradient makes all skip the step."""
-    for group in dict.fromkeys(ref._spec.group for ref in like if ref is not None):
+    for group in dict.fromkeys(g for ref in like if ref is not None for g in ref._spec.groups):
         found.copy_(all_reduce(found, "max", group))

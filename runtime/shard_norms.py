@@ -40,7 +40,10 @@ def any_or_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
         refuse(func, "only over all elements")
     tensor: ShardTensor = args[0]
     op = "max" if func._schema.name == "aten::any" else "min"
-    return all_reduce(func(tensor._local).to(torch.int32), op, tensor._spec.group).bool()
+    value = func(tensor._local).to(torch.int32)
+    for group in tensor._spec.groups:
+        value = all_reduce(value, op, group)
+    return value.bool()
 
 
 def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
@@ -49,13 +52,12 @@ def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -
     wide = [torch.promote_types(dtype or t.dtype, torch.float32) for t in tensors]
     parts = [t._local if isinstance(t, ShardTensor) else t for t in tensors]
     values = _shares(parts, order, wide)
-    group_of = [t._spec.group if isinstance(t, ShardTensor) else None for t in tensors]
-    groups = dict.fromkeys(group for group in group_of if group is not None)
-    for group in groups:
+    groups_of = [t._spec.groups if isinstance(t, ShardTensor) else () for t in tensors]
+    for group in dict.fromkeys(group for groups in groups_of for group in groups):
         combined = _combine(values, order, group)
-        if len(groups) > 1 or None in group_of:
-            mine = torch.tensor([own == group for own in group_of], device=values.device)
-            combined = torch.where(mine, combined, values)
+        mine = [group in groups for groups in groups_of]
+        if not all(mine):
+            combined = torch.where(torch.tensor(mine, device=values.device), combined, values)
         values = combined
     if not math.isinf(order) and order != 0:
         values = values ** (1 / order)

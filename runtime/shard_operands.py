@@ -49,8 +49,10 @@ def local_part(func: Any, operand: Tensor, like: ShardTensor) -> Tensor:
 
 
 def cut(full: Tensor, like: ShardTensor) -> Tensor:
-    """This rank's interval of `full`, a plain tensor with the elements of `like`: 1-D."""
+    """This rank's interval of `full`, a whole tensor with the elements of `like`: 1-D."""
     start, stop = like._spec.interval()
+    if like._spec.tp is not None:
+        full = like._spec.tp.local_of(full)
     return full.reshape(-1)[start:stop]
 
 

@@ -135,6 +135,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source: ShardTensor = args[0]
     if func is aten.view.dtype:
         refuse(func)
+    _refuse_placed(func, source)
     views = func(torch.empty(source.shape, device="meta"), *args[1:], **kwargs)
     if isinstance(views, Tensor):
         return _interval_of(func, source, views)
@@ -154,8 +155,14 @@ def _interval_of(func: Any, source: ShardTensor, view: Tensor) -> ShardTensor:
     return ShardTensor(part, view.shape, spec)
 
 
+def _refuse_placed(func: Any, source: ShardTensor) -> None:
+    if source._spec.tp is not None:
+        refuse(func, "it is also cut by tensor parallelism, so its parts have another shape")
+
+
 def _view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
     source: ShardTensor = args[0]
+    _refuse_placed(func, source)
     part = view_local(source._local, lambda local: torch.view_as_real(local).view(-1))
     return ShardTensor(part, (*source.shape, 2), source._spec.doubled())
 

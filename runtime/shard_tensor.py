@@ -21,6 +21,7 @@ from shardc.runtime import compat
 from shardc.runtime.boxes import Box, boxes_of
 from shardc.runtime.collectives import all_gather
 from shardc.runtime.layout import interval
+from shardc.runtime.tensor_parallel import Placed
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class ShardSpec:
     """Where a flattened tensor of `numel` elements lies on the ranks of a group.
 
     It starts at element `offset` of a flat bucket whose rank r holds `[r*segment, (r+1)*segment)`.
+    `tp` says which part of a DTensor the flattened tensor is; None: it is all of the parameter.
     """
 
     offset: int
@@ -36,6 +38,12 @@ class ShardSpec:
     rank: int
     world_size: int
     group: str
+    tp: Placed | None = None
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The process groups over which the parameter is cut, by name."""
+        return (self.group, *self.tp.groups) if self.tp is not None else (self.group,)
 
     def interval(self, rank: int | None = None) -> tuple[int, int]:
         """`[start, stop)` of the flattened tensor that `rank` (default: this one) holds."""
@@ -73,13 +81,20 @@ class ShardTensor(Tensor):
         return self._local
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor, gathered from all ranks of its group: every rank must call it.
+        """The whole tensor, gathered from all ranks that hold a part: each of them must call it.
 
-        Not differentiable. Moves `world_size` times the largest local part.
+        Not differentiable. Moves `world_size` times the largest local part; of a DTensor then the
+        same over its own mesh.
         """
+        tp = self._spec.tp
+        return self._unsharded() if tp is None else tp.wrap(self._unsharded()).full_tensor()
+
+    def _unsharded(self) -> Tensor:
+        """The value before `fully_shard`: all of a plain parameter, the local one of a DTensor."""
         spec = self._spec
+        shape = self.shape if spec.tp is None else spec.tp.local_shape
         if not spec.numel:
-            return self._local.new_empty(self.shape)
+            return self._local.new_empty(shape)
         cuts = [spec.interval(rank) for rank in range(spec.world_size)]
         longest = max(stop - start for start, stop in cuts)
         local = self._local
@@ -87,15 +102,21 @@ class ShardTensor(Tensor):
         padded[: local.numel()] = local
         rows = all_gather(padded, spec.world_size, spec.group).view(spec.world_size, longest)
         parts = [row[: stop - start] for row, (start, stop) in zip(rows, cuts, strict=True)]
-        return torch.cat(parts).view(self.shape)
+        return torch.cat(parts).view(shape)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         start, stop = self._spec.interval()
         return (
             f"ShardTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
             f"rank {self._spec.rank} of {self._spec.world_size} holds elements "
-            f"[{start}, {stop}) of {self._spec.numel}: {self._local})"
+            f"[{start}, {stop}) of {self._spec.numel}{self._placed()}: {self._local})"
         )
+
+    def _placed(self) -> str:
+        tp = self._spec.tp
+        if tp is None:
+            return ""
+        return f" of the local value {list(tp.local_shape)} at {list(tp.offsets)}, {tp.placements}"
 
     # -- what would detach a parameter from its segment without a word -----------------------
 
@@ -177,10 +198,13 @@ class ShardTensor(Tensor):
 
     def _boxes(self) -> list[Box]:
         """The boxes of the full tensor that this rank saves and loads."""
-        if self._spec.numel == 0:  # DCP wants a box for it all the same; the first rank has it
+        if self.numel() == 0:  # DCP wants a box for it all the same; the first rank has it
             shape = tuple(self.shape)
             return [Box((0,) * len(shape), shape, 0)] if self._spec.rank == 0 else []
-        return list(boxes_of(tuple(self.shape), *self._spec.interval()))
+        tp = self._spec.tp
+        if tp is None:
+            return list(boxes_of(tuple(self.shape), *self._spec.interval()))
+        return [box.moved(tp.offsets) for box in boxes_of(tp.local_shape, *self._spec.interval())]
 
     def __create_write_items__(self, fqn: str, tensor: Tensor) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties

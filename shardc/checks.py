@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from shardc.runtime import compat
 from shardc.runtime.modules import ShardedModule
+from shardc.runtime.tensor_parallel import unsupported
 
 
 def check_modules(module: Any) -> tuple[nn.Module, ...]:
@@ -171,7 +173,9 @@ def ignored_by_units_inside(modules: tuple[nn.Module, ...]) -> set[nn.Parameter]
     return {param for module in inner for param in module._shardc_unit.ignored}
 
 
-def check_model(modules: tuple[nn.Module, ...], params: list[nn.Parameter]) -> None:
+def check_model(
+    modules: tuple[nn.Module, ...], params: list[nn.Parameter], mesh: DeviceMesh
+) -> None:
     """Raise where parameters cannot be cut, or something else holds them."""
     names = {p: n for root in modules for n, p in root.named_parameters(remove_duplicate=False)}
     rnn_refs = [
@@ -181,7 +185,7 @@ def check_model(modules: tuple[nn.Module, ...], params: list[nn.Parameter]) -> N
         for ref in compat.rnn_weight_references(m)
     ]
     for param in params:
-        _check_parameter(names[param], param)
+        _check_parameter(names[param], param, mesh)
         foreign = [ref for ref in weakref.getweakrefs(param) if id(ref) not in rnn_refs]
         if foreign or compat.is_in_use(param):
             raise ValueError(
@@ -222,10 +226,19 @@ def _check_sole_owner(
         )
 
 
-def _check_parameter(name: str, param: nn.Parameter) -> None:
-    if type(param.data) is not Tensor:
+def _check_parameter(name: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
+    kind = type(param.data).__name__
+    if isinstance(param, DTensor):
+        why = unsupported(param, mesh.mesh.flatten().tolist())
+        if why is not None:
+            raise NotImplementedError(
+                f"parameter '{name}' is a {kind} and cannot be sharded: {why}"
+            )
+    elif type(param.data) is not Tensor:
+        gathers = any(hasattr(param, f"fsdp_{when}_all_gather") for when in ("pre", "post"))
+        extra = ", and calls no fsdp_pre_all_gather or fsdp_post_all_gather" if gathers else ""
         raise NotImplementedError(
-            f"parameter '{name}' is a {type(param.data).__name__}; shardc shards plain tensors"
+            f"parameter '{name}' is a {kind}; shardc shards plain tensors and DTensors{extra}"
         )
     if param.layout != torch.strided or not param.is_contiguous():
         raise NotImplementedError(

@@ -36,6 +36,7 @@ from shardc.runtime.policy import keep_buffers_in
 from shardc.runtime.ranks import Ranks, ranks_of
 from shardc.runtime.settings import Settings
 from shardc.runtime.shard_tensor import ShardTensor
+from shardc.runtime.tensor_parallel import Placed, local_value, restore_ties
 from shardc.runtime.unit import Unit
 from shardc.units import UnitPolicy, UnitRequest, find_inner_units, owned_parameters
 
@@ -109,6 +110,7 @@ def fully_shard(
     for root in modules:
         for child in root.modules():
             compat.forget_recomputed_weights(child)
+    restore_ties(modules)
     requests = [
         *(request for root in modules for request in find_inner_units(root, units, skipped)),
         UnitRequest(modules, {}),
@@ -119,7 +121,7 @@ def fully_shard(
         "offload_policy": offload_policy,
     }
     plans = _plan(requests, mesh, given, ignored, skipped)
-    check_model(modules, [param for plan in plans for param in plan.params.values()])
+    check_model(modules, [param for plan in plans for param in plan.params.values()], mesh)
     facts = [f"{_fact(layout)} ({plan.settings})" for plan in plans for layout in plan.layouts]
     ranks = ranks_of(mesh)
     everyone = compat.resolve_group(ranks.everyone)
@@ -155,7 +157,7 @@ def _plan(
         }
         taken |= set(params.values())
         described = [
-            Param(name, tuple(param.shape), param.dtype, param.requires_grad)
+            Param(name, tuple(local_value(param).shape), param.dtype, param.requires_grad)
             for name, param in params.items()
         ]
         plans.append(
@@ -192,9 +194,11 @@ def _apply(plan: _Plan, mesh: DeviceMesh, ranks: Ranks, ignored: set[nn.Paramete
         segment = torch.zeros(layout.segment, dtype=layout.dtype, device=where)
         if plan.settings.pinned and device.type != "cpu" and where.type == "cpu":
             segment = segment.pin_memory()
-        bucket = Bucket(layout, ranks, plan.settings, segment, plan.modules, device)
+        placed = [Placed.of(param) for param in params]
+        bucket = Bucket(layout, ranks, plan.settings, segment, plan.modules, device, placed)
         bucket.take(params)
         buckets.append(bucket)
+    restore_ties(plan.modules)
     _move_buffers(plan.modules, device)
     keep_buffers_in(plan.settings.precision.buffer_dtype, plan.modules)
     unit = Unit(

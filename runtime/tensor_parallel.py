@@ -1,0 +1,127 @@
+"""Parameters that are DTensors on a tensor-parallel mesh, as a data-parallel bucket sees them.
+
+A bucket holds the local value of such a parameter and is gathered and reduced over the
+data-parallel ranks as any other: they have the same coordinate on the tensor-parallel mesh, so
+their local values have one shape. Only the way out knows more: what a module reads is made a
+DTensor again, whose autograd brings the gradient to the parameter's placements; and what a user
+holds has the global shape, of which this rank's part is an interval of the flattened local value.
+
+Left out: `_StridedShard` and Partial placements, and DTensors on a mesh that includes the
+data-parallel ranks.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from shardc.runtime import compat
+
+
+@dataclass(frozen=True)
+class Placed:
+    """How a parameter lies on a tensor-parallel mesh; equal on ranks of one coordinate.
+
+    Attributes:
+        mesh, placements: those of the DTensor.
+        shape, stride: of the whole parameter.
+        local_shape, offsets: this coordinate's part of it.
+        groups: the process groups over which it is cut, by name; none where it is replicated.
+    """
+
+    mesh: DeviceMesh = field(repr=False)
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    groups: tuple[str, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Placed | None":
+        """How `tensor` is placed; None for a plain tensor."""
+        if not isinstance(tensor, DTensor):
+            return None
+        mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+        shape = tuple(tensor.shape)
+        local_shape, offsets = _part(shape, mesh, placements)
+        assert local_shape == tuple(local_value(tensor).shape), (local_shape, tensor)
+        cut = [dim for dim, placement in enumerate(placements) if isinstance(placement, Shard)]
+        groups = tuple(compat.group_name(mesh.get_group(dim)) for dim in cut if mesh.size(dim) > 1)
+        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        return cls(mesh, placements, shape, stride, local_shape, offsets, groups)
+
+    def wrap(self, local: Tensor) -> DTensor:
+        """The DTensor of which `local` is this rank's value; differentiable."""
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,  # type: ignore[arg-type]
+            stride=self.stride,
+        )
+
+    def local_of(self, tensor: Tensor) -> Tensor:
+        """This coordinate's part of a whole tensor, plain or a DTensor of any placements."""
+        if isinstance(tensor, DTensor):
+            return tensor.detach().redistribute(self.mesh, self.placements).to_local()
+        for dim, (start, size) in enumerate(zip(self.offsets, self.local_shape, strict=True)):
+            tensor = tensor.narrow(dim, start, size)
+        return tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Placed":
+        return self
+
+
+def local_value(param: Tensor) -> Tensor:
+    """The value of a parameter that this rank holds, plain."""
+    return param.detach().to_local() if isinstance(param, DTensor) else param
+
+
+def unsupported(param: DTensor, ranks: Sequence[int]) -> str | None:
+    """Why a DTensor cannot be sharded further over the global `ranks`; None if it can."""
+    strange = [p for p in param.placements if type(p) not in (Replicate, Shard)]
+    if strange:
+        return f"its placement {strange[0]} is neither Shard nor Replicate"
+    if type(param.to_local()) is not Tensor:
+        return f"its local value is a {type(param.to_local()).__name__}"
+    shared = set(ranks) & set(param.device_mesh.mesh.flatten().tolist())
+    if len(shared) > 1:
+        return (
+            f"its mesh {param.device_mesh} overlaps the mesh given to fully_shard in ranks "
+            f"{sorted(shared)}: give the data-parallel dim of a mesh whose other dims it is on"
+        )
+    return None
+
+
+def _part(
+    shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and offsets of this rank's part: mesh dims cut in order, as `torch.chunk` does."""
+    sizes, offsets = list(shape), [0] * len(shape)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            dim = placement.dim
+            size = -(-sizes[dim] // mesh.size(axis))
+            start = min(mesh.get_local_rank(axis) * size, sizes[dim])
+            offsets[dim] += start
+            sizes[dim] = min(size, sizes[dim] - start)
+    return tuple(sizes), tuple(offsets)
+
+
+def restore_ties(modules: Sequence[torch.nn.Module]) -> None:
+    """Give modules that hold a DTensor which an inner unit took the parameter it became.
+
+    A plain parameter stays the same object when it is sharded; a DTensor cannot.
+    """
+    for root in modules:
+        for module in root.modules():
+            for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+                if hasattr(param, "_shardc_became"):
+                    setattr(module, name, param._shardc_became)
