@@ -104,7 +104,7 @@ class _Deep(nn.Module):
         return self.layers(x).square().mean()
 
 
-def _measured_peak(run, folder):
+def measured_peak(run, folder):
     """The most bytes that `run` allocates at a time, by the profiler's account."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
@@ -131,6 +131,6 @@ def test_planned_peak_is_within_a_tenth_of_the_measured_one(mesh, executor, tmp_
     segments = sum(p.to_local().nbytes for p in model.parameters())
     folder = tmp_path / str(mesh.get_local_rank())
     folder.mkdir()
-    measured = _measured_peak(lambda: step(x).backward(), folder) + 3 * segments
+    measured = measured_peak(lambda: step(x).backward(), folder) + 3 * segments
     planned = max(plan.peak for plan in graph_plans)
     assert abs(planned / measured - 1) < 0.1, (planned, measured)
