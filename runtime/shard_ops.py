@@ -135,7 +135,6 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source: ShardTensor = args[0]
     if func is aten.view.dtype:
         refuse(func)
-    _refuse_placed(func, source)
     views = func(torch.empty(source.shape, device="meta"), *args[1:], **kwargs)
     if isinstance(views, Tensor):
         return _interval_of(func, source, views)
@@ -146,7 +145,10 @@ def _interval_of(func: Any, source: ShardTensor, view: Tensor) -> ShardTensor:
     if not view.is_contiguous():
         refuse(func, "it takes elements that are not consecutive")
     if view.numel() == source.numel():
+        if view.shape != source.shape:
+            _refuse_placed(func, source)
         return ShardTensor(source._local, view.shape, source._spec)
+    _refuse_placed(func, source)
     spec = source._spec.narrowed(int(view.storage_offset()) if view.numel() else 0, view.numel())
     start, stop = spec.interval()
     held, _ = source._spec.interval()

@@ -11,6 +11,7 @@ data-parallel ranks.
 """
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardc.runtime import compat
 
@@ -88,7 +90,7 @@ def unsupported(param: DTensor, ranks: Sequence[int]) -> str | None:
     """Why a DTensor cannot be sharded further over the global `ranks`; None if it can."""
     strange = [p for p in param.placements if type(p) not in (Replicate, Shard)]
     if strange:
-        return f"its placement {strange[0]} is neither Shard nor Replicate"
+        return f"its placement {strange[0]!r} is neither Shard nor Replicate"
     if type(param.to_local()) is not Tensor:
         return f"its local value is a {type(param.to_local()).__name__}"
     shared = set(ranks) & set(param.device_mesh.mesh.flatten().tolist())
@@ -125,3 +127,25 @@ def restore_ties(modules: Sequence[torch.nn.Module]) -> None:
             for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
                 if hasattr(param, "_shardc_became"):
                     setattr(module, name, param._shardc_became)
+    _checked.clear()
+
+
+_checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def _refuse_what_became_another(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before an optimizer's first step: the DTensors it was made with would never be trained."""
+    if optimizer in _checked:
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if hasattr(param, "_shardc_became"):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} was made before fully_shard and holds a DTensor "
+                    f"of shape {tuple(param.shape)} that the model no longer has: make the "
+                    "optimizer after fully_shard"
+                )
+    _checked.add(optimizer)
+
+
+register_optimizer_step_pre_hook(_refuse_what_became_another)

@@ -44,7 +44,11 @@ def check_placement(placement: Any, mesh_dims: Any) -> None:
             "tensor dim to place"
         )
     if mesh_dims is not None:
-        raise NotImplementedError("dp_mesh_dims is not supported by shardc yet")
+        raise NotImplementedError(
+            "dp_mesh_dims is not supported by shardc: place parameters on the tensor-parallel dims "
+            "only (parallelize_module(model, mesh['tp'], plan)) and give the others here "
+            "(fully_shard(model, mesh=mesh['dp']))"
+        )
 
 
 def check_policies(mp: Any, offload: Any) -> None:

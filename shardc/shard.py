@@ -75,7 +75,10 @@ def fully_shard(
         module: a module, or a list of modules that form one unit.
         mesh: the ranks to shard over (default: all). With two dims, (replicate, shard), segments
             are cut along the second, and gradients are reduced over both (HSDP; `hybrid_mesh`
-            makes one). A shard dim of 1 replicates (FSDP1's NO_SHARD).
+            makes one). A shard dim of 1 replicates (FSDP1's NO_SHARD). Parameters that are DTensors
+            on other dims of the mesh (tensor parallelism: call `parallelize_module` first) are
+            sharded too, come back as DTensors in the forward, and are new objects: make the
+            optimizer after this call.
         reshard_after_forward: True frees gathered parameters after the forward and gathers again
             in the backward; False keeps them; None is True except for the outermost unit. A number
             that divides the ranks: after the forward each keeps the part that so many ranks share,
@@ -189,7 +192,7 @@ def _apply(plan: _Plan, mesh: DeviceMesh, ranks: Ranks, ignored: set[nn.Paramete
             compat.forget_rnn_weights(module)
     buckets = []
     for layout in plan.layouts:
-        params = [plan.params[slot.name] for slot in layout.slots]
+        params = [plan.params.pop(slot.name) for slot in layout.slots]
         where = torch.device("meta") if any(param.is_meta for param in params) else home
         segment = torch.zeros(layout.segment, dtype=layout.dtype, device=where)
         if plan.settings.pinned and device.type != "cpu" and where.type == "cpu":
@@ -198,7 +201,7 @@ def _apply(plan: _Plan, mesh: DeviceMesh, ranks: Ranks, ignored: set[nn.Paramete
         bucket = Bucket(layout, ranks, plan.settings, segment, plan.modules, device, placed)
         bucket.take(params)
         buckets.append(bucket)
-    restore_ties(plan.modules)
+        restore_ties(plan.modules)
     _move_buffers(plan.modules, device)
     keep_buffers_in(plan.settings.precision.buffer_dtype, plan.modules)
     unit = Unit(

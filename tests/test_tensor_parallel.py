@@ -1,0 +1,369 @@
+"""Tensor parallelism: DTensor parameters sharded over the data axis, against FSDP2 and plain.
+
+The grid is (dp, tp) = (2, 2). Ranks of one tp group get the same batch.
+"""
+
+import copy
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from fsdp2 import check_against_fsdp2, fsdp2, sharded, whole
+from models import check_parity, compiled, full, mean_over_ranks, seeded, tokens
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from shardc import ShardTensor, fully_shard
+
+
+class Block(nn.Module):
+    def __init__(self, dim, hidden):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Tiny(nn.Module):
+    """Embedding, blocks, head; sizes that tp divides, unless told otherwise."""
+
+    def __init__(self, hidden=20, vocab=32, blocks=2):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, 12)
+        self.layers = nn.ModuleList(Block(12, hidden) for _ in range(blocks))
+        self.norm, self.head = nn.LayerNorm(12), nn.Linear(12, vocab, bias=False)
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+class OneBlock(Tiny):
+    def __init__(self):
+        super().__init__(blocks=1)
+
+
+class Uneven(Tiny):
+    """Embedding and head cannot be halved."""
+
+    def __init__(self, hidden=20):
+        super().__init__(hidden, vocab=31)
+
+
+class Odd(Uneven):
+    """Nor can the hidden sizes: torch's tensor parallelism has no forward for it."""
+
+    def __init__(self):
+        super().__init__(hidden=19)
+
+
+def grid_of(*shape, names=("dp", "tp")):
+    return init_device_mesh("cpu", shape or (2, 2), mesh_dim_names=names)
+
+
+def sequence_parallel(model, tp):
+    """Every parameter is a DTensor: sharded by columns, by rows, by vocabulary, or replicated."""
+    plan = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    plan |= {
+        "layers.*.norm": SequenceParallel(),
+        "layers.*.up": ColwiseParallel(input_layouts=Shard(1)),
+        "layers.*.down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    return parallelize_module(model, tp, plan)
+
+
+def linears_parallel(model, tp):
+    """DTensors and plain parameters in one unit."""
+    plan = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+    return parallelize_module(model, tp, plan)
+
+
+def make(grid, build=Tiny, parallel=sequence_parallel, shard=sharded, seed=0, **kwargs):
+    return shard(parallel(seeded(build, seed), grid["tp"]), grid["dp"], **kwargs)
+
+
+def batch(seed, vocab=31):
+    size = (2, 6)
+    return {"tokens": tokens(seed, size, vocab), "targets": tokens(seed + 50, size, vocab)}
+
+
+def path_of_all():
+    path = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(path)
+    return path[0]
+
+
+CASES = [
+    ("uncompiled", Tiny, sequence_parallel),
+    ("inductor", OneBlock, sequence_parallel),
+    ("uncompiled", Tiny, linears_parallel),
+    ("uncompiled", Uneven, sequence_parallel),
+]
+
+
+@pytest.mark.parametrize("executor, build, parallel", CASES)
+@on_ranks(4)
+def test_it_trains_as_without(mesh, executor, build, parallel):
+    grid = grid_of()
+    model = make(grid, build, parallel)
+    held = sum(p.to_local().numel() for p in model.parameters())
+    assert held < sum(p.numel() for p in model.parameters()) / 2, "not cut in both ways"
+    step = model if executor == "uncompiled" else compiled(model, executor, fullgraph=True)
+    check_parity(seeded(build), model, step, batch, grid["dp"], steps=3)
+
+
+@on_ranks(4)
+def test_it_is_fsdp2_compiled(mesh):
+    """The first gradients have the same bits; clipping sums its norm in another order."""
+    grid = grid_of()
+    theirs, ours = make(grid, shard=fsdp2), make(grid)
+    norms, first = {theirs: [], ours: []}, {}
+
+    def step(model, call, number):
+        call(**batch(10 * number + grid["dp"].get_local_rank())).backward()
+        first.setdefault(model, [whole(p.grad).clone() for p in model.parameters()])
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        norms[model].append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    check_against_fsdp2(
+        theirs, ours, compiled(ours, fullgraph=True), step, steps=3, tolerance=1e-5,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
+    )  # fmt: skip
+    assert all(map(torch.equal, first[ours], first[theirs]))
+    assert min(norms[theirs]) > 0.3, "nothing was clipped"
+    torch.testing.assert_close(norms[ours], norms[theirs])
+
+
+@on_ranks(4)
+def test_modules_read_the_dtensor_they_had(mesh):
+    grid = grid_of()
+    before = sequence_parallel(seeded(Tiny), grid["tp"])
+    model = make(grid)
+    seen = {}
+
+    def note(name):
+        return lambda module, args: seen.update({name: module.weight})
+
+    for name in ("embed", "norm", "layers.0.up", "layers.1.down"):
+        model.get_submodule(name).register_forward_pre_hook(note(name))
+    loss = model(**batch(0))
+    for name, weight in seen.items():
+        want = before.get_submodule(name).weight
+        assert isinstance(weight, DTensor) and weight.requires_grad
+        assert weight.placements == want.placements and weight.device_mesh == want.device_mesh
+        assert weight.shape == want.shape and weight.stride() == want.stride()
+        assert torch.equal(weight.to_local(), want.to_local())
+    loss.backward()
+    for p in model.parameters():
+        assert isinstance(p.grad, ShardTensor) and p.grad._spec == p._spec
+    up = model.layers[0].up.weight
+    assert isinstance(up, ShardTensor) and up.shape == (20, 12)
+    assert "of the local value [10, 12]" in repr(up) and "Shard(dim=0)" in repr(up)
+
+
+@on_ranks(4)
+def test_norms_and_non_finite_values(mesh):
+    grid = grid_of()
+    plain, model = seeded(Tiny), make(grid, parallel=linears_parallel)
+    values = batch(grid["dp"].get_local_rank())
+    plain(**values).backward()
+    model(**values).backward()
+    for p in plain.parameters():
+        p.grad = mean_over_ranks(p.grad, grid["dp"])
+    for order in (2.0, 1.0, float("inf")):
+        want = nn.utils.get_total_norm([p.grad for p in plain.parameters()], order)
+        got = nn.utils.get_total_norm([p.grad for p in model.parameters()], order)
+        torch.testing.assert_close(got, want)
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(q.grad.norm(order), p.grad.norm(order))
+    bad = model.layers[0].down.weight.grad  # cut by columns: global column 19 is on tp rank 1 only
+    value = full(bad)
+    value[0, 19] = float("nan")
+    bad.copy_(value)
+    holders = bad.to_local().isnan().any().int()
+    dist.all_reduce(holders)
+    assert holders == 1, "only one rank should hold it"
+    assert bad.isnan().any(), "every rank should know"
+    found, scale = torch.zeros(()), torch.ones(())
+    torch._amp_foreach_non_finite_check_and_unscale_([bad], found, scale)
+    assert found == 1
+    assert nn.utils.get_total_norm([p.grad for p in model.parameters()]).isnan()
+
+
+@on_ranks(4)
+def test_initialisers_give_what_they_give_unsharded(mesh):
+    grid = grid_of()
+    with torch.device("meta"):
+        model = sequence_parallel(Tiny(), grid["tp"])
+    model = sharded(model, grid["dp"]).to_empty(device="cpu")
+    plain = Tiny()
+    for each in (plain, model):
+        torch.manual_seed(3)
+        for module in each.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        with torch.no_grad():
+            nn.init.orthogonal_(each.head.weight)
+            nn.init.eye_(each.layers[0].up.weight)
+            each.layers[1].up.bias.copy_(torch.arange(20.0))
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(full(q), p)
+
+
+@on_ranks(4)
+def test_checkpoints_go_to_any_layout(mesh):
+    """(dp, tp) -> 1-D, unsharded and another grid; and back from 1-D."""
+    grid = grid_of()
+
+    def trained(model, seed):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 0.1 * (seed + 1))
+        optimizer.step()
+        return model, optimizer
+
+    kinds = {
+        "grid": lambda seed: make(grid, Odd, linears_parallel, seed=seed),
+        "all placed": lambda seed: make(grid, Odd, seed=seed),
+        "other grid": lambda seed: make(grid_of(1, 4), Odd, seed=seed),
+        "1-D": lambda seed: sharded(seeded(Odd, seed), mesh),
+        "plain": lambda seed: seeded(Odd, seed),
+    }
+
+    def state(model, optimizer):
+        return {"model": model.state_dict(), "optim": optimizer.state_dict()}
+
+    def values(model, optimizer):
+        found = [full(p) for p in model.parameters()]
+        for entry in optimizer.state_dict()["state"].values():
+            found += [full(entry["exp_avg"]), full(entry["exp_avg_sq"])]
+        return found
+
+    for source, targets in (
+        ("grid", ("1-D", "plain", "all placed")),
+        ("all placed", ("1-D", "plain", "other grid")),
+        ("1-D", ("grid", "all placed")),
+    ):
+        saved = trained(kinds[source](1), 1)
+        path = path_of_all()
+        dcp.save(state(*saved), checkpoint_id=path)
+        for target in targets:
+            loaded = trained(kinds[target](2), 2)
+            assert not torch.equal(values(*loaded)[0], values(*saved)[0])
+            found = state(*loaded)
+            dcp.load(found, checkpoint_id=path)
+            loaded[0].load_state_dict(found["model"])
+            loaded[1].load_state_dict(found["optim"])
+            for a, b in zip(values(*saved), values(*loaded), strict=True):
+                assert torch.equal(a, b), (source, target)
+
+
+@on_ranks(4)
+def test_full_and_placed_values_load(mesh):
+    grid = grid_of()
+    model, plain = make(grid), seeded(Tiny, 1)
+    model.load_state_dict(plain.state_dict())
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(full(q), p)
+    placed = sequence_parallel(seeded(Tiny, 2), grid["tp"])
+    model.load_state_dict(placed.state_dict())
+    for p, q in zip(placed.parameters(), model.parameters(), strict=True):
+        assert torch.equal(full(q), p.full_tensor())
+    again = copy.deepcopy(model.state_dict())  # what `async_save` does
+    assert again["head.weight"]._spec == model.head.weight._spec
+
+
+@on_ranks(4)
+def test_a_tie_across_units_is_kept(mesh):
+    grid = grid_of()
+    model = sequence_parallel(seeded(Tiny), grid["tp"])
+    model.embed.weight = model.head.weight
+    fully_shard(model.head, mesh=grid["dp"])
+    fully_shard(model, mesh=grid["dp"])
+    assert model.embed.weight is model.head.weight
+    assert len(list(model.parameters())) == len(list(Tiny().parameters())) - 1
+    plain = seeded(Tiny)
+    plain.embed.weight = plain.head.weight
+    check_parity(plain, model, model, batch, grid["dp"])
+
+
+@on_ranks(4)
+def test_copies_of_the_model(mesh):
+    """HSDP and tensor parallelism; the data axes are two dims of three."""
+    grid = grid_of(2, 1, 2, names=("replicate", "shard", "tp"))
+    model = sharded(sequence_parallel(seeded(Tiny), grid["tp"]), grid["replicate", "shard"])
+    plain = seeded(Tiny)
+    values = batch(grid["replicate"].get_local_rank())
+    model(**values).backward()
+    plain(**values).backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, grid["replicate"]))
+
+
+class Gathers(torch.Tensor):
+    """A tensor subclass with FSDP2's hooks, as torchao's float8 weights are."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return torch.Tensor._make_wrapper_subclass(cls, args[0].shape)  # of `detach`
+
+    def fsdp_pre_all_gather(self, mesh): ...
+
+    def fsdp_post_all_gather(self, *args): ...
+
+
+@on_ranks(4)
+def test_refusals(mesh):
+    grid = grid_of()
+
+    def linear(placement, on):
+        module = nn.Linear(8, 8, bias=False)
+        placements = placement if isinstance(placement, list) else [placement]
+        module.weight = nn.Parameter(DTensor.from_local(torch.ones(8, 8), on, placements))
+        return module
+
+    def refused(module, match, **kwargs):
+        weight = module.weight
+        with pytest.raises(NotImplementedError, match=match):
+            fully_shard(module, mesh=grid["dp"], **kwargs)
+        assert type(module) is nn.Linear and module.weight is weight
+
+    refused(linear(Partial(), grid["tp"]), r"parameter 'weight' is a DTensor.*Partial.*neither")
+    refused(linear(Shard(0), grid["dp"]), r"mesh.*overlaps.*in ranks \[")
+    refused(linear([Replicate(), Shard(0)], grid), "overlaps")
+    module = nn.Linear(8, 8, bias=False)
+    data = torch.Tensor._make_wrapper_subclass(Gathers, (8, 8))
+    module.weight = nn.Parameter(data, requires_grad=False)
+    refused(module, r"is a Gathers; shardc shards plain tensors.*fsdp_pre_all_gather")
+    module = linear(Shard(0), grid["tp"])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    fully_shard(module, mesh=grid["dp"])
+    with pytest.raises(RuntimeError, match="SGD was made before fully_shard"):
+        optimizer.step()
+    weight = make(grid).layers[0].up.weight
+    for view in (lambda: weight.view(-1), lambda: weight[3], lambda: weight.t()):
+        with pytest.raises(NotImplementedError, match=r"full_tensor\(\)"):
+            view()
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="tensor parallelism"):
+        weight[[1, 2]] = 0.0
