@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -56,13 +56,18 @@ def make_wrapper(cls: type[Tensor], shape: Iterable[int], local: Tensor) -> Tens
     )
 
 
+def local_of(tensor: DTensor) -> Tensor:
+    """This rank's value of a DTensor, without gradient (stubs give `detach` a plain type)."""
+    return cast(DTensor, tensor.detach()).to_local()
+
+
 def storage_id(tensor: Tensor) -> int | None:
     """What is equal for tensors that share a storage; None where there is none (2.11 to 2.15).
 
     Of a DTensor, the storage of its local value.
     """
     if isinstance(tensor, DTensor):
-        tensor = tensor.detach().to_local()
+        tensor = local_of(tensor)
     if tensor.layout != torch.strided or type(tensor) not in (Tensor, nn.Parameter):
         return None
     return tensor.untyped_storage()._cdata

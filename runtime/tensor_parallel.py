@@ -72,7 +72,7 @@ class Placed:
     def local_of(self, tensor: Tensor) -> Tensor:
         """This coordinate's part of a whole tensor, plain or a DTensor of any placements."""
         if isinstance(tensor, DTensor):
-            return tensor.detach().redistribute(self.mesh, self.placements).to_local()
+            return compat.local_of(tensor.redistribute(self.mesh, self.placements))
         for dim, (start, size) in enumerate(zip(self.offsets, self.local_shape, strict=True)):
             tensor = tensor.narrow(dim, start, size)
         return tensor
@@ -83,7 +83,7 @@ class Placed:
 
 def local_value(param: Tensor) -> Tensor:
     """The value of a parameter that this rank holds, plain."""
-    return param.detach().to_local() if isinstance(param, DTensor) else param
+    return compat.local_of(param) if isinstance(param, DTensor) else param
 
 
 def unsupported(param: DTensor, ranks: Sequence[int]) -> str | None:

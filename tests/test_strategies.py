@@ -98,7 +98,7 @@ def test_memory_is_in_the_order_it_should_be(mesh, tmp_path):
     class Wide(Stack):
         def __init__(self):
             super().__init__(0, dim=128)
-            self.layers = nn.ModuleList(Block(128, 512) for _ in range(6))
+            self.layers = nn.ModuleList(Block(128, 512) for _ in range(12))
 
     peaks, planned = {}, {}
     folder = tmp_path / str(mesh.get_local_rank())
@@ -113,11 +113,16 @@ def test_memory_is_in_the_order_it_should_be(mesh, tmp_path):
         grid = init_device_mesh("cpu", shape)
         model = sharded(seeded(Wide), grid, reshard_after_forward=reshard)
         step = compiled(model)
+
+        def measure(model=model, step=step):
+            model.zero_grad()
+            return measured_peak(lambda: step(*_batch()).backward(), folder)
+
         step(*_batch()).backward()
-        model.zero_grad()
         held = sum(p.to_local().nbytes for p in model.parameters())
-        measured = measured_peak(lambda step=step: step(*_batch()).backward(), folder)
-        peaks[name] = measured + 3 * held  # parameters and Adam's states
+        # the profiler misses what a thread of gloo frees: the lowest of three; parameters and
+        # Adam's states are held besides
+        peaks[name] = min(measure() for _ in range(3)) + 3 * held
         planned[name] = max(plan.peak for plan in graph_plans)
     for of in (peaks, planned):
         assert of["ZeRO-3"] < of["ZeRO-2"] < 0.6 * of["replicated"], (peaks, planned)

@@ -15,6 +15,7 @@ from fsdp2 import check_against_fsdp2, fsdp2, sharded, whole
 from models import check_parity, compiled, full, mean_over_ranks, seeded, tokens
 from ranks import on_ranks
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -151,6 +152,29 @@ def test_it_is_fsdp2_compiled(mesh):
     assert all(map(torch.equal, first[ours], first[theirs]))
     assert min(norms[theirs]) > 0.3, "nothing was clipped"
     torch.testing.assert_close(norms[ours], norms[theirs])
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@on_ranks(4)
+def test_mixed_precision_and_accumulation(mesh, micro_batches):
+    """Uncompiled, as FSDP2 does it: equal bits, and near them over several micro-batches, where
+    FSDP2 sums what is partial over tp last and we with each micro-batch."""
+    grid = grid_of()
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    theirs = make(grid, shard=fsdp2, mp_policy=policy)
+    ours = make(grid, mp_policy=policy)
+    losses = {theirs: [], ours: []}
+    for model, seen in losses.items():
+        for index in range(micro_batches):
+            model.set_requires_gradient_sync(index == micro_batches - 1)
+            seen.append(model(**batch(20 * index + grid["dp"].get_local_rank())))
+            seen[-1].backward()
+    assert losses[theirs] == losses[ours]
+    for p, q in zip(theirs.parameters(), ours.parameters(), strict=True):
+        tolerance = 0 if micro_batches == 1 else 1e-2
+        torch.testing.assert_close(
+            whole(q.grad), whole(p.grad), rtol=tolerance, atol=tolerance / 10
+        )
 
 
 @on_ranks(4)
