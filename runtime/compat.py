@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.exc import InductorError as InductorError
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
@@ -54,6 +55,23 @@ def make_wrapper(cls: type[Tensor], shape: Iterable[int], local: Tensor) -> Tens
     return Tensor._make_wrapper_subclass(
         cls, tuple(shape), dtype=local.dtype, device=local.device, requires_grad=False
     )
+
+
+def flat_dims(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
+    """The named dims of a mesh as one; None for no names. All ranks of `mesh` must call it."""
+    if not names:
+        return None
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+def with_last_dim_of_one(mesh: DeviceMesh) -> DeviceMesh:
+    """A 1-D mesh as one of shape `(size, 1)`. All ranks of `mesh` must call it."""
+    return mesh._unflatten(0, (mesh.size(), 1), ("replicate", "shard"))
+
+
+def concatenate_meshes(*meshes: DeviceMesh) -> DeviceMesh:
+    """A mesh of the dims of sub-meshes of one mesh, in the order given."""
+    return DeviceMesh._concatenate(list(meshes))
 
 
 def local_of(tensor: DTensor) -> Tensor:

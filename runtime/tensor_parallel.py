@@ -6,8 +6,12 @@ their local values have one shape. Only the way out knows more: what a module re
 DTensor again, whose autograd brings the gradient to the parameter's placements; and what a user
 holds has the global shape, of which this rank's part is an interval of the flattened local value.
 
+A parameter may also be a DTensor on a mesh that includes the data-parallel dims (`Spmd`, FSDP2's
+`dp_mesh_dims`), replicated over those. Its gradient is then brought to the parameter's placements
+over the other dims only, and what is partial over the data-parallel ones is left to the bucket.
+
 Left out: `_StridedShard` and Partial placements, and DTensors on a mesh that includes the
-data-parallel ranks.
+data-parallel ranks otherwise.
 """
 
 import math
@@ -18,11 +22,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardc.runtime import compat
+from shardc.runtime.spec import intern_object, object_of
+
+
+@dataclass(frozen=True)
+class Spmd:
+    """A mesh on which all parameters are DTensors, and which of its dims are data-parallel."""
+
+    mesh: DeviceMesh
+    dims: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,8 @@ class Placed:
         shape, stride: of the whole parameter.
         local_shape, offsets: this coordinate's part of it.
         groups: the process groups over which it is cut, by name; none where it is replicated.
+        data_dims: the data-parallel dims of the mesh (`Spmd`).
+        key: names it in a graph (`object_of`), where it has data-parallel dims.
     """
 
     mesh: DeviceMesh = field(repr=False)
@@ -43,9 +59,15 @@ class Placed:
     local_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     groups: tuple[str, ...]
+    data_dims: frozenset[int]
+    key: str = field(init=False, compare=False, default="")
+
+    def __post_init__(self) -> None:
+        if self.data_dims:
+            object.__setattr__(self, "key", intern_object(self))
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Placed | None":
+    def of(cls, tensor: Tensor, spmd: Spmd | None = None) -> "Placed | None":
         """How `tensor` is placed; None for a plain tensor."""
         if not isinstance(tensor, DTensor):
             return None
@@ -56,10 +78,16 @@ class Placed:
         cut = [dim for dim, placement in enumerate(placements) if isinstance(placement, Shard)]
         groups = tuple(compat.group_name(mesh.get_group(dim)) for dim in cut if mesh.size(dim) > 1)
         stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        return cls(mesh, placements, shape, stride, local_shape, offsets, groups)
+        data_dims = frozenset() if spmd is None else spmd.dims
+        return cls(mesh, placements, shape, stride, local_shape, offsets, groups, data_dims)
 
     def wrap(self, local: Tensor) -> DTensor:
         """The DTensor of which `local` is this rank's value; differentiable."""
+        if self.data_dims:
+            return _wrap_spmd(local, self.key)
+        return self._wrap(local)
+
+    def _wrap(self, local: Tensor) -> DTensor:
         return DTensor.from_local(
             local,
             self.mesh,
@@ -81,24 +109,62 @@ class Placed:
         return self
 
 
+class _WrapSpmd(torch.autograd.Function):
+    """A local value as a DTensor; back, the gradient's own local value on data-parallel dims."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, key: str) -> DTensor:
+        ctx.placed = object_of(key)
+        return ctx.placed._wrap(local)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
+        placed = ctx.placed
+        target = tuple(
+            have if dim in placed.data_dims else want
+            for dim, (have, want) in enumerate(zip(grad.placements, placed.placements, strict=True))
+        )
+        return grad.redistribute(placements=target).to_local(), None
+
+
+@torch._dynamo.allow_in_graph
+def _wrap_spmd(local: Tensor, key: str) -> DTensor:
+    """Left to AOT autograd: Dynamo does not know the placements that a gradient will have."""
+    return _WrapSpmd.apply(local, key)
+
+
 def local_value(param: Tensor) -> Tensor:
     """The value of a parameter that this rank holds, plain."""
     return compat.local_of(param) if isinstance(param, DTensor) else param
 
 
-def unsupported(param: DTensor, ranks: Sequence[int]) -> str | None:
+def unsupported(param: DTensor, ranks: Sequence[int], spmd: Spmd | None) -> str | None:
     """Why a DTensor cannot be sharded further over the global `ranks`; None if it can."""
     strange = [p for p in param.placements if type(p) not in (Replicate, Shard)]
     if strange:
         return f"its placement {strange[0]!r} is neither Shard nor Replicate"
     if type(param.to_local()) is not Tensor:
         return f"its local value is a {type(param.to_local()).__name__}"
+    if spmd is not None:
+        return _unsupported_spmd(param, spmd)
     shared = set(ranks) & set(param.device_mesh.mesh.flatten().tolist())
     if len(shared) > 1:
         return (
             f"its mesh {param.device_mesh} overlaps the mesh given to fully_shard in ranks "
-            f"{sorted(shared)}: give the data-parallel dim of a mesh whose other dims it is on"
+            f"{sorted(shared)}: give the data-parallel dim of a mesh whose other dims it is on, or "
+            "the whole mesh with dp_mesh_dims"
         )
+    return None
+
+
+def _unsupported_spmd(param: DTensor, spmd: Spmd) -> str | None:
+    if param.device_mesh != spmd.mesh:
+        return f"it is on {param.device_mesh}; with dp_mesh_dims it must be on {spmd.mesh}"
+    names = spmd.mesh.mesh_dim_names or ()
+    for dim in sorted(spmd.dims):
+        if not isinstance(param.placements[dim], Replicate):
+            return f"it is {param.placements[dim]!r} on the data-parallel dim '{names[dim]}'"
     return None
 
 

@@ -8,7 +8,7 @@ model.compile(backend="shardc")
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from shardc.calibrate import calibrate
-from shardc.checks import hybrid_mesh
+from shardc.mesh import hybrid_mesh
 from shardc.passes.profiles import Profile, get_profile, set_profile
 from shardc.runtime.controls import share_comm_ctx
 from shardc.runtime.modules import ShardedModule

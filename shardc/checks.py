@@ -1,21 +1,19 @@
 """What `fully_shard` refuses, and why: checks that only read, before anything is changed."""
 
-import os
 import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from shardc.runtime import compat
 from shardc.runtime.modules import ShardedModule
-from shardc.runtime.tensor_parallel import unsupported
+from shardc.runtime.tensor_parallel import Spmd, unsupported
 
 
 def check_modules(module: Any) -> tuple[nn.Module, ...]:
@@ -36,18 +34,12 @@ def check_modules(module: Any) -> tuple[nn.Module, ...]:
     return modules
 
 
-def check_placement(placement: Any, mesh_dims: Any) -> None:
-    """Raise NotImplementedError for placements that flat segments do not have."""
+def check_placement(placement: Any) -> None:
+    """Raise NotImplementedError for a placement, which flat segments do not have."""
     if placement is not None:
         raise NotImplementedError(
             "shard_placement_fn is not supported: shardc shards flat segments, which have no "
             "tensor dim to place"
-        )
-    if mesh_dims is not None:
-        raise NotImplementedError(
-            "dp_mesh_dims is not supported by shardc: place parameters on the tensor-parallel dims "
-            "only (parallelize_module(model, mesh['tp'], plan)) and give the others here "
-            "(fully_shard(model, mesh=mesh['dp']))"
         )
 
 
@@ -76,68 +68,6 @@ def check_initialized(modules: tuple[nn.Module, ...]) -> None:
                 raise ValueError(
                     f"parameter '{name}' of a lazy module is not initialized: run a forward first"
                 )
-
-
-_default_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh]
-_default_meshes = weakref.WeakKeyDictionary()  # one for each life of the process group
-
-
-def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """The mesh to shard over, by default all ranks. Raises where it cannot be one."""
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "fully_shard needs a process group: start the script with torchrun and call "
-            "torch.distributed.init_process_group() first"
-        )
-    if mesh is None:
-        world = dist.distributed_c10d.GroupMember.WORLD
-        assert world is not None
-        if world not in _default_meshes:
-            _default_meshes[world] = init_device_mesh(
-                _default_device_type(), (dist.get_world_size(),)
-            )
-        mesh = _default_meshes[world]
-    if mesh.ndim > 2:
-        raise ValueError(
-            "fully_shard takes a mesh of one dim (shard) or two (replicate, shard), got a "
-            f"{mesh.ndim}-D mesh of shape {tuple(mesh.shape)}"
-        )
-    if mesh.device_type not in ("cpu", "cuda"):
-        raise NotImplementedError(
-            f"shardc runs on 'cpu' and 'cuda' meshes, got '{mesh.device_type}'"
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
-    return mesh
-
-
-def hybrid_mesh(devices_per_node: int | None = None) -> DeviceMesh:
-    """A mesh (replicate, shard) for HSDP: sharded within each node, replicated across nodes.
-
-    Args:
-        devices_per_node: ranks on one node; default: what torchrun says (LOCAL_WORLD_SIZE), else
-            the accelerators of this machine.
-
-    Raises:
-        RuntimeError: no process group.
-        ValueError: the world size is not a multiple.
-    """
-    if not dist.is_initialized():
-        raise RuntimeError("hybrid_mesh needs a process group: call init_process_group() first")
-    size = devices_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-    size = size or torch.accelerator.device_count()
-    world = dist.get_world_size()
-    if size < 1 or world % size:
-        raise ValueError(
-            f"{world} ranks cannot be split into nodes of {size}; give devices_per_node"
-        )
-    kind = _default_device_type()
-    return init_device_mesh(kind, (world // size, size), mesh_dim_names=("replicate", "shard"))
-
-
-def _default_device_type() -> str:
-    device = torch.accelerator.current_accelerator()
-    return "cuda" if device is not None and "nccl" in dist.get_backend() else "cpu"
 
 
 def check_ignored(
@@ -178,7 +108,10 @@ def ignored_by_units_inside(modules: tuple[nn.Module, ...]) -> set[nn.Parameter]
 
 
 def check_model(
-    modules: tuple[nn.Module, ...], params: list[nn.Parameter], mesh: DeviceMesh
+    modules: tuple[nn.Module, ...],
+    params: list[nn.Parameter],
+    mesh: DeviceMesh,
+    spmd: Spmd | None,
 ) -> None:
     """Raise where parameters cannot be cut, or something else holds them."""
     names = {p: n for root in modules for n, p in root.named_parameters(remove_duplicate=False)}
@@ -189,7 +122,7 @@ def check_model(
         for ref in compat.rnn_weight_references(m)
     ]
     for param in params:
-        _check_parameter(names[param], param, mesh)
+        _check_parameter(names[param], param, mesh, spmd)
         foreign = [ref for ref in weakref.getweakrefs(param) if id(ref) not in rnn_refs]
         if foreign or compat.is_in_use(param):
             raise ValueError(
@@ -230,10 +163,10 @@ def _check_sole_owner(
         )
 
 
-def _check_parameter(name: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
+def _check_parameter(name: str, param: nn.Parameter, mesh: DeviceMesh, spmd: Spmd | None) -> None:
     kind = type(param.data).__name__
     if isinstance(param, DTensor):
-        why = unsupported(param, mesh.mesh.flatten().tolist())
+        why = unsupported(param, mesh.mesh.flatten().tolist(), spmd)
         if why is not None:
             raise NotImplementedError(
                 f"parameter '{name}' is a {kind} and cannot be sharded: {why}"
@@ -243,6 +176,11 @@ def _check_parameter(name: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
         extra = ", and calls no fsdp_pre_all_gather or fsdp_post_all_gather" if gathers else ""
         raise NotImplementedError(
             f"parameter '{name}' is a {kind}; shardc shards plain tensors and DTensors{extra}"
+        )
+    elif spmd is not None:
+        raise ValueError(
+            f"parameter '{name}' is a plain tensor; with dp_mesh_dims all must be DTensors on the "
+            "whole mesh: use torch.distributed.tensor.distribute_module"
         )
     if param.layout != torch.strided or not param.is_contiguous():
         raise NotImplementedError(

@@ -16,13 +16,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from shardc.checks import (
     check_ignored,
     check_initialized,
-    check_mesh,
     check_model,
     check_modules,
     check_placement,
     check_policies,
     ignored_by_units_inside,
 )
+from shardc.mesh import data_parallel_mesh, spmd_of
 from shardc.passes.cost import bucket_grain
 from shardc.passes.profiles import current_profile
 from shardc.runtime import compat
@@ -36,7 +36,7 @@ from shardc.runtime.policy import keep_buffers_in
 from shardc.runtime.ranks import Ranks, ranks_of
 from shardc.runtime.settings import Settings
 from shardc.runtime.shard_tensor import ShardTensor
-from shardc.runtime.tensor_parallel import Placed, local_value, restore_ties
+from shardc.runtime.tensor_parallel import Placed, Spmd, local_value, restore_ties
 from shardc.runtime.unit import Unit
 from shardc.units import UnitPolicy, UnitRequest, find_inner_units, owned_parameters
 
@@ -88,7 +88,9 @@ def fully_shard(
         offload_policy: torch's `CPUOffloadPolicy` keeps segments, gradients and so the optimizer's
             state on the host.
         ignored_params: parameters, or modules whose parameters, stay as they are.
-        dp_mesh_dims: not built yet.
+        dp_mesh_dims: torch's `DataParallelMeshDims`, the names of the dims of `mesh` to shard and
+            to replicate over. Every parameter is then a DTensor on the whole mesh, replicated over
+            those.
         units: inner modules to make units of: "auto" (the elements of every `ModuleList` or
             `Sequential` of two or more modules of one class), a class, a tuple of classes, or a
             callable `module -> bool | dict`, whose dict overrides options for that unit.
@@ -104,9 +106,10 @@ def fully_shard(
         RuntimeError: no process group, or ranks that call with different models.
     """
     modules = check_modules(module)
-    check_placement(shard_placement_fn, dp_mesh_dims)
+    check_placement(shard_placement_fn)
     check_policies(mp_policy, offload_policy)
-    mesh = check_mesh(mesh)
+    spmd = spmd_of(mesh, dp_mesh_dims)
+    mesh = data_parallel_mesh(mesh, dp_mesh_dims)
     ignored, skipped = check_ignored(modules, ignored_params)
     ignored |= ignored_by_units_inside(modules)
     check_initialized(modules)
@@ -124,13 +127,13 @@ def fully_shard(
         "offload_policy": offload_policy,
     }
     plans = _plan(requests, mesh, given, ignored, skipped)
-    check_model(modules, [param for plan in plans for param in plan.params.values()], mesh)
+    check_model(modules, [param for plan in plans for param in plan.params.values()], mesh, spmd)
     facts = [f"{_fact(layout)} ({plan.settings})" for plan in plans for layout in plan.layouts]
     ranks = ranks_of(mesh)
     everyone = compat.resolve_group(ranks.everyone)
     agree(everyone, "the parameters given to fully_shard", facts, every_time=True)
     for plan in plans:
-        _apply(plan, mesh, ranks, ignored)
+        _apply(plan, mesh, ranks, ignored, spmd)
     return module
 
 
@@ -183,7 +186,13 @@ def _fact(layout: BucketLayout) -> str:
 # -- apply ---------------------------------------------------------------------------------------
 
 
-def _apply(plan: _Plan, mesh: DeviceMesh, ranks: Ranks, ignored: set[nn.Parameter]) -> None:
+def _apply(
+    plan: _Plan,
+    mesh: DeviceMesh,
+    ranks: Ranks,
+    ignored: set[nn.Parameter],
+    spmd: Spmd | None,
+) -> None:
     """Make one unit: cut its buckets, free the full parameters, give its modules properties."""
     device = _device(mesh)
     home = torch.device("cpu") if plan.settings.offloaded else device
@@ -197,7 +206,7 @@ def _apply(plan: _Plan, mesh: DeviceMesh, ranks: Ranks, ignored: set[nn.Paramete
         segment = torch.zeros(layout.segment, dtype=layout.dtype, device=where)
         if plan.settings.pinned and device.type != "cpu" and where.type == "cpu":
             segment = segment.pin_memory()
-        placed = [Placed.of(param) for param in params]
+        placed = [Placed.of(param, spmd) for param in params]
         bucket = Bucket(layout, ranks, plan.settings, segment, plan.modules, device, placed)
         bucket.take(params)
         buckets.append(bucket)

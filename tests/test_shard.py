@@ -260,7 +260,6 @@ def test_what_is_refused(mesh):
         ({"mp_policy": torch.bfloat16}, TypeError, "mp_policy must be"),
         ({"offload_policy": True}, TypeError, "offload_policy must be"),
         ({"shard_placement_fn": lambda p: None}, NotImplementedError, "shard_placement_fn"),
-        ({"dp_mesh_dims": object()}, NotImplementedError, "dp_mesh_dims"),
         ({"reshard_after_forward": 3}, ValueError, "divisor of the world size 4, got 3"),
         ({"reshard_after_forward": "yes"}, ValueError, "got 'yes'"),
     ):  # fmt: skip

@@ -1,0 +1,111 @@
+"""The mesh that `fully_shard` shards over: all ranks, nodes, or dims of a larger mesh."""
+
+import os
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardc.runtime import compat
+from shardc.runtime.tensor_parallel import Spmd
+
+_default_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh]
+_default_meshes = weakref.WeakKeyDictionary()  # one for each life of the process group
+
+
+def data_parallel_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
+    """The mesh (shard) or (replicate, shard) to shard over, by default all ranks.
+
+    Args:
+        mesh: what the user gave.
+        dims: None, or torch's `DataParallelMeshDims`: the dims of `mesh` that are data-parallel.
+
+    Raises:
+        RuntimeError: no process group.
+        ValueError, NotImplementedError: a mesh that cannot be sharded over.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "fully_shard needs a process group: start the script with torchrun and call "
+            "torch.distributed.init_process_group() first"
+        )
+    if mesh is None:
+        world = dist.distributed_c10d.GroupMember.WORLD
+        assert world is not None
+        if world not in _default_meshes:
+            _default_meshes[world] = init_device_mesh(
+                _default_device_type(), (dist.get_world_size(),)
+            )
+        mesh = _default_meshes[world]
+    if spmd_of(mesh, dims) is not None:
+        mesh = _named_dims(mesh, tuple(dims.replicate_names), tuple(dims.shard_names))
+    if mesh.ndim > 2:
+        raise ValueError(
+            "fully_shard takes a mesh of one dim (shard) or two (replicate, shard), got a "
+            f"{mesh.ndim}-D mesh of shape {tuple(mesh.shape)}"
+        )
+    if mesh.device_type not in ("cpu", "cuda"):
+        raise NotImplementedError(
+            f"shardc runs on 'cpu' and 'cuda' meshes, got '{mesh.device_type}'"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
+    return mesh
+
+
+def spmd_of(mesh: DeviceMesh | None, dims: Any) -> Spmd | None:
+    """What `dp_mesh_dims` says of the mesh; None if it was not given."""
+    if dims is None:
+        return None
+    if mesh is None or not mesh.mesh_dim_names:
+        raise ValueError("dp_mesh_dims needs a mesh whose dims have names")
+    names = (*dims.replicate_names, *dims.shard_names)
+    known = mesh.mesh_dim_names
+    if not names or not {*names} <= {*known} or len({*names}) < len(names):
+        raise ValueError(
+            f"dp_mesh_dims names {list(names)}; the mesh has the dims {list(known)}: name each "
+            "once, and at least one"
+        )
+    return Spmd(mesh, frozenset(known.index(name) for name in names))
+
+
+def _named_dims(mesh: DeviceMesh, replicate: tuple[str, ...], shard: tuple[str, ...]) -> DeviceMesh:
+    """(shard) or (replicate, shard) of the named dims, each flattened; (W, 1) without shard."""
+    copies, parts = (compat.flat_dims(mesh, names) for names in (replicate, shard))
+    if copies is None:
+        assert parts is not None
+        return parts
+    if parts is None:
+        return compat.with_last_dim_of_one(copies)
+    return compat.concatenate_meshes(copies, parts)
+
+
+def hybrid_mesh(devices_per_node: int | None = None) -> DeviceMesh:
+    """A mesh (replicate, shard) for HSDP: sharded within each node, replicated across nodes.
+
+    Args:
+        devices_per_node: ranks on one node; default: what torchrun says (LOCAL_WORLD_SIZE), else
+            the accelerators of this machine.
+
+    Raises:
+        RuntimeError: no process group.
+        ValueError: the world size is not a multiple.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("hybrid_mesh needs a process group: call init_process_group() first")
+    size = devices_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    size = size or torch.accelerator.device_count()
+    world = dist.get_world_size()
+    if size < 1 or world % size:
+        raise ValueError(
+            f"{world} ranks cannot be split into nodes of {size}; give devices_per_node"
+        )
+    kind = _default_device_type()
+    return init_device_mesh(kind, (world // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def _default_device_type() -> str:
+    device = torch.accelerator.current_accelerator()
+    return "cuda" if device is not None and "nccl" in dist.get_backend() else "cpu"
