@@ -432,7 +432,7 @@ def keeping_collectives_in_order() -> dict[str, Any]:
             return nodes
 
         def uuid(self) -> str:
-            return "shardc: collectives in order"
+            return "shardc: collectives in order, no donated buffers"  # those are not in the key
 
     return {"_pre_fusion_custom_pass": KeepOrder()}
 

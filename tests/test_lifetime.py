@@ -38,7 +38,9 @@ def _check(plain, model, mesh):
         assert (p.grad is None) == (q.grad is None), name
         if p.grad is not None:
             want = mean_over_ranks(p.grad, mesh)
-            torch.testing.assert_close(full(q.grad), want, rtol=1e-4, atol=1e-6, msg=name)
+            torch.testing.assert_close(
+                full(q.grad), want, rtol=1e-4, atol=1e-6, msg=lambda m: f"{name}: {m}"
+            )
 
 
 @CALLS
@@ -73,7 +75,7 @@ def test_several_losses(mesh, executor):
     _check(plain, model, mesh)
 
 
-@CALLS
+@pytest.mark.parametrize("executor", ["eager", "inductor", None])
 @on_ranks(2)
 def test_backward_twice_with_retain_graph(mesh, executor):
     plain, model, call = _both(mesh, executor=executor)
@@ -100,6 +102,16 @@ def test_double_backward(mesh):
     _check(plain, model, mesh)
     with pytest.raises(RuntimeError, match="double backward"):
         _penalty(compiled(model)).backward()
+
+
+@on_ranks(2)
+def test_compiled_autograd(mesh):
+    """The backward as a graph of its own, around what the backend made of it."""
+    plain, model, call = _both(mesh)
+    _loss(plain, 1).backward()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        _loss(call, 1).backward()
+    _check(plain, model, mesh)
 
 
 # -- recomputation ---------------------------------------------------------------------------------

@@ -140,11 +140,13 @@ def test_it_trains_as_without(mesh, executor, build, parallel):
     check_parity(seeded(build), model, step, batch, grid["dp"], steps=3)
 
 
+@pytest.mark.parametrize("reshard", [None, False])
 @on_ranks(4)
-def test_it_is_fsdp2_compiled(mesh):
+def test_it_is_fsdp2_compiled(mesh, reshard):
     """The first gradients have the same bits; clipping sums its norm in another order."""
     grid = grid_of()
-    theirs, ours = make(grid, shard=fsdp2), make(grid)
+    kwargs = {"reshard_after_forward": reshard}
+    theirs, ours = make(grid, shard=fsdp2, **kwargs), make(grid, **kwargs)
     norms, first = {theirs: [], ours: []}, {}
 
     def step(model, call, number):
