@@ -39,7 +39,7 @@ def _check(plain, model, mesh):
         if p.grad is not None:
             want = mean_over_ranks(p.grad, mesh)
             torch.testing.assert_close(
-                full(q.grad), want, rtol=1e-4, atol=1e-6, msg=lambda m: f"{name}: {m}"
+                full(q.grad), want, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
             )
 
 
