@@ -14,6 +14,10 @@ from torch import Tensor, nn
 VOCAB = 61
 
 
+TRACES_DEEPCOPY = not torch.__version__.startswith("2.11.")
+"""Dynamo 2.11 breaks the graph at `copy.deepcopy`, which encoder-decoders of transformers call."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One model: how to build it, and the keyword arguments of its forward for a seed.
@@ -229,11 +233,11 @@ MODELS: dict[str, Case] = {
     "gpt2": Case(gpt2, language, fullgraph=False),
     "llama": Case(llama, _padded),
     "bert": Case(_bert, _padded),
-    "t5": Case(_t5, language),
+    "t5": Case(_t5, language, fullgraph=TRACES_DEEPCOPY),
     "vit": Case(_vit, _pictures),
     "mixtral": Case(_mixtral, language),
     "mixtral-balanced": Case(_mixtral_balanced, language, fullgraph=False),
-    "whisper": Case(_whisper, _sound),
+    "whisper": Case(_whisper, _sound, fullgraph=TRACES_DEEPCOPY),
     "mamba": Case(_mamba, lambda seed: language(seed, length=3)),
     "encoder": Case(_encoder, _sequence),
     "lstm": Case(_lstm, _sequence, fullgraph=False),

@@ -417,12 +417,16 @@ def spmd_model(mesh, data, shard, **kwargs):
     return shard(distribute_module(seeded(Tiny), mesh, place), mesh, **kwargs)
 
 
+HAS_DIMS = pytest.mark.skipif(
+    not hasattr(fsdp, "DataParallelMeshDims"), reason="this torch has no dp_mesh_dims"
+)
 FSDP = {"dp": 2, "tp": 2}, {"shard": "dp"}
 FLATTENED = {"dp": 2, "cp": 1, "tp": 2}, {"shard": ("dp", "cp")}
 HSDP = {"rep": 2, "dp": 2, "tp": 1}, {"replicate": "rep", "shard": "dp"}
 REPLICATED = {"rep": 2, "tp": 2}, {"replicate": "rep"}
 
 
+@HAS_DIMS
 @pytest.mark.parametrize(
     "shape, dims, executor",
     [
@@ -450,6 +454,7 @@ def test_parameters_on_the_whole_mesh(mesh, shape, dims, executor):
         torch.testing.assert_close(whole(q.grad), whole(p.grad), msg=name)
 
 
+@HAS_DIMS
 @on_ranks(4)
 def test_what_the_whole_mesh_needs(mesh):
     grid = only_mesh((("dp", 2), ("tp", 2)))
