@@ -80,6 +80,7 @@ class Bucket:
         unit: the number of its unit, equal on all ranks.
         owner: its `Unit`.
         gather_group, reduce_group: communicators of its own; None for the mesh's (`group`).
+        summoned: whether modules hold ordinary parameters in the place of `params`.
         made: whether any bucket exists in this process.
     """
 
@@ -113,6 +114,7 @@ class Bucket:
         self.trainable = (layout.requires_grad,) * len(layout.slots)
         self.accumulated = Accumulated(self)
         self.depth = 0
+        self.summoned = False
         self.mean_op = compat.mean_op(ranks.shard)
         self._held: Tensor | None = None
         self._held_version = (-1, -1)

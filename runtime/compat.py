@@ -227,6 +227,11 @@ def without_parameters(module: nn.Module, names: Iterable[str]) -> Iterator[None
         module.__dict__["_parameters"] = parameters
 
 
+def in_backward() -> bool:
+    """Whether autograd runs a backward on this thread (2.11 to 2.15)."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def rnn_weight_references(module: nn.Module) -> list[Any]:
     """The weak references that `nn.LSTM` and friends keep to their weights (2.11 to 2.15)."""
     return list(module._flat_weight_refs) if isinstance(module, nn.RNNBase) else []

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardc.runtime import compat
 from shardc.runtime.bucket import Bucket, SlotRef
 from shardc.runtime.controls import Controls
+from shardc.runtime.summon import summon_full_params
 from shardc.runtime.unit import Unit
 
 _classes: dict[tuple[type, tuple[str, ...], type], type] = {}
@@ -44,9 +45,11 @@ class ShardedParameters:
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As `nn.Module.register_parameter`, but not over a sharded parameter."""
-        if name in self._shardc_slots:
+        slot = self._shardc_slots.get(name)
+        if slot is None or slot.bucket.summoned:
+            super().register_parameter(name, param)  # type: ignore[misc]
+        else:
             _refuse_replacing(self, name)
-        super().register_parameter(name, param)  # type: ignore[misc]
 
     def __delattr__(self, name: str) -> None:
         if name in self._shardc_slots:
@@ -140,6 +143,17 @@ class ShardedModule(Controls, ShardedParameters):
             return super().__call__(*args, **kwargs)
         args, kwargs = unit.prepare_inputs(self, args, kwargs)  # type: ignore[arg-type]
         return unit.finish_outputs(self, super().__call__(*args, **kwargs))  # type: ignore[arg-type]
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """As `nn.Module.apply`; `fn` sees full parameters, of one unit at a time.
+
+        Every rank must call it, and draw the same random numbers. On the meta device `fn` sees
+        shards.
+        """
+        if any(bucket.segment.is_meta for bucket in self._shardc_unit.buckets):
+            return super().apply(fn)  # type: ignore[misc]
+        with summon_full_params(self, recurse=False):  # type: ignore[arg-type]
+            return super().apply(fn)  # type: ignore[misc]
 
 
 # -- .to(), .double(), .to_empty() ---------------------------------------------------------------

@@ -100,4 +100,6 @@ class Unit:
         return map_tensors(cast_to(dtype), outputs)
 
     def _in_full_precision(self, module: nn.Module) -> bool:
+        if any(bucket.summoned for bucket in self.buckets):
+            return True
         return self.settings.precision.full_precision_in_eval and not module.training

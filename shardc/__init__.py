@@ -15,6 +15,7 @@ from shardc.runtime.modules import ShardedModule
 from shardc.runtime.policy import MixedPrecisionPolicy
 from shardc.runtime.reduce_functions import compress_bf16, compress_fp16
 from shardc.runtime.shard_tensor import ShardTensor
+from shardc.runtime.summon import summon_full_params
 from shardc.shard import fully_shard
 from shardc.table import describe
 from shardc.units import units_of
@@ -35,5 +36,6 @@ __all__ = [
     "hybrid_mesh",
     "set_profile",
     "share_comm_ctx",
+    "summon_full_params",
     "units_of",
 ]
