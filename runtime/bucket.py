@@ -56,7 +56,7 @@ class SlotRef:
             full = torch.ops.shardc.unshard_slot(bucket.segment, signature, self.index, extras)
             placed = bucket.placed[self.index]
             return full if placed is None else placed.wrap(full)
-        if bucket.depth > 0:
+        if bucket.depth > 0 or bucket.opened:
             return bucket.gathered()[self.index]
         return bucket.params[self.index]
 
@@ -80,6 +80,7 @@ class Bucket:
         unit: the number of its unit, equal on all ranks.
         owner: its `Unit`.
         gather_group, reduce_group: communicators of its own; None for the mesh's (`group`).
+        opened: whether reads outside a forward give full parameters, since `unshard()`.
         summoned: whether modules hold ordinary parameters in the place of `params`.
         made: whether any bucket exists in this process.
     """
@@ -114,7 +115,7 @@ class Bucket:
         self.trainable = (layout.requires_grad,) * len(layout.slots)
         self.accumulated = Accumulated(self)
         self.depth = 0
-        self.summoned = False
+        self.opened = self.summoned = False
         self.mean_op = compat.mean_op(ranks.shard)
         self._held: Tensor | None = None
         self._held_version = (-1, -1)
@@ -243,16 +244,37 @@ class Bucket:
             )
             self._point(param, index, grad)
 
+    def make_param(self, index: int, like: nn.Parameter) -> nn.Parameter:
+        """Parameter `index`, a view of the segment, with the flag and attributes of `like`."""
+        sharded = nn.Parameter(self.view(index, self.segment), like.requires_grad)
+        own = {"_local", "_spec", "_slot"}
+        sharded.__dict__.update({k: v for k, v in like.__dict__.items() if k not in own})
+        sharded._slot = SlotRef(self, index)  # type: ignore[attr-defined]
+        return sharded
+
+    @torch.no_grad()
+    def adopt(self, index: int, param: nn.Parameter) -> None:
+        """Have `param`, whole and of the slot's shape, be parameter `index`: cut it, in place.
+
+        The parameter that it replaces keeps its values and is no part of the bucket any more.
+        """
+        old = self.params[index]
+        value, grad = param.detach(), None if param.grad is None else self.cut(index, param.grad)
+        left = old.to_local().clone()  # type: ignore[attr-defined]
+        old.copy_(value)
+        self.params[index] = self._point(param, index, grad)
+        old._local = left  # type: ignore[attr-defined]
+        del old._slot  # type: ignore[attr-defined]
+        if param.requires_grad != self.trainable[index]:
+            self.set_trainable(index, param.requires_grad)
+
     def _point(self, param: nn.Parameter, index: int, grad: Tensor | None) -> nn.Parameter:
         """Make `param`, the same object, a view of the segment.
 
         Optimizers and tied modules that hold the object keep holding the parameter. A DTensor has
         another layout in memory and stays what it is; it remembers what it became.
         """
-        sharded = nn.Parameter(self.view(index, self.segment), param.requires_grad)
-        own = {"_local", "_spec", "_slot"}
-        sharded.__dict__.update({k: v for k, v in param.__dict__.items() if k not in own})
-        sharded._slot = SlotRef(self, index)  # type: ignore[attr-defined]
+        sharded = self.make_param(index, param)
         if isinstance(param, DTensor):
             param._shardc_became = sharded  # type: ignore[attr-defined]
             sharded.grad = grad
@@ -372,6 +394,9 @@ class Bucket:
                 grad = _checked(hook(grad), grad)
             if param.grad is None:
                 param.grad = grad
+            elif not isinstance(param.grad, ShardTensor):  # a whole one, which the user assigned
+                param.grad = self.cut(index, param.grad)
+                param.grad.add_(grad)
             else:
                 param.grad.add_(grad)
             for after in compat.post_accumulate_hooks(param):
@@ -381,7 +406,7 @@ class Bucket:
         """A backward has differentiated the bucket: free it, or keep it for the next step."""
         if not self.settings.reshard_after_backward:
             self.hold()
-        elif self._held is not None:
+        else:
             self.drop()
 
     # -- gathered from one step to the next ----------------------------------------------------
@@ -408,13 +433,16 @@ class Bucket:
 
     def drop(self) -> None:
         """Free what is held."""
+        self.opened = False
+        if self.depth == 0:
+            self._gathered = None
         if self._held is not None:
             self._held = None
             self.refresh_signature()
 
     def reset(self) -> None:
         """Forget a step that was interrupted."""
-        self._gathered, self.depth = None, 0
+        self._gathered, self.depth, self.opened = None, 0, False
         self._used, self._elsewhere = set(), set()
         self.accumulated.taken = False
         self.refresh_signature()
@@ -442,6 +470,12 @@ class Bucket:
                     for view, placed in zip(views, self.placed, strict=True)
                 )
         return self._gathered
+
+    def enter(self) -> None:
+        """An eager forward of a module that reads the bucket begins."""
+        if self.depth == 0:
+            self._gathered = None
+        self.depth += 1
 
     def leave(self) -> None:
         """A module that counted itself in `depth` ends; the last one frees what was gathered."""

@@ -215,11 +215,13 @@ class Controls:
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
         """Gather this unit now and keep it gathered until `reshard()` or its next backward's end.
 
-        The next forward does not gather again. Every rank must call it. With `async_op`, returns a
-        handle whose `wait()` may be called or not.
+        Until then its modules read full parameters, in the dtype they are computed in. The next
+        forward does not gather again. Every rank must call it. With `async_op`, returns a handle
+        whose `wait()` may be called or not.
         """
         for bucket in self._shardc_unit.buckets:
             bucket.hold()
+            bucket.opened = True
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:

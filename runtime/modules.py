@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from shardc.runtime import compat
 from shardc.runtime.bucket import Bucket, SlotRef
 from shardc.runtime.controls import Controls
+from shardc.runtime.copying import copy_sharded
+from shardc.runtime.shard_tensor import ShardTensor
 from shardc.runtime.summon import summon_full_params
 from shardc.runtime.unit import Unit
 
@@ -36,7 +38,7 @@ class ShardedParameters:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         eager = () if torch.compiler.is_compiling() else self._shardc_buckets
         for bucket in eager:
-            bucket.depth += 1
+            bucket.enter()
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -44,33 +46,81 @@ class ShardedParameters:
                 bucket.leave()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As `nn.Module.register_parameter`, but not over a sharded parameter."""
+        """As `nn.Module.register_parameter`; over a sharded parameter, `param` is cut in place.
+
+        Raises:
+            NotImplementedError: None, or a parameter that several modules share.
+            ValueError: `param` has another shape.
+            RuntimeError: inside a forward, or before the unit was materialised.
+        """
         slot = self._shardc_slots.get(name)
-        if slot is None or slot.bucket.summoned:
-            super().register_parameter(name, param)  # type: ignore[misc]
-        else:
-            _refuse_replacing(self, name)
+        if slot is not None and not slot.bucket.summoned:
+            if param is None:
+                _refuse_removing(self, name)
+            if param is slot.bucket.params[slot.index]:
+                return
+            _check_assigned(self, name, param)
+            if isinstance(param, ShardTensor):
+                with torch.no_grad():
+                    slot.bucket.params[slot.index].copy_(param)
+                return
+            slot.bucket.adopt(slot.index, param)
+            param = slot.bucket.params[slot.index]
+        super().register_parameter(name, param)  # type: ignore[misc]
 
     def __delattr__(self, name: str) -> None:
         if name in self._shardc_slots:
-            _refuse_replacing(self, name)
+            _refuse_removing(self, name)
         super().__delattr__(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy_sharded(self, memo)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise NotImplementedError(
-            f"a sharded {self._shardc_class.__name__} cannot be copied or pickled: copy the module "
-            "before fully_shard, or take its state_dict()"
+            f"a sharded {self._shardc_class.__name__} cannot be pickled: save its state_dict() "
+            "with torch.distributed.checkpoint"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         return apply_to_segments(self, fn, recurse)  # type: ignore[arg-type]
 
 
-def _refuse_replacing(module: Any, name: str) -> NoReturn:
+def _refuse_removing(module: Any, name: str) -> NoReturn:
     raise NotImplementedError(
-        f"'{name}' of {module._shardc_class.__name__} is sharded and cannot be replaced or "
-        "removed; write its values in place: param.copy_(full_tensor)"
+        f"'{name}' of {module._shardc_class.__name__} is sharded and cannot be removed; remove it "
+        "before fully_shard"
     )
+
+
+def _check_assigned(module: Any, name: str, param: nn.Parameter) -> None:
+    slot = module._shardc_slots[name]
+    bucket, old = slot.bucket, slot.bucket.params[slot.index]
+    label = f"'{name}' of {module._shardc_class.__name__}"
+    if param.shape != old.shape:
+        raise ValueError(
+            f"{label} has shape {tuple(old.shape)} and is sharded; it cannot become a parameter of "
+            f"shape {tuple(param.shape)}"
+        )
+    if bucket.depth or torch.compiler.is_compiling():
+        raise RuntimeError(f"{label} is sharded and cannot be assigned inside a forward")
+    if bucket.segment.is_meta or param.is_meta:
+        raise RuntimeError(
+            f"{label} is sharded and cannot be assigned on the meta device: call "
+            "model.to_empty(device=...) first"
+        )
+    tied = {
+        (holder, attribute)
+        for root in bucket.unit_modules
+        for holder in root.modules()
+        for attribute, other in getattr(holder, "_shardc_slots", {}).items()
+        if other.bucket is bucket and other.index == slot.index
+    }
+    if len(tied) > 1:
+        raise NotImplementedError(
+            f"{label} is sharded and shared by {len(tied)} modules; assigning one would part them. "
+            "Write its values in place: param.copy_(full_tensor)"
+        )
 
 
 def make_unit(unit: "Unit") -> None:

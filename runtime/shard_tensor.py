@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardc.runtime import compat
 from shardc.runtime.boxes import Box, boxes_of
@@ -118,18 +118,22 @@ class ShardTensor(Tensor):
             return ""
         return f" of the local value {list(tp.local_shape)} at {list(tp.offsets)}, {tp.placements}"
 
-    # -- what would detach a parameter from its segment without a word -----------------------
+    # -- what parameters do beyond ops ---------------------------------------------------------
 
     @property
     def data(self) -> Tensor:
         return self.detach()
 
     @data.setter
-    def data(self, value: Tensor) -> NoReturn:
-        raise NotImplementedError(
-            f"replacing .data of {self._label()} would detach it from the segment that is trained; "
-            "write its values in place instead: param.copy_(full_tensor)"
-        )
+    def data(self, value: Tensor) -> None:
+        """Write the values of `value`, a tensor of the same shape, whole or sharded alike."""
+        if value.shape != self.shape:
+            raise RuntimeError(
+                f".data of {self._label()} cannot become a tensor of shape {tuple(value.shape)}: "
+                "the segment that is trained has room for its shape only"
+            )
+        with torch.no_grad():
+            self.copy_(value)
 
     @property
     def requires_grad(self) -> bool:
@@ -151,13 +155,14 @@ class ShardTensor(Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         shard_fill.set_items(self, index, value)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardTensor":
-        if hasattr(self, "_slot"):
-            raise NotImplementedError(
-                f"deepcopy of {self._label()} is not supported: copy the model before "
-                "fully_shard, or copy model.state_dict()"
-            )
-        return self.detach().clone()  # type: ignore[return-value]
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of its own, which no bucket knows; that of a whole model has buckets."""
+        copied = self.detach().clone()
+        memo[id(self)] = copied
+        if not isinstance(self, nn.Parameter):
+            return copied
+        memo[id(self)] = param = nn.Parameter(copied, self.requires_grad)
+        return param
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError(

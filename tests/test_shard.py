@@ -1,6 +1,7 @@
 """`fully_shard`: what it makes of a module, and what it refuses before anything is changed."""
 
 import copy
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -272,18 +273,22 @@ def test_what_is_refused(mesh):
 
 
 @on_ranks(2)
-def test_replacing_what_is_sharded_is_refused(mesh):
+def test_what_would_part_a_parameter_is_refused(mesh):
     model = shard_all(seeded(Stack), mesh)
-    param, block = model.get_parameter("head.weight"), model.layers[0]
-    for attempt in (
-        lambda: setattr(model.head, "weight", nn.Parameter(torch.randn(31, 18))),
-        lambda: delattr(model.head, "weight"),
-        lambda: setattr(param, "data", torch.zeros(31, 18)),
-        lambda: copy.deepcopy(model),
-        lambda: copy.deepcopy(block),
-        lambda: model.load_state_dict(seeded(Stack).state_dict(), assign=True),
+    param = model.get_parameter("head.weight")
+    for attempt, error, words in (
+        (lambda: delattr(model.head, "weight"), NotImplementedError, "cannot be removed"),
+        (lambda: setattr(model.head, "weight", None), NotImplementedError, "cannot be removed"),
+        (
+            lambda: setattr(model.head, "weight", nn.Parameter(torch.ones(3))),
+            ValueError,
+            r"'weight' of Linear has shape \(31, 18\).*of shape \(3,\)",
+        ),
+        (lambda: setattr(param, "data", torch.ones(3)), RuntimeError, "has room for its shape"),
+        (lambda: copy.deepcopy(model.head), NotImplementedError, "sharded Stack around it"),
+        (lambda: pickle.dumps(model), NotImplementedError, "cannot be pickled"),
     ):
-        with pytest.raises((NotImplementedError, RuntimeError)):
+        with pytest.raises(error, match=words):
             attempt()
     check_parity(seeded(Stack), model, compiled(model), _batch, mesh)
 

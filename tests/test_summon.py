@@ -147,6 +147,9 @@ def test_units_that_were_gathered_stay_so(mesh):
         for p in want.parameters():
             p.mul_(2)
     torch.testing.assert_close(compiled(model)(*_batch()), want(*_batch()))
+    model.load_state_dict(seeded(Stack, 1).state_dict())  # so does any other write
+    assert model.layers[0]._shardc_unit.buckets[0].is_held
+    torch.testing.assert_close(compiled(model)(*_batch()), seeded(Stack, 1)(*_batch()))
 
 
 @on_ranks(2)

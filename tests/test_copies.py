@@ -1,0 +1,157 @@
+"""A sharded model as a living object: copies, averages, assigned parameters, data and gradients."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp2 import sharded
+from models import Stack, check_parity, compiled, full, mean_over_ranks, seeded, tokens
+from ranks import on_ranks
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from shardc import ShardTensor, fully_shard, units_of
+
+TIED = functools.partial(Stack, tied=True)
+EXECUTORS = pytest.mark.parametrize("executor", ["eager", None])
+
+
+def _batch(seed=0):
+    rank = dist.get_rank()
+    return {"tokens": tokens(seed + rank), "targets": tokens(seed + rank + 50)}
+
+
+def _call(model, executor):
+    return compiled(model, executor) if executor else model
+
+
+@EXECUTORS
+@pytest.mark.parametrize("build", [Stack, TIED])
+@on_ranks(2)
+def test_a_copy_trains_apart(mesh, build, executor):
+    model = sharded(seeded(build), mesh)
+    model.layers[0].up.weight.requires_grad_(False)
+    call = _call(model, executor)
+    call(**_batch()).backward()
+    before = [full(p) for p in model.parameters()]
+    other = copy.deepcopy(model)
+    assert list(units_of(other)) == list(units_of(model))
+    assert not {*other.modules()} & {*model.modules()}
+    assert all(p.grad is None for p in other.parameters())
+    assert [p.requires_grad for p in other.parameters()] == [
+        p.requires_grad for p in model.parameters()
+    ]
+    plain = seeded(build)
+    plain.layers[0].up.weight.requires_grad_(False)
+    check_parity(plain, other, _call(other, executor), _batch, mesh)
+    assert not all(map(torch.equal, before, map(full, other.parameters()))), "it did not train"
+    assert all(map(torch.equal, before, map(full, model.parameters())))
+    if build is TIED:
+        assert other.head.weight is not model.head.weight
+        assert dict(other.named_parameters()).keys() == dict(plain.named_parameters()).keys()
+
+
+@on_ranks(2)
+def test_a_copy_of_a_part(mesh):
+    plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
+    block, outer = copy.deepcopy(model.layers[0]), copy.deepcopy(nn.Sequential(model))
+    x = torch.randn(2, 18)
+    torch.testing.assert_close(block(x), plain.layers[0](x))
+    torch.testing.assert_close(outer[0](**_batch()), plain(**_batch()))
+    assert block._shardc_unit.is_root and not model.layers[0]._shardc_unit.is_root
+    param = copy.deepcopy(model.head.weight)
+    assert type(param.data) is ShardTensor and isinstance(param, nn.Parameter)
+    assert torch.equal(full(param), plain.head.weight)
+
+
+@EXECUTORS
+@on_ranks(2)
+def test_averages_of_a_model(mesh, executor):
+    averages = []
+    plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
+    for run, call in ((plain, plain), (model, _call(model, executor))):
+        average = AveragedModel(run, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        optimizer = torch.optim.SGD(run.parameters(), lr=0.5)
+        for seed in range(3):
+            call(**_batch(seed)).backward()
+            if run is plain:
+                for p in plain.parameters():
+                    p.grad = mean_over_ranks(p.grad, mesh)
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(run)
+        averages.append(average)
+    want, got = averages
+    for p, q, now in zip(want.parameters(), got.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(q), p, rtol=1e-4, atol=1e-6)
+        assert not torch.equal(full(q), full(now)), "nothing was averaged"
+    torch.testing.assert_close(got(**_batch()), want(**_batch()), rtol=1e-4, atol=1e-6)
+
+
+@EXECUTORS
+@on_ranks(2)
+def test_an_assigned_parameter_is_adopted(mesh, executor):
+    plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
+    call = _call(model, executor)
+    call(**_batch()).backward()
+    old = model.layers[0].up.weight
+    before = full(old)
+    torch.manual_seed(3)
+    for run in (plain, model):
+        torch.manual_seed(3)
+        new = nn.Parameter(torch.randn(37, 18))
+        run.layers[0].up.weight = new
+        assert run.layers[0].up.weight is new
+    assert isinstance(new, ShardTensor)
+    assert torch.equal(full(old), before), "the one that was replaced lost its values"
+    model.zero_grad()
+    check_parity(plain, model, call, _batch, mesh, steps=2)
+    tied = sharded(seeded(TIED), mesh)
+    with pytest.raises(NotImplementedError, match="shared by 2 modules"):
+        tied.head.weight = nn.Parameter(torch.ones(31, 18))
+    meta = fully_shard(Stack().to("meta"), mesh=mesh)
+    with pytest.raises(RuntimeError, match="on the meta device: call"):
+        meta.head.weight = nn.Parameter(torch.ones(31, 18))
+
+
+@EXECUTORS
+@on_ranks(2)
+def test_assigned_data_and_gradients_are_honoured(mesh, executor):
+    plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
+    call = _call(model, executor)
+    call(**_batch())  # what is gathered later must not be older
+    value, grad = torch.randn(31, 18), torch.randn(31, 18)
+    dist.broadcast(value, 0)
+    dist.broadcast(grad, 0)
+    for run in (plain, model):
+        run.get_parameter("head.weight").data = value.clone()
+        run.get_parameter("head.weight").grad = grad.clone()
+    plain(**_batch()).backward()
+    call(**_batch()).backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, full(q)) and isinstance(q.grad, ShardTensor)
+        torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh))
+    plain.head.weight.grad, model.get_parameter("head.weight").grad = grad.clone(), grad.clone()
+    for run in (plain, model):
+        torch.optim.SGD([run.get_parameter("head.weight")], lr=1.0).step()
+    torch.testing.assert_close(full(model.head.weight), plain.head.weight)
+
+
+@on_ranks(2)
+def test_reads_after_unshard(mesh):
+    plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
+    assert isinstance(model.head.weight, ShardTensor)
+    model.unshard()
+    assert torch.equal(model.head.weight, plain.head.weight)
+    assert type(model.head.weight) is torch.Tensor
+    assert isinstance(model.layers[0].up.weight, ShardTensor)
+    (model.head.weight.sum() + model(**_batch())).backward()
+    (plain.head.weight.sum() + plain(**_batch())).backward()
+    assert isinstance(model.head.weight, ShardTensor), "not resharded after the backward"
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh))
+    model.unshard()
+    model.reshard()
+    assert isinstance(model.head.weight, ShardTensor)
