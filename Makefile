@@ -5,6 +5,7 @@ TORCH ?=
 TEST_ARGS ?=
 DEMO_RANKS ?= 2
 DEMO_ARGS ?=
+SOAK_ARGS ?=
 DEMO_DIR := build/demo
 
 .DEFAULT_GOAL := help
@@ -19,7 +20,7 @@ STAMP := .venv/setup-done
 HAS_TORCH := $(PY) -c 'from importlib.metadata import version; \
 	assert (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) <= (2, 15)' 2> /dev/null
 
-.PHONY: help setup test lint types format demo clean FORCE
+.PHONY: help setup test lint types format demo soak clean FORCE
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +61,9 @@ demo: $(STAMP)  ## Train a small language model on two ranks, a few minutes
 	@$(if $(findstring --resume,$(DEMO_ARGS)),,rm -rf $(DEMO_DIR))
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(DEMO_RANKS) \
 		examples/train_lm.py --checkpoint-dir $(DEMO_DIR) --expect-loss-below 2.2 $(DEMO_ARGS)
+
+soak: $(STAMP)  ## Kill and resume ranks at random for three minutes
+	$(PY) tests/soak.py $(SOAK_ARGS)
 
 clean:  ## Remove build products and caches, keep .venv
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
