@@ -1,6 +1,7 @@
 """Optimizer state by name: sharded and full, against the unsharded optimizer's and FSDP2's."""
 
 import copy
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,13 @@ from shardc import (
 
 def step(model: nn.Module, optimizer: Optimizer, seed: int, skip: str = "") -> None:
     """A step with gradients that every rank and every model draws the same."""
+    draw(model, seed, skip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def draw(model: nn.Module, seed: int, skip: str = "") -> None:
+    """Give every trainable parameter but `skip` a gradient."""
     for index, (name, p) in enumerate(model.named_parameters()):
         if p.requires_grad and name != skip:
             generator = torch.Generator().manual_seed(100 * seed + index)
@@ -40,8 +48,6 @@ def step(model: nn.Module, optimizer: Optimizer, seed: int, skip: str = "") -> N
                     drawn, p.device_mesh, p.placements
                 )
             p.grad.copy_(drawn)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def adamw(model: nn.Module) -> AdamW:
@@ -464,4 +470,39 @@ def test_what_does_not_fit_is_named_on_all_ranks_before_anything_changes(mesh):
     set_state_dict(
         model, optimizer, model_state_dict=plain.state_dict(), optim_state_dict=same, options=FULL
     )
+    check_models(model, plain)
+
+
+@on_ranks(2, 3)
+def test_the_muon_of_the_examples(mesh):
+    """An optimizer that needs whole matrices: full tensor in, shard out."""
+    path = Path(__file__).parent.parent / "examples" / "muon.py"
+    spec = importlib.util.spec_from_file_location("muon", path)
+    muon = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(muon)
+    plain, model = seeded(Stack), fully_shard(seeded(Stack), mesh=mesh, units="auto")
+
+    def optimizers(each):
+        matrices = [p for p in each.parameters() if p.dim() == 2]
+        return muon.Muon(matrices), AdamW(p for p in each.parameters() if p.dim() != 2)
+
+    reference, ours = optimizers(plain), optimizers(model)
+    for number in range(2):
+        for each, pair in ((plain, reference), (model, ours)):
+            draw(each, number)
+            for opt in pair:
+                opt.step()
+    check_models(model, plain)
+    state = get_optimizer_state_dict(model, ours, options=ON_RANK_0)
+    want = theirs.get_optimizer_state_dict(plain, reference)
+    if mesh.get_rank() == 0:
+        check_same(state, want)
+    fresh = optimizers(model)
+    set_optimizer_state_dict(model, fresh, state, options=FROM_RANK_0)
+    momentum = fresh[0].state[model.head.weight]["momentum"]
+    assert isinstance(momentum, ShardTensor)
+    for each, pair in ((plain, reference), (model, fresh)):
+        draw(each, 2)
+        for opt in pair:
+            opt.step()
     check_models(model, plain)
