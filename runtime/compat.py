@@ -474,3 +474,19 @@ def _functorch_config() -> Any:
     import torch._functorch.config
 
     return torch._functorch.config
+
+
+# -- state dicts ----------------------------------------------------------------------------------
+
+
+def rewrites_loaded_state(module: nn.Module) -> bool:
+    """Whether a module's own code may rename or convert what `load_state_dict` gives it.
+
+    Looks at hooks and overrides by the private names they have in 2.11 to 2.15; those of torch's
+    activation wrappers only add their prefix, those of its layers only read older versions.
+    """
+    if not type(module)._load_from_state_dict.__module__.startswith("torch."):
+        return True
+    hooks = (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
+    known = "torch.distributed.algorithms."
+    return not all(getattr(hook, "__module__", "").startswith(known) for hook in hooks)

@@ -17,6 +17,16 @@ from shardc.runtime.reduce_functions import compress_bf16, compress_fp16
 from shardc.runtime.shard_tensor import ShardTensor
 from shardc.runtime.summon import summon_full_params
 from shardc.shard import fully_shard
+from shardc.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from shardc.state_names import rekey_optimizer_state_dict
 from shardc.table import describe
 from shardc.units import units_of
 
@@ -27,14 +37,22 @@ __all__ = [
     "Profile",
     "ShardTensor",
     "ShardedModule",
+    "StateDictOptions",
     "calibrate",
     "compress_bf16",
     "compress_fp16",
     "describe",
     "fully_shard",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
     "get_profile",
+    "get_state_dict",
     "hybrid_mesh",
+    "rekey_optimizer_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
     "set_profile",
+    "set_state_dict",
     "share_comm_ctx",
     "summon_full_params",
     "units_of",
