@@ -5,7 +5,7 @@ found bottom-up: an inner unit takes its parameters first, the module given to `
 what is left. All of this only reads the model.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ class UnitRequest:
 
 
 def find_inner_units(
-    root: nn.Module, policy: UnitPolicy | None, skip: set[nn.Module]
+    root: nn.Module, policy: UnitPolicy | None, skip: Container[nn.Module]
 ) -> list[UnitRequest]:
     """The modules inside `root` that `policy` makes units of, inner ones first.
 
