@@ -8,9 +8,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from shardc.runtime.layout import PADDING, BucketLayout
+from shardc.runtime.ranks import Ranks
+from shardc.runtime.settings import Settings
+from shardc.sync import scatter_segment
 
 META = torch.device("meta")
 
@@ -67,6 +72,25 @@ def check_devices(named: Mapping[str, Any], device: torch.device, mixed: bool = 
 def _some(names: list[str]) -> str:
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return f"'{names[0]}'{more}"
+
+
+def new_segment(
+    layout: BucketLayout,
+    params: list[nn.Parameter],
+    settings: Settings,
+    device: torch.device,
+    source: Ranks | None,
+) -> Tensor:
+    """The segment of a new bucket, `(S,)`: with values from rank 0 of `source`, or to be filled."""
+    home = torch.device("cpu") if settings.offloaded else device
+    if source is not None:
+        segment = scatter_segment(layout, params, source, device).to(home)
+    else:
+        where = META if any(param.is_meta for param in params) else home
+        segment = torch.full((layout.segment,), PADDING, dtype=layout.dtype, device=where)
+    if settings.pinned and device.type != "cpu" and segment.device.type == "cpu":
+        segment = segment.pin_memory()
+    return segment
 
 
 def move_buffers(

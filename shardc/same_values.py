@@ -70,13 +70,17 @@ def _compare(mine: dict[str, str], group: dist.ProcessGroup | None) -> None:
                 f"check_same_values compares models before fully_shard: on rank {rank} "
                 f"{theirs['error']}"
             )
+    differing: dict[str, str] = {}
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         by_value: dict[str, list[int]] = {}
         for rank, theirs in zip(ranks, everyone, strict=True):
             by_value.setdefault(theirs.get(name, "absent"), []).append(rank)
         if len(by_value) > 1:
-            held = "; ".join(f"rank(s) {r}: {value}" for value, r in by_value.items())
-            raise RuntimeError(
-                f"{name} differs between ranks: {held}. Seed all ranks alike before building the "
-                "model, or shard it with sync_module_states=True"
-            )
+            differing[name] = "; ".join(f"rank(s) {r}: {value}" for value, r in by_value.items())
+    if differing:
+        name, held = next(iter(differing.items()))
+        more = f" ({len(differing) - 1} more do)" if len(differing) > 1 else ""
+        raise RuntimeError(
+            f"{name} differs between ranks{more}: {held}. Seed all ranks alike before building the "
+            "model, or shard it with sync_module_states=True"
+        )

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
@@ -26,12 +25,12 @@ from shardc.materialize import check_init_fn, initialise
 from shardc.mesh import data_parallel_mesh, spmd_of
 from shardc.passes.cost import bucket_grain
 from shardc.passes.profiles import current_profile
-from shardc.placement import META, check_devices, compute_device, move_buffers
+from shardc.placement import check_devices, compute_device, move_buffers, new_segment
 from shardc.runtime import compat
 from shardc.runtime.agreement import agree, decline
 from shardc.runtime.bucket import Bucket
 from shardc.runtime.controls import check_reshard
-from shardc.runtime.layout import PADDING, BucketLayout, Param, plan_buckets
+from shardc.runtime.layout import BucketLayout, Param, plan_buckets
 from shardc.runtime.modules import make_unit
 from shardc.runtime.policy import MixedPrecisionPolicy as Precision
 from shardc.runtime.policy import keep_buffers_in
@@ -43,7 +42,6 @@ from shardc.runtime.unit import Unit
 from shardc.sync import (
     buffer_fact,
     can_scatter,
-    scatter_segment,
     sync_buffers,
     sync_copies,
     unsynced_buffers,
@@ -230,7 +228,7 @@ def _check(
 
 def _facts(plans: list[_Plan], synced: bool) -> list[str]:
     """What all ranks must have equal: the buckets, and which have values if none are sent."""
-    facts = []
+    facts = [f"sync_module_states={synced}"]
     for plan in plans:
         on_meta = not synced and any(param.is_meta for param in plan.params.values())
         where = ", on meta" if on_meta else ""
@@ -240,7 +238,7 @@ def _facts(plans: list[_Plan], synced: bool) -> list[str]:
                 f"{layout.dtype} bucket of {layout.numel}, requires_grad={layout.requires_grad}"
                 f"{where}: {slots} ({plan.settings})"
             )
-    return [*facts, *(["synced from rank 0"] if synced else [])]
+    return facts
 
 
 # -- apply ---------------------------------------------------------------------------------------
@@ -265,7 +263,7 @@ def _apply(
     buckets = []
     for layout in plan.layouts:
         params = [plan.params.pop(slot.name) for slot in layout.slots]
-        segment = _segment(layout, params, plan.settings, device, ranks if scatter else None)
+        segment = new_segment(layout, params, plan.settings, device, ranks if scatter else None)
         placed = [Placed.of(param, spmd) for param in params]
         bucket = Bucket(layout, ranks, plan.settings, segment, plan.modules, device, placed)
         bucket.take(params, filled=scatter)
@@ -285,22 +283,3 @@ def _apply(
     )
     make_unit(unit)
     return unit
-
-
-def _segment(
-    layout: BucketLayout,
-    params: list[nn.Parameter],
-    settings: Settings,
-    device: torch.device,
-    source: Ranks | None,
-) -> Tensor:
-    """The segment of a new bucket, `(S,)`: with values from rank 0 of `source`, or to be filled."""
-    home = torch.device("cpu") if settings.offloaded else device
-    if source is not None:
-        segment = scatter_segment(layout, params, source, device).to(home)
-    else:
-        where = META if any(param.is_meta for param in params) else home
-        segment = torch.full((layout.segment,), PADDING, dtype=layout.dtype, device=where)
-    if settings.pinned and device.type != "cpu" and segment.device.type == "cpu":
-        segment = segment.pin_memory()
-    return segment

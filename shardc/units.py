@@ -125,11 +125,14 @@ def owned_parameters(
     return found
 
 
-def units_of(model: nn.Module) -> dict[str, ShardedModule]:
+def units_of(model: nn.Module, root_only: bool = False) -> dict[str, ShardedModule]:
     """The units at or below `model` by name ("" for `model` itself), outermost first.
 
-    A unit of several modules stands under the name of each.
+    A unit of several modules stands under the name of each. With `root_only`, only those that no
+    other unit is around.
     """
     return {
-        name: module for name, module in model.named_modules() if isinstance(module, ShardedModule)
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, ShardedModule) and (module._shardc_unit.is_root or not root_only)
     }
