@@ -148,7 +148,7 @@ def _agree_on_work(
             group = left.pop(0)
             facts = [f"{owner}: {sorted(owner.states)}" for owner in owners]
             if of_group[group].copies > 1 and owners and not seeds_may_differ:
-                facts.append(_generator_fact(units[0].device))
+                facts.append(generator_fact(units[0].device))
             agree(compat.resolve_group(group), what, facts, every_time=True)
     except (TypeError, ValueError, RuntimeError) as error:
         for group in left:
@@ -169,7 +169,7 @@ def _check_resettable(owners: list[_Owner]) -> None:
         )
 
 
-def _generator_fact(device: torch.device) -> str:
+def generator_fact(device: torch.device) -> str:
     """The state of this rank's generators, where copies of the model would drift apart."""
     state = torch.get_rng_state().numpy().tobytes()
     if device.type != "cpu":

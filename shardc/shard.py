@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -21,7 +22,7 @@ from shardc.checks import (
     check_placement,
     check_policies,
 )
-from shardc.materialize import check_init_fn, initialise
+from shardc.materialize import check_init_fn, generator_fact, initialise
 from shardc.mesh import data_parallel_mesh, spmd_of
 from shardc.passes.cost import bucket_grain
 from shardc.passes.profiles import current_profile
@@ -40,7 +41,7 @@ from shardc.runtime.shard_tensor import ShardTensor
 from shardc.runtime.tensor_parallel import Placed, Spmd, local_value, restore_ties
 from shardc.runtime.unit import Unit
 from shardc.sync import (
-    buffer_fact,
+    buffer_facts,
     can_scatter,
     sync_buffers,
     sync_copies,
@@ -137,20 +138,19 @@ def fully_shard(
         alone = check_ignored(modules, ignored_params)
         plans = _plan(modules, units, mesh, given, alone)
         _check(modules, plans, mesh, spmd, mixed=sync_module_states)
-        facts, note = _facts(plans, sync_module_states), ""
-        if sync_module_states:
-            buffers = list(unsynced_buffers(modules, alone.modules))
-            facts += [buffer_fact(name, buffer) for _, name, buffer in buffers]
-            note = what_has_values(ranks, _params(plans), [buffer for *_, buffer in buffers])
+        init, sync = param_init_fn is not None, sync_module_states
+        buffers = list(unsynced_buffers(modules, alone.modules)) if sync else []
+        facts = _facts(plans, ranks, compute_device(mesh), init, sync) + buffer_facts(buffers)
+        note = what_has_values(ranks, _params(plans), buffers, init) if sync else ""
     except Exception as error:
         decline(everyone, what, f"{type(error).__name__}: {error}")
         raise
     notes = agree(everyone, what, facts, note=note, every_time=True)
-    scatter = sync_module_states and can_scatter(notes, param_init_fn is not None)
+    scatter = sync and can_scatter(notes)
     made = [_apply(plan, mesh, ranks, alone, spmd, scatter) for plan in plans]
-    if param_init_fn is not None:
-        initialise(modules, param_init_fn, seeds_may_differ=sync_module_states)
-    if sync_module_states:
+    if init and not scatter:
+        initialise(modules, param_init_fn, seeds_may_differ=sync)
+    if sync:
         if not scatter:
             sync_copies([bucket for unit in made for bucket in unit.buckets])
         sync_buffers(modules, alone.modules, ranks, compute_device(mesh))
@@ -226,9 +226,15 @@ def _check(
         check_devices(named, compute_device(mesh), mixed)
 
 
-def _facts(plans: list[_Plan], synced: bool) -> list[str]:
-    """What all ranks must have equal: the buckets, and which have values if none are sent."""
+def _facts(
+    plans: list[_Plan], ranks: Ranks, device: torch.device, init: bool, synced: bool
+) -> list[str]:
+    """What all ranks must have equal: the buckets, and how they get values if none are sent."""
     facts = [f"sync_module_states={synced}"]
+    if not synced and any(param.is_meta for param in _params(plans)):
+        facts.append(f"param_init_fn={'given' if init else None}")
+        if init and ranks.copies > 1:
+            facts.append(generator_fact(device))
     for plan in plans:
         on_meta = not synced and any(param.is_meta for param in plan.params.values())
         where = ", on meta" if on_meta else ""

@@ -20,30 +20,38 @@ from shardc.runtime.layout import PADDING, BucketLayout
 from shardc.runtime.ranks import Ranks
 from shardc.runtime.tensor_parallel import local_value
 
-
-def what_has_values(ranks: Ranks, params: Sequence[nn.Parameter], buffers: Sequence[Tensor]) -> str:
-    """This rank's note for `can_scatter`: whether it is the source, and what is on meta."""
-    on_meta = [tensor.is_meta for tensor in (*params, *buffers)]
-    all_params = all(param.is_meta for param in params)
-    have = "values" if not any(on_meta) else "meta" if all_params else "mixed"
-    return f"{'source' if _is_source(ranks) else 'other'} {have}"
+Held = tuple[nn.Module, str, Tensor]
+"""A buffer with the module that holds it, and its name there."""
 
 
-def can_scatter(notes: Iterable[str], will_initialise: bool) -> bool:
+def what_has_values(
+    ranks: Ranks, params: Sequence[nn.Parameter], buffers: Sequence[Held], init: bool
+) -> str:
+    """This rank's note for `can_scatter`: whether it is the source, and what is on meta.
+
+    `init`: whether it has a `param_init_fn`.
+    """
+    on_meta = [param.is_meta for param in params]
+    everything = on_meta + [buffer.is_meta for *_, buffer in buffers]
+    have = "values" if not any(everything) else "meta" if all(on_meta) else "mixed"
+    return f"{'source' if _is_source(ranks) else 'other'} {have}{' init' if init else ''}"
+
+
+def can_scatter(notes: Iterable[str]) -> bool:
     """From the notes of all ranks: whether values are sent, or made on all ranks first.
 
     Raises:
         ValueError: on all ranks, if there are none to send and none are made.
     """
-    said = set(notes)
-    if not {"source meta", "source mixed"} & said:
+    said = [note.split() for note in notes]
+    if not any(note[0] == "source" and note[1] != "values" for note in said):
         return True
-    if will_initialise and all(note.endswith("meta") for note in said):
+    if all(note[1:] == ["meta", "init"] for note in said):
         return False
     raise ValueError(
         "sync_module_states starts from the values of rank 0 of the mesh, where parameters or "
         "buffers are on meta: build the model with values there, or on meta on all ranks and give "
-        "a param_init_fn"
+        "all of them a param_init_fn"
     )
 
 
@@ -99,9 +107,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 # -- buffers -------------------------------------------------------------------------------------
 
 
-def unsynced_buffers(
-    modules: Iterable[nn.Module], skipped: Iterable[nn.Module]
-) -> Iterator[tuple[nn.Module, str, Tensor]]:
+def unsynced_buffers(modules: Iterable[nn.Module], skipped: Iterable[nn.Module]) -> Iterator[Held]:
     """(module, name, buffer) below `modules`, except in `skipped` and those synced before."""
     left_alone = set(skipped)
     for module in dict.fromkeys(m for root in modules for m in root.modules()):
@@ -112,9 +118,12 @@ def unsynced_buffers(
                     yield module, name, buffer
 
 
-def buffer_fact(name: str, buffer: Tensor) -> str:
-    """What must be equal on all ranks before a buffer is broadcast."""
-    return f"buffer {name}{list(buffer.shape)} {buffer.dtype}, {type(buffer).__name__}"
+def buffer_facts(buffers: Iterable[Held]) -> list[str]:
+    """What must be equal on all ranks before buffers are broadcast."""
+    return [
+        f"buffer {name}{list(buffer.shape)} {buffer.dtype}, {type(buffer).__name__}"
+        for _, name, buffer in buffers
+    ]
 
 
 @torch.no_grad()

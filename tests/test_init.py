@@ -61,7 +61,10 @@ def test_values_are_those_of_one_process(mesh):
     def by_argument(model):
         return shard_all(model, mesh, param_init_fn=_to_empty_each)
 
-    for make in (first_sharded, by_function, by_argument):
+    def kept_on_the_host(model):
+        return shardc.materialize(shard_all(model, mesh, offload_policy=shardc.CPUOffloadPolicy()))
+
+    for make in (first_sharded, by_function, kept_on_the_host, by_argument):
         model = _on_meta()
         ids = [id(p) for p in model.parameters()]
         torch.manual_seed(7)
@@ -69,7 +72,7 @@ def test_values_are_those_of_one_process(mesh):
         assert [id(p) for p in model.parameters()] == ids
         check_equal(model, plain)
         assert torch.equal(torch.get_rng_state(), state)
-    check_parity(plain, model, compiled(model), _batch, mesh)
+    check_parity(plain, model, model, _batch, mesh)
 
 
 @on_ranks(2)
@@ -116,7 +119,14 @@ def test_copies_of_the_model(mesh):
     with pytest.raises(RuntimeError, match=r"ranks disagree on .*random state .*seed all ranks"):
         shardc.materialize(model)
     assert all(p.is_meta for p in model.parameters())
-    torch.manual_seed(10 + mesh.get_local_rank())
+    model = _on_meta()
+    with pytest.raises(RuntimeError, match=r"ranks disagree on .*random state .*seed all ranks"):
+        shard_all(model, grid, param_init_fn=_to_empty_each)
+    assert not any(isinstance(p, ShardTensor) for p in model.parameters())
+    with pytest.raises(RuntimeError, match=r"ranks disagree on .*param_init_fn=None"):
+        one = _to_empty_each if mesh.get_local_rank() == 1 else None
+        shard_all(model, mesh, param_init_fn=one)
+    assert not any(isinstance(p, ShardTensor) for p in model.parameters())
     model = shard_all(_on_meta(), grid, param_init_fn=_to_empty_each, sync_module_states=True)
     shardc.check_same_values(_whole(model), mesh)
 

@@ -78,9 +78,14 @@ def _start_from_rank_0(mesh, rank, want, elsewhere):
     if rank:
         assert model.mask.is_meta or not torch.equal(model.layers[0].weight, want.layers[0].weight)
     own = model.skip.own
+
+    def to_empty(module):  # as FSDP1's users do it where rank 0 has loaded a checkpoint
+        module.to_empty(device=torch.device("cpu"), recurse=False)
+
+    given = {"sync_module_states": True, "param_init_fn": to_empty if rank else None}
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh, sync_module_states=True)
-    fully_shard(model, mesh=mesh, sync_module_states=True, ignored_params=[model.skip])
+        fully_shard(layer, mesh=mesh, **given)
+    fully_shard(model, mesh=mesh, ignored_params=[model.skip], **given)
     _check_values(model, want, but="skip")
     assert model.also.mask is model.mask
     assert model.skip.own is own  # ignored: not sent, as FSDP1 does with parameters
