@@ -64,11 +64,31 @@ def agree(
     notes = frozenset[str]() if every_time else history.notes.get(digest, frozenset())
     if note not in notes and not (notes and first_note_stands):
         timeout = timeout or compat.group_timeout(group, torch.device("cpu"))
-        store = dist.PrefixStore(f"shardc/{history.rounds}", compat.group_store(group))
-        history.rounds += 1
+        store = _next_round(group)
         notes |= _exchange(store, group.rank(), group.size(), what, text, timeout, note)
         history.notes[digest] = notes
     return notes
+
+
+def decline(group: dist.ProcessGroup, what: str, why: str) -> None:
+    """Have the others raise at their `agree` on `what`: this rank cannot go on. Never waits.
+
+    Takes the place of this rank's call of `agree` with `every_time`.
+    """
+    if group.size() == 1 or compat.is_fake_group(group):
+        return
+    store, rank = _next_round(group), group.rank()
+    store.set(f"rank{rank}", "1")
+    _rule(store, f"rank {rank} refuses {what}: {why}")
+    if rank == 0:  # for which the others wait
+        store.set("note", "")
+        store.set("text", "")
+
+
+def _next_round(group: dist.ProcessGroup) -> dist.Store:
+    history = _histories.setdefault(group, _History())
+    history.rounds += 1
+    return dist.PrefixStore(f"shardc/{history.rounds}", compat.group_store(group))
 
 
 def _exchange(

@@ -25,6 +25,7 @@ from shardc.runtime import compat
 from shardc.runtime.accumulate import Accumulated, flush_when_done
 from shardc.runtime.bucket_spec import spec_for
 from shardc.runtime.layout import BucketLayout
+from shardc.runtime.meta import refuse_meta
 from shardc.runtime.ranks import Ranks
 from shardc.runtime.settings import Settings
 from shardc.runtime.shard_tensor import ShardSpec, ShardTensor
@@ -218,14 +219,15 @@ class Bucket:
         return ShardTensor(part, tuple(full.shape), self.spec(index))
 
     @torch.no_grad()
-    def take(self, params: Sequence[nn.Parameter]) -> None:
+    def take(self, params: Sequence[nn.Parameter], filled: bool = False) -> None:
         """Cut full parameters, one a slot, into the segment; each is freed as soon as it is cut.
 
-        DTensors are not freed here: `self.params` has other objects for them.
+        If the segment is `filled`, it has the values already. DTensors are not freed here:
+        `self.params` has other objects for them.
         """
         for index, param in enumerate(params):
             grad = None if param.grad is None else self.cut(index, param.grad)
-            if not param.is_meta:
+            if not param.is_meta and not filled:
                 start, stop = self.layout.interval(index, self.rank)
                 part = self.view(index, self.segment)._local
                 part.copy_(local_value(param).reshape(-1)[start:stop])
@@ -280,7 +282,7 @@ class Bucket:
             sharded.grad = grad
             return sharded
         param.grad = None
-        torch.utils.swap_tensors(param, sharded)
+        compat.swap_tensors(param, sharded)
         param.grad = grad
         return param
 
@@ -456,6 +458,8 @@ class Bucket:
     def gathered(self) -> tuple[Tensor, ...]:
         """The full parameters, gathered at the first read inside an eager forward."""
         if self._gathered is None:
+            if self.segment.is_meta:
+                refuse_meta(slot.name for slot in self.layout.slots)
             compat.resolve_group(self.group)  # says so if it is gone
             self.renew()
             # The first read may lie inside `no_grad` or `vmap` and a later one outside: what is

@@ -9,6 +9,7 @@ import atexit
 import functools
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -96,6 +97,21 @@ def is_in_use(param: Tensor) -> bool:
     return param._use_count() > 2  # type: ignore[attr-defined]
 
 
+def swap_tensors(param: Tensor, new: Tensor) -> None:
+    """`torch.utils.swap_tensors`, also where weak references to `param` exist (2.11 to 2.15).
+
+    Torch refuses those, because they would lead to another tensor. Dynamo's guards have some on
+    every parameter that it saw, and a sharded one stays the parameter that they mean.
+    """
+    if not weakref.getweakrefs(param) or type(param) is not type(new):
+        torch.utils.swap_tensors(param, new)
+        return
+    if is_in_use(param):
+        raise RuntimeError("a sharded parameter cannot be moved: an autograd graph holds it")
+    param.__dict__, new.__dict__ = new.__dict__, param.__dict__
+    torch._C._swap_tensor_impl(param, new)
+
+
 def group_name(group: dist.ProcessGroup) -> str:
     """The name by which functional collectives find a process group (2.11 to 2.15)."""
     return group.group_name
@@ -165,6 +181,14 @@ def let_backend_threads_finish() -> None:
     without an active exception").
     """
     atexit.register(time.sleep, 4 * sys.getswitchinterval())
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether DDP or `torch.distributed._composable.replicate` owns `module` (2.11 to 2.15)."""
+    from torch.distributed._composable.contract import _get_registry
+
+    names = _get_registry(module) or {}
+    return isinstance(module, nn.parallel.DistributedDataParallel) or "replicate" in names
 
 
 def annotate(facts: dict[str, Any]) -> AbstractContextManager[None]:

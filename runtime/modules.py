@@ -17,6 +17,7 @@ from shardc.runtime import compat
 from shardc.runtime.bucket import Bucket, SlotRef
 from shardc.runtime.controls import Controls
 from shardc.runtime.copying import copy_sharded
+from shardc.runtime.meta import require_values
 from shardc.runtime.shard_tensor import ShardTensor
 from shardc.runtime.summon import summon_full_params
 from shardc.runtime.unit import Unit
@@ -85,6 +86,19 @@ class ShardedParameters:
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         return apply_to_segments(self, fn, recurse)  # type: ignore[arg-type]
 
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        """As `nn.Module.to_empty`; on part of a unit, its bucket is taken along if it is on meta.
+
+        A bucket that is on `device` already stays as it is there, so that a function may call this
+        on each module of a unit in turn.
+        """
+        return apply_to_segments(
+            self,  # type: ignore[arg-type]
+            lambda tensor: torch.empty_like(tensor, device=device),
+            recurse,
+            emptied_on=torch.device(device),
+        )
+
 
 def _refuse_removing(module: Any, name: str) -> NoReturn:
     raise NotImplementedError(
@@ -134,6 +148,7 @@ def make_unit(unit: "Unit") -> None:
             if isinstance(module, ShardedModule) and module._shardc_unit is not unit:
                 module._shardc_unit.settle(is_root=False)
     unit.settle(is_root=True)
+    unit.note_meta()
 
 
 def _install_properties(module: nn.Module, unit: "Unit | None") -> None:
@@ -189,6 +204,8 @@ class ShardedModule(Controls, ShardedParameters):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = self._shardc_unit
+        if unit.on_meta:
+            require_values(self)
         if not unit.converts:
             return super().__call__(*args, **kwargs)
         args, kwargs = unit.prepare_inputs(self, args, kwargs)  # type: ignore[arg-type]
@@ -209,37 +226,50 @@ class ShardedModule(Controls, ShardedParameters):
 # -- .to(), .double(), .to_empty() ---------------------------------------------------------------
 
 _applied: set[Bucket] | None = None
+_emptied_on: torch.device | None = None
 
 
-def apply_to_segments(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool) -> Any:
+def apply_to_segments(
+    module: nn.Module,
+    fn: Callable[[Tensor], Tensor],
+    recurse: bool,
+    emptied_on: torch.device | None = None,
+) -> Any:
     """`module._apply(fn)` where segments take the place of the parameters that view them.
 
     Raises:
         NotImplementedError: `module` is only a part of a unit; its bucket has one dtype and device.
     """
-    global _applied
+    global _applied, _emptied_on
     outermost = _applied is None
     if outermost:
-        _applied = set()
+        _applied, _emptied_on = set(), emptied_on
     try:
-        _apply_to_buckets(module, fn)
+        _apply_to_buckets(module, fn, recurse)
         with compat.without_parameters(module, module._shardc_slots):  # type: ignore[arg-type]
             super(ShardedParameters, module)._apply(fn, recurse)  # type: ignore[misc]
     finally:
         if outermost:
-            _applied = None
+            _applied = _emptied_on = None
+    if outermost:
+        for unit in {m._shardc_unit for m in module.modules() if isinstance(m, ShardedModule)}:
+            unit.note_meta()
     return module
 
 
-def _apply_to_buckets(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+def _apply_to_buckets(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
     assert _applied is not None
-    inside = set(module.modules())
+    inside = set(module.modules()) if recurse else {module}
     buckets = dict.fromkeys(
         bucket for m in inside if isinstance(m, ShardedParameters) for bucket in m._shardc_buckets
     )
     todo = [bucket for bucket in buckets if bucket not in _applied]
-    for bucket in todo:
-        if not bucket.unit_modules & inside:
+    is_part = not recurse and any(True for _ in module.children())
+    for bucket in [b for b in todo if is_part or not b.unit_modules & inside]:
+        where = bucket.segment.device
+        if _emptied_on is not None and torch.empty(0, device=_emptied_on).device == where:
+            todo.remove(bucket)
+        elif _emptied_on is None or not bucket.segment.is_meta:
             raise NotImplementedError(
                 f"{module._shardc_class.__name__} is part of a sharded unit whose parameters "  # type: ignore[union-attr]
                 "share one dtype and device: convert the unit's module instead"

@@ -91,12 +91,18 @@ def moved_to(device: torch.device) -> Callable[[Tensor], Tensor]:
     return move
 
 
-def keep_buffers_in(dtype: torch.dtype | None, modules: Iterable[nn.Module]) -> None:
-    """Cast the floating-point buffers below `modules`; state dicts have them as they were."""
+def keep_buffers_in(
+    dtype: torch.dtype | None, modules: Iterable[nn.Module], skipped: Iterable[nn.Module] = ()
+) -> None:
+    """Cast the floating-point buffers below `modules`; state dicts have them as they were.
+
+    Those of modules in `skipped` stay as they are.
+    """
     if dtype is None:
         return
+    left_alone = set(skipped)
     for module in dict.fromkeys(m for root in modules for m in root.modules()):
-        if "_shardc_stored" in vars(module):  # an inner unit's policy holds
+        if module in left_alone or "_shardc_stored" in vars(module):  # an inner unit's policy holds
             continue
         stored = {
             name: buffer.dtype

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.runtime.bucket import Bucket
+from shardc.runtime.meta import states_on_meta
 from shardc.runtime.policy import cast_to, map_tensors, moved_to
 from shardc.runtime.settings import Settings
 
@@ -23,8 +24,10 @@ class Unit:
         settings: what else was asked; shared with the buckets.
         device: where the unit is computed.
         ignored: parameters that are left alone by calls on outer modules too.
+        skipped: modules that are.
         is_root: whether no other unit is around it.
         number: the same on all ranks.
+        on_meta: whether something below its modules may still be on the meta device.
     """
 
     modules: tuple[nn.Module, ...]
@@ -34,11 +37,13 @@ class Unit:
     settings: Settings
     device: torch.device
     ignored: frozenset[nn.Parameter]
+    skipped: frozenset[nn.Module] = frozenset()
     is_root: bool = True
     number: int = field(default_factory=itertools.count().__next__)
     forward_prefetch: tuple["Unit", ...] = ()
     backward_prefetch: tuple["Unit", ...] = ()
     reduce_buffers: int | None = None
+    on_meta: bool = False
 
     def __post_init__(self) -> None:
         for bucket in self.buckets:
@@ -61,6 +66,10 @@ class Unit:
         for name, value in settings.items():
             setattr(self.settings, name, value)
         self.refresh()
+
+    def note_meta(self) -> None:
+        """Look again for what is on meta, after states were moved."""
+        self.on_meta = any(states_on_meta(module) for module in self.modules)
 
     def settle(self, is_root: bool) -> None:
         """Decide what None means, as FSDP2 does: reshard, except the outermost unit."""

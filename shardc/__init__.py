@@ -8,6 +8,7 @@ model.compile(backend="shardc")
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from shardc.calibrate import calibrate
+from shardc.materialize import materialize
 from shardc.mesh import hybrid_mesh
 from shardc.passes.profiles import Profile, get_profile, set_profile
 from shardc.runtime.controls import share_comm_ctx
@@ -16,6 +17,7 @@ from shardc.runtime.policy import MixedPrecisionPolicy
 from shardc.runtime.reduce_functions import compress_bf16, compress_fp16
 from shardc.runtime.shard_tensor import ShardTensor
 from shardc.runtime.summon import summon_full_params
+from shardc.same_values import check_same_values
 from shardc.shard import fully_shard
 from shardc.state_dict import (
     StateDictOptions,
@@ -39,6 +41,7 @@ __all__ = [
     "ShardedModule",
     "StateDictOptions",
     "calibrate",
+    "check_same_values",
     "compress_bf16",
     "compress_fp16",
     "describe",
@@ -48,6 +51,7 @@ __all__ = [
     "get_profile",
     "get_state_dict",
     "hybrid_mesh",
+    "materialize",
     "rekey_optimizer_state_dict",
     "set_model_state_dict",
     "set_optimizer_state_dict",

@@ -3,6 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,10 +71,44 @@ def check_initialized(modules: tuple[nn.Module, ...]) -> None:
                 )
 
 
-def check_ignored(
+@dataclass(frozen=True)
+class LeftAlone:
+    """The parameters and modules below those given to `fully_shard` that stay as they are."""
+
+    params: frozenset[nn.Parameter]
+    modules: frozenset[nn.Module]
+
+
+def check_ignored(modules: tuple[nn.Module, ...], ignored: Any) -> LeftAlone:
+    """What `ignored` says to leave alone (FSDP1's checks), and what is left to others anyway.
+
+    That is what an earlier call on an inner module ignored, and modules that DDP or torch's
+    `replicate` keeps equal by itself.
+
+    Raises:
+        TypeError: `ignored` is not an iterable of parameters or of modules.
+        ValueError: it contains a sharded module, or one of `modules` itself is replicated.
+    """
+    params, skipped = _read_ignored(modules, ignored)
+    for module in (m for root in modules for m in root.modules()):
+        if isinstance(module, ShardedModule):
+            params |= module._shardc_unit.ignored
+            skipped |= module._shardc_unit.skipped
+        elif compat.is_replicated(module):
+            if module in modules:
+                raise ValueError(
+                    f"the {type(module).__name__} given to fully_shard is replicated by DDP or "
+                    "replicate() already: use one of the two"
+                )
+            skipped |= set(module.modules())
+            params |= set(module.parameters())
+    return LeftAlone(frozenset(params), frozenset(skipped))
+
+
+def _read_ignored(
     modules: tuple[nn.Module, ...], ignored: Any
 ) -> tuple[set[nn.Parameter], set[nn.Module]]:
-    """The parameters and modules to leave alone; FSDP1's checks."""
+    """The parameters, and the modules, that `ignored` names."""
     if ignored is None:
         return set(), set()
     if isinstance(ignored, (nn.Module, Tensor)) or not isinstance(ignored, Iterable):
@@ -96,15 +131,9 @@ def check_ignored(
         warnings.warn(
             f"ignored_params contains the {type(module).__name__} given to fully_shard: none of "
             "its parameters will be sharded",
-            stacklevel=3,
+            stacklevel=4,
         )
     return {param for item in inside for param in item.parameters(recurse=False)}, inside
-
-
-def ignored_by_units_inside(modules: tuple[nn.Module, ...]) -> set[nn.Parameter]:
-    """What an earlier call on an inner module ignored stays ignored."""
-    inner = [m for root in modules for m in root.modules() if isinstance(m, ShardedModule)]
-    return {param for module in inner for param in module._shardc_unit.ignored}
 
 
 def check_model(

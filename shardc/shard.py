@@ -4,7 +4,7 @@ Three steps, and nothing is changed before the first two have passed on every ra
 arguments and the model, plan the buckets and agree on the plan, then cut bucket by bucket.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,19 +14,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardc.checks import (
+    LeftAlone,
     check_ignored,
     check_initialized,
     check_model,
     check_modules,
     check_placement,
     check_policies,
-    ignored_by_units_inside,
 )
+from shardc.materialize import check_init_fn, generator_fact, initialise
 from shardc.mesh import data_parallel_mesh, spmd_of
 from shardc.passes.cost import bucket_grain
 from shardc.passes.profiles import current_profile
+from shardc.placement import check_devices, compute_device, move_buffers, new_segment
 from shardc.runtime import compat
-from shardc.runtime.agreement import agree
+from shardc.runtime.agreement import agree, decline
 from shardc.runtime.bucket import Bucket
 from shardc.runtime.controls import check_reshard
 from shardc.runtime.layout import BucketLayout, Param, plan_buckets
@@ -38,6 +40,14 @@ from shardc.runtime.settings import Settings
 from shardc.runtime.shard_tensor import ShardTensor
 from shardc.runtime.tensor_parallel import Placed, Spmd, local_value, restore_ties
 from shardc.runtime.unit import Unit
+from shardc.sync import (
+    buffer_facts,
+    can_scatter,
+    sync_buffers,
+    sync_copies,
+    unsynced_buffers,
+    what_has_values,
+)
 from shardc.units import UnitPolicy, UnitRequest, find_inner_units, owned_parameters
 
 Ignored = Iterable[nn.Parameter] | Iterable[nn.Module]
@@ -65,6 +75,8 @@ def fully_shard(
     ignored_params: Ignored | None = None,
     dp_mesh_dims: Any = None,
     units: UnitPolicy | None = None,
+    param_init_fn: Callable[[nn.Module], Any] | None = None,
+    sync_module_states: bool = False,
 ) -> Any:
     """Shard the parameters of `module` over the ranks of `mesh`, in place.
 
@@ -94,6 +106,10 @@ def fully_shard(
         units: inner modules to make units of: "auto" (the elements of every `ModuleList` or
             `Sequential` of two or more modules of one class), a class, a tuple of classes, or a
             callable `module -> bool | dict`, whose dict overrides options for that unit.
+        param_init_fn: initialises a module that was built on meta, as `shardc.materialize` does
+            with it; without it a model on meta stays there until it is materialised.
+        sync_module_states: start from the parameters and buffers of rank 0 of the mesh; on other
+            ranks the model may be on meta.
 
     Returns:
         What was given, each module now also a `ShardedModule`.
@@ -103,37 +119,41 @@ def fully_shard(
         TypeError: `ignored_params` is not an iterable of parameters or of modules, or a policy is
             none.
         NotImplementedError: an option that is not built yet, by name.
-        RuntimeError: no process group, or ranks that call with different models.
+        RuntimeError: no process group, ranks that call with different models, another rank that
+            refuses its own, or a `param_init_fn` that failed.
     """
-    modules = check_modules(module)
-    check_placement(shard_placement_fn)
-    check_policies(mp_policy, offload_policy)
-    spmd = spmd_of(mesh, dp_mesh_dims)
-    mesh = data_parallel_mesh(mesh, dp_mesh_dims)
-    ignored, skipped = check_ignored(modules, ignored_params)
-    ignored |= ignored_by_units_inside(modules)
-    check_initialized(modules)
-    for root in modules:
-        for child in root.modules():
-            compat.forget_recomputed_weights(child)
-    restore_ties(modules)
-    requests = [
-        *(request for root in modules for request in find_inner_units(root, units, skipped)),
-        UnitRequest(modules, {}),
-    ]
     given = {
         "reshard_after_forward": reshard_after_forward,
         "mp_policy": mp_policy,
         "offload_policy": offload_policy,
     }
-    plans = _plan(requests, mesh, given, ignored, skipped)
-    check_model(modules, [param for plan in plans for param in plan.params.values()], mesh, spmd)
-    facts = [f"{_fact(layout)} ({plan.settings})" for plan in plans for layout in plan.layouts]
-    ranks = ranks_of(mesh)
+    spmd = spmd_of(mesh, dp_mesh_dims)
+    mesh = data_parallel_mesh(mesh, dp_mesh_dims)
+    ranks, what = ranks_of(mesh), "the parameters given to fully_shard"
     everyone = compat.resolve_group(ranks.everyone)
-    agree(everyone, "the parameters given to fully_shard", facts, every_time=True)
-    for plan in plans:
-        _apply(plan, mesh, ranks, ignored, spmd)
+    try:
+        modules = check_modules(module)
+        check_placement(shard_placement_fn)
+        check_init_fn(param_init_fn, "param_init_fn")
+        alone = check_ignored(modules, ignored_params)
+        plans = _plan(modules, units, mesh, given, alone)
+        _check(modules, plans, mesh, spmd, mixed=sync_module_states)
+        init, sync = param_init_fn is not None, sync_module_states
+        buffers = list(unsynced_buffers(modules, alone.modules)) if sync else []
+        facts = _facts(plans, ranks, compute_device(mesh), init, sync) + buffer_facts(buffers)
+        note = what_has_values(ranks, _params(plans), buffers, init) if sync else ""
+    except Exception as error:
+        decline(everyone, what, f"{type(error).__name__}: {error}")
+        raise
+    notes = agree(everyone, what, facts, note=note, every_time=True)
+    scatter = sync and can_scatter(notes)
+    made = [_apply(plan, mesh, ranks, alone, spmd, scatter) for plan in plans]
+    if init and not scatter:
+        initialise(modules, param_init_fn, seeds_may_differ=sync)
+    if sync:
+        if not scatter:
+            sync_copies([bucket for unit in made for bucket in unit.buckets])
+        sync_buffers(modules, alone.modules, ranks, compute_device(mesh))
     return module
 
 
@@ -141,21 +161,30 @@ def fully_shard(
 
 
 def _plan(
-    requests: list[UnitRequest],
+    modules: tuple[nn.Module, ...],
+    units: UnitPolicy | None,
     mesh: DeviceMesh,
     given: dict[str, Any],
-    ignored: set[nn.Parameter],
-    skipped: set[nn.Module],
+    alone: LeftAlone,
 ) -> list[_Plan]:
+    check_initialized(modules)
+    for root in modules:
+        for child in root.modules():
+            compat.forget_recomputed_weights(child)
+    restore_ties(modules)
+    requests = [
+        *(request for root in modules for request in find_inner_units(root, units, alone.modules)),
+        UnitRequest(modules, {}),
+    ]
     plans: list[_Plan] = []
-    taken = set(ignored)
+    taken = set(alone.params)
     world = mesh.size(mesh.ndim - 1)
     grain = bucket_grain(world, current_profile(mesh.device_type))
     for request in requests:
         options = {**given, **request.options}
         mp, offload = options["mp_policy"], options["offload_policy"]
         check_policies(mp, offload)
-        owned = owned_parameters(request.modules, skipped)
+        owned = owned_parameters(request.modules, alone.modules)
         params = {
             owners[0].name: param
             for param, owners in owned.items()
@@ -178,9 +207,44 @@ def _plan(
     return plans
 
 
-def _fact(layout: BucketLayout) -> str:
-    slots = ", ".join(f"{slot.name}{list(slot.shape)}" for slot in layout.slots)
-    return f"{layout.dtype} bucket of {layout.numel}, requires_grad={layout.requires_grad}: {slots}"
+def _params(plans: list[_Plan]) -> list[nn.Parameter]:
+    return [param for plan in plans for param in plan.params.values()]
+
+
+def _check(
+    modules: tuple[nn.Module, ...],
+    plans: list[_Plan],
+    mesh: DeviceMesh,
+    spmd: Spmd | None,
+    mixed: bool,
+) -> None:
+    """Raise for parameters that cannot be cut; unless `mixed`, if only some are on meta."""
+    check_model(modules, _params(plans), mesh, spmd)
+    names = {p: n for root in modules for n, p in root.named_parameters(remove_duplicate=False)}
+    for plan in plans:
+        named = {names[param]: param for param in plan.params.values()}
+        check_devices(named, compute_device(mesh), mixed)
+
+
+def _facts(
+    plans: list[_Plan], ranks: Ranks, device: torch.device, init: bool, synced: bool
+) -> list[str]:
+    """What all ranks must have equal: the buckets, and how they get values if none are sent."""
+    facts = [f"sync_module_states={synced}"]
+    if not synced and any(param.is_meta for param in _params(plans)):
+        facts.append(f"param_init_fn={'given' if init else None}")
+        if init and ranks.copies > 1:
+            facts.append(generator_fact(device))
+    for plan in plans:
+        on_meta = not synced and any(param.is_meta for param in plan.params.values())
+        where = ", on meta" if on_meta else ""
+        for layout in plan.layouts:
+            slots = ", ".join(f"{slot.name}{list(slot.shape)}" for slot in layout.slots)
+            facts.append(
+                f"{layout.dtype} bucket of {layout.numel}, requires_grad={layout.requires_grad}"
+                f"{where}: {slots} ({plan.settings})"
+            )
+    return facts
 
 
 # -- apply ---------------------------------------------------------------------------------------
@@ -190,29 +254,29 @@ def _apply(
     plan: _Plan,
     mesh: DeviceMesh,
     ranks: Ranks,
-    ignored: set[nn.Parameter],
+    alone: LeftAlone,
     spmd: Spmd | None,
-) -> None:
-    """Make one unit: cut its buckets, free the full parameters, give its modules properties."""
-    device = _device(mesh)
-    home = torch.device("cpu") if plan.settings.offloaded else device
+    scatter: bool,
+) -> Unit:
+    """Make one unit: cut its buckets, free the full parameters, give its modules properties.
+
+    With `scatter`, the segments come from rank 0.
+    """
+    device = compute_device(mesh)
     for root in plan.modules:
         for module in root.modules():
             compat.forget_rnn_weights(module)
     buckets = []
     for layout in plan.layouts:
         params = [plan.params.pop(slot.name) for slot in layout.slots]
-        where = torch.device("meta") if any(param.is_meta for param in params) else home
-        segment = torch.zeros(layout.segment, dtype=layout.dtype, device=where)
-        if plan.settings.pinned and device.type != "cpu" and where.type == "cpu":
-            segment = segment.pin_memory()
+        segment = new_segment(layout, params, plan.settings, device, ranks if scatter else None)
         placed = [Placed.of(param, spmd) for param in params]
         bucket = Bucket(layout, ranks, plan.settings, segment, plan.modules, device, placed)
-        bucket.take(params)
+        bucket.take(params, filled=scatter)
         buckets.append(bucket)
         restore_ties(plan.modules)
-    _move_buffers(plan.modules, device)
-    keep_buffers_in(plan.settings.precision.buffer_dtype, plan.modules)
+    move_buffers(plan.modules, alone.modules, device)
+    keep_buffers_in(plan.settings.precision.buffer_dtype, plan.modules, alone.modules)
     unit = Unit(
         plan.modules,
         tuple(buckets),
@@ -220,20 +284,8 @@ def _apply(
         plan.reshard_after_forward,
         plan.settings,
         device,
-        frozenset(ignored),
+        frozenset(alone.params),
+        frozenset(alone.modules),
     )
     make_unit(unit)
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
-
-
-def _move_buffers(modules: tuple[nn.Module, ...], device: torch.device) -> None:
-    for root in modules:
-        for module in root.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if not buffer.is_meta and buffer.device != device:
-                    setattr(module, name, buffer.to(device))
+    return unit

@@ -5,7 +5,7 @@ found bottom-up: an inner unit takes its parameters first, the module given to `
 what is left. All of this only reads the model.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ class UnitRequest:
 
 
 def find_inner_units(
-    root: nn.Module, policy: UnitPolicy | None, skip: set[nn.Module]
+    root: nn.Module, policy: UnitPolicy | None, skip: Container[nn.Module]
 ) -> list[UnitRequest]:
     """The modules inside `root` that `policy` makes units of, inner ones first.
 
@@ -125,11 +125,14 @@ def owned_parameters(
     return found
 
 
-def units_of(model: nn.Module) -> dict[str, ShardedModule]:
+def units_of(model: nn.Module, root_only: bool = False) -> dict[str, ShardedModule]:
     """The units at or below `model` by name ("" for `model` itself), outermost first.
 
-    A unit of several modules stands under the name of each.
+    A unit of several modules stands under the name of each. With `root_only`, only those that no
+    other unit is around.
     """
     return {
-        name: module for name, module in model.named_modules() if isinstance(module, ShardedModule)
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, ShardedModule) and (module._shardc_unit.is_root or not root_only)
     }

@@ -1,0 +1,47 @@
+"""Models built on the meta device: what still has no values, and the error that names it.
+
+A sharded module looks for it before a forward only while its unit says that something may be on
+meta, so that a model with values pays for one flag.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from torch import nn
+
+
+def states_on_meta(module: nn.Module) -> list[str]:
+    """The names of the parameters and buffers below `module` that are on meta, ignored ones not."""
+    units: list[Any] = [m._shardc_unit for m in module.modules() if hasattr(m, "_shardc_unit")]
+    ignored = {id(param) for unit in units for param in unit.ignored}
+    skipped = {id(m) for unit in units for m in unit.skipped}
+    found = []
+    for prefix, child in module.named_modules():
+        if id(child) in skipped:
+            continue
+        for states in (child._parameters, child._buffers):
+            for name, tensor in states.items():
+                if tensor is not None and tensor.is_meta and id(tensor) not in ignored:
+                    found.append(f"{prefix}.{name}".lstrip("."))
+    return found
+
+
+def require_values(module: Any) -> None:
+    """Raise unless all below the sharded `module` has left the meta device.
+
+    Raises:
+        RuntimeError: names what has not.
+    """
+    names = states_on_meta(module)
+    if names:
+        refuse_meta(names)
+    module._shardc_unit.on_meta = False
+
+
+def refuse_meta(names: Iterable[str]) -> NoReturn:
+    """Raise for parameters and buffers that are read while they are on meta."""
+    raise RuntimeError(
+        f"parameters or buffers are still on the meta device and have no values: {list(names)}. "
+        "Call shardc.materialize(model), or model.to_empty(device=...) and then the model's own "
+        "initialisation or load_state_dict"
+    )

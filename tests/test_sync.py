@@ -1,0 +1,255 @@
+"""Starting from rank 0's values, and finding out that ranks have others."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Stack, full, seeded
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import shardc
+from shardc import ShardedModule, ShardTensor, fully_shard, units_of
+
+
+def _on_meta(build=Stack):
+    with torch.device("meta"):
+        return build()
+
+
+def _unchanged(module):
+    return not any(isinstance(p, ShardTensor) for p in module.parameters()) and not any(
+        isinstance(m, ShardedModule) for m in module.modules()
+    )
+
+
+class Buffered(nn.Module):
+    """Parameters of two dtypes, frozen ones, buffers of every kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.frozen = nn.Linear(5, 5, bias=False).requires_grad_(False)
+        self.low = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
+        self.complex = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.norm = nn.BatchNorm1d(5)
+        self.norm.running_mean.normal_()
+        self.register_buffer("mask", torch.rand(5) > 0.5)
+        self.register_buffer("scale", torch.randn(()), persistent=False)
+        self.register_buffer("rows", torch.randn(1, 5).expand(3, 5))
+        self.also = nn.Module()
+        self.also.register_buffer("mask", self.mask)
+        self.skip = nn.Linear(5, 5)
+        self.skip.register_buffer("own", torch.randn(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(self.frozen(x)) * self.scale + self.rows[0]
+
+
+def _check_values(model, want, but=()):
+    states = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, value in {**dict(want.named_parameters()), **dict(want.named_buffers())}.items():
+        if not name.startswith(but):
+            assert not states[name].is_meta and torch.equal(full(states[name]), value), name
+
+
+# -- rank 0's values -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)])
+@on_ranks(4)
+def test_all_ranks_start_from_rank_0(mesh, shape):
+    rank = mesh.get_local_rank()
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    want = seeded(Buffered, 100)
+    for elsewhere in ("meta", "other values"):
+        _start_from_rank_0(mesh, rank, want, elsewhere)
+
+
+def _start_from_rank_0(mesh, rank, want, elsewhere):
+    if rank == 0 or elsewhere != "meta":
+        model = seeded(Buffered, 100 + rank)
+    else:
+        model = _on_meta(Buffered)
+    if rank:
+        assert model.mask.is_meta or not torch.equal(model.layers[0].weight, want.layers[0].weight)
+    own = model.skip.own
+
+    def to_empty(module):  # as FSDP1's users do it where rank 0 has loaded a checkpoint
+        module.to_empty(device=torch.device("cpu"), recurse=False)
+
+    given = {"sync_module_states": True, "param_init_fn": to_empty if rank else None}
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **given)
+    fully_shard(model, mesh=mesh, ignored_params=[model.skip], **given)
+    _check_values(model, want, but="skip")
+    assert model.also.mask is model.mask
+    assert model.skip.own is own  # ignored: not sent, as FSDP1 does with parameters
+    if rank:
+        assert own.is_meta or not torch.equal(own, want.skip.own)
+    x = torch.ones(4, 5)
+    torch.testing.assert_close(model.eval()(x), want.eval()(x))
+
+
+@on_ranks(2)
+def test_a_bucket_at_a_time_and_each_buffer_once(mesh):
+    rank = mesh.get_local_rank()
+    scatter, broadcast, calls = dist.scatter, dist.broadcast, []
+
+    def note(kind, call):
+        def run(tensor, *args, **kwargs):
+            calls.append((kind, tensor.numel()))
+            return call(tensor, *args, **kwargs)
+
+        return run
+
+    model = seeded(Buffered, rank) if rank == 0 else _on_meta(Buffered)
+    dist.scatter, dist.broadcast = note("bucket", scatter), note("buffer", broadcast)
+    try:
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, sync_module_states=True)
+        fully_shard(model.norm, mesh=mesh, sync_module_states=True)
+        before = list(calls)
+        fully_shard(model, mesh=mesh, sync_module_states=True)
+    finally:
+        dist.scatter, dist.broadcast = scatter, broadcast
+    segments = {
+        id(bucket): bucket.segment
+        for unit in {m._shardc_unit for m in units_of(model).values()}
+        for bucket in unit.buckets
+    }
+    sizes = sorted(s.numel() * s.element_size() for s in segments.values())
+    assert sorted(n for kind, n in calls if kind == "bucket") == sizes  # bytes; a segment each
+    assert sorted(n for kind, n in before if kind == "buffer") == [8, 20, 20]  # of the norm
+    own = {"mask": 5, "scale": 4, "rows": 60, "skip.own": 8}  # tied `mask` once
+    assert sorted(n for kind, n in calls[len(before) :] if kind == "buffer") == sorted(own.values())
+
+
+class Pair(torch.Tensor):
+    """A tensor of two plain ones, as quantised buffers are."""
+
+    @staticmethod
+    def __new__(cls, a, b):
+        return torch.Tensor._make_wrapper_subclass(cls, a.shape, dtype=a.dtype, device=a.device)
+
+    def __init__(self, a, b):
+        self.a, self.b = a, b
+
+    def __tensor_flatten__(self):
+        return ["a", "b"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, meta, size, stride):
+        return Pair(inner["a"], inner["b"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        a, b = (
+            func(*[getattr(x, part) if isinstance(x, Pair) else x for x in args], **(kwargs or {}))
+            for part in ("a", "b")
+        )
+        return Pair(a, b)
+
+
+@on_ranks(2)
+def test_tensor_subclasses_are_sent_by_their_parts(mesh):
+    rank = mesh.get_local_rank()
+
+    class WithPair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.register_buffer("pair", Pair(torch.full((3,), rank + 1.0), torch.zeros(3) + rank))
+            self.register_buffer("placed", distribute_tensor(torch.ones(2), mesh, [Replicate()]))
+
+    model = WithPair()
+    model.placed.to_local().add_(rank)
+    fully_shard(model, mesh=mesh, sync_module_states=True)
+    assert model.pair.a.tolist() == [1.0] * 3 and model.pair.b.tolist() == [0.0] * 3
+    assert isinstance(model.placed, DTensor) and model.placed.to_local().tolist() == [1.0, 1.0]
+    bad = nn.Module()
+    bad.weight = nn.Parameter(Pair(torch.ones(3), torch.ones(3)))
+    with pytest.raises(NotImplementedError, match="parameter 'weight' is a Pair"):
+        fully_shard(bad, mesh=mesh, sync_module_states=True)
+    assert type(bad.weight.data) is Pair
+
+
+@on_ranks(4)
+def test_tensor_parallel_parameters_are_sent(mesh):
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def build(seed):
+        module = seeded(lambda: nn.Linear(6, 4), seed)
+        placed = distribute_tensor(module.weight.detach(), grid["tp"], [Shard(0)])
+        module.weight = nn.Parameter(placed)
+        return module
+
+    want = seeded(lambda: nn.Linear(6, 4), 5)
+    model = build(5 + grid["dp"].get_local_rank())
+    fully_shard(model, mesh=grid["dp"], sync_module_states=True)
+    _check_values(model, want)
+
+
+@on_ranks(2)
+def test_without_values_on_rank_0(mesh):
+    rank = mesh.get_local_rank()
+    for build in (lambda: _on_meta(), lambda: _on_meta() if rank == 0 else Stack()):
+        model = build()
+        with pytest.raises(ValueError, match="starts from the values of rank 0"):
+            fully_shard(model, mesh=mesh, sync_module_states=True)
+        assert _unchanged(model)
+    model = Buffered()
+    if rank == 0:
+        model.mask = model.mask.to("meta")
+    with pytest.raises(ValueError, match="starts from the values of rank 0"):
+        fully_shard(model, mesh=mesh, sync_module_states=True)
+    assert _unchanged(model)
+    with pytest.raises(
+        RuntimeError, match=r"ranks disagree on the parameters.*sync_module_states=True"
+    ):
+        fully_shard(model, mesh=mesh, sync_module_states=rank == 1)
+    assert _unchanged(model)
+    torch.manual_seed(rank)  # on meta everywhere: made by the function, equal on all ranks
+    model = _on_meta(lambda: nn.BatchNorm1d(3))
+    calls = []
+
+    def init(module):
+        calls.append(module)
+        module.reset_parameters()
+        module.running_mean.fill_(rank)
+
+    fully_shard(model, mesh=mesh, param_init_fn=init, sync_module_states=True)
+    assert calls == [model] and model.running_mean.tolist() == [0.0] * 3
+
+
+# -- the same values on all ranks ------------------------------------------------------------------
+
+
+@on_ranks(3)
+def test_differing_values_are_named(mesh):
+    rank = mesh.get_local_rank()
+    model = seeded(Buffered, 3)
+    shardc.check_same_values(model)
+    shardc.check_same_values(model, mesh)
+    shardc.check_same_values(_on_meta(), mesh)
+    grid = init_device_mesh("cpu", (3, 1))
+    for name, change in (
+        ("parameter 'low'", lambda model: model.low.data[1].add_(1)),
+        ("parameter 'complex'", lambda model: model.complex.data[1].add_(1)),
+        ("buffer 'mask'", lambda model: model.mask.logical_not_()),
+    ):
+        if rank == 1:
+            change(model)
+        for over in (None, mesh, grid):
+            with pytest.raises(RuntimeError, match=rf"{name}.*rank\(s\) \[0, 2\].*rank\(s\) \[1\]"):
+                shardc.check_same_values(model, over)
+        model = seeded(Buffered, 3)
+    with pytest.raises(RuntimeError, match=r"'low' differs .*\d more.*\[2\]: \[3\].*on meta"):
+        shardc.check_same_values(_on_meta(Buffered) if rank == 2 else model)
+    fully_shard(model.layers[0], mesh=mesh)
+    with pytest.raises(ValueError, match=r"on rank 0 parameter 'layers.0.weight' is sharded"):
+        shardc.check_same_values(model)
