@@ -313,12 +313,13 @@ def test_what_does_not_fit_is_named_on_all_ranks_before_anything_changes(mesh):
 
 
 @on_ranks(2)
-def test_assign_is_refused_by_name(mesh):
+def test_assign_adopts_what_is_loaded(mesh):
     model, plain = fully_shard(seeded(Stack), mesh=mesh), seeded(Stack, 1)
-    with pytest.raises(RuntimeError, match=r"'weight' of Linear is sharded .* param.copy_"):
-        model.load_state_dict(plain.state_dict(), assign=True)
-    model.load_state_dict(plain.state_dict(), assign=False)
+    model.load_state_dict(plain.state_dict(), assign=True)
     check_equal(model, plain)
+    other = fully_shard(seeded(Stack, 2), mesh=mesh)
+    model.load_state_dict(other.state_dict(), assign=True)  # sharded alike
+    check_equal(model, seeded(Stack, 2))
 
 
 @on_ranks(2)
