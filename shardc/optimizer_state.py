@@ -215,7 +215,9 @@ class OptimizerLoad:
         for index, param in enumerate(self.params):
             if self._name(param) in given:
                 existing = self.existing.get(param, {})
-                state[index] = self._fitted(param, existing, given[self._name(param)])
+                fitted = self._fitted(param, existing, given[self._name(param)])
+                if not _has_not_stepped(fitted):
+                    state[index] = fitted
         for key in self.existing:
             if not isinstance(key, Tensor) and key in given:
                 state[key] = map_leaves(self.values.fetch, given[key])
@@ -277,6 +279,16 @@ class OptimizerLoad:
         if isinstance(param, ShardTensor) and value.shape == param.to_local().shape:
             return ShardTensor(value.clone(), tuple(param.shape), param._spec)
         return value
+
+
+def _has_not_stepped(state: Any) -> bool:
+    """Whether it is the state of a parameter before its first step: it has none then.
+
+    What `first_state` makes has the right form; its values need not be those of a start (Rprop
+    starts with the learning rate, which was zero).
+    """
+    step = state.get("step") if isinstance(state, Mapping) else None
+    return step is not None and float(step) == 0
 
 
 def _beside(existing: Any, given: Any) -> list[tuple[Any, Any, Any]]:

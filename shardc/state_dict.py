@@ -6,7 +6,7 @@ DCP, at any world size), full (on every rank, or with `cpu_offload` on rank 0 on
 
 What is to be loaded is checked first, on every rank; unless all can load it, all raise and nothing
 is changed. Differences to torch: a dtype that differs is an error and not cast; an optimizer that
-has not stepped is left so.
+has not stepped is left so; `dsd_fqn_modifiers` is not needed, names are those of `state_dict()`.
 """
 
 from collections.abc import Iterable, Mapping

@@ -18,14 +18,21 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 def canonical_name(model: nn.Module, key: str) -> str:
     """The name without what wrappers add (`torch.compile`, `checkpoint_wrapper`, DDP)."""
-    at: Any = model
+    at: nn.Module | None = model
     kept = []
     for part in key.split("."):
         of_ddp = part == "module" and isinstance(at, DistributedDataParallel)
         if part not in _WRAPPERS and not of_ddp:
             kept.append(part)
-        at = getattr(at, part, None)
+        at = _child(at, part)
     return ".".join(kept)
+
+
+def _child(module: nn.Module | None, name: str) -> nn.Module | None:
+    """The submodule, also through a wrapper that leaves its own name out of keys."""
+    while module is not None and name not in module._modules:
+        module = next((module._modules[w] for w in _WRAPPERS if w in module._modules), None)
+    return None if module is None else module._modules[name]
 
 
 def parameter_names(model: nn.Module) -> dict[Tensor, list[str]]:

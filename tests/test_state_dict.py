@@ -14,7 +14,13 @@ from ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -27,10 +33,13 @@ from shardc import (
     StateDictOptions,
     fully_shard,
     get_model_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
 )
 
 FULL = StateDictOptions(full_state_dict=True)
+THEIR_FULL = theirs.StateDictOptions(full_state_dict=True)
 ON_RANK_0 = theirs.StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = theirs.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 LOCAL = StateDictOptions(local=True)
@@ -137,7 +146,7 @@ class Live(TorchDispatchMode):
         self.now -= size
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.zeros.default:
+        if func in (torch.ops.aten.zeros.default, torch.ops.aten.empty.memory_format):
             time.sleep(0.02)  # gloo's threads drop the tensors of the last collective by then
         result = func(*args, **(kwargs or {}))
         for made in result if isinstance(result, (list, tuple)) else [result]:
@@ -168,6 +177,11 @@ def test_rank_0_gathers_one_parameter_at_a_time(mesh):
         assert all(torch.equal(state[name], value) for name, value in everywhere.items())
     else:
         assert state == {} and max(sizes) <= one_by_one.peak <= max(sizes) + 8
+    with Live() as loading:
+        set_model_state_dict(model, state, options=FROM_RANK_0)
+    assert (mesh.get_rank() == 0 or loading.peak >= max(sizes)) and loading.peak <= max(
+        sizes
+    ) + 4096
 
 
 @on_ranks(2)
@@ -238,14 +252,11 @@ def test_torch_takes_what_we_give(mesh):
     ours, peer = fully_shard(seeded(Stack), mesh=mesh), fsdp2(seeded(Stack, 1), mesh)
     plain = seeded(Stack)
     assert not torch.equal(peer.head.weight.full_tensor(), plain.head.weight)
-    theirs.set_model_state_dict(peer, get_model_state_dict(ours, options=FULL), options=FULL_THEIRS)
+    theirs.set_model_state_dict(peer, get_model_state_dict(ours, options=FULL), options=THEIR_FULL)
     check_equal(peer, plain)
     again = fully_shard(seeded(Stack, 2), mesh=mesh)
     set_model_state_dict(again, theirs.get_model_state_dict(peer))
     check_equal(again, plain)
-
-
-FULL_THEIRS = theirs.StateDictOptions(full_state_dict=True)
 
 
 @on_ranks(2)
@@ -363,14 +374,27 @@ def test_what_is_gathered_follows_a_load(mesh):
 # -- other grids ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["copies", "tensor parallel"])
+def on_the_whole_mesh(name, module, mesh):
+    """All parameters are DTensors on (dp, tp), the head's cut along tp."""
+    for key, param in list(module.named_parameters(recurse=False)):
+        placements = [Replicate(), Shard(0) if name == "head" else Replicate()]
+        module.register_parameter(
+            key, nn.Parameter(distribute_tensor(param.detach(), mesh, placements))
+        )
+
+
+@pytest.mark.parametrize("kind", ["copies", "tensor parallel", "whole mesh"])
 @on_ranks(4)
 def test_grids(mesh, kind):
-    """On (replicate, shard) and on (dp, tp): rank 0 has all, and gives all."""
+    """On (replicate, shard), (dp, tp) and with `dp_mesh_dims`: rank 0 has all, and gives all."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain, model = seeded(Stack), seeded(Stack, 1)
     if kind == "copies":
         fully_shard(model, mesh=grid, units="auto")
+    elif kind == "whole mesh":
+        distribute_module(model, grid, on_the_whole_mesh)
+        dims = torch.distributed.fsdp.DataParallelMeshDims(shard="dp")
+        fully_shard(model, mesh=grid, dp_mesh_dims=dims)
     else:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         for layer in model.layers[:1]:
@@ -393,5 +417,16 @@ def test_grids(mesh, kind):
         assert torch.equal(everywhere[name], value), name
         assert dist.get_rank() or torch.equal(state[name], value), name
     set_model_state_dict(model, {k: 2 * v for k, v in want[0].items()})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    saved = get_optimizer_state_dict(model, optimizer, options=FULL)
+    for name, entries in saved["state"].items():
+        entries["exp_avg"] = 3 * want[0][name]
+        entries["step"] += 1
+    given = saved if dist.get_rank() == 0 else {}
+    set_optimizer_state_dict(model, optimizer, given, options=FROM_RANK_0)
+    again = get_optimizer_state_dict(model, optimizer, options=ON_RANK_0)
+    assert again.keys() == (saved.keys() if dist.get_rank() == 0 else set())
+    for name, entries in again.get("state", {}).items():
+        assert torch.equal(entries["exp_avg"], 3 * want[0][name]), name
     doubled = get_model_state_dict(model, options=FULL)
     assert torch.equal(doubled["head.weight"], 2 * want[0]["head.weight"])
