@@ -63,7 +63,9 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
         settings,
         unit.device,
         frozenset(copy.deepcopy(param, memo) for param in unit.ignored),
+        frozenset(copy.deepcopy(m, memo) for m in unit.skipped),
         reduce_buffers=unit.reduce_buffers,
+        on_meta=unit.on_meta,
     )
     memo[id(unit)] = new
     return new
