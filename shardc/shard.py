@@ -232,7 +232,7 @@ def _facts(
     """What all ranks must have equal: the buckets, and how they get values if none are sent."""
     facts = [f"sync_module_states={synced}"]
     if not synced and any(param.is_meta for param in _params(plans)):
-        facts.append(f"param_init_fn={'given' if init else None}")
+        facts.append(f"on meta, param_init_fn={'given' if init else None}")
         if init and ranks.copies > 1:
             facts.append(generator_fact(device))
     for plan in plans:
