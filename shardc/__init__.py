@@ -12,6 +12,7 @@ from shardc.materialize import materialize
 from shardc.mesh import hybrid_mesh
 from shardc.passes.profiles import Profile, get_profile, set_profile
 from shardc.runtime.controls import share_comm_ctx
+from shardc.runtime.forward_method import register_fsdp_forward_method
 from shardc.runtime.modules import ShardedModule
 from shardc.runtime.policy import MixedPrecisionPolicy
 from shardc.runtime.reduce_functions import compress_bf16, compress_fp16
@@ -52,6 +53,7 @@ __all__ = [
     "get_state_dict",
     "hybrid_mesh",
     "materialize",
+    "register_fsdp_forward_method",
     "rekey_optimizer_state_dict",
     "set_model_state_dict",
     "set_optimizer_state_dict",

@@ -12,7 +12,7 @@ from ranks import on_ranks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from shardc import ShardTensor, fully_shard, units_of
+from shardc import ShardTensor, fully_shard, register_fsdp_forward_method, units_of
 
 TIED = functools.partial(Stack, tied=True)
 EXECUTORS = pytest.mark.parametrize("executor", ["eager", None])
@@ -155,3 +155,37 @@ def test_reads_after_unshard(mesh):
     model.unshard()
     model.reshard()
     assert isinstance(model.head.weight, ShardTensor)
+
+
+class Encoder(Stack):
+    """Has a way in beside `forward`, which reads a parameter of its own."""
+
+    def encode(self, tokens):
+        x = self.embed(tokens)
+        return self.layers[0](x) @ self.head.weight.T + torch.zeros(1, dtype=x.dtype)
+
+
+@EXECUTORS
+@on_ranks(2)
+def test_another_way_in(mesh, executor):
+    plain, model = seeded(Encoder), sharded(seeded(Encoder), mesh)
+    batch = _batch()["tokens"]
+    with pytest.raises(NotImplementedError, match="full_tensor"):
+        model.encode(batch)
+    with pytest.raises(ValueError, match="Encoder has no method 'decode'"):
+        register_fsdp_forward_method(model, "decode")
+    register_fsdp_forward_method(plain, "encode")  # not sharded: nothing happens
+    register_fsdp_forward_method(model, "encode")
+    encode = model.encode
+    if executor:
+        encode = torch.compile(encode, backend="shardc", options={"executor": executor})
+    for run in (plain.encode, encode):
+        run(batch).square().sum().backward()
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh))
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.head.weight.zero_()
+        assert not copied.encode(batch).any() and model.encode(batch).any()

@@ -1,0 +1,46 @@
+"""Methods other than `forward` as ways into a sharded module: `encode`, `generate`, ..."""
+
+import functools
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardc.runtime.meta import require_values
+from shardc.runtime.modules import ShardedModule
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have `module.method_name` read full parameters and convert inputs, as `forward` does.
+
+    FSDP2's function of that name; it does nothing for a module that is not sharded. The module's
+    own bucket is gathered while the method runs, inner units as they are called.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    if not isinstance(module, ShardedModule):
+        return
+    function = getattr(type(module), method_name, None)
+    if not callable(function):
+        raise ValueError(f"{module._shardc_class.__name__} has no method '{method_name}'")
+
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        unit = self._shardc_unit
+        if unit.on_meta:
+            require_values(self)
+        if unit.converts:
+            args, kwargs = unit.prepare_inputs(self, args, kwargs)
+        eager = () if torch.compiler.is_compiling() else self._shardc_buckets
+        for bucket in eager:
+            bucket.enter()
+        try:
+            outputs = function(self, *args, **kwargs)
+        finally:
+            for bucket in eager:
+                bucket.leave()
+        return unit.finish_outputs(self, outputs) if unit.converts else outputs
+
+    setattr(module, method_name, types.MethodType(method, module))
