@@ -114,7 +114,7 @@ def flush_when_done() -> None:
 def _flush() -> None:
     for waiting in sorted(_accumulating, key=lambda waiting: waiting.number):
         if not waiting.is_empty:
-            waiting.bucket.flush()
+            waiting.bucket.gradients.flush()
 
 
 def _of(params: Iterable[Any]) -> dict[Any, None]:
@@ -124,15 +124,15 @@ def _of(params: Iterable[Any]) -> dict[Any, None]:
 
 def _discard(params: Iterable[Tensor]) -> None:
     for bucket in _of(params):
-        if not bucket.accumulated.is_empty:
-            bucket.discard_accumulated()
+        if not bucket.gradients.waiting.is_empty:
+            bucket.gradients.waiting.clear()
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if all(waiting.is_empty for waiting in _accumulating):
         return
     for bucket in _of(p for group in optimizer.param_groups for p in group["params"]):
-        if not bucket.accumulated.is_empty:
+        if not bucket.gradients.waiting.is_empty:
             names = [slot.name for slot in bucket.layout.slots]
             raise RuntimeError(
                 f"optimizer.step() with gradients of {names} accumulated but not reduced: run the "

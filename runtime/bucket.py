@@ -1,18 +1,14 @@
-"""A bucket at run time: this rank's segment, the parameters that are views of it, their gradients.
+"""A bucket at run time: this rank's segment, and the parameters that are views of it.
 
 The segment is the autograd leaf: a graph takes it as its one input for the whole bucket, and its
-gradient is one flat tensor. A post-accumulate hook deals that out: every parameter that the
-backward used gets its ShardTensor gradient, a view of the flat one, and the hooks users registered
-on parameters run then, once, with the reduced gradient. Parameters no graph used keep None, because
-zeros would let AdamW decay them.
+gradient is one flat tensor, which a hook deals out to the parameters (`gradients`). What is
+gathered outside of graphs is in `gathered`.
 
 What a bucket's code looks like follows from the settings of its unit and from what waits in it: the
 spec, whose signature every read of a parameter carries.
 """
 
-import functools
 import itertools
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -22,16 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardc.runtime import compat
-from shardc.runtime.accumulate import Accumulated, flush_when_done
 from shardc.runtime.bucket_spec import spec_for
+from shardc.runtime.gathered import Gathered
+from shardc.runtime.gradients import Gradients
 from shardc.runtime.layout import BucketLayout
-from shardc.runtime.meta import refuse_meta
 from shardc.runtime.ranks import Ranks
 from shardc.runtime.settings import Settings
 from shardc.runtime.shard_tensor import ShardSpec, ShardTensor
 from shardc.runtime.spec import UnshardSpec, intern_spec
 from shardc.runtime.tensor_parallel import Placed, local_value
-from shardc.runtime.unshard import gather, reduce, unshard
 
 _serials: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
@@ -57,8 +52,8 @@ class SlotRef:
             full = torch.ops.shardc.unshard_slot(bucket.segment, signature, self.index, extras)
             placed = bucket.placed[self.index]
             return full if placed is None else placed.wrap(full)
-        if bucket.depth > 0 or bucket.opened:
-            return bucket.gathered()[self.index]
+        if bucket.gathered.depth > 0 or bucket.gathered.opened:
+            return bucket.gathered.views()[self.index]
         return bucket.params[self.index]
 
     def __deepcopy__(self, memo: dict[int, object]) -> "SlotRef":
@@ -75,13 +70,13 @@ class Bucket:
         segment: this rank's part, `(S,)`; the autograd leaf of the whole bucket.
         params: the ShardTensor parameters, one a slot.
         placed: how each lies on a tensor-parallel mesh, if it does.
+        gathered: its full parameters, where they are at hand.
+        gradients: what becomes of its gradient.
         code: the spec of the code that unshards it now.
-        accumulated: gradients that wait to be reduced.
         serial: the number of the bucket in its group, equal on all ranks.
         unit: the number of its unit, equal on all ranks.
         owner: its `Unit`.
         gather_group, reduce_group: communicators of its own; None for the mesh's (`group`).
-        opened: whether reads outside a forward give full parameters, since `unshard()`.
         summoned: whether modules hold ordinary parameters in the place of `params`.
         made: whether any bucket exists in this process.
     """
@@ -114,16 +109,10 @@ class Bucket:
         self.owner: Any = None
         self.params: list[nn.Parameter] = []
         self.trainable = (layout.requires_grad,) * len(layout.slots)
-        self.accumulated = Accumulated(self)
-        self.depth = 0
-        self.opened = self.summoned = False
+        self.gathered = Gathered(self)
+        self.gradients = Gradients(self)
+        self.summoned = False
         self.mean_op = compat.mean_op(ranks.shard)
-        self._held: Tensor | None = None
-        self._held_version = (-1, -1)
-        self._gathered: tuple[Tensor, ...] | None = None
-        self._used: set[int] = set()
-        self._elsewhere: set[int] = set()
-        self._warned = False
         self._specs = tuple(
             ShardSpec(
                 slot.start,
@@ -152,7 +141,7 @@ class Bucket:
         self.segment.shardc_bucket = self  # type: ignore[attr-defined]
         if self.segment.is_floating_point() or self.segment.is_complex():
             self.segment.requires_grad_(True)
-            self.segment.register_post_accumulate_grad_hook(self._on_gradient)
+            self.segment.register_post_accumulate_grad_hook(self.gradients.receive)
             self.segment.requires_grad_(any(self.trainable))
         self.refresh_signature()
 
@@ -163,9 +152,9 @@ class Bucket:
         self._eval = self._reading(spec_for(self, evaluating=True))
 
     def _reading(self, code: UnshardSpec) -> tuple[str, list[Tensor]]:
-        waiting = self.accumulated
+        waiting = self.gradients.waiting
         values = {
-            "full": self._held,
+            "full": self.gathered.held,
             "sink": waiting.sink,
             "pending": waiting.pending,
             "partial": waiting.partial,
@@ -189,6 +178,27 @@ class Bucket:
         flags[index] = flag
         self.trainable = tuple(flags)
         self.segment.requires_grad_(any(flags))
+        self.refresh_signature()
+
+    def updates(self) -> int:
+        """Grows with every update that a compiled `opt.step` makes.
+
+        Inductor's kernels write to the local parts without a trace there; AOT autograd then counts
+        up the versions of the parameters, not that of the segment.
+        """
+        return sum(param._version for param in self.params)
+
+    def end_backward(self) -> None:
+        """A backward has differentiated the bucket: free it, or keep it for the next step."""
+        if not self.settings.reshard_after_backward:
+            self.gathered.hold()
+        else:
+            self.gathered.drop()
+
+    def reset(self) -> None:
+        """Forget a step that was interrupted."""
+        self.gathered.reset()
+        self.gradients.reset()
         self.refresh_signature()
 
     # -- parameters as views of the segment ----------------------------------------------------
@@ -285,236 +295,3 @@ class Bucket:
         compat.swap_tensors(param, sharded)
         param.grad = grad
         return param
-
-    # -- gradients -----------------------------------------------------------------------------
-
-    def updates(self) -> int:
-        """Grows with every update that a compiled `opt.step` makes.
-
-        Inductor's kernels write to the local parts without a trace there; AOT autograd then counts
-        up the versions of the parameters, not that of the segment.
-        """
-        return sum(param._version for param in self.params)
-
-    def begin_backward(self, taken: Sequence[Tensor | None]) -> None:
-        """The backward of a forward that was given `taken`, (pending, partial), begins."""
-        if any(value is not None for value in taken):
-            waiting = self.accumulated
-            used, elsewhere = waiting.used, waiting.elsewhere
-            waiting.release(*taken)
-            self.note_used(used, elsewhere)
-
-    def lend(self) -> tuple[Tensor | None, Tensor | None]:
-        """What a forward that runs now is given to add: (pending, partial); no other is."""
-        waiting = self.accumulated
-        if waiting.is_empty:
-            return None, None
-        reduction = self.code.reduction
-        lent = (
-            waiting.pending if reduction.pending else None,
-            waiting.partial if reduction.partial else None,
-        )
-        if reduction.pending or reduction.partial:
-            waiting.take()
-        return lent
-
-    def note_used(self, slots: Iterable[int], elsewhere: Iterable[int] = ()) -> None:
-        """A backward that is about to run differentiates `slots`; other ranks `elsewhere` too."""
-        into = (self._used, self._elsewhere)
-        if not self.settings.sync:
-            into = (self.accumulated.used, self.accumulated.elsewhere)
-        into[0].update(slots)
-        into[1].update(elsewhere)
-
-    def discard_accumulated(self) -> None:
-        """Forget gradients that were not reduced yet."""
-        self.accumulated.clear()
-
-    @torch.no_grad()
-    def flush(self) -> None:
-        """Reduce what has waited and was in no backward that synced. Every rank must call it."""
-        waiting, layout = self.accumulated, self.layout
-        if waiting.is_empty or not self.settings.sync:
-            return
-        waiting.taken = False
-        self.refresh_signature()
-        spec = self.code
-        if waiting.pending is not None:
-            part = reduce(waiting.pending, spec, waiting.partial)
-        elif spec.reduction.all_reduce:
-            nothing = torch.zeros(layout.numel, dtype=spec.reduction.dtype, device=self.device)
-            part = reduce(nothing, spec, waiting.partial)
-        else:
-            return
-        self._used, self._elsewhere = waiting.used, waiting.elsewhere
-        waiting.clear()
-        self._deliver(part)
-
-    @torch.no_grad()
-    def _on_gradient(self, segment: Tensor) -> None:
-        part, segment.grad = segment.grad, None
-        if part is not None:  # else read, but nothing that was differentiated depends on it
-            self._deliver(part)
-        else:
-            self._used, self._elsewhere = set(), set()
-        self.end_backward()
-
-    def _deliver(self, part: Tensor) -> None:
-        """Deal a reduced gradient, `(S,)`, out to the parameters."""
-        if not self.settings.all_reduce and self.ranks.replicas is not None:
-            self.accumulated.used |= self._used
-            self.accumulated.elsewhere |= self._elsewhere
-            self._used, self._elsewhere = set(), set()
-            self.accumulated.keep_partial(part)
-            return
-        factor = self.code.reduction.divide_later
-        if factor != 1:
-            part.div_(factor)
-        missing = self._elsewhere - self._used
-        used = self._used | missing
-        self._used, self._elsewhere = set(), set()
-        if missing and not self._warned:
-            self._warned = True
-            names = [self.layout.slots[index].name for index in sorted(missing)]
-            warnings.warn(
-                f"parameters {names} are used on some ranks but not on rank {self.rank}, whose "
-                "part of their gradient counts as zero",
-                stacklevel=2,
-            )
-        if self.settings.reduce_unused:
-            used = set(range(len(self.params)))
-        if self.settings.precision.keep_low_precision_grads:
-            _, reduced = self.settings.dtypes(self.segment.dtype, evaluating=False)
-            part = part.to(reduced)
-        for index in sorted(used):
-            if not self.trainable[index]:
-                continue
-            param, grad = self.params[index], self.view(index, part)
-            if grad.dtype != param.dtype:
-                compat.leave_gradient_dtype(param)
-            for hook in compat.grad_hooks(param):
-                grad = _checked(hook(grad), grad)
-            if param.grad is None:
-                param.grad = grad
-            elif not isinstance(param.grad, ShardTensor):  # a whole one, which the user assigned
-                param.grad = self.cut(index, param.grad)
-                param.grad.add_(grad)
-            else:
-                param.grad.add_(grad)
-            for after in compat.post_accumulate_hooks(param):
-                after(param)
-
-    def end_backward(self) -> None:
-        """A backward has differentiated the bucket: free it, or keep it for the next step."""
-        if not self.settings.reshard_after_backward:
-            self.hold()
-        else:
-            self.drop()
-
-    # -- gathered from one step to the next ----------------------------------------------------
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the bucket stays gathered beyond a forward or backward."""
-        return self._held is not None
-
-    @torch.no_grad()
-    def hold(self) -> None:
-        """Gather the bucket, if it is not, and keep it so. Every rank must call it."""
-        if self._held is None:
-            self._held = gather(self.segment.detach(), self.code)
-            self._held_version = self._version()
-            self.refresh_signature()
-
-    @torch.no_grad()
-    def renew(self) -> None:
-        """Gather what is held again if the parameters were written since."""
-        if self._held is not None and self._held_version != self._version():
-            self._held.copy_(gather(self.segment.detach(), self.code))
-            self._held_version = self._version()
-
-    def drop(self) -> None:
-        """Free what is held."""
-        self.opened = False
-        if self.depth == 0:
-            self._gathered = None
-        if self._held is not None:
-            self._held = None
-            self.refresh_signature()
-
-    def reset(self) -> None:
-        """Forget a step that was interrupted."""
-        self._gathered, self.depth, self.opened = None, 0, False
-        self._used, self._elsewhere = set(), set()
-        self.accumulated.taken = False
-        self.refresh_signature()
-
-    def _version(self) -> tuple[int, int]:
-        return self.segment._version, self.updates()
-
-    # -- eager reads ---------------------------------------------------------------------------
-
-    @torch.compiler.disable
-    def gathered(self) -> tuple[Tensor, ...]:
-        """The full parameters, gathered at the first read inside an eager forward."""
-        if self._gathered is None:
-            if self.segment.is_meta:
-                refuse_meta(slot.name for slot in self.layout.slots)
-            compat.resolve_group(self.group)  # says so if it is gone
-            self.renew()
-            # The first read may lie inside `no_grad` or `vmap` and a later one outside: what is
-            # cached serves both.
-            with compat.outside_function_transforms(), torch.enable_grad():
-                signature, extras = self.reading()
-                views = unshard(self.segment, signature, *extras)
-                if self.segment.requires_grad:
-                    _on_backward(views, self, self.lend())
-                self._gathered = tuple(
-                    view if placed is None else placed.wrap(view)
-                    for view, placed in zip(views, self.placed, strict=True)
-                )
-        return self._gathered
-
-    def enter(self) -> None:
-        """An eager forward of a module that reads the bucket begins."""
-        if self.depth == 0:
-            self._gathered = None
-        self.depth += 1
-
-    def leave(self) -> None:
-        """A module that counted itself in `depth` ends; the last one frees what was gathered."""
-        self.depth -= 1
-        if self.depth == 0:
-            self._gathered = None
-
-
-def _checked(replacement: Tensor | None, grad: ShardTensor) -> ShardTensor:
-    """A gradient hook's result, as autograd takes it."""
-    if replacement is None:
-        return grad
-    if not isinstance(replacement, ShardTensor):
-        raise TypeError(
-            f"a hook on a sharded parameter returned {type(replacement).__name__} of shape "
-            f"{tuple(replacement.shape)}; return a ShardTensor (compute with the gradient given)"
-        )
-    return replacement
-
-
-def _on_backward(
-    views: Sequence[Tensor], bucket: Bucket, lent: tuple[Tensor | None, Tensor | None]
-) -> None:
-    """Note each full parameter as used when its own gradient is computed."""
-    begun: list[bool] = []
-
-    def note(grad: Tensor | None, index: int) -> None:
-        if grad is None:
-            return
-        if not begun:
-            begun.append(True)
-            bucket.begin_backward(lent)
-            flush_when_done()
-        bucket.note_used([index])
-
-    for index, view in enumerate(views):
-        if view.requires_grad:
-            view.register_hook(functools.partial(note, index=index))

@@ -31,7 +31,7 @@ def spec_for(bucket: "Bucket", evaluating: bool = False) -> UnshardSpec:
         param_dtype=None if computed == stored else computed,
         device=bucket.device.type if is_elsewhere(bucket) else None,
         recut=None if isinstance(reshard, bool) else (reshard, part_of(bucket.group, reshard)),
-        held=bucket.is_held and computed == settings.dtypes(stored, evaluating=False)[0],
+        held=bucket.gathered.is_held and computed == settings.dtypes(stored, evaluating=False)[0],
         gather=settings.all_gather,
         hints=bucket.owner.hints if bucket.owner is not None else (),
     )
@@ -44,7 +44,7 @@ def is_elsewhere(bucket: "Bucket") -> bool:
 
 
 def _reduction(bucket: "Bucket", dtype: torch.dtype) -> Reduction:
-    settings, ranks, waiting = bucket.settings, bucket.ranks, bucket.accumulated
+    settings, ranks, waiting = bucket.settings, bucket.ranks, bucket.gradients.waiting
     if not settings.sync:
         if not any(bucket.trainable):
             return Reduction(dtype=dtype)

@@ -220,14 +220,14 @@ class Controls:
         whose `wait()` may be called or not.
         """
         for bucket in self._shardc_unit.buckets:
-            bucket.hold()
-            bucket.opened = True
+            bucket.gathered.hold()
+            bucket.gathered.opened = True
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
         """Free what `unshard()` gathered."""
         for bucket in self._shardc_unit.buckets:
-            bucket.drop()
+            bucket.gathered.drop()
 
     def reset_iter_state(self) -> None:
         """Forget a step that was interrupted: what it gathered and what its backward had noted."""

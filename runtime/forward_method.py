@@ -35,12 +35,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             args, kwargs = unit.prepare_inputs(self, args, kwargs)
         eager = () if torch.compiler.is_compiling() else self._shardc_buckets
         for bucket in eager:
-            bucket.enter()
+            bucket.gathered.enter()
         try:
             outputs = function(self, *args, **kwargs)
         finally:
             for bucket in eager:
-                bucket.leave()
+                bucket.gathered.leave()
         return unit.finish_outputs(self, outputs) if unit.converts else outputs
 
     setattr(module, method_name, types.MethodType(method, module))

@@ -39,12 +39,12 @@ class ShardedParameters:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         eager = () if torch.compiler.is_compiling() else self._shardc_buckets
         for bucket in eager:
-            bucket.enter()
+            bucket.gathered.enter()
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         finally:
             for bucket in eager:
-                bucket.leave()
+                bucket.gathered.leave()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As `nn.Module.register_parameter`; over a sharded parameter, `param` is cut in place.
@@ -116,7 +116,7 @@ def _check_assigned(module: Any, name: str, param: nn.Parameter) -> None:
             f"{label} has shape {tuple(old.shape)} and is sharded; it cannot become a parameter of "
             f"shape {tuple(param.shape)}"
         )
-    if bucket.depth or torch.compiler.is_compiling():
+    if bucket.gathered.depth or torch.compiler.is_compiling():
         raise RuntimeError(f"{label} is sharded and cannot be assigned inside a forward")
     if bucket.segment.is_meta or param.is_meta:
         raise RuntimeError(

@@ -78,7 +78,7 @@ def summon_full_params(
 def check_idle(unit: Unit) -> None:
     """Raise RuntimeError where the parameters of `unit` are in use, ValueError where on meta."""
     name = type(unit.modules[0]).__name__
-    if torch.compiler.is_compiling() or any(bucket.depth for bucket in unit.buckets):
+    if torch.compiler.is_compiling() or any(bucket.gathered.depth for bucket in unit.buckets):
         raise RuntimeError(f"full parameters of {name} cannot be summoned inside its forward")
     if compat.in_backward():
         raise RuntimeError(f"full parameters of {name} cannot be summoned inside a backward")

@@ -216,11 +216,11 @@ def _noting_used_slots(compiled: Callable[..., Any], reads: list[_Read]) -> Call
         buckets = [(args[read.position].shardc_bucket, read) for read in reads]
         updates = [bucket.updates() for bucket, _ in buckets]
         for read_from, _ in buckets:
-            read_from.renew()
+            read_from.gathered.renew()
         outputs = compiled(*args)
         if torch.is_grad_enabled():
             nodes = {out.grad_fn for out in outputs if isinstance(out, Tensor)}
-            lent = [read_from.lend() for read_from, _ in buckets]
+            lent = [read_from.gradients.lend() for read_from, _ in buckets]
 
             begun: list[bool] = []
 
@@ -231,10 +231,10 @@ def _noting_used_slots(compiled: Callable[..., Any], reads: list[_Read]) -> Call
                 compat.when_backward_ends(begun.clear)
                 flush_when_done()
                 for (bucket, read), before, taken in zip(buckets, updates, lent, strict=True):
-                    bucket.begin_backward(taken)
+                    bucket.gradients.begin_backward(taken)
                     if bucket.updates() != before:  # a backward that saved the segment must fail
                         torch.autograd.graph.increment_version(bucket.segment)
-                    bucket.note_used(read.slots, read.elsewhere)
+                    bucket.gradients.note_used(read.slots, read.elsewhere)
 
             for node in nodes:
                 if node is not None:

@@ -165,7 +165,7 @@ def test_buckets_kept_from_step_to_step(mesh, sync):
             model.set_reshard_after_backward(last)
             model.set_requires_gradient_sync(last or sync)
             (_loss(call, 100 * number + 10 * index, mesh) / 3).backward()
-            assert model is theirs or all(b.is_held == (not last) for b in buckets)
+            assert model is theirs or all(b.gathered.is_held == (not last) for b in buckets)
 
     check_against_fsdp2(theirs, ours, compiled(ours), step)
 

@@ -169,8 +169,8 @@ class Broken(Stack):
 def test_graph_breaks(mesh):
     plain, model = seeded(Broken), shard_all(seeded(Broken), mesh)
     check_parity(plain, model, compiled(model), _batch, mesh)
-    assert all(b.depth == 0 and b._gathered is None for u in shardc.units_of(model).values()
-               for b in u._shardc_unit.buckets)  # fmt: skip
+    buckets = [b for u in shardc.units_of(model).values() for b in u._shardc_unit.buckets]
+    assert all(b.gathered.depth == 0 and b.gathered._views is None for b in buckets)
 
 
 @on_ranks(2)

@@ -185,11 +185,11 @@ def test_unshard_before_the_forward(mesh):
         model.unshard()
         torch.testing.assert_close(_loss(call, 1), _loss(plain, 1))
         handle.wait()
-        assert all(b.is_held for m in _units(model) for b in m._shardc_unit.buckets)
+        assert all(b.gathered.is_held for m in _units(model) for b in m._shardc_unit.buckets)
         for module in _units(model):
             module.reshard()
         torch.testing.assert_close(_loss(call, 1), _loss(plain, 1))
-        assert not any(b.is_held for m in _units(model) for b in m._shardc_unit.buckets)
+        assert not any(b.gathered.is_held for m in _units(model) for b in m._shardc_unit.buckets)
 
 
 @on_ranks(2)
