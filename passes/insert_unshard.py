@@ -75,7 +75,7 @@ def _insert(graph: Graph, markers: list[Node]) -> _Read:
         full = graph.call_function(unshard, (segment, signature, *extras))
     slots: set[int] = set()
     for marker in markers:
-        _refuse_in_place_update(marker)
+        refuse_in_place_update(marker)
         slot = marker.args[2]
         slots.add(int(slot))  # type: ignore[arg-type]
         with graph.inserting_before(marker):
@@ -110,7 +110,8 @@ def _outside_regions(marker: Node) -> Node:
     return next(node for node in marker.graph.nodes if node in around)
 
 
-def _refuse_in_place_update(marker: Node) -> None:
+def refuse_in_place_update(marker: Node) -> None:
+    """Raise if the forward updates the parameter that `marker` reads."""
     value = marker.meta.get("example_value")
     if value is not None and value._version > 0:
         shape = tuple(spec_of(marker.args[1]).shapes[marker.args[2]])  # type: ignore[arg-type,index]

@@ -53,6 +53,14 @@ class Accumulated:
         _watch(self)
         self.bucket.refresh_signature()
 
+    def add(self, flat: Tensor, used: Iterable[int]) -> None:
+        """Have `flat: (W*S,)`, which has all that waited in it, wait; an eager backward used
+        `used`."""
+        assert self.sink is not None
+        self.sink.grad = flat
+        self.used.update(used)
+        self.bucket.end_backward()
+
     @property
     def pending(self) -> Tensor | None:
         """The sum of unreduced gradients, `(W*S,)`."""

@@ -25,7 +25,7 @@ from shardc.runtime.layout import BucketLayout
 from shardc.runtime.ranks import Ranks
 from shardc.runtime.settings import Settings
 from shardc.runtime.shard_tensor import ShardSpec, ShardTensor
-from shardc.runtime.spec import UnshardSpec, intern_spec
+from shardc.runtime.spec import UnshardSpec, intern_spec, spec_of
 from shardc.runtime.tensor_parallel import Placed, local_value
 
 _serials: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -166,6 +166,21 @@ class Bucket:
         if not self.settings.precision.full_precision_in_eval:
             return self._train
         return self._train if self.owner.modules[0].training else self._eval
+
+    def reading_code(self) -> UnshardSpec:
+        """The spec of the code that a read needs now."""
+        return spec_of(self.reading()[0])
+
+    @property
+    def version(self) -> object:
+        """Differs after any write to the parameters."""
+        return self.segment._version, self.updates()
+
+    @property
+    def label(self) -> str:
+        """The unit's name, for messages; with its number where the unit has several buckets."""
+        buckets = self.owner.buckets
+        return self.owner.name + (f"[{buckets.index(self)}]" if len(buckets) > 1 else "")
 
     @property
     def reshard_after_forward(self) -> bool:

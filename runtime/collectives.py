@@ -1,11 +1,12 @@
 """Collectives as plain tensor functions, the same under tracing and eagerly.
 
 Each issues torch's functional collective and waits for it. In a compiled graph the pair shows as
-two nodes, which passes move apart; eagerly the wait follows at once. Groups go by name, because a
+two nodes, which passes move apart; the eager runtime takes the two steps apart itself. Groups go by name, because a
 name is all that a graph can carry.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -23,45 +24,82 @@ _CARRIED_AS_IS = {
 }  # fmt: skip
 
 
-def all_gather(segment: Tensor, world_size: int, group: str) -> Tensor:
-    """Concatenate the segments of all ranks: `(S,)` -> `(world_size * S,)`."""
+Wait = Callable[[], Tensor]
+"""Waits for a collective that was started, and gives its result."""
+
+
+def start_all_gather(segment: Tensor, world_size: int, group: str) -> Wait:
+    """Start to concatenate the segments of all ranks: `(S,)` -> `(world_size * S,)`."""
     if segment.is_complex():
         flat = torch.view_as_real(segment).flatten()
-        return torch.view_as_complex(all_gather(flat, world_size, group).view(-1, 2))
+        real = start_all_gather(flat, world_size, group)
+        return lambda: torch.view_as_complex(real().view(-1, 2))
     if segment.dtype not in _CARRIED_AS_IS:
-        return all_gather(segment.view(torch.uint8), world_size, group).view(segment.dtype)
-    return ops.wait_tensor(ops.all_gather_into_tensor(segment, world_size, group))
+        raw, dtype = start_all_gather(segment.view(torch.uint8), world_size, group), segment.dtype
+        return lambda: raw().view(dtype)
+    return _waiting(ops.all_gather_into_tensor(segment, world_size, group))
+
+
+def start_reduce_scatter(flat: Tensor, op: str, world_size: int, group: str) -> Wait:
+    """Start to reduce over ranks, keeping this rank's part: `(world_size * S,)` -> `(S,)`."""
+    if flat.is_complex():
+        parts = start_reduce_scatter(torch.view_as_real(flat).flatten(), op, world_size, group)
+        return lambda: torch.view_as_complex(parts().view(-1, 2))
+    return _waiting(ops.reduce_scatter_tensor(flat, op, world_size, group))
+
+
+def start_all_reduce(value: Tensor, op: str, group: str) -> Wait:
+    """Start to reduce `value` over ranks; the input is left alone."""
+    return _waiting(ops.all_reduce(value, op, group))
+
+
+def _waiting(started: Tensor) -> Wait:
+    return lambda: ops.wait_tensor(started)
+
+
+def all_gather(segment: Tensor, world_size: int, group: str) -> Tensor:
+    """Concatenate the segments of all ranks: `(S,)` -> `(world_size * S,)`."""
+    return start_all_gather(segment, world_size, group)()
 
 
 def reduce_scatter(flat: Tensor, op: str, world_size: int, group: str) -> Tensor:
     """Reduce over ranks, keep this rank's part: `(world_size * S,)` -> `(S,)`."""
-    if flat.is_complex():
-        real = torch.view_as_real(flat).flatten()
-        return torch.view_as_complex(reduce_scatter(real, op, world_size, group).view(-1, 2))
-    return ops.wait_tensor(ops.reduce_scatter_tensor(flat, op, world_size, group))
+    return start_reduce_scatter(flat, op, world_size, group)()
 
 
 def all_reduce(value: Tensor, op: str, group: str) -> Tensor:
     """Reduce `value` over ranks; the input is left alone."""
-    return ops.wait_tensor(ops.all_reduce(value, op, group))
+    return start_all_reduce(value, op, group)()
+
+
+def labelled(name: str) -> AbstractContextManager[Any]:
+    """Show what runs inside under `name` in the PyTorch profiler."""
+    return torch.profiler.record_function(name)
+
+
+@contextmanager
+def naming(group: str) -> Iterator[None]:
+    """Have a failure of a collective over `group` say what a lost peer means."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_from_backend(error):
+            raise
+        members = compat.resolve_group(group)
+        timeout = compat.group_timeout(members, torch.device("cpu"))
+        raise RuntimeError(
+            f"a collective of shardc failed on rank {members.rank()} of {members.size()}: a "
+            f"peer died or did not take part in time (the group's timeout is {timeout}). The "
+            f"backend says: {error}"
+        ) from error
 
 
 def naming_failures(call: Callable[[list[Any]], Any], group: str) -> Callable[[list[Any]], Any]:
     """`call`, a boxed graph with collectives over `group`, saying what a lost peer means."""
 
     def run(inputs: list[Any]) -> Any:
-        try:
+        with naming(group):
             return call(inputs)
-        except RuntimeError as error:
-            if not _is_from_backend(error):
-                raise
-            members = compat.resolve_group(group)
-            timeout = compat.group_timeout(members, torch.device("cpu"))
-            raise RuntimeError(
-                f"a collective of shardc failed on rank {members.rank()} of {members.size()}: a "
-                f"peer died or did not take part in time (the group's timeout is {timeout}). The "
-                f"backend says: {error}"
-            ) from error
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

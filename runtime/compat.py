@@ -251,9 +251,42 @@ def without_parameters(module: nn.Module, names: Iterable[str]) -> Iterator[None
         module.__dict__["_parameters"] = parameters
 
 
+def backward_number() -> int:
+    """A number of the backward that autograd runs on this thread; -1 if none (2.11 to 2.15)."""
+    return torch._C._current_graph_task_id()
+
+
 def in_backward() -> bool:
-    """Whether autograd runs a backward on this thread (2.11 to 2.15)."""
-    return torch._C._current_graph_task_id() != -1
+    """Whether autograd runs a backward on this thread."""
+    return backward_number() != -1
+
+
+def top_saved_tensors_hooks() -> Any:
+    """The innermost saved-tensor hooks, (pack, unpack); None if there are none (2.11 to 2.15)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def is_checkpoint_hook(pack: Callable[[Tensor], Any]) -> bool:
+    """Whether a pack hook is that of `torch.utils.checkpoint`, which recomputes (2.11 to 2.15)."""
+    return pack.__module__ == "torch.utils.checkpoint"
+
+
+def dtensor_parts(tensor: Tensor) -> tuple[Tensor, Any] | None:
+    """The local value and the spec of a DTensor; None for other tensors (2.11 to 2.15)."""
+    return (tensor._local_tensor, tensor._spec) if isinstance(tensor, DTensor) else None
+
+
+def make_dtensor(local: Tensor, spec: Any) -> Tensor:
+    """A DTensor of a local value and a spec (2.11 to 2.15)."""
+    return DTensor(local, spec, requires_grad=False)
+
+
+def make_input_without_source(placeholder: torch.fx.Node, like: torch.fx.Node) -> None:
+    """Have a new placeholder pass as one of Dynamo's, with the value that `like` had (2.11-2.15)."""
+    placeholder.meta.update(
+        {key: like.meta[key] for key in ("example_value", "stack_trace") if key in like.meta}
+    )
+    placeholder._dynamo_source = None  # type: ignore[attr-defined]
 
 
 def rnn_weight_references(module: nn.Module) -> list[Any]:

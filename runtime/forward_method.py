@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardc.runtime.eager import begin_call, end_call
 from shardc.runtime.meta import require_values
 from shardc.runtime.modules import ShardedModule
 
@@ -33,14 +34,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             require_values(self)
         if unit.converts:
             args, kwargs = unit.prepare_inputs(self, args, kwargs)
-        eager = () if torch.compiler.is_compiling() else self._shardc_buckets
-        for bucket in eager:
-            bucket.gathered.enter()
+        call = None if torch.compiler.is_compiling() else begin_call(self)
         try:
             outputs = function(self, *args, **kwargs)
         finally:
-            for bucket in eager:
-                bucket.gathered.leave()
+            if call is not None:
+                end_call(call)
         return unit.finish_outputs(self, outputs) if unit.converts else outputs
 
     setattr(module, method_name, types.MethodType(method, module))

@@ -5,17 +5,17 @@ is held (`unshard()`, `set_reshard_after_backward(False)`) is given to compiled 
 gathered again where the parameters were written since.
 """
 
-import functools
-from collections.abc import Sequence
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardc.runtime import compat
-from shardc.runtime.accumulate import flush_when_done
+from shardc.runtime.eager import gathers
 from shardc.runtime.meta import refuse_meta
-from shardc.runtime.unshard import gather, unshard
+from shardc.runtime.unshard import gather
+from shardc.runtime.unsharded import Again, Unsharded
 
 
 class Gathered:
@@ -25,6 +25,9 @@ class Gathered:
         held: the whole bucket, `(W*S,)`, where it stays gathered beyond a forward or backward.
         depth: how many eager forwards that read it are running.
         opened: whether reads outside a forward give full parameters, since `unshard()`.
+        current: what the eager forward that runs has read.
+        expected: what backwards to come will gather again.
+        orders: where a pass began with this bucket, what it gathered, by phase.
     """
 
     def __init__(self, bucket: Any) -> None:
@@ -32,8 +35,10 @@ class Gathered:
         self.held: Tensor | None = None
         self.depth = 0
         self.opened = False
-        self._version = (-1, -1)
-        self._views: tuple[Tensor, ...] | None = None
+        self.current: Unsharded | None = None
+        self.expected: list[weakref.ref[Again]] = []
+        self.orders: dict[str, tuple[Any, ...]] = {}
+        self._version: object = None
 
     @property
     def is_held(self) -> bool:
@@ -45,81 +50,69 @@ class Gathered:
         """Gather the bucket, if it is not, and keep it so. Every rank must call it."""
         if self.held is None:
             self.held = gather(self.bucket.segment.detach(), self.bucket.code)
-            self._version = self._written()
+            self._version = self.bucket.version
             self.bucket.refresh_signature()
 
     @torch.no_grad()
     def renew(self) -> None:
         """Gather what is held again if the parameters were written since."""
-        if self.held is not None and self._version != self._written():
+        if self.held is not None and self._version != self.bucket.version:
             self.held.copy_(gather(self.bucket.segment.detach(), self.bucket.code))
-            self._version = self._written()
+            self._version = self.bucket.version
 
     def drop(self) -> None:
         """Free what is held."""
         self.opened = False
         if self.depth == 0:
-            self._views = None
+            self._close()
         if self.held is not None:
             self.held = None
             self.bucket.refresh_signature()
 
     def reset(self) -> None:
         """Forget a step that was interrupted."""
-        self._views, self.depth, self.opened = None, 0, False
-
-    def _written(self) -> tuple[int, int]:
-        return self.bucket.segment._version, self.bucket.updates()
+        self._close()
+        self.depth, self.opened = 0, False
 
     @torch.compiler.disable
     def views(self) -> tuple[Tensor, ...]:
         """The full parameters, gathered at the first read inside an eager forward."""
-        if self._views is None:
-            if self.bucket.segment.is_meta:
-                refuse_meta(slot.name for slot in self.bucket.layout.slots)
-            compat.resolve_group(self.bucket.group)  # says so if it is gone
+        if self.current is None:
+            bucket = self.bucket
+            if bucket.segment.is_meta:
+                refuse_meta(slot.name for slot in bucket.layout.slots)
+            compat.resolve_group(bucket.group)  # says so if it is gone
             self.renew()
-            # The first read may lie inside `no_grad` or `vmap` and a later one outside: what is
-            # cached serves both.
-            with compat.outside_function_transforms(), torch.enable_grad():
-                signature, extras = self.bucket.reading()
-                views = unshard(self.bucket.segment, signature, *extras)
-                if self.bucket.segment.requires_grad:
-                    _on_backward(views, self.bucket, self.bucket.gradients.lend())
-                self._views = tuple(
-                    view if placed is None else placed.wrap(view)
-                    for view, placed in zip(views, self.bucket.placed, strict=True)
-                )
-        return self._views
+            code = bucket.reading_code()
+            with (
+                compat.outside_function_transforms(),
+                torch.inference_mode(False),
+                torch.no_grad(),
+            ):
+                full = self.held if code.held else gathers().gather(bucket)
+                assert full is not None
+                self.current = Unsharded(bucket, code, full)
+        return self.current.views
 
     def enter(self) -> None:
         """An eager forward of a module that reads the bucket begins."""
         if self.depth == 0:
-            self._views = None
+            self._close()
         self.depth += 1
 
     def leave(self) -> None:
         """A module that counted itself in `depth` ends; the last one frees what was gathered."""
         self.depth -= 1
         if self.depth == 0:
-            self._views = None
+            self._close()
 
+    def next_again(self) -> Again | None:
+        """What the next backward that reads the bucket will gather again."""
+        self.expected = [r for r in self.expected if r() is not None]
+        alive = (reference() for reference in reversed(self.expected))
+        return next((again for again in alive if again is not None and again.full is None), None)
 
-def _on_backward(
-    views: Sequence[Tensor], bucket: Any, lent: tuple[Tensor | None, Tensor | None]
-) -> None:
-    """Note each full parameter as used when its own gradient is computed."""
-    begun: list[bool] = []
-
-    def note(grad: Tensor | None, index: int) -> None:
-        if grad is None:
-            return
-        if not begun:
-            begun.append(True)
-            bucket.gradients.begin_backward(lent)
-            flush_when_done()
-        bucket.gradients.note_used([index])
-
-    for index, view in enumerate(views):
-        if view.requires_grad:
-            view.register_hook(functools.partial(note, index=index))
+    def _close(self) -> None:
+        if self.current is not None:
+            self.current.close()
+            self.current = None

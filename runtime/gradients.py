@@ -81,27 +81,31 @@ class Gradients:
             part = reduce(nothing, spec, waiting.partial)
         else:
             return
-        self.used, self.elsewhere = waiting.used, waiting.elsewhere
+        used, elsewhere = waiting.used, waiting.elsewhere
         waiting.clear()
-        self._deliver(part)
+        self.deliver(part, used, elsewhere)
 
     @torch.no_grad()
     def receive(self, segment: Tensor) -> None:
         """The hook of the segment: a backward has computed its gradient."""
         part, segment.grad = segment.grad, None
+        used, elsewhere, self.used, self.elsewhere = self.used, self.elsewhere, set(), set()
         if part is not None:  # else read, but nothing that was differentiated depends on it
-            self._deliver(part)
-        else:
-            self.used, self.elsewhere = set(), set()
-        self.bucket.end_backward()
+            self.deliver(part, used, elsewhere)
+            self.bucket.end_backward()
 
-    def _deliver(self, part: Tensor) -> None:
-        """Deal a reduced gradient, `(S,)`, out to the parameters."""
+    def deliver(
+        self, part: Tensor, used: set[int], elsewhere: set[int], eager: bool = False
+    ) -> None:
+        """Deal a reduced gradient, `(S,)`, out to the parameters that a rank used.
+
+        Of an eager backward ranks do not tell each other which they used: what this one did not,
+        and has a gradient here, others did.
+        """
         bucket, settings = self.bucket, self.bucket.settings
         if not settings.all_reduce and bucket.ranks.replicas is not None:
-            self.waiting.used |= self.used
-            self.waiting.elsewhere |= self.elsewhere
-            self.used, self.elsewhere = set(), set()
+            self.waiting.used |= used
+            self.waiting.elsewhere |= elsewhere
             self.waiting.keep_partial(part)
             return
         factor = bucket.code.reduction.divide_later
@@ -110,18 +114,22 @@ class Gradients:
         if settings.precision.keep_low_precision_grads:
             _, reduced = settings.dtypes(bucket.segment.dtype, evaluating=False)
             part = part.to(reduced)
-        used = self._take_used()
+        grads = {
+            index: bucket.view(index, part)
+            for index, trained in enumerate(bucket.trainable)
+            if trained
+        }
+        missing = (elsewhere - used) & set(grads)
         if settings.reduce_unused:
-            used = set(range(len(bucket.params)))
-        for index in sorted(used):
-            if bucket.trainable[index]:
-                self._give(index, bucket.view(index, part))
+            used = set(grads)
+        elif eager:
+            missing |= {i for i in set(grads) - used if bool(grads[i].to_local().any())}
+        self._warn_of(missing - used)
+        for index in sorted((used | missing) & set(grads)):
+            self._give(index, grads[index])
 
-    def _take_used(self) -> set[int]:
-        """The slots that any rank's backward differentiated; warns, once, of other ranks' only."""
-        missing = self.elsewhere - self.used
-        used = self.used | missing
-        self.used, self.elsewhere = set(), set()
+    def _warn_of(self, missing: set[int]) -> None:
+        """Say once that slots are used on other ranks only."""
         if missing and not self._warned:
             self._warned = True
             names = [self.bucket.layout.slots[index].name for index in sorted(missing)]
@@ -130,7 +138,6 @@ class Gradients:
                 "whose part of their gradient counts as zero",
                 stacklevel=2,
             )
-        return used
 
     def _give(self, index: int, grad: ShardTensor) -> None:
         """Add `grad` to parameter `index`, through the hooks that users registered on it."""

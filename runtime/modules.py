@@ -17,6 +17,7 @@ from shardc.runtime import compat
 from shardc.runtime.bucket import Bucket, SlotRef
 from shardc.runtime.controls import Controls
 from shardc.runtime.copying import copy_sharded
+from shardc.runtime.eager import begin_call, end_call
 from shardc.runtime.meta import require_values
 from shardc.runtime.shard_tensor import ShardTensor
 from shardc.runtime.summon import summon_full_params
@@ -37,14 +38,14 @@ class ShardedParameters:
         return cls._shardc_class(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        eager = () if torch.compiler.is_compiling() else self._shardc_buckets
-        for bucket in eager:
-            bucket.gathered.enter()
+        # In one `try`, also while it is traced: a graph break inside then leaves all of this frame
+        # to Python, where the buckets are open.
+        call = None if torch.compiler.is_compiling() else begin_call(self)
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         finally:
-            for bucket in eager:
-                bucket.gathered.leave()
+            if call is not None:
+                end_call(call)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As `nn.Module.register_parameter`; over a sharded parameter, `param` is cut in place.
@@ -143,10 +144,13 @@ def make_unit(unit: "Unit") -> None:
     Units inside become inner ones: what they left to the compiler is settled anew.
     """
     for root in unit.modules:
-        for module in root.modules():
+        for name, module in root.named_modules():
             _install_properties(module, unit if module in unit.modules else None)
             if isinstance(module, ShardedModule) and module._shardc_unit is not unit:
                 module._shardc_unit.settle(is_root=False)
+                if module is module._shardc_unit.modules[0]:
+                    module._shardc_unit.name = name
+    unit.name = type(unit.modules[0]).__name__
     unit.settle(is_root=True)
     unit.note_meta()
 

@@ -26,6 +26,7 @@ class Unit:
         ignored: parameters that are left alone by calls on outer modules too.
         skipped: modules that are.
         is_root: whether no other unit is around it.
+        name: the name of its first module in the outermost unit, for messages.
         number: the same on all ranks.
         on_meta: whether something below its modules may still be on the meta device.
     """
@@ -39,6 +40,7 @@ class Unit:
     ignored: frozenset[nn.Parameter]
     skipped: frozenset[nn.Module] = frozenset()
     is_root: bool = True
+    name: str = ""
     number: int = field(default_factory=itertools.count().__next__)
     forward_prefetch: tuple["Unit", ...] = ()
     backward_prefetch: tuple["Unit", ...] = ()

@@ -1,15 +1,15 @@
 """From a segment to full parameters and back: the tensor functions that graphs are made of.
 
-`unshard` is what `insert_unshard` splices into a captured graph and what the eager path calls: cast
-the segment, one all-gather of the bucket, one split (padding included: the backward of a split is a
-single `cat`), views. Its autograd brings the bucket's gradient back: cast, reduce-scatter, for
-copies of the model an all-reduce, divide. With `sync` off the whole unreduced gradient goes to a
-leaf of its own instead, the sink.
+`unshard` is what `insert_unshard` splices into a captured graph: cast the segment, one all-gather
+of the bucket, one split (padding included: the backward of a split is a single `cat`), views. Its
+autograd brings the bucket's gradient back: cast, reduce-scatter, for copies of the model an
+all-reduce, divide. With `sync` off the whole unreduced gradient goes to a leaf of its own instead,
+the sink. The eager runtime (`unsharded`, `backward_pass`) is made of the same functions.
 
 Under Dynamo a parameter reads as the marker op `shardc::unshard_slot`, which is never executed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -33,16 +33,53 @@ def unshard(segment: Tensor, signature: str, *extras: Tensor) -> tuple[Tensor, .
     return _Unshard.apply(segment, signature, *extras)
 
 
+Steps = Generator[collectives.Wait, Tensor, Tensor]
+"""Collectives that follow each other: each is started and yielded, and goes on with its result."""
+
+
 def gather(segment: Tensor, spec: UnshardSpec) -> Tensor:
     """The whole bucket, `(W*S,)`, in the dtype it is computed in."""
+    return start_gather(segment, spec)()
+
+
+def start_gather(
+    segment: Tensor, spec: UnshardSpec, part: Tensor | None = None
+) -> collectives.Wait:
+    """Start `gather`; with `part`, what `recut` kept, among the ranks that share that."""
+    if part is not None:
+        assert spec.recut is not None
+        return collectives.start_all_gather(part, *spec.recut)
     local = segment
     if spec.device is not None:
         local = local.to(spec.device, non_blocking=True)
     if spec.param_dtype is not None:
         local = local.to(spec.param_dtype)
     if spec.gather is not None:
-        return torch.ops.shardc.custom_all_gather(local, spec.world_size, spec.group, spec.gather)
-    return collectives.all_gather(local, spec.world_size, spec.group)
+        full = torch.ops.shardc.custom_all_gather(local, spec.world_size, spec.group, spec.gather)
+        return lambda: full
+    return collectives.start_all_gather(local, spec.world_size, spec.group)
+
+
+def split_full(full: Tensor, spec: UnshardSpec) -> tuple[Tensor, ...]:
+    """The parameters, one a slot, as views of the gathered bucket, `(W*S,)`."""
+    pieces = torch.split(full, [size for size, _ in spec.pieces])
+    views = {
+        slot: piece.view(spec.shapes[slot])
+        for piece, (_, slot) in zip(pieces, spec.pieces, strict=True)
+        if slot is not None
+    }
+    return tuple(views[slot] for slot in range(len(spec.shapes)))
+
+
+def pack_gradients(
+    grads: Sequence[Tensor | None], spec: UnshardSpec, pending: Tensor | None
+) -> Tensor:
+    """The gradients of full parameters as one flat tensor, `(W*S,)`, with `pending` added."""
+    parts = [
+        None if slot is None or not spec.trainable[slot] else grads[slot] for _, slot in spec.pieces
+    ]
+    dtype = spec.reduction.dtype or spec.compute_dtype
+    return torch.ops.shardc.pack(parts, [size for size, _ in spec.pieces], dtype, pending)
 
 
 def reduce(flat: Tensor, spec: UnshardSpec, partial: Tensor | None = None) -> Tensor:
@@ -50,21 +87,36 @@ def reduce(flat: Tensor, spec: UnshardSpec, partial: Tensor | None = None) -> Te
 
     With `all_reduce` off it is reduced over this copy of the model only, and not divided.
     """
+    steps = reducing(flat, spec, partial)
+    wait = next(steps)
+    try:
+        while True:
+            wait = steps.send(wait())
+    except StopIteration as done:
+        return done.value
+
+
+def reducing(flat: Tensor, spec: UnshardSpec, partial: Tensor | None = None) -> Steps:
+    """The steps of `reduce`."""
     r, world, device = spec.reduction, spec.world_size, spec.device
     group = r.group or spec.group
     if r.predivide != 1:
         flat = flat / r.predivide
     if r.function is not None:
-        part = object_of(r.function)(flat, r.op, world, group)
+        reduced = object_of(r.function)(flat, r.op, world, group)
+        start: collectives.Wait = lambda: reduced
     elif r.scatter is not None:
-        part = torch.ops.shardc.custom_reduce_scatter(flat, r.op, world, group, r.scatter)
+        reduced = torch.ops.shardc.custom_reduce_scatter(flat, r.op, world, group, r.scatter)
+        start = lambda: reduced
     else:
-        part = collectives.reduce_scatter(flat, r.op, world, group)
+        start = collectives.start_reduce_scatter(flat, r.op, world, group)
+    del flat
+    part = yield start
     if partial is not None:
         part = part + partial.to(part.dtype)
     if r.all_reduce:
         if r.replicas is not None:
-            part = collectives.all_reduce(part, r.op, r.replicas)
+            part = yield collectives.start_all_reduce(part, r.op, r.replicas)
         if r.hook is not None and not r.hook_sees_mean:
             part = torch.ops.shardc.call_hook(part, r.hook)
         if r.postdivide != 1:
@@ -88,13 +140,7 @@ class _Unshard(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         with compat.annotate({"shardc": signature}):
             full = given["full"] if spec.held else gather(segment, spec)
-        pieces = torch.split(full, [size for size, _ in spec.pieces])
-        views = {
-            slot: piece.view(spec.shapes[slot])
-            for piece, (_, slot) in zip(pieces, spec.pieces, strict=True)
-            if slot is not None
-        }
-        ordered = tuple(views[slot] for slot in range(len(spec.shapes)))
+        ordered = split_full(full, spec)
         ctx.mark_non_differentiable(
             *(view for view, flag in zip(ordered, spec.trainable, strict=True) if not flag)
         )
@@ -105,15 +151,8 @@ class _Unshard(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         spec = spec_of(ctx.signature)
         added = dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
-        parts = [
-            None if slot is None or not spec.trainable[slot] else grads[slot]
-            for _, slot in spec.pieces
-        ]
-        dtype = spec.reduction.dtype or spec.compute_dtype
         with compat.annotate({"shardc": ctx.signature}):
-            flat = torch.ops.shardc.pack(
-                parts, [size for size, _ in spec.pieces], dtype, added.get("pending")
-            )
+            flat = pack_gradients(grads, spec, added.get("pending"))
             if not spec.reduction.sync:
                 return None, None, *(flat if name == "sink" else None for name in spec.extras)
             part = reduce(flat, spec, added.get("partial"))
@@ -124,13 +163,13 @@ _library = torch.library.Library("shardc", "FRAGMENT")
 _library.define("recut(Tensor full, int ranks, str group) -> Tensor")
 
 
-def _recut(full: Tensor, ranks: int, group: str) -> Tensor:
+def recut(full: Tensor, ranks: int, group: str) -> Tensor:
     """This rank's part of a gathered bucket among the `ranks` of `group`, as a copy."""
     size = full.numel() // ranks
     return full.narrow(0, compat.resolve_group(group).rank() * size, size).clone()
 
 
-_library.impl("recut", _recut, "CompositeExplicitAutograd")
+_library.impl("recut", recut, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "shardc::recut",
     lambda full, ranks, group: full.new_empty(full.numel() // ranks),

@@ -170,7 +170,7 @@ def test_graph_breaks(mesh):
     plain, model = seeded(Broken), shard_all(seeded(Broken), mesh)
     check_parity(plain, model, compiled(model), _batch, mesh)
     buckets = [b for u in shardc.units_of(model).values() for b in u._shardc_unit.buckets]
-    assert all(b.gathered.depth == 0 and b.gathered._views is None for b in buckets)
+    assert all(b.gathered.depth == 0 and b.gathered.current is None for b in buckets)
 
 
 @on_ranks(2)

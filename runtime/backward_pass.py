@@ -1,0 +1,115 @@
+"""What one backward through eagerly read buckets has under way: gathers ahead, and reductions.
+
+A bucket's gradient is reduced while the layers before it are differentiated; the parameters get it
+when the next reduction starts, or when the backward ends. Autograd owns the object, through the
+callback that ends it: where a backward raises, it is dropped with all that it holds.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.runtime import collectives, compat
+from shardc.runtime.accumulate import flush_when_done
+from shardc.runtime.gathers import Gathers
+from shardc.runtime.spec import UnshardSpec
+from shardc.runtime.unshard import Steps, pack_gradients, reducing
+
+_passes: "weakref.WeakValueDictionary[int, BackwardPass]" = weakref.WeakValueDictionary()
+
+
+def backward_pass() -> "BackwardPass":
+    """The pass of the backward that runs on this thread; outside of one, a pass of its own."""
+    task = compat.backward_number()
+    found = _passes.get(task)
+    if found is None:
+        found = BackwardPass()
+        if task != -1:
+            _passes[task] = found
+            compat.when_backward_ends(found.end)
+    return found
+
+
+class _Reduction:
+    """The gradient of one bucket on its way: collectives that follow each other."""
+
+    def __init__(self, bucket: Any, used: set[int], elsewhere: set[int], steps: Steps) -> None:
+        self.bucket, self.used, self.elsewhere = bucket, used, elsewhere
+        self._steps = steps
+        self._wait = next(steps)
+
+    def advance(self) -> bool:
+        """Wait for the collective under way and start the next; False once the gradient is dealt
+        out."""
+        try:
+            with collectives.naming(self.bucket.group):
+                self._wait = self._steps.send(self._wait())
+            return True
+        except StopIteration as done:
+            self.bucket.gradients.deliver(done.value, self.used, self.elsewhere, eager=True)
+            self.bucket.end_backward()
+            return False
+
+
+class BackwardPass:
+    """One backward.
+
+    Attributes:
+        gathers: what it gathers again.
+    """
+
+    def __init__(self) -> None:
+        self.gathers = Gathers("backward")
+        self._reductions: deque[_Reduction] = deque()
+        self._gathered: list[weakref.ref[Any]] = []
+
+    def gather(self, bucket: Any, again: Any) -> Tensor:
+        """The bucket that `again` stands for, `(W*S,)`."""
+        self._gathered.append(weakref.ref(again))
+        return self.gathers.gather(bucket, again)
+
+    @torch.no_grad()
+    def reduce(self, bucket: Any, code: UnshardSpec, grads: Sequence[Tensor | None]) -> None:
+        """Reduce the gradients of a bucket's full parameters, or add them up where it does not sync
+        now."""
+        waiting, spec = bucket.gradients.waiting, bucket.code
+        used = {slot for slot, grad in enumerate(grads) if grad is not None}
+        flush_when_done()
+        if not spec.reduction.sync:
+            waiting.add(pack_gradients(grads, spec, waiting.pending), used)
+            return
+        pending = partial = None
+        elsewhere: set[int] = set()
+        if not waiting.taken:
+            pending, partial = waiting.pending, waiting.partial
+            used, elsewhere = used | waiting.used, set(waiting.elsewhere)
+            if not waiting.is_empty:
+                waiting.clear()
+        flat = pack_gradients(grads, spec, pending)
+        self._make_room(bucket)
+        with collectives.labelled(f"shardc: reduce {bucket.label}"):
+            steps = reducing(flat, bucket.code, partial)
+            self._reductions.append(_Reduction(bucket, used, elsewhere, steps))
+
+    def _make_room(self, bucket: Any) -> None:
+        """Before another reduction starts: at most so many have their inputs in memory."""
+        limit = bucket.owner.reduce_buffers or 1
+        for reduction in list(self._reductions)[: len(self._reductions) - limit + 1]:
+            if not reduction.advance():
+                self._reductions.remove(reduction)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """All nodes have run: deal out what is still under way."""
+        while self._reductions:
+            if not self._reductions[0].advance():
+                self._reductions.popleft()
+        self.gathers.close()
+        for reference in self._gathered:
+            again = reference()
+            if again is not None:
+                again.full = None

@@ -1,0 +1,123 @@
+"""The gathers of one eager forward or backward, in order: agreed on, and started ahead of need.
+
+What a pass gathered is remembered; as long as the next one goes the same way, the bucket that comes
+next is gathered while the current one is computed with. Before a gather that was not seen at this
+place, ranks compare which one it is: a rank that goes another way is named, instead of meeting the
+others in the wrong collective.
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.runtime import collectives, compat
+from shardc.runtime.agreement import agree
+from shardc.runtime.spec import UnshardSpec
+from shardc.runtime.unshard import start_gather
+
+log = logging.getLogger("shardc")
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A gather under way: of what, and how to wait for it."""
+
+    code: UnshardSpec
+    written: object
+    wait: Callable[[], Tensor]
+
+
+class Gathers:
+    """One pass.
+
+    Attributes:
+        phase: "forward" or "backward".
+        done: the buckets it has gathered.
+    """
+
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
+        self.done: list[Any] = []
+        self._known: tuple[Any, ...] = ()
+        self._ahead: dict[Any, _Started] = {}
+        self._path = hashlib.sha256(phase.encode())
+
+    def gather(self, bucket: Any, again: Any = None) -> Tensor:
+        """The gathered bucket, `(W*S,)`; `again`: as the backward needs it. All ranks call it."""
+        self._note(bucket)
+        code = bucket.reading_code() if again is None else again.code
+        started = self._ahead.pop(bucket, None)
+        if started is None or (started.code, started.written) != (code, bucket.version):
+            started = _start(bucket, code, again)
+        with (
+            collectives.labelled(f"shardc: gather {bucket.label}"),
+            collectives.naming(bucket.group),
+        ):
+            full = started.wait()
+        for following, later in self._following(bucket):
+            if following not in self._ahead:
+                self._ahead[following] = _start(following, later and later.code, later)
+        return full
+
+    def close(self) -> None:
+        """The pass is done: drop what was gathered in vain, remember the order."""
+        for started in self._ahead.values():
+            started.wait()
+        self._ahead.clear()
+        if self.done and self._known[: len(self.done)] != tuple(self.done):
+            self.done[0].gathered.orders[self.phase] = tuple(self.done)
+
+    def _note(self, bucket: Any) -> None:
+        """Another bucket is about to be gathered.
+
+        Raises:
+            RuntimeError: other ranks gather another one, or none.
+        """
+        place = len(self.done)
+        self.done.append(bucket)
+        if place == 0:
+            self._known = bucket.gathered.orders.get(self.phase, ())
+        self._path.update(f"{bucket.serial} {bucket.label}\n".encode())
+        if self._known[place : place + 1] == (bucket,):
+            return
+        if place < len(self._known):
+            log.info(
+                "the %s gathers %s where the last one gathered %s: nothing is gathered ahead",
+                self.phase, bucket.label, self._known[place].label,
+            )  # fmt: skip
+        self._known = ()
+        agree(
+            compat.resolve_group(bucket.ranks.everyone),
+            f"gather {place} of an uncompiled {self.phase}",
+            [f"{bucket.label}, {bucket}", self._path.hexdigest()],
+        )
+
+    def _following(self, bucket: Any) -> Iterator[tuple[Any, Any]]:
+        """What to gather ahead now: pairs of a bucket and what its backward expects, or None."""
+        unit, place = bucket.owner, len(self.done)
+        hints = unit.backward_prefetch if self.phase == "backward" else unit.forward_prefetch
+        if hints:
+            following = [later for target in hints for later in target.buckets]
+        else:
+            following = list(self._known[place : place + 1])
+        for later in following:
+            gathered = later.gathered
+            if gathered.is_held or gathered.current is not None:
+                continue
+            again = gathered.next_again() if self.phase == "backward" else None
+            if hints and self.phase == "backward" and again is None:
+                continue  # its backward is done, or needs none
+            yield later, again
+
+
+def _start(bucket: Any, code: UnshardSpec | None, again: Any) -> _Started:
+    code = code or bucket.reading_code()
+    part = None if again is None else again.part
+    with torch.no_grad(), collectives.naming(bucket.group):
+        wait = start_gather(bucket.segment.detach(), code, part)
+    return _Started(code, bucket.version, wait)
