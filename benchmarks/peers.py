@@ -162,6 +162,23 @@ def shardc(model: nn.Module, mesh: DeviceMesh, *, calibrated: bool = True, **opt
     return torch.compile(model, backend="shardc", fullgraph=True, options=options)
 
 
+def shardc_eager(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
+    """This project, uncompiled."""
+    from shardc import fully_shard
+
+    return fully_shard(model, mesh=mesh, units="auto")
+
+
+def shardc_blocks(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
+    """This project with every block compiled by itself."""
+    from shardc import fully_shard
+
+    fully_shard(model, mesh=mesh, units="auto")
+    for block in _blocks(model):
+        block.compile(backend="shardc")
+    return model
+
+
 PEERS: dict[str, Callable[..., Step]] = {
     "plain": plain,
     "ddp": ddp,
@@ -169,6 +186,8 @@ PEERS: dict[str, Callable[..., Step]] = {
     "fsdp2-blocks": fsdp2_blocks,
     "simple-fsdp": simple_fsdp,
     "shardc": shardc,
+    "shardc-blocks": shardc_blocks,
+    "shardc-eager": shardc_eager,
 }
 
 

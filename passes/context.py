@@ -92,6 +92,14 @@ UNITS_IN_FLIGHT = 2
 """FSDP's `limit_all_gathers`: as many units may be under way or waiting to be read."""
 
 
+@dataclass(frozen=True)
+class Taken:
+    """A full parameter that a graph is given: `slot` of the bucket at input `position`."""
+
+    position: int
+    slot: int
+
+
 @dataclass
 class PassContext:
     """What a pass may know beside the graph.
@@ -101,6 +109,9 @@ class PassContext:
         used: per placeholder name of a segment, the slots its graph reads (`insert_unshard`).
         leaves: per placeholder name of a segment, the input that gets its gradient if it is another
             (`insert_unshard`).
+        outside: inputs of the Dynamo graph that are segments of buckets which the eager runtime
+            gathers.
+        taken: the full parameters that come in as inputs, behind all others (`take_gathered`).
         differentiated: per input of a joint graph, the slots that get a gradient
             (`find_used_slots`).
         options: what the schedule is planned with; None leaves the graph in its order.
@@ -117,6 +128,8 @@ class PassContext:
     phase: str
     used: dict[str, frozenset[int]] = field(default_factory=dict)
     leaves: dict[str, str] = field(default_factory=dict)
+    outside: frozenset[int] = frozenset()
+    taken: list["Taken"] = field(default_factory=list)
     differentiated: list[frozenset[int]] = field(default_factory=list)
     options: ScheduleOptions | None = None
     units: dict[int, int] = field(default_factory=dict)

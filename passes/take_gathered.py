@@ -1,4 +1,4 @@
-"""Dynamo graph: buckets that the eager runtime gathers come in as full parameters.
+"""Dynamo graph: parameters of buckets that the eager runtime gathers come in as inputs.
 
 Where a graph is a piece of a model that runs eagerly (one block compiled by itself, a graph that a
 break has cut), gathering in the graph would gather a bucket once a piece, and could start no gather
@@ -8,38 +8,32 @@ before the piece begins. Those buckets are the runtime's: it gathers them ahead,
     after:   w = placeholder
 """
 
-from dataclasses import dataclass
-
 from torch.fx import GraphModule, Node
 
-from shardc.passes.context import graph_modules
+from shardc.passes.context import PassContext, Taken, graph_modules
 from shardc.passes.insert_unshard import is_marker, refuse_in_place_update
 from shardc.runtime import compat
 
 
-@dataclass(frozen=True)
-class Taken:
-    """An input that a graph was given: parameter `slot` of the bucket at input `position`."""
-
-    position: int
-    slot: int
-
-
-def take_gathered(gm: GraphModule, positions: frozenset[int]) -> list[Taken]:
-    """Make the parameters of the buckets at `positions` inputs of `gm`, behind all others.
+def take_gathered(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """Make the parameters of the buckets at `ctx.outside` inputs of `gm`, behind all others.
 
     A bucket that is also read in the body of a higher-order op (activation checkpointing) stays as
     it is: there it has to be gathered again with the rest that is recomputed.
+
+    Raises:
+        RuntimeError: the forward updates a parameter in place.
     """
+    bodies = [body for body in graph_modules(gm) if body is not gm]
+    if not ctx.outside or any(markers_of(body) for body in bodies):
+        return gm
+    gm = compat.copy_dynamo_graph(gm)
     inputs = gm.graph.find_nodes(op="placeholder")
-    inside = {id(node) for body in graph_modules(gm) if body is not gm for node in _markers(body)}
     taken: dict[Taken, Node] = {}
-    if inside:
-        return []
-    for marker in _markers(gm):
+    for marker in markers_of(gm):
         segment, _, slot, _ = marker.args
         place = Taken(inputs.index(segment), slot)  # type: ignore[arg-type]
-        if place.position not in positions:
+        if place.position not in ctx.outside:
             continue
         refuse_in_place_update(marker)
         if place not in taken:
@@ -48,8 +42,10 @@ def take_gathered(gm: GraphModule, positions: frozenset[int]) -> list[Taken]:
             compat.make_input_without_source(taken[place], marker)
         marker.replace_all_uses_with(taken[place])
         gm.graph.erase_node(marker)
-    return list(taken)
+    ctx.taken.extend(taken)
+    return gm
 
 
-def _markers(gm: GraphModule) -> list[Node]:
-    return [node for node in gm.graph.nodes if is_marker(node)]
+def markers_of(gm: GraphModule) -> list[Node]:
+    """The reads of parameters in one graph."""
+    return [node for node in gm.graph.nodes if is_marker(node) and node.users]

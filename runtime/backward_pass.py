@@ -7,7 +7,7 @@ callback that ends it: where a backward raises, it is dropped with all that it h
 
 import weakref
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch

@@ -32,6 +32,7 @@ def spec_for(bucket: "Bucket", evaluating: bool = False) -> UnshardSpec:
         device=bucket.device.type if is_elsewhere(bucket) else None,
         recut=None if isinstance(reshard, bool) else (reshard, part_of(bucket.group, reshard)),
         held=bucket.gathered.is_held and computed == settings.dtypes(stored, evaluating=False)[0],
+        outside=bucket.gathered.is_shared,
         gather=settings.all_gather,
         hints=bucket.owner.hints if bucket.owner is not None else (),
     )

@@ -1,8 +1,8 @@
 """Collectives as plain tensor functions, the same under tracing and eagerly.
 
 Each issues torch's functional collective and waits for it. In a compiled graph the pair shows as
-two nodes, which passes move apart; the eager runtime takes the two steps apart itself. Groups go by name, because a
-name is all that a graph can carry.
+two nodes, which passes move apart; the eager runtime takes the two steps apart itself. Groups go by
+name, because a name is all that a graph can carry.
 """
 
 from collections.abc import Callable, Iterator

@@ -281,8 +281,26 @@ def make_dtensor(local: Tensor, spec: Any) -> Tensor:
     return DTensor(local, spec, requires_grad=False)
 
 
+def copy_dynamo_graph(gm: GraphModule) -> GraphModule:
+    """A copy that passes as Dynamo's, whose own graph must keep its inputs (2.11 to 2.15)."""
+    copied = GraphModule(gm, torch.fx.Graph(), type(gm).__name__)
+    nodes: dict[torch.fx.Node, torch.fx.Node] = {}
+    copied.graph.graph_copy(gm.graph, nodes)
+    result = gm.graph.output_node()
+    copied.graph.output(torch.fx.node.map_arg(result.args[0], nodes.__getitem__))
+    copied.graph.output_node().meta = dict(result.meta)
+    for node, twin in nodes.items():
+        if hasattr(node, "_dynamo_source"):
+            twin._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+    copied.meta = gm.meta
+    for name in ("_param_name_to_source", "_source_to_user_stacks", "compile_subgraph_reason"):
+        if hasattr(gm, name):
+            setattr(copied, name, getattr(gm, name))
+    return copied
+
+
 def make_input_without_source(placeholder: torch.fx.Node, like: torch.fx.Node) -> None:
-    """Have a new placeholder pass as one of Dynamo's, with the value that `like` had (2.11-2.15)."""
+    """Have a new placeholder pass as one of Dynamo's, with the value of `like` (2.11 to 2.15)."""
     placeholder.meta.update(
         {key: like.meta[key] for key in ("example_value", "stack_trace") if key in like.meta}
     )
@@ -336,6 +354,12 @@ def real_input(placeholder: torch.fx.Node) -> Tensor | None:
     argument = placeholder.meta.get("grapharg")
     value = None if argument is None else argument.example
     return value if isinstance(value, Tensor) else None
+
+
+def is_cut_by_break(gm: GraphModule) -> bool:
+    """Whether Dynamo ended the graph at a graph break (2.11 to 2.15)."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return reason is not None and bool(reason.graph_break)
 
 
 def outside_function_transforms() -> AbstractContextManager[Any]:

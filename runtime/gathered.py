@@ -26,6 +26,7 @@ class Gathered:
         depth: how many eager forwards that read it are running.
         opened: whether reads outside a forward give full parameters, since `unshard()`.
         current: what the eager forward that runs has read.
+        is_shared: whether several graphs of one forward read the bucket, or one and eager code.
         expected: what backwards to come will gather again.
         orders: where a pass began with this bucket, what it gathered, by phase.
     """
@@ -36,6 +37,8 @@ class Gathered:
         self.depth = 0
         self.opened = False
         self.current: Unsharded | None = None
+        self.is_shared = False
+        self._graphs = 0
         self.expected: list[weakref.ref[Again]] = []
         self.orders: dict[str, tuple[Any, ...]] = {}
         self._version: object = None
@@ -79,6 +82,7 @@ class Gathered:
         """The full parameters, gathered at the first read inside an eager forward."""
         if self.current is None:
             bucket = self.bucket
+            self._note_sharing()
             if bucket.segment.is_meta:
                 refuse_meta(slot.name for slot in bucket.layout.slots)
             compat.resolve_group(bucket.group)  # says so if it is gone
@@ -98,7 +102,21 @@ class Gathered:
         """An eager forward of a module that reads the bucket begins."""
         if self.depth == 0:
             self._close()
+            self._graphs = 0
         self.depth += 1
+
+    def note_graph(self) -> None:
+        """A graph that gathers the bucket by itself runs."""
+        if self.depth > 0:
+            self._note_sharing()
+            self._graphs += 1
+
+    def _note_sharing(self) -> None:
+        """Another piece of a forward reads the bucket: after a graph, the runtime gathers it for
+        all of them from now on."""
+        if self._graphs > 0 and not self.is_shared:
+            self.is_shared = True
+            self.bucket.refresh_signature()
 
     def leave(self) -> None:
         """A module that counted itself in `depth` ends; the last one frees what was gathered."""

@@ -7,8 +7,9 @@ others in the wrong collective.
 """
 
 import hashlib
+import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +105,7 @@ class Gathers:
         if hints:
             following = [later for target in hints for later in target.buckets]
         else:
-            following = list(self._known[place : place + 1])
+            following = _to_next_unit(unit, self._known[place:])
         for later in following:
             gathered = later.gathered
             if gathered.is_held or gathered.current is not None:
@@ -113,6 +114,13 @@ class Gathers:
             if hints and self.phase == "backward" and again is None:
                 continue  # its backward is done, or needs none
             yield later, again
+
+
+def _to_next_unit(unit: Any, buckets: Sequence[Any]) -> list[Any]:
+    """The first of `buckets`: what is left of `unit`, and the unit that comes then."""
+    others = (bucket.owner for bucket in buckets if bucket.owner is not unit)
+    wanted = (unit, next(others, unit))
+    return list(itertools.takewhile(lambda bucket: bucket.owner in wanted, buckets))
 
 
 def _start(bucket: Any, code: UnshardSpec | None, again: Any) -> _Started:

@@ -67,6 +67,7 @@ class UnshardSpec:
         device: the device it is gathered on where the segment lies on another.
         recut: (ranks, group) among which the backward gathers, where not among all.
         held: whether the bucket is gathered already: the graph is given all of it.
+        outside: whether the eager runtime gathers it: several graphs of one forward read it.
         gather: the user's communication object for the all-gather, by key.
         hints: wishes for the schedule, here so that a change of them compiles anew.
     """
@@ -84,6 +85,7 @@ class UnshardSpec:
     device: str | None = None
     recut: tuple[int, str] | None = None
     held: bool = False
+    outside: bool = False
     gather: str | None = None
     hints: tuple[object, ...] = ()
 

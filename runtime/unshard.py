@@ -56,8 +56,13 @@ def start_gather(
         local = local.to(spec.param_dtype)
     if spec.gather is not None:
         full = torch.ops.shardc.custom_all_gather(local, spec.world_size, spec.group, spec.gather)
-        return lambda: full
+        return _done(full)
     return collectives.start_all_gather(local, spec.world_size, spec.group)
+
+
+def _done(result: Tensor) -> collectives.Wait:
+    """For what was waited for already."""
+    return lambda: result
 
 
 def split_full(full: Tensor, spec: UnshardSpec) -> tuple[Tensor, ...]:
@@ -103,11 +108,10 @@ def reducing(flat: Tensor, spec: UnshardSpec, partial: Tensor | None = None) -> 
     if r.predivide != 1:
         flat = flat / r.predivide
     if r.function is not None:
-        reduced = object_of(r.function)(flat, r.op, world, group)
-        start: collectives.Wait = lambda: reduced
+        start = _done(object_of(r.function)(flat, r.op, world, group))
     elif r.scatter is not None:
-        reduced = torch.ops.shardc.custom_reduce_scatter(flat, r.op, world, group, r.scatter)
-        start = lambda: reduced
+        custom = torch.ops.shardc.custom_reduce_scatter
+        start = _done(custom(flat, r.op, world, group, r.scatter))
     else:
         start = collectives.start_reduce_scatter(flat, r.op, world, group)
     del flat

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from shardc.runtime import compat
 from shardc.runtime.backward_pass import backward_pass
-from shardc.runtime.spec import UnshardSpec, spec_of
+from shardc.runtime.spec import UnshardSpec
 from shardc.runtime.unshard import recut, split_full
 
 _by_storage: dict[int, "Unsharded"] = {}
@@ -32,6 +32,7 @@ class Unsharded:
 
     Attributes:
         views: the full parameters, one a slot.
+        local_views: the same without tensor parallelism around them.
     """
 
     def __init__(self, bucket: Any, code: UnshardSpec, full: Tensor) -> None:
@@ -48,7 +49,8 @@ class Unsharded:
         # The first read may lie inside `no_grad` or `vmap` and a later one outside: what is kept
         # serves both.
         with compat.outside_function_transforms(), torch.enable_grad():
-            views = _Read.apply(bucket.segment, full, bucket, code)
+            views: tuple[Tensor, ...] = _Read.apply(bucket.segment, full, bucket, code)
+            self.local_views = views
             self.views: tuple[Tensor, ...] = tuple(
                 view if placed is None else placed.wrap(view)
                 for view, placed in zip(views, bucket.placed, strict=True)
@@ -58,7 +60,7 @@ class Unsharded:
         """The forward is done."""
         if self._storage is not None:
             _by_storage.pop(self._storage, None)
-        self.views, self._again = (), None
+        self.views, self.local_views, self._again = (), (), None
         del self.full
 
     def handle(self, tensor: Tensor) -> "Handle | None":

@@ -1,6 +1,7 @@
 """The torch.compile backend: from a captured graph to something that runs, in one visible list.
 
-    Dynamo graph      insert_unshard            markers become one gather a bucket
+    Dynamo graph      take_gathered             what the eager runtime gathers comes in as inputs
+                      insert_unshard            markers become one gather a bucket
     joint graph       find_used_slots           parameters without gradient keep None
                       choose_kept               what stays gathered, within a memory budget
                       tag_reshard               gathered weights are recomputed or saved
@@ -36,10 +37,12 @@ from shardc.passes.insert_unshard import insert_unshard
 from shardc.passes.reshard import drop_second_gathers, tag_reshard
 from shardc.passes.runner import run_passes
 from shardc.passes.schedule import schedule
+from shardc.passes.take_gathered import take_gathered
 from shardc.passes.used_slots import find_used_slots
 from shardc.passes.verify import collective_sequence, verify
 from shardc.passes.write_gradients import write_gradients
 from shardc.plan import Plan, agree_within, buckets_of
+from shardc.regional import buckets_of_the_runtime, giving, with_taken
 from shardc.runtime import compat
 from shardc.runtime.accumulate import flush_when_done
 from shardc.runtime.bucket import Bucket
@@ -48,7 +51,7 @@ from shardc.runtime.executor import eager_executor
 
 log = logging.getLogger("shardc")
 
-DYNAMO_PASSES = [insert_unshard]
+DYNAMO_PASSES = [take_gathered, insert_unshard]
 JOINT_PASSES = [find_used_slots, choose_kept, tag_reshard]
 GRAPH_PASSES = [drop_second_gathers, bucket, schedule, write_gradients, verify]
 
@@ -67,17 +70,17 @@ def shardc_backend(
         RuntimeError: ranks disagree on the collectives, or the forward updates a parameter.
     """
     parsed = Options.parse(options)
-    ctx = PassContext(phase="dynamo")
+    ctx = PassContext(phase="dynamo", outside=buckets_of_the_runtime(gm))
     gm = run_passes(gm, ctx, DYNAMO_PASSES)
     _warn_if_nothing_is_sharded()
     used = _agree_on_reads(gm, ctx, parsed)
     lower = _compile_eager if parsed.executor == "eager" else _compile_inductor
     plan = Plan(parsed, buckets_of(gm, ctx))
     joint = plan.joint
-    compiled = lower(gm, example_inputs, plan, mode)
+    compiled = lower(gm, with_taken(example_inputs, ctx.taken), plan, mode)
     if len(joint.differentiated) == len(gm.graph.find_nodes(op="placeholder")):
         used = [replace(r, slots=joint.differentiated[r.leaf]) for r in used]
-    return _noting_used_slots(compiled, used)
+    return _noting_used_slots(giving(compiled, ctx.taken), used)
 
 
 # -- lowering ------------------------------------------------------------------------------------
@@ -217,6 +220,7 @@ def _noting_used_slots(compiled: Callable[..., Any], reads: list[_Read]) -> Call
         updates = [bucket.updates() for bucket, _ in buckets]
         for read_from, _ in buckets:
             read_from.gathered.renew()
+            read_from.gathered.note_graph()
         outputs = compiled(*args)
         if torch.is_grad_enabled():
             nodes = {out.grad_fn for out in outputs if isinstance(out, Tensor)}

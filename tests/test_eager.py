@@ -107,3 +107,62 @@ def test_gathered_when_needed_ahead_and_again_for_the_backward(mesh):
         loss.backward()
         del loss
         assert events.alive() == 0
+
+
+class Broken(Stack):
+    """Breaks the graph between blocks."""
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return self.head(x).logsumexp(-1).mean() + 0 * targets.sum()
+
+
+def _compile_blocks(model):
+    for layer in model.layers:
+        layer.compile(backend="shardc", options={"executor": "eager"})
+    return model
+
+
+def _wrap_blocks(model):
+    options = {"executor": "eager"}
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = torch.compile(layer, backend="shardc", options=options)
+    return model
+
+
+def _compile_model(model):
+    model.compile(backend="shardc", options={"executor": "eager"})
+    return model
+
+
+MIXES = {
+    "blocks compiled in place": (_compile_blocks, Stack),
+    "a block compiled": (lambda model: _compile_blocks_of(model, [1]), Stack),
+    "blocks wrapped": (_wrap_blocks, Stack),
+    "a model with breaks": (_compile_model, Broken),
+}
+
+
+def _compile_blocks_of(model, indices):
+    for index in indices:
+        model.layers[index].compile(backend="shardc", options={"executor": "eager"})
+    return model
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@on_ranks(2)
+def test_a_bucket_is_gathered_once_for_all_pieces(mesh, mix):
+    prepare, build = MIXES[mix]
+    model = prepare(sharded(seeded(lambda: build(3)), mesh))
+    units = ["layers.0", "layers.1", "layers.2"]
+    for number in range(4):
+        with Events() as events:
+            _step(model, model, number)
+        if number > 1:
+            assert events.of("start") == [build.__name__, *units, *units[::-1]], events.log
+            assert len(events.of("reduce")) == 4
+        assert events.alive() == 0
+        model.zero_grad()
