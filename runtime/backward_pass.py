@@ -89,8 +89,8 @@ class BackwardPass:
             used, elsewhere = used | waiting.used, set(waiting.elsewhere)
             if not waiting.is_empty:
                 waiting.clear()
-        flat = pack_gradients(grads, spec, pending)
         self._make_room(bucket)
+        flat = pack_gradients(grads, spec, pending)
         with collectives.labelled(f"shardc: reduce {bucket.label}"):
             steps = reducing(flat, bucket.code, partial)
             self._reductions.append(_Reduction(bucket, used, elsewhere, steps))

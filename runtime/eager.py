@@ -4,6 +4,7 @@ The buckets of the module's unit are open while it runs: reading a parameter gat
 outermost call is the forward whose gathers are agreed on and started ahead.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,7 @@ def begin_call(module: Any) -> EagerCall:
 
 @torch.compiler.disable
 def end_call(call: EagerCall) -> None:
-    """It returned or raised."""
+    """It returned or raised (then this runs while the exception is handled)."""
     global _gathers
     _running.pop()
     for bucket in call.module._shardc_buckets:
@@ -53,7 +54,7 @@ def end_call(call: EagerCall) -> None:
         call.hooks.__exit__()
     if not _running and _gathers is not None:
         done, _gathers = _gathers, None
-        done.close()
+        done.close(raised=sys.exc_info()[0] is not None)
 
 
 def gathers() -> Gathers:

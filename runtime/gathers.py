@@ -65,11 +65,15 @@ class Gathers:
                 self._ahead[following] = _start(following, later and later.code, later)
         return full
 
-    def close(self) -> None:
-        """The pass is done: drop what was gathered in vain, remember the order."""
-        for started in self._ahead.values():
-            started.wait()
-        self._ahead.clear()
+    def close(self, raised: bool = False) -> None:
+        """The pass is done: drop what was gathered in vain, remember the order.
+
+        After an exception nothing is waited for: other ranks may never join.
+        """
+        while self._ahead:
+            _, started = self._ahead.popitem()
+            if not raised:
+                started.wait()
         if self.done and self._known[: len(self.done)] != tuple(self.done):
             self.done[0].gathered.orders[self.phase] = tuple(self.done)
 
@@ -94,8 +98,8 @@ class Gathers:
         self._known = ()
         agree(
             compat.resolve_group(bucket.ranks.everyone),
-            f"gather {place} of an uncompiled {self.phase}",
-            [f"{bucket.label}, {bucket}", self._path.hexdigest()],
+            f"the order in which an uncompiled {self.phase} gathers",
+            [f"gather {place}: {bucket.label}, {bucket}", f"after {self._path.hexdigest()}"],
         )
 
     def _following(self, bucket: Any) -> Iterator[tuple[Any, Any]]:

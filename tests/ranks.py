@@ -31,7 +31,7 @@ from typing import Any
 
 import pytest
 
-TIMEOUT = 240.0
+TIMEOUT = float(os.environ.get("RANK_TIMEOUT", "240"))
 
 
 class RankCrashed(AssertionError):

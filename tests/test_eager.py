@@ -2,18 +2,23 @@
 
 import contextlib
 import gc
+import logging
+import warnings
 import weakref
 from unittest import mock
 
 import pytest
 import torch
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
-from models import Stack, check_parity, seeded, shard_all, tokens
+from models import Block, Stack, check_parity, full, mean_over_ranks, seeded, tokens
 from ranks import on_ranks
+from test_memory import measured_peak
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from shardc import MixedPrecisionPolicy
-from shardc.runtime import collectives, compat, gathers, unshard
+from shardc import fully_shard
+from shardc.runtime import gathers, unshard
 
 
 class Events:
@@ -72,6 +77,12 @@ def _step(model, call, number):
     call(tokens(10 * number + rank), tokens(10 * number + rank + 5)).backward()
 
 
+UNITS = ["layers.0", "layers.1", "layers.2"]
+
+
+# -- results, messages, memory ---------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @on_ranks(2)
 def test_bitwise_equal_to_fsdp2(mesh, tied):
@@ -81,32 +92,72 @@ def test_bitwise_equal_to_fsdp2(mesh, tied):
 
 
 @on_ranks(2)
-def test_gathered_when_needed_ahead_and_again_for_the_backward(mesh):
+def test_gathered_ahead_and_again_for_the_backward(mesh):
     model = sharded(seeded(lambda: Stack(3)), mesh)
-    units = ["layers.0", "layers.1", "layers.2"]
-    for number in range(3):
-        with Events() as events:
-            _step(model, model, number)
-        forward, backward = ["Stack", *units], units[::-1]
-        assert events.of("start") == forward + backward
-        assert events.of("wait") == forward + backward
-        starts = [i for i, (event, unit) in enumerate(events.log) if event == "start"]
-        ahead = [events.log[i - 1][0] == "wait" for i in starts]
-        # In the first step each gather is waited for at once; then the next one is under way.
-        log = [f"{event} {unit}" for event, unit in events.log if event != "reduce"]
-        before = log.index("start layers.1") < log.index("wait layers.0")
-        after = log.index("start layers.1") == log.index("wait layers.0") + 1
-        assert after and not before, log
-        assert sum(ahead) == len(starts) - 1 if number else True
-        assert events.alive() == 0
-        model.zero_grad()
     with Events() as events:
+        for name, layer in model.layers.named_children():
+            layer.register_forward_hook(lambda *_, n=name: events.log.append(("done", n)))
+        for number in range(3):
+            events.log.clear()
+            _step(model, model, number)
+            assert events.of("start") == ["Stack", *UNITS, *UNITS[::-1]]
+            assert events.of("wait") == events.of("start")
+            # The next bucket is under way while this one is computed with, from the second step on.
+            ahead = [events.log.index(("start", f"layers.{n + 1}")) <
+                     events.log.index(("done", f"{n}")) for n in range(2)]  # fmt: skip
+            assert ahead == [number > 0] * 2, events.log
+            backward = events.log[events.log.index(("done", "2")) :]
+            reduced = [i for i, (event, _) in enumerate(backward) if event == "reduce"]
+            started = backward.index(("start", "layers.1"))
+            assert (started < reduced[0]) == (number > 0), backward
+            assert events.alive() == 0
         loss = model(tokens(1), tokens(2))
-        # The root stays for the backward; what the blocks saved are handles.
-        assert events.alive() == 1
+        assert events.alive() == 1  # the root's, which stays; what the blocks saved are handles
         loss.backward()
         del loss
         assert events.alive() == 0
+
+
+@on_ranks(2)
+def test_a_gradient_is_dealt_out_while_the_backward_runs(mesh):
+    model = sharded(seeded(lambda: Stack(3)), mesh)
+    seen = []
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, n=name: seen.append(n))
+    model.layers[0].register_full_backward_pre_hook(lambda *_: seen.append("layers.0 begins"))
+    _step(model, model, 0)
+    begins = seen.index("layers.0 begins")
+    assert "layers.2.up.weight" in seen[:begins] and "layers.0.up.weight" in seen[begins:]
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=True) for _ in range(6)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@on_ranks(2)
+def test_memory_is_that_of_fsdp2(mesh, tmp_path):
+    peaks = []
+    folder = tmp_path / str(mesh.get_local_rank())
+    folder.mkdir()
+    x = torch.randn(2, 64, 64)
+    for shard in (fsdp2, sharded):
+        model = shard(seeded(Deep), mesh)
+        for _ in range(2):
+            model(x).backward()
+        peaks.append(min(measured_peak(lambda m=model: m(x).backward(), folder) for _ in range(3)))
+    assert peaks[1] <= 1.1 * peaks[0], peaks
+
+
+# -- pieces: compiled blocks, wrapped blocks, graph breaks -----------------------------------------
 
 
 class Broken(Stack):
@@ -117,52 +168,330 @@ class Broken(Stack):
         for layer in self.layers:
             x = layer(x)
             torch._dynamo.graph_break()
-        return self.head(x).logsumexp(-1).mean() + 0 * targets.sum()
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+class BrokenBlock(Block):
+    """Breaks the graph inside, between two uses of its bucket."""
+
+    def forward(self, x):
+        y = self.up(self.norm(x))
+        torch._dynamo.graph_break()
+        return x + self.down(nn.functional.gelu(y))
+
+
+class BrokenInside(Stack):
+    def __init__(self, blocks):
+        super().__init__(0)
+        self.layers = nn.ModuleList(BrokenBlock() for _ in range(blocks))
+
+
+OPTIONS = {"backend": "shardc", "options": {"executor": "eager", "fallback": False}}
 
 
 def _compile_blocks(model):
     for layer in model.layers:
-        layer.compile(backend="shardc", options={"executor": "eager"})
+        layer.compile(**OPTIONS)
+    return model
+
+
+def _compile_one_block(model):
+    model.layers[1].compile(**OPTIONS)
     return model
 
 
 def _wrap_blocks(model):
-    options = {"executor": "eager"}
-    for index, layer in enumerate(model.layers):
-        model.layers[index] = torch.compile(layer, backend="shardc", options=options)
+    model.layers = nn.ModuleList(torch.compile(layer, **OPTIONS) for layer in model.layers)
     return model
 
 
 def _compile_model(model):
-    model.compile(backend="shardc", options={"executor": "eager"})
+    model.compile(**OPTIONS)
     return model
 
 
 MIXES = {
     "blocks compiled in place": (_compile_blocks, Stack),
-    "a block compiled": (lambda model: _compile_blocks_of(model, [1]), Stack),
+    "one block compiled": (_compile_one_block, Stack),
     "blocks wrapped": (_wrap_blocks, Stack),
-    "a model with breaks": (_compile_model, Broken),
+    "breaks between blocks": (_compile_model, Broken),
+    "breaks in blocks": (_compile_model, BrokenInside),
+    "breaks in compiled blocks": (_compile_blocks, BrokenInside),
 }
-
-
-def _compile_blocks_of(model, indices):
-    for index in indices:
-        model.layers[index].compile(backend="shardc", options={"executor": "eager"})
-    return model
 
 
 @pytest.mark.parametrize("mix", MIXES)
 @on_ranks(2)
 def test_a_bucket_is_gathered_once_for_all_pieces(mesh, mix):
     prepare, build = MIXES[mix]
-    model = prepare(sharded(seeded(lambda: build(3)), mesh))
-    units = ["layers.0", "layers.1", "layers.2"]
-    for number in range(4):
+    theirs = fsdp2(seeded(lambda: build(3)), mesh)
+    ours = sharded(seeded(lambda: build(3)), mesh)
+    pairs = list(zip(theirs.parameters(), ours.parameters(), strict=True))
+    prepare(ours)
+    with Events() as events:
+        for number in range(4):
+            events.log.clear()
+            for model in (theirs, ours):
+                _step(model, model, number)
+            if number > 1:
+                assert events.of("start") == [build.__name__, *UNITS, *UNITS[::-1]], events.log
+                assert len(events.of("reduce")) == 4
+            assert events.alive() == 0
+            for p, q in pairs:
+                assert torch.equal(p.grad.full_tensor(), full(q.grad))
+                with torch.no_grad():
+                    p.sub_(0.1 * p.grad)
+                    q.sub_(0.1 * q.grad)
+                p.grad = q.grad = None
+
+
+@on_ranks(2)
+def test_blocks_compile_once(mesh):
+    torch._dynamo.utils.counters.clear()
+    model = _compile_blocks(sharded(seeded(lambda: Stack(6)), mesh))
+    for number in range(3):
+        _step(model, model, number)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+# -- the order of gathers --------------------------------------------------------------------------
+
+
+class Choosing(Stack):
+    """Runs its blocks in the order that it is told."""
+
+    order = (0, 1)
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        for index in self.order:
+            x = self.layers[index](x)
+        return self.head(x).flatten(0, 1).logsumexp(-1).mean() + 0 * targets.sum()
+
+
+@on_ranks(2)
+def test_ranks_that_gather_in_another_order_are_named(mesh):
+    group = torch.distributed.new_group()  # which is of no use afterwards
+    model = sharded(seeded(Choosing), DeviceMesh.from_group(group, "cpu"))
+    _step(model, model, 0)
+    model.order = (1, 1) if mesh.get_local_rank() else (0, 0)
+    with pytest.raises(
+        RuntimeError,
+        match=r"ranks disagree on the order in which an uncompiled forward gathers, .*"
+        r"rank 0 has «gather 2: layers\.0, .*», rank 1 has «gather 1: layers\.1, ",
+    ):
+        _step(model, model, 1)
+
+
+@on_ranks(2)
+def test_the_order_may_change_between_steps(mesh):
+    plain, model = seeded(Choosing), sharded(seeded(Choosing), mesh)
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("shardc")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        for order in ((0, 1), (1, 0), (1,), (0, 1, 0), (0, 1)):
+            plain.order = model.order = order
+            check_parity(plain, model, model, _batch, mesh, steps=2)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert any("gathers layers.1 where the last one gathered layers.0" in r for r in records)
+
+
+@on_ranks(2)
+def test_a_unit_alone_or_a_part_of_one(mesh):
+    plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
+    x = torch.randn(3, 18)
+    for p, q in ((plain.layers[1], model.layers[1]), (plain.layers[0].up, model.layers[0].up)):
+        want, got = p(x), q(x)
+        assert torch.equal(want, got)
+        want.square().mean().backward()
+        got.square().mean().backward()
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(full(q.grad), p.grad)
+    plain.zero_grad()
+    model.zero_grad()
+    check_parity(plain, model, model, _batch, mesh)
+
+
+@on_ranks(2)
+def test_prefetch_hints(mesh):
+    model = sharded(seeded(lambda: Stack(3)), mesh)
+    model.layers[0].set_modules_to_forward_prefetch([model.layers[1], model.layers[2]])
+    model.layers[2].set_modules_to_backward_prefetch([model.layers[1], model.layers[0]])
+    with Events() as events:
+        _step(model, model, 0)
+        log = [f"{event} {unit}" for event, unit in events.log if event != "reduce"]
+    forward, backward = log[:8], log[8:]
+    assert forward[4:6] == ["start layers.1", "start layers.2"], forward
+    assert backward == ["start layers.2", "wait layers.2", "start layers.1", "start layers.0",
+                        "wait layers.1", "wait layers.0"], backward  # fmt: skip
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+class Half(Block):
+    """Leaves out its second half where told so."""
+
+    half = False
+
+    def forward(self, x):
+        return self.up(self.norm(x)) if self.half else super().forward(x)
+
+
+@on_ranks(2)
+def test_a_parameter_that_only_another_rank_used_gets_its_gradient(mesh):
+    plain, model = seeded(Half), fully_shard(seeded(Half), mesh=mesh)
+    rank, x = mesh.get_local_rank(), torch.randn(3, 18)
+    plain.half = model.half = True
+    for run in (plain, model):
+        run(x).square().mean().backward()
+    assert model.down.weight.grad is None  # no rank used it
+    plain.half = model.half = bool(rank)
+    for p in plain.parameters():
+        p.grad = torch.zeros_like(p)
+    model.zero_grad()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for run in (plain, model):
+            run(x).square().mean().backward()
+    said = any("['down.weight'] are used on some ranks" in str(w.message) for w in caught)
+    assert said == bool(rank)
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh))
+
+
+@on_ranks(2)
+def test_an_activation_written_before_its_backward_is_found(mesh):
+    model = fully_shard(seeded(Block), mesh=mesh)
+    x = torch.randn(3, 18, requires_grad=True) * 1
+    y = model.up(x)
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@on_ranks(2)
+def test_parameters_written_before_the_backward_are_found(mesh):
+    model = sharded(seeded(Stack), mesh)
+    loss = model(tokens(0), tokens(1))
+    with torch.no_grad():
+        for param in model.layers[0].parameters():
+            param.add_(1)
+    with pytest.raises(RuntimeError, match=r"parameters of layers\.0 were written"):
+        loss.backward()
+
+
+class Recomputed(Stack):
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x).flatten(0, 1).logsumexp(-1).mean() + 0 * targets.sum()
+
+
+@on_ranks(2)
+def test_recomputation_gathers_once_more_and_ahead(mesh):
+    plain, model = seeded(lambda: Recomputed(3)), sharded(seeded(lambda: Recomputed(3)), mesh)
+    check_parity(plain, model, model, _batch, mesh)
+    with Events() as events:
+        _step(model, model, 0)
+    assert events.of("start") == ["Recomputed", *UNITS, *UNITS[::-1]]
+    first_reduce = next(i for i, (event, _) in enumerate(events.log) if event == "reduce")
+    assert events.log.index(("wait", "layers.2")) < first_reduce
+    assert ("start", "layers.1") in events.log[first_reduce - 2 : first_reduce], events.log
+    assert events.alive() == 0
+
+
+@on_ranks(2)
+def test_under_the_hooks_of_others(mesh):
+    plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
+    for wrap in (
+        torch.autograd.graph.save_on_cpu,
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t),
+    ):
+
+        def call(*args, wrap=wrap, **kwargs):
+            with wrap():
+                return model(*args, **kwargs)
+
         with Events() as events:
-            _step(model, model, number)
-        if number > 1:
-            assert events.of("start") == [build.__name__, *units, *units[::-1]], events.log
-            assert len(events.of("reduce")) == 4
+            check_parity(plain, model, call, _batch, mesh)
+        assert events.of("start")[:5] == ["Stack", "layers.0", "layers.1", "layers.1", "layers.0"]
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+class Failing(Stack):
+    """Raises in the forward or backward of its second block, where told so."""
+
+    where = None
+    error: type[BaseException] = ValueError
+
+    def forward(self, tokens, targets):
+        x = self.layers[0](self.embed(tokens))
+        if self.where == "forward":
+            raise self.error("stop")
+        if self.where == "backward":
+            x.register_hook(self._fail)
+        return self.head(self.layers[1](x)).flatten(0, 1).logsumexp(-1).mean() + 0 * targets.sum()
+
+    def _fail(self, grad):
+        raise self.error("stop")
+
+
+@pytest.mark.parametrize("kind", ["uncompiled", "compiled blocks", "compiled"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["forward", "backward", "abandoned"])
+@on_ranks(2)
+def test_the_step_after_an_interrupted_one_is_right(mesh, where, error, kind):
+    plain, model = seeded(Failing), sharded(seeded(Failing), mesh)
+    call = model
+    if kind == "compiled blocks":
+        _compile_blocks(model)
+    elif kind == "compiled":
+        call = torch.compile(model, **OPTIONS)
+    check_parity(plain, model, call, _batch, mesh)
+    model.where, model.error = where, error
+    with Events() as events:
+        if where == "abandoned":
+            call(tokens(0), tokens(1))
+        else:
+            with pytest.raises(error):
+                call(tokens(0), tokens(1)).backward()
         assert events.alive() == 0
-        model.zero_grad()
+        assert all(b.gathered.current is None and b.gathered.depth == 0 for b in _buckets(model))
+    model.where = None
+    model.zero_grad()
+    check_parity(plain, model, call, _batch, mesh)
+
+
+def _buckets(model):
+    return [bucket for unit in model.modules() for bucket in getattr(unit, "_shardc_buckets", ())]
+
+
+# -- evaluation ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@on_ranks(2)
+def test_evaluation(mesh, mode):
+    plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
+    with mode(), Events() as events:
+        for seed in range(3):
+            assert torch.equal(model.eval()(tokens(seed)), plain(tokens(seed)))
+            assert events.alive() == 0
+        assert events.of("start") == ["Stack", "layers.0", "layers.1"] * 3
+        weight = model.head.weight
+        with pytest.raises(NotImplementedError, match=r"full_tensor\(\)"):
+            weight @ weight.T
+    check_parity(plain, model.train(), model, _batch, mesh)
