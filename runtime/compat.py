@@ -291,7 +291,7 @@ def copy_dynamo_graph(gm: GraphModule) -> GraphModule:
     copied.graph.output_node().meta = dict(result.meta)
     for node, twin in nodes.items():
         if hasattr(node, "_dynamo_source"):
-            twin._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+            twin._dynamo_source = node._dynamo_source
     copied.meta = gm.meta
     for name in ("_param_name_to_source", "_source_to_user_stacks", "compile_subgraph_reason"):
         if hasattr(gm, name):
@@ -304,7 +304,7 @@ def make_input_without_source(placeholder: torch.fx.Node, like: torch.fx.Node) -
     placeholder.meta.update(
         {key: like.meta[key] for key in ("example_value", "stack_trace") if key in like.meta}
     )
-    placeholder._dynamo_source = None  # type: ignore[attr-defined]
+    placeholder._dynamo_source = None
 
 
 def rnn_weight_references(module: nn.Module) -> list[Any]:
@@ -468,7 +468,12 @@ def compile_fx_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> A
 
 
 def wrap_compiled(output: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """Put `wrap` around what a graph that Inductor compiled calls (2.11 to 2.15)."""
+    """Put `wrap` around what a graph that Inductor compiled calls (2.11 to 2.15).
+
+    A graph without any call, which only passes inputs on, comes back as a plain function.
+    """
+    if not hasattr(output, "current_callable"):
+        return output
     output.current_callable = wrap(output.current_callable)
     return output
 

@@ -146,10 +146,11 @@ def make_unit(unit: "Unit") -> None:
     for root in unit.modules:
         for name, module in root.named_modules():
             _install_properties(module, unit if module in unit.modules else None)
-            if isinstance(module, ShardedModule) and module._shardc_unit is not unit:
-                module._shardc_unit.settle(is_root=False)
-                if module is module._shardc_unit.modules[0]:
-                    module._shardc_unit.name = name
+            inner = getattr(module, "_shardc_unit", unit)
+            if inner is not unit:
+                inner.settle(is_root=False)
+                if module is inner.modules[0]:
+                    inner.name = name
     unit.name = type(unit.modules[0]).__name__
     unit.settle(is_root=True)
     unit.note_meta()

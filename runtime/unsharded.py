@@ -71,7 +71,7 @@ class Unsharded:
             return None
         if self._again is None:
             self._again = Again(self.bucket, self.code, self.full, self._written)
-        return Handle(self._again, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return Handle(self._again, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 class _Read(torch.autograd.Function):

@@ -28,11 +28,11 @@ def buckets_of_the_runtime(gm: GraphModule) -> frozenset[int]:
     one ends at a break, or the graph is one unit of a model that runs eagerly around it. All that
     follows from the program alone: equal on all ranks.
     """
-    inputs = gm.graph.find_nodes(op="placeholder")
+    segments = {marker.args[0] for marker in markers_of(gm)}
     read: dict[int, Bucket] = {
-        inputs.index(segment): compat.real_input(segment).shardc_bucket  # type: ignore[union-attr]
-        for segment in dict.fromkeys(marker.args[0] for marker in markers_of(gm))
-        if segment in inputs
+        position: compat.real_input(node).shardc_bucket  # type: ignore[union-attr]
+        for position, node in enumerate(gm.graph.find_nodes(op="placeholder"))
+        if node in segments
     }
     units = {bucket.owner for bucket in read.values()}
     is_one_unit = len(units) == 1 and is_inside_other_unit(*units)

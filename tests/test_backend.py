@@ -241,6 +241,12 @@ def test_falls_back_to_the_eager_executor(mesh):
         torch.compile(model, backend="shardc", options=options)(x)
 
 
+def test_a_graph_without_any_op():
+    step = torch.compile(torch.detach, backend="shardc", options={"fallback": False})
+    x = torch.ones(2, requires_grad=True)
+    assert torch.equal(step(x), x) and not step(x).requires_grad
+
+
 def test_unknown_option():
     with pytest.raises(ValueError, match="'excutor'; did you mean 'executor'"):
         shardc.backend.Options.parse({"excutor": "eager"})
