@@ -96,10 +96,12 @@ class BackwardPass:
             self._reductions.append(_Reduction(bucket, used, elsewhere, steps))
 
     def _make_room(self, bucket: Any) -> None:
-        """Before another reduction starts: at most so many have their inputs in memory."""
-        limit = bucket.owner.reduce_buffers or 1
-        for reduction in list(self._reductions)[: len(self._reductions) - limit + 1]:
-            if not reduction.advance():
+        """Before another reduction starts: those of so many units may have inputs in memory."""
+        units = list(dict.fromkeys(r.bucket.owner for r in self._reductions))
+        before = [unit for unit in units if unit is not bucket.owner]
+        late = before[: len(before) - (bucket.owner.reduce_buffers or 1) + 1]
+        for reduction in list(self._reductions):
+            if reduction.bucket.owner in late and not reduction.advance():
                 self._reductions.remove(reduction)
 
     @torch.no_grad()
