@@ -5,6 +5,7 @@ when the next reduction starts, or when the backward ends. Autograd owns the obj
 callback that ends it: where a backward raises, it is dropped with all that it holds.
 """
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from shardc.runtime.accumulate import flush_when_done
 from shardc.runtime.gathers import Gathers
 from shardc.runtime.spec import UnshardSpec
 from shardc.runtime.unshard import Steps, pack_gradients, reducing
+
+log = logging.getLogger("shardc")
 
 _passes: "weakref.WeakValueDictionary[int, BackwardPass]" = weakref.WeakValueDictionary()
 
@@ -89,6 +92,7 @@ class BackwardPass:
             used, elsewhere = used | waiting.used, set(waiting.elsewhere)
             if not waiting.is_empty:
                 waiting.clear()
+        log.debug("reduce %s", bucket.label)
         self._make_room(bucket)
         flat = pack_gradients(grads, spec, pending)
         with collectives.labelled(f"shardc: reduce {bucket.label}"):

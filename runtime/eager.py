@@ -5,12 +5,13 @@ outermost call is the forward whose gathers are agreed on and started ahead.
 """
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardc.runtime import compat
+from shardc.runtime import collectives, compat
 from shardc.runtime.backward_pass import backward_pass
 from shardc.runtime.gathers import Gathers
 from shardc.runtime.unsharded import saving_handles
@@ -25,6 +26,7 @@ class EagerCall:
 
     module: Any
     hooks: torch.autograd.graph.saved_tensors_hooks | None
+    label: AbstractContextManager[Any]
 
 
 @torch.compiler.disable
@@ -38,7 +40,10 @@ def begin_call(module: Any) -> EagerCall:
         _gathers = Gathers("forward")
     for bucket in module._shardc_buckets:
         bucket.gathered.enter()
-    call = EagerCall(module, hooks)
+    unit = getattr(module, "_shardc_unit", None)
+    label = collectives.labelled(f"shardc: forward {unit.name}") if unit else nullcontext()
+    label.__enter__()
+    call = EagerCall(module, hooks, label)
     _running.append(call)
     return call
 
@@ -48,6 +53,7 @@ def end_call(call: EagerCall) -> None:
     """It returned or raised (then this runs while the exception is handled)."""
     global _gathers
     _running.pop()
+    call.label.__exit__(None, None, None)
     for bucket in call.module._shardc_buckets:
         bucket.gathered.leave()
     if call.hooks is not None:

@@ -9,11 +9,13 @@ others in the wrong collective.
 import hashlib
 import itertools
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardc.runtime import collectives, compat
@@ -91,10 +93,13 @@ class Gathers:
         if self._known[place : place + 1] == (bucket,):
             return
         if place < len(self._known):
-            log.info(
-                "the %s gathers %s where the last one gathered %s: nothing is gathered ahead",
-                self.phase, bucket.label, self._known[place].label,
-            )  # fmt: skip
+            message = (
+                f"the {self.phase} gathers {bucket.label} where the last one gathered "
+                f"{self._known[place].label}: nothing is gathered ahead"
+            )
+            log.info(message)
+            if dist.get_debug_level() != dist.DebugLevel.OFF:  # TORCH_DISTRIBUTED_DEBUG
+                warnings.warn(message, stacklevel=2)
         self._known = ()
         agree(
             compat.resolve_group(bucket.ranks.everyone),
@@ -128,6 +133,7 @@ def _to_next_unit(unit: Any, buckets: Sequence[Any]) -> list[Any]:
 
 
 def _start(bucket: Any, code: UnshardSpec | None, again: Any) -> _Started:
+    log.debug("gather %s", bucket.label)
     code = code or bucket.reading_code()
     part = None if again is None else again.part
     with torch.no_grad(), collectives.naming(bucket.group):

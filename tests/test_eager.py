@@ -283,23 +283,48 @@ def test_ranks_that_gather_in_another_order_are_named(mesh):
         _step(model, model, 1)
 
 
-@on_ranks(2)
-def test_the_order_may_change_between_steps(mesh):
-    plain, model = seeded(Choosing), sharded(seeded(Choosing), mesh)
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("shardc")
+@contextlib.contextmanager
+def _logged(level):
+    """What the logger of the project says, as a list of texts."""
+    logger, handler, texts = logging.getLogger("shardc"), logging.Handler(), []
+    handler.emit = lambda record: texts.append(record.getMessage())
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(level)
     try:
-        for order in ((0, 1), (1, 0), (1,), (0, 1, 0), (0, 1)):
-            plain.order = model.order = order
-            check_parity(plain, model, model, _batch, mesh, steps=2)
+        yield texts
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-    assert any("gathers layers.1 where the last one gathered layers.0" in r for r in records)
+
+
+@on_ranks(2)
+def test_the_order_may_change_between_steps(mesh):
+    plain, model = seeded(Choosing), sharded(seeded(Choosing), mesh)
+    with _logged(logging.INFO) as texts:
+        for order in ((0, 1), (1, 0), (1,), (0, 1, 0), (0, 1)):
+            plain.order = model.order = order
+            check_parity(plain, model, model, _batch, mesh, steps=2)
+    said = "the forward gathers layers.1 where the last one gathered layers.0"
+    assert any(said in text for text in texts)
+    torch.distributed.set_debug_level(torch.distributed.DebugLevel.INFO)
+    try:
+        model.order = (1, 0)
+        with pytest.warns(UserWarning, match="where the last one gathered"):
+            _step(model, model, 0)
+    finally:
+        torch.distributed.set_debug_level(torch.distributed.DebugLevel.OFF)
+
+
+@on_ranks(2)
+def test_the_profiler_and_the_logger_name_units(mesh):
+    model = sharded(seeded(Stack), mesh)
+    with torch.profiler.profile() as profile, _logged(logging.DEBUG) as texts:
+        _step(model, model, 0)
+    seen = {event.key for event in profile.key_averages()}
+    for what in ("forward", "gather", "reduce"):
+        assert {f"shardc: {what} Stack", f"shardc: {what} layers.1"} <= seen, seen
+    for what in ("gather", "reduce"):
+        assert {f"{what} Stack", f"{what} layers.1"} <= set(texts), texts
 
 
 @on_ranks(2)
