@@ -266,6 +266,11 @@ def top_saved_tensors_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def saved_tensors_hooks_allowed() -> bool:
+    """False inside `torch.func` transforms, which refuse such hooks (2.11 to 2.15)."""
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()
+
+
 def is_checkpoint_hook(pack: Callable[[Tensor], Any]) -> bool:
     """Whether a pack hook is that of `torch.utils.checkpoint`, which recomputes (2.11 to 2.15)."""
     return pack.__module__ == "torch.utils.checkpoint"

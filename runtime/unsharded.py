@@ -149,7 +149,7 @@ def saving_handles() -> "torch.autograd.graph.saved_tensors_hooks | None":
 
     What is no part of a gathered bucket goes on to the hooks that are in force.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or not compat.saved_tensors_hooks_allowed():
         return None
     outer = compat.top_saved_tensors_hooks()
     if outer is not None and (

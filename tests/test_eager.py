@@ -453,6 +453,18 @@ def test_under_the_hooks_of_others(mesh):
         assert events.of("start")[:5] == ["Stack", "layers.0", "layers.1", "layers.1", "layers.0"]
 
 
+@on_ranks(2)
+def test_inside_function_transforms(mesh):
+    plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
+    x = torch.randn(4, 3, 18)
+    for run in (plain, model):
+        torch.vmap(run.layers[0])(x).square().mean().backward()
+    for p, q in zip(plain.layers[0].parameters(), model.layers[0].parameters(), strict=True):
+        torch.testing.assert_close(full(q.grad), p.grad)
+    jacobians = [torch.func.jacrev(run.layers[1])(x[0, 0]) for run in (plain, model)]
+    torch.testing.assert_close(jacobians[1], jacobians[0])
+
+
 # -- what goes wrong -------------------------------------------------------------------------------
 
 
