@@ -154,6 +154,15 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout or constants.default_pg_timeout
 
 
+def has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group carries tensors of `device` (2.11 to 2.15)."""
+    try:
+        group._get_backend(device)
+    except RuntimeError:
+        return False
+    return True
+
+
 def high_priority_options(group: dist.ProcessGroup) -> Any:
     """Options for a group like `group` on a high-priority stream; None where there is none."""
     if dist.get_backend(group) != "nccl":
@@ -268,7 +277,7 @@ def top_saved_tensors_hooks() -> Any:
 
 def saved_tensors_hooks_allowed() -> bool:
     """False inside `torch.func` transforms, which refuse such hooks (2.11 to 2.15)."""
-    return torch._C._autograd._saved_tensors_hooks_is_enabled()
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
 
 
 def is_checkpoint_hook(pack: Callable[[Tensor], Any]) -> bool:

@@ -52,6 +52,14 @@ def data_parallel_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
+    for group in mesh.get_all_groups():
+        if not compat.has_backend(group, torch.device(mesh.device_type)):
+            raise ValueError(
+                f"the mesh is of '{mesh.device_type}', but its process group has no backend for "
+                f"tensors there, only {dist.get_backend_config(group)}: name one in "
+                "init_process_group(backend='cpu:gloo,cuda:nccl'), or give a mesh of the device "
+                "that the group serves"
+            )
     return mesh
 
 

@@ -386,3 +386,27 @@ def test_forward_after_the_process_group_is_gone():
     command = [sys.executable, "-c", textwrap.dedent(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True"], done.stdout
+
+
+_NO_BACKEND = """
+    import torch, torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from shardc import fully_shard
+
+    dist.init_process_group("cuda:fake", rank=0, world_size=2, store=FakeStore())
+    model = torch.nn.Linear(4, 4)
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    try:
+        fully_shard(model, mesh=mesh, sync_module_states=True)
+    except ValueError as error:
+        print(error)
+    assert all(type(p) is torch.nn.Parameter for p in model.parameters())
+"""
+
+
+def test_a_group_that_does_not_serve_the_mesh_is_refused():
+    command = [sys.executable, "-c", textwrap.dedent(_NO_BACKEND)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "mesh is of 'cpu', but its process group has no backend for tensors there" in done.stdout
+    assert "cuda:fake" in done.stdout
