@@ -459,11 +459,12 @@ def compile_fx(
     """Inductor, with `inner_compile` lowering each partitioned graph (2.11 to 2.15).
 
     `patches` hold until the backward graph is compiled, which may be after this returns. AOT
-    autograd's own cache is off: a hit would skip the passes.
+    autograd's own cache is off: a hit would skip the passes. Donated buffers are off: a backward
+    writes into them, and with `retain_graph=True` the next one would read what it wrote.
     """
     from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
 
-    with _functorch_config().patch(enable_autograd_cache=False):
+    with _functorch_config().patch(enable_autograd_cache=False, donated_buffer=False):
         return inductor_compile_fx(  # type: ignore[return-value]
             gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches
         )
