@@ -43,14 +43,14 @@ class _Reduction:
     def __init__(self, bucket: Any, used: set[int], elsewhere: set[int], steps: Steps) -> None:
         self.bucket, self.used, self.elsewhere = bucket, used, elsewhere
         self._steps = steps
-        self._wait = next(steps)
+        self._started = next(steps)
 
     def advance(self) -> bool:
         """Wait for the collective under way and start the next; False once the gradient is dealt
         out."""
         try:
             with collectives.naming(self.bucket.group):
-                self._wait = self._steps.send(self._wait())
+                self._started = self._steps.send(self._started.wait())
             return True
         except StopIteration as done:
             self.bucket.gradients.deliver(done.value, self.used, self.elsewhere, eager=True)

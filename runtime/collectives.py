@@ -7,6 +7,7 @@ name, because a name is all that a graph can carry.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,52 +25,78 @@ _CARRIED_AS_IS = {
 }  # fmt: skip
 
 
-Wait = Callable[[], Tensor]
-"""Waits for a collective that was started, and gives its result."""
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
-def start_all_gather(segment: Tensor, world_size: int, group: str) -> Wait:
+@dataclass(frozen=True)
+class Started:
+    """A collective under way, or what was waited for already.
+
+    Attributes:
+        raw: the tensor that it fills.
+        then: what makes the result of it, by views only.
+        done: whether it is filled.
+    """
+
+    raw: Tensor
+    then: Callable[[Tensor], Tensor] = _same
+    done: bool = False
+
+    def wait(self) -> Tensor:
+        """The result."""
+        return self.then(self.raw if self.done else ops.wait_tensor(self.raw))
+
+    @property
+    def early(self) -> Tensor:
+        """The same tensor before it has its values; not for graphs."""
+        return self.then(self.raw)
+
+
+def start_all_gather(segment: Tensor, world_size: int, group: str) -> Started:
     """Start to concatenate the segments of all ranks: `(S,)` -> `(world_size * S,)`."""
     if segment.is_complex():
-        flat = torch.view_as_real(segment).flatten()
-        real = start_all_gather(flat, world_size, group)
-        return lambda: torch.view_as_complex(real().view(-1, 2))
+        started = start_all_gather(torch.view_as_real(segment).flatten(), world_size, group)
+        return Started(started.raw, lambda raw: _as_complex(started.then(raw)))
     if segment.dtype not in _CARRIED_AS_IS:
-        raw, dtype = start_all_gather(segment.view(torch.uint8), world_size, group), segment.dtype
-        return lambda: raw().view(dtype)
-    return _waiting(ops.all_gather_into_tensor(segment, world_size, group))
+        started, dtype = (
+            start_all_gather(segment.view(torch.uint8), world_size, group),
+            segment.dtype,
+        )
+        return Started(started.raw, lambda raw: started.then(raw).view(dtype))
+    return Started(ops.all_gather_into_tensor(segment, world_size, group))
 
 
-def start_reduce_scatter(flat: Tensor, op: str, world_size: int, group: str) -> Wait:
+def start_reduce_scatter(flat: Tensor, op: str, world_size: int, group: str) -> Started:
     """Start to reduce over ranks, keeping this rank's part: `(world_size * S,)` -> `(S,)`."""
     if flat.is_complex():
-        parts = start_reduce_scatter(torch.view_as_real(flat).flatten(), op, world_size, group)
-        return lambda: torch.view_as_complex(parts().view(-1, 2))
-    return _waiting(ops.reduce_scatter_tensor(flat, op, world_size, group))
+        started = start_reduce_scatter(torch.view_as_real(flat).flatten(), op, world_size, group)
+        return Started(started.raw, lambda raw: _as_complex(started.then(raw)))
+    return Started(ops.reduce_scatter_tensor(flat, op, world_size, group))
 
 
-def start_all_reduce(value: Tensor, op: str, group: str) -> Wait:
+def start_all_reduce(value: Tensor, op: str, group: str) -> Started:
     """Start to reduce `value` over ranks; the input is left alone."""
-    return _waiting(ops.all_reduce(value, op, group))
+    return Started(ops.all_reduce(value, op, group))
 
 
-def _waiting(started: Tensor) -> Wait:
-    return lambda: ops.wait_tensor(started)
+def _as_complex(real: Tensor) -> Tensor:
+    return torch.view_as_complex(real.view(-1, 2))
 
 
 def all_gather(segment: Tensor, world_size: int, group: str) -> Tensor:
     """Concatenate the segments of all ranks: `(S,)` -> `(world_size * S,)`."""
-    return start_all_gather(segment, world_size, group)()
+    return start_all_gather(segment, world_size, group).wait()
 
 
 def reduce_scatter(flat: Tensor, op: str, world_size: int, group: str) -> Tensor:
     """Reduce over ranks, keep this rank's part: `(world_size * S,)` -> `(S,)`."""
-    return start_reduce_scatter(flat, op, world_size, group)()
+    return start_reduce_scatter(flat, op, world_size, group).wait()
 
 
 def all_reduce(value: Tensor, op: str, group: str) -> Tensor:
     """Reduce `value` over ranks; the input is left alone."""
-    return start_all_reduce(value, op, group)()
+    return start_all_reduce(value, op, group).wait()
 
 
 def labelled(name: str) -> AbstractContextManager[Any]:

@@ -216,13 +216,13 @@ class Controls:
         """Gather this unit now and keep it gathered until `reshard()` or its next backward's end.
 
         Until then its modules read full parameters, in the dtype they are computed in. The next
-        forward does not gather again. Every rank must call it. With `async_op`, returns a handle
-        whose `wait()` may be called or not.
+        forward does not gather again. Every rank must call it. With `async_op` it does not wait,
+        and returns a handle; what reads the parameters first waits, if the handle was not asked to.
         """
         for bucket in self._shardc_unit.buckets:
-            bucket.gathered.hold()
+            bucket.gathered.hold(wait=not async_op)
             bucket.gathered.opened = True
-        return UnshardHandle() if async_op else None
+        return UnshardHandle(self._shardc_unit.buckets) if async_op else None
 
     def reshard(self) -> None:
         """Free what `unshard()` gathered."""
@@ -302,8 +302,13 @@ class Controls:
 class UnshardHandle:
     """What `unshard(async_op=True)` returns."""
 
+    def __init__(self, buckets: Sequence[Any]) -> None:
+        self._buckets = buckets
+
     def wait(self) -> None:
         """Wait until the parameters are there; the next forward does so by itself."""
+        for bucket in self._buckets:
+            bucket.gathered.finish()
 
 
 def check_reshard(value: Any, world_size: int) -> bool | int | None:

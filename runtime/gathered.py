@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from shardc.runtime import compat
+from shardc.runtime.collectives import Started
 from shardc.runtime.eager import gathers
 from shardc.runtime.meta import refuse_meta
-from shardc.runtime.unshard import gather
+from shardc.runtime.unshard import gather, start_gather
 from shardc.runtime.unsharded import Again, Unsharded
 
 
@@ -42,6 +43,7 @@ class Gathered:
         self.expected: list[weakref.ref[Again]] = []
         self.orders: dict[str, tuple[Any, ...]] = {}
         self._version: object = None
+        self._started: Started | None = None
 
     @property
     def is_held(self) -> bool:
@@ -49,22 +51,36 @@ class Gathered:
         return self.held is not None
 
     @torch.no_grad()
-    def hold(self) -> None:
-        """Gather the bucket, if it is not, and keep it so. Every rank must call it."""
+    def hold(self, wait: bool = True) -> None:
+        """Gather the bucket, if it is not, and keep it so. Every rank must call it.
+
+        Without `wait`, what reads it first waits.
+        """
         if self.held is None:
-            self.held = gather(self.bucket.segment.detach(), self.bucket.code)
+            self._started = start_gather(self.bucket.segment.detach(), self.bucket.code)
+            self.held = self._started.early
             self._version = self.bucket.version
             self.bucket.refresh_signature()
+        if wait:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for what `hold` started."""
+        if self._started is not None:
+            self._started.wait()
+            self._started = None
 
     @torch.no_grad()
     def renew(self) -> None:
         """Gather what is held again if the parameters were written since."""
+        self.finish()
         if self.held is not None and self._version != self.bucket.version:
             self.held.copy_(gather(self.bucket.segment.detach(), self.bucket.code))
             self._version = self.bucket.version
 
     def drop(self) -> None:
         """Free what is held."""
+        self.finish()
         self.opened = False
         if self.depth == 0:
             self._close()

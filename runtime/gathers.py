@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,12 @@ log = logging.getLogger("shardc")
 
 
 @dataclass(frozen=True)
-class _Started:
-    """A gather under way: of what, and how to wait for it."""
+class _Gather:
+    """A gather under way, and of what."""
 
     code: UnshardSpec
     written: object
-    wait: Callable[[], Tensor]
+    started: collectives.Started
 
 
 class Gathers:
@@ -47,21 +47,21 @@ class Gathers:
         self.phase = phase
         self.done: list[Any] = []
         self._known: tuple[Any, ...] = ()
-        self._ahead: dict[Any, _Started] = {}
+        self._ahead: dict[Any, _Gather] = {}
         self._path = hashlib.sha256(phase.encode())
 
     def gather(self, bucket: Any, again: Any = None) -> Tensor:
         """The gathered bucket, `(W*S,)`; `again`: as the backward needs it. All ranks call it."""
         self._note(bucket)
         code = bucket.reading_code() if again is None else again.code
-        started = self._ahead.pop(bucket, None)
-        if started is None or (started.code, started.written) != (code, bucket.version):
-            started = _start(bucket, code, again)
+        gather = self._ahead.pop(bucket, None)
+        if gather is None or (gather.code, gather.written) != (code, bucket.version):
+            gather = _start(bucket, code, again)
         with (
             collectives.labelled(f"shardc: gather {bucket.label}"),
             collectives.naming(bucket.group),
         ):
-            full = started.wait()
+            full = gather.started.wait()
         for following, later in self._following(bucket):
             if following not in self._ahead:
                 self._ahead[following] = _start(following, later and later.code, later)
@@ -73,9 +73,9 @@ class Gathers:
         After an exception nothing is waited for: other ranks may never join.
         """
         while self._ahead:
-            _, started = self._ahead.popitem()
+            _, gather = self._ahead.popitem()
             if not raised:
-                started.wait()
+                gather.started.wait()
         if self.done and self._known[: len(self.done)] != tuple(self.done):
             self.done[0].gathered.orders[self.phase] = tuple(self.done)
 
@@ -132,10 +132,10 @@ def _to_next_unit(unit: Any, buckets: Sequence[Any]) -> list[Any]:
     return list(itertools.takewhile(lambda bucket: bucket.owner in wanted, buckets))
 
 
-def _start(bucket: Any, code: UnshardSpec | None, again: Any) -> _Started:
+def _start(bucket: Any, code: UnshardSpec | None, again: Any) -> _Gather:
     log.debug("gather %s", bucket.label)
     code = code or bucket.reading_code()
     part = None if again is None else again.part
     with torch.no_grad(), collectives.naming(bucket.group):
-        wait = start_gather(bucket.segment.detach(), code, part)
-    return _Started(code, bucket.version, wait)
+        started = start_gather(bucket.segment.detach(), code, part)
+    return _Gather(code, bucket.version, started)

@@ -22,6 +22,7 @@ from shardc.runtime import (
     custom_comm,  # noqa: F401 (registers its ops)
     gradient_ops,  # noqa: F401 (registers its ops)
 )
+from shardc.runtime.collectives import Started
 from shardc.runtime.spec import UnshardSpec, object_of, spec_of
 
 
@@ -33,18 +34,16 @@ def unshard(segment: Tensor, signature: str, *extras: Tensor) -> tuple[Tensor, .
     return _Unshard.apply(segment, signature, *extras)
 
 
-Steps = Generator[collectives.Wait, Tensor, Tensor]
+Steps = Generator[Started, Tensor, Tensor]
 """Collectives that follow each other: each is started and yielded, and goes on with its result."""
 
 
 def gather(segment: Tensor, spec: UnshardSpec) -> Tensor:
     """The whole bucket, `(W*S,)`, in the dtype it is computed in."""
-    return start_gather(segment, spec)()
+    return start_gather(segment, spec).wait()
 
 
-def start_gather(
-    segment: Tensor, spec: UnshardSpec, part: Tensor | None = None
-) -> collectives.Wait:
+def start_gather(segment: Tensor, spec: UnshardSpec, part: Tensor | None = None) -> Started:
     """Start `gather`; with `part`, what `recut` kept, among the ranks that share that."""
     if part is not None:
         assert spec.recut is not None
@@ -56,13 +55,8 @@ def start_gather(
         local = local.to(spec.param_dtype)
     if spec.gather is not None:
         full = torch.ops.shardc.custom_all_gather(local, spec.world_size, spec.group, spec.gather)
-        return _done(full)
+        return Started(full, done=True)
     return collectives.start_all_gather(local, spec.world_size, spec.group)
-
-
-def _done(result: Tensor) -> collectives.Wait:
-    """For what was waited for already."""
-    return lambda: result
 
 
 def split_full(full: Tensor, spec: UnshardSpec) -> tuple[Tensor, ...]:
@@ -93,10 +87,10 @@ def reduce(flat: Tensor, spec: UnshardSpec, partial: Tensor | None = None) -> Te
     With `all_reduce` off it is reduced over this copy of the model only, and not divided.
     """
     steps = reducing(flat, spec, partial)
-    wait = next(steps)
+    started = next(steps)
     try:
         while True:
-            wait = steps.send(wait())
+            started = steps.send(started.wait())
     except StopIteration as done:
         return done.value
 
@@ -108,14 +102,14 @@ def reducing(flat: Tensor, spec: UnshardSpec, partial: Tensor | None = None) -> 
     if r.predivide != 1:
         flat = flat / r.predivide
     if r.function is not None:
-        start = _done(object_of(r.function)(flat, r.op, world, group))
+        started = Started(object_of(r.function)(flat, r.op, world, group), done=True)
     elif r.scatter is not None:
         custom = torch.ops.shardc.custom_reduce_scatter
-        start = _done(custom(flat, r.op, world, group, r.scatter))
+        started = Started(custom(flat, r.op, world, group, r.scatter), done=True)
     else:
-        start = collectives.start_reduce_scatter(flat, r.op, world, group)
+        started = collectives.start_reduce_scatter(flat, r.op, world, group)
     del flat
-    part = yield start
+    part = yield started
     if partial is not None:
         part = part + partial.to(part.dtype)
     if r.all_reduce:

@@ -180,11 +180,15 @@ def test_reshard_after_forward_can_change(mesh):
 def test_unshard_before_the_forward(mesh):
     plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
     for call in (compiled(model), model):
-        model.layers[0].unshard()
         handle = model.unshard(async_op=True)
-        model.unshard()
-        torch.testing.assert_close(_loss(call, 1), _loss(plain, 1))
+        later = model.layers[0].unshard(async_op=True)
+        pending = [b for m in _units(model) for b in m._shardc_unit.buckets]
+        assert all(b.gathered.is_held and b.gathered._started is not None for b in pending)
         handle.wait()
+        torch.testing.assert_close(model.head.weight, plain.head.weight)
+        torch.testing.assert_close(_loss(call, 1), _loss(plain, 1))
+        assert all(b.gathered._started is None for b in pending)
+        later.wait()
         assert all(b.gathered.is_held for m in _units(model) for b in m._shardc_unit.buckets)
         for module in _units(model):
             module.reshard()

@@ -5,6 +5,7 @@ import gc
 import logging
 import warnings
 import weakref
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -33,16 +34,15 @@ class Events:
         start, reducing = gathers._start, unshard.reducing
 
         def start_and_log(bucket, code, again):
-            started = start(bucket, code, again)
+            gather = start(bucket, code, again)
             self.log.append(("start", bucket.owner.name))
 
-            def wait():
-                full = started.wait()
+            def note(raw):
                 self.log.append(("wait", bucket.owner.name))
-                self.gathered.append(weakref.ref(full.untyped_storage()))
-                return full
+                self.gathered.append(weakref.ref(raw.untyped_storage()))
+                return gather.started.then(raw)
 
-            return gathers._Started(started.code, started.written, wait)
+            return replace(gather, started=replace(gather.started, then=note))
 
         def reduce_and_log(flat, spec, partial=None):
             self.log.append(("reduce", flat.numel()))
