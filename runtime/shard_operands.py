@@ -104,7 +104,8 @@ def refuse(func: Any, why: str = "it needs more than this rank's part") -> NoRet
     name = str(func)
     raise NotImplementedError(
         f"{_USER_NAMES.get(name, name)} is not supported on a ShardTensor: {why}. Call "
-        ".full_tensor() (on every rank) and work on the result"
+        ".full_tensor() (on every rank) and work on the result; a parameter reads as the full "
+        "tensor inside its module's forward and after the unit's unshard()"
     )
 
 
