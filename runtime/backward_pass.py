@@ -73,7 +73,10 @@ class BackwardPass:
     def gather(self, bucket: Any, again: Any) -> Tensor:
         """The bucket that `again` stands for, `(W*S,)`."""
         self._gathered.append(weakref.ref(again))
-        return self.gathers.gather(bucket, again)
+        full = self.gathers.gather(bucket, again)
+        if not bucket.settings.reshard_after_backward:
+            bucket.gathered.keep(full)
+        return full
 
     @torch.no_grad()
     def reduce(self, bucket: Any, code: UnshardSpec, grads: Sequence[Tensor | None]) -> None:

@@ -64,6 +64,12 @@ class Gathered:
         if wait:
             self.finish()
 
+    def keep(self, full: Tensor) -> None:
+        """Hold `full: (W*S,)`, the bucket as a backward has just gathered it."""
+        if self.held is None:
+            self.held, self._version = full, self.bucket.version
+            self.bucket.refresh_signature()
+
     def finish(self) -> None:
         """Wait for what `hold` started."""
         if self._started is not None:

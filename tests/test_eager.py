@@ -361,6 +361,27 @@ def test_prefetch_hints(mesh):
                         "wait layers.1", "wait layers.0"], backward  # fmt: skip
 
 
+@on_ranks(2)
+def test_micro_batches_that_stay_gathered(mesh):
+    plain, model = seeded(lambda: Stack(3)), sharded(seeded(lambda: Stack(3)), mesh)
+    model.set_reshard_after_backward(False)
+    for step in range(2):
+        for micro_batch in range(3):
+            with Events() as events:
+                for run in (plain, model):
+                    _step(run, run, micro_batch)
+            assert len(events.of("start")) == (0 if micro_batch or step else 7), events.log
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            p.grad = mean_over_ranks(p.grad, mesh)
+            torch.testing.assert_close(full(q.grad), p.grad)
+        for run in (plain, model):
+            torch.optim.SGD(run.parameters(), lr=0.1).step()
+            run.zero_grad()
+    for unit in (*model.layers, model):
+        unit.reshard()
+    check_parity(plain, model, model, _batch, mesh)
+
+
 # -- gradients -------------------------------------------------------------------------------------
 
 
