@@ -475,6 +475,13 @@ def mode_options(mode: str | None) -> dict[str, Any]:
     return dict(torch._inductor.list_mode_options(mode)) if mode else {}
 
 
+def cpp_compiler() -> str:
+    """The C++ compiler that Inductor takes (2.11 to 2.15). RuntimeError where it finds none."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return get_cpp_compiler()
+
+
 def compile_fx_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Inductor's lowering of one graph, graph cache included (2.11 to 2.15)."""
     from torch._inductor.compile_fx import compile_fx_inner as inner

@@ -46,11 +46,9 @@ def calibrate(mesh: DeviceMesh, *, refresh: bool = False) -> Profile:
         The profile, equal on all ranks.
     """
     group, device = mesh.get_group(), torch.device(mesh.device_type)
-    chip = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    threads = torch.get_num_threads() if device.type == "cpu" else 0
-    name = f"{chip}-{threads}-{dist.get_backend(group)}-{group.size()}".replace(" ", "_")
-    path = _folder() / f"{name}.json"
-    kept = path.read_text() if path.exists() and not refresh else ""
+    path = calibration_file(mesh)
+    name = path.stem
+    kept = path.read_text() if is_calibration(path) and not refresh else ""
     facts = [name, f"call {next(_calls)}"]
     figures = kept
     if agree(group, "the calibration that ranks keep", facts, note=kept) != {kept} or not kept:
@@ -62,6 +60,36 @@ def calibrate(mesh: DeviceMesh, *, refresh: bool = False) -> Profile:
     profile = _profile(name, json.loads(figures), device.type, group.size())
     set_profile(profile)
     return profile
+
+
+def calibration_file(mesh: DeviceMesh) -> Path:
+    """Where `calibrate(mesh)` keeps its figures: one file per device, backend and world size."""
+    group, on_gpu = mesh.get_group(), mesh.device_type == "cuda"
+    name = f"{_device_key(on_gpu)}-{dist.get_backend(group)}-{group.size()}"
+    return calibration_folder() / f"{name.replace(' ', '_')}.json"
+
+
+def calibrations_kept(on_gpu: bool) -> list[Path]:
+    """The files that `calibrate` has written for this machine's GPU, or its CPU."""
+    return sorted(calibration_folder().glob(f"{_device_key(on_gpu).replace(' ', '_')}-*.json"))
+
+
+def is_calibration(path: Path) -> bool:
+    """Whether the file is there and holds what `calibrate` writes."""
+    try:
+        figures = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return (
+        isinstance(figures, list)
+        and len(figures) == len(_DTYPES) + 2 + len(_MESSAGES)
+        and all(isinstance(figure, float) for figure in figures)
+    )
+
+
+def _device_key(on_gpu: bool) -> str:
+    """The device, and how many threads compute where it is the CPU."""
+    return f"{torch.cuda.get_device_name()}-0" if on_gpu else f"cpu-{torch.get_num_threads()}"
 
 
 def _measure(mesh: DeviceMesh, device: torch.device) -> list[float]:
@@ -119,5 +147,6 @@ def _seconds(call: Callable[[], object], device: torch.device, repeats: int = 5)
     return statistics.median(times[1:])
 
 
-def _folder() -> Path:
+def calibration_folder() -> Path:
+    """Where calibrations are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "shardc"

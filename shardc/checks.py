@@ -2,13 +2,12 @@
 
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
@@ -139,10 +138,10 @@ def _read_ignored(
 def check_model(
     modules: tuple[nn.Module, ...],
     params: list[nn.Parameter],
-    mesh: DeviceMesh,
+    ranks: Sequence[int],
     spmd: Spmd | None,
 ) -> None:
-    """Raise where parameters cannot be cut, or something else holds them."""
+    """Raise where parameters cannot be cut over global `ranks`, or something else holds them."""
     names = {p: n for root in modules for n, p in root.named_parameters(remove_duplicate=False)}
     rnn_refs = [
         id(ref)
@@ -151,7 +150,7 @@ def check_model(
         for ref in compat.rnn_weight_references(m)
     ]
     for param in params:
-        _check_parameter(names[param], param, mesh, spmd)
+        _check_parameter(names[param], param, ranks, spmd)
         foreign = [ref for ref in weakref.getweakrefs(param) if id(ref) not in rnn_refs]
         if foreign or compat.is_in_use(param):
             raise ValueError(
@@ -192,10 +191,12 @@ def _check_sole_owner(
         )
 
 
-def _check_parameter(name: str, param: nn.Parameter, mesh: DeviceMesh, spmd: Spmd | None) -> None:
+def _check_parameter(
+    name: str, param: nn.Parameter, ranks: Sequence[int], spmd: Spmd | None
+) -> None:
     kind = type(param.data).__name__
     if isinstance(param, DTensor):
-        why = unsupported(param, mesh.mesh.flatten().tolist(), spmd)
+        why = unsupported(param, ranks, spmd)
         if why is not None:
             raise NotImplementedError(
                 f"parameter '{name}' is a {kind} and cannot be sharded: {why}"

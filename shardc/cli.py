@@ -1,9 +1,53 @@
-"""The `shardc` command; its sub-commands come later."""
+"""The `shardc` command: parses arguments and hands over to a module of `shardc.commands`."""
 
+import argparse
 import sys
+from collections.abc import Sequence
+
+from shardc.commands import calibrate, doctor, plan
+from shardc.commands.errors import FoundProblem, UsageError
+
+_DESCRIPTION = """\
+shardc shards training: parameters, gradients and optimizer state live in parts, one a rank (a
+process, with a GPU of its own where there are GPUs).
+
+Start with `shardc doctor`: it says whether this machine can train.
+"""
+_EPILOG = """\
+exit codes: 0 fine, 1 a problem was found, 2 wrong usage
+`shardc COMMAND --help` explains a command and shows how to call it.
+"""
+_COMMANDS = (doctor, plan, calibrate)
 
 
-def main() -> int:
-    """Say that the name is reserved; exit code 2."""
-    print("shardc has no command line yet; see the README for the Python API", file=sys.stderr)
-    return 2
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: that of the process); returns its exit code."""
+    parser = _make_parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        return args.run(args)
+    except (UsageError, FoundProblem) as error:
+        print(f"shardc {args.command}: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="shardc", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=raw
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for module in _COMMANDS:
+        command = commands.add_parser(
+            module.NAME,
+            help=module.SUMMARY,
+            description=module.DESCRIPTION,
+            epilog=module.EPILOG,
+            formatter_class=raw,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser

@@ -5,7 +5,6 @@ arguments and the model, plan the buckets and agree on the plan, then cut bucket
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,29 +15,21 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from shardc.checks import (
     LeftAlone,
     check_ignored,
-    check_initialized,
     check_model,
     check_modules,
     check_placement,
-    check_policies,
 )
 from shardc.materialize import check_init_fn, generator_fact, initialise
 from shardc.mesh import data_parallel_mesh, spmd_of
-from shardc.passes.cost import bucket_grain
 from shardc.passes.profiles import current_profile
 from shardc.placement import check_devices, compute_device, move_buffers, new_segment
 from shardc.runtime import compat
 from shardc.runtime.agreement import agree, decline
 from shardc.runtime.bucket import Bucket
-from shardc.runtime.controls import check_reshard
-from shardc.runtime.layout import BucketLayout, Param, plan_buckets
 from shardc.runtime.modules import make_unit
-from shardc.runtime.policy import MixedPrecisionPolicy as Precision
 from shardc.runtime.policy import keep_buffers_in
 from shardc.runtime.ranks import Ranks, ranks_of
-from shardc.runtime.settings import Settings
-from shardc.runtime.shard_tensor import ShardTensor
-from shardc.runtime.tensor_parallel import Placed, Spmd, local_value, restore_ties
+from shardc.runtime.tensor_parallel import Placed, Spmd, restore_ties
 from shardc.runtime.unit import Unit
 from shardc.sync import (
     buffer_facts,
@@ -48,20 +39,10 @@ from shardc.sync import (
     unsynced_buffers,
     what_has_values,
 )
-from shardc.units import UnitPolicy, UnitRequest, find_inner_units, owned_parameters
+from shardc.unit_plan import UnitPlan, plan_units
+from shardc.units import UnitPolicy
 
 Ignored = Iterable[nn.Parameter] | Iterable[nn.Module]
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """One unit to be made: what it takes and how it is laid out."""
-
-    modules: tuple[nn.Module, ...]
-    params: dict[str, nn.Parameter]
-    layouts: tuple[BucketLayout, ...]
-    reshard_after_forward: bool | int | None
-    settings: Settings
 
 
 def fully_shard(
@@ -136,8 +117,10 @@ def fully_shard(
         check_placement(shard_placement_fn)
         check_init_fn(param_init_fn, "param_init_fn")
         alone = check_ignored(modules, ignored_params)
-        plans = _plan(modules, units, mesh, given, alone)
-        _check(modules, plans, mesh, spmd, mixed=sync_module_states)
+        world_size, profile = mesh.size(mesh.ndim - 1), current_profile(mesh.device_type)
+        plans = plan_units(modules, units, given, alone, world_size, profile)
+        check_model(modules, _params(plans), mesh.mesh.flatten().tolist(), spmd)
+        _check_devices(modules, plans, compute_device(mesh), mixed=sync_module_states)
         init, sync = param_init_fn is not None, sync_module_states
         buffers = list(unsynced_buffers(modules, alone.modules)) if sync else []
         facts = _facts(plans, ranks, compute_device(mesh), init, sync) + buffer_facts(buffers)
@@ -157,77 +140,24 @@ def fully_shard(
     return module
 
 
-# -- plan ----------------------------------------------------------------------------------------
+# -- check ---------------------------------------------------------------------------------------
 
 
-def _plan(
-    modules: tuple[nn.Module, ...],
-    units: UnitPolicy | None,
-    mesh: DeviceMesh,
-    given: dict[str, Any],
-    alone: LeftAlone,
-) -> list[_Plan]:
-    check_initialized(modules)
-    for root in modules:
-        for child in root.modules():
-            compat.forget_recomputed_weights(child)
-    restore_ties(modules)
-    requests = [
-        *(request for root in modules for request in find_inner_units(root, units, alone.modules)),
-        UnitRequest(modules, {}),
-    ]
-    plans: list[_Plan] = []
-    taken = set(alone.params)
-    world = mesh.size(mesh.ndim - 1)
-    grain = bucket_grain(world, current_profile(mesh.device_type))
-    for request in requests:
-        options = {**given, **request.options}
-        mp, offload = options["mp_policy"], options["offload_policy"]
-        check_policies(mp, offload)
-        owned = owned_parameters(request.modules, alone.modules)
-        params = {
-            owners[0].name: param
-            for param, owners in owned.items()
-            if param not in taken and not isinstance(param, ShardTensor)
-        }
-        taken |= set(params.values())
-        described = [
-            Param(name, tuple(local_value(param).shape), param.dtype, param.requires_grad)
-            for name, param in params.items()
-        ]
-        plans.append(
-            _Plan(
-                request.modules,
-                params,
-                plan_buckets(described, world, grain),
-                check_reshard(options["reshard_after_forward"], world),
-                Settings(precision=Precision.of(mp), offload=offload),
-            )
-        )
-    return plans
-
-
-def _params(plans: list[_Plan]) -> list[nn.Parameter]:
+def _params(plans: list[UnitPlan]) -> list[nn.Parameter]:
     return [param for plan in plans for param in plan.params.values()]
 
 
-def _check(
-    modules: tuple[nn.Module, ...],
-    plans: list[_Plan],
-    mesh: DeviceMesh,
-    spmd: Spmd | None,
-    mixed: bool,
+def _check_devices(
+    modules: tuple[nn.Module, ...], plans: list[UnitPlan], device: torch.device, mixed: bool
 ) -> None:
-    """Raise for parameters that cannot be cut; unless `mixed`, if only some are on meta."""
-    check_model(modules, _params(plans), mesh, spmd)
+    """Raise for parameters that cannot be brought to `device`; unless `mixed`, on meta in part."""
     names = {p: n for root in modules for n, p in root.named_parameters(remove_duplicate=False)}
     for plan in plans:
-        named = {names[param]: param for param in plan.params.values()}
-        check_devices(named, compute_device(mesh), mixed)
+        check_devices({names[param]: param for param in plan.params.values()}, device, mixed)
 
 
 def _facts(
-    plans: list[_Plan], ranks: Ranks, device: torch.device, init: bool, synced: bool
+    plans: list[UnitPlan], ranks: Ranks, device: torch.device, init: bool, synced: bool
 ) -> list[str]:
     """What all ranks must have equal: the buckets, and how they get values if none are sent."""
     facts = [f"sync_module_states={synced}"]
@@ -251,7 +181,7 @@ def _facts(
 
 
 def _apply(
-    plan: _Plan,
+    plan: UnitPlan,
     mesh: DeviceMesh,
     ranks: Ranks,
     alone: LeftAlone,

@@ -24,16 +24,17 @@ def describe(model: nn.Module) -> str:
                     f"{len(layout.slots)} ({layout.used:,})",
                     str(bucket.segment.dtype).removeprefix("torch.")
                     + ("" if layout.requires_grad else ", frozen"),
-                    _bytes(layout.numel * size),
+                    format_bytes(layout.numel * size),
                     f"{100 * layout.padding_fraction:.2f}%",
-                    _bytes(layout.segment * size),
+                    format_bytes(layout.segment * size),
                     "yes" if bucket.reshard_after_forward else "no",
                 ]
             )
     return tabulate(rows, headers=_HEADERS, disable_numparse=True)
 
 
-def _bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
+    """Bytes as a text for people, in powers of 1024."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"

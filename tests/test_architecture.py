@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ORDER = {"runtime": 0, "passes": 1, "shardc": 2}
-FILES = [path for folder in ORDER for path in sorted((ROOT / folder).glob("*.py"))]
+FILES = [path for folder in ORDER for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def _imports(path):
@@ -23,15 +23,15 @@ def _layer(module):
     return ORDER.get(parts[1] if len(parts) > 1 and parts[1] in ORDER else "shardc")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}/{p.name}")
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_go_one_way(path):
-    own = ORDER[path.parent.name]
+    own = ORDER[path.relative_to(ROOT).parts[0]]
     for module, _ in _imports(path):
         if module.split(".")[0] == "shardc":
             assert _layer(module) <= own, f"{path} imports {module}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}/{p.name}")
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_private_torch_modules_are_imported_by_compat_only(path):
     if path.name == "compat.py":
         return

@@ -1,0 +1,7 @@
+"""`python -m shardc`, the same as `shardc`: for torchrun, which starts modules."""
+
+import sys
+
+from shardc.cli import main
+
+sys.exit(main())

@@ -1,0 +1,262 @@
+"""`shardc plan`: how `fully_shard` would lay a model out, from its shapes alone.
+
+Runs the planner of `fully_shard` without a mesh, so it needs neither ranks nor memory. What depends
+on the compiled graphs (activations, what is gathered when, seconds) is left out.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import nn
+from torch.distributed.fsdp import OffloadPolicy
+
+from shardc.checks import check_ignored, check_model, check_modules
+from shardc.commands.errors import FoundProblem
+from shardc.commands.target import EXAMPLE, load_model
+from shardc.passes.profiles import PROFILES, Profile, current_profile
+from shardc.runtime.layout import BucketLayout
+from shardc.runtime.policy import MixedPrecisionPolicy
+from shardc.table import format_bytes
+from shardc.unit_plan import UnitPlan, plan_units
+
+NAME = "plan"
+SUMMARY = "show how a model would be sharded over any number of ranks, without running it"
+DESCRIPTION = """\
+Show how fully_shard(model, units="auto") lays a model out: its units (repeated blocks, and what is
+left), the flat buckets of each, and what a rank keeps of them. Needs no GPU and no other process,
+and no memory for a model on the meta device.
+
+The target names a function that takes no arguments and returns the model, or (model, example
+inputs); build it under torch.device("meta").
+"""
+EPILOG = f"""\
+example:
+  shardc plan {EXAMPLE} --world-size 1024 --mp bf16
+
+A bucket is gathered and reduced as a whole, and cut into equal segments, one a rank; padding is
+what aligns parameters and segments. Adam's state is two values a parameter. Activations, and the
+buckets that are gathered at a time, come on top of what a rank keeps.
+"""
+ADAM_STATES = 2
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `shardc plan`."""
+    add = parser.add_argument
+    add("target", help=f"package.module:function, for example {EXAMPLE}")
+    add("--world-size", type=_count, default=8, metavar="W", help="ranks that share the model; "
+        "with copies of it (HSDP), those of one copy (default 8)")  # fmt: skip
+    add("--mp", choices=sorted(_DTYPES), help="param_dtype of mixed precision: the dtype that "
+        "parameters are gathered in (default: as they are stored)")  # fmt: skip
+    add("--profile", choices=sorted(PROFILES), metavar="NAME", help="the links that large units "
+        f"are split into buckets for: {', '.join(sorted(PROFILES))} (default: those of this "
+        "machine's GPU, else h100-nvlink)")  # fmt: skip
+    add("--json", action="store_true", help="print JSON: all sizes in bytes, every unit by name")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan the model and print the table, or JSON."""
+    model, _ = load_model(args.target)
+    profile = PROFILES[args.profile] if args.profile else current_profile("cuda")
+    policy = MixedPrecisionPolicy(param_dtype=_DTYPES.get(args.mp))
+    plans = plan_model(model, args.world_size, policy, profile)
+    groups, totals = group_units(model, plans), total(plans)
+    if args.json:
+        head = {"model": args.target, "world_size": args.world_size, "profile": profile.name}
+        units = [_group_record(group) for group in groups]
+        print(json.dumps({**head, "units": units, "totals": _total_record(totals)}, indent=2))
+    else:
+        print(f"{args.target} over {args.world_size} ranks, buckets split for {profile.name}\n")
+        print(f"{_table(groups, gathered=args.mp is not None)}\n\n{_summary(totals)}")
+    return 0
+
+
+def plan_model(
+    model: nn.Module, world_size: int, policy: MixedPrecisionPolicy, profile: Profile
+) -> list[UnitPlan]:
+    """The units of `fully_shard(model, units="auto", mp_policy=policy)` on `world_size` ranks.
+
+    Raises:
+        FoundProblem: `fully_shard` would refuse the model; says why.
+    """
+    options = {
+        "reshard_after_forward": None,
+        "mp_policy": policy,
+        "offload_policy": OffloadPolicy(),
+    }
+    try:
+        modules = check_modules(model)
+        alone = check_ignored(modules, None)
+        plans = plan_units(modules, "auto", options, alone, world_size, profile)
+        params = [param for plan in plans for param in plan.params.values()]
+        check_model(modules, params, range(world_size), None)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise FoundProblem(f"fully_shard would refuse this model: {error}") from error
+    if not params:
+        raise FoundProblem(
+            f"the {type(model).__name__} has no parameters: there is nothing to shard"
+        )
+    return plans
+
+
+@dataclass(frozen=True)
+class UnitGroup:
+    """Units that are laid out alike, by name in the model; the figures are those of each."""
+
+    names: tuple[str, ...]
+    plan: UnitPlan
+
+    @property
+    def label(self) -> str:
+        """What a table calls the group."""
+        if len(self.names) == 1:
+            return self.names[0] or "(root)"
+        return f"{self.names[0]} .. {self.names[-1]} ({len(self.names)})"
+
+
+def group_units(model: nn.Module, plans: Iterable[UnitPlan]) -> list[UnitGroup]:
+    """The plans with those of one class, layout and name but for its numbers put together."""
+    names = {module: name for name, module in model.named_modules()}
+    groups: dict[Any, list[tuple[str, UnitPlan]]] = {}
+    for plan in plans:
+        module = plan.modules[0]
+        pattern = re.sub(r"\d+", "*", names[module])
+        groups.setdefault((pattern, type(module), plan.layouts), []).append((names[module], plan))
+    return [UnitGroup(tuple(name for name, _ in group), group[0][1]) for group in groups.values()]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A whole model: counts, and bytes that a rank keeps at most, padding included."""
+
+    parameters: int
+    units: int
+    buckets: int
+    padding_fraction: float
+    parameter_bytes: int
+    gradient_bytes: int
+
+    @property
+    def adam_bytes(self) -> int:
+        """Bytes of Adam's two moments, in the dtype of the parameters."""
+        return ADAM_STATES * self.gradient_bytes
+
+
+def total(plans: Sequence[UnitPlan]) -> Totals:
+    """The sums over all buckets; frozen parameters have no gradient."""
+    layouts = [layout for plan in plans for layout in plan.layouts]
+    used = sum(layout.used for layout in layouts)
+    numel = sum(layout.numel for layout in layouts)
+    return Totals(
+        parameters=used,
+        units=len(plans),
+        buckets=len(layouts),
+        padding_fraction=(numel - used) / numel if numel else 0.0,
+        parameter_bytes=sum(_segment_bytes(layout) for layout in layouts),
+        gradient_bytes=sum(_segment_bytes(layout) for layout in layouts if layout.requires_grad),
+    )
+
+
+# -- print ---------------------------------------------------------------------------------------
+
+
+def _table(groups: Sequence[UnitGroup], gathered: bool) -> str:
+    rows = []
+    for group in groups:
+        for index, layout in enumerate(group.plan.layouts):
+            dtype = _name(layout.dtype) + ("" if layout.requires_grad else ", frozen")
+            row = [
+                "" if index else group.label,
+                f"{layout.used:,}",
+                dtype,
+                format_bytes(layout.numel * layout.dtype.itemsize),
+                format_bytes(_segment_bytes(layout)),
+                f"{100 * layout.padding_fraction:.3f}",
+            ]
+            if gathered:
+                row.insert(4, format_bytes(layout.numel * _gathered(group.plan, layout).itemsize))
+            rows.append(row)
+    headers = ["unit (how many)", "parameters", "dtype", "bytes", "segment a rank", "padding %"]
+    align = ["left", "right", "left", "right", "right", "right"]
+    if gathered:
+        headers.insert(4, "gathered bytes")
+        align.insert(4, "right")
+    return tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
+
+
+def _summary(totals: Totals) -> str:
+    state = (totals.parameter_bytes, totals.gradient_bytes, totals.adam_bytes)
+    names = ("parameters", "gradients", "Adam's state")
+    kept = ", ".join(
+        f"{name} {format_bytes(size)}" for name, size in zip(names, state, strict=True)
+    )
+    alone = "No blocks repeat: the whole model is one unit and is gathered at once.\n"
+    return (
+        "One row a bucket; the figures are those of each unit of a row.\n"
+        f"{alone if totals.units == 1 else ''}"
+        f"{totals.parameters:,} parameters; units: {totals.units}, buckets: {totals.buckets}, "
+        f"padding: {100 * totals.padding_fraction:.3f}%\n"
+        f"a rank keeps: {kept}; together {format_bytes(sum(state))}"
+    )
+
+
+def _group_record(group: UnitGroup) -> dict[str, Any]:
+    buckets = [
+        {
+            "parameters": layout.used,
+            "tensors": len(layout.slots),
+            "dtype": _name(layout.dtype),
+            "requires_grad": layout.requires_grad,
+            "bytes": layout.numel * layout.dtype.itemsize,
+            "gathered_dtype": _name(_gathered(group.plan, layout)),
+            "gathered_bytes": layout.numel * _gathered(group.plan, layout).itemsize,
+            "segment_bytes": _segment_bytes(layout),
+            "padding_fraction": layout.padding_fraction,
+        }
+        for layout in group.plan.layouts
+    ]
+    return {"names": group.names, "buckets": buckets}
+
+
+def _total_record(totals: Totals) -> dict[str, Any]:
+    return {
+        "parameters": totals.parameters,
+        "units": totals.units,
+        "buckets": totals.buckets,
+        "padding_fraction": totals.padding_fraction,
+        "bytes_per_rank": {
+            "parameters": totals.parameter_bytes,
+            "gradients": totals.gradient_bytes,
+            "adam": totals.adam_bytes,
+        },
+    }
+
+
+def _segment_bytes(layout: BucketLayout) -> int:
+    return layout.segment * layout.dtype.itemsize
+
+
+def _gathered(plan: UnitPlan, layout: BucketLayout) -> torch.dtype:
+    return plan.settings.dtypes(layout.dtype, evaluating=False)[0]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _count(text: str) -> int:
+    """A number of ranks, for argparse."""
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"must be a number of ranks, 1 or more, got '{text}'")
+    return count

@@ -1,0 +1,106 @@
+"""`package.module:function` on the command line: the function that builds the model to look at."""
+
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from shardc.commands.errors import FoundProblem, UsageError
+
+EXAMPLE = "examples.models:llama3_8b"
+
+
+def load_model(target: str) -> tuple[nn.Module, Any]:
+    """Import and call the function that `target` names: the model, and its example inputs or None.
+
+    Modules are looked for in the current folder first. What user code raises is printed with its
+    traceback.
+
+    Raises:
+        UsageError: nothing of that name, no function, or one that returns no model.
+        FoundProblem: the module or the function raised.
+    """
+    build = _find(target)
+    try:
+        built = build()
+    except Exception as error:
+        traceback.print_exception(error)
+        raise FoundProblem(
+            f"{target} raised {type(error).__name__} (traceback above): {error}"
+        ) from None
+    model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"{target} returned a value of type {type(model).__name__}; it must return a "
+            "torch.nn.Module, or (module, example inputs)"
+        )
+    return model, inputs
+
+
+def _find(target: str) -> Callable[[], Any]:
+    """The function that `target` names; it can be called without arguments."""
+    name, _, attribute = target.partition(":")
+    if not name or not attribute or os.sep in name or name.endswith(".py"):
+        raise UsageError(
+            f"'{target}' names no function: write package.module:function, with dots and without "
+            f".py, for example {EXAMPLE}"
+        )
+    module = _import(name, target)
+    if not hasattr(module, attribute):
+        known = [key for key, value in vars(module).items() if _is_defined_in(value, name)]
+        raise UsageError(
+            f"module '{name}' has no '{attribute}'; its functions: {', '.join(known) or 'none'}"
+        )
+    build = getattr(module, attribute)
+    if not callable(build) or isinstance(build, nn.Module):
+        raise UsageError(
+            f"'{target}' is of type {type(build).__name__}, not a function: name one that takes no "
+            "arguments and returns the model"
+        )
+    try:
+        inspect.signature(build).bind()
+    except TypeError as error:
+        raise UsageError(
+            f"'{target}' cannot be called without arguments ({error}): write a function around it "
+            "that gives them"
+        ) from None
+    return build
+
+
+def _import(name: str, target: str) -> ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if f"{name}.".startswith(f"{missing}."):
+            parent, _, last = missing.rpartition(".")
+            if parent:
+                raise UsageError(f"package '{parent}' has no module '{last}'") from None
+            raise UsageError(
+                f"no module '{missing}' for '{target}': run shardc in the folder that contains "
+                f"'{missing}', or add that folder to PYTHONPATH"
+            ) from None
+        raise FoundProblem(
+            f"module '{name}' needs '{missing}', which is not installed here"
+        ) from None
+    except Exception as error:
+        traceback.print_exception(error)
+        raise FoundProblem(
+            f"importing '{name}' raised {type(error).__name__} (traceback above): {error}"
+        ) from None
+
+
+def _is_defined_in(value: Any, module: str) -> bool:
+    return (
+        inspect.isfunction(value)
+        and value.__module__ == module
+        and not value.__name__.startswith("_")
+    )

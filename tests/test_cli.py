@@ -1,0 +1,215 @@
+"""The command line: what `plan` prints is what `fully_shard` does, errors name the way out."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import ended
+from models import Stack
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from shardc import fully_shard, units_of
+from shardc.commands.plan import group_units, plan_model, total
+from shardc.passes.profiles import PROFILES
+from shardc.runtime.policy import MixedPrecisionPolicy as Precision
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+
+
+# -- plan ----------------------------------------------------------------------------------------
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("tied", [False, True])
+def test_plan_has_the_buckets_of_fully_shard(mesh, tied):
+    with torch.device("meta"):
+        model, same = Stack(3, tied=tied), Stack(3, tied=tied)
+    model.layers[1].up.weight.requires_grad_(False)
+    same.layers[1].up.weight.requires_grad_(False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    plans = plan_model(same, mesh.size(), Precision.of(policy), PROFILES["cpu"])
+    planned = {
+        name: (group.plan.layouts, group.plan.settings)
+        for group in group_units(same, plans)
+        for name in group.names
+    }
+    fully_shard(model, mesh=mesh, units="auto", mp_policy=policy)
+    units = {name: module._shardc_unit for name, module in units_of(model).items()}
+    assert planned.keys() == units.keys() and len(units) == 4
+    for name, unit in units.items():
+        layouts, settings = planned[name]
+        assert layouts == tuple(bucket.layout for bucket in unit.buckets)
+        assert settings.precision == unit.buckets[0].settings.precision
+    segments = [bucket.segment for unit in units.values() for bucket in unit.buckets]
+    totals = total(plans)
+    assert totals.parameter_bytes == sum(segment.nbytes for segment in segments)
+    assert totals.gradient_bytes == sum(s.nbytes for s in segments if s.requires_grad)
+    assert totals.gradient_bytes < totals.parameter_bytes and totals.buckets == len(segments)
+    assert totals.parameters == sum(p.numel() for p in same.parameters())
+
+
+@pytest.mark.parametrize(
+    "name, parameters, blocks, root",
+    [
+        ("llama3_8b", 8_030_261_248, 32, 128256 * 4096 * 2 + 4096),
+        ("llama3_70b", 70_553_706_496, 80, 128256 * 8192 * 2 + 8192),
+        ("llama3_405b", 405_853_388_800, 126, 128256 * 16384 * 2 + 16384),
+        ("mixtral_8x7b", 46_702_792_704, 32, 32000 * 4096 * 2 + 4096),
+    ],
+)
+@pytest.mark.parametrize("world", [1, 1000, 16384])
+def test_plan_of_published_models(capsys, name, parameters, blocks, root, world):
+    arguments = ["plan", f"examples.models:{name}", "--world-size", str(world), "--mp", "bf16"]
+    code, out, err = ended(capsys, *arguments, "--json", "--profile", "h100-nvlink")
+    assert (code, err) == (0, "")
+    plan = json.loads(out)
+    assert (plan["world_size"], plan["profile"]) == (world, "h100-nvlink")
+    layers, rest = plan["units"]
+    assert layers["names"] == [f"model.layers.{i}" for i in range(blocks)] and rest["names"] == [""]
+    sizes = [sum(b["parameters"] for b in unit["buckets"]) for unit in (layers, rest)]
+    assert sizes[1] == root and blocks * sizes[0] + root == parameters
+    totals = plan["totals"]
+    assert totals["parameters"] == parameters and totals["units"] == blocks + 1
+    kept = totals["bytes_per_rank"]
+    assert kept["gradients"] == kept["parameters"] and kept["adam"] == 2 * kept["parameters"]
+    assert parameters * 4 <= world * kept["parameters"] < parameters * 4 * 1.002
+    for bucket in layers["buckets"] + rest["buckets"]:
+        assert bucket["bytes"] == world * bucket["segment_bytes"] == 2 * bucket["gathered_bytes"]
+        assert (bucket["dtype"], bucket["gathered_dtype"]) == ("float32", "bfloat16")
+        assert bucket["segment_bytes"] % 16 == 0
+
+
+def test_plan_prints_a_row_a_bucket(capsys):
+    arguments = ["plan", "examples.models:llama3_8b", "--world-size", "1024"]
+    code, out, _ = ended(capsys, *arguments, "--profile", "h100-nvlink")
+    lines = out.splitlines()
+    assert code == 0 and lines[0].startswith("examples.models:llama3_8b over 1024 ranks")
+    rows = [" ".join(line.split()) for line in lines[4:6]]
+    assert rows == [
+        "model.layers.0 .. model.layers.31 (32) 218,112,000 float32 832 MiB 832 KiB 0.000",
+        "(root) 1,050,677,248 float32 3.922 GiB 3.922 MiB 0.199",
+    ]
+    assert lines[-2] == "8,030,261,248 parameters; units: 33, buckets: 33, padding: 0.026%"
+    assert "parameters 29.92 MiB, gradients 29.92 MiB, Adam's state 59.85 MiB" in lines[-1]
+    mixed = ended(capsys, *arguments, "--mp", "bf16")[1]
+    assert "gathered bytes" in mixed and "gathered bytes" not in out
+
+
+def test_plan_groups_only_what_is_alike(capsys):
+    class Other(nn.Linear):
+        pass
+
+    blocks = [nn.Linear(8, 8), nn.Linear(8, 8), Other(8, 8), nn.Linear(8, 16)]
+    model = nn.Module()
+    model.a, model.b = nn.ModuleList(blocks[:2]), nn.ModuleList([Other(8, 8), Other(8, 8)])
+    model.c = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 16)])
+    plans = plan_model(model, 4, Precision(), PROFILES["cpu"])
+    labels = [group.label for group in group_units(model, plans) if group.plan.layouts]
+    assert labels == ["a.0 .. a.1 (2)", "b.0 .. b.1 (2)", "c.0", "c.1"]
+
+
+MODULE = """
+import torch
+from torch import nn
+
+number = 3
+model = nn.Linear(2, 2)
+def alone(): return nn.Linear(2, 2)
+def empty(): return nn.ReLU()
+def wants(size): return nn.Linear(size, size)
+def raises(): raise OSError("no such weights")
+def text(): return "model"
+def lazy(): return nn.LazyLinear(3)
+def shared():
+    model = nn.Linear(2, 2)
+    model.alias = nn.Parameter(model.weight.data)
+    return model
+"""
+
+
+@pytest.mark.parametrize(
+    "target, code, message",
+    [
+        ("nowhere:build", 2, "no module 'nowhere' for 'nowhere:build': run shardc in the folder"),
+        ("examples.nowhere:build", 2, "package 'examples' has no module 'nowhere'"),
+        ("examples/models.py:build", 2, "write package.module:function, with dots and without .py"),
+        ("examples.models", 2, "'examples.models' names no function"),
+        ("of_user:build", 2, "has no 'build'; its functions: alone, empty, wants, raises, text"),
+        ("of_user:number", 2, "'of_user:number' is of type int, not a function"),
+        ("of_user:model", 2, "'of_user:model' is of type Linear, not a function"),
+        ("of_user:wants", 2, "cannot be called without arguments (missing a required argument: "),
+        ("of_user:text", 2, "of_user:text returned a value of type str; it must return"),
+        ("of_user:raises", 1, "of_user:raises raised OSError (traceback above): no such weights"),
+        ("of_user:empty", 1, "the ReLU has no parameters: there is nothing to shard"),
+        ("of_user:lazy", 1, "fully_shard would refuse this model: parameter 'weight' of a lazy"),
+        ("of_user:shared", 1, "shares its storage with parameter"),
+        ("broken_by_user:build", 1, "importing 'broken_by_user' raised SyntaxError"),
+        ("in_need:build", 1, "module 'in_need' needs 'no_such_package', which is not installed"),
+    ],
+)
+def test_targets_that_cannot_be_planned(capsys, tmp_path, target, code, message):
+    (tmp_path / "of_user.py").write_text(MODULE)
+    (tmp_path / "broken_by_user.py").write_text("def build(:")
+    (tmp_path / "in_need.py").write_text("import no_such_package")
+    got, out, err = ended(capsys, "plan", target)
+    assert (got, out) == (code, "") and message in err
+    assert ("Traceback" in err) == ("traceback above" in err)
+
+
+def test_plan_takes_a_model_without_inputs(capsys, tmp_path):
+    (tmp_path / "of_user.py").write_text(MODULE)
+    code, out, _ = ended(capsys, "plan", "of_user:alone", "--world-size", "1")
+    assert code == 0 and "6 parameters; units: 1, buckets: 1" in out
+    assert "the whole model is one unit" in out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            ["plan", "a:b", "--world-size", "0"],
+            "--world-size: must be a number of ranks, 1 or more",
+        ),
+        (["plan", "a:b", "--world-size", "many"], "got 'many'"),
+        (["plan", "a:b", "--mp", "int8"], "invalid choice: 'int8'"),
+        (["plan"], "the following arguments are required: target"),
+        (["paln", "a:b"], "invalid choice: 'paln'"),
+        (["doctor", "--timeout", "0"], "--timeout must be more than 0 seconds, got 0"),
+        ([], "Start with `shardc doctor`"),
+    ],
+)
+def test_wrong_usage(capsys, arguments, message):
+    code, out, err = ended(capsys, *arguments)
+    assert (code, out) == (2, "") and message in err
+
+
+def test_every_help_has_an_explanation(capsys):
+    for arguments in ([], ["plan"], ["doctor"], ["calibrate"]):
+        code, out, _ = ended(capsys, *arguments, "--help")
+        assert code == 0 and len(out.splitlines()) > 10
+        assert "exit code" in out or "example" in out
+
+
+# -- installed ------------------------------------------------------------------------------------
+
+
+def test_the_installed_command(tmp_path):
+    (tmp_path / "of_user.py").write_text(MODULE)
+    shardc = Path(sys.executable).parent / "shardc"
+    command = [shardc, "plan", "of_user:alone", "--world-size", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "of_user:alone over 2 ranks" in done.stdout
+    wrong = subprocess.run([shardc, "plan", "nowhere:a"], capture_output=True, check=False)
+    assert wrong.returncode == 2 and b"shardc plan: error: no module" in wrong.stderr

@@ -1,0 +1,139 @@
+"""`shardc doctor` and `shardc calibrate`: what they find here, and what is not there."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import ended
+
+from shardc import set_profile
+from shardc.commands import doctor, machine, probes
+from shardc.commands.machine import Finding
+
+
+@pytest.fixture(autouse=True)
+def _no_calibration_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+# -- doctor --------------------------------------------------------------------------------------
+
+
+def test_doctor_runs_every_check(capsys, monkeypatch):
+    code, out, _ = ended(capsys, "doctor", "--json", "--timeout", "250")
+    report = json.loads(out)
+    found = {check["name"]: check for check in report["checks"]}
+    assert found["torch"]["status"] == "ok" and torch.__version__ in found["torch"]["detail"]
+    assert found["all-gather on CPU"] == {
+        "name": "all-gather on CPU", "status": "ok", "advice": "",
+        "detail": "2 processes over gloo, joined on 127.0.0.1",
+    }  # fmt: skip
+    assert found["compile for CPU"]["status"] == found["C++ compiler"]["status"] == "ok"
+    assert found["calibration"]["status"] == "missing"
+    assert code == 0 and "CPU" in report["can_train"]
+
+
+def _doctor(capsys, monkeypatch, **findings):
+    """A run of the doctor in which the checks find what is given."""
+    names = {name.replace("_", " "): finding for name, finding in findings.items()}
+    checks = [(name, lambda timeout, f=finding: f) for name, finding in names.items()]
+    monkeypatch.setattr(doctor, "checks", lambda: checks)
+    return ended(capsys, "doctor")
+
+
+def test_doctor_says_whether_one_can_train(capsys, monkeypatch):
+    ok, broken = Finding("ok", "fine"), Finding("broken", "it crashed", "mend it")
+    cpu = {"torch": ok, "compile_for_CPU": ok, "all-gather_on_CPU": ok}
+    code, out, _ = _doctor(capsys, monkeypatch, **cpu)
+    assert code == 0 and out.endswith("\nThis machine can train on CPU.\n")
+    code, out, _ = _doctor(capsys, monkeypatch, **{**cpu, "compile_for_CPU": broken})
+    assert code == 0 and "can train on CPU (uncompiled on CPU)." in out
+    assert "broken   compile for CPU    it crashed -> mend it\n" in out
+    code, out, _ = _doctor(capsys, monkeypatch, **{**cpu, "all-gather_on_CPU": broken})
+    assert code == 1 and "cannot train yet" in out
+    code, out, _ = _doctor(capsys, monkeypatch, **{**cpu, "torch": broken})
+    assert code == 1
+    gpu = {"GPU": ok, "compile_for_GPU": ok, "all-gather_on_GPU": ok}
+    code, out, _ = _doctor(capsys, monkeypatch, **cpu, **gpu)
+    assert code == 0 and "can train on CPU and GPU." in out
+
+
+def test_checks_that_find_something(monkeypatch, tmp_path):
+    for version, status in [("2.11.0", "ok"), ("2.15.1+cu130", "ok"), ("2.10.2", "broken"),
+                            ("2.16.0a0+git1", "broken"), ("3.0.0", "broken")]:  # fmt: skip
+        monkeypatch.setattr(torch, "__version__", version)
+        assert machine.check_torch(1).status == status, version
+    assert machine.check_torch(1).advice == "pip install 'torch>=2.11,<2.16'"
+
+    def none():
+        raise RuntimeError("none")
+
+    monkeypatch.setattr(machine.compat, "cpp_compiler", none)
+    assert machine.check_cpp_compiler(1).status == "missing"
+    assert machine.check_backend("none", 1).status == "missing"
+    monkeypatch.setattr(machine, "try_gather", lambda *_: "no address")
+    finding = machine.check_gather("gloo", 2, 1)
+    assert (finding.status, finding.detail) == ("broken", "no address")
+    assert "GLOO_SOCKET_IFNAME=lo" in finding.advice
+    folder = machine.calibration_folder()
+    folder.mkdir(parents=True)
+    kept = folder / f"cpu-{torch.get_num_threads()}-gloo-2.json"
+    kept.write_text("[1.0, 2.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert machine.check_calibration(1).status == "broken"
+    kept.write_text(json.dumps([0.5] * 7))
+    assert machine.check_calibration(1).detail == f"{kept.stem} in {folder}"
+
+
+def test_probes_that_fail_say_why():
+    assert probes.try_compile("nowhere", 100).startswith("RuntimeError: ")
+    assert probes.try_gather("gloo", 2, 0.01) == "not done within 0.01 s"
+
+
+# -- calibrate -----------------------------------------------------------------------------------
+
+
+def test_calibrate_alone_measures_the_device(capsys, tmp_path):
+    try:
+        code, out, _ = ended(capsys, "calibrate", "--device", "cpu", "--json")
+        report = json.loads(out)
+        file = Path(report["file"])
+        assert code == 0 and report["measured_now"] and report["world_size"] == 1
+        assert file.parent == tmp_path / "cache" / "shardc" and file.exists()
+        assert report["profile"]["memory_bandwidth"] > 1e6
+        assert not torch.distributed.is_initialized()
+        code, out, _ = ended(capsys, "calibrate", "--device", "cpu")
+        assert code == 0 and "kept from an earlier run" in out and str(file) in out
+        file.write_text("damaged")
+        code, out, _ = ended(capsys, "calibrate", "--device", "cpu")
+        assert code == 0 and "measured now" in out and "links" in out
+    finally:
+        set_profile(None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_calibrate_says_that_there_is_no_gpu(capsys):
+    code, _, err = ended(capsys, "calibrate", "--device", "cuda")
+    assert code == 2 and "finds 0 GPUs here" in err
+
+
+def test_calibrate_says_where_it_cannot_write(capsys, tmp_path):
+    (tmp_path / "cache").write_text("a file, no folder")
+    try:
+        code, _, err = ended(capsys, "calibrate", "--device", "cpu")
+    finally:
+        set_profile(None)
+    assert code == 1 and "set XDG_CACHE_HOME to a folder that can be written" in err
+
+
+def test_calibrate_under_torchrun_measures_the_links():
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *torchrun, "-m", "shardc", "calibrate", "--device", "cpu", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)  # one rank prints
+    assert report["world_size"] == 2 and report["profile"]["name"].endswith("-gloo-2")
+    assert 1e5 < report["profile"]["inside"]["bandwidth"] < 1e13
