@@ -516,7 +516,7 @@ def joint_pass(apply: Callable[[GraphModule], GraphModule], key: str) -> Any:
 
 
 def keeping_collectives_in_order() -> dict[str, Any]:
-    """Inductor settings that keep collectives and waits in the order of the graph (2.11, 2.13).
+    """Inductor settings that keep collectives and waits in the order of the graph (2.11 to 2.15).
 
     Without them, a kernel fused from an early and a late op is placed early and pulls the waits it
     needs before starts that were planned earlier; and ranks that fuse differently, because their
@@ -538,14 +538,13 @@ def keeping_collectives_in_order() -> dict[str, Any]:
                     own = next(iter(node.get_buffer_names()))
                     if last is not None:
                         node.add_fake_dep(WeakDep(last, mutating_buf=own, is_fake=True))
-                    if not is_wait(node.node):
-                        last = own
+                    last = own
             if nodes:
                 nodes[0].scheduler.compute_ancestors()
             return nodes
 
         def uuid(self) -> str:
-            return "shardc: collectives in order, no donated buffers"  # those are not in the key
+            return "shardc: collectives and waits in order, no donated buffers"  # not in the key
 
     return {"_pre_fusion_custom_pass": KeepOrder()}
 

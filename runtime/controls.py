@@ -176,6 +176,14 @@ class Controls:
         if enable:
             _refuse_allocation("memory of the process group")
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Refused: a gathered bucket is memory of the compiled graph, at no fixed address."""
+        if keep:
+            raise NotImplementedError(
+                "shardc does not keep the storage of gathered parameters between steps: they are "
+                "part of the compiled graph, whose memory the compiler plans"
+            )
+
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Refused: the compiler allocates what collectives read and write."""
         _refuse_allocation("symmetric memory")

@@ -218,6 +218,9 @@ def test_allocation_is_refused_by_name(mesh):
         model.set_allocate_memory_from_process_group_for_comm(True)
     with pytest.raises(NotImplementedError, match="symmetric memory"):
         model.set_symm_mem_for_comm()
+    with pytest.raises(NotImplementedError, match="storage of gathered parameters"):
+        model.set_keep_unsharded_storage(True)
+    model.set_keep_unsharded_storage(False)
     with pytest.raises(ValueError, match="stream must be None"):
         model.set_all_reduce_hook(lambda grad: None, stream=object())
     assert compat.mean_op(compat.group_name(mesh.get_group())) == "sum"
