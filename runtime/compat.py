@@ -525,6 +525,7 @@ def keeping_collectives_in_order() -> dict[str, Any]:
     """
     from torch._inductor import custom_graph_pass
     from torch._inductor.dependencies import WeakDep
+    from torch._inductor.ir import InvokeSubgraph
     from torch._inductor.utils import is_collective, is_wait
 
     # 2.11 has no class of its own for passes of the scheduler.
@@ -534,7 +535,8 @@ def keeping_collectives_in_order() -> dict[str, Any]:
         def __call__(self, nodes: list[Any]) -> list[Any]:
             last = None
             for node in nodes:
-                if is_collective(node.node) or is_wait(node.node):
+                is_call = isinstance(node.node, InvokeSubgraph)  # may write to what it is given
+                if is_call or is_collective(node.node) or is_wait(node.node):
                     own = next(iter(node.get_buffer_names()))
                     if last is not None:
                         node.add_fake_dep(WeakDep(last, mutating_buf=own, is_fake=True))
@@ -547,6 +549,34 @@ def keeping_collectives_in_order() -> dict[str, Any]:
             return "shardc: collectives and waits in order, no donated buffers"  # not in the key
 
     return {"_pre_fusion_custom_pass": KeepOrder()}
+
+
+def keep_output_strides(body: GraphModule) -> None:
+    """Have Inductor give what a nested graph returns the strides it was traced with (2.11 to 2.15).
+
+    Inductor notes this for all nested graphs, but before those are made that shardc makes.
+    """
+    result = body.graph.output_node()
+    values = [node.meta["val"] for node in result.args[0]]  # type: ignore[union-attr]
+    result.meta["user_visible_output_idxs"] = list(range(len(values)))
+    result.meta["original_output_strides"] = [value.stride() for value in values]
+
+
+def takes_nested_graphs(kwargs: dict[str, Any]) -> bool:
+    """Whether `compile_fx_inner`, given these, may see calls of nested graphs (2.11 to 2.15).
+
+    Its C++ wrapper has no code for them, and CUDA graphs are cut at other places.
+    """
+    from torch._inductor import config
+
+    return not (config.cpp_wrapper or kwargs.get("cpp_wrapper") or kwargs.get("cudagraphs"))
+
+
+def is_random_seed(node: torch.fx.Node) -> bool:
+    """Whether a node picks one of the seeds that Inductor drew for a graph (2.11 to 2.15)."""
+    from torch._inductor import inductor_prims
+
+    return node.target is inductor_prims.lookup_seed
 
 
 def compile_aot(

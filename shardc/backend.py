@@ -9,6 +9,7 @@
                       schedule                  collectives behind compute
                       write_gradients           matmuls write into the reduction's input
                       verify, agree             invariants; one sequence on all ranks
+                      fold_repeats              for Inductor: repeated blocks are compiled once
     lowering          Inductor | eager executor
 
 The last two rows run inside `inner_compile`, so they also run where Inductor's graph cache hits.
@@ -33,6 +34,7 @@ from shardc.passes.context import (
     is_collective,
     spec_of_node,
 )
+from shardc.passes.fold_repeats import fold_repeats
 from shardc.passes.insert_unshard import insert_unshard
 from shardc.passes.reshard import drop_second_gathers, tag_reshard
 from shardc.passes.runner import run_passes
@@ -108,7 +110,7 @@ def _compile_inductor(
         phase = "backward" if kwargs.get("is_backward") else "forward"
         graph = _finish_graph(graph, phase, plan)
         try:
-            compiled = compat.compile_fx_inner(graph, inputs, **kwargs)
+            compiled = _lower(graph, inputs, phase, plan, kwargs)
         except compat.InductorError as error:
             if not plan.options.fallback:
                 raise
@@ -117,6 +119,20 @@ def _compile_inductor(
         return compat.wrap_compiled(compiled, _naming(graph))
 
     return compat.compile_fx(gm, example_inputs, inner_compile, patches)
+
+
+def _lower(
+    graph: GraphModule, inputs: Sequence[Any], phase: str, plan: Plan, kwargs: dict[str, Any]
+) -> Any:
+    """Inductor on a graph, folded where it repeats and Inductor takes it so."""
+    if plan.options.fold and compat.takes_nested_graphs(kwargs):
+        folded = run_passes(graph, PassContext(phase), [fold_repeats])
+        if folded is not graph:
+            try:
+                return compat.compile_fx_inner(folded, inputs, **kwargs)
+            except compat.InductorError as error:
+                log.warning("Inductor could not compile a folded %s graph: %s", phase, error)
+    return compat.compile_fx_inner(graph, inputs, **kwargs)
 
 
 def _compile_eager(

@@ -14,6 +14,7 @@ class Options:
     Attributes:
         executor: "inductor", or "eager" to run the same graphs op by op.
         fallback: run a graph that Inductor cannot compile in the eager executor, with a warning.
+        fold: whether Inductor compiles once what repeats from block to block.
         inductor: settings of `torch._inductor.config` for this compile.
         schedule: False leaves collectives where they are used.
         profile: the hardware to plan for, by name or as a `Profile`; default: what `calibrate` or
@@ -32,6 +33,7 @@ class Options:
 
     executor: str = "inductor"
     fallback: bool = True
+    fold: bool = True
     inductor: dict[str, Any] = field(default_factory=dict)
     schedule: bool = True
     profile: Profile | str | None = None

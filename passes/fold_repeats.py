@@ -1,0 +1,85 @@
+"""Forward and backward graphs: what repeats from block to block becomes one body, called often.
+
+    before:  wait0; a0; b0; c0; ag2; wait1; a1; b1; c1; ag3; wait2; a2; b2; c2
+    after:   wait0; call(body, wait0); ag2; wait1; call(body, wait1); ag3; wait2; ...
+
+Inductor compiles a body once, so the time it takes stops growing with the number of blocks. It is
+the very last pass: collectives stay where they were planned, outside of bodies, and so prefetch
+across the border of a block is what it was. Nothing of the trace depends on it, so no model has
+to be fit for it, and a graph without repeats stays as it is.
+
+The price: no kernel is fused across the border of a call. What a call gives is memory of its own;
+views are taken anew outside, because the compiler does not see that a call's result aliases.
+"""
+
+import copy
+import operator
+from collections.abc import Mapping
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from shardc.passes.context import PassContext
+from shardc.passes.stretches import Stretch, find_repeats
+from shardc.runtime import compat
+
+aten, INVOKE = torch.ops.aten, torch.ops.higher_order.invoke_subgraph
+
+
+def fold_repeats(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """A copy of `gm` in which stretches that repeat are calls; `gm` itself where none do."""
+    folded = GraphModule(gm, copy.deepcopy(gm.graph))
+    folded.meta.update(gm.meta)
+    groups = find_repeats(folded)
+    twins: dict[Node, Node] = {}
+    for number, group in enumerate(groups):
+        name = f"repeated_{number}"
+        setattr(folded, name, make_body(group[0], twins))
+        with folded.graph.inserting_before(group[0].nodes[0]):
+            body = folded.graph.get_attr(name)
+        for stretch in group:
+            twins |= _call(folded.graph, stretch, body, twins)
+    return folded if groups else gm
+
+
+def make_body(stretch: Stretch, twins: Mapping[Node, Node]) -> GraphModule:
+    """A stretch as a graph of its own: operands in, results out.
+
+    `twins` are what stands in the place of nodes of stretches that are calls already.
+    """
+    graph = Graph()
+    inner: dict[Node, Node] = {}
+    for index, operand in enumerate(stretch.operands):
+        placeholder = inner[twins.get(operand, operand)] = graph.placeholder(f"operand_{index}")
+        placeholder.meta = {"val": operand.meta["val"]}
+    for node in stretch.body:
+        inner[node] = graph.node_copy(node, inner.__getitem__)
+        if node.target is aten.view.default:  # as Inductor does outside: it chooses strides anew
+            inner[node].target = aten.reshape.default
+    graph.output(tuple(inner[result] for result in stretch.results))
+    body = GraphModule({}, graph)
+    compat.keep_output_strides(body)
+    return body
+
+
+def _call(
+    graph: Graph, stretch: Stretch, body: Node, twins: Mapping[Node, Node]
+) -> dict[Node, Node]:
+    """A call of `body` in the place of `stretch`; what stands in the place of what is read."""
+    operands = [twins.get(operand, operand) for operand in stretch.operands]
+    inside, own = set(stretch.nodes), dict[Node, Node]()
+    with graph.inserting_after(stretch.nodes[-1]):
+        last = call = graph.call_function(INVOKE, (body, str(body.target), *operands))
+    call.meta = {"val": tuple(result.meta["val"] for result in stretch.results)}
+    for index, result in enumerate(stretch.results):
+        with graph.inserting_after(last):
+            last = own[result] = graph.call_function(operator.getitem, (call, index))
+        last.meta = dict(result.meta)
+    for view in dict.fromkeys(view for chain in stretch.views for view in chain):
+        with graph.inserting_after(last):
+            last = own[view] = graph.node_copy(view, lambda n: own.get(n, n))
+    for node, twin in own.items():
+        node.replace_all_uses_with(twin, lambda user: user not in inside)
+    for node in reversed(stretch.nodes):
+        graph.erase_node(node)
+    return own

@@ -1,0 +1,298 @@
+"""Repeated compute as calls of one body: what is found, what it gives, what it costs."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from models import Stack, check_parity, full, seeded, shard_all, tokens
+from ranks import on_ranks
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import shardc.backend
+from shardc.passes.context import PassContext, is_collective, is_wait, kind_of
+from shardc.passes.fold_repeats import INVOKE, fold_repeats
+from shardc.runtime import compat
+from shardc.runtime.executor import eager_executor
+
+WRITE = torch.ops.shardc.write_matmul.default
+c10d, aten = torch.ops._c10d_functional, torch.ops.aten
+
+
+def _batch(seed):
+    return {"tokens": tokens(seed), "targets": tokens(seed + 1)}
+
+
+# -- graphs --------------------------------------------------------------------------------------
+
+
+def _block(x, w, scale=2.0):
+    return x + scale * (F.gelu(x @ w) @ w.t())
+
+
+def _trace(fn, *args, mode="fake"):
+    return make_fx(fn, tracing_mode=mode)(*args)
+
+
+def _blocks(count, block=_block):
+    def run(x, *weights):
+        for index, w in enumerate(weights):
+            x = block(x, c10d.wait_tensor(w), index)
+        return x
+
+    torch.manual_seed(0)
+    args = [torch.randn(4, 8), *(torch.randn(8, 8) / 4 for _ in range(count))]
+    return run, args
+
+
+def _fold(gm):
+    folded = fold_repeats(gm, PassContext("forward"))
+    folded.graph.lint()
+    folded.recompile()
+    return folded
+
+
+def _calls(gm):
+    return [str(node.args[1]) for node in gm.graph.find_nodes(op="call_function", target=INVOKE)]
+
+
+def _check_values(gm, folded, args):
+    for want, got in zip(
+        eager_executor(gm, args)(list(args)), eager_executor(folded, args)(list(args)), strict=True
+    ):
+        assert torch.equal(want, got)
+
+
+def test_equal_blocks_are_one_body():
+    run, args = _blocks(4, lambda x, w, index: _block(x, w))
+    gm = _trace(lambda *a: [run(*a)], *args)
+    folded = _fold(gm)
+    assert _calls(folded) == ["repeated_0"] * 4
+    assert len(list(folded.children())) == 1
+    assert not _calls(gm)  # it stays what it was
+    _check_values(gm, folded, args)
+
+
+def test_constants_and_counts_tell_blocks_apart():
+    run, args = _blocks(4, lambda x, w, index: _block(x, w, scale=float(index)))
+    gm = _trace(lambda *a: [run(*a)], *args)
+    assert _fold(gm) is gm
+    run, args = _blocks(2, lambda x, w, index: _block(x, w))
+    gm = _trace(lambda *a: [run(*a)], *args)
+    assert _fold(gm) is gm
+
+
+def test_symbolic_sizes_stay_as_they_are():
+    run, args = _blocks(4, lambda x, w, index: _block(x, w))
+    gm = _trace(lambda *a: [run(*a)], *args, mode="symbolic")
+    assert _fold(gm) is gm
+
+
+def test_views_are_taken_outside():
+    """A result of a call is memory of its own: views, of operands too, are no results."""
+
+    def run(x, *weights):
+        kept = []
+        for w in map(c10d.wait_tensor, weights):
+            hidden = F.gelu(x @ w)
+            x = x + hidden @ w.t()
+            kept += [hidden.t(), w.t(), hidden.view(2, 16)[0], x.relu()]
+        return [x, *kept]
+
+    _, args = _blocks(4)
+    gm = _trace(run, *args)
+    folded = _fold(gm)
+    assert _calls(folded) == ["repeated_0"] * 4
+    (body,) = folded.children()
+    results = [node.target for node in body.graph.output_node().args[0]]
+    assert results == [aten.gelu.default, aten.add.Tensor, aten.relu.default]
+    _check_values(gm, folded, args)
+
+
+def test_a_gradient_is_written_into_a_buffer_of_another_stretch():
+    def run(x, *weights):
+        flats = []
+        for w in map(c10d.wait_tensor, weights):
+            flat = torch.empty(128)
+            h = F.gelu(x @ w)
+            torch.ops.shardc.write_matmul(flat, h.t(), x, 0)
+            x = c10d.wait_tensor(h.sin())
+            x = x.relu() + 1
+            torch.ops.shardc.write_matmul(flat, x.t(), h, 64)
+            flats.append(c10d.wait_tensor(flat))
+        return [x, *flats]
+
+    _, args = _blocks(4)
+    gm = _trace(run, *args)
+    folded = _fold(gm)
+    assert _calls(folded) == ["repeated_0", "repeated_1"] * 4
+    written = folded.repeated_1.graph.find_nodes(op="call_function", target=WRITE)
+    assert [node.args[0].op for node in written] == ["placeholder"]
+    _check_values(gm, folded, args)
+
+
+# -- on ranks ------------------------------------------------------------------------------------
+
+
+class Folds:
+    """Collects the graphs before and after folding, by phase."""
+
+    def __enter__(self):
+        self.original, self.seen = shardc.backend.fold_repeats, []
+        shardc.backend.fold_repeats = self._fold
+        return self
+
+    def _fold(self, gm, ctx):
+        folded = self.original(gm, ctx)
+        self.seen.append((ctx.phase, gm, folded))
+        return folded
+
+    _fold.__name__ = "fold_repeats"
+
+    def __exit__(self, *error):
+        shardc.backend.fold_repeats = self.original
+
+    def calls(self, phase):
+        return [name for kind, _, folded in self.seen if kind == phase for name in _calls(folded)]
+
+
+def _compiled(model, **options):
+    return torch.compile(model, backend="shardc", options=options, fullgraph=True)
+
+
+def _order(gm):
+    return [kind_of(n) for n in gm.graph.nodes if is_collective(n) or is_wait(n)]
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_trains_as_unsharded(mesh, reshard):
+    plain = seeded(lambda: Stack(blocks=6))
+    model = shard_all(seeded(lambda: Stack(blocks=6)), mesh, reshard_after_forward=reshard)
+    with Folds() as folds:
+        check_parity(plain, model, _compiled(model), _batch, mesh)
+    assert folds.calls("forward") and folds.calls("backward")
+    for _, gm, folded in folds.seen:
+        assert _order(gm) == _order(folded)
+        for body in folded.children():
+            assert not [n for n in body.graph.nodes if is_collective(n) or is_wait(n)]
+
+
+@on_ranks(2)
+def test_gathers_start_before_the_call_that_hides_them(mesh):
+    model = shard_all(seeded(lambda: Stack(blocks=7)), mesh, reshard_after_forward=True)
+    with Folds() as folds:
+        _compiled(model)(**_batch(0)).backward()
+    for _, _, folded in folds.seen:
+        nodes = list(folded.graph.nodes)
+        calls = [n for n in nodes if n.target is INVOKE]
+        ahead = 0
+        for call in calls:
+            place = nodes.index(call)
+            started = {n for n in nodes[:place] if kind_of(n) == "all_gather"}
+            awaited = {n.args[0] for n in nodes[:place] if is_wait(n)}
+            ahead += bool(started - awaited)
+        assert ahead >= len(calls) - 2, (ahead, len(calls))  # nothing is left to gather at the end
+
+
+@on_ranks(2)
+def test_the_code_does_not_grow_with_blocks(mesh):
+    lines = {}
+    for fold in (True, False):
+        for blocks in (6, 9):
+            torch._dynamo.reset()
+            model = shard_all(seeded(lambda blocks=blocks: Stack(blocks=blocks)), mesh)
+            step = _compiled(model, fold=fold)
+            _, codes = run_and_get_code(lambda step=step: step(**_batch(0)).backward())
+            found = [re.findall(r"^ +cpp_fused_\w+\(|extern_kernels\.", c, re.M) for c in codes]
+            lines[fold, blocks] = [len(kernels) for kernels in found]
+    assert lines[True, 6] == lines[True, 9], lines
+    assert all(a < b for a, b in zip(lines[False, 6], lines[False, 9], strict=True))
+
+
+@on_ranks(2)
+def test_the_graph_cache_hits(mesh):
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        model = shard_all(seeded(lambda: Stack(blocks=6)), mesh)
+        with Folds() as folds:
+            _compiled(model)(**_batch(0)).backward()
+        assert folds.calls("forward")
+    assert counters["inductor"]["fxgraph_cache_hit"] == 2
+
+
+class Dropped(Stack):
+    """Dropout in every block, drawn by Inductor's own generator."""
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = F.dropout(layer(x), 0.5)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+class Checkpointed(Stack):
+    """Recomputes every block in the backward."""
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+class Residuals(Stack):
+    """Blocks that share tensors: a mask, a sum of all, and a view of the first."""
+
+    def forward(self, tokens, targets):
+        first = x = self.embed(tokens)
+        mask, total = (tokens > 9)[..., None], torch.zeros_like(x)
+        for layer in self.layers:
+            x = torch.where(mask, layer(x), x) + first[:, :1]
+            total = total + x.transpose(0, 1).contiguous().transpose(0, 1)
+        return F.cross_entropy(self.head(total).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("build", [Dropped, Checkpointed, Residuals])
+@on_ranks(2)
+def test_folded_is_what_it_was(mesh, build):
+    """Loss and gradients with and without folding, random numbers included."""
+    results = []
+    for fold in (True, False):
+        torch._dynamo.reset()
+        model = shard_all(seeded(lambda: build(blocks=6)), mesh, reshard_after_forward=True)
+        with Folds() as folds:
+            step = _compiled(model, fold=fold)
+            torch.manual_seed(7)
+            loss = step(**_batch(mesh.get_local_rank()))
+            loss.backward()
+        assert bool(folds.seen) == fold
+        if fold:
+            assert folds.calls("forward") and folds.calls("backward")
+        results.append([loss.detach(), *(full(p.grad) for p in model.parameters())])
+    for folded, flat in zip(*results, strict=True):
+        torch.testing.assert_close(folded, flat, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_what_inductor_does_not_take_folded_it_takes_flat(mesh):
+    plain, model = (seeded(lambda: Stack(blocks=6)) for _ in range(2))
+    shard_all(model, mesh)
+    inner, failed = compat.compile_fx_inner, []
+
+    def refuse(gm, *args, **kwargs):
+        if _calls(gm):
+            failed.append(gm)
+            raise compat.InductorError(RuntimeError("no calls"), None)
+        return inner(gm, *args, **kwargs)
+
+    compat.compile_fx_inner = refuse
+    try:
+        check_parity(plain, model, _compiled(model, fallback=False), _batch, mesh, steps=1)
+    finally:
+        compat.compile_fx_inner = inner
+    assert len(failed) == 2
