@@ -546,7 +546,7 @@ def keeping_collectives_in_order() -> dict[str, Any]:
             return nodes
 
         def uuid(self) -> str:
-            return "shardc: collectives and waits in order, no donated buffers"  # not in the key
+            return "shardc: collectives, waits and calls in order, no donated buffers"  # not in the key
 
     return {"_pre_fusion_custom_pass": KeepOrder()}
 
