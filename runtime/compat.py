@@ -154,15 +154,6 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout or constants.default_pg_timeout
 
 
-def has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group carries tensors of `device` (2.11 to 2.15)."""
-    try:
-        group._get_backend(device)
-    except RuntimeError:
-        return False
-    return True
-
-
 def high_priority_options(group: dist.ProcessGroup) -> Any:
     """Options for a group like `group` on a high-priority stream; None where there is none."""
     if dist.get_backend(group) != "nccl":
@@ -546,7 +537,7 @@ def keeping_collectives_in_order() -> dict[str, Any]:
             return nodes
 
         def uuid(self) -> str:
-            return "shardc: collectives, waits and calls in order, no donated buffers"  # not in the key
+            return "shardc: collectives, waits, calls in order; no donated buffers"
 
     return {"_pre_fusion_custom_pass": KeepOrder()}
 

@@ -53,10 +53,11 @@ def data_parallel_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
     for group in mesh.get_all_groups():
-        if not compat.has_backend(group, torch.device(mesh.device_type)):
+        config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+        if mesh.device_type not in [part.split(":")[0] for part in config.split(",")]:
             raise ValueError(
                 f"the mesh is of '{mesh.device_type}', but its process group has no backend for "
-                f"tensors there, only {dist.get_backend_config(group)}: name one in "
+                f"tensors there, only {config}: name one in "
                 "init_process_group(backend='cpu:gloo,cuda:nccl'), or give a mesh of the device "
                 "that the group serves"
             )
