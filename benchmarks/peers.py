@@ -171,12 +171,10 @@ def shardc_eager(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
 
 def shardc_blocks(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
     """This project with every block compiled by itself."""
-    from shardc import fully_shard
-
-    fully_shard(model, mesh=mesh, units="auto")
+    step = shardc_eager(model, mesh)
     for block in _blocks(model):
         block.compile(backend="shardc")
-    return model
+    return step
 
 
 PEERS: dict[str, Callable[..., Step]] = {

@@ -17,7 +17,6 @@ from torch import Tensor
 from shardc.runtime import collectives, compat
 from shardc.runtime.accumulate import flush_when_done
 from shardc.runtime.gathers import Gathers
-from shardc.runtime.spec import UnshardSpec
 from shardc.runtime.unshard import Steps, pack_gradients, reducing
 
 log = logging.getLogger("shardc")
@@ -79,7 +78,7 @@ class BackwardPass:
         return full
 
     @torch.no_grad()
-    def reduce(self, bucket: Any, code: UnshardSpec, grads: Sequence[Tensor | None]) -> None:
+    def reduce(self, bucket: Any, grads: Sequence[Tensor | None]) -> None:
         """Reduce the gradients of a bucket's full parameters, or add them up where it does not sync
         now."""
         waiting, spec = bucket.gradients.waiting, bucket.code

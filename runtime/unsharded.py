@@ -81,7 +81,7 @@ class _Read(torch.autograd.Function):
     def forward(
         ctx: Any, segment: Tensor, full: Tensor, bucket: Any, code: UnshardSpec
     ) -> tuple[Tensor, ...]:
-        ctx.bucket, ctx.code = bucket, code
+        ctx.bucket = bucket
         ctx.set_materialize_grads(False)
         views = split_full(full, code)
         ctx.mark_non_differentiable(
@@ -93,7 +93,7 @@ class _Read(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         if any(grad is not None for grad in grads):
-            backward_pass().reduce(ctx.bucket, ctx.code, grads)
+            backward_pass().reduce(ctx.bucket, grads)
         return None, None, None, None
 
 

@@ -14,6 +14,7 @@ import torch
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
 from models import Block, Stack, check_parity, full, mean_over_ranks, seeded, tokens
 from ranks import on_ranks
+from test_backend import Broken
 from test_memory import measured_peak
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -168,17 +169,6 @@ def test_memory_is_that_of_fsdp2(mesh, tmp_path):
 
 
 # -- pieces: compiled blocks, wrapped blocks, graph breaks -----------------------------------------
-
-
-class Broken(Stack):
-    """Breaks the graph between blocks."""
-
-    def forward(self, tokens, targets):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-            torch._dynamo.graph_break()
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
 class BrokenBlock(Block):
