@@ -116,6 +116,9 @@ class PassContext:
             (`find_used_slots`).
         options: what the schedule is planned with; None leaves the graph in its order.
         units: per input of the Dynamo graph that is a segment, the number of its unit.
+        labels: per such input, the name of its bucket.
+        cut: per node that cuts a bucket again in the forward, that input; the backward is given
+            what it made under the same name.
         agree_on_seconds: given the collectives of a graph and the compute seconds between their
             events, the seconds that all ranks plan with.
         agree_on_count: given facts and a count, the smallest count of any rank.
@@ -133,6 +136,8 @@ class PassContext:
     differentiated: list[frozenset[int]] = field(default_factory=list)
     options: ScheduleOptions | None = None
     units: dict[int, int] = field(default_factory=dict)
+    labels: dict[int, str] = field(default_factory=dict)
+    cut: dict[str, int] = field(default_factory=dict)
     agree_on_seconds: Callable[[list[str], list[float]], list[float]] | None = None
     agree_on_count: Callable[[list[str], int], int] | None = None
     budget: Budget | None = None
@@ -142,8 +147,28 @@ class PassContext:
 
     def unit_of(self, transfer: Node) -> int:
         """The number of the unit whose bucket a collective moves; -1 where it is not known."""
-        position = position_of(transfer, self.units)
+        position = next(iter(self.positions_of(transfer)), None)
         return -1 if position is None else self.units[position]
+
+    def labels_of(self, transfer: Node) -> tuple[str, ...]:
+        """The names of the buckets that a collective moves, in its order."""
+        return tuple(self.labels.get(position, "?") for position in self.positions_of(transfer))
+
+    def positions_of(self, transfer: Node) -> list[int]:
+        """The inputs of the Dynamo graph that are segments of the buckets a collective moves."""
+        if not is_all_gather(transfer):
+            found = [position_of(result, self.units) for result in results_of(transfer)]
+        else:
+            given = transfer.args[0]
+            parts = given if isinstance(given, (list, tuple)) else [given]
+            found = [self.position_behind(part) for part in parts if isinstance(part, Node)]
+        return [position for position in found if position is not None]
+
+    def position_behind(self, part: Node) -> int | None:
+        """Which input is the segment that `part` comes from."""
+        sources = {source.name for source in reach(part, lambda n: n.all_input_nodes)}
+        cut = next((self.cut[name] for name in sources if name in self.cut), None)
+        return cut if cut is not None else _segment_among(sources, self.units)
 
     def reshards(self, node: Node) -> bool:
         """Whether the bucket that `node` gathers is freed after the forward."""
@@ -180,8 +205,20 @@ def position_of(node: Node, positions: Iterable[int]) -> int | None:
         made = reach(node, lambda n: n.users)
         assert isinstance(results, (list, tuple))
         return next((i for i in positions if i < len(results) and results[i] in made), None)
-    sources = {source.name for source in reach(node, lambda n: n.all_input_nodes)}
-    return next((i for i in positions if sources & {f"primals_{i + 1}", f"arg{i}_1"}), None)
+    return _segment_among(
+        {source.name for source in reach(node, lambda n: n.all_input_nodes)}, positions
+    )
+
+
+def _segment_among(names: set[str], positions: Iterable[int]) -> int | None:
+    """Which of `positions` is among the inputs of these names."""
+    return next((i for i in positions if names & {f"primals_{i + 1}", f"arg{i}_1"}), None)
+
+
+def results_of(node: Node) -> list[Node]:
+    """What a collective gives: itself, or for a coalesced one the items of its list."""
+    items = [user for user in node.users if user.target is operator.getitem]
+    return items or [node]
 
 
 def reach(start: Node, neighbours: Callable[[Node], Iterable[Node]]) -> set[Node]:

@@ -95,6 +95,9 @@ def _facts(node: Node) -> dict[str, Any]:
 def drop_second_gathers(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Forward graph: read the first gather where a re-cut bucket is gathered again."""
     for part in gm.graph.find_nodes(op="call_function", target=torch.ops.shardc.recut.default):
+        position = ctx.position_behind(part)
+        if position is not None:
+            ctx.cut[part.name] = position
         for again in [user for user in part.users if is_all_gather(user)]:
             (ready,) = again.users
             ready.replace_all_uses_with(part.args[0])

@@ -5,9 +5,7 @@ weights that are resharded are not among the tensors the forward saves. `collect
 states what ranks compare.
 """
 
-import operator
-
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from shardc.passes.context import (
     PassContext,
@@ -15,6 +13,7 @@ from shardc.passes.context import (
     is_all_gather,
     is_collective,
     is_wait,
+    results_of,
     spec_of_node,
     specs_of,
 )
@@ -32,12 +31,6 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
     if ctx.phase == "forward":
         _no_resharded_weight_is_saved(gm, ctx)
     return gm
-
-
-def results_of(node: Node) -> list[Node]:
-    """What a collective gives: itself, or for a coalesced one the items of its list."""
-    items = [user for user in node.users if user.target is operator.getitem]
-    return items or [node]
 
 
 def _no_resharded_weight_is_saved(gm: GraphModule, ctx: PassContext) -> None:

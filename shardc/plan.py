@@ -60,6 +60,8 @@ class Plan:
             agree_on_count=functools.partial(_agree_on_count, everyone, self.options),
             options=self._schedule_options(first.segment.device.type),
             units={position: bucket.unit for position, bucket in self.buckets.items()},
+            labels={position: bucket.label for position, bucket in self.buckets.items()},
+            cut={} if phase == "joint" else self.joint.cut,
             agree_on_seconds=functools.partial(_agree_on_seconds, everyone, self.options, phase),
         )
 
