@@ -9,7 +9,8 @@ they stay in the registers of one fused kernel (`fused`). That is a model: a ker
 be fused stores more.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from shardc.passes.context import c10d, is_collective, is_view, is_wait, kind_of
+from shardc.passes.context import (
+    c10d,
+    is_all_gather,
+    is_collective,
+    is_view,
+    is_wait,
+    kind_of,
+)
 from shardc.passes.cost import evaluate, symbol_hints, tensor_bytes
 
 aten = torch.ops.aten
@@ -36,12 +44,16 @@ class Liveness:
     Attributes:
         nodes: the graph's nodes, in order.
         live: bytes after each of them, inputs included where the graph frees them.
+        gathered, gradients: how much of it gathered buckets are (with what is made of them alone),
+            and gradients on their way to be reduced, and reduced.
         inputs: bytes of the inputs at the start.
         outputs: bytes of what the graph returns and did not get.
     """
 
     nodes: tuple[Node, ...]
     live: tuple[int, ...]
+    gathered: tuple[int, ...]
+    gradients: tuple[int, ...]
     inputs: int
     outputs: int
 
@@ -63,6 +75,7 @@ def measure_liveness(
     fused: bool = False,
     clones: bool = False,
     ignored: Sequence[Node] = (),
+    gathered: Collection[str] = (),
 ) -> Liveness:
     """Bytes held after each node of `gm`, in its order.
 
@@ -72,6 +85,7 @@ def measure_liveness(
         fused: leave out what Inductor keeps in registers.
         clones: the backend clones what it reduces, until the wait (gloo).
         ignored: inputs that are not counted (segments: they are there all the time).
+        gathered: the names of inputs that are gathered buckets, kept by the forward.
     """
     hints = symbol_hints(gm)
     nodes = tuple(node for node in gm.graph.nodes if node.op in ("placeholder", "call_function"))
@@ -87,21 +101,72 @@ def measure_liveness(
     frees: dict[int, list[Node]] = {}
     for root, index in last.items():
         frees.setdefault(index, []).append(root)
-    held = sum(size for root, size in counted.items() if root in inputs)
-    start, live = held, []
+    kinds = _kinds(gm, roots, gathered)
+    held = Counter[str]()
+    for root, size in counted.items():
+        if root in inputs:
+            held[kinds.get(root, _OTHER)] += size
+    start, curves = held.total(), {kind: [0] * len(nodes) for kind in (*_KINDS, _OTHER)}
     cloned: dict[Node, int] = {}
     for index, node in enumerate(nodes):
         if node.op == "call_function":
-            held += counted.get(node, 0)
+            held[kinds.get(node, _OTHER)] += counted.get(node, 0)
         if clones and kind_of(node) == "reduce_scatter":
             size = sum(sizes.get(roots[i], 0) for i in node.all_input_nodes if i in roots)
-            held += size
+            held[_GRADIENTS] += size
             cloned.update(dict.fromkeys(_waits(node)[-1:], size))
-        live.append(held)
-        held -= sum(counted.get(dead, 0) for dead in frees.get(index, ())) + cloned.get(node, 0)
+        for kind, curve in curves.items():
+            curve[index] = held[kind]
+        for dead in frees.get(index, ()):
+            held[kinds.get(dead, _OTHER)] -= counted.get(dead, 0)
+        held[_GRADIENTS] -= cloned.get(node, 0)
     results = {roots[n] for n in gm.graph.output_node().all_input_nodes if n in roots}
     outputs = sum(size for root, size in counted.items() if root in results - inputs)
-    return Liveness(nodes, tuple(live), start, outputs)
+    return Liveness(
+        nodes,
+        tuple(map(sum, zip(*curves.values(), strict=True))),
+        tuple(curves[_GATHERED]),
+        tuple(curves[_GRADIENTS]),
+        start,
+        outputs,
+    )
+
+
+_GATHERED, _GRADIENTS, _OTHER = "gathered", "gradients", "other"
+_KINDS = (_GATHERED, _GRADIENTS)
+
+
+def gathered_results(gm: GraphModule) -> set[str]:
+    """The names of what a forward graph returns of gathered buckets: kept for the backward."""
+    roots = storage_roots(gm)
+    kinds = _kinds(gm, roots, ())
+    results = gm.graph.output_node().all_input_nodes
+    return {node.name for node in results if kinds.get(roots.get(node, node)) == _GATHERED}
+
+
+def _kinds(
+    gm: GraphModule, roots: Mapping[Node, Node], gathered: Collection[str]
+) -> dict[Node, str]:
+    """What every storage is held for, by the node that made it; values of the model are left out.
+
+    What is made of gathered buckets alone (casts) counts as gathered; what goes into a reduction,
+    or comes out of one, is a gradient.
+    """
+    kinds: dict[Node, str] = {}
+    for node in gm.graph.nodes:
+        if is_all_gather(node) or node.name in gathered:
+            kinds[node] = _GATHERED
+        elif is_collective(node):
+            given = [roots[operand] for operand in node.all_input_nodes if operand in roots]
+            kinds.update(dict.fromkeys([node, *given], _GRADIENTS))
+        elif node.all_input_nodes and node.op == "call_function":
+            made_of = {kinds.get(roots.get(operand, operand)) for operand in node.all_input_nodes}
+            if made_of == {_GATHERED}:
+                kinds.setdefault(roots.get(node, node), _GATHERED)
+    for pack in gm.graph.find_nodes(op="call_function", target=torch.ops.shardc.pack.default):
+        parts = [part for part in pack.all_input_nodes if set(part.users) == {pack}]
+        kinds.update({roots[part]: _GRADIENTS for part in parts if part in roots})
+    return kinds
 
 
 def segment_inputs(gm: GraphModule, positions: Iterable[int]) -> list[Node]:

@@ -7,6 +7,8 @@ Peaks are the vendors' (dense, no sparsity); what a real matmul or copy reaches 
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -121,6 +123,17 @@ def get_profile(name: str) -> Profile:
 def set_profile(profile: Profile | str | None) -> None:
     """Plan with `profile` from now on, on every rank the same; None: by the device's name."""
     _chosen[:] = [] if profile is None else [as_profile(profile)]
+
+
+@contextmanager
+def planning_for(profile: Profile) -> Iterator[None]:
+    """Plan with `profile` for a while."""
+    before = list(_chosen)
+    set_profile(profile)
+    try:
+        yield
+    finally:
+        _chosen[:] = before
 
 
 def as_profile(profile: Profile | str) -> Profile:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import InductorError as InductorError
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -25,6 +26,9 @@ from torch.fx import GraphModule
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+
+DynamoError = TorchDynamoException
+"""What Dynamo raises for code that it cannot trace, and for what a backend raised."""
 
 NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
 """A tensor subclass that only wants `__torch_dispatch__` (2.11 to 2.15)."""
@@ -171,6 +175,24 @@ def mean_op(name: str) -> str:
 def is_fake_group(group: dist.ProcessGroup) -> bool:
     """Whether the group has no peers: torch's fake one, or one that says it is `emulated`."""
     return dist.get_backend(group) == "fake" or getattr(group, "emulated", False)
+
+
+def join_fake_group(world_size: int) -> None:
+    """Be rank 0 of a process group without peers (2.11 to 2.15)."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+
+
+def has_real_group() -> bool:
+    """Whether this process has joined a process group with peers."""
+    return dist.is_initialized() and not is_fake_group(_default_group())
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.distributed_c10d.GroupMember.WORLD
+    assert group is not None
+    return group
 
 
 def let_backend_threads_finish() -> None:
@@ -602,6 +624,36 @@ def _functorch_config() -> Any:
     import torch._functorch.config
 
     return torch._functorch.config
+
+
+@contextmanager
+def fake_tensors() -> Iterator[Callable[[Tensor], Tensor]]:
+    """Inside, tensors have shapes only; gives what makes one like another (2.11 to 2.15)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield lambda tensor: torch.empty_like(tensor, device="cpu")
+
+
+def compiling_backward_at_once() -> AbstractContextManager[Any]:
+    """Inside, AOT autograd compiles a backward with its forward (2.11 to 2.15)."""
+    return _functorch_config().patch(force_non_lazy_backward_lowering=True)
+
+
+def forget_compiled() -> None:
+    """Have Dynamo forget what it compiled, and what it counted (2.11 to 2.15)."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def graph_break_reasons() -> list[str]:
+    """Why Dynamo broke graphs, once a break (2.11 to 2.15)."""
+    from torch._dynamo.utils import counters
+
+    return [str(reason) for reason, times in counters["graph_break"].items() for _ in range(times)]
 
 
 # -- state dicts ----------------------------------------------------------------------------------

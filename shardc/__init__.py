@@ -8,9 +8,12 @@ model.compile(backend="shardc")
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from shardc.calibrate import calibrate
+from shardc.explain import explain
 from shardc.materialize import materialize
 from shardc.mesh import hybrid_mesh
 from shardc.passes.profiles import Profile, get_profile, set_profile
+from shardc.reports.live import report
+from shardc.reports.report import Report
 from shardc.runtime.controls import share_comm_ctx
 from shardc.runtime.forward_method import register_fsdp_forward_method
 from shardc.runtime.modules import ShardedModule
@@ -38,6 +41,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Profile",
+    "Report",
     "ShardTensor",
     "ShardedModule",
     "StateDictOptions",
@@ -46,6 +50,7 @@ __all__ = [
     "compress_bf16",
     "compress_fp16",
     "describe",
+    "explain",
     "fully_shard",
     "get_model_state_dict",
     "get_optimizer_state_dict",
@@ -55,6 +60,7 @@ __all__ = [
     "materialize",
     "register_fsdp_forward_method",
     "rekey_optimizer_state_dict",
+    "report",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_profile",

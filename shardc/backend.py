@@ -43,13 +43,13 @@ from shardc.passes.take_gathered import take_gathered
 from shardc.passes.used_slots import find_used_slots
 from shardc.passes.verify import collective_sequence, verify
 from shardc.passes.write_gradients import write_gradients
-from shardc.plan import Plan, agree_within, buckets_of
+from shardc.plan import Plan, agree_within
 from shardc.regional import buckets_of_the_runtime, giving, with_taken
 from shardc.runtime import compat
 from shardc.runtime.accumulate import flush_when_done
 from shardc.runtime.bucket import Bucket
 from shardc.runtime.collectives import naming_failures
-from shardc.runtime.executor import eager_executor
+from shardc.runtime.executor import eager_executor, shapes_only
 
 log = logging.getLogger("shardc")
 
@@ -71,13 +71,19 @@ def shardc_backend(
         ValueError: an unknown option.
         RuntimeError: ranks disagree on the collectives, or the forward updates a parameter.
     """
-    parsed = Options.parse(options)
+    return compile_graph(gm, example_inputs, Options.parse(options), mode)
+
+
+def compile_graph(
+    gm: GraphModule, example_inputs: Sequence[Any], parsed: Options, mode: str | None = None
+) -> Callable[..., Any]:
+    """The same with options that are checked already."""
     ctx = PassContext(phase="dynamo", outside=buckets_of_the_runtime(gm))
     gm = run_passes(gm, ctx, DYNAMO_PASSES)
     _warn_if_nothing_is_sharded()
     used = _agree_on_reads(gm, ctx, parsed)
     lower = _compile_eager if parsed.executor == "eager" else _compile_inductor
-    plan = Plan(parsed, buckets_of(gm, ctx))
+    plan = Plan.of(parsed, gm, ctx)
     joint = plan.joint
     compiled = lower(gm, with_taken(example_inputs, ctx.taken), plan, mode)
     if len(joint.differentiated) == len(gm.graph.find_nodes(op="placeholder")):
@@ -109,6 +115,8 @@ def _compile_inductor(
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         phase = "backward" if kwargs.get("is_backward") else "forward"
         graph = _finish_graph(graph, phase, plan)
+        if not plan.options.lower:
+            return shapes_only(graph)
         try:
             compiled = _lower(graph, inputs, phase, plan, kwargs)
         except compat.InductorError as error:
@@ -144,6 +152,8 @@ def _compile_eager(
     def compile_phase(phase: str) -> Callable[[GraphModule, Sequence[Any]], Any]:
         def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> Any:
             graph = _finish_graph(graph, phase, plan)
+            if not plan.options.lower:
+                return shapes_only(graph)
             return _naming(graph)(eager_executor(graph, inputs))
 
         return compile_graph
@@ -169,7 +179,7 @@ def _finish_graph(gm: GraphModule, phase: str, plan: Plan) -> GraphModule:
     ctx = plan.context(phase)
     gm = run_passes(gm, ctx, GRAPH_PASSES)
     _agree_on_collectives(gm, phase, plan.options)
-    plan.record(gm, phase)
+    plan.record(gm, ctx)
     return gm
 
 

@@ -29,6 +29,8 @@ class Options:
         optimizer_states: copies of the parameters that the optimizer keeps (2: Adam).
         agreement_timeout: seconds ranks wait for each other when they compare their sequences of
             collectives; default: the process group's timeout.
+        lower: False stops at the planned graphs, which then give fake tensors (`explain`); it is
+            not for users.
     """
 
     executor: str = "inductor"
@@ -43,12 +45,13 @@ class Options:
     memory_budget: int | float | str | None = None
     optimizer_states: float = 2.0
     agreement_timeout: float | None = None
+    lower: bool = True
 
     @staticmethod
     def parse(given: dict[str, Any] | None) -> "Options":
         """Check a user's dict. Raises ValueError naming the option and what it may be."""
         given = given or {}
-        known = [f.name for f in fields(Options)]
+        known = [f.name for f in fields(Options) if f.name != "lower"]
         for name in given:
             if name not in known:
                 close = difflib.get_close_matches(name, known, 1)

@@ -4,10 +4,14 @@ Ranks agree here on what the passes ask to be the same everywhere.
 """
 
 import functools
+import itertools
 import json
+import weakref
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.fx import GraphModule
@@ -22,20 +26,34 @@ from shardc.passes.context import (
     is_wait,
     kind_of,
 )
-from shardc.passes.memory import Liveness, measure_liveness, segment_inputs
-from shardc.passes.profiles import as_profile, budget_bytes, current_profile
+from shardc.passes.memory import Liveness, gathered_results, measure_liveness, segment_inputs
+from shardc.passes.profiles import Profile, as_profile, budget_bytes, current_profile
 from shardc.passes.verify import collective_sequence
+from shardc.reports.graph import GraphRows, read_graph
 from shardc.runtime import compat
 from shardc.runtime.agreement import agree
 from shardc.runtime.bucket import Bucket
 
+_numbers = itertools.count()
+
 
 class Plan:
-    """What the graphs of one Dynamo graph share: options, bucket by input, the joint context."""
+    """What the graphs of one Dynamo graph share.
 
-    def __init__(self, options: Options, buckets: dict[int, Bucket]) -> None:
+    Options, the bucket by input and which of its slots are read, the joint context.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        buckets: dict[int, Bucket],
+        slots: Mapping[int, frozenset[int]],
+    ) -> None:
         self.options = options
         self.buckets = buckets
+        self.slots = slots
+        self.number = next(_numbers)
+        self.kept: set[str] = set()  # what the forward keeps gathered, by the names of its results
         self.joint = self.context("joint")
 
     def context(self, phase: str) -> PassContext:
@@ -45,10 +63,16 @@ class Plan:
         first = next(iter(self.buckets.values()))
         everyone = first.ranks.everyone
         budget = self._budget(first.segment.device.type)
-        if not self.options.schedule:
-            return PassContext(phase)
-        return PassContext(
+        names = PassContext(
             phase,
+            units={position: bucket.unit for position, bucket in self.buckets.items()},
+            labels={position: bucket.label for position, bucket in self.buckets.items()},
+            cut={} if phase == "joint" else self.joint.cut,
+        )
+        if not self.options.schedule:
+            return names
+        return replace(
+            names,
             budget=budget,
             open_positions=frozenset(
                 position
@@ -59,9 +83,6 @@ class Plan:
             units_in_flight=UNITS_IN_FLIGHT if phase == "joint" else self.joint.units_in_flight,
             agree_on_count=functools.partial(_agree_on_count, everyone, self.options),
             options=self._schedule_options(first.segment.device.type),
-            units={position: bucket.unit for position, bucket in self.buckets.items()},
-            labels={position: bucket.label for position, bucket in self.buckets.items()},
-            cut={} if phase == "joint" else self.joint.cut,
             agree_on_seconds=functools.partial(_agree_on_seconds, everyone, self.options, phase),
         )
 
@@ -74,13 +95,17 @@ class Plan:
             for bucket in self.buckets.values()
         )
 
+    def profile(self, device_type: str) -> Profile:
+        """The hardware to plan for."""
+        given = self.options.profile
+        return current_profile(device_type) if given is None else as_profile(given)
+
     def _budget(self, device_type: str) -> Budget | None:
         options = self.options
         if options.memory_budget is None:
             return None
-        profile = current_profile(device_type) if options.profile is None else options.profile
         return Budget(
-            nbytes=budget_bytes(options.memory_budget, as_profile(profile)),
+            nbytes=budget_bytes(options.memory_budget, self.profile(device_type)),
             static=self.static_bytes,
             fused=options.executor == "inductor",
             clones=not self._reduces_in_place(),
@@ -88,12 +113,11 @@ class Plan:
 
     def _schedule_options(self, device_type: str) -> ScheduleOptions:
         options = self.options
-        profile = current_profile(device_type) if options.profile is None else options.profile
         units = {bucket.unit: bucket.owner for bucket in self.buckets.values() if bucket.owner}
         buffers = [unit.reduce_buffers for unit in units.values() if unit.reduce_buffers]
         backward = options.backward_prefetch
         return ScheduleOptions(
-            profile=as_profile(profile),
+            profile=self.profile(device_type),
             prefetch=None if isinstance(options.prefetch, str) else options.prefetch,
             backward_prefetch=None if backward == "auto" else backward or "none",
             forward_hints={
@@ -111,29 +135,50 @@ class Plan:
         groups = {compat.resolve_group(bucket.group) for bucket in self.buckets.values()}
         return all(dist.get_backend(group) != "gloo" for group in groups)
 
-    def record(self, gm: GraphModule, phase: str) -> None:
+    def record(self, gm: GraphModule, ctx: PassContext) -> None:
         """Keep in `graph_plans` what was decided for a graph."""
         liveness = measure_liveness(
             gm,
-            owns_inputs=phase == "backward",
+            owns_inputs=ctx.phase == "backward",
             fused=self.options.executor == "inductor",
             clones=not self._reduces_in_place(),
             ignored=segment_inputs(gm, self.buckets),
+            gathered=self.kept,
         )
+        if ctx.phase == "forward":
+            self.kept = gathered_results(gm)
         order = [kind_of(node) for node in gm.graph.nodes if is_collective(node) or is_wait(node)]
+        device = next((b.device.type for b in self.buckets.values()), "cpu")
+        profile = self.profile(device)
         graph_plans.append(
-            GraphPlan(phase, self.static_bytes, liveness, collective_sequence(gm), order)
+            GraphPlan(
+                ctx.phase,
+                self.static_bytes,
+                liveness,
+                collective_sequence(gm),
+                order,
+                read_graph(gm, ctx, profile, liveness),
+                self.number,
+                tuple(weakref.ref(bucket) for bucket in self.buckets.values()),
+                tuple(self.slots[position] for position in self.buckets),
+                profile,
+                self.options,
+            )
         )
 
-
-def buckets_of(gm: GraphModule, ctx: PassContext) -> dict[int, Bucket]:
-    """The bucket of every input that is a segment."""
-    placeholders = enumerate(gm.graph.find_nodes(op="placeholder"))
-    return {
-        position: compat.real_input(node).shardc_bucket  # type: ignore[union-attr]
-        for position, node in placeholders
-        if node.name in ctx.used
-    }
+    @classmethod
+    def of(cls, options: Options, gm: GraphModule, ctx: PassContext) -> "Plan":
+        """The plan of a Dynamo graph, after the passes over it."""
+        read = {
+            position: node
+            for position, node in enumerate(gm.graph.find_nodes(op="placeholder"))
+            if node.name in ctx.used
+        }
+        buckets: dict[int, Any] = {
+            position: compat.real_input(node).shardc_bucket  # type: ignore[union-attr]
+            for position, node in read.items()
+        }
+        return cls(options, buckets, {i: ctx.used[node.name] for i, node in read.items()})
 
 
 @dataclass(frozen=True)
@@ -146,6 +191,11 @@ class GraphPlan:
         liveness: what the graph itself holds after each node.
         collectives: its collectives, in order.
         order: the kinds of its collectives and waits, in order.
+        rows: the same played through, for reports.
+        number: that of its `Plan`, equal for the graphs of one Dynamo graph.
+        buckets: those that the Dynamo graph reads.
+        slots: which slots of each.
+        profile, options: what it was planned with.
     """
 
     phase: str
@@ -153,6 +203,12 @@ class GraphPlan:
     liveness: Liveness
     collectives: list[str]
     order: list[str]
+    rows: GraphRows
+    number: int
+    buckets: tuple[weakref.ref[Bucket], ...]
+    slots: tuple[frozenset[int], ...]
+    profile: Profile
+    options: Options
 
     @property
     def peak(self) -> int:

@@ -3,6 +3,7 @@
 from tabulate import tabulate
 from torch import nn
 
+from shardc.reports.words import format_bytes
 from shardc.units import units_of
 
 _HEADERS = ["unit", "parameters", "dtype", "bucket", "padding", "segment", "reshard"]
@@ -31,12 +32,3 @@ def describe(model: nn.Module) -> str:
                 ]
             )
     return tabulate(rows, headers=_HEADERS, disable_numparse=True)
-
-
-def format_bytes(count: float) -> str:
-    """Bytes as a text for people, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"

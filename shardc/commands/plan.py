@@ -17,12 +17,13 @@ from torch import nn
 from torch.distributed.fsdp import OffloadPolicy
 
 from shardc.checks import check_ignored, check_model, check_modules
+from shardc.commands.arguments import DTYPES, add_precision, add_profile, count
 from shardc.commands.errors import FoundProblem
 from shardc.commands.target import EXAMPLE, load_model
 from shardc.passes.profiles import PROFILES, Profile, current_profile
+from shardc.reports.words import format_bytes
 from shardc.runtime.layout import BucketLayout
 from shardc.runtime.policy import MixedPrecisionPolicy
-from shardc.table import format_bytes
 from shardc.unit_plan import UnitPlan, plan_units
 
 NAME = "plan"
@@ -44,20 +45,16 @@ what aligns parameters and segments. Adam's state is two values a parameter. Act
 buckets that are gathered at a time, come on top of what a rank keeps.
 """
 ADAM_STATES = 2
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `shardc plan`."""
     add = parser.add_argument
     add("target", help=f"package.module:function, for example {EXAMPLE}")
-    add("--world-size", type=_count, default=8, metavar="W", help="ranks that share the model; "
+    add("--world-size", type=count, default=8, metavar="W", help="ranks that share the model; "
         "with copies of it (HSDP), those of one copy (default 8)")  # fmt: skip
-    add("--mp", choices=sorted(_DTYPES), help="param_dtype of mixed precision: the dtype that "
-        "parameters are gathered in (default: as they are stored)")  # fmt: skip
-    add("--profile", choices=sorted(PROFILES), metavar="NAME", help="the links that large units "
-        f"are split into buckets for: {', '.join(sorted(PROFILES))} (default: those of this "
-        "machine's GPU, else h100-nvlink)")  # fmt: skip
+    add_precision(parser)
+    add_profile(parser, "the links that large units are split into buckets for")
     add("--json", action="store_true", help="print JSON: all sizes in bytes, every unit by name")
 
 
@@ -65,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     """Plan the model and print the table, or JSON."""
     model, _ = load_model(args.target)
     profile = PROFILES[args.profile] if args.profile else current_profile("cuda")
-    policy = MixedPrecisionPolicy(param_dtype=_DTYPES.get(args.mp))
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES.get(args.mp))
     plans = plan_model(model, args.world_size, policy, profile)
     groups, totals = group_units(model, plans), total(plans)
     if args.json:
@@ -249,14 +246,3 @@ def _gathered(plan: UnitPlan, layout: BucketLayout) -> torch.dtype:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _count(text: str) -> int:
-    """A number of ranks, for argparse."""
-    try:
-        count = int(text)
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"must be a number of ranks, 1 or more, got '{text}'")
-    return count

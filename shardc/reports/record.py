@@ -10,6 +10,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from typing_extensions import Self
+
 
 @dataclass(frozen=True)
 class BucketRow:
@@ -143,6 +145,9 @@ class Record:
         copies: how many copies of the model there are (HSDP).
         profile: the name of the hardware that times are for.
         settings: what else was asked for, in words by name.
+        tokens: tokens of a step on one rank (elements of the first integer input); 0 if unknown.
+        flops: floating-point operations of a step on one rank, of matmuls and their like.
+        peak_flops: what the device could do in a second.
         buckets, collectives, ops, memory, findings: see there.
     """
 
@@ -151,6 +156,9 @@ class Record:
     copies: int
     profile: str
     settings: dict[str, str] = field(default_factory=dict)
+    tokens: int = 0
+    flops: float = 0.0
+    peak_flops: float = 0.0
     buckets: tuple[BucketRow, ...] = ()
     collectives: tuple[CollectiveRow, ...] = ()
     ops: tuple[Op, ...] = ()
@@ -181,6 +189,12 @@ class Record:
         return self.step_seconds - self.compute_seconds
 
     @property
+    def flops_used(self) -> float:
+        """The share of the device's peak that the step reaches (model FLOPs utilisation)."""
+        possible = self.peak_flops * self.step_seconds
+        return self.flops / possible if possible else 0.0
+
+    @property
     def sent_bytes(self) -> float:
         """Bytes that a rank sends in a step, in rings."""
         return sum(
@@ -208,13 +222,14 @@ class Record:
             "wire_seconds": self.wire_seconds,
             "exposed_seconds": self.exposed_seconds,
             "sent_bytes": self.sent_bytes,
+            "flops_used": self.flops_used,
             "peak_bytes": peak.total,
             "peak_at": peak.where,
             "peak_parts": dict(zip(KINDS, peak.held, strict=True)),
         }
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Record":
+    def from_dict(cls, values: dict[str, Any]) -> Self:
         """What `to_dict` gave, read back.
 
         Raises:

@@ -1,0 +1,85 @@
+"""Arguments that several commands share, and how their values are read."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardc.commands.errors import UsageError
+from shardc.commands.target import EXAMPLE
+from shardc.passes.profiles import PROFILES
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_precision(parser: argparse.ArgumentParser) -> None:
+    """`--mp`."""
+    parser.add_argument(
+        "--mp",
+        choices=sorted(DTYPES),
+        help="param_dtype of mixed precision: the dtype that parameters are gathered in "
+        "(default: as they are stored)",
+    )
+
+
+def add_profile(parser: argparse.ArgumentParser, what: str) -> None:
+    """`--profile`, for `what`."""
+    names = ", ".join(sorted(PROFILES))
+    parser.add_argument(
+        "--profile",
+        choices=sorted(PROFILES),
+        metavar="NAME",
+        help=f"{what}: {names} (default: this machine's GPU, else h100-nvlink)",
+    )
+
+
+def add_step(parser: argparse.ArgumentParser) -> None:
+    """What shapes a step beside the model and the number of ranks."""
+    add = parser.add_argument
+    add_precision(parser)
+    add_profile(parser, "the hardware that times are for")
+    add("--copies", type=count, default=1, metavar="N", help="copies of the model (HSDP), each "
+        "over --world-size ranks (default 1)")  # fmt: skip
+    add("--reshard", type=_reshard, metavar="WHEN", help="reshard_after_forward: yes, no, or a "
+        "number of ranks (default: all units but the outermost)")  # fmt: skip
+    add("--memory-budget", metavar="BYTES", help="what a step may use, such as 70GB: units stay "
+        "gathered where there is room (default: no budget)")  # fmt: skip
+
+
+def count(text: str) -> int:
+    """A number of ranks, for argparse."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a number of ranks, 1 or more, got '{text}'")
+    return number
+
+
+def _reshard(text: str) -> bool | int:
+    if text in ("yes", "no"):
+        return text == "yes"
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be yes, no or a number of ranks, got '{text}'"
+        ) from None
+
+
+def example_inputs(inputs: Any, target: str) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """What a target gives beside the model, as positional arguments and arguments by name.
+
+    Raises:
+        UsageError: it gives none.
+    """
+    if inputs is None:
+        raise UsageError(
+            f"{target} returns a model only, and a step needs inputs: return (model, inputs), with "
+            f"a tuple, or a dict by name, of one rank's tensors, as {EXAMPLE} does"
+        )
+    if isinstance(inputs, Mapping):
+        return (), inputs
+    return (inputs if isinstance(inputs, (tuple, list)) else (inputs,)), {}

@@ -1,0 +1,123 @@
+"""`shardc explain`: what a step would do and cost on any number of ranks."""
+
+import argparse
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tqdm import tqdm
+
+from shardc.commands.arguments import DTYPES, add_step, count, example_inputs
+from shardc.commands.errors import FoundProblem, UsageError
+from shardc.commands.target import EXAMPLE, load_model
+from shardc.explain import explain
+from shardc.passes.profiles import PROFILES, current_profile
+from shardc.reports.report import Report
+from shardc.runtime import compat
+from shardc.runtime.policy import MixedPrecisionPolicy
+
+NAME = "explain"
+SUMMARY = "show what a step would do and cost on any number of ranks, without running it"
+DESCRIPTION = """\
+Compile a training step of a model for any number of ranks, without a GPU or other processes, and
+show what it would do: every collective with what hides it, where memory peaks and what it is made
+of, how long a step takes, and what to change. Takes about a minute for 8 billion parameters.
+
+The target names a function that takes no arguments and returns (model, example inputs); build them
+under torch.device("meta"). Inputs are a tuple, or a dict by name, of one rank's tensors.
+"""
+EPILOG = f"""\
+examples:
+  shardc explain {EXAMPLE} --world-size 1024 --mp bf16
+  shardc explain {EXAMPLE} --world-size 64 --save step.html --save step.json
+
+Times come from a cost model of the hardware; the README says how far it was off.
+exit code: 0, or 1 where the model cannot be compiled or does not fit the device's memory
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `shardc explain`."""
+    add = parser.add_argument
+    add("target", help=f"package.module:function, for example {EXAMPLE}")
+    add("--world-size", type=count, default=8, metavar="W", help="ranks that share the model "
+        "(default 8)")  # fmt: skip
+    add_step(parser)
+    add("--save", type=Path, action="append", default=[], metavar="FILE", help="also write the "
+        "report to a file: .json (for shardc compare), .html (a page with the timeline) or "
+        ".trace.json (for https://ui.perfetto.dev); may be given several times")  # fmt: skip
+    add("--all", action="store_true", help="print every row, not only the first and last of those "
+        "that repeat from block to block")  # fmt: skip
+    add("--json", action="store_true", help="print JSON: seconds, bytes, every row")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Explain the model, print the report, write the files."""
+    report = explain_target(args, args.target, args.world_size)
+    for path in args.save:
+        save(report, path)
+    print(json.dumps(report.to_dict()) if args.json else report.text(every_row=args.all))
+    return 1 if any(finding.kind == "memory" for finding in report.findings) else 0
+
+
+def save(report: Report, path: Path) -> None:
+    """Write a report. Raises UsageError for an ending that is not known, FoundProblem else."""
+    try:
+        report.save(path)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise FoundProblem(f"{path} cannot be written: {error.strerror}") from error
+
+
+def explain_target(args: argparse.Namespace, target: str, world_size: int) -> Report:
+    """The report of the model that `target` names, on so many ranks.
+
+    Raises:
+        UsageError: no example inputs.
+        FoundProblem: the model cannot be sharded or compiled.
+    """
+    model, inputs = load_model(target)
+    positional, named = example_inputs(inputs, target)
+    profile = PROFILES[args.profile] if args.profile else current_profile("cuda")
+    mesh = (args.copies, world_size) if args.copies > 1 else (world_size,)
+    options = {"memory_budget": args.memory_budget} if args.memory_budget else {}
+    with _progress(f"explain for {args.copies * world_size} ranks") as progress:
+        try:
+            return explain(
+                model,
+                *positional,
+                kwargs=named,
+                mesh=mesh,
+                profile=profile,
+                options=options,
+                progress=progress,
+                reshard_after_forward=args.reshard,
+                mp_policy=MixedPrecisionPolicy(param_dtype=DTYPES.get(args.mp)),
+            )
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise FoundProblem(f"the model cannot be sharded: {error}") from error
+        except (RuntimeError, compat.DynamoError) as error:
+            raise FoundProblem(f"the model cannot be compiled: {error}") from error
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[Callable[[str], None]]:
+    """A line that counts the seconds; gives what sets its text."""
+    done = threading.Event()
+    bar = tqdm(bar_format="{desc} [{elapsed}]", leave=False, disable=None)
+
+    def tick() -> None:
+        while not done.wait(0.5):
+            bar.refresh()
+
+    ticker = threading.Thread(target=tick, daemon=True)
+    ticker.start()
+    try:
+        yield lambda stage: bar.set_description_str(f"{title}: {stage}")
+    finally:
+        done.set()
+        ticker.join()
+        bar.close()

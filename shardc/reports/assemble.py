@@ -1,0 +1,112 @@
+"""From the compiled graphs of a model to one record of a step."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from shardc.passes.profiles import Profile
+from shardc.reports.graph import GraphRows
+from shardc.reports.record import BucketRow, MemoryPoint, Op, Record
+from shardc.runtime.bucket import Bucket
+from shardc.units import units_of
+
+
+def assemble(
+    model: nn.Module,
+    graphs: Sequence[GraphRows],
+    profile: Profile,
+    optimizer_states: float,
+    settings: dict[str, str],
+    tokens: int,
+) -> Record:
+    """A step of `model`: its forward graphs in their order, its backward graphs, the optimizer.
+
+    Args:
+        model: a sharded model.
+        graphs: what was compiled for one step, forward graphs in the order in which they run.
+        profile: what times are for.
+        optimizer_states: copies of the parameters that the optimizer keeps.
+        settings, tokens: see `Record`.
+    """
+    buckets = [b for module in units_of(model).values() for b in module._shardc_unit.buckets]
+    segments = sum(bucket.segment.nbytes for bucket in buckets)
+    trained = sum(bucket.segment.nbytes for bucket in buckets if any(bucket.trainable))
+    kept = (segments, int(optimizer_states * trained))
+    clock, rows = 0.0, []
+    for graph in _in_order(graphs):
+        rows.append(graph.after(clock))
+        clock += graph.seconds
+    memory = [_with_static(point, kept) for graph in rows for point in graph.memory]
+    ops = [op for graph in rows for op in graph.ops]
+    if any(graph.phase == "backward" for graph in rows):
+        ops.append(_optimizer(trained, optimizer_states, profile, clock))
+        memory.append(MemoryPoint(clock, (*kept, trained, 0, 0), "optimizer"))
+    flops: dict[str, float] = {}
+    for graph in rows:
+        for dtype, count in graph.flops.items():
+            flops[dtype] = flops.get(dtype, 0.0) + count
+    used = {name for graph in rows for row in graph.collectives for name in row.buckets}
+    first = buckets[0]
+    return Record(
+        model=type(model).__name__,
+        world_size=first.layout.world_size,
+        copies=first.ranks.copies,
+        profile=profile.name,
+        settings=settings,
+        tokens=tokens,
+        flops=sum(flops.values()),
+        peak_flops=_peak(profile, flops),
+        buckets=tuple(replace(row, used=row.name in used) for row in map(bucket_row, buckets)),
+        collectives=tuple(row for graph in rows for row in graph.collectives),
+        ops=tuple(ops),
+        memory=tuple(memory),
+    )
+
+
+def bucket_row(bucket: Bucket) -> BucketRow:
+    """A bucket as a row of the report."""
+    layout, code = bucket.layout, bucket.code
+    return BucketRow(
+        name=bucket.label or "(root)",
+        unit=bucket.owner.name or "(root)",
+        tensors=len(layout.slots),
+        parameters=layout.used,
+        dtype=_dtype(bucket.segment.dtype),
+        gathered_dtype=_dtype(code.compute_dtype),
+        nbytes=layout.numel * code.compute_dtype.itemsize,
+        padding=layout.padding_fraction,
+        segment=bucket.segment.nbytes,
+        trained=any(bucket.trainable),
+        reshard=bucket.reshard_after_forward,
+    )
+
+
+def _peak(profile: Profile, flops: dict[str, float]) -> float:
+    """FLOP/s of the device in the dtype that most are done in."""
+    if not flops:
+        return 0.0
+    table = dict(profile.flops)
+    return table.get(max(flops, key=flops.__getitem__), table["float32"])
+
+
+def _dtype(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _in_order(graphs: Iterable[GraphRows]) -> list[GraphRows]:
+    """Forward graphs as they are, then backward graphs, the last forward's first."""
+    graphs = list(graphs)
+    forward = [graph for graph in graphs if graph.phase == "forward"]
+    return forward + [graph for graph in reversed(graphs) if graph.phase == "backward"]
+
+
+def _with_static(point: MemoryPoint, kept: tuple[int, int]) -> MemoryPoint:
+    return replace(point, held=(*kept, *point.held[2:]))
+
+
+def _optimizer(trained: int, states: float, profile: Profile, clock: float) -> Op:
+    """A fused step, which reads parameter, gradient and states and writes parameter and states."""
+    traffic = trained * (3 + 2 * states)
+    seconds = traffic / (profile.memory_bandwidth * profile.memory_efficiency)
+    return Op("optimizer", "step", "", clock, seconds)

@@ -1,0 +1,181 @@
+"""What is worth changing about a step, in words, with what to do about it.
+
+Each check is a function of the record (and of the profile it was made for) that yields what it
+finds; thresholds are named below.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from shardc.passes.cost import collective_seconds
+from shardc.passes.profiles import Profile
+from shardc.reports.record import BucketRow, CollectiveRow, Finding, Record
+from shardc.reports.words import format_bytes, format_seconds, plural
+
+EXPOSED_SHARE = 0.03
+"""Communication that adds less than this share to a step is not worth a word."""
+PADDING_SHARE = 0.01
+FIXED_SHARE = 0.5
+"""A unit is small where more than this share of its gather's time would be there for no bytes."""
+LARGE_SHARE = 0.5
+"""A unit is large where it has more than this share of all parameters, and others have some."""
+
+
+def find(record: Record, profile: Profile) -> tuple[Finding, ...]:
+    """All findings, the costliest kinds first."""
+    checks = (_memory(record, profile), _exposed(record), _units(record, profile), _padding(record))
+    return tuple(finding for check in checks for finding in check)
+
+
+def find_breaks(reasons: Iterable[str]) -> Iterator[Finding]:
+    """Graph breaks, given Dynamo's reason for each."""
+    for reason, times in Counter(reasons).items():
+        text = " ".join(reason.split())
+        yield Finding(
+            "graph break",
+            f"the graph breaks {plural(times, 'time')}: {text[:400]}",
+            "each piece is compiled and predicted by itself, and the runtime gathers its "
+            "parameters, which this report does not count; torch.compile(..., fullgraph=True) "
+            "shows where it happens, and so does TORCH_LOGS=graph_breaks",
+        )
+
+
+def find_recompiles(compiles: int) -> Iterator[Finding]:
+    """A model that was compiled several times."""
+    if compiles > 1:
+        yield Finding(
+            "recompiles",
+            f"the model was compiled {compiles} times; this is the last one",
+            "TORCH_LOGS=recompiles says why; inputs of other shapes: torch.compile(dynamic=True) "
+            "or padding; flags that are set between steps compile once a combination",
+        )
+
+
+def find_unused(names: Iterable[str]) -> Iterator[Finding]:
+    """Parameters that no graph reads."""
+    names = list(names)
+    if names:
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        yield Finding(
+            "unused parameters",
+            f"{plural(len(names), 'parameter')} never used: {shown}",
+            "they are kept, and gathered with their unit, for nothing: remove them, freeze them, "
+            "or give them to fully_shard(ignored_params=...)",
+        )
+
+
+def _memory(record: Record, profile: Profile) -> Iterator[Finding]:
+    if not record.memory:
+        return
+    peak = record.peak
+    if peak.total > profile.memory:
+        yield Finding(
+            "memory",
+            f"the step needs {format_bytes(peak.total)} on each rank, and a device of "
+            f"{profile.name} has {format_bytes(profile.memory)}",
+            "more ranks, a smaller batch, activation checkpointing, param_dtype=bfloat16, "
+            "or smaller units (see what the peak is made of)",
+        )
+
+
+def _exposed(record: Record) -> Iterator[Finding]:
+    step, exposed = record.step_seconds, record.exposed_seconds
+    if not step or exposed < EXPOSED_SHARE * step:
+        return
+    worst = max(record.collectives, key=lambda c: c.exposed)
+    what = (
+        f"communication adds {format_seconds(exposed)} to the step ({exposed / step:.0%}); most of "
+        f"it, {format_seconds(worst.exposed)}, is {_words(worst)}"
+    )
+    if record.wire_seconds > record.compute_seconds:
+        advice = (
+            f"the wire ({format_seconds(record.wire_seconds)}) needs longer than compute "
+            f"({format_seconds(record.compute_seconds)}): more tokens a rank, "
+            "param_dtype=bfloat16, reshard_after_forward=False where memory allows, or HSDP "
+            "(mesh of two dims) to keep gathers inside a node"
+        )
+    elif _is_first(worst, record.collectives):
+        advice = (
+            "nothing can be computed before the first gather of a phase: make it smaller, with a "
+            "unit of its own for what is needed first"
+        )
+    elif _is_last(worst, record.collectives):
+        advice = (
+            "nothing is left to compute behind the last reduction: make it smaller, with a unit of "
+            "its own for what comes first in the model"
+        )
+    else:
+        advice = (
+            "it starts too late or too much is queued before it: more memory for gathers ahead "
+            "(options={'prefetch': n}), or smaller units"
+        )
+    yield Finding("exposed communication", what, advice)
+
+
+def _words(collective: CollectiveRow) -> str:
+    kind = collective.kind.replace("_", "-")
+    return f"the {kind} of {' and '.join(collective.buckets)} in the {collective.phase}"
+
+
+def _is_first(worst: CollectiveRow, rows: tuple[CollectiveRow, ...]) -> bool:
+    gathers = [row for row in rows if row.phase == worst.phase and row.kind == "all_gather"]
+    return worst in gathers[:2]
+
+
+def _is_last(worst: CollectiveRow, rows: tuple[CollectiveRow, ...]) -> bool:
+    reduces = [row for row in rows if row.kind != "all_gather"]
+    return worst in reduces[-2:]
+
+
+def _units(record: Record, profile: Profile) -> Iterator[Finding]:
+    units: dict[str, list[BucketRow]] = {}
+    for bucket in record.buckets:
+        units.setdefault(bucket.unit, []).append(bucket)
+    sizes = {name: sum(b.nbytes for b in buckets) for name, buckets in units.items()}
+    total, world = sum(sizes.values()), record.world_size
+    if world == 1 or not total:
+        return
+    fixed = collective_seconds(0, world, profile)
+    small = [
+        name
+        for name, size in sizes.items()
+        if size and fixed > FIXED_SHARE * collective_seconds(size, world, profile)
+    ]
+    if len(small) > 1:
+        yield Finding(
+            "small units",
+            f"{plural(len(small), 'unit')} so small that a gather is mostly latency "
+            f"({format_seconds(fixed)} of it is there for no bytes): {_some(small)}",
+            "put several blocks into one unit: fully_shard([a, b]), or units= of a larger class",
+        )
+    large = [name for name, size in sizes.items() if size > LARGE_SHARE * total]
+    if large and len(sizes) > 1:
+        yield Finding(
+            "large unit",
+            f"{large[0]} has {sizes[large[0]] / total:.0%} of all parameters "
+            f"({format_bytes(sizes[large[0]])} gathered at once)",
+            "make units of the modules in it: fully_shard(inner), or units= of a smaller class",
+        )
+    elif len(sizes) == 1 and record.buckets and record.buckets[0].tensors > 8:
+        yield Finding(
+            "large unit",
+            f"the whole model is one unit: {format_bytes(total)} are gathered at once",
+            'make units of its blocks: units="auto", or units= of their class',
+        )
+
+
+def _padding(record: Record) -> Iterator[Finding]:
+    padded = [bucket for bucket in record.buckets if bucket.padding > PADDING_SHARE]
+    if padded:
+        worst = max(padded, key=lambda bucket: bucket.padding)
+        yield Finding(
+            "padding",
+            f"{plural(len(padded), 'bucket')} with more than {PADDING_SHARE:.0%} padding, the "
+            f"worst {worst.name} with {worst.padding:.1%}: {_some([b.name for b in padded])}",
+            "small parameters over many ranks: put them into a larger unit, shard over fewer "
+            "ranks (HSDP), or leave them alone (ignored_params=)",
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,212 @@
+"""One compiled graph, played through: when each op and each collective runs, by the cost model.
+
+The graph is in the order in which it runs. Compute goes op by op; collectives queue on one wire in
+the order in which they are started; a wait stops compute until its collective is done. So a plan
+can be read off as times, and what is exposed is where compute stood still.
+"""
+
+import bisect
+import re
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from shardc.passes.context import PassContext, is_collective, is_wait, kind_of, ranks_in, specs_of
+from shardc.passes.cost import (
+    evaluate,
+    node_flops,
+    node_seconds,
+    symbol_hints,
+    tensor_bytes,
+    transfer_seconds,
+)
+from shardc.passes.memory import Liveness
+from shardc.passes.profiles import Profile
+from shardc.reports.record import CollectiveRow, MemoryPoint, Op
+
+
+@dataclass(frozen=True)
+class GraphRows:
+    """What a graph adds to a record; times count from its start.
+
+    Attributes:
+        phase: "forward" or "backward".
+        seconds: until its last op is done.
+        collectives, ops: see `Record`.
+        memory: what the graph holds itself; segments and optimizer state are left out.
+        flops: of its matmuls and their like, by dtype.
+    """
+
+    phase: str
+    seconds: float
+    collectives: tuple[CollectiveRow, ...]
+    ops: tuple[Op, ...]
+    memory: tuple[MemoryPoint, ...]
+    flops: dict[str, float]
+
+    def after(self, seconds: float) -> "GraphRows":
+        """The same, started that much later."""
+        return replace(
+            self,
+            collectives=tuple(
+                replace(
+                    row,
+                    issued=row.issued + seconds,
+                    start=row.start + seconds,
+                    end=row.end + seconds,
+                    waited=row.waited + seconds,
+                )
+                for row in self.collectives
+            ),
+            ops=tuple(replace(row, start=row.start + seconds) for row in self.ops),
+            memory=tuple(replace(row, seconds=row.seconds + seconds) for row in self.memory),
+        )
+
+
+@dataclass
+class _Sent:
+    """A collective that was started: its place in the graph, and when the wire carries it."""
+
+    node: Node
+    place: int
+    issued: float
+    start: float
+    end: float
+    waited: float = -1.0
+    exposed: float = 0.0
+    wait_place: int = -1
+
+
+def read_graph(
+    gm: GraphModule, ctx: PassContext, profile: Profile, liveness: Liveness
+) -> GraphRows:
+    """Play a scheduled graph through.
+
+    Args:
+        gm: a forward or backward graph, as it is lowered.
+        ctx: the context of its passes.
+        profile: what times are for.
+        liveness: of the same graph, in the same order.
+    """
+    hints = symbol_hints(gm)
+    clock = wire = 0.0
+    sent: dict[Node, _Sent] = {}
+    ops: list[Op] = []
+    places: list[int] = []
+    memory: list[MemoryPoint] = []
+    flops: defaultdict[str, float] = defaultdict(float)
+    for place, node in enumerate(liveness.nodes):
+        if is_collective(node) and specs_of(node):
+            seconds = evaluate(transfer_seconds(node, ranks_in(node), profile), hints)
+            start = max(wire, clock)
+            wire = start + seconds
+            sent[node] = _Sent(node, place, clock, start, wire)
+        elif is_wait(node) and (source := _started_by(node)) in sent:
+            transfer = sent[source]
+            stall = max(0.0, transfer.end - clock)
+            if transfer.waited < 0:
+                transfer.waited, transfer.exposed, transfer.wait_place = clock, stall, place
+            clock += stall
+        else:
+            seconds = evaluate(node_seconds(node, profile), hints)
+            if seconds > 0:
+                places.append(place)
+                ops.append(Op(ctx.phase, _name(node), module_of(node), clock, seconds))
+                flops[dtype_of(node)] += evaluate(node_flops(node), hints)
+            clock += seconds
+        memory.append(_memory(liveness, place, clock, node))
+    rows = tuple(_row(transfer, ctx, ops, places, clock, hints) for transfer in sent.values())
+    return GraphRows(ctx.phase, max(clock, wire), rows, tuple(ops), _steps_of(memory), flops)
+
+
+def _started_by(wait: Node) -> Node:
+    source = wait.args[0]
+    assert isinstance(source, Node)
+    return source if is_collective(source) else source.all_input_nodes[0]
+
+
+def _row(
+    transfer: _Sent,
+    ctx: PassContext,
+    ops: list[Op],
+    places: list[int],
+    end: float,
+    hints: dict[Any, int],
+) -> CollectiveRow:
+    node = transfer.node
+    given = [tensor_bytes(operand.meta.get("val")) for operand in node.all_input_nodes]
+    whole = max(
+        evaluate(tensor_bytes(node.meta.get("val")), hints),
+        sum(evaluate(size, hints) for size in given),
+    )
+    return CollectiveRow(
+        phase=ctx.phase,
+        kind=kind_of(node),
+        buckets=ctx.labels_of(node),
+        ranks=ranks_in(node),
+        nbytes=int(whole),
+        before=_op_after(transfer.place, ops, places),
+        needed_by=_op_after(transfer.wait_place, ops, places),
+        issued=transfer.issued,
+        start=transfer.start,
+        end=transfer.end,
+        waited=transfer.waited if transfer.waited >= 0 else end,
+        exposed=transfer.exposed,
+    )
+
+
+def _op_after(place: int, ops: list[Op], places: list[int]) -> str:
+    """The first op of a module that is computed after a place of the graph, in words.
+
+    Ops of no module (casts of segments, what the loss is made of) count where none follows.
+    """
+    if place < 0 or not places or place >= places[-1]:
+        return "(end)"
+    later = ops[bisect.bisect_right(places, place) :]
+    found = next((op for op in later if op.module), later[0])
+    return f"{found.module}: {found.name}" if found.module else found.name
+
+
+def _memory(liveness: Liveness, place: int, clock: float, node: Node) -> MemoryPoint:
+    gathered, gradients = liveness.gathered[place], liveness.gradients[place]
+    values = liveness.live[place] - gathered - gradients
+    return MemoryPoint(clock, (0, 0, gradients, values, gathered), f"{module_of(node)} {node.name}")
+
+
+def _steps_of(points: list[MemoryPoint]) -> tuple[MemoryPoint, ...]:
+    """The points at which something changes; of several at one time, the fullest."""
+    kept: list[MemoryPoint] = []
+    for point in points:
+        if kept and kept[-1].seconds == point.seconds:
+            if point.total > kept[-1].total:
+                kept[-1] = point
+        elif not kept or kept[-1].held != point.held:
+            kept.append(point)
+    return tuple(kept)
+
+
+def dtype_of(node: Node) -> str:
+    """The dtype of a node's first result."""
+    value = next((v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)), None)
+    return "" if value is None else str(value.dtype).removeprefix("torch.")
+
+
+def _name(node: Node) -> str:
+    return str(getattr(node.target, "_opname", node.name))
+
+
+_SCOPE = re.compile(r"^L\[['\"]\w+['\"]\]\.?|^getattr\(|_modules\.|_orig_mod\.?")
+
+
+def module_of(node: Node) -> str:
+    """The name of the module whose forward made a node: "layers.0.mlp.up"; "" if not known."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = str(next(reversed(stack.values()))[0])
+    path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", _SCOPE.sub("", path))
+    return _SCOPE.sub("", path).strip(".").replace("..", ".")

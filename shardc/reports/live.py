@@ -1,0 +1,120 @@
+"""`report`: what was planned for a compiled model, read off its latest compiles."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+
+from shardc.options import Options
+from shardc.passes.profiles import Profile
+from shardc.plan import GraphPlan, graph_plans
+from shardc.reports.assemble import assemble
+from shardc.reports.findings import find, find_breaks, find_recompiles, find_unused
+from shardc.reports.report import Report
+from shardc.runtime.bucket import Bucket
+from shardc.units import units_of
+
+
+def report(compiled: Any) -> Report:
+    """What was planned for a model that has run compiled in this process.
+
+    Args:
+        compiled: what `torch.compile(model, backend="shardc")` gave, or the model whose
+            `compile(backend="shardc")` was called. A step must have run: the backward is compiled
+            with the first one.
+
+    Raises:
+        ValueError: not a sharded model, or nothing of it was compiled yet.
+    """
+    model = getattr(compiled, "_orig_mod", compiled)
+    if not isinstance(model, nn.Module) or not units_of(model):
+        raise ValueError(f"report takes a model that was sharded, got {type(model).__name__}")
+    own = {bucket for unit in units_of(model).values() for bucket in unit._shardc_unit.buckets}
+    graphs = [plan for plan in graph_plans if own & set(_alive(plan))]
+    if not graphs:
+        raise ValueError(
+            "nothing of the model was compiled by shardc yet: call model.compile(backend='shardc') "
+            "and run a step first; the plans of the last graphs only are kept"
+        )
+    latest, compiles = _latest(graphs)
+    first = latest[-1]
+    return report_of(model, latest, first.profile, first.options, 0, (), compiles)
+
+
+def report_of(
+    model: nn.Module,
+    graphs: Sequence[GraphPlan],
+    profile: Profile,
+    options: Options,
+    tokens: int,
+    breaks: Iterable[str],
+    compiles: int = 1,
+) -> Report:
+    """The report of `graphs`, those of one step of `model`, with its findings."""
+    record = assemble(
+        model,
+        [graph.rows for graph in graphs],
+        profile,
+        options.optimizer_states,
+        _settings(model, options),
+        tokens,
+    )
+    findings = (
+        *find_breaks(breaks),
+        *find_recompiles(compiles),
+        *find(record, profile),
+        *find_unused(_unused(model, graphs)),
+    )
+    values = {f.name: getattr(record, f.name) for f in fields(record)}
+    return Report(**{**values, "findings": findings})
+
+
+def _alive(plan: GraphPlan) -> list[Bucket]:
+    return [bucket for reference in plan.buckets if (bucket := reference()) is not None]
+
+
+def _latest(graphs: Sequence[GraphPlan]) -> tuple[list[GraphPlan], int]:
+    """The graphs compiled last for each set of buckets, and how often the busiest was compiled."""
+    compiles: dict[frozenset[Bucket], list[int]] = {}
+    for plan in graphs:
+        numbers = compiles.setdefault(frozenset(_alive(plan)), [])
+        if plan.number not in numbers:
+            numbers.append(plan.number)
+    last = {numbers[-1] for numbers in compiles.values()}
+    return [g for g in graphs if g.number in last], max(map(len, compiles.values()))
+
+
+def _unused(model: nn.Module, graphs: Sequence[GraphPlan]) -> list[str]:
+    """The parameters that none of `graphs` reads, by name in their unit."""
+    read: dict[Bucket, set[int]] = {}
+    for plan in graphs:
+        for reference, slots in zip(plan.buckets, plan.slots, strict=True):
+            bucket = reference()
+            if bucket is not None:
+                read.setdefault(bucket, set()).update(slots)
+    return [
+        f"{module._shardc_unit.name}.{slot.name}"
+        for module in units_of(model).values()
+        for bucket in module._shardc_unit.buckets
+        for index, slot in enumerate(bucket.layout.slots)
+        if index not in read.get(bucket, ())
+    ]
+
+
+def _settings(model: nn.Module, options: Options) -> dict[str, str]:
+    """What was asked for beside the defaults, in words."""
+    unit = next(iter(units_of(model).values()))._shardc_unit
+    settings = {}
+    if unit.settings.precision.param_dtype is not None:
+        settings["mp"] = str(unit.settings.precision.param_dtype).removeprefix("torch.")
+    if unit.settings.offloaded:
+        settings["offload"] = "cpu"
+    if unit.asked_reshard is not None:
+        settings["reshard_after_forward"] = str(unit.asked_reshard)
+    defaults = Options()
+    for name in ("prefetch", "backward_prefetch", "coalesce", "schedule", "memory_budget"):
+        value = getattr(options, name)
+        if value != getattr(defaults, name):
+            settings[name] = str(value)
+    return settings
