@@ -1,0 +1,315 @@
+"""`explain` and `report`: what is predicted is what runs, and nothing is changed by asking."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Stack, compiled, shard_all, tokens
+from ranks import on_ranks
+from torch import nn
+
+import shardc
+from shardc.reports.record import CollectiveRow, MemoryPoint, Op, Record
+from shardc.reports.report import Report
+from shardc.runtime import compat
+
+INPUTS = (tokens(0), tokens(1))
+
+
+@pytest.fixture(scope="module")
+def stack_report() -> Report:
+    return shardc.explain(Stack(6), *INPUTS, world_size=16)
+
+
+# -- explain -------------------------------------------------------------------------------------
+
+
+def test_explain_changes_nothing():
+    model = Stack(3, tied=True)
+    before = copy.deepcopy(model.state_dict())
+    model.eval()
+    report = shardc.explain(model, *INPUTS, world_size=7)
+    assert report.world_size == 7 and len(report.buckets) == 4
+    assert not dist.is_initialized() and not shardc.units_of(model) and not model.training
+    assert type(model) is Stack
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert shardc.get_profile("cpu") is shardc.passes.profiles.current_profile("cpu")
+
+
+def test_every_bucket_is_gathered_twice_and_reduced_once(stack_report):
+    counts: dict[tuple[str, str, str], int] = {}
+    for row in stack_report.collectives:
+        for bucket in row.buckets:
+            key = (row.phase, row.kind, bucket)
+            counts[key] = counts.get(key, 0) + 1
+    blocks = [f"layers.{index}" for index in range(6)]
+    expected = {("forward", "all_gather", name): 1 for name in ["Stack", *blocks]}
+    expected |= {("backward", "all_gather", name): 1 for name in blocks}  # the root is kept
+    expected |= {("backward", "reduce_scatter", name): 1 for name in ["Stack", *blocks]}
+    assert counts == expected
+
+
+def test_times_add_up(stack_report):
+    r = stack_report
+    assert 0 < r.compute_seconds < r.step_seconds
+    assert r.exposed_seconds == pytest.approx(r.step_seconds - r.compute_seconds)
+    stalls = sum(row.exposed for row in r.collectives)
+    assert stalls == pytest.approx(r.exposed_seconds, rel=0.01)
+    assert all(op.start >= before.start + before.seconds - 1e-12
+               for before, op in zip(r.ops, r.ops[1:], strict=False))  # fmt: skip
+    for one, other in zip(r.collectives, r.collectives[1:], strict=False):
+        assert one.issued <= one.start < one.end <= other.start + 1e-12
+        assert one.exposed == pytest.approx(max(0.0, one.end - one.waited))
+
+
+def test_memory_has_its_parts(stack_report):
+    parameters = sum(p.numel() for p in Stack(6).parameters())
+    segments, optimizer, gradients, activations, gathered = stack_report.peak.held
+    assert 4 * parameters / 16 <= segments < 4 * parameters / 16 * 1.2
+    assert optimizer == 2 * segments
+    assert gradients > 0 and activations > 0 and gathered > 0
+    last = stack_report.memory[-1]
+    assert last.where == "optimizer" and last.held == (segments, 2 * segments, segments, 0, 0)
+
+
+def test_ops_come_from_modules(stack_report):
+    modules = {(op.phase, op.module) for op in stack_report.ops if "mm" in op.name}
+    for phase in ("forward", "backward"):
+        assert {(phase, f"layers.{index}.up") for index in range(6)} <= modules
+    row = next(r for r in stack_report.collectives if r.buckets == ("layers.3",))
+    assert row.needed_by.startswith("layers.3")
+
+
+def test_predictions_scale_with_ranks_and_copies():
+    few, many, hybrid = (
+        shardc.explain(Stack(2), *INPUTS, mesh=sizes) for sizes in ((4,), (16_384,), (4, 4))
+    )
+    assert few.peak.held[0] > many.peak.held[0]
+    assert few.wire_seconds < many.wire_seconds
+    assert hybrid.copies == 4 and hybrid.world_size == 4
+    kinds = [row.kind for row in hybrid.collectives]
+    assert kinds.count("all_reduce") == kinds.count("reduce_scatter") == 3
+    assert all(row.buckets != ("?",) for row in hybrid.collectives)
+
+
+def test_inference_has_no_backward():
+    report = shardc.explain(Stack(2), INPUTS[0], world_size=4, train=False)
+    assert {row.phase for row in report.collectives} == {"forward"}
+    assert {op.phase for op in report.ops} == {"forward"}
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+def test_options_and_sharding_arguments_are_those_of_a_run(executor):
+    policy = shardc.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    report = shardc.explain(
+        Stack(2), *INPUTS, world_size=4, mp_policy=policy, reshard_after_forward=False,
+        options={"executor": executor},
+    )  # fmt: skip
+    assert {bucket.gathered_dtype for bucket in report.buckets} == {"bfloat16"}
+    assert not any(bucket.reshard for bucket in report.buckets)
+    assert not [r for r in report.collectives if r.phase == "backward" and r.kind == "all_gather"]
+    assert report.settings == {"mp": "bfloat16", "reshard_after_forward": "False"}
+
+
+def test_a_model_that_is_sharded_already():
+    compat.join_fake_group(4)
+    try:
+        model = shardc.fully_shard(Stack(2), units="auto")
+        report = shardc.explain(model, *INPUTS)
+        assert report.world_size == 4 and len(report.buckets) == 3
+        with pytest.raises(ValueError, match="sharded already: leave out world_size"):
+            shardc.explain(model, *INPUTS, world_size=4)
+        with pytest.raises(ValueError, match="fake process group of 4 ranks, and 8 are asked"):
+            shardc.explain(Stack(2), *INPUTS, world_size=8)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"world_size": 0}, "at least 1, got"),
+        ({"world_size": 16_385}, "at most 16,384 ranks can be explained, got 16,385"),
+        ({"world_size": 4, "mesh": (2, 2)}, "give world_size or mesh, not both"),
+        ({"mesh": (2, 2, 2)}, "sizes .shard,. or .replicate, shard."),
+        ({"profile": "h1000"}, "unknown profile 'h1000'"),
+        ({"options": {"fallbck": True}}, "did you mean 'fallback'"),
+        ({"options": {"lower": False}}, "unknown shardc option 'lower'"),
+    ],
+)
+def test_what_cannot_be_explained(given, message):
+    with pytest.raises(ValueError, match=message):
+        shardc.explain(Stack(1), *INPUTS, **given)
+    assert not dist.is_initialized()
+
+
+@on_ranks(2)
+def test_a_real_process_group_is_refused(mesh):
+    with pytest.raises(ValueError, match=r"without peers.*shardc.report"):
+        shardc.explain(Stack(1), *INPUTS)
+
+
+# -- findings ------------------------------------------------------------------------------------
+
+
+class Awkward(nn.Module):
+    """Breaks the graph, has a parameter that nothing uses, and one block far larger than others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.big = nn.Linear(8, 4096, bias=False)
+        self.forgotten = nn.Linear(3, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        torch._dynamo.graph_break()
+        return self.big(x)
+
+
+def test_findings_name_what_to_change():
+    report = shardc.explain(Awkward(), torch.zeros(2, 8), world_size=64)
+    found = {finding.kind: finding for finding in report.findings}
+    assert {"graph break", "unused parameters", "padding", "large unit", "small units"} <= {*found}
+    assert "2 parameters never used: Awkward.forgotten.weight" in found["unused parameters"].what
+    assert all(finding.advice for finding in report.findings)
+    assert "Findings\n- graph break" in str(report)
+
+
+def test_a_step_that_does_not_fit():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(16384, 16384) for _ in range(64)))
+        inputs = torch.zeros(1, 16384)
+    report = shardc.explain(model, inputs, world_size=2, profile="a100-nvlink")
+    (memory,) = (finding for finding in report.findings if finding.kind == "memory")
+    assert "a100-nvlink has 74.51 GiB" in memory.what
+    assert report.peak.total > 80e9
+
+
+def test_nothing_to_change_is_said():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(8)))
+        inputs = torch.zeros(65536, 4096, dtype=torch.bfloat16)
+    policy = shardc.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    report = shardc.explain(model, inputs, world_size=8, mp_policy=policy)
+    assert report.findings == () and "Nothing to change was found." in str(report)
+    assert report.exposed_seconds < 0.03 * report.step_seconds
+
+
+# -- the report ----------------------------------------------------------------------------------
+
+
+def test_a_report_is_saved_and_compared(stack_report, tmp_path):
+    path = tmp_path / "report.json"
+    stack_report.save(path)
+    again = Report.load(path)
+    assert again == stack_report and str(again) == str(stack_report)
+    other = shardc.explain(Stack(6), *INPUTS, world_size=32)
+    table = again.compare(other)
+    assert "W=16" in table and "W=32" in table and "peak memory" in table
+    with pytest.raises(ValueError, match="is written as"):
+        stack_report.save(tmp_path / "report.txt")
+    path.write_text(json.dumps({"buckets": []}))
+    with pytest.raises(ValueError, match="not a report of shardc"):
+        Report.load(path)
+
+
+def test_what_repeats_is_shown_by_its_ends(stack_report):
+    short, full = str(stack_report), stack_report.text(every_row=True)
+    assert "layers.2 " not in short.split("Findings")[0]
+    assert "... 2 more like these" in short and "more like these" not in full
+    assert full.count("all-gather") > short.count("all-gather")
+
+
+def test_rates():
+    """Figures by hand: 100 tokens in 2 s, 60 of 100 FLOPs, 3 of 4 s of wire hidden."""
+    rows = [
+        CollectiveRow("forward", "all_gather", ("a",), 4, 400, "", "", 0.0, 0.0, 3.0, 0.0, 1.0),
+        CollectiveRow("backward", "all_reduce", ("a",), 4, 400, "", "", 0.0, 3.0, 4.0, 4.0, 0.0),
+    ]
+    record = Record(
+        "Model", 4, 1, "profile", tokens=100, flops=60.0, peak_flops=10.0,
+        collectives=tuple(rows), ops=(Op("forward", "mm", "a", 1.0, 3.0),),
+        memory=(MemoryPoint(0.0, (1, 2, 3, 4, 5)), MemoryPoint(1.0, (1, 2, 0, 0, 0))),
+    )  # fmt: skip
+    assert record.step_seconds == 4.0 and record.exposed_seconds == 1.0
+    assert record.wire_seconds == 4.0 and record.flops_used == 60 / 40
+    assert record.sent_bytes == 300 + 2 * 300
+    assert record.peak.total == 15 and [row.hidden for row in rows] == [2.0, 1.0]
+
+
+# -- against a real run --------------------------------------------------------------------------
+
+
+def _collectives_that_run(model, step) -> list[str]:
+    """What the profiler sees of collectives in one step, in order."""
+    with torch.profiler.profile() as profile:
+        step()
+    names = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    return [
+        name
+        for event in events
+        for name in names
+        if event.name in (f"_c10d_functional::{name}", f"_c10d_functional::{name}_out")
+    ]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+def test_the_collectives_of_the_report_are_those_that_run(mesh, executor):
+    torch.manual_seed(0)
+    model = shard_all(Stack(3), mesh)
+    step = compiled(model, executor)
+    step(*INPUTS).backward()
+    live = shardc.report(model)
+    assert live.world_size == 4 and {op.phase for op in live.ops} >= {"forward", "backward"}
+    ran = _collectives_that_run(model, lambda: step(*INPUTS).backward())
+    planned = [row.kind for row in live.collectives]
+    full = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
+    assert ran == [full[kind] for kind in planned] and len(ran) == 4 + 3 + 4
+
+
+@on_ranks(4)
+def test_explain_predicts_the_plan_of_a_real_run(mesh):
+    torch.manual_seed(0)
+    model = shard_all(Stack(3), mesh)
+    compiled(model)(*INPUTS).backward()
+    live = shardc.report(model)
+    dist_state = json.loads(json.dumps(live.to_dict()))
+    predicted = _explained_elsewhere(live.world_size)
+    for name in ("phase", "kind", "buckets", "ranks", "nbytes", "before", "needed_by"):
+        assert [row[name] for row in predicted["collectives"]] == [
+            row[name] for row in dist_state["collectives"]
+        ]
+    assert predicted["buckets"] == dist_state["buckets"]
+
+
+def _explained_elsewhere(world_size: int) -> dict:
+    """What `explain` says in a process without a process group."""
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    code = (
+        "import json, sys; sys.path.insert(0, sys.argv[1])\n"
+        "import torch, shardc; from models import Stack, tokens\n"
+        "torch.set_num_threads(1)\n"
+        "r = shardc.explain(Stack(3), tokens(0), tokens(1), world_size=int(sys.argv[2]),\n"
+        "    profile='cpu', options={'executor': 'eager', 'coalesce': False})\n"
+        "print(json.dumps(r.to_dict()))"
+    )
+    folder = str(Path(__file__).parent)
+    command = [sys.executable, "-c", code, folder, str(world_size)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_report_needs_something_compiled():
+    with pytest.raises(ValueError, match="takes a model that was sharded, got Stack"):
+        shardc.report(Stack(1))
