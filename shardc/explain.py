@@ -26,6 +26,7 @@ from shardc.backend import compile_graph
 from shardc.options import Options
 from shardc.passes.profiles import Profile, as_profile, planning_for
 from shardc.plan import GraphPlan, graph_plans
+from shardc.reports.formulas import token_formulas
 from shardc.reports.live import report_of
 from shardc.reports.report import Report
 from shardc.runtime import compat
@@ -45,6 +46,7 @@ def explain(
     profile: Profile | str = "h100-nvlink",
     options: dict[str, Any] | None = None,
     train: bool = True,
+    symbolic: bool = False,
     progress: Callable[[str], object] = str,
     **sharding: Any,
 ) -> Report:
@@ -62,6 +64,8 @@ def explain(
         profile: the hardware to plan for: a name (see `get_profile`) or a `Profile`.
         options: as for `torch.compile(..., options=)`.
         train: whether a backward follows; else the forward under `no_grad` only.
+        symbolic: compile a second time, with twice the batch (the first dim of every input), so
+            that `report.formulas` has what depends on the number of tokens.
         progress: called with what is begun, in words.
         sharding: other arguments of `fully_shard`: `units` (default "auto"), `mp_policy`, ...
 
@@ -75,20 +79,26 @@ def explain(
     hardware = as_profile(profile)
     parsed = replace(Options.parse({**(options or {}), "profile": hardware}), lower=False)
     sizes = _sizes(model, world_size, mesh, sharding)
+    named = dict(kwargs or {})
     with _fake_ranks(sizes) as made, planning_for(hardware):
         progress("sharding")
         sharded = _on_meta(model)
         if not units_of(sharded):
             given: Any = mesh if made is None else made
             fully_shard(sharded, mesh=given, **{"units": "auto", **sharding})
-        graphs, breaks = _compile(sharded, args, dict(kwargs or {}), parsed, train, progress)
-        if not graphs:
-            raise RuntimeError(
-                "nothing of the model was compiled: its forward cannot be traced at all, see "
-                "TORCH_LOGS=graph_breaks"
-            )
-        tokens = _tokens([*args, *(kwargs or {}).values()])
-        return report_of(sharded, graphs, hardware, parsed, tokens, breaks)
+
+        def report_on(make: Callable[[Tensor], Tensor]) -> Report:
+            given, by_name = map_tensors(make, (args, named))
+            graphs, breaks = _compile(sharded, given, by_name, parsed, train, progress)
+            return report_of(sharded, graphs, hardware, parsed, _tokens([given, by_name]), breaks)
+
+        with compat.fake_tensors() as fake:
+            _give_fakes(sharded, fake)
+            report = report_on(fake)
+            if not symbolic:
+                return report
+            doubled = report_on(lambda tensor: torch.cat([fake(tensor)] * 2))
+        return replace(report, formulas={**report.formulas, **token_formulas(report, doubled)})
 
 
 # -- the ranks -----------------------------------------------------------------------------------
@@ -187,12 +197,16 @@ def _give_fakes(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> None:
 def _compile(
     model: nn.Module,
     args: Sequence[Any],
-    kwargs: dict[str, Any],
+    kwargs: Mapping[str, Any],
     options: Options,
     train: bool,
     progress: Callable[[str], object],
 ) -> tuple[list[GraphPlan], list[str]]:
-    """Compile a step under fake tensors: the plans of its graphs, and why it broke where it did."""
+    """Compile a step under fake tensors: the plans of its graphs, and why it broke where it did.
+
+    Raises:
+        RuntimeError: nothing was compiled.
+    """
 
     def backend(gm: GraphModule, inputs: Sequence[Any], **ignored: Any) -> Callable[..., Any]:
         progress("planning")
@@ -202,21 +216,29 @@ def _compile(
     before = graph_plans[-1] if graph_plans else None
     compat.forget_compiled()
     try:
-        with compat.fake_tensors() as fake:
-            _give_fakes(model, fake)
-            args, kwargs = (map_tensors(fake, value) for value in (tuple(args), kwargs))
-            with compat.compiling_backward_at_once(), torch.set_grad_enabled(train):
-                model.train(train)
-                torch.compile(model, backend=backend)(*args, **kwargs)
+        with compat.compiling_backward_at_once(), torch.set_grad_enabled(train):
+            model.train(train)
+            torch.compile(model, backend=backend)(*args, **kwargs)
         breaks = compat.graph_break_reasons()
     finally:
         compat.forget_compiled()
     plans = list(graph_plans)
     start = next((i + 1 for i in reversed(range(len(plans))) if plans[i] is before), 0)
+    if not plans[start:]:
+        raise RuntimeError(
+            "nothing of the model was compiled: its forward cannot be traced at all, see "
+            "TORCH_LOGS=graph_breaks"
+        )
     return plans[start:], breaks
 
 
-def _tokens(inputs: Sequence[Any]) -> int:
-    """Elements of the first integer tensor among the inputs; 0 if there is none."""
-    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    return next((t.numel() for t in tensors if not t.is_floating_point()), 0)
+def _tokens(inputs: Any) -> int:
+    """Tokens of a step: elements of the first integer tensor, else rows of the first tensor."""
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+    for tensor in tensors:
+        if not tensor.is_floating_point():
+            return tensor.numel()
+    first = next(iter(tensors), None)
+    if first is None:
+        return 0
+    return first.numel() // first.shape[-1] if first.ndim > 1 else first.shape[0]

@@ -11,6 +11,7 @@ from ranks import on_ranks
 from torch import nn
 
 import shardc
+from shardc.reports.formulas import evaluate
 from shardc.reports.record import CollectiveRow, MemoryPoint, Op, Record
 from shardc.reports.report import Report
 from shardc.runtime import compat
@@ -240,6 +241,35 @@ def test_rates():
     assert record.wire_seconds == 4.0 and record.flops_used == 60 / 40
     assert record.sent_bytes == 300 + 2 * 300
     assert record.peak.total == 15 and [row.hidden for row in rows] == [2.0, 1.0]
+
+
+def _held_between(report):
+    """What is held when the forward is done."""
+    end = max(op.start + op.seconds for op in report.ops if op.phase == "forward")
+    return [point.held for point in report.memory if point.seconds <= end + 1e-12][-1]
+
+
+def test_formulas_tell_other_ranks_and_other_batches():
+    def on(world, batch):
+        inputs = (tokens(0, (batch, 7)), tokens(1, (batch, 7)))
+        return shardc.explain(Stack(3), *inputs, world_size=world, symbolic=batch == 2)
+
+    formulas, other = on(8, 2).formulas, on(64, 10)
+
+    def value(name):
+        return evaluate(formulas[name], ranks=64, tokens=10 * 7)
+
+    assert value("FLOPs") == other.flops
+    assert value("kept for the backward (bytes)") == pytest.approx(
+        _held_between(other)[3], rel=0.01
+    )
+    assert value("segments (bytes)") == pytest.approx(other.peak.held[0], rel=0.3)  # padding
+    assert value("sent (bytes)") == pytest.approx(other.sent_bytes, rel=0.3)
+    assert value("wire (s)") == pytest.approx(other.wire_seconds, rel=0.05)
+    assert value("compute (s)") == pytest.approx(other.compute_seconds, rel=0.05)
+    with pytest.raises(ValueError, match=r"depends on .T. too"):
+        evaluate(formulas["FLOPs"], ranks=64)
+    assert "wire (s)" in on(8, 4).formulas and "FLOPs" not in on(8, 4).formulas
 
 
 # -- against a real run --------------------------------------------------------------------------

@@ -50,12 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ".trace.json (for https://ui.perfetto.dev); may be given several times")  # fmt: skip
     add("--all", action="store_true", help="print every row, not only the first and last of those "
         "that repeat from block to block")  # fmt: skip
+    add("--symbolic", action="store_true", help="also give totals as formulas of the number of "
+        "ranks and of tokens (compiles twice)")  # fmt: skip
     add("--json", action="store_true", help="print JSON: seconds, bytes, every row")
 
 
 def run(args: argparse.Namespace) -> int:
     """Explain the model, print the report, write the files."""
-    report = explain_target(args, args.target, args.world_size)
+    report = explain_target(args, args.target, args.world_size, args.symbolic)
     for path in args.save:
         save(report, path)
     print(json.dumps(report.to_dict()) if args.json else report.text(every_row=args.all))
@@ -72,7 +74,9 @@ def save(report: Report, path: Path) -> None:
         raise FoundProblem(f"{path} cannot be written: {error.strerror}") from error
 
 
-def explain_target(args: argparse.Namespace, target: str, world_size: int) -> Report:
+def explain_target(
+    args: argparse.Namespace, target: str, world_size: int, symbolic: bool = False
+) -> Report:
     """The report of the model that `target` names, on so many ranks.
 
     Raises:
@@ -94,6 +98,7 @@ def explain_target(args: argparse.Namespace, target: str, world_size: int) -> Re
                 profile=profile,
                 options=options,
                 progress=progress,
+                symbolic=symbolic,
                 reshard_after_forward=args.reshard,
                 mp_policy=MixedPrecisionPolicy(param_dtype=DTYPES.get(args.mp)),
             )

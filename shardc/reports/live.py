@@ -11,6 +11,7 @@ from shardc.passes.profiles import Profile
 from shardc.plan import GraphPlan, graph_plans
 from shardc.reports.assemble import assemble
 from shardc.reports.findings import find, find_breaks, find_recompiles, find_unused
+from shardc.reports.formulas import rank_formulas
 from shardc.reports.report import Report
 from shardc.runtime.bucket import Bucket
 from shardc.units import units_of
@@ -67,7 +68,7 @@ def report_of(
         *find_unused(_unused(model, graphs)),
     )
     values = {f.name: getattr(record, f.name) for f in fields(record)}
-    return Report(**{**values, "findings": findings})
+    return Report(**{**values, "findings": findings, "formulas": rank_formulas(record, profile)})
 
 
 def _alive(plan: GraphPlan) -> list[Bucket]:

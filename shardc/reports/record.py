@@ -149,6 +149,7 @@ class Record:
         flops: floating-point operations of a step on one rank, of matmuls and their like.
         peak_flops: what the device could do in a second.
         buckets, collectives, ops, memory, findings: see there.
+        formulas: totals as functions of `W` and `T` (`shardc.reports.formulas`), as sympy's texts.
     """
 
     model: str
@@ -164,6 +165,7 @@ class Record:
     ops: tuple[Op, ...] = ()
     memory: tuple[MemoryPoint, ...] = ()
     findings: tuple[Finding, ...] = ()
+    formulas: dict[str, str] = field(default_factory=dict)
 
     # -- totals ------------------------------------------------------------------------------
 

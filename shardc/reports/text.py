@@ -25,6 +25,7 @@ def report_text(record: Record, every_row: bool = False) -> str:
         _findings(record),
         bucket_table(record, every_row),
         collective_table(record, every_row),
+        formula_table(record),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -123,6 +124,16 @@ def collective_table(record: Record, every_row: bool = False) -> str:
     shown = rows if every_row else list(_ends(rows, keys, record.collectives))
     align = ["right", "left", "left", "left", "right", "left", "left", "right", "right", "right"]
     return tabulate(shown, headers=headers, disable_numparse=True, colalign=align)
+
+
+def formula_table(record: Record) -> str:
+    """The totals that are known as formulas."""
+    if not record.formulas:
+        return ""
+    rows = list(record.formulas.items())
+    return tabulate(
+        rows, headers=["total", "with W ranks and T tokens a rank"], disable_numparse=True
+    )
 
 
 def _pattern(*names: str) -> str:
