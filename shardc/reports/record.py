@@ -207,7 +207,8 @@ class Record:
     @property
     def peak(self) -> MemoryPoint:
         """The moment at which most memory is held."""
-        return max(self.memory, key=lambda point: point.total)
+        nothing = MemoryPoint(0.0, (0,) * len(KINDS))
+        return max(self.memory, key=lambda point: point.total, default=nothing)
 
     # -- JSON --------------------------------------------------------------------------------
 

@@ -1,0 +1,91 @@
+"""A record as one HTML file: figures, findings, a timeline to zoom into, memory, tables.
+
+The file holds its style, its scripts (the files of `page/`, readable as they are) and the record as
+JSON, and asks for nothing else. The scripts put every text of the record into the page as text,
+never as HTML; the JSON has no "<", so that no name in it can end its element.
+"""
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from shardc.reports.lanes import SLACK, lanes_of, op_indices
+from shardc.reports.record import (
+    KINDS,
+    BucketRow,
+    CollectiveRow,
+    Finding,
+    MemoryPoint,
+    Op,
+    Record,
+)
+
+
+def page(record: Record) -> str:
+    """The whole file.
+
+    Raises:
+        ValueError: the record has a figure that is not finite.
+    """
+    files = resources.files("shardc.reports").joinpath("page")
+
+    def part(match: re.Match[str]) -> str:
+        name = match[1]
+        return _json(record) if name == "record" else files.joinpath(name).read_text("utf-8")
+
+    # One pass: what is put in is not looked at again.
+    return re.sub(r"\{\{([\w.]+)\}\}", part, files.joinpath("page.html").read_text("utf-8"))
+
+
+def save_html(record: Record, path: str | os.PathLike[str]) -> None:
+    """Write the file.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: the record has a figure that is not finite.
+    """
+    Path(path).write_text(page(record), encoding="utf-8")
+
+
+def _json(record: Record) -> str:
+    """The record as JSON that may stand in a script element, all in ASCII."""
+    text = json.dumps(_data(record), allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _data(record: Record) -> dict[str, Any]:
+    """What the scripts read; `record.js` says what they make of it."""
+    collectives = record.collectives
+    return {
+        "model": record.model,
+        "world_size": record.world_size,
+        "copies": record.copies,
+        "profile": record.profile,
+        "settings": record.settings,
+        "summary": record.summary(),
+        "kinds": KINDS,
+        "slack": SLACK,
+        "buckets": _table(BucketRow, record.buckets),
+        "collectives": _table(CollectiveRow, collectives, "seconds", "hidden"),
+        "ops": _table(Op, record.ops),
+        "memory": _table(MemoryPoint, record.memory),
+        "findings": _table(Finding, record.findings),
+        "lanes": lanes_of((row.start, row.end) for row in collectives),
+        "readers": op_indices(record),
+    }
+
+
+def _table(kind: type[Any], rows: Iterable[Any], *properties: str) -> dict[str, Sequence[Any]]:
+    """The rows without their fields' names, which would be most of the file."""
+    columns = [*(field.name for field in dataclasses.fields(kind)), *properties]
+    return {"columns": columns, "rows": [[_plain(getattr(r, c)) for c in columns] for r in rows]}
+
+
+def _plain(value: Any) -> Any:
+    """Seconds to a tenth of a nanosecond: more digits say nothing."""
+    return round(value, 10) if isinstance(value, float) else value
