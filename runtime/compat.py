@@ -18,7 +18,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import InductorError as InductorError
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -26,9 +25,6 @@ from torch.fx import GraphModule
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-
-DynamoError = TorchDynamoException
-"""What Dynamo raises for code that it cannot trace, and for what a backend raised."""
 
 NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
 """A tensor subclass that only wants `__torch_dispatch__` (2.11 to 2.15)."""

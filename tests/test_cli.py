@@ -195,7 +195,7 @@ def test_wrong_usage(capsys, arguments, message):
 
 
 def test_every_help_has_an_explanation(capsys):
-    for arguments in ([], ["plan"], ["doctor"], ["calibrate"]):
+    for arguments in ([], ["plan"], ["explain"], ["compare"], ["doctor"], ["calibrate"]):
         code, out, _ = ended(capsys, *arguments, "--help")
         assert code == 0 and len(out.splitlines()) > 10
         assert "exit code" in out or "example" in out

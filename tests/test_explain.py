@@ -212,6 +212,9 @@ def test_a_report_is_saved_and_compared(stack_report, tmp_path):
     other = shardc.explain(Stack(6), *INPUTS, world_size=32)
     table = again.compare(other)
     assert "W=16" in table and "W=32" in table and "peak memory" in table
+    for name in ("step.html", "step.trace.json"):
+        stack_report.save(tmp_path / name)
+        assert "layers.3" in (tmp_path / name).read_text()
     with pytest.raises(ValueError, match="is written as"):
         stack_report.save(tmp_path / "report.txt")
     path.write_text(json.dumps({"buckets": []}))

@@ -51,5 +51,7 @@ def _reports(source: str, args: argparse.Namespace) -> list[Report]:
         return [explain_target(args, source, world_size) for world_size in args.world_size]
     try:
         return [Report.load(source)]
-    except (OSError, ValueError) as error:
-        raise FoundProblem(f"cannot read a report: {error}") from error
+    except OSError as error:
+        raise FoundProblem(f"{source} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise FoundProblem(str(error)) from error

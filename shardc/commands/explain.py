@@ -14,8 +14,7 @@ from shardc.commands.errors import FoundProblem, UsageError
 from shardc.commands.target import EXAMPLE, load_model
 from shardc.explain import explain
 from shardc.passes.profiles import PROFILES, current_profile
-from shardc.reports.report import Report
-from shardc.runtime import compat
+from shardc.reports.report import Report, write_as
 from shardc.runtime.policy import MixedPrecisionPolicy
 
 NAME = "explain"
@@ -57,21 +56,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Explain the model, print the report, write the files."""
+    for path in args.save:
+        check_path(path)
     report = explain_target(args, args.target, args.world_size, args.symbolic)
     for path in args.save:
-        save(report, path)
+        try:
+            report.save(path)
+        except OSError as error:
+            raise FoundProblem(f"{path} cannot be written: {error.strerror}") from error
     print(json.dumps(report.to_dict()) if args.json else report.text(every_row=args.all))
     return 1 if any(finding.kind == "memory" for finding in report.findings) else 0
 
 
-def save(report: Report, path: Path) -> None:
-    """Write a report. Raises UsageError for an ending that is not known, FoundProblem else."""
+def check_path(path: Path) -> None:
+    """Raise UsageError where a report cannot be saved there: better now than in a minute."""
     try:
-        report.save(path)
+        write_as(path)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    except OSError as error:
-        raise FoundProblem(f"{path} cannot be written: {error.strerror}") from error
+    if not path.parent.is_dir():
+        raise UsageError(f"{path}: there is no folder '{path.parent}'")
 
 
 def explain_target(
@@ -102,10 +106,9 @@ def explain_target(
                 reshard_after_forward=args.reshard,
                 mp_policy=MixedPrecisionPolicy(param_dtype=DTYPES.get(args.mp)),
             )
-        except (ValueError, TypeError, NotImplementedError) as error:
-            raise FoundProblem(f"the model cannot be sharded: {error}") from error
-        except (RuntimeError, compat.DynamoError) as error:
-            raise FoundProblem(f"the model cannot be compiled: {error}") from error
+        except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise FoundProblem(f"{target} cannot be explained, {what}") from error
 
 
 @contextmanager

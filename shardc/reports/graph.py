@@ -118,7 +118,7 @@ def read_graph(
                 ops.append(Op(ctx.phase, _name(node), module_of(node), clock, seconds))
                 flops[dtype_of(node)] += evaluate(node_flops(node), hints)
             clock += seconds
-        memory.append(_memory(liveness, place, clock, node))
+        memory.append(_memory(liveness, place, clock, f"{ctx.phase}, {_in_words(node)}"))
     rows = tuple(_row(transfer, ctx, ops, places, clock, hints) for transfer in sent.values())
     return GraphRows(ctx.phase, max(clock, wire), rows, tuple(ops), _steps_of(memory), flops)
 
@@ -171,10 +171,10 @@ def _op_after(place: int, ops: list[Op], places: list[int]) -> str:
     return f"{found.module}: {found.name}" if found.module else found.name
 
 
-def _memory(liveness: Liveness, place: int, clock: float, node: Node) -> MemoryPoint:
+def _memory(liveness: Liveness, place: int, clock: float, where: str) -> MemoryPoint:
     gathered, gradients = liveness.gathered[place], liveness.gradients[place]
     values = liveness.live[place] - gathered - gradients
-    return MemoryPoint(clock, (0, 0, gradients, values, gathered), f"{module_of(node)} {node.name}")
+    return MemoryPoint(clock, (0, 0, gradients, values, gathered), where)
 
 
 def _steps_of(points: list[MemoryPoint]) -> tuple[MemoryPoint, ...]:
@@ -193,6 +193,11 @@ def dtype_of(node: Node) -> str:
     """The dtype of a node's first result."""
     value = next((v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)), None)
     return "" if value is None else str(value.dtype).removeprefix("torch.")
+
+
+def _in_words(node: Node) -> str:
+    module = module_of(node)
+    return f"{module}: {_name(node)}" if module else _name(node)
 
 
 def _name(node: Node) -> str:

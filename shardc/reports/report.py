@@ -1,11 +1,31 @@
 """`Report`: a record with what people do with it."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from shardc.reports.compare import comparison_text
+from shardc.reports.html import save_html
+from shardc.reports.perfetto import save_trace
 from shardc.reports.record import Record
 from shardc.reports.text import report_text
+
+
+def write_as(path: str | Path) -> Callable[[Record, Path], None]:
+    """What writes a record to a file of that ending.
+
+    Raises:
+        ValueError: an ending that is not known.
+    """
+    writers = {".html": save_html, ".trace.json": save_trace, ".json": _save_json}
+    for ending, write in writers.items():
+        if str(path).endswith(ending):
+            return write
+    raise ValueError(f"a report is written as {', '.join(writers)}, got '{Path(path).name}'")
+
+
+def _save_json(record: Record, path: Path) -> None:
+    path.write_text(json.dumps(record.to_dict()))
 
 
 class Report(Record):
@@ -29,15 +49,16 @@ class Report(Record):
         return comparison_text([self, *others])
 
     def save(self, path: str | Path) -> None:
-        """Write the report to a file, by its ending: `.json`, which `Report.load` reads.
+        """Write the report to a file, by its ending.
+
+        `.html` is a page to look at: figures, findings, timeline, memory and tables in one file.
+        `.trace.json` is for https://ui.perfetto.dev or chrome://tracing. `.json` has everything;
+        `Report.load` reads it.
 
         Raises:
             ValueError: another ending.
         """
-        path = Path(path)
-        if path.suffix != ".json":
-            raise ValueError(f"a report is written as .json, got '{path.name}'")
-        path.write_text(json.dumps(self.to_dict()))
+        write_as(path)(self, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> "Report":

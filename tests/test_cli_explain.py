@@ -1,0 +1,107 @@
+"""`shardc explain` and `shardc compare`: exit codes, files, errors that say what to do."""
+
+import json
+import sys
+
+import pytest
+import torch
+from command_line import ended
+
+MODULE = """
+import torch
+from torch import nn
+
+def built():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+        return model, (torch.zeros(4, 64),)
+
+def named():
+    model, (x,) = built()
+    return model, {"input": x}
+
+def alone():
+    return built()[0]
+
+def wrong():
+    return built()[0], (torch.zeros(4, 63),)
+
+def huge():
+    with torch.device("meta"):
+        return nn.Linear(100_000, 1_000_000), torch.zeros(1, 100_000)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _user_module(monkeypatch, tmp_path):
+    (tmp_path / "of_user.py").write_text(MODULE)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.chdir(tmp_path)
+
+
+def test_explain_prints_a_report_and_saves_files(capsys, tmp_path):
+    saved = [str(tmp_path / name) for name in ("step.json", "step.html", "step.trace.json")]
+    arguments = [word for path in saved for word in ("--save", path)]
+    code, out, _ = ended(
+        capsys, "explain", "of_user:built", "--world-size", "16", "--mp", "bf16", *arguments
+    )
+    assert code == 0
+    assert out.startswith("Sequential over 16 ranks") and "mp=bfloat16" in out
+    assert "peak memory" in out and "reduce-scatter" in out and "more like these" in out
+    assert json.loads((tmp_path / "step.json").read_text())["world_size"] == 16
+    assert "<html" in (tmp_path / "step.html").read_text()
+    assert json.loads((tmp_path / "step.trace.json").read_text())["traceEvents"]
+
+
+def test_explain_as_json_with_every_option(capsys):
+    code, out, _ = ended(
+        capsys, "explain", "of_user:named", "--world-size", "4", "--copies", "2", "--reshard", "2",
+        "--profile", "a100-nvlink", "--symbolic", "--json",
+    )  # fmt: skip
+    values = json.loads(out)
+    assert code == 0 and (values["world_size"], values["copies"]) == (4, 2)
+    assert values["settings"] == {"reshard_after_forward": "2"}
+    assert values["profile"] == "a100-nvlink" and "FLOPs" in values["formulas"]
+    assert any(row["kind"] == "all_reduce" for row in values["collectives"])
+    # What the backward gathers among two ranks is known by name, too.
+    assert all("?" not in row["buckets"] and row["buckets"] for row in values["collectives"])
+
+
+def test_compare_takes_ranks_and_files(capsys, tmp_path):
+    path = str(tmp_path / "two.json")
+    ended(capsys, "explain", "of_user:built", "--world-size", "2", "--save", path)
+    code, out, _ = ended(capsys, "compare", path, "of_user:built", "--world-size", "4", "8")
+    assert code == 0
+    assert [word for word in out.split() if word.startswith("W=")] == ["W=2", "W=4", "W=8"]
+    code, out, _ = ended(capsys, "compare", path, path, "--json")
+    rows = {row["figure"]: row for row in json.loads(out)}
+    assert rows["step"]["ratios"] == [1.0, 1.0] and rows["segments"]["values"][0] > 0
+
+
+def test_a_model_that_does_not_fit_is_a_problem(capsys):
+    code, out, _ = ended(capsys, "explain", "of_user:huge", "--world-size", "1")
+    assert code == 1 and "- memory: the step needs" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["explain", "of_user:alone"], 2, "returns a model only, and a step needs inputs"),
+        (["explain", "of_user:wrong"], 1, "of_user:wrong cannot be explained, "),
+        (["explain", "of_user:built", "--world-size", "20000"], 1, "at most 16,384 ranks"),
+        (
+            ["explain", "of_user:built", "--save", "step.txt"],
+            2,
+            "written as .html, .trace.json, .json",
+        ),
+        (["explain", "of_user:built", "--save", "no/step.json"], 2, "there is no folder 'no'"),
+        (["explain", "of_user:built", "--reshard", "maybe"], 2, "must be yes, no or a number"),
+        (["explain", "of_user:built", "--memory-budget", "1KB"], 1, "is too small"),
+        (["compare", "none.json", "none.json"], 1, "cannot be read: No such file"),
+        (["compare", "of_user:built"], 2, "there is one report only"),
+    ],
+)
+def test_what_goes_wrong_is_said(capsys, arguments, code, message):
+    got, out, err = ended(capsys, *arguments)
+    assert (got, out) == (code, "") and message in err
+    assert not torch.distributed.is_initialized()
