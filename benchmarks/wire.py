@@ -37,17 +37,18 @@ class Wire:
     log: list[tuple[str, int, float]] = field(default_factory=list)
     stalls: list[tuple[int, float]] = field(default_factory=list)
 
-    def send(self, operation: str, moved: int, value: Any = None) -> Work:
+    def send(self, operation: str, moved: int, value: Any = None, given: Any = None) -> Work:
         """Queue a message that moves that many bytes out of this rank.
 
-        `value` is what its future gives: DDP reads the reduced tensors from there.
+        `value` is what its future gives: DDP reads the reduced tensors from there. `given` is held
+        until the message is done, as backends do.
         """
         seconds = self.latency + moved / self.bandwidth
         self.log.append((operation, moved, seconds))
         if torch.cuda.is_available():
-            return _CudaWork(seconds, value)
+            return _CudaWork(seconds, value, given)
         self.free_at = max(time.perf_counter(), self.free_at) + seconds
-        return _CpuWork(self.free_at, self, len(self.log) - 1, value)
+        return _CpuWork(self.free_at, self, len(self.log) - 1, value, given)
 
     @property
     def exposed(self) -> float:
@@ -66,15 +67,17 @@ class Wire:
 
 
 class _CpuWork(Work):
-    def __init__(self, done_at: float, wire: Wire, message: int, value: Any) -> None:
+    def __init__(self, done_at: float, wire: Wire, message: int, value: Any, given: Any) -> None:
         super().__init__()
         self.done_at, self.wire, self.message, self.value = done_at, wire, message, value
+        self.given = given
 
     def wait(self, timeout: Any = None) -> bool:
         remaining = self.done_at - time.perf_counter()
         if remaining > 0:
             self.wire.stalls.append((self.message, remaining))
             time.sleep(remaining)
+        self.given = None
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -121,9 +124,9 @@ class _CudaWork(Work):
 
     stream: Any = None
 
-    def __init__(self, seconds: float, value: Any) -> None:
+    def __init__(self, seconds: float, value: Any, given: Any) -> None:
         super().__init__()
-        self.value = value
+        self.value, self.given = value, given
         if _CudaWork.stream is None:
             _CudaWork.stream = torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -179,9 +182,12 @@ class WireGroup(dist.ProcessGroup):
         super().__init__(rank, world)
         self.world = world
 
-    def _ring(self, operation: str, whole: int, rounds: int = 1, value: Any = None) -> Work:
+    def _ring(
+        self, operation: str, whole: int, rounds: int = 1, value: Any = None, given: Any = None
+    ) -> Work:
         """A ring moves (W-1)/W of the whole past each rank, in each of its rounds."""
-        return self.wire.send(operation, rounds * whole * (self.world - 1) // self.world, value)
+        moved = rounds * whole * (self.world - 1) // self.world
+        return self.wire.send(operation, moved, value, given)
 
     @_untraced
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
@@ -205,19 +211,19 @@ class WireGroup(dist.ProcessGroup):
 
     @_untraced
     def all_gather_single(self, output: Any, given: Any, opts: Any = None) -> Work:
-        return self._ring("all_gather", _bytes(output))
+        return self._ring("all_gather", _bytes(output), given=(output, given))
 
     @_untraced
     def reduce_scatter_single(self, output: Any, given: Any, opts: Any = None) -> Work:
-        return self._ring("reduce_scatter", _bytes(given))
+        return self._ring("reduce_scatter", _bytes(given), given=(output, given))
 
     @_untraced
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        return self._ring("all_gather", _bytes(outputs))
+        return self._ring("all_gather", _bytes(outputs), given=(outputs, inputs))
 
     @_untraced
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        return self._ring("reduce_scatter", _bytes(inputs))
+        return self._ring("reduce_scatter", _bytes(inputs), given=(outputs, inputs))
 
     # The names of the same before torch 2.13.
     _allgather_base = all_gather_single
