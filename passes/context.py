@@ -37,6 +37,7 @@ class ScheduleOptions:
         forward_hints, backward_hints: units to gather when another's forward or backward begins.
         reduce_buffers: how many reductions may be under way; None bounds their bytes only.
         coalesce: whether collectives may be merged.
+        fused: whether the executor fuses elementwise ops (Inductor).
     """
 
     profile: Profile
@@ -46,6 +47,7 @@ class ScheduleOptions:
     backward_hints: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     reduce_buffers: int | None = None
     coalesce: bool = True
+    fused: bool = True
 
     def wanted(self, phase: str, gathers: Sequence[tuple[int, int]]) -> list[int | None]:
         """The event at which each gather, given as (unit, event), is asked for, if it is."""
@@ -285,6 +287,9 @@ def is_view(node: Node) -> bool:
     target = node.target
     return getattr(target, "is_view", False) or target in (operator.getitem, *_ALIASES)
 
+
+WRITES = "shardc_writes"
+"""Where the meta of a node that returns nothing has the values that it writes into a buffer."""
 
 _ALIASES = (torch.ops.aten._unsafe_view.default,)
 

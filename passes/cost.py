@@ -5,8 +5,10 @@ A collective is a ring: a fixed part, a latency for every step, and the bytes ea
 over the bandwidth of the slowest link. Figures are plain numbers where shapes are, and sympy
 expressions where a size is symbolic, so one formula serves a hint and a table.
 
-Left out: what the compiler fuses. Elementwise ops count what they write, not what they read,
-because a fused chain keeps its intermediate values in registers.
+Under Inductor (`fused`), elementwise values that only elementwise ops or reductions read are never
+stored: they stay in the registers of one kernel. They cost nothing themselves; the op at the end of
+such a chain reads what the chain reads. That is a model: a kernel that could not be fused moves
+more. Left out: caches, and the arithmetic of elementwise ops other than tanh and its like.
 """
 
 from collections.abc import Mapping
@@ -19,7 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from shardc.passes.context import c10d, is_view
+from shardc.passes.context import WRITES, c10d, is_view
 from shardc.passes.profiles import Profile
 from shardc.runtime import compat
 
@@ -29,6 +31,7 @@ Expr = Any
 WORLD = sympy.Symbol("W", integer=True, positive=True)
 """The world size, in tables over several."""
 
+aten = torch.ops.aten
 _FLOPS = compat.flop_formulas()
 
 _ROUNDS: dict[Any, int] = {
@@ -96,32 +99,96 @@ def tensor_bytes(value: Any) -> Expr:
 
 def node_flops(node: Node) -> Expr:
     """FLOPs of a matmul, convolution or attention; 0 for everything else."""
-    formula = _FLOPS.get(getattr(node.target, "overloadpacket", None))
+    args, op = node.args, getattr(node.target, "overloadpacket", None)
+    if op is torch.ops.shardc.write_matmul:
+        args, op = args[1:3], aten.mm
+    formula = _FLOPS.get(op)
     if formula is None:
         return 0
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-    return compat.size_expr(formula(*args, **kwargs, out_val=node.meta.get("val")))
+    args, kwargs = map_arg((args, node.kwargs), lambda n: n.meta.get("val"))
+    return compat.size_expr(formula(*args, **kwargs, out_val=_made(node)))
 
 
-def node_bytes(node: Node) -> Expr:
-    """Bytes of memory traffic: what it writes, and for all but elementwise ops what it reads."""
-    written = tensor_bytes(node.meta.get("val"))
-    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
-        return written
-    return written + sum(tensor_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)
+def _made(node: Node) -> Any:
+    """The value or values that a node makes or writes."""
+    return node.meta.get("val", node.meta.get(WRITES))
 
 
-def node_seconds(node: Node, profile: Profile) -> Expr:
-    """Seconds that a compute node takes; views and what is no op take none."""
-    if node.op != "call_function" or is_view(node):
+def node_bytes(node: Node, fused: bool = False) -> Expr:
+    """Bytes of memory traffic: what a node reads and writes, and its fused producers read."""
+    written = tensor_bytes(_made(node))
+    if node.target in _READS_ROWS:
+        return 2 * written
+    buffer = node.args[0] if WRITES in node.meta else None
+    total, seen, todo = written, set[Node](), [n for n in node.all_input_nodes if n is not buffer]
+    while todo:
+        operand = todo.pop()
+        if operand in seen:
+            continue
+        seen.add(operand)
+        source = operand
+        while is_view(source) and source.all_input_nodes:
+            source = source.all_input_nodes[0]
+        if fused and stays_in_registers(source):
+            todo += source.all_input_nodes
+        else:
+            whole = tensor_bytes(source.meta.get("val"))
+            total = total + _shorter(tensor_bytes(operand.meta.get("val")), whole)
+    return total
+
+
+def stays_in_registers(node: Node) -> bool:
+    """Whether Inductor would never store this value."""
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+        return False
+    users = list(node.users)
+    while any(is_view(user) for user in users):
+        users = [u for user in users for u in (user.users if is_view(user) else [user])]
+    return bool(users) and all(
+        torch.Tag.pointwise in getattr(user.target, "tags", ()) or user.target in _REDUCTIONS
+        for user in users
+    )
+
+
+_REDUCTIONS: set[Any] = {
+    aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.amax.default,
+    aten.var_mean.correction, aten.native_layer_norm.default,
+    aten._softmax.default, aten._log_softmax.default,
+}  # fmt: skip
+
+_TRANSCENDENTAL: set[Any] = {
+    aten.tanh, aten.exp, aten.erf, aten.log, aten.sigmoid, aten.sin, aten.cos, aten.pow,
+    aten.gelu, aten.gelu_backward, aten.silu, aten.silu_backward,
+}  # fmt: skip
+
+_EMPTY: set[Any] = {aten.empty.memory_format, aten.empty_strided.default}
+
+_READS_ROWS: set[Any] = {
+    aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default,
+}  # fmt: skip
+"""Of a table these read no more than they write."""
+
+
+def node_seconds(node: Node, profile: Profile, fused: bool = False) -> Expr:
+    """Seconds that a compute node takes; views take none, in registers only the arithmetic does."""
+    if node.op != "call_function" or is_view(node) or node.target in _EMPTY:
         return 0
-    value = next((v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)), None)
+    value = next((v for v in tree_leaves(_made(node)) if isinstance(v, Tensor)), None)
     if value is None:
         return 0
-    traffic = node_bytes(node) / (profile.memory_bandwidth * profile.memory_efficiency)
+    arithmetic: Expr = 0
+    if getattr(node.target, "overloadpacket", None) in _TRANSCENDENTAL:
+        arithmetic = tensor_bytes(value) / value.element_size() / profile.transcendental
+    if fused and stays_in_registers(node):
+        return arithmetic
+    traffic = node_bytes(node, fused) / (profile.memory_bandwidth * profile.memory_efficiency)
     flops = node_flops(node)
-    longest = traffic if flops == 0 else _longer(flops / profile.peak(value.dtype), traffic)
-    return longest + profile.overhead
+    if flops == 0:
+        return traffic + arithmetic + profile.overhead
+    rate = profile.peak(value.dtype)
+    if "attention" in str(node.target):
+        rate *= profile.attention_efficiency
+    return _longer(flops / rate, traffic) + profile.overhead
 
 
 def transfer_seconds(node: Node, world: Expr, profile: Profile) -> Expr:
@@ -158,3 +225,9 @@ def _longer(left: Expr, right: Expr) -> Expr:
     if isinstance(left, sympy.Expr) or isinstance(right, sympy.Expr):
         return sympy.Max(left, right)
     return max(left, right)
+
+
+def _shorter(left: Expr, right: Expr) -> Expr:
+    if isinstance(left, sympy.Expr) or isinstance(right, sympy.Expr):
+        return sympy.Min(left, right)
+    return min(left, right)

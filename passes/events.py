@@ -181,7 +181,9 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
     """The same in numbers, with the limits and hints of `ctx.options`."""
     hints, options = symbol_hints(gm), ctx.options
     assert options is not None
-    costs = [evaluate(node_seconds(step, options.profile), hints) for step in events.steps]
+    costs = [
+        evaluate(node_seconds(step, options.profile, options.fused), hints) for step in events.steps
+    ]
     bounds = [*events.positions, len(events.steps)]
     seconds = [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]
     if ctx.agree_on_seconds is not None:

@@ -26,15 +26,7 @@ from shardc.passes.context import (
     is_wait,
     kind_of,
 )
-from shardc.passes.cost import evaluate, symbol_hints, tensor_bytes
-
-aten = torch.ops.aten
-
-_REDUCTIONS = {
-    aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.amax.default,
-    aten.var_mean.correction, aten.native_layer_norm.default,
-    aten._softmax.default, aten._log_softmax.default,
-}  # fmt: skip
+from shardc.passes.cost import evaluate, stays_in_registers, symbol_hints, tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -92,7 +84,7 @@ def measure_liveness(
     roots = storage_roots(gm)
     last = _last_uses(gm, nodes, roots)
     sizes = {
-        root: 0 if fused and _is_fused(root) else int(evaluate(_own_bytes(root), hints))
+        root: 0 if fused and stays_in_registers(root) else int(evaluate(_own_bytes(root), hints))
         for root in roots.values()
         if root not in ignored
     }
@@ -222,16 +214,3 @@ def _own_bytes(node: Node) -> Any:
     """Bytes of the storage that `node` makes; a view of less than its base does not make any."""
     value = node.meta.get("val")
     return tensor_bytes(value) if isinstance(value, (Tensor, list, tuple)) else 0
-
-
-def _is_fused(node: Node) -> bool:
-    """Whether Inductor would keep this value in registers."""
-    if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
-        return False
-    users = list(node.users)
-    while any(is_view(user) for user in users):
-        users = [u for user in users for u in (user.users if is_view(user) else [user])]
-    return bool(users) and all(
-        torch.Tag.pointwise in getattr(user.target, "tags", ()) or user.target in _REDUCTIONS
-        for user in users
-    )

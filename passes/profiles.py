@@ -38,6 +38,8 @@ class Profile:
         overhead: seconds every kernel costs at least.
         message: seconds every collective costs beside its steps.
         matmul_efficiency, memory_efficiency: the share of the peak that is reached.
+        transcendental: elements/s of tanh and its like, whose arithmetic a CPU feels.
+        attention_efficiency: the share of a matmul's rate that fused attention reaches.
     """
 
     name: str
@@ -52,6 +54,8 @@ class Profile:
     message: float = 1e-5
     matmul_efficiency: float = 0.7
     memory_efficiency: float = 0.8
+    transcendental: float = 1e13
+    attention_efficiency: float = 0.6
 
     def peak(self, dtype: torch.dtype) -> float:
         """FLOP/s of a matmul in `dtype`, as reached."""
@@ -101,7 +105,8 @@ PROFILES: dict[str, Profile] = {
         Profile("cpu", "one core of a server CPU with AVX2 and gloo over loopback, as measured on "
                 "the machines this was developed on; calibrate() measures yours",
                 (("float32", 100e9), ("bfloat16", 50e9), ("float64", 50e9)), 10e9, 16e9, 1,
-                Link(1e-4, 1e9), Link(1e-4, 1e9), overhead=2e-6, message=2e-4),
+                Link(1e-4, 1e9), Link(1e-4, 1e9), overhead=2e-6, message=2e-4,
+                transcendental=6e8),
     ]
 }  # fmt: skip
 

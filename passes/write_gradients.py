@@ -13,7 +13,7 @@ are no data dependencies of the reduction.
 import torch
 from torch.fx import GraphModule, Node
 
-from shardc.passes.context import PassContext
+from shardc.passes.context import WRITES, PassContext
 
 aten, ops = torch.ops.aten, torch.ops.shardc
 
@@ -57,12 +57,16 @@ def _write(gm: GraphModule, pack: Node, parts: list[Node | None], sizes: list[in
             with graph.inserting_before(part):
                 write = graph.call_function(ops.write_matmul.default, (flat, *part.args, start))
             write.meta = {k: v for k, v in part.meta.items() if k != "val"}
+            write.meta[WRITES] = part.meta["val"]
         else:
             copied.append(part)
             copied_starts.append(start)
     if copied or gaps:
         with graph.inserting_before(pack):
-            graph.call_function(ops.write_parts.default, (flat, copied, copied_starts, gaps))
+            write = graph.call_function(
+                ops.write_parts.default, (flat, copied, copied_starts, gaps)
+            )
+        write.meta[WRITES] = [part.meta["val"] for part in copied if part is not None]
     pack.args = ([None if part in matmuls else part for part in parts], *pack.args[1:])
     for part in matmuls:
         graph.erase_node(part)

@@ -24,7 +24,12 @@ from shardc.runtime import collectives, compat
 from shardc.runtime.agreement import agree
 
 _MATMUL = 1024
-_COPIED = 2**26
+_COPIED = {"cpu": 2**24, "cuda": 2**28}
+"""Bytes of a copy: what a kernel of a step touches on a CPU; past the caches of a GPU."""
+_ATTENTION = (4, 8, 256, 64)
+"""(batch, heads, length, head dim) of the causal attention that is measured."""
+_ANGLES = 2**18
+"""Elements whose tanh is measured: they stay in a cache."""
 _MESSAGES = (2**14, 2**22, 2**24)
 """Bytes of the buckets gathered: the first shows the fixed cost, the others the bandwidth."""
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -82,7 +87,7 @@ def is_calibration(path: Path) -> bool:
         return False
     return (
         isinstance(figures, list)
-        and len(figures) == len(_DTYPES) + 2 + len(_MESSAGES)
+        and len(figures) == len(_DTYPES) + 4 + len(_MESSAGES)
         and all(isinstance(figure, float) for figure in figures)
     )
 
@@ -93,13 +98,19 @@ def _device_key(on_gpu: bool) -> str:
 
 
 def _measure(mesh: DeviceMesh, device: torch.device) -> list[float]:
-    """Seconds: a matmul in each dtype, a copy, a tiny op, an all-gather of each size."""
+    """Seconds: a matmul in each dtype, attention, tanh, a copy, a tiny op, all-gathers by size."""
     figures = []
     for dtype in _DTYPES:
         a, b = (torch.randn(_MATMUL, _MATMUL, device=device, dtype=dtype) for _ in range(2))
         figures.append(_seconds(functools.partial(torch.matmul, a, b), device))
-    data = torch.zeros(_COPIED // 4, device=device)
-    figures.append(_seconds(data.clone, device))
+    query = torch.randn(_ATTENTION, device=device)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    call = functools.partial(attend, query, query, query, is_causal=True)
+    figures.append(_seconds(call, device))
+    angles = torch.randn(_ANGLES, device=device)
+    figures.append(_seconds(functools.partial(torch.tanh, angles, out=angles), device))
+    data, copied = (torch.zeros(_COPIED[device.type] // 4, device=device) for _ in range(2))
+    figures.append(_seconds(functools.partial(copied.copy_, data), device))
     tiny = data[:16]
     figures.append(_seconds(functools.partial(torch.add, tiny, 1), device, repeats=100))
     world, group = mesh.size(), compat.group_name(mesh.get_group())
@@ -111,7 +122,9 @@ def _measure(mesh: DeviceMesh, device: torch.device) -> list[float]:
 
 
 def _profile(name: str, figures: list[float], device_type: str, world: int) -> Profile:
-    *matmuls, copy, tiny, first, middle, last = figures
+    *matmuls, attention, tanh, copy, tiny, first, middle, last = figures
+    batch, heads, length, dim = _ATTENTION
+    rate = 4 * batch * heads * length**2 * dim / attention
     ring = (world - 1) / world
     bandwidth = ring * (_MESSAGES[2] - _MESSAGES[1]) / max(last - middle, 1e-9)
     fixed = max(first - ring * _MESSAGES[0] / bandwidth, 0.0) if world > 1 else 0.0
@@ -124,7 +137,7 @@ def _profile(name: str, figures: list[float], device_type: str, world: int) -> P
             (str(dtype).removeprefix("torch."), 2 * _MATMUL**3 / seconds)
             for dtype, seconds in zip(_DTYPES, matmuls, strict=True)
         ),
-        memory_bandwidth=2 * _COPIED / copy,
+        memory_bandwidth=2 * _COPIED[device_type] / copy,
         node_size=world,
         inside=link,
         across=link,
@@ -132,6 +145,8 @@ def _profile(name: str, figures: list[float], device_type: str, world: int) -> P
         message=fixed,
         matmul_efficiency=1.0,
         memory_efficiency=1.0,
+        transcendental=_ANGLES / tanh,
+        attention_efficiency=rate * matmuls[0] / (2 * _MATMUL**3),
     )
 
 

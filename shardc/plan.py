@@ -127,6 +127,7 @@ class Plan:
                 n: tuple(t.number for t in u.backward_prefetch) for n, u in units.items()
             },
             reduce_buffers=min(buffers, default=None),
+            fused=options.executor == "inductor",
             coalesce=self._reduces_in_place() if options.coalesce is None else options.coalesce,
         )
 
@@ -157,7 +158,7 @@ class Plan:
                 liveness,
                 collective_sequence(gm),
                 order,
-                read_graph(gm, ctx, profile, liveness),
+                read_graph(gm, ctx, profile, liveness, self.options.executor == "inductor"),
                 self.number,
                 tuple(weakref.ref(bucket) for bucket in self.buckets.values()),
                 tuple(self.slots[position] for position in self.buckets),

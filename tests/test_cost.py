@@ -1,5 +1,7 @@
 """The cost model: formulas by hand, and one formula for a number and for a symbol."""
 
+from dataclasses import replace
+
 import pytest
 import sympy
 import torch
@@ -14,10 +16,12 @@ from shardc.passes.cost import (
     node_bytes,
     node_flops,
     node_seconds,
+    stays_in_registers,
     symbol_hints,
 )
 from shardc.passes.profiles import PROFILES, Link, Profile, current_profile, set_profile
 
+aten = torch.ops.aten
 FLAT = Profile(
     "flat", "made up", (("float32", 100.0),), 10.0, 1e9, 8, Link(1.0, 50.0), Link(4.0, 20.0),
     overhead=0.5, message=2.0, matmul_efficiency=1.0, memory_efficiency=1.0,
@@ -48,11 +52,44 @@ def test_matmul_is_a_roofline():
     assert node_seconds(node, FLAT) == pytest.approx(max(480 / 100, 496 / 10) + 0.5)
 
 
-def test_elementwise_counts_what_it_writes_and_views_are_free():
+def test_elementwise_moves_what_it_reads_and_writes_and_views_are_free():
     _, node = _node(torch.add, (5, 5), (5, 5), target=torch.ops.aten.add.Tensor)
-    assert node_flops(node) == 0 and node_bytes(node) == 100
+    assert node_flops(node) == 0 and node_bytes(node) == 300
     _, view = _node(lambda x: x.view(-1) + 1, (5, 5), target=torch.ops.aten.view.default)
     assert node_seconds(view, FLAT) == 0
+
+
+def test_a_fused_chain_moves_its_ends_only():
+    """sum(cos(x[0]) * y) reads a row of x and y once; cos and mul stay in registers."""
+    gm, total = _node(
+        lambda x, y: (x[0].cos() * y).sum(0), (3, 50, 10), (50, 10), target=aten.sum.dim_IntList
+    )
+    assert node_bytes(total, fused=True) == 4 * (10 + 500 + 500)
+    assert node_bytes(total) == 4 * (10 + 500)
+    inner = [n for n in gm.graph.nodes if n.target in (aten.cos.default, aten.mul.Tensor)]
+    assert len(inner) == 2 and all(stays_in_registers(node) for node in inner)
+    assert all(node_seconds(node, FLAT, fused=True) < 1e-9 for node in inner)
+    assert all(node_seconds(node, FLAT) > 0 for node in inner)
+
+
+def test_arithmetic_counts_in_registers_too():
+    slow = replace(FLAT, transcendental=10.0)
+    _, node = _node(lambda x: x.tanh() * 2, (5, 5), target=aten.tanh.default)
+    assert node_seconds(node, slow, fused=True) == 25 / 10
+    assert node_seconds(node, slow) == pytest.approx(25 / 10 + 200 / 10 + 0.5)
+
+
+def test_a_matmul_needs_its_operands_stored():
+    _, node = _node(lambda x, y: x.cos() @ y, (6, 4), (4, 10), target=aten.cos.default)
+    assert not stays_in_registers(node)
+    assert node_bytes(node, fused=True) == node_bytes(node) == 2 * 4 * 24
+
+
+def test_an_embedding_reads_rows_only():
+    table, rows = torch.empty(1000, 8), torch.zeros(3, dtype=torch.long)
+    gm = make_fx(aten.embedding, tracing_mode="fake")(table, rows)
+    (node,) = (n for n in gm.graph.nodes if n.target is aten.embedding.default)
+    assert node_bytes(node, fused=True) == 2 * 3 * 8 * 4
 
 
 def test_one_formula_serves_a_symbol_and_its_hint():

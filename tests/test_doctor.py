@@ -84,7 +84,7 @@ def test_checks_that_find_something(monkeypatch, tmp_path):
     kept.write_text("[1.0, 2.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert machine.check_calibration(1).status == "broken"
-    kept.write_text(json.dumps([0.5] * 7))
+    kept.write_text(json.dumps([0.5] * 9))
     assert machine.check_calibration(1).detail == f"{kept.stem} in {folder}"
 
 

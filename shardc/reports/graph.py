@@ -15,7 +15,15 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from shardc.passes.context import PassContext, is_collective, is_wait, kind_of, ranks_in, specs_of
+from shardc.passes.context import (
+    WRITES,
+    PassContext,
+    is_collective,
+    is_wait,
+    kind_of,
+    ranks_in,
+    specs_of,
+)
 from shardc.passes.cost import (
     evaluate,
     node_flops,
@@ -82,7 +90,7 @@ class _Sent:
 
 
 def read_graph(
-    gm: GraphModule, ctx: PassContext, profile: Profile, liveness: Liveness
+    gm: GraphModule, ctx: PassContext, profile: Profile, liveness: Liveness, fused: bool
 ) -> GraphRows:
     """Play a scheduled graph through.
 
@@ -91,6 +99,7 @@ def read_graph(
         ctx: the context of its passes.
         profile: what times are for.
         liveness: of the same graph, in the same order.
+        fused: whether elementwise ops are fused.
     """
     hints = symbol_hints(gm)
     clock = wire = 0.0
@@ -112,7 +121,7 @@ def read_graph(
                 transfer.waited, transfer.exposed, transfer.wait_place = clock, stall, place
             clock += stall
         else:
-            seconds = evaluate(node_seconds(node, profile), hints)
+            seconds = evaluate(node_seconds(node, profile, fused), hints)
             if seconds > 0:
                 places.append(place)
                 ops.append(Op(ctx.phase, _name(node), module_of(node), clock, seconds))
@@ -191,7 +200,8 @@ def _steps_of(points: list[MemoryPoint]) -> tuple[MemoryPoint, ...]:
 
 def dtype_of(node: Node) -> str:
     """The dtype of a node's first result."""
-    value = next((v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)), None)
+    made = node.meta.get("val", node.meta.get(WRITES))
+    value = next((v for v in tree_leaves(made) if isinstance(v, Tensor)), None)
     return "" if value is None else str(value.dtype).removeprefix("torch.")
 
 
