@@ -129,7 +129,8 @@ class Bucket:
 
     def __str__(self) -> str:
         slots = ", ".join(f"{slot.name}{list(slot.shape)}" for slot in self.layout.slots)
-        return f"bucket {self.serial} of {self.layout.numel} {self.segment.dtype}: {slots}"
+        unit = f" ({self.label})" if self.owner is not None else ""
+        return f"bucket {self.serial}{unit} of {self.layout.numel} {self.segment.dtype}: {slots}"
 
     # -- the segment and what shapes the graph -----------------------------------------------
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardc.runtime import compat
+from shardc.runtime.progress import progress
 
 ops = torch.ops._c10d_functional
 compat.let_backend_threads_finish()
@@ -126,7 +127,11 @@ def naming_failures(call: Callable[[list[Any]], Any], group: str) -> Callable[[l
 
     def run(inputs: list[Any]) -> Any:
         with naming(group):
-            return call(inputs)
+            progress.begin_graph()
+            try:
+                return call(inputs)
+            finally:
+                progress.end_graph()
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

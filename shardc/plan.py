@@ -6,7 +6,7 @@ Ranks agree here on what the passes ask to be the same everywhere.
 import functools
 import json
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -42,13 +42,19 @@ class Plan:
         """The context of the passes over a graph of that phase."""
         if not self.buckets:
             return PassContext(phase)
+        names = PassContext(
+            phase,
+            units={position: bucket.unit for position, bucket in self.buckets.items()},
+            labels={position: bucket.label for position, bucket in self.buckets.items()},
+            cut={} if phase == "joint" else self.joint.cut,
+        )
         first = next(iter(self.buckets.values()))
         everyone = first.ranks.everyone
         budget = self._budget(first.segment.device.type)
         if not self.options.schedule:
-            return PassContext(phase)
-        return PassContext(
-            phase,
+            return names
+        return replace(
+            names,
             budget=budget,
             open_positions=frozenset(
                 position
@@ -59,9 +65,6 @@ class Plan:
             units_in_flight=UNITS_IN_FLIGHT if phase == "joint" else self.joint.units_in_flight,
             agree_on_count=functools.partial(_agree_on_count, everyone, self.options),
             options=self._schedule_options(first.segment.device.type),
-            units={position: bucket.unit for position, bucket in self.buckets.items()},
-            labels={position: bucket.label for position, bucket in self.buckets.items()},
-            cut={} if phase == "joint" else self.joint.cut,
             agree_on_seconds=functools.partial(_agree_on_seconds, everyone, self.options, phase),
         )
 
