@@ -48,7 +48,7 @@ class _Reduction:
         self._kinds = ["reduce_scatter"]
         if r.all_reduce and r.replicas is not None:
             self._kinds.append("all_reduce")
-        with collectives.naming(bucket.group), self._label():
+        with collectives.naming(bucket.ranks.everyone), self._label():
             self._started = next(steps)
 
     def _label(self, waits: bool = False) -> AbstractContextManager[Any]:
@@ -60,7 +60,7 @@ class _Reduction:
         """Wait for the collective under way and start the next; False once the gradient is dealt
         out."""
         try:
-            with collectives.naming(self.bucket.group):
+            with collectives.naming(self.bucket.ranks.everyone):
                 with self._label(waits=True):
                     value = self._started.wait()
                 self._kinds.pop(0)

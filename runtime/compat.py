@@ -7,12 +7,14 @@ moves something, this file is the one to mend.
 
 import atexit
 import functools
+import os
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -152,6 +154,33 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
         backend = group._get_backend(torch.device("cuda"))
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout or constants.default_pg_timeout
+
+
+def flight_record(group: dist.ProcessGroup) -> str | None:
+    """The file with the last collectives of this process; None where there is none (2.11 to 2.15).
+
+    NCCL's watchdog writes it when a collective times out. Gloo's is written here, if the user said
+    where to.
+    """
+    asked = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get(
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+    )
+    size = os.environ.get("TORCH_FR_BUFFER_SIZE") or os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE")
+    if size == "0":
+        return None
+    backend = dist.get_backend(group)
+    if backend == "nccl":
+        default = Path.home() / ".cache" / "torch" / "comm_lib_trace_rank_"
+        return f"{asked or default}{dist.get_rank()}"
+    if backend != "gloo" or not asked:
+        return None
+    path = Path(f"{asked}{dist.get_rank()}")
+    try:
+        c10d: Any = torch._C._distributed_c10d  # the stubs lack it
+        path.write_bytes(c10d._dump_fr_trace(includeStackTraces=False))
+    except OSError as error:
+        return f"{path} (which could not be written: {error})"
+    return str(path)
 
 
 def high_priority_options(group: dist.ProcessGroup) -> Any:

@@ -86,12 +86,15 @@ class Gathered:
             self._version = self.bucket.version
 
     def _start(self) -> Started:
-        with naming(self.bucket.group), Label("all_gather", (self.bucket.label,), "forward"):
+        with (
+            naming(self.bucket.ranks.everyone),
+            Label("all_gather", (self.bucket.label,), "forward"),
+        ):
             return start_gather(self.bucket.segment.detach(), self.bucket.code)
 
     def _wait(self, started: Started) -> Tensor:
         label = Label("all_gather", (self.bucket.label,), "forward", waits=True)
-        with naming(self.bucket.group), label:
+        with naming(self.bucket.ranks.everyone), label:
             return started.wait()
 
     def drop(self) -> None:

@@ -59,7 +59,7 @@ class Gathers:
         if gather is None or (gather.code, gather.written) != (code, bucket.version):
             gather = _start(bucket, code, again, self.phase)
         with (
-            collectives.naming(bucket.group),
+            collectives.naming(bucket.ranks.everyone),
             Label("all_gather", (bucket.label,), self.phase, waits=True),
         ):
             full = gather.started.wait()
@@ -138,6 +138,6 @@ def _start(bucket: Any, code: UnshardSpec | None, again: Any, phase: str) -> _Ga
     code = code or bucket.reading_code()
     part = None if again is None else again.part
     label = Label("all_gather", (bucket.label,), phase)
-    with torch.no_grad(), collectives.naming(bucket.group), label:
+    with torch.no_grad(), collectives.naming(bucket.ranks.everyone), label:
         started = start_gather(bucket.segment.detach(), code, part)
     return _Gather(code, bucket.version, started)

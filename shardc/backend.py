@@ -161,7 +161,7 @@ def _compile_eager(
 
 
 def _naming(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Have what runs `gm` say what a lost peer means."""
+    """Have what runs `gm` say what is missing where a collective fails."""
     groups = _groups(gm)
     return lambda call: naming_failures(call, groups[0]) if groups else call
 
