@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from shardc.passes.profiles import Profile
+from shardc.runtime.progress import in_short
 from shardc.runtime.spec import UnshardSpec, spec_of
 
 c10d = torch.ops._c10d_functional
@@ -294,10 +295,11 @@ WRITES = "shardc_writes"
 _ALIASES = (torch.ops.aten._unsafe_view.default,)
 
 
-def describe(node: Node) -> str:
-    """What a collective of ours moves, in one line."""
+def describe(node: Node, labels: Sequence[str] = ()) -> str:
+    """What a collective of ours moves, in one line; `labels` are the names of its buckets."""
     name = getattr(node.target, "_opname", str(node.target))
-    return f"{name} of {' and '.join(map(describe_spec, specs_of(node)))}"
+    unit = f"{in_short(labels)}: " if labels else ""
+    return f"{unit}{name} of {' and '.join(map(describe_spec, specs_of(node)))}"
 
 
 def describe_spec(spec: UnshardSpec) -> str:

@@ -187,7 +187,10 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
     bounds = [*events.positions, len(events.steps)]
     seconds = [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]
     if ctx.agree_on_seconds is not None:
-        sent = [f"{describe(t.start)} at event {events.of(t)}" for t in events.transfers]
+        sent = [
+            f"{describe(t.start, ctx.labels_of(t.start))} at event {events.of(t)}"
+            for t in events.transfers
+        ]
         seconds = ctx.agree_on_seconds([str(options), *sent], seconds)
 
     def wire(transfer: Transfer) -> float:

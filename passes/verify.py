@@ -17,6 +17,7 @@ from shardc.passes.context import (
     spec_of_node,
     specs_of,
 )
+from shardc.runtime.progress import label_of
 
 
 def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
@@ -43,4 +44,9 @@ def _no_resharded_weight_is_saved(gm: GraphModule, ctx: PassContext) -> None:
 
 def collective_sequence(gm: GraphModule) -> list[str]:
     """One line per collective of ours, in graph order: what ranks must have in common."""
-    return [describe(node) for node in gm.graph.nodes if is_collective(node) and specs_of(node)]
+    ours = [node for node in gm.graph.nodes if is_collective(node) and specs_of(node)]
+    labels = [label_of(node) for node in ours]
+    return [
+        describe(node, label.buckets if label else ())
+        for node, label in zip(ours, labels, strict=True)
+    ]

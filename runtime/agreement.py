@@ -6,6 +6,7 @@ every rank. Facts already agreed on are not compared again, so that a rank may r
 its own shapes, as long as its sequence of collectives stays the same.
 """
 
+import difflib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -140,13 +141,37 @@ def _wait(
 
 
 def _difference(what: str, rank: int, mine: list[str], reference: list[str]) -> str:
-    for number, (own, other) in enumerate(zip(mine, reference, strict=False)):
+    """What is told to all ranks: the first line in which two differ; `what` is the line above."""
+    if mine[0] != reference[0]:
+        return (
+            f"ranks disagree on what comes next: rank 0 compares {reference[0]}, "
+            f"rank {rank} compares {mine[0]}"
+        )
+    for number, (own, other) in enumerate(zip(mine[1:], reference[1:], strict=False)):
         if own != other:
             return (
                 f"ranks disagree on {what}, entry {number}: rank 0 has «{other}», "
-                f"rank {rank} has «{own}»"
+                f"rank {rank} has «{own}»{_parting(other, own)}"
             )
+    number = min(len(mine), len(reference)) - 1
+    longer, more = (0, reference) if len(reference) > len(mine) else (rank, mine)
     return (
         f"ranks disagree on {what}: rank 0 has {len(reference) - 1} entries, "
-        f"rank {rank} has {len(mine) - 1}"
+        f"rank {rank} has {len(mine) - 1}. Those they both have are the same; "
+        f"rank {longer} goes on with «{more[number + 1]}»"
     )
+
+
+def _parting(first: str, second: str) -> str:
+    """In which words two long lines differ, up to four places."""
+    if max(len(first), len(second)) < 100:
+        return ""
+    a, b = first.split(" "), second.split(" ")
+    changes = difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes()
+    places = [
+        f"{' '.join(a[i:j]).strip(',:') or 'nothing'} against "
+        f"{' '.join(b[k:n]).strip(',:') or 'nothing'}"
+        for kind, i, j, k, n in changes
+        if kind != "equal"
+    ]
+    return f". They differ in {'; '.join(places[:4])}"

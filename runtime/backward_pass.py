@@ -9,6 +9,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from shardc.runtime import collectives, compat
 from shardc.runtime.accumulate import flush_when_done
 from shardc.runtime.gathers import Gathers
+from shardc.runtime.progress import Label
 from shardc.runtime.unshard import Steps, pack_gradients, reducing
 
 log = logging.getLogger("shardc")
@@ -42,14 +44,28 @@ class _Reduction:
     def __init__(self, bucket: Any, used: set[int], elsewhere: set[int], steps: Steps) -> None:
         self.bucket, self.used, self.elsewhere = bucket, used, elsewhere
         self._steps = steps
-        self._started = next(steps)
+        r = bucket.code.reduction
+        self._kinds = ["reduce_scatter"]
+        if r.all_reduce and r.replicas is not None:
+            self._kinds.append("all_reduce")
+        with collectives.naming(bucket.ranks.everyone), self._label():
+            self._started = next(steps)
+
+    def _label(self, waits: bool = False) -> AbstractContextManager[Any]:
+        if not self._kinds:
+            return nullcontext()
+        return Label(self._kinds[0], (self.bucket.label,), "backward", waits)
 
     def advance(self) -> bool:
         """Wait for the collective under way and start the next; False once the gradient is dealt
         out."""
         try:
-            with collectives.naming(self.bucket.group):
-                self._started = self._steps.send(self._started.wait())
+            with collectives.naming(self.bucket.ranks.everyone):
+                with self._label(waits=True):
+                    value = self._started.wait()
+                self._kinds.pop(0)
+                with self._label():
+                    self._started = self._steps.send(value)
             return True
         except StopIteration as done:
             self.bucket.gradients.deliver(done.value, self.used, self.elsewhere, eager=True)
@@ -97,9 +113,8 @@ class BackwardPass:
         log.debug("reduce %s", bucket.label)
         self._make_room(bucket)
         flat = pack_gradients(grads, spec, pending)
-        with collectives.labelled(f"shardc: reduce {bucket.label}"):
-            steps = reducing(flat, bucket.code, partial)
-            self._reductions.append(_Reduction(bucket, used, elsewhere, steps))
+        steps = reducing(flat, bucket.code, partial)
+        self._reductions.append(_Reduction(bucket, used, elsewhere, steps))
 
     def _make_room(self, bucket: Any) -> None:
         """Before another reduction starts: those of so many units may have inputs in memory."""

@@ -128,8 +128,9 @@ class Bucket:
         self.set_segment(segment)
 
     def __str__(self) -> str:
-        slots = ", ".join(f"{slot.name}{list(slot.shape)}" for slot in self.layout.slots)
-        return f"bucket {self.serial} of {self.layout.numel} {self.segment.dtype}: {slots}"
+        unit = f" ({self.label})" if self.owner is not None else ""
+        size = f"{self.layout.numel} {self.segment.dtype}"
+        return f"bucket {self.serial}{unit} of {size}: {self.layout.contents}"
 
     # -- the segment and what shapes the graph -----------------------------------------------
 

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardc.runtime import compat
+from shardc.runtime import compat, lost_peers
+from shardc.runtime.progress import progress
 
 ops = torch.ops._c10d_functional
 compat.let_backend_threads_finish()
@@ -106,27 +107,28 @@ def labelled(name: str) -> AbstractContextManager[Any]:
 
 @contextmanager
 def naming(group: str) -> Iterator[None]:
-    """Have a failure of a collective over `group` say what a lost peer means."""
+    """Have a failure of a collective over `group` say which it is, and which ranks are missing."""
+    lost_peers.watch(group)
     try:
         yield
     except RuntimeError as error:
         if not _is_from_backend(error):
             raise
-        members = compat.resolve_group(group)
-        timeout = compat.group_timeout(members, torch.device("cpu"))
-        raise RuntimeError(
-            f"a collective of shardc failed on rank {members.rank()} of {members.size()}: a "
-            f"peer died or did not take part in time (the group's timeout is {timeout}). The "
-            f"backend says: {error}"
-        ) from error
+        raise RuntimeError(lost_peers.explain(group, error)) from error
+    finally:
+        progress.inside = None
 
 
 def naming_failures(call: Callable[[list[Any]], Any], group: str) -> Callable[[list[Any]], Any]:
-    """`call`, a boxed graph with collectives over `group`, saying what a lost peer means."""
+    """`call`, a boxed graph with collectives over `group`, within `naming`."""
 
     def run(inputs: list[Any]) -> Any:
         with naming(group):
-            return call(inputs)
+            progress.begin_graph()
+            try:
+                return call(inputs)
+            finally:
+                progress.end_graph()
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

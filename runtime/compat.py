@@ -7,12 +7,14 @@ moves something, this file is the one to mend.
 
 import atexit
 import functools
+import os
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -154,6 +156,33 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout or constants.default_pg_timeout
 
 
+def flight_record(group: dist.ProcessGroup) -> str | None:
+    """The file with the last collectives of this process; None where there is none (2.11 to 2.15).
+
+    NCCL's watchdog writes it when a collective times out. Gloo's is written here, if the user said
+    where to.
+    """
+    asked = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get(
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+    )
+    size = os.environ.get("TORCH_FR_BUFFER_SIZE") or os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE")
+    if size == "0":
+        return None
+    backend = dist.get_backend(group)
+    if backend == "nccl":
+        default = Path.home() / ".cache" / "torch" / "comm_lib_trace_rank_"
+        return f"{asked or default}{dist.get_rank()}"
+    if backend != "gloo" or not asked:
+        return None
+    path = Path(f"{asked}{dist.get_rank()}")
+    try:
+        c10d: Any = torch._C._distributed_c10d  # the stubs lack it
+        path.write_bytes(c10d._dump_fr_trace(includeStackTraces=False))
+    except OSError as error:
+        return f"{path} (which could not be written: {error})"
+    return str(path)
+
+
 def high_priority_options(group: dist.ProcessGroup) -> Any:
     """Options for a group like `group` on a high-priority stream; None where there is none."""
     if dist.get_backend(group) != "nccl":
@@ -245,6 +274,10 @@ def after_zero_grad(call: Callable[[Iterable[Tensor]], None]) -> None:
     module: Any = nn.Module
     optimizer.zero_grad = wrapped(optimizer.zero_grad, held_by)
     module.zero_grad = wrapped(module.zero_grad, nn.Module.parameters)
+
+
+is_profiled = torch.autograd._profiler_enabled
+"""Whether a profiler runs on this thread (2.11 to 2.15)."""
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:
@@ -491,11 +524,22 @@ def cpp_compiler() -> str:
     return get_cpp_compiler()
 
 
-def compile_fx_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Inductor's lowering of one graph, graph cache included (2.11 to 2.15)."""
+def compile_fx_inner(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    label_of: Callable[[torch.fx.Node], Any],
+    **kwargs: Any,
+) -> Any:
+    """Inductor's lowering of one graph, graph cache included (2.11 to 2.15).
+
+    Collectives and waits stay in the order of the graph, and run in the context that `label_of`
+    gives their nodes; its `repr` is code that makes it anew.
+    """
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner as inner
 
-    return inner(gm, inputs, **kwargs)
+    with config.patch(_pre_fusion_custom_pass=_collectives_pass(gm, label_of)):
+        return inner(gm, inputs, **kwargs)
 
 
 def wrap_compiled(output: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
@@ -524,13 +568,15 @@ def joint_pass(apply: Callable[[GraphModule], GraphModule], key: str) -> Any:
     return JointPass()
 
 
-def keeping_collectives_in_order() -> dict[str, Any]:
-    """Inductor settings that keep collectives and waits in the order of the graph (2.11 to 2.15).
+def _collectives_pass(gm: GraphModule, label_of: Callable[[torch.fx.Node], Any]) -> Any:
+    """A pass of Inductor's scheduler for the collectives and waits of `gm` (2.11 to 2.15).
 
-    Without them, a kernel fused from an early and a late op is placed early and pulls the waits it
-    needs before starts that were planned earlier; and ranks that fuse differently, because their
-    shapes differ, would issue collectives in different orders. The order is told to the scheduler
-    as dependencies, before it fuses.
+    It keeps them in the order of the graph. Without that, a kernel fused from an early and a late
+    op is placed early and pulls the waits it needs before starts that were planned earlier; and
+    ranks that fuse differently, because their shapes differ, would issue collectives in different
+    orders. The order is told to the scheduler as dependencies, before it fuses.
+
+    The labels are written into the code, so they are part of the graph cache's key.
     """
     from torch._inductor import custom_graph_pass
     from torch._inductor.dependencies import WeakDep
@@ -539,6 +585,7 @@ def keeping_collectives_in_order() -> dict[str, Any]:
 
     # 2.11 has no class of its own for passes of the scheduler.
     base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
+    labels = [repr(label) for label in map(label_of, gm.graph.nodes) if label is not None]
 
     class KeepOrder(base):
         def __call__(self, nodes: list[Any]) -> list[Any]:
@@ -550,14 +597,40 @@ def keeping_collectives_in_order() -> dict[str, Any]:
                     if last is not None:
                         node.add_fake_dep(WeakDep(last, mutating_buf=own, is_fake=True))
                     last = own
+                if is_collective(node.node) or is_wait(node.node):
+                    _run_within(node.node, label_of)
             if nodes:
                 nodes[0].scheduler.compute_ancestors()
             return nodes
 
         def uuid(self) -> str:
-            return "shardc: collectives, waits, calls in order; no donated buffers"
+            return f"shardc: collectives, waits, calls in order; no donated buffers; {labels}"
 
-    return {"_pre_fusion_custom_pass": KeepOrder()}
+    return KeepOrder()
+
+
+def _run_within(kernel: Any, label_of: Callable[[torch.fx.Node], Any]) -> None:
+    """Have the Python code for a kernel enter and leave the label of its node (2.11 to 2.15)."""
+    from torch._inductor.virtualized import V
+
+    labels = [label_of(node) for node in kernel.get_origins() if node.target is kernel.op_overload]
+    if V.graph.cpp_wrapper or len(labels) != 1 or labels[0] is None:
+        return
+    (label,), write_call = labels, kernel.codegen
+    module, name = type(label).__module__, type(label).__name__
+
+    def codegen(wrapper: Any) -> None:
+        outermost = wrapper
+        while getattr(outermost, "parent_wrapper", None) is not None:
+            outermost = outermost.parent_wrapper
+        variable = f"{name.lower()}_{kernel.get_name()}"
+        outermost.add_import_once(f"from {module} import {name}")
+        outermost.add_import_once(f"{variable} = {label!r}")
+        wrapper.writeline(f"{variable}.__enter__()")
+        write_call(wrapper)
+        wrapper.writeline(f"{variable}.__exit__(None)")
+
+    kernel.codegen = codegen
 
 
 def keep_output_strides(body: GraphModule) -> None:

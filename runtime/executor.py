@@ -5,10 +5,15 @@ memory behaviour of eager PyTorch: inputs are taken over in one list and dropped
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
+
+from shardc.runtime.progress import label_of
+
+_UNLABELLED = nullcontext()
 
 
 def eager_executor(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
@@ -17,6 +22,7 @@ def eager_executor(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[[
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     constants = {n: getattr(gm, str(n.target)) for n in nodes if n.op == "get_attr"}
     steps = [node for node in nodes if node.op == "call_function"]
+    labels = {node: label for node in steps if (label := label_of(node)) is not None}
     last_use: dict[Node, list[Node]] = {}
     seen: set[Node] = set(gm.graph.output_node().all_input_nodes)
     for node in reversed([*placeholders, *steps]):
@@ -38,7 +44,10 @@ def eager_executor(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[[
         look_up = env.__getitem__
         for node in steps:
             assert callable(node.target)
-            env[node] = node.target(*map_arg(node.args, look_up), **map_arg(node.kwargs, look_up))
+            with labels.get(node, _UNLABELLED):
+                env[node] = node.target(
+                    *map_arg(node.args, look_up), **map_arg(node.kwargs, look_up)
+                )
             for dead in last_use.get(node, ()):
                 del env[dead]
         return map_arg(result, look_up)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from shardc.runtime import compat
-from shardc.runtime.collectives import Started
+from shardc.runtime.collectives import Started, naming
 from shardc.runtime.eager import gathers
 from shardc.runtime.meta import refuse_meta
-from shardc.runtime.unshard import gather, start_gather
+from shardc.runtime.progress import Label
+from shardc.runtime.unshard import start_gather
 from shardc.runtime.unsharded import Again, Unsharded
 
 
@@ -57,7 +58,7 @@ class Gathered:
         Without `wait`, what reads it first waits.
         """
         if self.held is None:
-            self._started = start_gather(self.bucket.segment.detach(), self.bucket.code)
+            self._started = self._start()
             self.held = self._started.early
             self._version = self.bucket.version
             self.bucket.refresh_signature()
@@ -73,7 +74,7 @@ class Gathered:
     def finish(self) -> None:
         """Wait for what `hold` started."""
         if self._started is not None:
-            self._started.wait()
+            self._wait(self._started)
             self._started = None
 
     @torch.no_grad()
@@ -81,8 +82,20 @@ class Gathered:
         """Gather what is held again if the parameters were written since."""
         self.finish()
         if self.held is not None and self._version != self.bucket.version:
-            self.held.copy_(gather(self.bucket.segment.detach(), self.bucket.code))
+            self.held.copy_(self._wait(self._start()))
             self._version = self.bucket.version
+
+    def _start(self) -> Started:
+        with (
+            naming(self.bucket.ranks.everyone),
+            Label("all_gather", (self.bucket.label,), "forward"),
+        ):
+            return start_gather(self.bucket.segment.detach(), self.bucket.code)
+
+    def _wait(self, started: Started) -> Tensor:
+        label = Label("all_gather", (self.bucket.label,), "forward", waits=True)
+        with naming(self.bucket.ranks.everyone), label:
+            return started.wait()
 
     def drop(self) -> None:
         """Free what is held."""

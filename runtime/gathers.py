@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shardc.runtime import collectives, compat
 from shardc.runtime.agreement import agree
+from shardc.runtime.progress import Label
 from shardc.runtime.spec import UnshardSpec
 from shardc.runtime.unshard import start_gather
 
@@ -56,15 +57,15 @@ class Gathers:
         code = bucket.reading_code() if again is None else again.code
         gather = self._ahead.pop(bucket, None)
         if gather is None or (gather.code, gather.written) != (code, bucket.version):
-            gather = _start(bucket, code, again)
+            gather = _start(bucket, code, again, self.phase)
         with (
-            collectives.labelled(f"shardc: gather {bucket.label}"),
-            collectives.naming(bucket.group),
+            collectives.naming(bucket.ranks.everyone),
+            Label("all_gather", (bucket.label,), self.phase, waits=True),
         ):
             full = gather.started.wait()
         for following, later in self._following(bucket):
             if following not in self._ahead:
-                self._ahead[following] = _start(following, later and later.code, later)
+                self._ahead[following] = _start(following, later and later.code, later, self.phase)
         return full
 
     def close(self, raised: bool = False) -> None:
@@ -104,7 +105,7 @@ class Gathers:
         agree(
             compat.resolve_group(bucket.ranks.everyone),
             f"the order in which an uncompiled {self.phase} gathers",
-            [f"gather {place}: {bucket.label}, {bucket}", f"after {self._path.hexdigest()}"],
+            [f"gather {place}: {bucket}", f"after {self._path.hexdigest()}"],
         )
 
     def _following(self, bucket: Any) -> Iterator[tuple[Any, Any]]:
@@ -132,10 +133,11 @@ def _to_next_unit(unit: Any, buckets: Sequence[Any]) -> list[Any]:
     return list(itertools.takewhile(lambda bucket: bucket.owner in wanted, buckets))
 
 
-def _start(bucket: Any, code: UnshardSpec | None, again: Any) -> _Gather:
+def _start(bucket: Any, code: UnshardSpec | None, again: Any, phase: str) -> _Gather:
     log.debug("gather %s", bucket.label)
     code = code or bucket.reading_code()
     part = None if again is None else again.part
-    with torch.no_grad(), collectives.naming(bucket.group):
+    label = Label("all_gather", (bucket.label,), phase)
+    with torch.no_grad(), collectives.naming(bucket.ranks.everyone), label:
         started = start_gather(bucket.segment.detach(), code, part)
     return _Gather(code, bucket.version, started)

@@ -81,6 +81,11 @@ class BucketLayout:
     segment: int
 
     @property
+    def contents(self) -> str:
+        """Its parameters in one line, names and shapes."""
+        return ", ".join(f"{s.name}[{'x'.join(map(str, s.shape))}]" for s in self.slots)
+
+    @property
     def numel(self) -> int:
         """Elements of the whole bucket, padding included."""
         return self.world_size * self.segment

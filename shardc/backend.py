@@ -8,6 +8,7 @@
     forward, backward bucket                    neighbours in one message where it costs nothing
                       schedule                  collectives behind compute
                       write_gradients           matmuls write into the reduction's input
+                      label_collectives         names for the profiler, and for what fails
                       verify, agree             invariants; one sequence on all ranks
                       fold_repeats              for Inductor: repeated blocks are compiled once
     lowering          Inductor | eager executor
@@ -36,6 +37,7 @@ from shardc.passes.context import (
 )
 from shardc.passes.fold_repeats import fold_repeats
 from shardc.passes.insert_unshard import insert_unshard
+from shardc.passes.label import label_collectives
 from shardc.passes.reshard import drop_second_gathers, tag_reshard
 from shardc.passes.runner import run_passes
 from shardc.passes.schedule import schedule
@@ -50,12 +52,13 @@ from shardc.runtime.accumulate import flush_when_done
 from shardc.runtime.bucket import Bucket
 from shardc.runtime.collectives import naming_failures
 from shardc.runtime.executor import eager_executor, shapes_only
+from shardc.runtime.progress import label_of, progress
 
 log = logging.getLogger("shardc")
 
 DYNAMO_PASSES = [take_gathered, insert_unshard]
 JOINT_PASSES = [find_used_slots, choose_kept, tag_reshard]
-GRAPH_PASSES = [drop_second_gathers, bucket, schedule, write_gradients, verify]
+GRAPH_PASSES = [drop_second_gathers, bucket, schedule, write_gradients, label_collectives, verify]
 
 
 def shardc_backend(
@@ -104,7 +107,6 @@ def _compile_inductor(
     patches |= {
         # Inductor's own memory-driven order would undo any schedule of collectives.
         "reorder_for_peak_memory": False,
-        **compat.keeping_collectives_in_order(),
         "joint_custom_post_pass": compat.joint_pass(
             lambda graph: run_passes(graph, plan.joint, JOINT_PASSES),
             repr([step.__name__ for step in JOINT_PASSES]),
@@ -137,10 +139,10 @@ def _lower(
         folded = run_passes(graph, PassContext(phase), [fold_repeats])
         if folded is not graph:
             try:
-                return compat.compile_fx_inner(folded, inputs, **kwargs)
+                return compat.compile_fx_inner(folded, inputs, label_of, **kwargs)
             except compat.InductorError as error:
                 log.warning("Inductor could not compile a folded %s graph: %s", phase, error)
-    return compat.compile_fx_inner(graph, inputs, **kwargs)
+    return compat.compile_fx_inner(graph, inputs, label_of, **kwargs)
 
 
 def _compile_eager(
@@ -169,7 +171,7 @@ def _compile_eager(
 
 
 def _naming(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Have what runs `gm` say what a lost peer means."""
+    """Have what runs `gm` say what is missing where a collective fails."""
     groups = _groups(gm)
     return lambda call: naming_failures(call, groups[0]) if groups else call
 
@@ -191,10 +193,11 @@ class _Read:
     """A graph's reading of one bucket: which input is its segment, and which slots it reads.
 
     `elsewhere` are slots that only other ranks read: their gradient is zero here, not None. `leaf`
-    is the input that gets the gradient.
+    is the input that gets the gradient. `label` is the name of the bucket it was compiled for.
     """
 
     position: int
+    label: str
     leaf: int
     slots: frozenset[int]
     elsewhere: frozenset[int]
@@ -216,9 +219,9 @@ def _agree_on_reads(gm: GraphModule, ctx: PassContext, options: Options) -> list
         facts = [str(bucket) for _, _, bucket, _ in members]
         note = json.dumps([sorted(slots) for *_, slots in members])
         notes = agree_within(group, "the buckets that a graph reads", facts, options, note)
-        for index, (position, leaf, _, slots) in enumerate(members):
+        for index, (position, leaf, bucket, slots) in enumerate(members):
             union = frozenset(slot for other in notes for slot in json.loads(other)[index])
-            reads.append(_Read(position, leaf, slots, union - slots))
+            reads.append(_Read(position, bucket.label, leaf, slots, union - slots))
     return reads
 
 
@@ -243,6 +246,8 @@ def _noting_used_slots(compiled: Callable[..., Any], reads: list[_Read]) -> Call
 
     def run(*args: Any) -> Any:
         buckets = [(args[read.position].shardc_bucket, read) for read in reads]
+        names = _other_names(buckets)
+        progress.next_names = names
         updates = [bucket.updates() for bucket, _ in buckets]
         for read_from, _ in buckets:
             read_from.gathered.renew()
@@ -260,6 +265,7 @@ def _noting_used_slots(compiled: Callable[..., Any], reads: list[_Read]) -> Call
                 begun.append(True)
                 compat.when_backward_ends(begun.clear)
                 flush_when_done()
+                progress.next_names = names
                 for (bucket, read), before, taken in zip(buckets, updates, lent, strict=True):
                     bucket.gradients.begin_backward(taken)
                     if bucket.updates() != before:  # a backward that saved the segment must fail
@@ -272,6 +278,12 @@ def _noting_used_slots(compiled: Callable[..., Any], reads: list[_Read]) -> Call
         return outputs
 
     return run
+
+
+def _other_names(buckets: list[tuple[Bucket, _Read]]) -> dict[str, str]:
+    """Where equal blocks run one compiled graph: the names of its buckets by those in its code."""
+    labels = [(read.label, bucket.label) for bucket, read in buckets]
+    return {} if all(old == new for old, new in labels) else dict(labels)
 
 
 def _warn_fallback(phase: str, error: Exception) -> None:

@@ -60,15 +60,15 @@ class Plan:
         """The context of the passes over a graph of that phase."""
         if not self.buckets:
             return PassContext(phase)
-        first = next(iter(self.buckets.values()))
-        everyone = first.ranks.everyone
-        budget = self._budget(first.segment.device.type)
         names = PassContext(
             phase,
             units={position: bucket.unit for position, bucket in self.buckets.items()},
             labels={position: bucket.label for position, bucket in self.buckets.items()},
             cut={} if phase == "joint" else self.joint.cut,
         )
+        first = next(iter(self.buckets.values()))
+        everyone = first.ranks.everyone
+        budget = self._budget(first.segment.device.type)
         if not self.options.schedule:
             return names
         return replace(

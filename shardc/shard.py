@@ -123,7 +123,8 @@ def fully_shard(
         _check_devices(modules, plans, compute_device(mesh), mixed=sync_module_states)
         init, sync = param_init_fn is not None, sync_module_states
         buffers = list(unsynced_buffers(modules, alone.modules)) if sync else []
-        facts = _facts(plans, ranks, compute_device(mesh), init, sync) + buffer_facts(buffers)
+        facts = _facts(modules, plans, ranks, compute_device(mesh), init, sync)
+        facts += buffer_facts(buffers)
         note = what_has_values(ranks, _params(plans), buffers, init) if sync else ""
     except Exception as error:
         decline(everyone, what, f"{type(error).__name__}: {error}")
@@ -157,7 +158,12 @@ def _check_devices(
 
 
 def _facts(
-    plans: list[UnitPlan], ranks: Ranks, device: torch.device, init: bool, synced: bool
+    modules: tuple[nn.Module, ...],
+    plans: list[UnitPlan],
+    ranks: Ranks,
+    device: torch.device,
+    init: bool,
+    synced: bool,
 ) -> list[str]:
     """What all ranks must have equal: the buckets, and how they get values if none are sent."""
     facts = [f"sync_module_states={synced}"]
@@ -165,14 +171,15 @@ def _facts(
         facts.append(f"on meta, param_init_fn={'given' if init else None}")
         if init and ranks.copies > 1:
             facts.append(generator_fact(device))
+    names = {module: name for root in modules for name, module in root.named_modules()}
     for plan in plans:
+        unit = names[plan.modules[0]] or type(plan.modules[0]).__name__
         on_meta = not synced and any(param.is_meta for param in plan.params.values())
         where = ", on meta" if on_meta else ""
         for layout in plan.layouts:
-            slots = ", ".join(f"{slot.name}{list(slot.shape)}" for slot in layout.slots)
             facts.append(
-                f"{layout.dtype} bucket of {layout.numel}, requires_grad={layout.requires_grad}"
-                f"{where}: {slots} ({plan.settings})"
+                f"{unit}: {layout.dtype} bucket of {layout.numel}, "
+                f"requires_grad={layout.requires_grad}{where}: {layout.contents} ({plan.settings})"
             )
     return facts
 

@@ -1,59 +1,82 @@
-"""What happens when a peer dies or stalls: an error that says so, never a hang."""
-
-import multiprocessing as mp
-import os
-import socket
-import time
-from datetime import timedelta
+"""A rank that differs: every rank says in what, naming the unit."""
 
 import pytest
+import torch
+from models import Stack, compiled, seeded, shard_all, tokens
+from ranks import on_ranks
+
+from shardc.runtime.agreement import agree
 
 
-def _train(rank, port, behaviour, queue):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    import torch
-    import torch.distributed as dist
-    from models import Stack, compiled, seeded, shard_all, tokens
-    from torch.distributed.device_mesh import init_device_mesh
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=8))
-    model = shard_all(seeded(Stack), init_device_mesh("cpu", (2,)))
-    step, x = compiled(model), tokens(0)
-    step(x, x).backward()
-    start = time.monotonic()
-    try:
-        for _ in range(3):
-            if rank == 1:
-                if behaviour == "dies":
-                    os._exit(3)
-                time.sleep(30 if behaviour == "stalls" else 0)
-            step(x, x).backward()
-        queue.put((rank, "no error", time.monotonic() - start))
-    except RuntimeError as error:
-        text = "\n".join([str(error), *getattr(error, "__notes__", [])])
-        queue.put((rank, text, time.monotonic() - start))
-    queue.close()
-    queue.join_thread()
-    os._exit(0)
+def _refusal(step):
+    with pytest.raises(Exception, match="ranks disagree on") as caught:
+        step(tokens(1), tokens(2)).backward()
+    return str(caught.value)
 
 
-@pytest.mark.parametrize("behaviour", ["dies", "stalls"])
-def test_peer_is_lost_between_steps(behaviour):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    ranks = [
-        context.Process(target=_train, args=(rank, port, behaviour, queue)) for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    rank, text, seconds = queue.get(timeout=90)
-    for process in ranks:
-        process.kill()
-        process.join()
-    assert rank == 0 and seconds < 25, (rank, text)
-    assert "a collective of shardc failed on rank 0 of 2" in text
-    assert "timeout is 0:00:08" in text
+@on_ranks(3)
+def test_a_bucket_of_another_shape(mesh):
+    model = seeded(Stack)
+    if mesh.get_local_rank() == 1:
+        model.layers[1].down = torch.nn.Linear(37, 20, bias=False)
+    with pytest.raises(RuntimeError, match="ranks disagree on the parameters given to") as caught:
+        shard_all(model, mesh)
+    text = str(caught.value)
+    assert "entry 2: rank 0 has «layers.1: torch.float32 bucket of 1440" in text, text
+    assert "rank 1 has «layers.1: torch.float32 bucket of 1512, " in text, text
+    shapes = "down.weight[18x37] against down.weight[20x37]"
+    assert text.endswith(f"They differ in 1440 against 1512; {shapes}"), text
+
+
+class Choosing(Stack):
+    """Reads its blocks in an order that may differ from rank to rank."""
+
+    order = (0, 1)
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        for index in self.order:
+            x = self.layers[index](x)
+        return self.head(x).logsumexp(-1).mean() + 0 * targets.sum()
+
+
+@on_ranks(3)
+def test_another_bucket_in_a_graph(mesh):
+    model = shard_all(seeded(Choosing), mesh)
+    if mesh.get_local_rank() == 1:
+        model.order = (1, 0)
+    text = _refusal(compiled(model))
+    assert "the buckets that a graph reads, entry 1: rank 0 has «bucket 0 (layers.0) of " in text
+    assert "rank 1 has «bucket 1 (layers.1) of " in text, text
+
+
+@on_ranks(3)
+def test_another_collective_in_a_graph(mesh):
+    model = shard_all(seeded(Stack), mesh, reshard_after_forward=False)
+    if mesh.get_local_rank() == 2:
+        model.layers[1].set_reshard_after_forward(True, recurse=False)
+    text = _refusal(compiled(model))
+    assert "rank 0 has «layers.1: reduce_scatter_tensor of " in text, text
+    assert "rank 2 has «layers.1: all_gather_into_tensor of 1440 float32 over 3 ranks (" in text, (
+        text
+    )
+
+
+@on_ranks(3)
+def test_what_differs_is_said_the_same_way_on_all_ranks(mesh):
+    group, rank = mesh.get_group(), mesh.get_local_rank()
+    long = [" ".join(f"slot{n}[{n}x{n + (rank == 2 and n == 12)}]," for n in range(20))]
+    cases = [
+        (["a", "b"] if rank == 1 else ["a", "c"], "entry 1: rank 0 has «c», rank 1 has «b»"),
+        (["a"] if rank == 1 else ["a", "c"],
+         "rank 0 has 2 entries, rank 1 has 1. Those they both have are the same; "
+         "rank 0 goes on with «c»"),
+        (["a", "c"] if rank == 1 else ["a"], "rank 1 goes on with «c»"),
+        (long, "They differ in slot12[12x12] against slot12[12x13]"),
+    ]  # fmt: skip
+    for facts, expected in cases:
+        with pytest.raises(RuntimeError, match="ranks disagree on a test") as caught:
+            agree(group, "a test", facts, every_time=True)
+        assert expected in str(caught.value), caught.value
+    with pytest.raises(RuntimeError, match="rank 0 compares a test, rank 2 compares another"):
+        agree(group, "another" if rank == 2 else "a test", ["a"], every_time=True)

@@ -35,8 +35,8 @@ class Events:
     def __enter__(self):
         start, reducing = gathers._start, unshard.reducing
 
-        def start_and_log(bucket, code, again):
-            gather = start(bucket, code, again)
+        def start_and_log(bucket, *args):
+            gather = start(bucket, *args)
             self.log.append(("start", bucket.owner.name))
 
             def note(raw):
@@ -278,7 +278,8 @@ def test_ranks_that_gather_in_another_order_are_named(mesh):
     with pytest.raises(
         RuntimeError,
         match=r"ranks disagree on the order in which an uncompiled forward gathers, .*"
-        r"rank 0 has «gather 2: layers\.0, .*», rank 1 has «gather 1: layers\.1, ",
+        r"rank 0 has «gather 2: bucket \d+ \(layers\.0\) .*», "
+        r"rank 1 has «gather 1: bucket \d+ \(layers\.1\) ",
     ):
         _step(model, model, 1)
 
@@ -321,7 +322,7 @@ def test_the_profiler_and_the_logger_name_units(mesh):
     with torch.profiler.profile() as profile, _logged(logging.DEBUG) as texts:
         _step(model, model, 0)
     seen = {event.key for event in profile.key_averages()}
-    for what in ("forward", "gather", "reduce"):
+    for what in ("forward", "gather", "wait gather", "reduce", "wait reduce"):
         assert {f"shardc: {what} Stack", f"shardc: {what} layers.1"} <= seen, seen
     for what in ("gather", "reduce"):
         assert {f"{what} Stack", f"{what} layers.1"} <= set(texts), texts

@@ -1,0 +1,33 @@
+"""Forward and backward graphs: every collective of ours, and its wait, knows the name of its unit.
+
+What runs the graph shows the names in the profiler and in the error of a collective that fails. The
+facts travel on the nodes: later steps (folding, Inductor's own passes) move and rewrite them.
+"""
+
+from torch.fx import GraphModule, Node
+
+from shardc.passes.context import (
+    PassContext,
+    is_collective,
+    is_wait,
+    kind_of,
+    results_of,
+    specs_of,
+)
+from shardc.runtime.progress import Label, set_label
+
+
+def label_collectives(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """Give every collective of `gm` and every wait for one its label."""
+    for node in gm.graph.nodes:
+        if not is_collective(node) or not specs_of(node):
+            continue
+        kind, buckets = kind_of(node), ctx.labels_of(node) or ("?",)
+        set_label(node, Label(kind, buckets, ctx.phase))
+        for wait in _waits_for(node):
+            set_label(wait, Label(kind, buckets, ctx.phase, waits=True))
+    return gm
+
+
+def _waits_for(node: Node) -> list[Node]:
+    return [user for result in results_of(node) for user in result.users if is_wait(user)]
