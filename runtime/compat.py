@@ -491,6 +491,50 @@ def wrap_compiled(output: Any, wrap: Callable[[Callable[..., Any]], Callable[...
     return output
 
 
+def generated_code(output: Any) -> tuple[str, str] | None:
+    """What Inductor made of a graph: the path of the code, which need not exist, and its text.
+
+    None where it made none. (2.11 to 2.15)
+    """
+    from torch._inductor.codecache import get_path
+
+    source = getattr(output, "source_code", None)
+    return (get_path(output.cache_key, "py")[2], source) if source else None
+
+
+def compile_id() -> tuple[int, int] | None:
+    """Of what Dynamo compiles now: the number of the frame, how often it was compiled before.
+
+    None outside of a compile. (2.11 to 2.15)
+    """
+    from torch._guards import CompileContext
+
+    known = CompileContext.current_compile_id()
+    if known is None or known.frame_id is None or known.frame_compile_id is None:
+        return None
+    return known.frame_id, known.frame_compile_id
+
+
+def is_traced() -> bool:
+    """Whether torch's structured trace is on, `TORCH_TRACE` (2.11 to 2.15).
+
+    Its handler takes itself away at the first record if it is not.
+    """
+    from torch._logging import _internal
+
+    return bool(_internal.trace_log.handlers)
+
+
+def trace_artifact(name: str, text: str) -> None:
+    """Add a text to torch's structured trace, if that is on (2.11 to 2.15)."""
+    torch._logging.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: text,
+        expect_trace_id=False,
+    )
+
+
 def joint_pass(apply: Callable[[GraphModule], GraphModule], key: str) -> Any:
     """`apply` as Inductor's `joint_custom_post_pass`; `key` enters its graph cache's key."""
     from torch._inductor.custom_graph_pass import CustomGraphPass

@@ -34,6 +34,7 @@ from shardc.passes.context import (
     is_collective,
     spec_of_node,
 )
+from shardc.passes.dump import dump_code
 from shardc.passes.fold_repeats import fold_repeats
 from shardc.passes.insert_unshard import insert_unshard
 from shardc.passes.reshard import drop_second_gathers, tag_reshard
@@ -43,7 +44,8 @@ from shardc.passes.take_gathered import take_gathered
 from shardc.passes.used_slots import find_used_slots
 from shardc.passes.verify import collective_sequence, verify
 from shardc.passes.write_gradients import write_gradients
-from shardc.plan import Plan, agree_within, buckets_of
+from shardc.plan import Plan, agree_within, buckets_of, graph_plans
+from shardc.plan_text import say_compile, say_plan
 from shardc.regional import buckets_of_the_runtime, giving, with_taken
 from shardc.runtime import compat
 from shardc.runtime.accumulate import flush_when_done
@@ -72,6 +74,7 @@ def shardc_backend(
         RuntimeError: ranks disagree on the collectives, or the forward updates a parameter.
     """
     parsed = Options.parse(options)
+    say_compile()
     ctx = PassContext(phase="dynamo", outside=buckets_of_the_runtime(gm))
     gm = run_passes(gm, ctx, DYNAMO_PASSES)
     _warn_if_nothing_is_sharded()
@@ -107,31 +110,36 @@ def _compile_inductor(
     }
 
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        phase = "backward" if kwargs.get("is_backward") else "forward"
-        graph = _finish_graph(graph, phase, plan)
+        ctx = plan.context("backward" if kwargs.get("is_backward") else "forward")
+        graph = _finish_graph(graph, ctx, plan)
         try:
-            compiled = _lower(graph, inputs, phase, plan, kwargs)
+            compiled = _lower(graph, inputs, ctx, plan, kwargs)
         except compat.InductorError as error:
             if not plan.options.fallback:
                 raise
-            _warn_fallback(phase, error)
+            _warn_fallback(ctx.phase, error)
             return _naming(graph)(eager_executor(graph, inputs))
+        dump_code(compiled, ctx.stem)
         return compat.wrap_compiled(compiled, _naming(graph))
 
     return compat.compile_fx(gm, example_inputs, inner_compile, patches)
 
 
 def _lower(
-    graph: GraphModule, inputs: Sequence[Any], phase: str, plan: Plan, kwargs: dict[str, Any]
+    graph: GraphModule,
+    inputs: Sequence[Any],
+    ctx: PassContext,
+    plan: Plan,
+    kwargs: dict[str, Any],
 ) -> Any:
     """Inductor on a graph, folded where it repeats and Inductor takes it so."""
     if plan.options.fold and compat.takes_nested_graphs(kwargs):
-        folded = run_passes(graph, PassContext(phase), [fold_repeats])
+        folded = run_passes(graph, ctx, [fold_repeats], done=len(GRAPH_PASSES))
         if folded is not graph:
             try:
                 return compat.compile_fx_inner(folded, inputs, **kwargs)
             except compat.InductorError as error:
-                log.warning("Inductor could not compile a folded %s graph: %s", phase, error)
+                log.warning("Inductor could not compile a folded %s graph: %s", ctx.phase, error)
     return compat.compile_fx_inner(graph, inputs, **kwargs)
 
 
@@ -143,7 +151,7 @@ def _compile_eager(
 ) -> Callable[..., Any]:
     def compile_phase(phase: str) -> Callable[[GraphModule, Sequence[Any]], Any]:
         def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> Any:
-            graph = _finish_graph(graph, phase, plan)
+            graph = _finish_graph(graph, plan.context(phase), plan)
             return _naming(graph)(eager_executor(graph, inputs))
 
         return compile_graph
@@ -164,12 +172,12 @@ def _naming(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any
     return lambda call: naming_failures(call, groups[0]) if groups else call
 
 
-def _finish_graph(gm: GraphModule, phase: str, plan: Plan) -> GraphModule:
+def _finish_graph(gm: GraphModule, ctx: PassContext, plan: Plan) -> GraphModule:
     """What every forward and backward graph goes through before it is lowered."""
-    ctx = plan.context(phase)
     gm = run_passes(gm, ctx, GRAPH_PASSES)
-    _agree_on_collectives(gm, phase, plan.options)
-    plan.record(gm, phase)
+    _agree_on_collectives(gm, ctx.phase, plan.options)
+    plan.record(gm, ctx.phase)
+    say_plan(gm, ctx, plan, graph_plans[-1])
     return gm
 
 
