@@ -47,6 +47,7 @@ from shardc.passes.write_gradients import write_gradients
 from shardc.plan import Plan, agree_within, buckets_of, graph_plans
 from shardc.plan_text import say_compile, say_plan
 from shardc.regional import buckets_of_the_runtime, giving, with_taken
+from shardc.repro import copy_graph, write_repro
 from shardc.runtime import compat
 from shardc.runtime.accumulate import flush_when_done
 from shardc.runtime.bucket import Bucket
@@ -102,7 +103,7 @@ def _compile_inductor(
         # Inductor's own memory-driven order would undo any schedule of collectives.
         "reorder_for_peak_memory": False,
         **compat.keeping_collectives_in_order(),
-        "joint_custom_post_pass": compat.joint_pass(
+        compat.JOINT_PASS: compat.joint_pass(
             lambda graph: run_passes(graph, plan.joint, JOINT_PASSES),
             repr([step.__name__ for step in JOINT_PASSES]),
         ),
@@ -112,12 +113,15 @@ def _compile_inductor(
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         ctx = plan.context("backward" if kwargs.get("is_backward") else "forward")
         graph = _finish_graph(graph, ctx, plan)
+        original = copy_graph(graph)
         try:
             compiled = _lower(graph, inputs, ctx, plan, kwargs)
         except compat.InductorError as error:
+            where = write_repro(original, ctx.stem, kwargs, error)
             if not plan.options.fallback:
+                error.args = (f"{error}\n\n{where}", *error.args[1:])
                 raise
-            _warn_fallback(ctx.phase, error)
+            _warn_fallback(ctx.phase, error, where)
             return _naming(graph)(eager_executor(graph, inputs))
         dump_code(compiled, ctx.stem)
         return compat.wrap_compiled(compiled, _naming(graph))
@@ -139,7 +143,9 @@ def _lower(
             try:
                 return compat.compile_fx_inner(folded, inputs, **kwargs)
             except compat.InductorError as error:
-                log.warning("Inductor could not compile a folded %s graph: %s", ctx.phase, error)
+                where = write_repro(copy_graph(graph), f"{ctx.stem}_folded", kwargs, error, True)
+                said = "Inductor could not compile a folded %s graph: %s (%s)"
+                log.warning(said, ctx.phase, error, where)
     return compat.compile_fx_inner(graph, inputs, **kwargs)
 
 
@@ -272,8 +278,8 @@ def _noting_used_slots(compiled: Callable[..., Any], reads: list[_Read]) -> Call
     return run
 
 
-def _warn_fallback(phase: str, error: Exception) -> None:
-    reason = " ".join(str(error).split())[:500]
+def _warn_fallback(phase: str, error: Exception, where: str) -> None:
+    reason = f"{' '.join(str(error).split())[:500]} ({where})"
     log.warning("Inductor could not compile a %s graph: %s", phase, reason)
     if _FALLBACK not in _warned:
         _warned.add(_FALLBACK)
