@@ -13,6 +13,7 @@ views are taken anew outside, because the compiler does not see that a call's re
 """
 
 import copy
+import logging
 import operator
 from collections.abc import Mapping
 
@@ -23,6 +24,7 @@ from shardc.passes.context import PassContext
 from shardc.passes.stretches import Stretch, find_repeats
 from shardc.runtime import compat
 
+log = logging.getLogger("shardc.passes")
 aten, INVOKE = torch.ops.aten, torch.ops.higher_order.invoke_subgraph
 
 
@@ -39,6 +41,8 @@ def fold_repeats(gm: GraphModule, ctx: PassContext) -> GraphModule:
             body = folded.graph.get_attr(name)
         for stretch in group:
             twins |= _call(folded.graph, stretch, body, twins)
+    calls = sum(map(len, groups))
+    log.debug("graph %d: %d stretches became calls of %d bodies", ctx.number, calls, len(groups))
     return folded if groups else gm
 
 

@@ -9,20 +9,16 @@ toposort puts the decision into the graph. Inductor then keeps that order, as lo
 memory-driven reordering is off.
 """
 
-import logging
-
 from torch.fx import GraphModule
 
 from shardc.passes.context import PassContext
 from shardc.passes.events import read_events, read_problem
 from shardc.passes.reorder import reorder
-from shardc.passes.timeline import plan_timeline, simulate
-
-log = logging.getLogger("shardc.passes")
+from shardc.passes.timeline import forecast, plan_timeline
 
 
 def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Reorder `gm` so that collectives run behind compute."""
+    """Reorder `gm` so that collectives run behind compute; sets `ctx.forecast`."""
     if ctx.options is None:
         return gm
     events = read_events(gm, ctx)
@@ -30,13 +26,7 @@ def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
         return gm
     problem = read_problem(gm, ctx, events)
     timeline = plan_timeline(problem)
-    log.info(
-        "%s: %.2f ms planned, compute %.2f ms, wire %.2f ms",
-        ctx.phase,
-        1e3 * simulate(problem, timeline),
-        1e3 * sum(problem.seconds),
-        1e3 * problem.wire_seconds,
-    )
+    ctx.forecast = forecast(problem, timeline)
     order = [*events.positions, len(events.steps)]
     keys = {step: (index, _STEP, index) for index, step in enumerate(events.steps)}
     for number, (gather, start) in enumerate(zip(events.gathers, timeline.starts, strict=True)):

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -135,6 +135,28 @@ def resolve_group(name: str) -> dist.ProcessGroup:
             "torch.distributed.init_process_group before fully_shard and keep the group until the "
             "last step"
         ) from error
+
+
+def make_fake_groups(groups: Mapping[str, tuple[int, int]]) -> None:
+    """Groups without peers, given as (rank, size), under the names that graphs know (2.11 to 2.15).
+
+    For a process that has no group yet.
+    """
+    from torch._C._distributed_c10d import _register_process_group, _unregister_all_process_groups
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers its backend)
+
+    if not groups:
+        return
+    own = max(rank for rank, _ in groups.values())
+    world = own + max(size for _, size in groups.values())
+    dist.init_process_group("fake", rank=own, world_size=world, store=dist.HashStore())
+    made = {
+        name: dist.new_group(list(range(own - rank, own - rank + size)))
+        for name, (rank, size) in groups.items()
+    }
+    _unregister_all_process_groups()
+    for name, group in made.items():
+        _register_process_group(name, group)  # type: ignore[arg-type]
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
@@ -542,6 +564,35 @@ def compile_fx_inner(
         return inner(gm, inputs, **kwargs)
 
 
+def changed_inductor_settings() -> dict[str, Any]:
+    """The settings of Inductor that differ from its defaults now (2.11 to 2.15)."""
+    from torch._inductor import config
+
+    return dict(config._get_dict(skip_default=True))  # type: ignore[attr-defined]
+
+
+def compile_alone(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    label_of: Callable[[torch.fx.Node], Any],
+    settings: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+) -> Any:
+    """`compile_fx_inner` with `settings`, outside of any compile (2.11 to 2.15)."""
+    from torch._inductor import config
+
+    with config.patch(dict(settings)):
+        return compile_fx_inner(gm, inputs, label_of, **arguments)
+
+
+def op_arguments(node: torch.fx.Node) -> dict[str, Any]:
+    """The arguments of a call of an op, by name; none for what is no op (2.11 to 2.15)."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return {}
+    names = [argument.name for argument in node.target._schema.arguments]
+    return dict(zip(names, node.args, strict=False)) | node.kwargs
+
+
 def wrap_compiled(output: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
     """Put `wrap` around what a graph that Inductor compiled calls (2.11 to 2.15).
 
@@ -551,6 +602,54 @@ def wrap_compiled(output: Any, wrap: Callable[[Callable[..., Any]], Callable[...
         return output
     output.current_callable = wrap(output.current_callable)
     return output
+
+
+def generated_code(output: Any) -> tuple[str, str] | None:
+    """What Inductor made of a graph: the path of the code, which need not exist, and its text.
+
+    None where it made none. (2.11 to 2.15)
+    """
+    from torch._inductor.codecache import get_path
+
+    source = getattr(output, "source_code", None)
+    return (get_path(output.cache_key, "py")[2], source) if source else None
+
+
+def compile_id() -> tuple[int, int] | None:
+    """Of what Dynamo compiles now: the number of the frame, how often it was compiled before.
+
+    None outside of a compile. (2.11 to 2.15)
+    """
+    from torch._guards import CompileContext
+
+    known = CompileContext.current_compile_id()
+    if known is None or known.frame_id is None or known.frame_compile_id is None:
+        return None
+    return known.frame_id, known.frame_compile_id
+
+
+def is_traced() -> bool:
+    """Whether torch's structured trace is on, `TORCH_TRACE` (2.11 to 2.15).
+
+    Its handler takes itself away at the first record if it is not.
+    """
+    from torch._logging import _internal
+
+    return bool(_internal.trace_log.handlers)
+
+
+def trace_artifact(name: str, text: str) -> None:
+    """Add a text to torch's structured trace, if that is on (2.11 to 2.15)."""
+    torch._logging.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: text,
+        expect_trace_id=False,
+    )
+
+
+JOINT_PASS = "joint_custom_post_pass"
+"""The setting of Inductor under which it takes a pass over joint graphs (2.11 to 2.15)."""
 
 
 def joint_pass(apply: Callable[[GraphModule], GraphModule], key: str) -> Any:

@@ -35,6 +35,7 @@ from shardc.passes.context import (
     is_collective,
     spec_of_node,
 )
+from shardc.passes.dump import dump_code
 from shardc.passes.fold_repeats import fold_repeats
 from shardc.passes.insert_unshard import insert_unshard
 from shardc.passes.label import label_collectives
@@ -45,8 +46,10 @@ from shardc.passes.take_gathered import take_gathered
 from shardc.passes.used_slots import find_used_slots
 from shardc.passes.verify import collective_sequence, verify
 from shardc.passes.write_gradients import write_gradients
-from shardc.plan import Plan, agree_within
+from shardc.plan import Plan, agree_within, graph_plans
+from shardc.plan_text import say_compile, say_plan
 from shardc.regional import buckets_of_the_runtime, giving, with_taken
+from shardc.repro import copy_graph, write_repro
 from shardc.runtime import compat
 from shardc.runtime.accumulate import flush_when_done
 from shardc.runtime.bucket import Bucket
@@ -81,6 +84,7 @@ def compile_graph(
     gm: GraphModule, example_inputs: Sequence[Any], parsed: Options, mode: str | None = None
 ) -> Callable[..., Any]:
     """The same with options that are checked already."""
+    say_compile()
     ctx = PassContext(phase="dynamo", outside=buckets_of_the_runtime(gm))
     gm = run_passes(gm, ctx, DYNAMO_PASSES)
     _warn_if_nothing_is_sharded()
@@ -107,7 +111,7 @@ def _compile_inductor(
     patches |= {
         # Inductor's own memory-driven order would undo any schedule of collectives.
         "reorder_for_peak_memory": False,
-        "joint_custom_post_pass": compat.joint_pass(
+        compat.JOINT_PASS: compat.joint_pass(
             lambda graph: run_passes(graph, plan.joint, JOINT_PASSES),
             repr([step.__name__ for step in JOINT_PASSES]),
         ),
@@ -115,33 +119,43 @@ def _compile_inductor(
     }
 
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        phase = "backward" if kwargs.get("is_backward") else "forward"
-        graph = _finish_graph(graph, phase, plan)
+        ctx = plan.context("backward" if kwargs.get("is_backward") else "forward")
+        graph = _finish_graph(graph, ctx, plan)
         if not plan.options.lower:
             return shapes_only(graph)
+        original = copy_graph(graph)
         try:
-            compiled = _lower(graph, inputs, phase, plan, kwargs)
+            compiled = _lower(graph, inputs, ctx, plan, kwargs)
         except compat.InductorError as error:
+            where = write_repro(original, ctx.stem, kwargs, error)
             if not plan.options.fallback:
+                error.args = (f"{error}\n\n{where}", *error.args[1:])
                 raise
-            _warn_fallback(phase, error)
+            _warn_fallback(ctx.phase, error, where)
             return _naming(graph)(eager_executor(graph, inputs))
+        dump_code(compiled, ctx.stem)
         return compat.wrap_compiled(compiled, _naming(graph))
 
     return compat.compile_fx(gm, example_inputs, inner_compile, patches)
 
 
 def _lower(
-    graph: GraphModule, inputs: Sequence[Any], phase: str, plan: Plan, kwargs: dict[str, Any]
+    graph: GraphModule,
+    inputs: Sequence[Any],
+    ctx: PassContext,
+    plan: Plan,
+    kwargs: dict[str, Any],
 ) -> Any:
     """Inductor on a graph, folded where it repeats and Inductor takes it so."""
     if plan.options.fold and compat.takes_nested_graphs(kwargs):
-        folded = run_passes(graph, PassContext(phase), [fold_repeats])
+        folded = run_passes(graph, ctx, [fold_repeats], done=len(GRAPH_PASSES))
         if folded is not graph:
             try:
                 return compat.compile_fx_inner(folded, inputs, label_of, **kwargs)
             except compat.InductorError as error:
-                log.warning("Inductor could not compile a folded %s graph: %s", phase, error)
+                where = write_repro(copy_graph(graph), f"{ctx.stem}_folded", kwargs, error, True)
+                said = "Inductor could not compile a folded %s graph: %s (%s)"
+                log.warning(said, ctx.phase, error, where)
     return compat.compile_fx_inner(graph, inputs, label_of, **kwargs)
 
 
@@ -153,7 +167,7 @@ def _compile_eager(
 ) -> Callable[..., Any]:
     def compile_phase(phase: str) -> Callable[[GraphModule, Sequence[Any]], Any]:
         def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> Any:
-            graph = _finish_graph(graph, phase, plan)
+            graph = _finish_graph(graph, plan.context(phase), plan)
             if not plan.options.lower:
                 return shapes_only(graph)
             return _naming(graph)(eager_executor(graph, inputs))
@@ -176,12 +190,12 @@ def _naming(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any
     return lambda call: naming_failures(call, groups[0]) if groups else call
 
 
-def _finish_graph(gm: GraphModule, phase: str, plan: Plan) -> GraphModule:
+def _finish_graph(gm: GraphModule, ctx: PassContext, plan: Plan) -> GraphModule:
     """What every forward and backward graph goes through before it is lowered."""
-    ctx = plan.context(phase)
     gm = run_passes(gm, ctx, GRAPH_PASSES)
-    _agree_on_collectives(gm, phase, plan.options)
+    _agree_on_collectives(gm, ctx.phase, plan.options)
     plan.record(gm, ctx)
+    say_plan(gm, ctx, plan, graph_plans[-1])
     return gm
 
 
@@ -286,8 +300,8 @@ def _other_names(buckets: list[tuple[Bucket, _Read]]) -> dict[str, str]:
     return {} if all(old == new for old, new in labels) else dict(labels)
 
 
-def _warn_fallback(phase: str, error: Exception) -> None:
-    reason = " ".join(str(error).split())[:500]
+def _warn_fallback(phase: str, error: Exception, where: str) -> None:
+    reason = f"{' '.join(str(error).split())[:500]} ({where})"
     log.warning("Inductor could not compile a %s graph: %s", phase, reason)
     if _FALLBACK not in _warned:
         _warned.add(_FALLBACK)

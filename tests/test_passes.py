@@ -135,10 +135,3 @@ def test_eager_executor_frees_what_it_no_longer_needs():
     assert inputs == [] and torch.equal(result.as_subclass(torch.Tensor), torch.full((2,), 3.0))
     assert seen == {"a": [], "b": [], "c": ["a"], "unused": ["a", "b"]}
     assert freed == ["a", "b", "unused"]
-
-
-def test_dump(tmp_path, monkeypatch):
-    monkeypatch.setenv("SHARDC_DUMP", str(tmp_path))
-    run_passes(_marked([(0, 0)]), PassContext("dynamo"), [insert_unshard])
-    names = sorted(path.name.split("_", 1)[1] for path in (tmp_path / "rank0").iterdir())
-    assert names == ["dynamo_0_input.py", "dynamo_1_insert_unshard.py"]

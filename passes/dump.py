@@ -1,0 +1,125 @@
+"""Dumps: what every pass makes of a graph, for people to read.
+
+    folder/rank0/index.txt                      one line a file, in order: begin here
+                 002_forward_0_input.py         a graph before its first pass
+                 002_forward_3_schedule.py      after a pass that changed it
+                 002_forward_3_schedule.diff    what that pass changed
+                 002_forward_plan.txt           its buckets, its schedule, its memory
+                 002_forward_inductor.py        the code that Inductor made of it
+
+`SHARDC_DUMP=folder` asks for the files. torch's structured trace (`TORCH_TRACE`) gets the same
+texts as artifacts, which `tlparse` lists. Numbers count the graphs of a process. Where nobody asks,
+no text is made.
+"""
+
+import difflib
+import os
+import re
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+from shardc.runtime import compat
+
+INDEX = "index.txt"
+_FREES = re.compile(r";  [\w = ]+ = None")
+"""What generated code says where a value is read last. It moves with every reader: diffs go
+without."""
+_begun: set[Path] = set()
+
+
+def is_wanted() -> bool:
+    """Whether anything is written down."""
+    return bool(os.environ.get("SHARDC_DUMP")) or compat.is_traced()
+
+
+def dump_folder() -> Path | None:
+    """Where this rank writes; None without `SHARDC_DUMP`."""
+    root = os.environ.get("SHARDC_DUMP")
+    return None if not root else rank_folder(Path(root))
+
+
+def rank_folder(root: Path) -> Path:
+    """The folder of this rank below `root`, made where it is missing."""
+    known = dist.is_available() and dist.is_initialized()
+    rank = dist.get_rank() if known else os.environ.get("RANK", "0")
+    path = root / f"rank{rank}"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def write_text(name: str, what: str, text: str, traced: bool = True) -> None:
+    """Write a file and say in the index what it is; the trace gets the same, if `traced`."""
+    if traced:
+        compat.trace_artifact(f"shardc_{name}", text)
+    folder = dump_folder()
+    if folder is not None:
+        (folder / name).write_text(text)
+        note(f"{name:<44} {what}")
+
+
+def note(line: str) -> None:
+    """Add a line to the index, which begins anew with each process."""
+    folder = dump_folder()
+    if folder is None:
+        return
+    index = folder / INDEX
+    if folder not in _begun:
+        _begun.add(folder)
+        index.write_text("What this run wrote, in order. Files that are not listed are older.\n\n")
+    with index.open("a") as file:
+        file.write(f"{line}\n")
+
+
+# -- graphs --------------------------------------------------------------------------------------
+
+
+def dump_input(gm: GraphModule, stem: str, written: bool = False) -> str:
+    """Write a graph as it is before its first pass, unless it is; its text, "" if nobody asks."""
+    if not is_wanted():
+        return ""
+    text = graph_text(gm)
+    if not written:
+        write_text(f"{stem}_0_input.py", f"{_count(gm)} ops, before the first pass", text)
+    return text
+
+
+def dump_change(gm: GraphModule, name: str, before: str) -> str:
+    """Write what a pass made of the graph that had the text `before`; its text now."""
+    if not is_wanted():
+        return ""
+    text = graph_text(gm)
+    changes = text_diff(before, text, name)
+    if not changes:
+        note(f"{name:<44} changed nothing")
+        return text
+    lines = [line[:1] for line in changes.splitlines()[2:]]
+    what = f"{_count(gm)} ops, {lines.count('+')} lines new, {lines.count('-')} gone"
+    write_text(f"{name}.py", what, text)
+    write_text(f"{name}.diff", "what it changed", changes)
+    return text
+
+
+def dump_code(compiled: object, stem: str) -> None:
+    """Write the code that Inductor made of a graph; the trace has it from Inductor."""
+    code = compat.generated_code(compiled) if dump_folder() is not None else None
+    if code is not None:
+        path, text = code
+        write_text(f"{stem}_inductor.py", f"the code of Inductor, from {path}", text, traced=False)
+
+
+def graph_text(gm: GraphModule) -> str:
+    """A graph as readable Python, with shapes, and tags for what a backward recomputes."""
+    return gm.print_readable(print_output=False)
+
+
+def text_diff(before: str, after: str, name: str) -> str:
+    """A unified diff of two texts of a graph; "" where they are alike."""
+    old, new = (_FREES.sub("", text).splitlines() for text in (before, after))
+    lines = list(difflib.unified_diff(old, new, "before", name, lineterm=""))
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def _count(gm: GraphModule) -> int:
+    return sum(node.op == "call_function" for node in gm.graph.nodes)

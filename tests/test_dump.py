@@ -1,0 +1,229 @@
+"""What is written down of a compile: dumps, torch's structured trace, logs."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+
+from shardc.passes import dump
+from shardc.passes.context import PassContext
+from shardc.passes.runner import run_passes
+from shardc.passes.timeline import Forecast
+from shardc.plan_text import decisions, read_collectives, summary
+from shardc.runtime.spec import UnshardSpec, intern_spec
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+
+def _chain():
+    graph = Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(aten.exp.default, (graph.call_function(aten.sin, (x,)),)),))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def look_on(gm, ctx):
+    return gm
+
+
+def turn_exp_into_cos(gm, ctx):
+    for node in gm.graph.find_nodes(op="call_function", target=aten.exp.default):
+        node.target = aten.cos.default
+    return gm
+
+
+def test_a_pass_that_changes_nothing_has_a_line_and_no_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDC_DUMP", str(tmp_path))
+    monkeypatch.setattr(dump, "_begun", set())
+    ctx = PassContext("forward")
+    run_passes(_chain(), ctx, [look_on, turn_exp_into_cos])
+    run_passes(_chain(), ctx, [look_on], done=2)  # what the same graph goes through later
+    stem = f"{ctx.number:03d}_forward"
+    names = sorted(path.name for path in (tmp_path / "rank0").iterdir())
+    assert names == [
+        f"{stem}_0_input.py",
+        f"{stem}_2_turn_exp_into_cos.diff",
+        f"{stem}_2_turn_exp_into_cos.py",
+        "index.txt",
+    ]
+    lines = (tmp_path / "rank0" / "index.txt").read_text().splitlines()[2:]
+    assert [re.split(r"\s{2,}", line) for line in lines] == [
+        [f"{stem}_0_input.py", "2 ops, before the first pass"],
+        [f"{stem}_1_look_on", "changed nothing"],
+        [f"{stem}_2_turn_exp_into_cos.py", "2 ops, 1 lines new, 1 gone"],
+        [f"{stem}_2_turn_exp_into_cos.diff", "what it changed"],
+        [f"{stem}_3_look_on", "changed nothing"],
+    ]
+    changes = (tmp_path / "rank0" / f"{stem}_2_turn_exp_into_cos.diff").read_text().splitlines()
+    assert [line[0] + line.split("aten.")[1] for line in changes[2:] if line[0] in "+-"] == [
+        "-exp.default(sin)",
+        "+cos.default(sin)",
+    ]
+
+
+def test_without_a_dump_no_text_is_made(monkeypatch):
+    monkeypatch.delenv("SHARDC_DUMP", raising=False)
+    monkeypatch.setattr(dump.compat, "is_traced", lambda: False)
+    monkeypatch.setattr(dump, "graph_text", lambda gm: pytest.fail("a text was made"))
+    run_passes(_chain(), PassContext("forward"), [look_on])
+
+
+def _two_gathers():
+    """ag0 ag1 -> wait0 -> mul -> wait1 -> add; segments are inputs 0 and 1, of 4 and 8 elements."""
+    graph = Graph()
+
+    def node(made, size):
+        made.meta["val"] = torch.empty(size, device="meta")
+        return made
+
+    starts = []
+    segments = [node(graph.placeholder(f"primals_{i + 1}"), 4 * (i + 1)) for i in range(2)]
+    for segment in segments:
+        size = 2 * segment.meta["val"].numel()
+        start = graph.call_function(c10d.all_gather_into_tensor.default, (segment, 2, "0"))
+        spec = UnshardSpec(torch.float32, 2, "0", ((size, 0),), ((size,),), (True,))
+        node(start, size).meta["custom"] = {"shardc": intern_spec(spec)}
+        starts.append(start)
+
+    first = graph.call_function(c10d.wait_tensor.default, (starts[0],))
+    product = graph.call_function(aten.mul.Tensor, (first, 2))
+    second = graph.call_function(c10d.wait_tensor.default, (starts[1],))
+    graph.output((graph.call_function(aten.add.Tensor, (second, product)),))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+class _Plan:
+    peak = 3 * 2**20
+
+
+def test_a_graph_in_a_line_and_its_decisions():
+    labels = {0: "layers.0", 1: "layers.1[0]"}
+    ctx = PassContext("forward", units={0: 0, 1: 1}, labels=labels, number=7)
+    ctx.forecast = Forecast(0.0012, 0.001, 0.0005)
+    sent = read_collectives(_two_gathers(), ctx)
+    assert [(s.kind, s.buckets, s.nbytes, s.ranks, s.start, s.waits) for s in sent] == [
+        ("all_gather", ("layers.0",), 32, 2, 0, (0,)),
+        ("all_gather", ("layers.1[0]",), 64, 2, 0, (1,)),
+    ]
+    assert summary(ctx, sent, _Plan()) == (
+        "forward graph 7: 2 all_gather, 96 B; planned 1.2 ms: compute 1 ms, exposed 0.2 ms of "
+        "0.5 ms on the wire; peak 3 MiB"
+    )
+    assert list(decisions(ctx, sent)) == [
+        "all_gather of layers.0 (32 B) starts at op 0, 0 ops before its wait",
+        "all_gather of layers.1[0] (64 B) starts at op 0, 1 ops before its wait",
+    ]
+
+
+_STEP = """
+    import torch, torch.distributed as dist
+    from models import Stack, tokens
+    from shardc import fully_shard
+    from shardc.runtime import compat
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = fully_shard(Stack(), units="auto")
+    options = {"profile": "h100-nvlink", "memory_budget": "1GB"}
+    step = torch.compile(model, backend="shardc", options=options)
+    step(tokens(0), tokens(1)).backward()
+    print("traced" if compat.is_traced() else "not traced")
+    dist.destroy_process_group()
+"""
+
+
+def _run_step(**env):
+    """A step on one rank in a process of its own."""
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(_STEP)],
+        env={**os.environ, "PYTHONPATH": paths, **env}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The folder of a step that had everything written down; `log` has its stderr."""
+    folder = tmp_path_factory.mktemp("written")
+    env = {"SHARDC_DUMP": f"{folder}/dump", "TORCH_TRACE": f"{folder}/trace"}
+    done = _run_step(**env, TORCH_LOGS="+shardc")
+    (folder / "log").write_text(done.stderr)
+    assert done.stdout == "traced\n"
+    return folder
+
+
+def test_the_index_lists_every_file(written):
+    folder = written / "dump" / "rank0"
+    lines = (folder / "index.txt").read_text().splitlines()[2:]
+    listed = [line.split()[0] for line in lines if not line.endswith("changed nothing")]
+    assert sorted(listed) == sorted(p.name for p in folder.iterdir() if p.name != "index.txt")
+    made = [name.split("_", 1)[1] for name in listed if name.endswith(("plan.txt", "inductor.py"))]
+    assert made == [
+        "forward_plan.txt", "forward_inductor.py", "backward_plan.txt", "backward_inductor.py",
+    ]  # fmt: skip
+    (code,) = folder.glob("*_forward_inductor.py")
+    assert "def call(" in code.read_text()
+
+
+def test_the_plan_has_buckets_schedule_and_memory(written):
+    (path,) = (written / "dump" / "rank0").glob("*_forward_plan.txt")
+    text = path.read_text()
+    assert re.match(r"forward graph \d+: 3 all_gather, ", text)
+    parts = re.split(r"\n\n(buckets|schedule|memory)\n\n", text)
+    assert parts[1::2] == ["buckets", "schedule", "memory"]
+    buckets, schedule, memory = (part.splitlines() for part in parts[2::2])
+    assert [row.split()[0] for row in buckets[2:5]] == ["Stack", "layers.0", "layers.1"]
+    assert buckets[-1] == "kept gathered within the budget: Stack, layers.0, layers.1"
+    events = [re.split(r"\s{2,}", row)[1:3] for row in schedule[2:]]
+    names = ["Stack", "layers.0", "layers.1"]
+    for kind in ("start", "wait"):
+        assert [e[1] for e in events if e[0] == kind] == [f"all_gather of {n}" for n in names]
+    assert memory[-1].startswith("peak with segments and optimizer state")
+
+
+def test_the_trace_has_the_same(written):
+    (path,) = (written / "trace").iterdir()
+    seen, payload = {}, None
+    for line in path.read_text().splitlines():
+        if line.startswith("\t"):
+            payload.append(line.removeprefix("\t"))
+        else:
+            record = json.loads(line.split("] ", 1)[1])
+            payload = seen.setdefault(record.get("artifact", {}).get("name"), [])
+    texts = {name: lines for name, lines in seen.items() if name and name.startswith("shardc_")}
+    folder = written / "dump" / "rank0"
+    files = [p for p in folder.iterdir() if p.suffix in (".py", ".diff", ".txt")]
+    files = [p for p in files if p.name != "index.txt" and "_inductor" not in p.name]
+    assert sorted(texts) == sorted(f"shardc_{path.name}" for path in files)
+    for path in files:
+        assert "\n".join(texts[f"shardc_{path.name}"]) == path.read_text(), path.name
+
+
+def test_logs_by_level(written):
+    said = [line.split("] ", 2) for line in (written / "log").read_text().splitlines()]
+    said = [(where, *rest) for where, *rest in said if re.match(r"\[rank0\]:[IV]", where)]
+    info = [rest[-1] for where, *rest in said if where.startswith("[rank0]:I")]
+    assert [re.sub(r" graph \d+.*", "", line) for line in info] == ["forward", "backward"]
+    debug = [rest[-1] for where, *rest in said if where.startswith("[rank0]:V")]
+    for start in (
+        r"compiling frame 0 \(its first graph\)",
+        r"forward graph \d+: schedule took ",
+        r"graph \d+: within 953.7 MiB: kept gathered: Stack, layers.0, layers.1; up to 2 units",
+        r"graph \d+: all_gather of layers.1 \(.*\) starts at op ",
+        r"graph \d+: \d+ stretches became calls of \d+ bodies",
+    ):
+        assert any(re.match(start, line) for line in debug), start
+
+
+def test_info_is_a_line_a_graph_and_nothing_is_traced_unasked():
+    done = _run_step(TORCH_LOGS="shardc")
+    assert done.stdout == "not traced\n"
+    assert len(re.findall(r"^\[rank0\]:", done.stderr, re.MULTILINE)) == 2

@@ -1,0 +1,143 @@
+"""What Inductor fails on becomes a script that fails in the same way, alone."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Block, Stack, seeded, shard_all, tokens
+from ranks import on_ranks
+from test_backend import BROKEN
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import shardc.backend
+from shardc import fully_shard, repro
+
+
+def _options(**inductor):
+    return {"inductor": {"force_disable_caches": True, **inductor}}
+
+
+def _steps(model, options, *inputs, **kwargs):
+    """A forward and a backward, with the messages of warnings."""
+    shardc.backend._warned.clear()
+    step = torch.compile(model, backend="shardc", options=options, **kwargs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(*inputs).pow(2).mean().backward()
+    return [str(w.message) for w in caught if "op by op" in str(w.message)]
+
+
+def _run(path):
+    """The last line that a script prints, run in a process without peers."""
+    folders = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    done = subprocess.run(
+        [sys.executable, path], env=alone | {"PYTHONPATH": folders},
+        capture_output=True, text=True, cwd=Path(path).parent,
+    )  # fmt: skip
+    return (done.stdout + done.stderr).strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("reason", BROKEN)
+@on_ranks(2)
+def test_the_script_fails_as_the_graph_did(mesh, reason):
+    model = fully_shard(seeded(Block), mesh=mesh)
+    with tempfile.TemporaryDirectory() as folder:
+        with mock.patch.dict(os.environ, SHARDC_DUMP=folder):
+            (message,) = _steps(model, _options(**BROKEN[reason]), torch.randn(3, 18))
+        own = Path(folder, f"rank{dist.get_rank()}")
+        scripts = sorted(own.glob("repro_*.py"))
+        assert [script.stem.split("_")[2] for script in scripts] == ["forward", "backward"]
+        forward = scripts[0]
+        assert f"to reproduce it alone: {sys.executable} {forward}" in message
+        assert forward.name in (own / "index.txt").read_text()
+        if dist.get_rank() == 0:
+            for script in scripts:
+                last = _run(script)
+                assert "torch._inductor.exc.InductorError: " in last and reason in last, last
+
+
+@on_ranks(2)
+def test_the_error_names_the_script_where_nothing_falls_back(mesh):
+    model = fully_shard(seeded(Block), mesh=mesh)
+    options = {**_options(**BROKEN["no code for this op"]), "fallback": False}
+    with mock.patch.dict(os.environ):
+        os.environ.pop("SHARDC_DUMP", None)
+        with pytest.raises(torch._inductor.exc.InductorError) as caught:
+            _steps(model, options, torch.randn(3, 18))
+    path = re.search(r"to reproduce it alone: \S+ (\S+\.py)", str(caught.value)).group(1)
+    assert Path(path).is_relative_to(tempfile.gettempdir())
+    assert f"rank{dist.get_rank()}" in path and "class Graph(" in Path(path).read_text()
+
+
+class Scaled(Stack):
+    """With a constant tensor."""
+
+    def forward(self, tokens):
+        return super().forward(tokens) * torch.tensor([0.5, 2.0]).sum()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@on_ranks(2)
+def test_the_script_holds_the_graph_op_by_op(mesh, dynamic):
+    model = shard_all(seeded(Scaled), mesh, reshard_after_forward=True)
+    seen = []
+    with tempfile.TemporaryDirectory() as folder:
+        keep = mock.patch.object(
+            shardc.backend, "copy_graph", lambda gm: seen.append(repro.copy_graph(gm)) or seen[-1]
+        )
+        with mock.patch.dict(os.environ, SHARDC_DUMP=folder), keep:
+            broken = {**_options(**BROKEN["no code for this op"]), "fold": False}
+            _steps(model, broken, tokens(0), dynamic=dynamic)
+        scripts = sorted(Path(folder, f"rank{dist.get_rank()}").glob("repro_*.py"))
+        for gm, script in zip(seen, scripts, strict=True):
+            made = runpy.run_path(str(script))
+            assert any(isinstance(given, int) for given in made["INPUTS"]) == dynamic
+            assert made["GROUPS"] == {"0": (dist.get_rank(), 2)}
+            with torch.no_grad():
+                again = repro.rebuild(made["Graph"], made["CONSTANTS"], made["INPUTS"])
+            pairs = zip(_calls(gm), _calls(again), strict=True)
+            for ours, theirs in pairs:
+                assert theirs[: 2 if dynamic else 3] == ours[: 2 if dynamic else 3], script.name
+    assert len(seen) == 2
+
+
+def _calls(gm):
+    """The ops of a graph, in order, on results of what, with the shapes of what they give."""
+    return [
+        (
+            str(node.target),
+            [str(operand.target) for operand in node.all_input_nodes if operand.op == node.op],
+            [v.shape for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)],
+        )
+        for node in gm.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+    ]
+
+
+def test_what_no_script_can_hold_is_named():
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=lambda graph: None):
+        found = repro._settings()
+    assert found == {"post_grad_custom_pre_pass": "<function, which no script can hold>"}
+    assert repro._lines(found) == (
+        "{\n    # 'post_grad_custom_pre_pass': <function, which no script can hold>\n}"
+    )
+
+
+def test_a_graph_that_compiles_says_so(capsys):
+    class Graph(nn.Module):
+        def forward(self, x):
+            return (torch.ops.aten.sin.default(x),)
+
+    repro.reproduce(Graph, {}, [((4,), (1,), torch.float32, "cpu")], {}, {}, {})
+    assert capsys.readouterr().out.startswith("Inductor compiles it here")
