@@ -10,7 +10,6 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from shardc.passes.profiles import Profile
-from shardc.passes.timeline import Forecast
 from shardc.runtime.progress import in_short
 from shardc.runtime.spec import UnshardSpec, spec_of
 
@@ -130,7 +129,6 @@ class PassContext:
         open_positions: inputs that are segments of units whose reshard is left to the compiler.
         kept: those of them that stay gathered until the backward (`choose_kept`).
         units_in_flight: how many units may be under way or waiting to be read (`choose_kept`).
-        forecast: what the graph is planned to take (`schedule`).
         number: the number of the graph in this process (`run_passes`).
     """
 
@@ -150,7 +148,6 @@ class PassContext:
     open_positions: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()
     units_in_flight: int = UNITS_IN_FLIGHT
-    forecast: Forecast | None = None
     number: int = -1
 
     @property

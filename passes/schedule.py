@@ -14,11 +14,11 @@ from torch.fx import GraphModule
 from shardc.passes.context import PassContext
 from shardc.passes.events import read_events, read_problem
 from shardc.passes.reorder import reorder
-from shardc.passes.timeline import forecast, plan_timeline
+from shardc.passes.timeline import plan_timeline
 
 
 def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Reorder `gm` so that collectives run behind compute; sets `ctx.forecast`."""
+    """Reorder `gm` so that collectives run behind compute."""
     if ctx.options is None:
         return gm
     events = read_events(gm, ctx)
@@ -26,7 +26,6 @@ def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
         return gm
     problem = read_problem(gm, ctx, events)
     timeline = plan_timeline(problem)
-    ctx.forecast = forecast(problem, timeline)
     order = [*events.positions, len(events.steps)]
     keys = {step: (index, _STEP, index) for index, step in enumerate(events.steps)}
     for number, (gather, start) in enumerate(zip(events.gathers, timeline.starts, strict=True)):

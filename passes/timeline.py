@@ -83,25 +83,6 @@ class Problem:
         return sum(g.seconds for g in self.gathers) + sum(r.seconds for r in self.reduces)
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """What a planned graph takes, in seconds: all of it, its compute, and its wire alone."""
-
-    seconds: float
-    compute: float
-    wire: float
-
-    @property
-    def exposed(self) -> float:
-        """How long compute stands still for the wire."""
-        return self.seconds - self.compute
-
-
-def forecast(problem: Problem, timeline: Timeline) -> Forecast:
-    """What `problem` takes as `timeline` plans it."""
-    return Forecast(simulate(problem, timeline), sum(problem.seconds), problem.wire_seconds)
-
-
 MARGIN = 2.0
 """A gather is in time even if compute is this much faster than modelled: a late start saves memory
 only, a stall costs time, and models of compute are off by tens of per cent."""

@@ -195,7 +195,7 @@ def _finish_graph(gm: GraphModule, ctx: PassContext, plan: Plan) -> GraphModule:
     gm = run_passes(gm, ctx, GRAPH_PASSES)
     _agree_on_collectives(gm, ctx.phase, plan.options)
     plan.record(gm, ctx)
-    say_plan(gm, ctx, plan, graph_plans[-1])
+    say_plan(ctx, plan, graph_plans[-1])
     return gm
 
 

@@ -14,9 +14,11 @@ from torch.fx import Graph, GraphModule
 
 from shardc.passes import dump
 from shardc.passes.context import PassContext
+from shardc.passes.memory import measure_liveness
+from shardc.passes.profiles import Link, Profile
 from shardc.passes.runner import run_passes
-from shardc.passes.timeline import Forecast
-from shardc.plan_text import decisions, read_collectives, summary
+from shardc.plan_text import decisions, summary
+from shardc.reports.graph import read_graph
 from shardc.runtime.spec import UnshardSpec, intern_spec
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -92,33 +94,36 @@ def _two_gathers():
         node(start, size).meta["custom"] = {"shardc": intern_spec(spec)}
         starts.append(start)
 
-    first = graph.call_function(c10d.wait_tensor.default, (starts[0],))
-    product = graph.call_function(aten.mul.Tensor, (first, 2))
-    second = graph.call_function(c10d.wait_tensor.default, (starts[1],))
-    graph.output((graph.call_function(aten.add.Tensor, (second, product)),))
+    first = node(graph.call_function(c10d.wait_tensor.default, (starts[0],)), 8)
+    product = node(graph.call_function(aten.mul.Tensor, (first, 2)), 8)
+    second = node(graph.call_function(c10d.wait_tensor.default, (starts[1],)), 16)
+    graph.output((node(graph.call_function(aten.add.Tensor, (second, product)), 16),))
     return GraphModule(torch.nn.Module(), graph)
 
 
-class _Plan:
-    peak = 3 * 2**20
+_SLOW = Profile(
+    "slow", "made up", (("float32", 100.0),), 10.0, 1e9, 8, Link(0.0, 1.0), Link(0.0, 1.0),
+    overhead=0.0, message=1.0, matmul_efficiency=1.0, memory_efficiency=1.0,
+)  # fmt: skip
 
 
 def test_a_graph_in_a_line_and_its_decisions():
     labels = {0: "layers.0", 1: "layers.1[0]"}
     ctx = PassContext("forward", units={0: 0, 1: 1}, labels=labels, number=7)
-    ctx.forecast = Forecast(0.0012, 0.001, 0.0005)
-    sent = read_collectives(_two_gathers(), ctx)
-    assert [(s.kind, s.buckets, s.nbytes, s.ranks, s.start, s.waits) for s in sent] == [
-        ("all_gather", ("layers.0",), 32, 2, 0, (0,)),
-        ("all_gather", ("layers.1[0]",), 64, 2, 0, (1,)),
+    gm = _two_gathers()
+    rows = read_graph(gm, ctx, _SLOW, measure_liveness(gm, owns_inputs=False), fused=False)
+    assert [(r.kind, r.buckets, r.nbytes, r.ranks) for r in rows.collectives] == [
+        ("all_gather", ("layers.0",), 32, 2),
+        ("all_gather", ("layers.1[0]",), 64, 2),
     ]
-    assert summary(ctx, sent, _Plan()) == (
-        "forward graph 7: 2 all_gather, 96 B; planned 1.2 ms: compute 1 ms, exposed 0.2 ms of "
-        "0.5 ms on the wire; peak 3 MiB"
+    # The wire: 1 + 16 s, then 1 + 32 s; mul takes 6.4 s behind the second, add 16 s after it.
+    assert summary(ctx, rows, 3 * 2**20) == (
+        "forward graph 7: 2 all_gather, 96 B; planned 66 s: compute 22.4 s, exposed 43.6 s of "
+        "50 s on the wire; peak 3 MiB"
     )
-    assert list(decisions(ctx, sent)) == [
-        "all_gather of layers.0 (32 B) starts at op 0, 0 ops before its wait",
-        "all_gather of layers.1[0] (64 B) starts at op 0, 1 ops before its wait",
+    assert list(decisions(ctx, rows.collectives)) == [
+        "all_gather of layers.0 (32 B) starts before mul, and is waited for before mul",
+        "all_gather of layers.1[0] (64 B) starts before mul, and is waited for before add",
     ]
 
 
@@ -182,10 +187,9 @@ def test_the_plan_has_buckets_schedule_and_memory(written):
     buckets, schedule, memory = (part.splitlines() for part in parts[2::2])
     assert [row.split()[0] for row in buckets[2:5]] == ["Stack", "layers.0", "layers.1"]
     assert buckets[-1] == "kept gathered within the budget: Stack, layers.0, layers.1"
-    events = [re.split(r"\s{2,}", row)[1:3] for row in schedule[2:]]
+    rows = [re.split(r"\s{2,}", row.strip())[1:4] for row in schedule[2:]]
     names = ["Stack", "layers.0", "layers.1"]
-    for kind in ("start", "wait"):
-        assert [e[1] for e in events if e[0] == kind] == [f"all_gather of {n}" for n in names]
+    assert rows == [["forward", "all-gather", name] for name in names]
     assert memory[-1].startswith("peak with segments and optimizer state")
 
 
@@ -217,7 +221,7 @@ def test_logs_by_level(written):
         r"compiling frame 0 \(its first graph\)",
         r"forward graph \d+: schedule took ",
         r"graph \d+: within 953.7 MiB: kept gathered: Stack, layers.0, layers.1; up to 2 units",
-        r"graph \d+: all_gather of layers.1 \(.*\) starts at op ",
+        r"graph \d+: all_gather of layers.1 \(.*\) starts before ",
         r"graph \d+: \d+ stretches became calls of \d+ bodies",
     ):
         assert any(re.match(start, line) for line in debug), start

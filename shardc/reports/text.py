@@ -7,6 +7,7 @@ from tabulate import tabulate
 
 from shardc.reports.record import KINDS, BucketRow, CollectiveRow, Record
 from shardc.reports.words import format_bytes, format_seconds, plural
+from shardc.runtime.progress import in_short
 
 _ENDS = 2
 """Of rows that are alike but for a number, as many are shown at each end."""
@@ -23,8 +24,8 @@ def report_text(record: Record, every_row: bool = False) -> str:
         _heading(record),
         summary_table(record),
         _findings(record),
-        bucket_table(record, every_row),
-        collective_table(record, every_row),
+        bucket_table(record.buckets, every_row),
+        collective_table(record.collectives, every_row),
         formula_table(record),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -69,8 +70,8 @@ def _findings(record: Record) -> str:
     return "\n".join(["Findings", *lines])
 
 
-def bucket_table(record: Record, every_row: bool = False) -> str:
-    """One row a bucket."""
+def bucket_table(buckets: Sequence[BucketRow], every_row: bool = False) -> str:
+    """One row a bucket; without `every_row`, the ends of those that are alike."""
     rows = [
         [
             bucket.name,
@@ -81,10 +82,10 @@ def bucket_table(record: Record, every_row: bool = False) -> str:
             format_bytes(bucket.segment),
             _fate(bucket),
         ]
-        for bucket in record.buckets
+        for bucket in buckets
     ]
     headers = ["bucket", "parameters", "dtype", "gathered", "padding %", "segment", "after forward"]
-    keys = [_pattern(bucket.name) for bucket in record.buckets]
+    keys = [_pattern(bucket.name) for bucket in buckets]
     return tabulate(
         rows if every_row else list(_ends(rows, keys)),
         headers=headers,
@@ -97,16 +98,16 @@ def _fate(bucket: BucketRow) -> str:
     return ("resharded" if bucket.reshard else "kept") if bucket.used else "not gathered"
 
 
-def collective_table(record: Record, every_row: bool = False) -> str:
-    """One row a collective, in the order in which they are started."""
-    if not record.collectives:
+def collective_table(collectives: Sequence[CollectiveRow], every_row: bool = False) -> str:
+    """One row a collective, in the order in which they are started; "" if there are none."""
+    if not collectives:
         return ""
     rows = [
         [
             str(number),
             row.phase,
             row.kind.replace("_", "-"),
-            " + ".join(row.buckets),
+            in_short(row.buckets),
             format_bytes(row.nbytes),
             row.before,
             row.needed_by,
@@ -114,14 +115,14 @@ def collective_table(record: Record, every_row: bool = False) -> str:
             format_seconds(row.hidden),
             format_seconds(row.exposed) if row.exposed else "-",
         ]
-        for number, row in enumerate(record.collectives)
+        for number, row in enumerate(collectives)
     ]
     headers = [
         "", "phase", "collective", "of", "bytes", "started before", "waited for before", "time",
         "hidden", "exposed",
     ]  # fmt: skip
-    keys = [_pattern(row.phase, row.kind, *row.buckets) for row in record.collectives]
-    shown = rows if every_row else list(_ends(rows, keys, record.collectives))
+    keys = [_pattern(row.phase, row.kind, *row.buckets) for row in collectives]
+    shown = rows if every_row else list(_ends(rows, keys, collectives))
     align = ["right", "left", "left", "left", "right", "left", "left", "right", "right", "right"]
     return tabulate(shown, headers=headers, disable_numparse=True, colalign=align)
 
