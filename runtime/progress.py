@@ -19,6 +19,8 @@ from shardc.runtime import compat
 VERBS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "all-reduce"}
 """What collectives are called in the profiler, by kind."""
 
+_PREFIX = "shardc: "
+
 
 class Progress:
     """Of this process.
@@ -78,7 +80,7 @@ class Label:
     def __init__(self, kind: str, buckets: Sequence[str], phase: str, waits: bool = False) -> None:
         self.kind, self.buckets, self.phase, self.waits = kind, tuple(buckets), phase, waits
         verb = f"wait {VERBS.get(kind, kind)}" if waits else VERBS.get(kind, kind)
-        self.name = f"shardc: {verb} {in_short(self.buckets)}"
+        self.name = f"{_PREFIX}{verb} {in_short(self.buckets)}"
 
     def renamed(self) -> "Label":
         """The label with the names of the buckets that the graph which runs is given."""
@@ -120,6 +122,21 @@ def in_short(buckets: Sequence[str]) -> str:
         unit, _, number = name.removesuffix("]").partition("[")
         numbers.setdefault(unit, []).extend([number] if number else [])
     return "+".join(f"{u}[{','.join(n)}]" if n else u for u, n in numbers.items())
+
+
+def read_name(name: str) -> tuple[str, tuple[str, ...], bool] | None:
+    """Kind, buckets and `waits` of the label that has this name; None for other names."""
+    text = name.removeprefix(_PREFIX)
+    waits = text.startswith("wait ")
+    verb, _, units = text.removeprefix("wait ").partition(" ")
+    kind = next((kind for kind in VERBS if VERBS[kind] == verb), None)
+    if kind is None or text == name:
+        return None
+    buckets: list[str] = []
+    for part in units.split("+"):
+        unit, _, numbers = part.removesuffix("]").partition("[")
+        buckets += [f"{unit}[{n}]" for n in numbers.split(",")] if numbers else [unit]
+    return kind, tuple(buckets), waits
 
 
 # -- on nodes --------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from shardc.materialize import materialize
 from shardc.mesh import hybrid_mesh
 from shardc.passes.profiles import Profile, get_profile, set_profile
 from shardc.reports.live import report
+from shardc.reports.profile import compare_with_profile
 from shardc.reports.report import Report
 from shardc.runtime.controls import share_comm_ctx
 from shardc.runtime.forward_method import register_fsdp_forward_method
@@ -47,6 +48,7 @@ __all__ = [
     "StateDictOptions",
     "calibrate",
     "check_same_values",
+    "compare_with_profile",
     "compress_bf16",
     "compress_fp16",
     "describe",
