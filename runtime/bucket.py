@@ -22,6 +22,7 @@ from shardc.runtime.bucket_spec import spec_for
 from shardc.runtime.gathered import Gathered
 from shardc.runtime.gradients import Gradients
 from shardc.runtime.layout import BucketLayout
+from shardc.runtime.padding import padding_value
 from shardc.runtime.ranks import Ranks
 from shardc.runtime.settings import Settings
 from shardc.runtime.shard_tensor import ShardSpec, ShardTensor
@@ -262,7 +263,10 @@ class Bucket:
     @torch.no_grad()
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Convert the segment (dtype, device) and point the parameters to the new one."""
-        self.set_segment(fn(self.segment.detach()))
+        segment = fn(self.segment.detach())
+        if self.segment.is_meta and not segment.is_meta:  # no value yet, so no padding either
+            segment.fill_(padding_value(segment.dtype))
+        self.set_segment(segment)
         for index, param in enumerate(self.params):
             old = param.grad
             grad = (

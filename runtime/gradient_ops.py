@@ -18,6 +18,8 @@ def _pack(
 ) -> Tensor:
     """Flatten, concatenate and cast gradients, zeros for None, and add `pending`: `(sum(sizes),)`.
 
+    None stands for a parameter without gradient, and for padding (`padding` says why zeros).
+
     One op, which Inductor calls as it is: lowered, the copies of a `cat` would be fused into the
     neighbouring kernels, differently in every block, and the compiler would have to build them all.
     """

@@ -26,10 +26,6 @@ MAX_ROW_PADDING = 0.004
 """The share of a bucket that may be spent on letting rank boundaries fall between rows."""
 
 
-PADDING = 42
-"""What fills the elements of a bucket that no parameter has: easy to tell, as FSDP1's."""
-
-
 @dataclass(frozen=True)
 class Param:
     """What the planner knows of a parameter: its name, shape and dtype."""

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from shardc.runtime import compat
 from shardc.runtime.agreement import agree, decline
 from shardc.runtime.bucket import Bucket
-from shardc.runtime.layout import PADDING
 from shardc.runtime.modules import ShardedModule
 from shardc.runtime.shard_tensor import ShardTensor
 from shardc.runtime.unit import Unit
@@ -208,7 +207,7 @@ def _allocate_bucket(bucket: Bucket, unit: Unit, device: torch.device | None) ->
     pin = unit.settings.pinned and unit.device.type != "cpu" and home.type == "cpu"
 
     def allocate(tensor: Tensor) -> Tensor:
-        return torch.full(tensor.shape, PADDING, dtype=tensor.dtype, device=home, pin_memory=pin)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=home, pin_memory=pin)
 
     bucket.apply(allocate)
 

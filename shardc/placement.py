@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardc.runtime.layout import PADDING, BucketLayout
+from shardc.runtime.layout import BucketLayout
+from shardc.runtime.padding import new_padded
 from shardc.runtime.ranks import Ranks
 from shardc.runtime.settings import Settings
 from shardc.sync import scatter_segment
@@ -87,7 +88,7 @@ def new_segment(
         segment = scatter_segment(layout, params, source, device).to(home)
     else:
         where = META if any(param.is_meta for param in params) else home
-        segment = torch.full((layout.segment,), PADDING, dtype=layout.dtype, device=where)
+        segment = new_padded(layout.segment, layout.dtype, where)
     if settings.pinned and device.type != "cpu" and segment.device.type == "cpu":
         segment = segment.pin_memory()
     return segment

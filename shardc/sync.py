@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from shardc.runtime import compat
 from shardc.runtime.bucket import Bucket
-from shardc.runtime.layout import PADDING, BucketLayout
+from shardc.runtime.layout import BucketLayout
+from shardc.runtime.padding import new_padded
 from shardc.runtime.ranks import Ranks
 from shardc.runtime.tensor_parallel import local_value
 
@@ -68,13 +69,13 @@ def scatter_segment(
     layout: BucketLayout, params: Sequence[nn.Parameter], ranks: Ranks, device: torch.device
 ) -> Tensor:
     """This rank's segment, `(S,)` on `device`, of the bucket that rank 0's parameters fill."""
-    segment = torch.full((layout.segment,), PADDING, dtype=layout.dtype, device=device)
+    segment = new_padded(layout.segment, layout.dtype, device)
     if not layout.segment:
         return segment
     if _is_first_copy(ranks):
         parts = None
         if _is_source(ranks):
-            flat = torch.full((layout.numel,), PADDING, dtype=layout.dtype, device=device)
+            flat = new_padded(layout.numel, layout.dtype, device)
             for slot, param in zip(layout.slots, params, strict=True):
                 place = flat[slot.start : slot.start + slot.numel]
                 place.copy_(local_value(param).reshape(-1))

@@ -17,7 +17,7 @@ from torch import nn
 import shardc
 from shardc import MixedPrecisionPolicy, ShardedModule, ShardTensor, fully_shard, units_of
 from shardc.placement import check_devices, compute_device
-from shardc.runtime.layout import PADDING
+from shardc.runtime.padding import PADDING
 
 
 def _batch(seed):

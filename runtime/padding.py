@@ -1,0 +1,36 @@
+"""What fills the elements of a bucket that no parameter has.
+
+It is easy to tell in a segment or a gathered bucket, and must never reach a result: with
+`SHARDC_PADDING=nan` whatever reads it shows. Unreduced gradients have zeros there instead, because
+what users plug in (a custom reduction, a hook on reduced gradients) is given the flat tensor, and a
+norm or a scale of it must not depend on padding.
+"""
+
+import os
+
+import torch
+from torch import Tensor
+
+PADDING = 42
+"""The same as FSDP1's."""
+
+
+def padding_value(dtype: torch.dtype) -> float:
+    """What fills padding of `dtype`: `SHARDC_PADDING` where it is set; integers keep `PADDING`.
+
+    Raises:
+        ValueError: `SHARDC_PADDING` is no number.
+    """
+    given = os.environ.get("SHARDC_PADDING")
+    if not given:
+        return PADDING
+    try:
+        value = float(given)
+    except ValueError:
+        raise ValueError(f"SHARDC_PADDING must be a number or 'nan', got {given!r}") from None
+    return value if dtype.is_floating_point or dtype.is_complex else PADDING
+
+
+def new_padded(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A new segment or bucket, `(numel,)`: padding everywhere, until parameters are cut into it."""
+    return torch.full((numel,), padding_value(dtype), dtype=dtype, device=device)
