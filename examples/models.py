@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 Built = tuple[nn.Module, dict[str, Tensor]]
 
-BATCH, LENGTH = 1, 128
+BATCH, LENGTH = 1, 4096
 
 
 def llama3_8b() -> Built:

@@ -103,10 +103,25 @@ def node_flops(node: Node) -> Expr:
     if op is torch.ops.shardc.write_matmul:
         args, op = args[1:3], aten.mm
     formula = _FLOPS.get(op)
+    if "grouped_mm" in str(node.target):
+        formula = _grouped_matmul_flops
     if formula is None:
         return 0
     args, kwargs = map_arg((args, node.kwargs), lambda n: n.meta.get("val"))
     return compat.size_expr(formula(*args, **kwargs, out_val=_made(node)))
+
+
+def _grouped_matmul_flops(left: Any, right: Any, *others: Any, out_val: Any, **kwargs: Any) -> Any:
+    """Of rows that go to one of several matrices each, torch's op or the one of transformers.
+
+    Args:
+        left: (rows, K), or (K, rows) for the gradient of the matrices.
+        right: (matrices, K, N), or (rows, N).
+        others: offsets; the gradient too for a backward, which does two such products.
+        out_val: what it gives.
+    """
+    products = 2 if isinstance(out_val, (tuple, list)) else 1
+    return products * 2 * left.numel() * right.shape[-1]
 
 
 def _made(node: Node) -> Any:

@@ -111,6 +111,14 @@ def test_attention_of_every_device_has_a_formula():
     )
 
 
+def test_rows_of_experts_count_once():
+    bf16 = torch.bfloat16
+    rows, matrices = torch.empty(32, 16, dtype=bf16), torch.empty(4, 16, 24, dtype=bf16)
+    offsets = torch.arange(8, 40, 8, dtype=torch.int32)
+    gm = make_fx(aten._grouped_mm, tracing_mode="fake")(rows, matrices, offsets)
+    assert sum(node_flops(n) for n in gm.graph.nodes if n.op == "call_function") == 2 * 32 * 16 * 24
+
+
 def test_grain_grows_with_the_latency():
     assert bucket_grain(1, FLAT) == 0
     grains = [bucket_grain(world, PROFILES["h100-nvlink"]) for world in (2, 8, 64, 1024)]

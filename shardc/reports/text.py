@@ -128,8 +128,8 @@ def collective_table(collectives: Sequence[CollectiveRow], every_row: bool = Fal
 
 
 def formula_table(record: Record) -> str:
-    """The totals that are known as formulas."""
-    if not record.formulas:
+    """The totals as formulas, where those of tokens were asked for."""
+    if "FLOPs" not in record.formulas:
         return ""
     rows = list(record.formulas.items())
     return tabulate(
