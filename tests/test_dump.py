@@ -226,4 +226,4 @@ def test_logs_by_level(written):
 def test_info_is_a_line_a_graph_and_nothing_is_traced_unasked():
     done = _run_step(TORCH_LOGS="shardc")
     assert done.stdout == "not traced\n"
-    assert len(re.findall(r"^\[rank0\]:", done.stderr, re.MULTILINE)) == 2
+    assert len(re.findall(r"^\[rank0\]:[IV]", done.stderr, re.MULTILINE)) == 2
