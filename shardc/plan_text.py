@@ -131,7 +131,7 @@ def plan_text(
 ) -> str:
     """The tables of a graph: its buckets, its schedule, its memory."""
     buckets = bucket_table((bucket.label, bucket) for bucket in plan.buckets.values())
-    schedule = tabulate(_schedule(gm, sent), headers=_HEADERS, disable_numparse=True)
+    schedule = tabulate(schedule_rows(gm, sent), headers=_HEADERS, disable_numparse=True)
     liveness = graph_plan.liveness
     rows = [
         ["segments and optimizer state", format_bytes(graph_plan.static)],
@@ -154,7 +154,7 @@ def _kept(ctx: PassContext) -> str:
 _HEADERS = ["op", "", "collective", "bytes", "ranks", "next op", "other end"]
 
 
-def _schedule(gm: GraphModule, sent: list[Sent]) -> Iterator[list[str]]:
+def schedule_rows(gm: GraphModule, sent: list[Sent]) -> Iterator[list[str]]:
     """One row for every start and every wait, in the order of the graph."""
     names = [node.name for node in gm.graph.nodes if _computes(node)]
     names.append("(end)")

@@ -13,10 +13,11 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from shardc.passes import dump
-from shardc.passes.context import PassContext
+from shardc.passes.bucket import _coalesce
+from shardc.passes.context import PassContext, is_all_gather
 from shardc.passes.runner import run_passes
 from shardc.passes.timeline import Forecast
-from shardc.plan_text import decisions, read_collectives, summary
+from shardc.plan_text import decisions, read_collectives, schedule_rows, summary
 from shardc.runtime.spec import UnshardSpec, intern_spec
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -119,6 +120,22 @@ def test_a_graph_in_a_line_and_its_decisions():
     assert list(decisions(ctx, sent)) == [
         "all_gather of layers.0 (32 B) starts at op 0, 0 ops before its wait",
         "all_gather of layers.1[0] (64 B) starts at op 0, 1 ops before its wait",
+    ]
+
+
+def test_what_travels_in_one_message_is_waited_for_apart():
+    gm = _two_gathers()
+    _coalesce(gm, [node for node in gm.graph.nodes if is_all_gather(node)])
+    ctx = PassContext("forward", units={0: 0, 1: 1}, labels={0: "a", 1: "b"})
+    (sent,) = read_collectives(gm, ctx)
+    assert (sent.buckets, sent.nbytes, sent.waits) == (("a", "b"), 96, (0, 1))
+    assert list(decisions(ctx, [sent])) == [
+        "all_gather of a + b (96 B, one message) starts at op 0, 0 ops before its wait"
+    ]
+    assert list(schedule_rows(gm, [sent])) == [
+        ["0", "start", "all_gather of a + b", "96 B", "2", "mul_tensor", "waited for at 0, 1"],
+        ["0", "wait", "all_gather of a", "", "", "mul_tensor", "started at 0"],
+        ["1", "wait", "all_gather of b", "", "", "add_tensor", "started at 0"],
     ]
 
 
