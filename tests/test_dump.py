@@ -13,7 +13,8 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from shardc.passes import dump
-from shardc.passes.context import PassContext
+from shardc.passes.bucket import _coalesce
+from shardc.passes.context import PassContext, is_all_gather
 from shardc.passes.memory import measure_liveness
 from shardc.passes.profiles import Link, Profile
 from shardc.passes.runner import run_passes
@@ -124,6 +125,18 @@ def test_a_graph_in_a_line_and_its_decisions():
     assert list(decisions(ctx, rows.collectives)) == [
         "all_gather of layers.0 (32 B) starts before mul, and is waited for before mul",
         "all_gather of layers.1[0] (64 B) starts before mul, and is waited for before add",
+    ]
+
+
+def test_what_travels_in_one_message_is_one_row():
+    gm = _two_gathers()
+    _coalesce(gm, [node for node in gm.graph.nodes if is_all_gather(node)])
+    ctx = PassContext("forward", units={0: 0, 1: 1}, labels={0: "a", 1: "b"})
+    rows = read_graph(gm, ctx, _SLOW, measure_liveness(gm, owns_inputs=False), fused=False)
+    (row,) = rows.collectives
+    assert (row.buckets, row.nbytes, row.exposed) == (("a", "b"), 96, 49.0)
+    assert list(decisions(ctx, [row])) == [
+        "all_gather of a+b (96 B, one message) starts before mul, and is waited for before mul"
     ]
 
 

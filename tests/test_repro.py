@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import textwrap
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -17,6 +18,7 @@ from models import Block, Stack, seeded, shard_all, tokens
 from ranks import on_ranks
 from test_backend import BROKEN
 from torch import nn
+from torch.fx import Graph, GraphModule
 from torch.utils._pytree import tree_leaves
 
 import shardc.backend
@@ -132,6 +134,29 @@ def test_what_no_script_can_hold_is_named():
     assert repro._lines(found) == (
         "{\n    # 'post_grad_custom_pre_pass': <function, which no script can hold>\n}"
     )
+
+
+def test_objects_of_the_training_script_are_named():
+    graph = Graph()
+    op = torch.ops.shardc.custom_all_gather.default
+    graph.output((graph.call_function(op, (graph.placeholder("x"), 2, "0", "comm:0")),))
+    gm = GraphModule(nn.Module(), graph)
+    assert repro._arguments(gm, "group", "group_name") == ["0"]
+    assert "It calls comm:0 of the training script" in repro._notes(gm)[1]
+
+
+def test_groups_have_their_names_ranks_and_sizes_without_peers():
+    script = """
+        from shardc.runtime import compat
+        groups = {"0": (3, 4), "5": (1, 2), "rows": (0, 3)}
+        compat.make_fake_groups(groups)
+        found = {name: compat.resolve_group(name) for name in groups}
+        print({name: (group.rank(), group.size()) for name, group in found.items()} == groups)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True
+    )
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_a_graph_that_compiles_says_so(capsys):
