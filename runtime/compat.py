@@ -475,6 +475,16 @@ def inline_only(fn: F) -> F:
     return fn
 
 
+def in_own_frame(call: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, within a frame that Dynamo traces where it skips that of `forward` (2.11 to 2.15).
+
+    It skips torch's own modules; `torch.compile(module)` does the same for them.
+    """
+    from torch._dynamo import external_utils, trace_rules
+
+    return external_utils.wrap_inline(call) if trace_rules.check(forward) else call
+
+
 # -- sizes and costs -----------------------------------------------------------------------------
 
 

@@ -216,6 +216,11 @@ class ShardedModule(Controls, ShardedParameters):
         args, kwargs = unit.prepare_inputs(self, args, kwargs)  # type: ignore[arg-type]
         return unit.finish_outputs(self, super().__call__(*args, **kwargs))  # type: ignore[arg-type]
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As `nn.Module.compile`; a container of torch (`nn.Sequential`) becomes one graph, too."""
+        call = compat.in_own_frame(self._call_impl, self.forward)  # type: ignore[attr-defined]
+        self._compiled_call_impl = torch.compile(call, *args, **kwargs)
+
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """As `nn.Module.apply`; `fn` sees full parameters, of one unit at a time.
 

@@ -29,6 +29,7 @@ from torch._dynamo.utils import counters
 import shardc.backend
 from shardc import fully_shard
 from shardc.passes.context import is_all_gather, is_collective
+from shardc.plan import graph_plans
 
 
 def _batch(seed):
@@ -315,3 +316,19 @@ def test_graph_cache_hits_on_the_second_start_on_every_rank():
                 assert reports == ["2 hits, 0 misses"] * 2
             else:  # the ranks compile at the same time, one may find what the other wrote
                 assert "0 hits, 2 misses" in reports
+
+
+@on_ranks(2)
+def test_a_container_of_torch_is_one_graph_however_it_is_compiled(mesh):
+    for compile_in_place in (True, False):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 1))
+        fully_shard(model, mesh=mesh, units="auto")
+        graph_plans.clear()
+        if compile_in_place:
+            model.compile(backend="shardc", options={"executor": "eager"})
+            step = model
+        else:
+            step = compiled(model)
+        step(torch.randn(2, 8)).sum().backward()
+        assert [plan.phase for plan in graph_plans] == ["forward", "backward"]
+        assert len(graph_plans[0].collectives) == 5
