@@ -206,6 +206,7 @@ class ShardedModule(Controls, ShardedParameters):
     """Mixin of every module that `fully_shard` was called on."""
 
     _shardc_unit: Unit
+    _compiled_call_impl: Callable[..., Any] | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = self._shardc_unit

@@ -331,4 +331,4 @@ def test_a_container_of_torch_is_one_graph_however_it_is_compiled(mesh):
             step = compiled(model)
         step(torch.randn(2, 8)).sum().backward()
         assert [plan.phase for plan in graph_plans] == ["forward", "backward"]
-        assert len(graph_plans[0].collectives) == 5
+        assert len(graph_plans[0].collectives) == 4
