@@ -1,6 +1,7 @@
 """The cost model: seconds, FLOPs and bytes of every node, from shapes and a hardware profile.
 
-Compute is a roofline: a node takes as long as its FLOPs or its bytes need, whichever is longer.
+Compute is a roofline: a node takes as long as its FLOPs or its bytes need, whichever is longer (on
+CPUs, which wait for memory, as both).
 A collective is a ring: a fixed part, a latency for every step, and the bytes each rank receives
 over the bandwidth of the slowest link. Figures are plain numbers where shapes are, and sympy
 expressions where a size is symbolic, so one formula serves a hint and a table.
@@ -172,8 +173,7 @@ _REDUCTIONS: set[Any] = {
 }  # fmt: skip
 
 _TRANSCENDENTAL: set[Any] = {
-    aten.tanh, aten.exp, aten.erf, aten.log, aten.sigmoid, aten.sin, aten.cos, aten.pow,
-    aten.gelu, aten.gelu_backward, aten.silu, aten.silu_backward,
+    aten.tanh, aten.erf, aten.sin, aten.cos, aten.gelu, aten.gelu_backward,
 }  # fmt: skip
 
 _EMPTY: set[Any] = {aten.empty.memory_format, aten.empty_strided.default}
@@ -203,7 +203,8 @@ def node_seconds(node: Node, profile: Profile, fused: bool = False) -> Expr:
     rate = profile.peak(value.dtype)
     if "attention" in str(node.target):
         rate *= profile.attention_efficiency
-    return _longer(flops / rate, traffic) + profile.overhead
+    together = _longer(flops / rate, traffic) if profile.overlaps else flops / rate + traffic
+    return together + profile.overhead
 
 
 def transfer_seconds(node: Node, world: Expr, profile: Profile) -> Expr:

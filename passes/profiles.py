@@ -39,6 +39,7 @@ class Profile:
         message: seconds every collective costs beside its steps.
         matmul_efficiency, memory_efficiency: the share of the peak that is reached.
         transcendental: elements/s of tanh and its like, whose arithmetic a CPU feels.
+        overlaps: whether a kernel loads and stores while it computes; if not, the times add up.
         attention_efficiency: the share of a matmul's rate that fused attention reaches.
     """
 
@@ -55,6 +56,7 @@ class Profile:
     matmul_efficiency: float = 0.7
     memory_efficiency: float = 0.8
     transcendental: float = 1e13
+    overlaps: bool = True
     attention_efficiency: float = 0.6
 
     def peak(self, dtype: torch.dtype) -> float:
@@ -106,7 +108,7 @@ PROFILES: dict[str, Profile] = {
                 "the machines this was developed on; calibrate() measures yours",
                 (("float32", 100e9), ("bfloat16", 50e9), ("float64", 50e9)), 10e9, 16e9, 1,
                 Link(1e-4, 1e9), Link(1e-4, 1e9), overhead=2e-6, message=2e-4,
-                transcendental=6e8),
+                transcendental=6e8, overlaps=False),
     ]
 }  # fmt: skip
 
