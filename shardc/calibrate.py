@@ -9,7 +9,6 @@ import functools
 import itertools
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +34,7 @@ _MESSAGES = (2**14, 2**22, 2**24)
 """Bytes of the buckets gathered: the first shows the fixed cost, the others the bandwidth."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
+_ROUNDS, _IN_A_ROW = 5, 3
 _calls = itertools.count()
 
 
@@ -99,28 +99,35 @@ def _device_key(on_gpu: bool) -> str:
 
 
 def _measure(mesh: DeviceMesh, device: torch.device) -> list[float]:
-    """Seconds: a matmul in each dtype, attention, GELU, a copy, a tiny op, all-gathers by size."""
-    figures = []
+    """Seconds of each probe: the least of several rounds.
+
+    Rounds are spread over the time that all of it takes, because what others do on a shared machine
+    comes in bursts, and is no property of the machine.
+    """
+    probes = _probes(mesh, device)
+    rounds = [[_seconds(probe, device) for probe in probes] for _ in range(_ROUNDS)]
+    return [min(times) for times in zip(*rounds, strict=True)]
+
+
+def _probes(mesh: DeviceMesh, device: torch.device) -> list[Callable[[], object]]:
+    """A matmul in each dtype, attention, GELU, a copy, a tiny op, all-gathers by size."""
+    probes: list[Callable[[], object]] = []
     for dtype in _DTYPES:
         a, b = (torch.randn(_MATMUL, _MATMUL, device=device, dtype=dtype) for _ in range(2))
-        figures.append(_seconds(functools.partial(torch.matmul, a, b), device))
-    query = torch.randn(_ATTENTION, device=device)
+        probes.append(functools.partial(torch.matmul, a, b))
+    query, angles = torch.randn(_ATTENTION, device=device), torch.randn(_ANGLES, device=device)
     attend = torch.nn.functional.scaled_dot_product_attention
-    call = functools.partial(attend, query, query, query, is_causal=True)
-    figures.append(_seconds(call, device))
-    angles = torch.randn(_ANGLES, device=device)
-    gelu = functools.partial(torch.nn.functional.gelu, angles, approximate="tanh")
-    figures.append(_seconds(gelu, device))
     data, copied = (torch.zeros(_COPIED[device.type] // 4, device=device) for _ in range(2))
-    figures.append(_seconds(functools.partial(copied.copy_, data), device))
-    tiny = data[:16]
-    figures.append(_seconds(functools.partial(torch.add, tiny, 1), device, repeats=100))
-    world, group = mesh.size(), compat.group_name(mesh.get_group())
-    for message in _MESSAGES:
-        segment = data[: message // 4 // world]
-        gather = functools.partial(collectives.all_gather, segment, world, group)
-        figures.append(_seconds(gather, device))
-    return figures
+    tiny, world, group = data[:16], mesh.size(), compat.group_name(mesh.get_group())
+    segments = [data[: message // 4 // world] for message in _MESSAGES]
+    return [
+        *probes,
+        functools.partial(attend, query, query, query, is_causal=True),
+        functools.partial(torch.nn.functional.gelu, angles, approximate="tanh"),
+        functools.partial(copied.copy_, data),
+        functools.partial(torch.add, tiny, 1),
+        *(functools.partial(collectives.all_gather, part, world, group) for part in segments),
+    ]
 
 
 def _profile(name: str, figures: list[float], device_type: str, world: int) -> Profile:
@@ -153,16 +160,16 @@ def _profile(name: str, figures: list[float], device_type: str, world: int) -> P
     )
 
 
-def _seconds(call: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """The median time of a call, after one to warm up."""
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """The least of a few calls in a row: the first finds the caches cold."""
     times = []
-    for _ in range(repeats + 1):
+    for _ in range(_IN_A_ROW):
         start = time.perf_counter()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return min(times)
 
 
 def calibration_folder() -> Path:
