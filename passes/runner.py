@@ -37,8 +37,8 @@ def run_passes(
         start = time.perf_counter()
         gm = step(gm, ctx)
         gm.graph.lint()
-        gm.recompile()
         elapsed = 1e3 * (time.perf_counter() - start)
         log.debug("%s graph %d: %s took %.1f ms", ctx.phase, ctx.number, step.__name__, elapsed)
         text = dump_change(gm, f"{ctx.stem}_{index}_{step.__name__}", text)
+    gm.recompile()
     return gm

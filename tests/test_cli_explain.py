@@ -34,7 +34,7 @@ def huge():
 
 @pytest.fixture(autouse=True)
 def _user_module(monkeypatch, tmp_path):
-    (tmp_path / "of_user.py").write_text(MODULE)
+    (tmp_path / "user_model.py").write_text(MODULE)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.chdir(tmp_path)
 
@@ -43,7 +43,7 @@ def test_explain_prints_a_report_and_saves_files(capsys, tmp_path):
     saved = [str(tmp_path / name) for name in ("step.json", "step.html", "step.trace.json")]
     arguments = [word for path in saved for word in ("--save", path)]
     code, out, _ = ended(
-        capsys, "explain", "of_user:built", "--world-size", "16", "--mp", "bf16", *arguments
+        capsys, "explain", "user_model:built", "--world-size", "16", "--mp", "bf16", *arguments
     )
     assert code == 0
     assert out.startswith("Sequential over 16 ranks") and "mp=bfloat16" in out
@@ -55,7 +55,7 @@ def test_explain_prints_a_report_and_saves_files(capsys, tmp_path):
 
 def test_explain_as_json_with_every_option(capsys):
     code, out, _ = ended(
-        capsys, "explain", "of_user:named", "--world-size", "4", "--copies", "2", "--reshard", "2",
+        capsys, "explain", "user_model:named", "--world-size", "4", "--copies", "2", "--reshard", "2",
         "--profile", "a100-nvlink", "--symbolic", "--json",
     )  # fmt: skip
     values = json.loads(out)
@@ -69,8 +69,8 @@ def test_explain_as_json_with_every_option(capsys):
 
 def test_compare_takes_ranks_and_files(capsys, tmp_path):
     path = str(tmp_path / "two.json")
-    ended(capsys, "explain", "of_user:built", "--world-size", "2", "--save", path)
-    code, out, _ = ended(capsys, "compare", path, "of_user:built", "--world-size", "4", "8")
+    ended(capsys, "explain", "user_model:built", "--world-size", "2", "--save", path)
+    code, out, _ = ended(capsys, "compare", path, "user_model:built", "--world-size", "4", "8")
     assert code == 0
     assert [word for word in out.split() if word.startswith("W=")] == ["W=2", "W=4", "W=8"]
     code, out, _ = ended(capsys, "compare", path, path, "--json")
@@ -79,26 +79,26 @@ def test_compare_takes_ranks_and_files(capsys, tmp_path):
 
 
 def test_a_model_that_does_not_fit_is_a_problem(capsys):
-    code, out, _ = ended(capsys, "explain", "of_user:huge", "--world-size", "1")
+    code, out, _ = ended(capsys, "explain", "user_model:huge", "--world-size", "1")
     assert code == 1 and "- memory: the step needs" in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["explain", "of_user:alone"], 2, "returns a model only, and a step needs inputs"),
-        (["explain", "of_user:wrong"], 1, "of_user:wrong cannot be explained, "),
-        (["explain", "of_user:built", "--world-size", "20000"], 1, "at most 16,384 ranks"),
+        (["explain", "user_model:alone"], 2, "returns a model only, and a step needs inputs"),
+        (["explain", "user_model:wrong"], 1, "user_model:wrong cannot be explained, "),
+        (["explain", "user_model:built", "--world-size", "20000"], 1, "at most 16,384 ranks"),
         (
-            ["explain", "of_user:built", "--save", "step.txt"],
+            ["explain", "user_model:built", "--save", "step.txt"],
             2,
             "written as .html, .trace.json, .json",
         ),
-        (["explain", "of_user:built", "--save", "no/step.json"], 2, "there is no folder 'no'"),
-        (["explain", "of_user:built", "--reshard", "maybe"], 2, "must be yes, no or a number"),
-        (["explain", "of_user:built", "--memory-budget", "1KB"], 1, "is too small"),
+        (["explain", "user_model:built", "--save", "no/step.json"], 2, "there is no folder 'no'"),
+        (["explain", "user_model:built", "--reshard", "maybe"], 2, "must be yes, no or a number"),
+        (["explain", "user_model:built", "--memory-budget", "1KB"], 1, "is too small"),
         (["compare", "none.json", "none.json"], 1, "cannot be read: No such file"),
-        (["compare", "of_user:built"], 2, "there is one report only"),
+        (["compare", "user_model:built"], 2, "there is one report only"),
     ],
 )
 def test_what_goes_wrong_is_said(capsys, arguments, code, message):
