@@ -67,6 +67,7 @@ def _data(record: Record) -> dict[str, Any]:
         "copies": record.copies,
         "profile": record.profile,
         "settings": record.settings,
+        "tokens": record.tokens,
         "summary": record.summary(),
         "kinds": KINDS,
         "slack": SLACK,

@@ -66,9 +66,13 @@ function showFigures(record) {
     exposed: partsBar([["stall", exposed], ["track", step - exposed]]),
   };
   const sent = `a rank sends ${formatBytes(summary.sent_bytes)}`;
+  const perSecond = Math.round(record.tokens / step).toLocaleString("en");
+  const speed = record.tokens ? `${perSecond} tokens/s a rank` : "compute + exposed";
+  const used = summary.flops_used;
+  const computing = used ? `${formatShare(used, 1)} of peak FLOPs` : inStep(compute);
   byId("figures").append(
-    figure("Step", formatSeconds(step), "compute + exposed", bars.step),
-    figure("Compute", formatSeconds(compute), inStep(compute), bars.compute),
+    figure("Step", formatSeconds(step), speed, bars.step),
+    figure("Compute", formatSeconds(compute), computing, bars.compute),
     figure("On the wire", formatSeconds(wire), sent, bars.wire),
     figure("Exposed", formatSeconds(exposed), `${inStep(exposed)}, ${stalls}`, bars.exposed),
     peakFigure(record),
