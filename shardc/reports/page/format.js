@@ -6,11 +6,11 @@ const digits = (value) => String(Number(value.toPrecision(4)));
 
 /** "1.5 MiB": powers of 1024, as in the text reports. */
 function formatBytes(count) {
-  for (const unit of ["B", "KiB", "MiB"]) {
+  for (const unit of ["B", "KiB", "MiB", "GiB"]) {
     if (count < 1024) return `${digits(count)} ${unit}`;
     count /= 1024;
   }
-  return `${digits(count)} GiB`;
+  return `${digits(count)} TiB`;
 }
 
 /** The unit for times of about this size: its name, and how many seconds it has. */
