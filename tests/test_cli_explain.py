@@ -55,8 +55,8 @@ def test_explain_prints_a_report_and_saves_files(capsys, tmp_path):
 
 def test_explain_as_json_with_every_option(capsys):
     code, out, _ = ended(
-        capsys, "explain", "user_model:named", "--world-size", "4", "--copies", "2", "--reshard", "2",
-        "--profile", "a100-nvlink", "--symbolic", "--json",
+        capsys, "explain", "user_model:named", "--world-size", "4", "--copies", "2",
+        "--reshard", "2", "--profile", "a100-nvlink", "--symbolic", "--json",
     )  # fmt: skip
     values = json.loads(out)
     assert code == 0 and (values["world_size"], values["copies"]) == (4, 2)

@@ -9,9 +9,11 @@ import torch.distributed as dist
 from models import Stack, compiled, shard_all, tokens
 from ranks import on_ranks
 from torch import nn
+from torch.fx import Graph
 
 import shardc
 from shardc.reports.formulas import evaluate
+from shardc.reports.graph import module_of
 from shardc.reports.record import CollectiveRow, MemoryPoint, Op, Record
 from shardc.reports.report import Report
 from shardc.runtime import compat
@@ -82,6 +84,22 @@ def test_ops_come_from_modules(stack_report):
         assert {(phase, f"layers.{index}.up") for index in range(6)} <= modules
     row = next(r for r in stack_report.collectives if r.buckets == ("layers.3",))
     assert row.needed_by.startswith("layers.3")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("L['self'].model.layers.3.mlp", "model.layers.3.mlp"),
+        ("L['self']._modules['layers']._modules['0']", "layers.0"),
+        ("L['fn'].__self__.0", "0"),
+        ("L['self'].layers[2].up", "layers.2.up"),
+        ("L['self']", ""),
+    ],
+)
+def test_names_of_modules(path, name):
+    node = Graph().placeholder("x")
+    node.meta["nn_module_stack"] = {"1": (path, nn.Module)}
+    assert module_of(node) == name
 
 
 def test_predictions_scale_with_ranks_and_copies():

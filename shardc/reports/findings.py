@@ -90,9 +90,7 @@ def _exposed(record: Record) -> Iterator[Finding]:
     if record.wire_seconds > record.compute_seconds:
         advice = (
             f"the wire ({format_seconds(record.wire_seconds)}) needs longer than compute "
-            f"({format_seconds(record.compute_seconds)}): more tokens a rank, "
-            "param_dtype=bfloat16, reshard_after_forward=False where memory allows, or HSDP "
-            "(mesh of two dims) to keep gathers inside a node"
+            f"({format_seconds(record.compute_seconds)}): {', '.join(_less_wire(record))}"
         )
     elif _is_first(worst, record.collectives):
         advice = (
@@ -110,6 +108,17 @@ def _exposed(record: Record) -> Iterator[Finding]:
             "(options={'prefetch': n}), or smaller units"
         )
     yield Finding("exposed communication", what, advice)
+
+
+def _less_wire(record: Record) -> Iterator[str]:
+    """What makes the wire's share smaller, of what is not done yet."""
+    yield "more tokens a rank"
+    if any(bucket.gathered_dtype == "float32" for bucket in record.buckets):
+        yield "param_dtype=bfloat16"
+    if any(bucket.reshard for bucket in record.buckets):
+        yield "reshard_after_forward=False where memory allows"
+    if record.copies == 1:
+        yield "HSDP (a mesh of two dims), which keeps gathers inside a node"
 
 
 def _words(collective: CollectiveRow) -> str:

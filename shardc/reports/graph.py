@@ -224,4 +224,5 @@ def module_of(node: Node) -> str:
         return ""
     path = str(next(reversed(stack.values()))[0])
     path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", _SCOPE.sub("", path))
-    return _SCOPE.sub("", path).strip(".").replace("..", ".")
+    parts = _SCOPE.sub("", path).split(".")
+    return ".".join(part for part in parts if part not in ("", "__self__"))
