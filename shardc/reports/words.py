@@ -15,7 +15,7 @@ def format_seconds(seconds: float) -> str:
     for factor, unit in ((1.0, "s"), (1e3, "ms")):
         if abs(seconds) * factor >= 1:
             return f"{seconds * factor:.4g} {unit}"
-    return f"{seconds * 1e6:.4g} us" if seconds else "0 s"
+    return f"{seconds * 1e6:.4g} us" if abs(seconds) >= 1e-9 else "0 s"
 
 
 def plural(count: int, noun: str) -> str:
