@@ -231,6 +231,11 @@ def results_of(node: Node) -> list[Node]:
     return items or [node]
 
 
+def waits_for(node: Node) -> list[Node]:
+    """The waits for a collective: one for each bucket that it moves."""
+    return [user for result in results_of(node) for user in result.users if is_wait(user)]
+
+
 def reach(start: Node, neighbours: Callable[[Node], Iterable[Node]]) -> set[Node]:
     """All nodes that can be reached from `start`, itself included."""
     found, todo = {start}, [start]

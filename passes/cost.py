@@ -130,6 +130,11 @@ def _made(node: Node) -> Any:
     return node.meta.get("val", node.meta.get(WRITES))
 
 
+def first_made(node: Node) -> Tensor | None:
+    """The first tensor that a node makes or writes."""
+    return next((v for v in tree_leaves(_made(node)) if isinstance(v, Tensor)), None)
+
+
 def node_bytes(node: Node, fused: bool = False) -> Expr:
     """Bytes of memory traffic: what a node reads and writes, and its fused producers read."""
     written = tensor_bytes(_made(node))
@@ -188,7 +193,7 @@ def node_seconds(node: Node, profile: Profile, fused: bool = False) -> Expr:
     """Seconds that a compute node takes; views take none, in registers only the arithmetic does."""
     if node.op != "call_function" or is_view(node) or node.target in _EMPTY:
         return 0
-    value = next((v for v in tree_leaves(_made(node)) if isinstance(v, Tensor)), None)
+    value = first_made(node)
     if value is None:
         return 0
     arithmetic: Expr = 0
@@ -209,10 +214,15 @@ def node_seconds(node: Node, profile: Profile, fused: bool = False) -> Expr:
 
 def transfer_seconds(node: Node, world: Expr, profile: Profile) -> Expr:
     """Seconds that a collective occupies the wire."""
+    rounds = _ROUNDS.get(node.target, 1)
+    return collective_seconds(transfer_bytes(node), world, profile, rounds)
+
+
+def transfer_bytes(node: Node) -> Expr:
+    """Bytes of the whole that a collective moves: gathered, or before it is reduced."""
     gathered = tensor_bytes(node.meta.get("val"))
     given = sum(tensor_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)
-    whole = _longer(gathered, given)
-    return collective_seconds(whole, world, profile, _ROUNDS.get(node.target, 1))
+    return _longer(gathered, given)
 
 
 UNKNOWN = 1

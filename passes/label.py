@@ -4,15 +4,14 @@ What runs the graph shows the names in the profiler and in the error of a collec
 facts travel on the nodes: later steps (folding, Inductor's own passes) move and rewrite them.
 """
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from shardc.passes.context import (
     PassContext,
     is_collective,
-    is_wait,
     kind_of,
-    results_of,
     specs_of,
+    waits_for,
 )
 from shardc.runtime.progress import Label, set_label
 
@@ -24,10 +23,6 @@ def label_collectives(gm: GraphModule, ctx: PassContext) -> GraphModule:
             continue
         kind, buckets = kind_of(node), ctx.labels_of(node) or ("?",)
         set_label(node, Label(kind, buckets, ctx.phase))
-        for wait in _waits_for(node):
+        for wait in waits_for(node):
             set_label(wait, Label(kind, buckets, ctx.phase, waits=True))
     return gm
-
-
-def _waits_for(node: Node) -> list[Node]:
-    return [user for result in results_of(node) for user in result.users if is_wait(user)]

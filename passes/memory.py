@@ -25,6 +25,7 @@ from shardc.passes.context import (
     is_view,
     is_wait,
     kind_of,
+    waits_for,
 )
 from shardc.passes.cost import evaluate, stays_in_registers, symbol_hints, tensor_bytes
 
@@ -106,7 +107,7 @@ def measure_liveness(
         if clones and kind_of(node) == "reduce_scatter":
             size = sum(sizes.get(roots[i], 0) for i in node.all_input_nodes if i in roots)
             held[_GRADIENTS] += size
-            cloned.update(dict.fromkeys(_waits(node)[-1:], size))
+            cloned.update(dict.fromkeys(waits_for(node)[-1:], size))
         for kind, curve in curves.items():
             curve[index] = held[kind]
         for dead in frees.get(index, ()):
@@ -196,7 +197,7 @@ def _last_uses(
             last[root] = max(last[root], index.get(user, end))
     for node in nodes:  # the backend keeps what a collective reads until the wait
         if is_collective(node) and node.target not in _KEEPS_NOTHING:
-            wait = max((index[w] for w in _waits(node)), default=index[node])
+            wait = max((index[w] for w in waits_for(node)), default=index[node])
             for operand in node.all_input_nodes:
                 if operand in roots:
                     last[roots[operand]] = max(last[roots[operand]], wait)
@@ -204,10 +205,6 @@ def _last_uses(
 
 
 _KEEPS_NOTHING: set[Any] = {c10d.wait_tensor.default}
-
-
-def _waits(node: Node) -> list[Node]:
-    return [user for result in (node, *node.users) for user in result.users if is_wait(user)]
 
 
 def _own_bytes(node: Node) -> Any:

@@ -13,6 +13,14 @@ from shardc.passes.profiles import PROFILES
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """The target, and `--world-size`."""
+    add = parser.add_argument
+    add("target", help=f"package.module:function, for example {EXAMPLE}")
+    add("--world-size", type=count, default=8, metavar="W", help="ranks that share the model; "
+        "with copies of it (HSDP), those of one copy (default 8)")  # fmt: skip
+
+
 def add_precision(parser: argparse.ArgumentParser) -> None:
     """`--mp`."""
     parser.add_argument(

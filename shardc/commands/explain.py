@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from shardc.commands.arguments import DTYPES, add_step, count, example_inputs
+from shardc.commands.arguments import DTYPES, add_step, add_target, example_inputs
 from shardc.commands.errors import FoundProblem, UsageError
 from shardc.commands.target import EXAMPLE, load_model
 from shardc.explain import explain
@@ -40,9 +40,7 @@ exit code: 0, or 1 where the model cannot be compiled or does not fit the device
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `shardc explain`."""
     add = parser.add_argument
-    add("target", help=f"package.module:function, for example {EXAMPLE}")
-    add("--world-size", type=count, default=8, metavar="W", help="ranks that share the model "
-        "(default 8)")  # fmt: skip
+    add_target(parser)
     add_step(parser)
     add("--save", type=Path, action="append", default=[], metavar="FILE", help="also write the "
         "report to a file: .json (for shardc compare), .html (a page with the timeline) or "

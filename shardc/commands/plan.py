@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import OffloadPolicy
 
 from shardc.checks import check_ignored, check_model, check_modules
-from shardc.commands.arguments import DTYPES, add_precision, add_profile, count
+from shardc.commands.arguments import DTYPES, add_precision, add_profile, add_target
 from shardc.commands.errors import FoundProblem
 from shardc.commands.target import EXAMPLE, load_model
 from shardc.passes.profiles import PROFILES, Profile, current_profile
@@ -50,9 +50,7 @@ ADAM_STATES = 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `shardc plan`."""
     add = parser.add_argument
-    add("target", help=f"package.module:function, for example {EXAMPLE}")
-    add("--world-size", type=count, default=8, metavar="W", help="ranks that share the model; "
-        "with copies of it (HSDP), those of one copy (default 8)")  # fmt: skip
+    add_target(parser)
     add_precision(parser)
     add_profile(parser, "the links that large units are split into buckets for")
     add("--json", action="store_true", help="print JSON: all sizes in bytes, every unit by name")

@@ -1,4 +1,4 @@
-"""From the compiled graphs of a model to one record of a step."""
+"""From the compiled graphs of a model to one report of a step."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -7,7 +7,8 @@ from torch import nn
 
 from shardc.passes.profiles import Profile
 from shardc.reports.graph import GraphRows
-from shardc.reports.record import BucketRow, MemoryPoint, Op, Record
+from shardc.reports.record import BucketRow, MemoryPoint, Op
+from shardc.reports.report import Report
 from shardc.runtime.bucket import Bucket
 from shardc.units import units_of
 
@@ -19,7 +20,7 @@ def assemble(
     optimizer_states: float,
     settings: dict[str, str],
     tokens: int,
-) -> Record:
+) -> Report:
     """A step of `model`: its forward graphs in their order, its backward graphs, the optimizer.
 
     Args:
@@ -48,7 +49,7 @@ def assemble(
             flops[dtype] = flops.get(dtype, 0.0) + count
     used = {name for graph in rows for row in graph.collectives for name in row.buckets}
     first = buckets[0]
-    return Record(
+    return Report(
         model=type(model).__name__,
         world_size=first.layout.world_size,
         copies=first.ranks.copies,

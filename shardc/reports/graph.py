@@ -11,12 +11,9 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
 from shardc.passes.context import (
-    WRITES,
     PassContext,
     is_collective,
     is_wait,
@@ -26,10 +23,11 @@ from shardc.passes.context import (
 )
 from shardc.passes.cost import (
     evaluate,
+    first_made,
     node_flops,
     node_seconds,
     symbol_hints,
-    tensor_bytes,
+    transfer_bytes,
     transfer_seconds,
 )
 from shardc.passes.memory import Liveness
@@ -147,17 +145,12 @@ def _row(
     hints: dict[Any, int],
 ) -> CollectiveRow:
     node = transfer.node
-    given = [tensor_bytes(operand.meta.get("val")) for operand in node.all_input_nodes]
-    whole = max(
-        evaluate(tensor_bytes(node.meta.get("val")), hints),
-        sum(evaluate(size, hints) for size in given),
-    )
     return CollectiveRow(
         phase=ctx.phase,
         kind=kind_of(node),
         buckets=ctx.labels_of(node),
         ranks=ranks_in(node),
-        nbytes=int(whole),
+        nbytes=int(evaluate(transfer_bytes(node), hints)),
         before=_op_after(transfer.place, ops, places),
         needed_by=_op_after(transfer.wait_place, ops, places),
         issued=transfer.issued,
@@ -200,8 +193,7 @@ def _steps_of(points: list[MemoryPoint]) -> tuple[MemoryPoint, ...]:
 
 def dtype_of(node: Node) -> str:
     """The dtype of a node's first result."""
-    made = node.meta.get("val", node.meta.get(WRITES))
-    value = next((v for v in tree_leaves(made) if isinstance(v, Tensor)), None)
+    value = first_made(node)
     return "" if value is None else str(value.dtype).removeprefix("torch.")
 
 

@@ -1,7 +1,7 @@
 """`report`: what was planned for a compiled model, read off its latest compiles."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -53,7 +53,7 @@ def report_of(
     compiles: int = 1,
 ) -> Report:
     """The report of `graphs`, those of one step of `model`, with its findings."""
-    record = assemble(
+    planned = assemble(
         model,
         [graph.rows for graph in graphs],
         profile,
@@ -64,11 +64,10 @@ def report_of(
     findings = (
         *find_breaks(breaks),
         *find_recompiles(compiles),
-        *find(record, profile),
+        *find(planned, profile),
         *find_unused(_unused(model, graphs)),
     )
-    values = {f.name: getattr(record, f.name) for f in fields(record)}
-    return Report(**{**values, "findings": findings, "formulas": rank_formulas(record, profile)})
+    return replace(planned, findings=findings, formulas=rank_formulas(planned, profile))
 
 
 def _alive(plan: GraphPlan) -> list[Bucket]:
