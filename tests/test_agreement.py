@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import Stack, compiled, seeded, shard_all, tokens
+from models import Choosing, Stack, compiled, seeded, shard_all, tokens
 from ranks import on_ranks
 
 from shardc.runtime.agreement import agree
@@ -26,18 +26,6 @@ def test_a_bucket_of_another_shape(mesh):
     assert "rank 1 has «layers.1: torch.float32 bucket of 1512, " in text, text
     shapes = "down.weight[18x37] against down.weight[20x37]"
     assert text.endswith(f"They differ in 1440 against 1512; {shapes}"), text
-
-
-class Choosing(Stack):
-    """Reads its blocks in an order that may differ from rank to rank."""
-
-    order = (0, 1)
-
-    def forward(self, tokens, targets):
-        x = self.embed(tokens)
-        for index in self.order:
-            x = self.layers[index](x)
-        return self.head(x).logsumexp(-1).mean() + 0 * targets.sum()
 
 
 @on_ranks(3)

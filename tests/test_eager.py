@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
-from models import Block, Stack, check_parity, full, mean_over_ranks, seeded, tokens
+from models import Block, Choosing, Stack, check_parity, full, mean_over_ranks, seeded, tokens
 from ranks import on_ranks
 from test_backend import Broken
 from test_memory import measured_peak
@@ -255,18 +255,6 @@ def test_blocks_compile_once(mesh):
 
 
 # -- the order of gathers --------------------------------------------------------------------------
-
-
-class Choosing(Stack):
-    """Runs its blocks in the order that it is told."""
-
-    order = (0, 1)
-
-    def forward(self, tokens, targets):
-        x = self.embed(tokens)
-        for index in self.order:
-            x = self.layers[index](x)
-        return self.head(x).flatten(0, 1).logsumexp(-1).mean() + 0 * targets.sum()
 
 
 @on_ranks(2)
