@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from shardc.passes.profiles import Profile
+from shardc.runtime import comm_buffers  # noqa: F401 (registers its ops)
 from shardc.runtime.progress import in_short
 from shardc.runtime.spec import UnshardSpec, spec_of
 
@@ -19,12 +20,10 @@ GATHERS = {
     c10d.all_gather_into_tensor.default,
     c10d.all_gather_into_tensor_out.default,
     c10d.all_gather_into_tensor_coalesced.default,
+    torch.ops.shardc.all_gather.default,
 }
-REDUCES = {
-    c10d.reduce_scatter_tensor.default,
-    c10d.reduce_scatter_tensor_coalesced.default,
-    c10d.all_reduce.default,
-}
+_OWN = {torch.ops.shardc.all_gather.default, torch.ops.shardc.reduce_scatter.default}
+"""Collectives of ours (`comm_buffers`)."""
 
 
 @dataclass(frozen=True)
@@ -278,9 +277,10 @@ def is_all_gather(node: Node) -> bool:
 
 def is_collective(node: Node) -> bool:
     """Whether the node starts a collective."""
-    return node.op == "call_function" and (
-        getattr(node.target, "namespace", None) == "_c10d_functional" and not is_wait(node)
-    )
+    if node.op != "call_function" or is_wait(node):
+        return False
+    is_functional = getattr(node.target, "namespace", None) == "_c10d_functional"
+    return is_functional or node.target in _OWN
 
 
 def is_wait(node: Node) -> bool:

@@ -42,6 +42,8 @@ _ROUNDS: dict[Any, int] = {
     c10d.reduce_scatter_tensor.default: 1,
     c10d.reduce_scatter_tensor_coalesced.default: 1,
     c10d.all_reduce.default: 2,
+    torch.ops.shardc.all_gather.default: 1,
+    torch.ops.shardc.reduce_scatter.default: 1,
 }
 """How often a collective moves its whole around the ring."""
 
@@ -213,9 +215,14 @@ def node_seconds(node: Node, profile: Profile, fused: bool = False) -> Expr:
 
 
 def transfer_seconds(node: Node, world: Expr, profile: Profile) -> Expr:
-    """Seconds that a collective occupies the wire."""
+    """Seconds that a collective occupies the wire, after its input has come from the host."""
     rounds = _ROUNDS.get(node.target, 1)
-    return collective_seconds(transfer_bytes(node), world, profile, rounds)
+    seconds = collective_seconds(transfer_bytes(node), world, profile, rounds)
+    if node.target is torch.ops.shardc.all_gather.default:
+        segment, full = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+        if segment.device.type != full.device.type:
+            seconds = seconds + tensor_bytes(segment) / profile.host_bandwidth
+    return seconds
 
 
 def transfer_bytes(node: Node) -> Expr:

@@ -1,9 +1,11 @@
-"""Forward and backward graphs: every collective of ours, and its wait, knows the name of its unit.
+"""Forward and backward graphs: every collective of ours, and its wait, knows the name of its unit,
+as does a copy of a gradient to the host.
 
 What runs the graph shows the names in the profiler and in the error of a collective that fails. The
 facts travel on the nodes: later steps (folding, Inductor's own passes) move and rewrite them.
 """
 
+import torch
 from torch.fx import GraphModule
 
 from shardc.passes.context import (
@@ -13,7 +15,7 @@ from shardc.passes.context import (
     specs_of,
     waits_for,
 )
-from shardc.runtime.progress import Label, set_label
+from shardc.runtime.progress import OFFLOAD, Label, set_label
 
 
 def label_collectives(gm: GraphModule, ctx: PassContext) -> GraphModule:
@@ -25,4 +27,8 @@ def label_collectives(gm: GraphModule, ctx: PassContext) -> GraphModule:
         set_label(node, Label(kind, buckets, ctx.phase))
         for wait in waits_for(node):
             set_label(wait, Label(kind, buckets, ctx.phase, waits=True))
+    for copy in gm.graph.find_nodes(op="call_function", target=torch.ops.shardc.to_host.default):
+        position = ctx.position_behind(copy.args[1])  # type: ignore[arg-type]
+        name = "?" if position is None else ctx.labels.get(position, "?")
+        set_label(copy, Label(OFFLOAD, (name,), ctx.phase))
     return gm

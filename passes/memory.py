@@ -104,7 +104,7 @@ def measure_liveness(
     for index, node in enumerate(nodes):
         if node.op == "call_function":
             held[kinds.get(node, _OTHER)] += counted.get(node, 0)
-        if clones and kind_of(node) == "reduce_scatter":
+        if (clones or node.target is _COPIES) and kind_of(node) == "reduce_scatter":
             size = sum(sizes.get(roots[i], 0) for i in node.all_input_nodes if i in roots)
             held[_GRADIENTS] += size
             cloned.update(dict.fromkeys(waits_for(node)[-1:], size))
@@ -204,10 +204,18 @@ def _last_uses(
     return last
 
 
+_COPIES = torch.ops.shardc.reduce_scatter.default
+"""Copies what it reduces into a buffer of its own."""
+
 _KEEPS_NOTHING: set[Any] = {c10d.wait_tensor.default}
 
 
 def _own_bytes(node: Node) -> Any:
-    """Bytes of the storage that `node` makes; a view of less than its base does not make any."""
+    """Bytes of the storage that `node` makes on the device.
+
+    A view of less than its base does not make any.
+    """
     value = node.meta.get("val")
+    if node.target is torch.ops.shardc.to_host.default:
+        return 0
     return tensor_bytes(value) if isinstance(value, (Tensor, list, tuple)) else 0

@@ -2,7 +2,8 @@
 
 Peaks are the vendors' (dense, no sparsity); what a real matmul or copy reaches of them is
 `matmul_efficiency` and `memory_efficiency`. Link bandwidth is what one rank receives in a ring
-(NCCL's "bus bandwidth"): across nodes all network cards of a node carry one ring together.
+(NCCL's "bus bandwidth"): across nodes all network cards of a node carry one ring together. Host
+links are PCIe x16, generation 4 on A100, else 5, at 80% of nominal.
 `calibrate` replaces these figures by measured ones.
 """
 
@@ -41,6 +42,7 @@ class Profile:
         transcendental: elements/s of tanh and its like, whose arithmetic a CPU feels.
         overlaps: whether a kernel loads and stores while it computes; if not, the times add up.
         attention_efficiency: the share of a matmul's rate that fused attention reaches.
+        host_bandwidth: bytes/s of a copy from pinned memory of the host.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Profile:
     transcendental: float = 1e13
     overlaps: bool = True
     attention_efficiency: float = 0.6
+    host_bandwidth: float = 5e10
 
     def peak(self, dtype: torch.dtype) -> float:
         """FLOP/s of a matmul in `dtype`, as reached."""
@@ -74,13 +77,15 @@ _GB = 1e9
 
 def _nvidia(
     name: str, source: str, bf16: float, tf32: float, bandwidth: float, memory: float,
-    nvlink: float, network: float,
+    nvlink: float, network: float, host: float,
 ) -> list[Profile]:  # fmt: skip
-    """A board's two profiles: `nvlink` and `network` in GB/s a rank receives in a ring."""
+    """A board's two profiles: `nvlink` and `network` in GB/s a rank receives in a ring, `host` in
+    GB/s of a copy from pinned memory."""
     flops = (("bfloat16", bf16), ("float16", bf16), ("float32", tf32))
     node = Profile(
         f"{name}-nvlink", source, flops, bandwidth, memory, 8,
         Link(_NVLINK_STEP, nvlink * _GB), Link(_NETWORK_STEP, network * _GB),
+        host_bandwidth=host * _GB,
     )  # fmt: skip
     # Every rank on a node of its own, with one network card.
     alone = replace(
@@ -94,16 +99,16 @@ PROFILES: dict[str, Profile] = {
     for profile in [
         *_nvidia("a100", "NVIDIA A100 80GB SXM data sheet (2021); NVLink 3, 8 x HDR 200 Gb/s; "
                  "ring bandwidth as nccl-tests report, about 80% of nominal",
-                 312e12, 156e12, 2.039e12, 80e9, 230, 160),
+                 312e12, 156e12, 2.039e12, 80e9, 230, 160, 25),
         *_nvidia("h100", "NVIDIA H100 SXM data sheet (2023); NVLink 4, 8 x NDR 400 Gb/s; "
                  "ring bandwidth as nccl-tests report, about 80% of nominal",
-                 989e12, 494e12, 3.35e12, 80e9, 360, 320),
+                 989e12, 494e12, 3.35e12, 80e9, 360, 320, 50),
         *_nvidia("h200", "NVIDIA H200 SXM data sheet (2024); NVLink 4, 8 x NDR 400 Gb/s; "
                  "ring bandwidth as nccl-tests report, about 80% of nominal",
-                 989e12, 494e12, 4.8e12, 141e9, 360, 320),
+                 989e12, 494e12, 4.8e12, 141e9, 360, 320, 50),
         *_nvidia("b200", "NVIDIA DGX B200 data sheet (2024); NVLink 5, 8 x NDR 400 Gb/s; "
                  "ring bandwidth assumed at 80% of nominal",
-                 2250e12, 1125e12, 8e12, 180e9, 720, 320),
+                 2250e12, 1125e12, 8e12, 180e9, 720, 320, 50),
         Profile("cpu", "one core of a server CPU with AVX2 and gloo over loopback, as measured on "
                 "the machines this was developed on; calibrate() measures yours",
                 (("float32", 100e9), ("bfloat16", 50e9), ("float64", 50e9)), 10e9, 16e9, 1,

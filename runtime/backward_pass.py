@@ -113,7 +113,7 @@ class BackwardPass:
         log.debug("reduce %s", bucket.label)
         self._make_room(bucket)
         flat = pack_gradients(grads, spec, pending)
-        steps = reducing(flat, bucket.code, partial)
+        steps = reducing(flat, bucket.code, partial, bucket.segment)
         self._reductions.append(_Reduction(bucket, used, elsewhere, steps))
 
     def _make_room(self, bucket: Any) -> None:

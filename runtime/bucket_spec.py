@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardc.runtime import compat
 from shardc.runtime.ranks import part_of
 from shardc.runtime.spec import Reduction, UnshardSpec
 
@@ -18,6 +19,7 @@ def spec_for(bucket: "Bucket", evaluating: bool = False) -> UnshardSpec:
     computed, _ = settings.dtypes(stored, evaluating)
     _, reduced = settings.dtypes(stored, evaluating=False)
     reshard = settings.reshard_after_forward
+    memory, _ = _memory(bucket)
     return UnshardSpec(
         dtype=stored,
         world_size=layout.world_size,
@@ -34,6 +36,7 @@ def spec_for(bucket: "Bucket", evaluating: bool = False) -> UnshardSpec:
         held=bucket.gathered.is_held and computed == settings.dtypes(stored, evaluating=False)[0],
         outside=bucket.gathered.is_shared,
         gather=settings.all_gather,
+        memory=memory,
         hints=bucket.owner.hints if bucket.owner is not None else (),
     )
 
@@ -44,6 +47,18 @@ def is_elsewhere(bucket: "Bucket") -> bool:
     return bucket.settings.offloaded and home not in ("meta", bucket.device.type)
 
 
+def _memory(bucket: "Bucket") -> tuple[str | None, str | None]:
+    """Where the buffers of gathers and of reductions come from.
+
+    As with FSDP2, the process group's allocator is asked only where it has one for the device, and
+    reductions use symmetric memory only with forced sums (NCCL's symmetric kernels have no mean).
+    """
+    memory, group = bucket.settings.memory, bucket.group
+    if memory == "group" and not compat.group_allocates(group, bucket.device):
+        memory = None
+    return memory, None if memory == "symmetric" and not bucket.settings.force_sum else memory
+
+
 def _reduction(bucket: "Bucket", dtype: torch.dtype) -> Reduction:
     settings, ranks, waiting = bucket.settings, bucket.ranks, bucket.gradients.waiting
     if not settings.sync:
@@ -52,6 +67,7 @@ def _reduction(bucket: "Bucket", dtype: torch.dtype) -> Reduction:
         waiting.make_sink(bucket.layout.numel, dtype, bucket.device)
         return Reduction(dtype=dtype, sync=False)
     last = dtype == bucket.segment.dtype and settings.hook is None and not is_elsewhere(bucket)
+    _, memory = _memory(bucket)
     op, before, after = settings.division(ranks.world_size * ranks.copies, dtype, bucket.mean_op)
     return Reduction(
         op=op,
@@ -67,6 +83,7 @@ def _reduction(bucket: "Bucket", dtype: torch.dtype) -> Reduction:
         partial=waiting.partial is not None and not waiting.taken,
         function=settings.reduce_function,
         scatter=settings.reduce_scatter,
+        memory=memory,
         hook=settings.hook,
         hook_sees_mean=dtype != torch.float16 and not settings.force_sum,
     )

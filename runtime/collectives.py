@@ -76,6 +76,24 @@ def start_reduce_scatter(flat: Tensor, op: str, world_size: int, group: str) -> 
     return Started(ops.reduce_scatter_tensor(flat, op, world_size, group))
 
 
+def start_all_gather_into(full: Tensor, part: Tensor, world_size: int, group: str) -> None:
+    """Start to gather in place: `part: (S,)` is this rank's place in `full: (world_size * S,)`."""
+    if part.is_complex():
+        full, part = (torch.view_as_real(value).flatten() for value in (full, part))
+    elif part.dtype not in _CARRIED_AS_IS:
+        full, part = full.view(torch.uint8), part.view(torch.uint8)
+    ops.all_gather_into_tensor_out(part, world_size, group, out=full)
+
+
+def start_reduce_scatter_into(
+    part: Tensor, flat: Tensor, op: str, world_size: int, group: str
+) -> None:
+    """Start to reduce `flat: (world_size * S,)`, which the backend holds, into `part: (S,)`."""
+    if flat.is_complex():
+        flat, part = (torch.view_as_real(value).flatten() for value in (flat, part))
+    ops.reduce_scatter_tensor_out(flat, op, world_size, group, out=part)
+
+
 def start_all_reduce(value: Tensor, op: str, group: str) -> Started:
     """Start to reduce `value` over ranks; the input is left alone."""
     return Started(ops.all_reduce(value, op, group))

@@ -214,6 +214,43 @@ def high_priority_options(group: dist.ProcessGroup) -> Any:
     return options
 
 
+def group_allocates(name: str, device: torch.device) -> bool:
+    """Whether the group has an allocator of its own for a device (2.11 to 2.15)."""
+    try:
+        return resolve_group(name)._get_backend(device).supports_tensor_alloc(device)
+    except RuntimeError:  # no backend for such devices
+        return False
+
+
+def allocate_from_group(
+    numel: int, dtype: torch.dtype, device: torch.device, name: str
+) -> Tensor:
+    """A tensor, `(numel,)`, from the group's own allocator (2.11 to 2.15)."""
+    backend = resolve_group(name)._get_backend(device)
+    return backend.allocate_tensor(numel, dtype=dtype, device=device)
+
+
+def use_symmetric_memory(backend: str, name: str) -> None:
+    """Let `allocate_symmetric` take from `backend`; every rank of the group calls it (2.11 to 2.15).
+
+    The barrier makes the communicator, which must exist before the first `rendezvous`.
+    """
+    from torch.distributed import _symmetric_memory
+
+    _symmetric_memory.set_backend(backend)  # type: ignore[arg-type]
+    dist.barrier(group=resolve_group(name))
+
+
+def allocate_symmetric(numel: int, dtype: torch.dtype, device: torch.device, name: str) -> Tensor:
+    """A tensor, `(numel,)`, of symmetric memory that the group has met over (2.11 to 2.15)."""
+    from torch.distributed import _symmetric_memory
+
+    with torch.cuda.use_mem_pool(_symmetric_memory.get_mem_pool(device)):
+        tensor = torch.empty(numel, dtype=dtype, device=device)
+    _symmetric_memory.rendezvous(tensor, group=name)
+    return tensor
+
+
 def mean_op(name: str) -> str:
     """The reduction that leaves the least to divide: "avg" where the backend has it, else "sum"."""
     return "avg" if dist.get_backend(resolve_group(name)) == "nccl" else "sum"
@@ -701,13 +738,15 @@ def _collectives_pass(gm: GraphModule, label_of: Callable[[torch.fx.Node], Any])
             last = None
             for node in nodes:
                 is_call = isinstance(node.node, InvokeSubgraph)  # may write to what it is given
-                if is_call or is_collective(node.node) or is_wait(node.node):
+                label = None if is_call else _label_of_kernel(node.node, label_of)
+                moves = label is not None or is_collective(node.node) or is_wait(node.node)
+                if is_call or moves:
                     own = next(iter(node.get_buffer_names()))
                     if last is not None:
                         node.add_fake_dep(WeakDep(last, mutating_buf=own, is_fake=True))
                     last = own
-                if is_collective(node.node) or is_wait(node.node):
-                    _run_within(node.node, label_of)
+                if label is not None:
+                    _run_within(node.node, label)
             if nodes:
                 nodes[0].scheduler.compute_ancestors()
             return nodes
@@ -718,14 +757,20 @@ def _collectives_pass(gm: GraphModule, label_of: Callable[[torch.fx.Node], Any])
     return KeepOrder()
 
 
-def _run_within(kernel: Any, label_of: Callable[[torch.fx.Node], Any]) -> None:
-    """Have the Python code for a kernel enter and leave the label of its node (2.11 to 2.15)."""
+def _label_of_kernel(kernel: Any, label_of: Callable[[torch.fx.Node], Any]) -> Any:
+    """The label of the node that became a call of an op as it is; else None (2.11 to 2.15)."""
+    op = getattr(kernel, "op_overload", None)
+    nodes = [] if op is None else [node for node in kernel.get_origins() if node.target is op]
+    return label_of(nodes[0]) if len(nodes) == 1 else None
+
+
+def _run_within(kernel: Any, label: Any) -> None:
+    """Have the Python code for a kernel enter and leave a label (2.11 to 2.15)."""
     from torch._inductor.virtualized import V
 
-    labels = [label_of(node) for node in kernel.get_origins() if node.target is kernel.op_overload]
-    if V.graph.cpp_wrapper or len(labels) != 1 or labels[0] is None:
+    if V.graph.cpp_wrapper:
         return
-    (label,), write_call = labels, kernel.codegen
+    write_call = kernel.codegen
     module, name = type(label).__module__, type(label).__name__
 
     def codegen(wrapper: Any) -> None:

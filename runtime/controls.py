@@ -10,11 +10,12 @@ backward is read when the forward runs: set it before.
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardc.runtime import compat
 from shardc.runtime.communicators import own_group
 from shardc.runtime.reduce_functions import LeaveOutGather, leave_out_reduce
 from shardc.runtime.spec import intern_object
@@ -141,12 +142,23 @@ class Controls:
         """Gather with an object of FSDP2's `AllGather` interface; None takes it away.
 
         It is opaque to the compiler, so it does not overlap compute.
+
+        Raises:
+            ValueError: buffers are taken from elsewhere (`set_symm_mem_for_comm` and its like).
         """
+        for unit in _own_units(self, recurse):
+            _allocates_itself(unit.settings.memory, comm)
         for unit in _own_units(self, recurse):
             unit.change(all_gather=None if comm is None else intern_object(comm))
 
     def set_custom_reduce_scatter(self, comm: Any, *, recurse: bool = False) -> None:
-        """Reduce with an object of FSDP2's `ReduceScatter` interface; None takes it away."""
+        """Reduce with an object of FSDP2's `ReduceScatter` interface; None takes it away.
+
+        Raises:
+            ValueError: as for `set_custom_all_gather`.
+        """
+        for unit in _own_units(self, recurse):
+            _allocates_itself(unit.settings.memory, comm)
         for unit in _own_units(self, recurse):
             unit.change(reduce_scatter=None if comm is None else intern_object(comm))
 
@@ -171,10 +183,26 @@ class Controls:
                 reduce_function=intern_object(leave_out_reduce) if reduce else None,
             )
 
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Refused: the compiler allocates what collectives read and write."""
-        if enable:
-            _refuse_allocation("memory of the process group")
+    def set_allocate_memory_from_process_group_for_comm(
+        self, enable: bool, *, recurse: bool = False
+    ) -> None:
+        """Have the process group allocate what gathers and reductions work in, if it can.
+
+        NCCL then transfers without copies where the network can (SHARP). No effect where the
+        backend has no allocator (gloo). What is reduced is copied into such a buffer first.
+
+        Raises:
+            ValueError: a custom all-gather or reduce-scatter is set, which allocates by itself.
+        """
+        self._change_memory("group" if enable else None, recurse)
+
+    def _change_memory(self, memory: str | None, recurse: bool) -> None:
+        units = _own_units(self, recurse)
+        for unit in units:
+            for comm in (unit.settings.all_gather, unit.settings.reduce_scatter):
+                _allocates_itself(memory, comm)
+        for unit in units:
+            unit.change(memory=memory)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Refused: a gathered bucket is memory of the compiled graph, at no fixed address."""
@@ -184,9 +212,33 @@ class Controls:
                 "part of the compiled graph, whose memory the compiler plans"
             )
 
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Refused: the compiler allocates what collectives read and write."""
-        _refuse_allocation("symmetric memory")
+    def set_symm_mem_for_comm(self, backend: str = "NCCL", *, recurse: bool = False) -> None:
+        """Have gathers work in symmetric memory; reductions too, where sums are forced.
+
+        NCCL then gathers by its copy engines or symmetric kernels. Every rank must call it.
+
+        Args:
+            backend: what provides it: "NCCL", "CUDA" or "NVSHMEM".
+            recurse: whether it is for units inside too.
+
+        Raises:
+            ValueError: another backend, or a custom all-gather or reduce-scatter is set.
+            NotImplementedError: the mesh is not of CUDA devices.
+        """
+        if backend not in ("NCCL", "CUDA", "NVSHMEM"):
+            raise ValueError(
+                f"the backend of symmetric memory is 'NCCL', 'CUDA' or 'NVSHMEM', got {backend!r}"
+            )
+        buckets = [bucket for unit in _own_units(self, recurse) for bucket in unit.buckets]
+        for bucket in buckets:
+            if bucket.device.type != "cuda":
+                raise NotImplementedError(
+                    f"set_symm_mem_for_comm: torch has symmetric memory for 'cuda' devices only, "
+                    f"and {bucket.label or 'the root'} is sharded over '{bucket.device.type}'"
+                )
+        self._change_memory("symmetric", recurse)
+        for group in dict.fromkeys(bucket.group for bucket in buckets):
+            compat.use_symmetric_memory(backend, group)
 
     # -- what stays gathered -------------------------------------------------------------------
 
@@ -335,11 +387,14 @@ def check_reshard(value: Any, world_size: int) -> bool | int | None:
     return value == world_size if value in (1, world_size) else value
 
 
-def _refuse_allocation(what: str) -> NoReturn:
-    raise NotImplementedError(
-        f"shardc does not take the buffers of collectives from {what}: they are part of the "
-        "compiled graph, whose memory the compiler plans"
-    )
+def _allocates_itself(memory: str | None, comm: Any) -> None:
+    """Raise where buffers shall come from `memory` and from a custom object too."""
+    if memory is not None and comm is not None:
+        raise ValueError(
+            "a custom all-gather or reduce-scatter allocates its buffers by itself: take it away "
+            "(None), or do without set_allocate_memory_from_process_group_for_comm and "
+            "set_symm_mem_for_comm"
+        )
 
 
 def share_comm_ctx(modules: Sequence[Controls]) -> None:

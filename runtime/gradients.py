@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.runtime import compat
+from shardc.runtime import compat, host_copies
 from shardc.runtime.accumulate import Accumulated
 from shardc.runtime.shard_tensor import ShardTensor
 from shardc.runtime.unshard import reduce
@@ -73,12 +73,12 @@ class Gradients:
         self.bucket.refresh_signature()
         spec = self.bucket.code
         if waiting.pending is not None:
-            part = reduce(waiting.pending, spec, waiting.partial)
+            part = reduce(waiting.pending, spec, waiting.partial, self.bucket.segment)
         elif spec.reduction.all_reduce:
             nothing = torch.zeros(
                 layout.numel, dtype=spec.reduction.dtype, device=self.bucket.device
             )
-            part = reduce(nothing, spec, waiting.partial)
+            part = reduce(nothing, spec, waiting.partial, self.bucket.segment)
         else:
             return
         used, elsewhere = waiting.used, waiting.elsewhere
@@ -98,6 +98,28 @@ class Gradients:
         self, part: Tensor, used: set[int], elsewhere: set[int], eager: bool = False
     ) -> None:
         """Deal a reduced gradient, `(S,)`, out to the parameters that a rank used.
+
+        One that is on its way to the host is dealt out when the backward ends.
+        """
+        arriving = host_copies.arriving(self.bucket.segment, part)
+        if not arriving:
+            self._deal_out(part, used, elsewhere, eager)
+            return
+
+        def deal_out() -> None:
+            first, *others = (arrival.wait() for arrival in arriving)
+            for other in others:
+                first.add_(other)
+            with torch.no_grad():
+                self._deal_out(first, used, elsewhere, eager)
+
+        if compat.in_backward():
+            compat.when_backward_ends(deal_out)
+        else:
+            deal_out()
+
+    def _deal_out(self, part: Tensor, used: set[int], elsewhere: set[int], eager: bool) -> None:
+        """What `deliver` does with values.
 
         Of an eager backward ranks do not tell each other which they used: what this one did not,
         and has a gradient here, others did.

@@ -16,8 +16,16 @@ from torch.fx import Node
 
 from shardc.runtime import compat
 
-VERBS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "all-reduce"}
-"""What collectives are called in the profiler, by kind."""
+OFFLOAD = "to_host"
+"""The kind of a copy of a gradient to the host."""
+
+VERBS = {
+    "all_gather": "gather",
+    "reduce_scatter": "reduce",
+    "all_reduce": "all-reduce",
+    OFFLOAD: "offload",
+}
+"""What collectives and copies are called in the profiler, by kind."""
 
 _PREFIX = "shardc: "
 
@@ -68,7 +76,7 @@ class Label:
     """The start of a collective, or the wait for it, around the call that does it.
 
     Attributes:
-        kind: "all_gather", "reduce_scatter" or "all_reduce".
+        kind: "all_gather", "reduce_scatter", "all_reduce", or `OFFLOAD`, which is no collective.
         buckets: the names of the buckets it moves.
         phase: "forward" or "backward".
         waits: whether it is the wait.
@@ -97,16 +105,20 @@ class Label:
         return f"Label({self.kind!r}, {self.buckets!r}, {self.phase!r}, {self.waits!r})"
 
     def __enter__(self) -> None:
+        if self.kind != OFFLOAD:
+            self._note()
+        if compat.is_profiled():
+            shown = torch.profiler.record_function(self.renamed().name)
+            shown.__enter__()
+            progress.shown.append(shown)
+
+    def _note(self) -> None:
         progress.inside = self
         if self.waits:
             progress.since = time.monotonic()
         else:
             progress.started += 1
             progress.last = self
-        if compat.is_profiled():
-            shown = torch.profiler.record_function(self.renamed().name)
-            shown.__enter__()
-            progress.shown.append(shown)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if progress.shown:

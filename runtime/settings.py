@@ -23,6 +23,7 @@ class Settings:
         force_sum: sum and divide even where the backend can average.
         reduce_unused: a parameter that no rank used gets a gradient of zeros.
         reduce_function, all_gather, reduce_scatter, hook: keys of the user's objects.
+        memory: where buffers of collectives come from (`comm_buffers`).
         precision, offload: the policies given to `fully_shard`.
     """
 
@@ -37,6 +38,7 @@ class Settings:
     all_gather: str | None = None
     reduce_scatter: str | None = None
     hook: str | None = None
+    memory: str | None = None
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     offload: OffloadPolicy = field(default_factory=OffloadPolicy)
 

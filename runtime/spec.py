@@ -29,6 +29,7 @@ class Reduction:
         pending, partial: whether such sums of earlier backwards are added to this gradient.
         function: the user's function in place of the reduce-scatter, by key.
         scatter: the user's communication object for the reduce-scatter, by key.
+        memory: where the buffers of the reduce-scatter come from; None for the device's allocator.
         hook: the user's function that is given the reduced gradient, by key.
         hook_sees_mean: whether that is after all divisions, as where the backend averages.
     """
@@ -47,6 +48,7 @@ class Reduction:
     partial: bool = False
     function: str | None = None
     scatter: str | None = None
+    memory: str | None = None
     hook: str | None = None
     hook_sees_mean: bool = True
 
@@ -69,6 +71,7 @@ class UnshardSpec:
         held: whether the bucket is gathered already: the graph is given all of it.
         outside: whether the eager runtime gathers it: several graphs of one forward read it.
         gather: the user's communication object for the all-gather, by key.
+        memory: where the buffer of the all-gather comes from, as in `Reduction`.
         hints: wishes for the schedule, here so that a change of them compiles anew.
     """
 
@@ -87,6 +90,7 @@ class UnshardSpec:
     held: bool = False
     outside: bool = False
     gather: str | None = None
+    memory: str | None = None
     hints: tuple[object, ...] = ()
 
     @property

@@ -18,9 +18,11 @@ from torch.autograd.function import once_differentiable
 
 from shardc.runtime import (
     collectives,
+    comm_buffers,  # noqa: F401 (registers its ops)
     compat,
     custom_comm,  # noqa: F401 (registers its ops)
     gradient_ops,  # noqa: F401 (registers its ops)
+    host_copies,  # noqa: F401 (registers its op)
 )
 from shardc.runtime.collectives import Started
 from shardc.runtime.spec import UnshardSpec, object_of, spec_of
@@ -48,9 +50,12 @@ def start_gather(segment: Tensor, spec: UnshardSpec, part: Tensor | None = None)
     if part is not None:
         assert spec.recut is not None
         return collectives.start_all_gather(part, *spec.recut)
-    local = segment
-    if spec.device is not None:
-        local = local.to(spec.device, non_blocking=True)
+    if spec.gather is None and (spec.device is not None or spec.memory is not None):
+        device = torch.device(spec.device or segment.device)
+        sees_to_memory = torch.ops.shardc.all_gather
+        dtype, ranks = spec.compute_dtype, spec.world_size
+        return Started(sees_to_memory(segment, dtype, device, ranks, spec.group, spec.memory))
+    local = segment if spec.device is None else segment.to(spec.device)
     if spec.param_dtype is not None:
         local = local.to(spec.param_dtype)
     if spec.gather is not None:
@@ -81,12 +86,15 @@ def pack_gradients(
     return torch.ops.shardc.pack(parts, [size for size, _ in spec.pieces], dtype, pending)
 
 
-def reduce(flat: Tensor, spec: UnshardSpec, partial: Tensor | None = None) -> Tensor:
+def reduce(
+    flat: Tensor, spec: UnshardSpec, partial: Tensor | None = None, segment: Tensor | None = None
+) -> Tensor:
     """This rank's part of the reduced gradient: `flat: (W*S,)` -> `(S,)`, in the segment's dtype.
 
-    With `all_reduce` off it is reduced over this copy of the model only, and not divided.
+    With `all_reduce` off it is reduced over this copy of the model only, and not divided. Where the
+    `segment` lies on the host, which must be given then, it is on its way there.
     """
-    steps = reducing(flat, spec, partial)
+    steps = reducing(flat, spec, partial, segment)
     started = next(steps)
     try:
         while True:
@@ -95,9 +103,11 @@ def reduce(flat: Tensor, spec: UnshardSpec, partial: Tensor | None = None) -> Te
         return done.value
 
 
-def reducing(flat: Tensor, spec: UnshardSpec, partial: Tensor | None = None) -> Steps:
+def reducing(
+    flat: Tensor, spec: UnshardSpec, partial: Tensor | None = None, segment: Tensor | None = None
+) -> Steps:
     """The steps of `reduce`."""
-    r, world, device = spec.reduction, spec.world_size, spec.device
+    r, world = spec.reduction, spec.world_size
     group = r.group or spec.group
     if r.predivide != 1:
         flat = flat / r.predivide
@@ -106,12 +116,14 @@ def reducing(flat: Tensor, spec: UnshardSpec, partial: Tensor | None = None) -> 
     elif r.scatter is not None:
         custom = torch.ops.shardc.custom_reduce_scatter
         started = Started(custom(flat, r.op, world, group, r.scatter), done=True)
+    elif r.memory is not None:
+        started = Started(torch.ops.shardc.reduce_scatter(flat, r.op, world, group, r.memory))
     else:
         started = collectives.start_reduce_scatter(flat, r.op, world, group)
     del flat
     part = yield started
     if partial is not None:
-        part = part + partial.to(part.dtype)
+        part = part + partial.to(part.device, part.dtype)
     if r.all_reduce:
         if r.replicas is not None:
             part = yield collectives.start_all_reduce(part, r.op, r.replicas)
@@ -121,8 +133,10 @@ def reducing(flat: Tensor, spec: UnshardSpec, partial: Tensor | None = None) -> 
             part = part / r.postdivide
         if r.hook is not None and r.hook_sees_mean:
             part = torch.ops.shardc.call_hook(part, r.hook)
-    part = part.to(spec.dtype)
-    return part if device is None else part.to("cpu")
+    if spec.device is None:
+        return part.to(spec.dtype)
+    assert segment is not None
+    return torch.ops.shardc.to_host(part, segment)
 
 
 class _Unshard(torch.autograd.Function):
@@ -133,7 +147,9 @@ class _Unshard(torch.autograd.Function):
         spec = spec_of(signature)
         given = dict(zip(spec.extras, extras, strict=True))
         ctx.signature = signature
-        ctx.saved = [name for name in ("pending", "partial") if name in given]
+        if spec.device is not None:
+            given["segment"] = segment
+        ctx.saved = [name for name in ("pending", "partial", "segment") if name in given]
         ctx.save_for_backward(*(given[name] for name in ctx.saved))
         ctx.set_materialize_grads(False)
         with compat.annotate({"shardc": signature}):
@@ -153,7 +169,7 @@ class _Unshard(torch.autograd.Function):
             flat = pack_gradients(grads, spec, added.get("pending"))
             if not spec.reduction.sync:
                 return None, None, *(flat if name == "sink" else None for name in spec.extras)
-            part = reduce(flat, spec, added.get("partial"))
+            part = reduce(flat, spec, added.get("partial"), added.get("segment"))
             return part, None, *(None for _ in spec.extras)
 
 

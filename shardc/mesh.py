@@ -46,9 +46,12 @@ def data_parallel_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
             "fully_shard takes a mesh of one dim (shard) or two (replicate, shard), got a "
             f"{mesh.ndim}-D mesh of shape {tuple(mesh.shape)}"
         )
-    if mesh.device_type not in ("cpu", "cuda"):
+    accelerator = torch.accelerator.current_accelerator()
+    known = dict.fromkeys(["cpu", "cuda", *([accelerator.type] if accelerator else [])])
+    if mesh.device_type not in known:
         raise NotImplementedError(
-            f"shardc runs on 'cpu' and 'cuda' meshes, got '{mesh.device_type}'"
+            f"shardc runs on meshes of {' and '.join(map(repr, known))} here, got one of "
+            f"'{mesh.device_type}'"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")

@@ -33,6 +33,7 @@ from shardc.reports.graph import GraphRows, read_graph
 from shardc.runtime import compat
 from shardc.runtime.agreement import agree
 from shardc.runtime.bucket import Bucket
+from shardc.runtime.bucket_spec import is_elsewhere
 
 _numbers = itertools.count()
 
@@ -68,7 +69,7 @@ class Plan:
         )
         first = next(iter(self.buckets.values()))
         everyone = first.ranks.everyone
-        budget = self._budget(first.segment.device.type)
+        budget = self._budget(first.device.type)
         if not self.options.schedule:
             return names
         return replace(
@@ -82,17 +83,21 @@ class Plan:
             kept=frozenset() if phase == "joint" else self.joint.kept,
             units_in_flight=UNITS_IN_FLIGHT if phase == "joint" else self.joint.units_in_flight,
             agree_on_count=functools.partial(_agree_on_count, everyone, self.options),
-            options=self._schedule_options(first.segment.device.type),
+            options=self._schedule_options(first.device.type),
             agree_on_seconds=functools.partial(_agree_on_seconds, everyone, self.options, phase),
         )
 
     @property
     def static_bytes(self) -> int:
-        """Bytes of segments and the optimizer's states; gradients are what the backward gives."""
+        """Bytes of segments and the optimizer's states on the device.
+
+        Gradients are what the backward gives.
+        """
         states = 1 + self.options.optimizer_states
         return sum(
             int(bucket.segment.nbytes * (states if any(bucket.trainable) else 1))
             for bucket in self.buckets.values()
+            if not is_elsewhere(bucket)
         )
 
     def profile(self, device_type: str) -> Profile:

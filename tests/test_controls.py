@@ -212,12 +212,29 @@ def test_a_flag_costs_one_compile_a_combination(mesh):
 
 
 @on_ranks(2)
-def test_allocation_is_refused_by_name(mesh):
+def test_memory_that_a_backend_has_not(mesh):
     model = sharded(seeded(Stack), mesh)
-    with pytest.raises(NotImplementedError, match="memory of the process group"):
+    bucket = model._shardc_unit.buckets[0]
+    before = bucket.code
+    model.set_allocate_memory_from_process_group_for_comm(True, recurse=True)
+    assert bucket.settings.memory == "group" and bucket.code == before  # gloo has no allocator
+    with pytest.raises(ValueError, match="allocates its buffers by itself"):
+        model.set_custom_all_gather(object())
+    model.set_allocate_memory_from_process_group_for_comm(False, recurse=True)
+    model.set_custom_reduce_scatter(object())
+    with pytest.raises(ValueError, match="allocates its buffers by itself"):
         model.set_allocate_memory_from_process_group_for_comm(True)
-    with pytest.raises(NotImplementedError, match="symmetric memory"):
+    model.set_custom_reduce_scatter(None)
+    with pytest.raises(NotImplementedError, match="for 'cuda' devices only.*sharded over 'cpu'"):
         model.set_symm_mem_for_comm()
+    with pytest.raises(ValueError, match="got 'gloo'"):
+        model.set_symm_mem_for_comm("gloo")
+    assert bucket.settings.memory is None and bucket.code == before
+
+
+@on_ranks(2)
+def test_refused_by_name(mesh):
+    model = sharded(seeded(Stack), mesh)
     with pytest.raises(NotImplementedError, match="storage of gathered parameters"):
         model.set_keep_unsharded_storage(True)
     model.set_keep_unsharded_storage(False)

@@ -54,7 +54,7 @@ def test_the_graph_copies_in_before_the_gather_and_out_after_the_reduction(mesh)
     def both_ways(segment):
         full = gather(segment, spec)
         assert full.device.type == "cuda" and full.dtype == torch.bfloat16
-        part = reduce(full.to(torch.float32), spec)
+        part = reduce(full.to(torch.float32), spec, segment=segment)
         assert part.device.type == "cpu" and part.dtype == torch.float32
         return part
 
@@ -63,6 +63,6 @@ def test_the_graph_copies_in_before_the_gather_and_out_after_the_reduction(mesh)
     calls = [str(node.target).split(".")[-2] for node in graph.nodes if node.op == "call_function"]
     order = [name for name in calls if name != "detach"]
     assert order == [
-        "_to_copy", "_to_copy", "all_gather_into_tensor", "wait_tensor",
-        "_to_copy", "reduce_scatter_tensor", "wait_tensor", "div", "_to_copy",
+        "all_gather", "wait_tensor",
+        "_to_copy", "reduce_scatter_tensor", "wait_tensor", "div", "to_host",
     ], order  # fmt: skip

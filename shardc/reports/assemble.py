@@ -5,11 +5,12 @@ from dataclasses import replace
 
 from torch import nn
 
-from shardc.passes.profiles import Profile
+from shardc.passes.profiles import PROFILES, Profile
 from shardc.reports.graph import GraphRows
 from shardc.reports.record import BucketRow, MemoryPoint, Op
 from shardc.reports.report import Report
 from shardc.runtime.bucket import Bucket
+from shardc.runtime.bucket_spec import is_elsewhere
 from shardc.units import units_of
 
 
@@ -31,9 +32,9 @@ def assemble(
         settings, tokens: see `Record`.
     """
     buckets = [b for module in units_of(model).values() for b in module._shardc_unit.buckets]
-    segments = sum(bucket.segment.nbytes for bucket in buckets)
-    trained = sum(bucket.segment.nbytes for bucket in buckets if any(bucket.trainable))
-    kept = (segments, int(optimizer_states * trained))
+    here = [bucket for bucket in buckets if not is_elsewhere(bucket)]
+    trained = _trained(here)
+    kept = (sum(b.segment.nbytes for b in here), int(optimizer_states * trained))
     clock, rows = 0.0, []
     for graph in _in_order(graphs):
         rows.append(graph.after(clock))
@@ -41,7 +42,8 @@ def assemble(
     memory = [_with_static(point, kept) for graph in rows for point in graph.memory]
     ops = [op for graph in rows for op in graph.ops]
     if any(graph.phase == "backward" for graph in rows):
-        ops.append(_optimizer(trained, optimizer_states, profile, clock))
+        on_host = _trained(buckets) - trained
+        ops.append(_optimizer(trained, on_host, optimizer_states, profile, clock))
         memory.append(MemoryPoint(clock, (*kept, trained, 0, 0), "optimizer"))
     flops: dict[str, float] = {}
     for graph in rows:
@@ -106,8 +108,14 @@ def _with_static(point: MemoryPoint, kept: tuple[int, int]) -> MemoryPoint:
     return replace(point, held=(*kept, *point.held[2:]))
 
 
-def _optimizer(trained: int, states: float, profile: Profile, clock: float) -> Op:
+def _trained(buckets: Iterable[Bucket]) -> int:
+    return sum(bucket.segment.nbytes for bucket in buckets if any(bucket.trainable))
+
+
+def _optimizer(trained: int, on_host: int, states: float, profile: Profile, clock: float) -> Op:
     """A fused step, which reads parameter, gradient and states and writes parameter and states."""
-    traffic = trained * (3 + 2 * states)
-    seconds = traffic / (profile.memory_bandwidth * profile.memory_efficiency)
+    seconds = (3 + 2 * states) * sum(
+        nbytes / (where.memory_bandwidth * where.memory_efficiency)
+        for nbytes, where in ((trained, profile), (on_host, PROFILES["cpu"]))
+    )
     return Op("optimizer", "step", "", clock, seconds)

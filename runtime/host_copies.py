@@ -1,0 +1,119 @@
+"""CPU offload's copies between the host and the device, on streams of their own.
+
+A segment on the host is copied in on one stream, and its gather starts behind that stream: compute
+waits for neither until it reads the result. A reduced gradient is copied out on the other, into
+pinned memory where the segment's is. Nobody waits for it there: the tensor that goes on to autograd
+has no values yet. What comes out at the other end is asked for by segment (`arriving`) when the
+backward ends: autograd may have copied the tensor on its way, or added up several.
+
+Memory belongs to the stream that computes: a stream of ours first waits for what was queued there,
+and what it still reads is marked as in use (`record_stream`). Segments that are not pinned are
+copied at once, as torch does.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardc.runtime import compat
+
+_streams: dict[tuple[torch.device, str], torch.Stream] = {}
+
+
+def stream_of(device: torch.device, direction: str) -> torch.Stream:
+    """The stream for copies to ("in") or from ("out") a device, once what is queued is done."""
+    key = (device, direction)
+    if key not in _streams:
+        _streams[key] = torch.Stream(device=device)
+    _streams[key].wait_stream(torch.accelerator.current_stream(device))
+    return _streams[key]
+
+
+def copy_in(segment: Tensor, part: Tensor) -> torch.Stream:
+    """Start to copy `segment: (S,)` from the host into `part`, and cast it; behind which stream."""
+    stream = stream_of(part.device, "in")
+    staged = part
+    if part.dtype != segment.dtype:  # the cast is the device's work
+        staged = torch.empty_like(segment, device=part.device)
+        staged.record_stream(stream)
+    with stream:
+        staged.copy_(segment, non_blocking=True)
+        if staged is not part:
+            part.copy_(staged)
+    return stream
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """A gradient on its way to the host.
+
+    Attributes:
+        part: where it goes, `(S,)`.
+        done: the event after which it is there; None: it is.
+        backward: the backward that made it (`compat.backward_number`).
+    """
+
+    part: Tensor
+    done: torch.Event | None
+    backward: int
+
+    def wait(self) -> Tensor:
+        """Its values."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.part
+
+
+_arriving: dict[int, list[Arrival]] = {}
+"""By the address of the segment that they are gradients of."""
+
+
+def arriving(segment: Tensor, part: Tensor) -> list[Arrival]:
+    """What the backward under way has sent to the host and became `part`, a gradient of `segment`.
+
+    Taken over: it is not given again.
+    """
+    backward = compat.backward_number()
+    sent = [a for a in _arriving.pop(segment.data_ptr(), []) if a.backward == backward]
+    own = [arrival for arrival in sent if arrival.part.data_ptr() == part.data_ptr()]
+    if own and len(own) < len(sent):
+        _arriving[segment.data_ptr()] = [arrival for arrival in sent if arrival not in own]
+    return own or sent
+
+
+_library = torch.library.Library("shardc", "FRAGMENT")
+_library.define("to_host(Tensor part, Tensor segment) -> Tensor")
+
+
+def _to_host(part: Tensor, segment: Tensor) -> Tensor:
+    """Send the gradient of `segment`, which lies on the host, there: `part: (S,)` -> `(S,)`.
+
+    The result has its values once its `arriving` entry says so.
+    """
+    # A copy of its own: the memory of `part` may be given to the next kernel at once.
+    staged = part.to(segment.dtype, copy=True)
+    host = torch.empty_like(staged, device="cpu", pin_memory=segment.is_pinned())
+    done = None
+    if host.is_pinned():
+        stream = stream_of(part.device, "out")
+        with stream:
+            host.copy_(staged, non_blocking=True)
+            done = stream.record_event()
+        staged.record_stream(stream)
+    else:
+        host.copy_(staged)
+    backward = compat.backward_number()
+    earlier = [a for a in _arriving.get(segment.data_ptr(), []) if a.backward == backward]
+    # An alias: autograd takes a tensor over without a copy where nobody else has that very object,
+    # and adds nothing into memory that somebody else has.
+    _arriving[segment.data_ptr()] = [*earlier, Arrival(host.detach(), done, backward)]
+    return host
+
+
+_library.impl("to_host", _to_host, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "shardc::to_host",
+    lambda part, segment: torch.empty_like(part, dtype=segment.dtype, device="cpu"),
+    lib=_library,
+)
