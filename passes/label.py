@@ -1,4 +1,4 @@
-"""Forward and backward graphs: every collective of ours, and its wait, knows the name of its unit,
+"""Forward and backward graphs: every collective of ours, and its wait, knows its unit's name,
 as does a copy of a gradient to the host.
 
 What runs the graph shows the names in the profiler and in the error of a collective that fails. The
@@ -28,7 +28,7 @@ def label_collectives(gm: GraphModule, ctx: PassContext) -> GraphModule:
         for wait in waits_for(node):
             set_label(wait, Label(kind, buckets, ctx.phase, waits=True))
     for copy in gm.graph.find_nodes(op="call_function", target=torch.ops.shardc.to_host.default):
-        position = ctx.position_behind(copy.args[1])  # type: ignore[arg-type]
+        position = ctx.position_behind(copy.args[1])
         name = "?" if position is None else ctx.labels.get(position, "?")
         set_label(copy, Label(OFFLOAD, (name,), ctx.phase))
     return gm

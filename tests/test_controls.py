@@ -225,7 +225,7 @@ def test_memory_that_a_backend_has_not(mesh):
     with pytest.raises(ValueError, match="allocates its buffers by itself"):
         model.set_allocate_memory_from_process_group_for_comm(True)
     model.set_custom_reduce_scatter(None)
-    with pytest.raises(NotImplementedError, match="for 'cuda' devices only.*sharded over 'cpu'"):
+    with pytest.raises(NotImplementedError, match=r"for 'cuda' devices only.*sharded over 'cpu'"):
         model.set_symm_mem_for_comm()
     with pytest.raises(ValueError, match="got 'gloo'"):
         model.set_symm_mem_for_comm("gloo")

@@ -1,0 +1,98 @@
+"""AOT autograd: fake tensors, symbolic sizes, the partitioner, the formulas of its ops."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+
+def size_expr(size: Any) -> Any:
+    """A size as a number, or as the sympy expression behind a SymInt (2.11 to 2.15)."""
+    if isinstance(size, torch.SymInt):
+        expr = size.node.expr
+        return int(expr) if expr.is_number else expr
+    return size
+
+
+def symbol_values(size: Any) -> dict[Any, int]:
+    """The values of all symbols of the trace that a SymInt comes from (2.11 to 2.15)."""
+    if not isinstance(size, torch.SymInt):
+        return {}
+    env = size.node.shape_env
+    known = getattr(env, "backed_var_to_val", None) or getattr(env, "var_to_val", {})
+    return {symbol: int(value) for symbol, value in known.items()}
+
+
+def flop_formulas() -> dict[Any, Callable[..., Any]]:
+    """What torch knows of FLOPs, by op, with the CPU's attention added (2.11 to 2.15)."""
+    from torch.utils.flop_counter import flop_registry
+
+    aten = torch.ops.aten
+    return {
+        **flop_registry,
+        aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+            aten._scaled_dot_product_flash_attention
+        ],
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+            aten._scaled_dot_product_flash_attention_backward
+        ],
+    }
+
+
+def op_arguments(node: torch.fx.Node) -> dict[str, Any]:
+    """The arguments of a call of an op, by name; none for what is no op (2.11 to 2.15)."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return {}
+    names = [argument.name for argument in node.target._schema.arguments]
+    return dict(zip(names, node.args, strict=False)) | node.kwargs
+
+
+@contextmanager
+def fake_tensors() -> Iterator[Callable[[Tensor], Tensor]]:
+    """Inside, tensors have shapes only; gives what makes one like another (2.11 to 2.15)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield lambda tensor: torch.empty_like(tensor, device="cpu")
+
+
+def compile_aot(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    partition: Callable[..., Any],
+) -> Callable[..., Any]:
+    """AOT autograd with our compilers and no decompositions (2.11 to 2.15)."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    with functorch_config().patch(enable_autograd_cache=False, donated_buffer=False):
+        return aot_autograd(
+            fw_compiler=forward,
+            bw_compiler=backward,
+            inference_compiler=forward,
+            partition_fn=partition,
+            decompositions={},
+            keep_inference_input_mutations=True,
+        )(gm, example_inputs)
+
+
+def min_cut_partition(joint: GraphModule, *args: Any, **kwargs: Any) -> Any:
+    """Cut a joint graph in two, saving as little as possible (2.11 to 2.15)."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+
+def compiling_backward_at_once() -> AbstractContextManager[Any]:
+    """Inside, AOT autograd compiles a backward with its forward (2.11 to 2.15)."""
+    return functorch_config().patch(force_non_lazy_backward_lowering=True)
+
+
+def functorch_config() -> Any:
+    import torch._functorch.config
+
+    return torch._functorch.config

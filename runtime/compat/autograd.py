@@ -1,0 +1,64 @@
+"""The autograd engine and its hooks, function transforms, the profiler."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def grad_hooks(param: Tensor) -> Iterable[Callable[[Tensor], Tensor | None]]:
+    """The hooks that `param.register_hook` collected (2.11 to 2.15)."""
+    return list((param._backward_hooks or {}).values())
+
+
+def post_accumulate_hooks(param: Tensor) -> Iterable[Callable[[Tensor], None]]:
+    """The hooks that `register_post_accumulate_grad_hook` collected (2.11 to 2.15)."""
+    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def leave_gradient_dtype(param: Tensor) -> None:
+    """Let `param.grad` have another dtype than `param` (2.11 to 2.15)."""
+    param.grad_dtype = None
+
+
+def when_backward_ends(call: Callable[[], None]) -> None:
+    """From within a backward, have `call` called when all of it is done (2.11 to 2.15)."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def backward_number() -> int:
+    """A number of the backward that autograd runs on this thread; -1 if none (2.11 to 2.15)."""
+    return torch._C._current_graph_task_id()
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward on this thread."""
+    return backward_number() != -1
+
+
+def top_saved_tensors_hooks() -> Any:
+    """The innermost saved-tensor hooks, (pack, unpack); None if there are none (2.11 to 2.15)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def saved_tensors_hooks_allowed() -> bool:
+    """False inside `torch.func` transforms, which refuse such hooks (2.11 to 2.15)."""
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+
+
+def is_checkpoint_hook(pack: Callable[[Tensor], Any]) -> bool:
+    """Whether a pack hook is that of `torch.utils.checkpoint`, which recomputes (2.11 to 2.15)."""
+    return pack.__module__ == "torch.utils.checkpoint"
+
+
+def outside_function_transforms() -> AbstractContextManager[Any]:
+    """Inside, `vmap`, `grad` and their like around the caller do not apply (2.11 to 2.15)."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+is_profiled = torch.autograd._profiler_enabled
+"""Whether a profiler runs on this thread (2.11 to 2.15)."""

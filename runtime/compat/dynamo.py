@@ -1,0 +1,142 @@
+"""Dynamo: what it traces, the graphs it hands to a backend, what it counts."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def annotate(facts: dict[str, Any]) -> AbstractContextManager[None]:
+    """Put `facts` under `meta["custom"]` of the nodes traced meanwhile (2.11 to 2.15)."""
+    return torch.fx.traceback.annotate(facts)
+
+
+def inline_only(fn: F) -> F:
+    """Let Dynamo inline `fn` into a caller it traces, never compile it by itself (2.11 to 2.15).
+
+    What an eager frame calls stays eager then, instead of becoming a small graph of its own.
+    """
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(fn.__code__)
+    return fn
+
+
+def in_own_frame(call: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, within a frame that Dynamo traces where it skips that of `forward` (2.11 to 2.15).
+
+    It skips torch's own modules; `torch.compile(module)` does the same for them.
+    """
+    from torch._dynamo import external_utils, trace_rules
+
+    return external_utils.wrap_inline(call) if trace_rules.check(forward) else call
+
+
+def copy_dynamo_graph(gm: GraphModule) -> GraphModule:
+    """A copy that passes as Dynamo's, whose own graph must keep its inputs (2.11 to 2.15)."""
+    copied = GraphModule(gm, torch.fx.Graph(), type(gm).__name__)
+    nodes: dict[torch.fx.Node, torch.fx.Node] = {}
+    copied.graph.graph_copy(gm.graph, nodes)
+    result = gm.graph.output_node()
+    copied.graph.output(torch.fx.node.map_arg(result.args[0], nodes.__getitem__))
+    copied.graph.output_node().meta = dict(result.meta)
+    for node, twin in nodes.items():
+        if hasattr(node, "_dynamo_source"):
+            twin._dynamo_source = node._dynamo_source
+    copied.meta = gm.meta
+    for name in ("_param_name_to_source", "_source_to_user_stacks", "compile_subgraph_reason"):
+        if hasattr(gm, name):
+            setattr(copied, name, getattr(gm, name))
+    return copied
+
+
+def make_input_without_source(placeholder: torch.fx.Node, like: torch.fx.Node) -> None:
+    """Have a new placeholder pass as one of Dynamo's, with the value of `like` (2.11 to 2.15)."""
+    placeholder.meta.update(
+        {key: like.meta[key] for key in ("example_value", "stack_trace") if key in like.meta}
+    )
+    placeholder._dynamo_source = None
+
+
+def real_input(placeholder: torch.fx.Node) -> Tensor | None:
+    """The tensor for which Dynamo made a placeholder, while a backend compiles (2.11 to 2.15)."""
+    argument = placeholder.meta.get("grapharg")
+    value = None if argument is None else argument.example
+    return value if isinstance(value, Tensor) else None
+
+
+def is_cut_by_break(gm: GraphModule) -> bool:
+    """Whether Dynamo ended the graph at a graph break (2.11 to 2.15)."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return reason is not None and bool(reason.graph_break)
+
+
+def region_nodes() -> tuple[set[Any], set[Any]]:
+    """What opens and closes a function transform in a Dynamo graph (2.11 to 2.15)."""
+    from torch._C import _functorch
+    from torch._functorch import predispatch
+
+    kinds = ("_vmap", "_grad", "_jvp")
+    opens = {getattr(_functorch, f"{kind}_increment_nesting") for kind in kinds}
+    closes = {getattr(_functorch, f"{kind}_decrement_nesting") for kind in kinds}
+    opens.add(predispatch._vmap_increment_nesting)
+    closes.add(predispatch._vmap_decrement_nesting)
+    return opens, closes
+
+
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+"""What `torch.no_grad()` leaves in a Dynamo graph (2.11 to 2.15)."""
+
+
+def compile_id() -> tuple[int, int] | None:
+    """Of what Dynamo compiles now: the number of the frame, how often it was compiled before.
+
+    None outside of a compile. (2.11 to 2.15)
+    """
+    from torch._guards import CompileContext
+
+    known = CompileContext.current_compile_id()
+    if known is None or known.frame_id is None or known.frame_compile_id is None:
+        return None
+    return known.frame_id, known.frame_compile_id
+
+
+def forget_compiled() -> None:
+    """Have Dynamo forget what it compiled, and what it counted (2.11 to 2.15)."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def graph_break_reasons() -> list[str]:
+    """Why Dynamo broke graphs, once a break (2.11 to 2.15)."""
+    from torch._dynamo.utils import counters
+
+    return [str(reason) for reason, times in counters["graph_break"].items() for _ in range(times)]
+
+
+def is_traced() -> bool:
+    """Whether torch's structured trace is on, `TORCH_TRACE` (2.11 to 2.15).
+
+    Its handler takes itself away at the first record if it is not.
+    """
+    from torch._logging import _internal
+
+    return bool(_internal.trace_log.handlers)
+
+
+def trace_artifact(name: str, text: str) -> None:
+    """Add a text to torch's structured trace, if that is on (2.11 to 2.15)."""
+    torch._logging.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: text,
+        expect_trace_id=False,
+    )

@@ -1,0 +1,205 @@
+"""Process groups, their backends and memory, and meshes."""
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def flat_dims(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
+    """The named dims of a mesh as one; None for no names. All ranks of `mesh` must call it."""
+    if not names:
+        return None
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+def with_last_dim_of_one(mesh: DeviceMesh) -> DeviceMesh:
+    """A 1-D mesh as one of shape `(size, 1)`. All ranks of `mesh` must call it."""
+    return mesh._unflatten(0, (mesh.size(), 1), ("replicate", "shard"))
+
+
+def concatenate_meshes(*meshes: DeviceMesh) -> DeviceMesh:
+    """A mesh of the dims of sub-meshes of one mesh, in the order given."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The name by which functional collectives find a process group (2.11 to 2.15)."""
+    return group.group_name
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group of that name.
+
+    Raises:
+        RuntimeError: it is gone, or was never made.
+    """
+    from torch.distributed import distributed_c10d
+
+    try:
+        return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"process group '{name}', over which the model is sharded, does not exist: call "
+            "torch.distributed.init_process_group before fully_shard and keep the group until the "
+            "last step"
+        ) from error
+
+
+def group_store(group: dist.ProcessGroup) -> dist.Store:
+    """The store over which the group met (2.11 to 2.15)."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_process_group_store(group)
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long the group's collectives wait before they fail (2.11 to 2.15)."""
+    from torch.distributed import constants
+
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:  # a group of another device
+        backend = group._get_backend(torch.device("cuda"))
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout or constants.default_pg_timeout
+
+
+def flight_record(group: dist.ProcessGroup) -> str | None:
+    """The file with the last collectives of this process; None where there is none (2.11 to 2.15).
+
+    NCCL's watchdog writes it when a collective times out. Gloo's is written here, if the user said
+    where to.
+    """
+    asked = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get(
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+    )
+    size = os.environ.get("TORCH_FR_BUFFER_SIZE") or os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE")
+    if size == "0":
+        return None
+    backend = dist.get_backend(group)
+    if backend == "nccl":
+        default = Path.home() / ".cache" / "torch" / "comm_lib_trace_rank_"
+        return f"{asked or default}{dist.get_rank()}"
+    if backend != "gloo" or not asked:
+        return None
+    path = Path(f"{asked}{dist.get_rank()}")
+    try:
+        c10d: Any = torch._C._distributed_c10d  # the stubs lack it
+        path.write_bytes(c10d._dump_fr_trace(includeStackTraces=False))
+    except OSError as error:
+        return f"{path} (which could not be written: {error})"
+    return str(path)
+
+
+def high_priority_options(group: dist.ProcessGroup) -> Any:
+    """Options for a group like `group` on a high-priority stream; None where there is none."""
+    if dist.get_backend(group) != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    return options
+
+
+def mean_op(name: str) -> str:
+    """The reduction that leaves the least to divide: "avg" where the backend has it, else "sum"."""
+    return "avg" if dist.get_backend(resolve_group(name)) == "nccl" else "sum"
+
+
+def group_allocates(name: str, device: torch.device) -> bool:
+    """Whether the group has an allocator of its own for a device (2.11 to 2.15)."""
+    try:
+        return resolve_group(name)._get_backend(device).supports_tensor_alloc(device)
+    except RuntimeError:  # no backend for such devices
+        return False
+
+
+def allocate_from_group(numel: int, dtype: torch.dtype, device: torch.device, name: str) -> Tensor:
+    """A tensor, `(numel,)`, from the group's own allocator (2.11 to 2.15)."""
+    backend = resolve_group(name)._get_backend(device)
+    return backend.allocate_tensor(numel, dtype=dtype, device=device)
+
+
+def use_symmetric_memory(backend: str, name: str) -> None:
+    """Let `allocate_symmetric` take from `backend` (2.11 to 2.15). All ranks of the group call it.
+
+    The barrier makes the communicator, which must exist before the first `rendezvous`.
+    """
+    from torch.distributed import _symmetric_memory
+
+    _symmetric_memory.set_backend(backend)  # type: ignore[arg-type]
+    dist.barrier(group=resolve_group(name))
+
+
+def allocate_symmetric(numel: int, dtype: torch.dtype, device: torch.device, name: str) -> Tensor:
+    """A tensor, `(numel,)`, of symmetric memory that the group has met over (2.11 to 2.15)."""
+    from torch.distributed import _symmetric_memory
+
+    with torch.cuda.use_mem_pool(_symmetric_memory.get_mem_pool(device)):
+        tensor = torch.empty(numel, dtype=dtype, device=device)
+    _symmetric_memory.rendezvous(tensor, group=resolve_group(name))
+    return tensor
+
+
+def make_fake_groups(groups: Mapping[str, tuple[int, int]]) -> None:
+    """Groups without peers, given as (rank, size), under the names that graphs know (2.11 to 2.15).
+
+    For a process that has no group yet.
+    """
+    from torch._C._distributed_c10d import _register_process_group, _unregister_all_process_groups
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers its backend)
+
+    if not groups:
+        return
+    own = max(rank for rank, _ in groups.values())
+    world = own + max(size for _, size in groups.values())
+    dist.init_process_group("fake", rank=own, world_size=world, store=dist.HashStore())
+    made = {
+        name: dist.new_group(list(range(own - rank, own - rank + size)))
+        for name, (rank, size) in groups.items()
+    }
+    _unregister_all_process_groups()
+    for name, group in made.items():
+        _register_process_group(name, group)  # type: ignore[arg-type]
+
+
+def is_fake_group(group: dist.ProcessGroup) -> bool:
+    """Whether the group has no peers: torch's fake one, or one that says it is `emulated`."""
+    return dist.get_backend(group) == "fake" or getattr(group, "emulated", False)
+
+
+def join_fake_group(world_size: int) -> None:
+    """Be rank 0 of a process group without peers (2.11 to 2.15)."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+
+
+def has_real_group() -> bool:
+    """Whether this process has joined a process group with peers."""
+    return dist.is_initialized() and not is_fake_group(_default_group())
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.distributed_c10d.GroupMember.WORLD
+    assert group is not None
+    return group
+
+
+def let_backend_threads_finish() -> None:
+    """At exit, let gloo's threads drop the tensors of the last collective (2.13).
+
+    They take the GIL for it, up to one switch interval (5 ms) after the wait has returned; an
+    interpreter that finalizes in that time ends them, which aborts the process ("terminate called
+    without an active exception").
+    """
+    atexit.register(time.sleep, 4 * sys.getswitchinterval())

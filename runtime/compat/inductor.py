@@ -1,0 +1,223 @@
+"""Inductor: its lowering, its settings, its scheduler and the code it writes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._inductor.exc import InductorError as InductorError
+from torch.fx import GraphModule
+
+from shardc.runtime.compat.aot import functorch_config
+
+
+def compile_fx(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    inner_compile: Callable[..., Any],
+    patches: dict[str, Any],
+) -> Callable[..., Any]:
+    """Inductor, with `inner_compile` lowering each partitioned graph (2.11 to 2.15).
+
+    `patches` hold until the backward graph is compiled, which may be after this returns. AOT
+    autograd's own cache is off: a hit would skip the passes. Donated buffers are off: a backward
+    writes into them, and with `retain_graph=True` the next one would read what it wrote.
+    """
+    from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
+
+    with functorch_config().patch(enable_autograd_cache=False, donated_buffer=False):
+        return inductor_compile_fx(  # type: ignore[return-value]
+            gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches
+        )
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """The Inductor settings behind `torch.compile(mode=...)` (2.11 to 2.15)."""
+    return dict(torch._inductor.list_mode_options(mode)) if mode else {}
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that Inductor takes (2.11 to 2.15). RuntimeError where it finds none."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return get_cpp_compiler()
+
+
+def compile_fx_inner(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    label_of: Callable[[torch.fx.Node], Any],
+    **kwargs: Any,
+) -> Any:
+    """Inductor's lowering of one graph, graph cache included (2.11 to 2.15).
+
+    Collectives and waits stay in the order of the graph, and run in the context that `label_of`
+    gives their nodes; its `repr` is code that makes it anew.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner as inner
+
+    with config.patch(_pre_fusion_custom_pass=_collectives_pass(gm, label_of)):
+        return inner(gm, inputs, **kwargs)
+
+
+def changed_inductor_settings() -> dict[str, Any]:
+    """The settings of Inductor that differ from its defaults now (2.11 to 2.15)."""
+    from torch._inductor import config
+
+    return dict(config._get_dict(skip_default=True))  # type: ignore[attr-defined]
+
+
+def compile_alone(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    label_of: Callable[[torch.fx.Node], Any],
+    settings: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+) -> Any:
+    """`compile_fx_inner` with `settings`, outside of any compile (2.11 to 2.15)."""
+    from torch._inductor import config
+
+    with config.patch(dict(settings)):
+        return compile_fx_inner(gm, inputs, label_of, **arguments)
+
+
+def wrap_compiled(output: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    """Put `wrap` around what a graph that Inductor compiled calls (2.11 to 2.15).
+
+    A graph without any call, which only passes inputs on, comes back as a plain function.
+    """
+    if not hasattr(output, "current_callable"):
+        return output
+    output.current_callable = wrap(output.current_callable)
+    return output
+
+
+def generated_code(output: Any) -> tuple[str, str] | None:
+    """What Inductor made of a graph: the path of the code, which need not exist, and its text.
+
+    None where it made none. (2.11 to 2.15)
+    """
+    from torch._inductor.codecache import get_path
+
+    source = getattr(output, "source_code", None)
+    return (get_path(output.cache_key, "py")[2], source) if source else None
+
+
+JOINT_PASS = "joint_custom_post_pass"
+"""The setting of Inductor under which it takes a pass over joint graphs (2.11 to 2.15)."""
+
+
+def joint_pass(apply: Callable[[GraphModule], GraphModule], key: str) -> Any:
+    """`apply` as Inductor's `joint_custom_post_pass`; `key` enters its graph cache's key."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class JointPass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            assert graph.owning_module is not None
+            apply(graph.owning_module)
+
+        def uuid(self) -> str:
+            return key
+
+    return JointPass()
+
+
+def _collectives_pass(gm: GraphModule, label_of: Callable[[torch.fx.Node], Any]) -> Any:
+    """A pass of Inductor's scheduler for the collectives and waits of `gm` (2.11 to 2.15).
+
+    It keeps them in the order of the graph. Without that, a kernel fused from an early and a late
+    op is placed early and pulls the waits it needs before starts that were planned earlier; and
+    ranks that fuse differently, because their shapes differ, would issue collectives in different
+    orders. The order is told to the scheduler as dependencies, before it fuses.
+
+    The labels are written into the code, so they are part of the graph cache's key.
+    """
+    from torch._inductor import custom_graph_pass
+    from torch._inductor.dependencies import WeakDep
+    from torch._inductor.ir import InvokeSubgraph
+    from torch._inductor.utils import is_collective, is_wait
+
+    # 2.11 has no class of its own for passes of the scheduler.
+    base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
+    labels = [repr(label) for label in map(label_of, gm.graph.nodes) if label is not None]
+
+    class KeepOrder(base):
+        def __call__(self, nodes: list[Any]) -> list[Any]:
+            last = None
+            for node in nodes:
+                is_call = isinstance(node.node, InvokeSubgraph)  # may write to what it is given
+                label = None if is_call else _label_of_kernel(node.node, label_of)
+                moves = label is not None or is_collective(node.node) or is_wait(node.node)
+                if is_call or moves:
+                    own = next(iter(node.get_buffer_names()))
+                    if last is not None:
+                        node.add_fake_dep(WeakDep(last, mutating_buf=own, is_fake=True))
+                    last = own
+                if label is not None:
+                    _run_within(node.node, label)
+            if nodes:
+                nodes[0].scheduler.compute_ancestors()
+            return nodes
+
+        def uuid(self) -> str:
+            return f"shardc: collectives, waits, calls in order; no donated buffers; {labels}"
+
+    return KeepOrder()
+
+
+def _label_of_kernel(kernel: Any, label_of: Callable[[torch.fx.Node], Any]) -> Any:
+    """The label of the node that became a call of an op as it is; else None (2.11 to 2.15)."""
+    op = getattr(kernel, "op_overload", None)
+    nodes = [] if op is None else [node for node in kernel.get_origins() if node.target is op]
+    return label_of(nodes[0]) if len(nodes) == 1 else None
+
+
+def _run_within(kernel: Any, label: Any) -> None:
+    """Have the Python code for a kernel enter and leave a label (2.11 to 2.15)."""
+    from torch._inductor.virtualized import V
+
+    if V.graph.cpp_wrapper:
+        return
+    write_call = kernel.codegen
+    module, name = type(label).__module__, type(label).__name__
+
+    def codegen(wrapper: Any) -> None:
+        outermost = wrapper
+        while getattr(outermost, "parent_wrapper", None) is not None:
+            outermost = outermost.parent_wrapper
+        variable = f"{name.lower()}_{kernel.get_name()}"
+        outermost.add_import_once(f"from {module} import {name}")
+        outermost.add_import_once(f"{variable} = {label!r}")
+        wrapper.writeline(f"{variable}.__enter__()")
+        write_call(wrapper)
+        wrapper.writeline(f"{variable}.__exit__(None)")
+
+    kernel.codegen = codegen
+
+
+def keep_output_strides(body: GraphModule) -> None:
+    """Have Inductor give what a nested graph returns the strides it was traced with (2.11 to 2.15).
+
+    Inductor notes this for all nested graphs, but before those are made that shardc makes.
+    """
+    result = body.graph.output_node()
+    values = [node.meta["val"] for node in result.args[0]]  # type: ignore[union-attr]
+    result.meta["user_visible_output_idxs"] = list(range(len(values)))
+    result.meta["original_output_strides"] = [value.stride() for value in values]
+
+
+def takes_nested_graphs(kwargs: dict[str, Any]) -> bool:
+    """Whether `compile_fx_inner`, given these, may see calls of nested graphs (2.11 to 2.15).
+
+    Its C++ wrapper has no code for them, and CUDA graphs are cut at other places.
+    """
+    from torch._inductor import config
+
+    return not (config.cpp_wrapper or kwargs.get("cpp_wrapper") or kwargs.get("cudagraphs"))
+
+
+def is_random_seed(node: torch.fx.Node) -> bool:
+    """Whether a node picks one of the seeds that Inductor drew for a graph (2.11 to 2.15)."""
+    from torch._inductor import inductor_prims
+
+    return node.target is inductor_prims.lookup_seed

@@ -1,0 +1,107 @@
+"""`nn.Module` and optimizers: what they cache, and hooks that torch has no way to set."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether DDP or `torch.distributed._composable.replicate` owns `module` (2.11 to 2.15)."""
+    from torch.distributed._composable.contract import _get_registry
+
+    names = _get_registry(module) or {}
+    return isinstance(module, nn.parallel.DistributedDataParallel) or "replicate" in names
+
+
+def after_zero_grad(call: Callable[[Iterable[Tensor]], None]) -> None:
+    """Call with their parameters after any optimizer's or module's `zero_grad` (2.11 to 2.15).
+
+    There is no hook for it; the two methods are wrapped.
+    """
+
+    def wrapped(method: Callable[..., None], params: Callable[[Any], Iterable[Tensor]]) -> Any:
+        @functools.wraps(method)
+        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+            method(self, *args, **kwargs)
+            call(params(self))
+
+        return zero_grad
+
+    def held_by(optimizer: Any) -> Iterable[Tensor]:
+        return (param for group in optimizer.param_groups for param in group["params"])
+
+    optimizer: Any = torch.optim.Optimizer
+    module: Any = nn.Module
+    optimizer.zero_grad = wrapped(optimizer.zero_grad, held_by)
+    module.zero_grad = wrapped(module.zero_grad, nn.Module.parameters)
+
+
+@contextmanager
+def without_parameters(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Hide some of a module's parameters from its own methods for a while (2.11 to 2.15)."""
+    hidden, parameters = set(names), module._parameters
+    module.__dict__["_parameters"] = {n: p for n, p in parameters.items() if n not in hidden}
+    try:
+        yield
+    finally:
+        parameters.update(module._parameters)
+        module.__dict__["_parameters"] = parameters
+
+
+def rnn_weight_references(module: nn.Module) -> list[Any]:
+    """The weak references that `nn.LSTM` and friends keep to their weights (2.11 to 2.15)."""
+    return list(module._flat_weight_refs) if isinstance(module, nn.RNNBase) else []
+
+
+def forget_recomputed_weights(module: nn.Module) -> None:
+    """Drop the weight that the old `weight_norm` and `spectral_norm` keep (2.11 to 2.15).
+
+    It is derived from parameters, which it keeps in use, and is set anew before each forward.
+    """
+    from torch.nn.utils.spectral_norm import SpectralNorm
+    from torch.nn.utils.weight_norm import WeightNorm
+
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, (SpectralNorm, WeightNorm)):
+            vars(module).pop(hook.name, None)
+
+
+def forget_rnn_weights(module: nn.Module) -> None:
+    """Drop what `nn.LSTM` and friends cache of their weights (2.11 to 2.15)."""
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = []
+        module._flat_weight_refs = []
+
+
+def rnn_properties() -> dict[str, property]:
+    """Read the cached weights of `nn.LSTM` and friends through their attributes (2.11 to 2.15)."""
+
+    def weights(rnn: Any) -> list[Any]:
+        return [getattr(rnn, name, None) for name in rnn._flat_weights_names]
+
+    def references(rnn: Any) -> list[None]:
+        return [None] * len(rnn._flat_weights_names)
+
+    def ignore(rnn: Any, value: Any) -> None: ...
+
+    return {
+        "_flat_weights": property(weights, ignore),
+        "_flat_weight_refs": property(references, ignore),
+    }
+
+
+def rewrites_loaded_state(module: nn.Module) -> bool:
+    """Whether a module's own code may rename or convert what `load_state_dict` gives it.
+
+    Looks at hooks and overrides by the private names they have in 2.11 to 2.15; those of torch's
+    activation wrappers only add their prefix, those of its layers only read older versions.
+    """
+    if not type(module)._load_from_state_dict.__module__.startswith("torch."):
+        return True
+    hooks = (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
+    known = "torch.distributed.algorithms."
+    return not all(getattr(hook, "__module__", "").startswith(known) for hook in hooks)

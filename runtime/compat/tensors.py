@@ -1,0 +1,88 @@
+"""Tensors, subclasses of them, and DTensors."""
+
+import weakref
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
+"""A tensor subclass that only wants `__torch_dispatch__` (2.11 to 2.15)."""
+
+
+def tracking_versions() -> AbstractContextManager[None]:
+    """Inside `__torch_dispatch__`, give views the version of their base (2.11 to 2.15)."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+
+
+def register_foreach_type(cls: type[Tensor]) -> None:
+    """Let foreach optimizers and clipping take `cls` (seen in 2.11 to 2.15).
+
+    Both lists name the exact types for which foreach is the default.
+    """
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for supported in (
+        optimizer._foreach_supported_types,
+        _foreach_utils._foreach_supported_types,
+    ):
+        if cls not in supported:
+            supported.append(cls)
+
+
+def make_wrapper(cls: type[Tensor], shape: Iterable[int], local: Tensor) -> Tensor:
+    """A contiguous wrapper subclass of `shape` with the dtype and device of `local`."""
+    return Tensor._make_wrapper_subclass(
+        cls, tuple(shape), dtype=local.dtype, device=local.device, requires_grad=False
+    )
+
+
+def local_of(tensor: DTensor) -> Tensor:
+    """This rank's value of a DTensor, without gradient (stubs give `detach` a plain type)."""
+    return cast(DTensor, tensor.detach()).to_local()
+
+
+def storage_id(tensor: Tensor) -> int | None:
+    """What is equal for tensors that share a storage; None where there is none (2.11 to 2.15).
+
+    Of a DTensor, the storage of its local value.
+    """
+    if isinstance(tensor, DTensor):
+        tensor = local_of(tensor)
+    if tensor.layout != torch.strided or type(tensor) not in (Tensor, nn.Parameter):
+        return None
+    return tensor.untyped_storage()._cdata
+
+
+def is_in_use(param: Tensor) -> bool:
+    """Whether `torch.utils.swap_tensors` would refuse `param`: an autograd graph holds it."""
+    return param._use_count() > 2  # type: ignore[attr-defined]
+
+
+def swap_tensors(param: Tensor, new: Tensor) -> None:
+    """`torch.utils.swap_tensors`, also where weak references to `param` exist (2.11 to 2.15).
+
+    Torch refuses those, because they would lead to another tensor. Dynamo's guards have some on
+    every parameter that it saw, and a sharded one stays the parameter that they mean.
+    """
+    if not weakref.getweakrefs(param) or type(param) is not type(new):
+        torch.utils.swap_tensors(param, new)
+        return
+    if is_in_use(param):
+        raise RuntimeError("a sharded parameter cannot be moved: an autograd graph holds it")
+    param.__dict__, new.__dict__ = new.__dict__, param.__dict__
+    torch._C._swap_tensor_impl(param, new)
+
+
+def dtensor_parts(tensor: Tensor) -> tuple[Tensor, Any] | None:
+    """The local value and the spec of a DTensor; None for other tensors (2.11 to 2.15)."""
+    return (tensor._local_tensor, tensor._spec) if isinstance(tensor, DTensor) else None
+
+
+def make_dtensor(local: Tensor, spec: Any) -> Tensor:
+    """A DTensor of a local value and a spec (2.11 to 2.15)."""
+    return DTensor(local, spec, requires_grad=False)
