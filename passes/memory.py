@@ -9,8 +9,8 @@ they stay in the registers of one fused kernel (`fused`). That is a model: a ker
 be fused stores more.
 """
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ class Liveness:
             and gradients on their way to be reduced, and reduced.
         inputs: bytes of the inputs at the start.
         outputs: bytes of what the graph returns and did not get.
+        kept: the names of what it returns of gathered buckets: a forward keeps it for the backward.
     """
 
     nodes: tuple[Node, ...]
@@ -49,6 +50,7 @@ class Liveness:
     gradients: tuple[int, ...]
     inputs: int
     outputs: int
+    kept: frozenset[str]
 
     @property
     def peak(self) -> int:
@@ -91,50 +93,73 @@ def measure_liveness(
     }
     inputs = {node for node in nodes if node.op == "placeholder"}
     counted = sizes if owns_inputs else {r: s for r, s in sizes.items() if r not in inputs}
-    frees: dict[int, list[Node]] = {}
-    for root, index in last.items():
-        frees.setdefault(index, []).append(root)
     kinds = _kinds(gm, roots, gathered)
-    held = Counter[str]()
-    for root, size in counted.items():
-        if root in inputs:
-            held[kinds.get(root, _OTHER)] += size
-    start, curves = held.total(), {kind: [0] * len(nodes) for kind in (*_KINDS, _OTHER)}
-    cloned: dict[Node, int] = {}
-    for index, node in enumerate(nodes):
-        if node.op == "call_function":
-            held[kinds.get(node, _OTHER)] += counted.get(node, 0)
-        if (clones or node.target is _COPIES) and kind_of(node) == "reduce_scatter":
-            size = sum(sizes.get(roots[i], 0) for i in node.all_input_nodes if i in roots)
-            held[_GRADIENTS] += size
-            cloned.update(dict.fromkeys(waits_for(node)[-1:], size))
-        for kind, curve in curves.items():
-            curve[index] = held[kind]
-        for dead in frees.get(index, ()):
-            held[kinds.get(dead, _OTHER)] -= counted.get(dead, 0)
-        held[_GRADIENTS] -= cloned.get(node, 0)
-    results = {roots[n] for n in gm.graph.output_node().all_input_nodes if n in roots}
-    outputs = sum(size for root, size in counted.items() if root in results - inputs)
+    changes = [
+        *_lifetimes(counted, last, kinds, nodes),
+        *_clones(nodes, roots, sizes, every=clones),
+    ]
+    curves = {kind: _held(kind, changes, len(nodes)) for kind in (*_KINDS, _OTHER)}
+    returned = gm.graph.output_node().all_input_nodes
+    results = {roots[n] for n in returned if n in roots}
     return Liveness(
         nodes,
         tuple(map(sum, zip(*curves.values(), strict=True))),
         tuple(curves[_GATHERED]),
         tuple(curves[_GRADIENTS]),
-        start,
-        outputs,
+        sum(size for root, size in counted.items() if root in inputs),
+        sum(size for root, size in counted.items() if root in results - inputs),
+        frozenset(n.name for n in returned if kinds.get(roots.get(n, n)) == _GATHERED),
     )
+
+
+@dataclass(frozen=True)
+class _Held:
+    """`nbytes` of one kind, from the `first` to the `last` node that they are there for."""
+
+    kind: str
+    nbytes: int
+    first: int
+    last: int
+
+
+def _lifetimes(
+    sizes: Mapping[Node, int],
+    last: Mapping[Node, int],
+    kinds: Mapping[Node, str],
+    nodes: Sequence[Node],
+) -> Iterator[_Held]:
+    """Every storage; inputs are there from the start."""
+    index = {node: number for number, node in enumerate(nodes)}
+    for root, size in sizes.items():
+        first = 0 if root.op == "placeholder" else index[root]
+        yield _Held(kinds.get(root, _OTHER), size, first, last[root])
+
+
+def _clones(
+    nodes: Sequence[Node], roots: Mapping[Node, Node], sizes: Mapping[Node, int], every: bool
+) -> Iterator[_Held]:
+    """What backends (all of them, or the ops that do so) clone of the input of a reduction."""
+    index = {node: number for number, node in enumerate(nodes)}
+    for node in nodes:
+        if (every or node.target is _COPIES) and kind_of(node) == "reduce_scatter":
+            size = sum(sizes.get(roots[i], 0) for i in node.all_input_nodes if i in roots)
+            end = max((index[wait] for wait in waits_for(node)), default=len(nodes))
+            yield _Held(_GRADIENTS, size, index[node], end)
+
+
+def _held(kind: str, held: Iterable[_Held], length: int) -> list[int]:
+    """Bytes of a kind after each of `length` nodes."""
+    steps = [0] * (length + 1)
+    for each in held:
+        if each.kind == kind:
+            steps[each.first] += each.nbytes
+            if each.last < length:
+                steps[each.last + 1] -= each.nbytes
+    return list(itertools.accumulate(steps[:length]))
 
 
 _GATHERED, _GRADIENTS, _OTHER = "gathered", "gradients", "other"
 _KINDS = (_GATHERED, _GRADIENTS)
-
-
-def gathered_results(gm: GraphModule) -> set[str]:
-    """The names of what a forward graph returns of gathered buckets: kept for the backward."""
-    roots = storage_roots(gm)
-    kinds = _kinds(gm, roots, ())
-    results = gm.graph.output_node().all_input_nodes
-    return {node.name for node in results if kinds.get(roots.get(node, node)) == _GATHERED}
 
 
 def _kinds(

@@ -26,7 +26,7 @@ from shardc.passes.context import (
     is_wait,
     kind_of,
 )
-from shardc.passes.memory import Liveness, gathered_results, measure_liveness, segment_inputs
+from shardc.passes.memory import Liveness, measure_liveness, segment_inputs
 from shardc.passes.profiles import Profile, as_profile, budget_bytes, current_profile
 from shardc.passes.verify import collective_sequence
 from shardc.reports.graph import GraphRows, read_graph
@@ -54,7 +54,7 @@ class Plan:
         self.buckets = buckets
         self.slots = slots
         self.number = next(_numbers)
-        self.kept: set[str] = set()  # what the forward keeps gathered, by the names of its results
+        self.kept: frozenset[str] = frozenset()  # what the forward keeps gathered, by the names of its results
         self.joint = self.context("joint")
 
     def context(self, phase: str) -> PassContext:
@@ -152,7 +152,7 @@ class Plan:
             gathered=self.kept,
         )
         if ctx.phase == "forward":
-            self.kept = gathered_results(gm)
+            self.kept = liveness.kept
         order = [kind_of(node) for node in gm.graph.nodes if is_collective(node) or is_wait(node)]
         device = next((b.device.type for b in self.buckets.values()), "cpu")
         profile = self.profile(device)
