@@ -152,7 +152,9 @@ def test_units_with_different_policies(mesh):
 
     theirs, ours = build(fsdp.fully_shard), build(fully_shard)
     step = lambda model, call, number: _loss(call, number).backward()  # noqa: E731
-    check_against_fsdp2(theirs, ours, compiled(ours, fullgraph=True), step, 2, 1e-3)
+    # Fused kernels round to bfloat16 elsewhere: where one rank's gradient is the next number of
+    # bfloat16, 2**-7 away, the mean of two ranks is off by half of that.
+    check_against_fsdp2(theirs, ours, compiled(ours, fullgraph=True), step, 2, 2**-8)
 
 
 @on_ranks(2)
