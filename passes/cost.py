@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from shardc.passes.context import WRITES, c10d, is_view
+from shardc.passes.context import WRITES, c10d, is_view, spec_of_node
 from shardc.passes.profiles import Profile
 from shardc.runtime import compat
 
@@ -219,9 +219,10 @@ def transfer_seconds(node: Node, world: Expr, profile: Profile) -> Expr:
     rounds = _ROUNDS.get(node.target, 1)
     seconds = collective_seconds(transfer_bytes(node), world, profile, rounds)
     if node.target is torch.ops.shardc.all_gather.default:
-        segment, full = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-        if segment.device.type != full.device.type:
-            seconds = seconds + tensor_bytes(segment) / profile.host_bandwidth
+        spec, segment = spec_of_node(node), node.args[0]
+        if spec is not None and spec.device is not None:
+            read = tensor_bytes(segment.meta.get("val"))  # type: ignore[union-attr]
+            seconds = seconds + read / profile.host_bandwidth
     return seconds
 
 

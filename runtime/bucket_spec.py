@@ -43,8 +43,10 @@ def spec_for(bucket: "Bucket", evaluating: bool = False) -> UnshardSpec:
 
 def is_elsewhere(bucket: "Bucket") -> bool:
     """Whether the segment lies on the host and is computed on another device."""
-    home = bucket.segment.device.type
-    return bucket.settings.offloaded and home not in ("meta", bucket.device.type)
+    home, settings = bucket.segment.device.type, bucket.settings
+    if home == "meta" or not settings.offloaded:
+        return False
+    return home != bucket.device.type or settings.host_is_apart
 
 
 def _memory(bucket: "Bucket") -> tuple[str | None, str | None]:

@@ -25,6 +25,7 @@ class Settings:
         reduce_function, all_gather, reduce_scatter, hook: keys of the user's objects.
         memory: where buffers of collectives come from (`comm_buffers`).
         precision, offload: the policies given to `fully_shard`.
+        host_is_apart: plan for a device that is not the host, though all is on the CPU (`explain`).
     """
 
     reshard_after_forward: bool | int = True
@@ -41,6 +42,7 @@ class Settings:
     memory: str | None = None
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     offload: OffloadPolicy = field(default_factory=OffloadPolicy)
+    host_is_apart: bool = False
 
     @property
     def offloaded(self) -> bool:

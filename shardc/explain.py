@@ -186,6 +186,7 @@ def _give_fakes(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> None:
     for unit in units_of(model).values():
         for bucket in unit._shardc_unit.buckets:
             bucket.apply(fake)
+        unit._shardc_unit.change(host_is_apart=True)
     for module in model.modules():
         for name, param in list(module._parameters.items()):
             if param is not None and not hasattr(param, "_slot"):

@@ -54,7 +54,7 @@ class Plan:
         self.buckets = buckets
         self.slots = slots
         self.number = next(_numbers)
-        self.kept: frozenset[str] = frozenset()  # what the forward keeps gathered, by the names of its results
+        self.kept = frozenset[str]()  # what the forward keeps gathered, by its results' names
         self.joint = self.context("joint")
 
     def context(self, phase: str) -> PassContext:

@@ -27,8 +27,9 @@ def sharded(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole value of a parameter or gradient of either."""
-    return full(tensor) if isinstance(tensor, ShardTensor) else tensor.full_tensor().detach()
+    """The whole value of a parameter or gradient of either, on the CPU."""
+    value = full(tensor) if isinstance(tensor, ShardTensor) else tensor.full_tensor().detach()
+    return value.cpu()
 
 
 Step = Callable[[nn.Module, Callable[..., Any], int], None]

@@ -3,6 +3,9 @@
     @on_ranks(2, 3)
     def test_something(mesh, flag): ...     # runs on every rank; `flag` as pytest gives it
 
+    @on_ranks(2, device="sim")
+    def test_streams(mesh): ...             # on simulated accelerators (`accelerator`)
+
 The decorated function is what pytest collects; its body runs in the worker processes, on a mesh of
 all of them. A failure on any rank fails the test with that rank's traceback. A rank that does not
 answer in time fails it too, and the processes are replaced.
@@ -39,9 +42,9 @@ class RankCrashed(AssertionError):
 
 
 class Ranks:
-    """`world` processes joined in one gloo group, each waiting for functions to run."""
+    """`world` processes joined in one group, each waiting for functions to run."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, device: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -49,7 +52,8 @@ class Ranks:
         self.pipes, self.processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, port, theirs), daemon=True)
+            arguments = (rank, world, port, device, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -88,20 +92,26 @@ class Ranks:
             process.join()
 
 
-_pools: dict[int, Ranks] = {}
+_pools: dict[tuple[int, str], Ranks] = {}
 
 
 def run_on_ranks(
-    world: int, module: str, name: str, kwargs: dict[str, Any], timeout: float = TIMEOUT
+    world: int,
+    module: str,
+    name: str,
+    kwargs: dict[str, Any],
+    timeout: float = TIMEOUT,
+    device: str = "cpu",
 ) -> list[Any]:
     """Run `module.name(mesh, **kwargs)` on `world` ranks, replacing them after a failure."""
+    key = (world, device)
     for last in (False, True):
-        if world not in _pools:
-            _pools[world] = Ranks(world)
+        if key not in _pools:
+            _pools[key] = Ranks(world, device)
         try:
-            return _pools[world].run(module, name, kwargs, timeout)
+            return _pools[key].run(module, name, kwargs, timeout)
         except AssertionError as error:
-            _pools.pop(world).stop()
+            _pools.pop(key).stop()
             if last or not isinstance(error, RankCrashed):
                 raise
             warnings.warn(f"{module}.{name} runs again: {error}", stacklevel=2)
@@ -114,13 +124,15 @@ def stop_all() -> None:
         _pools.popitem()[1].stop()
 
 
-def on_ranks(*worlds: int, timeout: float = TIMEOUT) -> Callable[[Callable[..., None]], Any]:
+def on_ranks(
+    *worlds: int, timeout: float = TIMEOUT, device: str = "cpu"
+) -> Callable[[Callable[..., None]], Any]:
     """Decorate a test `fn(mesh, ...)` to run on every rank, for each of the world sizes."""
 
     def decorate(fn: Callable[..., None]) -> Any:
         @functools.wraps(fn)
         def test(world: int, **kwargs: Any) -> None:
-            run_on_ranks(world, fn.__module__, fn.__name__, kwargs, timeout)
+            run_on_ranks(world, fn.__module__, fn.__name__, kwargs, timeout, device)
 
         own = [p for n, p in inspect.signature(fn).parameters.items() if n != "mesh"]
         world = inspect.Parameter("world", inspect.Parameter.KEYWORD_ONLY)
@@ -130,7 +142,7 @@ def on_ranks(*worlds: int, timeout: float = TIMEOUT) -> Callable[[Callable[..., 
     return decorate
 
 
-def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
+def _serve(rank: int, world: int, port: int, device: str, pipe: Any) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world),
         LOCAL_RANK=str(rank), OMP_NUM_THREADS="1",
@@ -142,8 +154,14 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
 
     faulthandler.enable()  # a process that is killed by a signal says where it was
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (world,))
+    backend = "gloo"
+    if device == "sim":
+        import accelerator
+
+        accelerator.load()
+        backend = "cpu:gloo,sim:simccl"
+    dist.init_process_group(backend)
+    mesh = init_device_mesh(device, (world,))
     while True:
         try:
             module, name, kwargs = pipe.recv()

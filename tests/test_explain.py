@@ -12,6 +12,7 @@ from torch import nn
 from torch.fx import Graph
 
 import shardc
+from shardc.passes.cost import collective_seconds
 from shardc.reports.formulas import evaluate
 from shardc.reports.graph import module_of
 from shardc.reports.record import CollectiveRow, MemoryPoint, Op, Record
@@ -66,6 +67,21 @@ def test_times_add_up(stack_report):
     for one, other in zip(r.collectives, r.collectives[1:], strict=False):
         assert one.issued <= one.start < one.end <= other.start + 1e-12
         assert one.exposed == pytest.approx(max(0.0, one.end - one.waited))
+
+
+def test_offload_moves_memory_to_the_host_and_takes_time(stack_report):
+    kwargs = {"offload_policy": shardc.CPUOffloadPolicy()}
+    offloaded = shardc.explain(Stack(6), *INPUTS, world_size=16, **kwargs)
+    segments, optimizer, gradients, *_ = offloaded.peak.held
+    assert segments == optimizer == 0
+    assert gradients > 0  # on their way
+    assert sum(offloaded.peak.held) <= sum(stack_report.peak.held[2:])
+    profile = shardc.get_profile("h100-nvlink")
+    gathers = [row for row in offloaded.collectives if row.kind == "all_gather"]
+    assert len(gathers) == 13 and all(len(row.buckets) == 1 for row in gathers)
+    for row in gathers:
+        wire = collective_seconds(row.nbytes, 16, profile)
+        assert row.seconds == pytest.approx(wire + row.nbytes / 16 / profile.host_bandwidth)
 
 
 def test_memory_has_its_parts(stack_report):
