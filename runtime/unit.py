@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.runtime.bucket import Bucket
 from shardc.runtime.meta import states_on_meta
+from shardc.runtime.eager import is_inside_other_unit
 from shardc.runtime.policy import cast_to, map_tensors, moved_to
 from shardc.runtime.settings import Settings
 
@@ -86,14 +87,15 @@ class Unit:
         """Whether inputs or outputs of the unit's modules may need a cast or a move."""
         policy = self.settings.precision
         casts = policy.cast_forward_inputs and policy.param_dtype is not None
-        moves = self.is_root and self.device.type != "cpu"
+        moves = self.device.type != "cpu"
         return casts or moves or policy.output_dtype is not None
 
     def prepare_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Arguments of the forward on the unit's device (outermost unit) and in its dtype."""
+        """Arguments of the forward on the unit's device (where no other unit is around) and in its
+        dtype."""
         policy = self.settings.precision
         steps: list[Callable[[Tensor], Tensor]] = []
-        if self.is_root and self.device.type != "cpu":
+        if self._moves_inputs():
             steps.append(moved_to(self.device))
         casts = policy.cast_forward_inputs and not self._in_full_precision(module)
         if policy.param_dtype is not None and casts:
@@ -102,6 +104,12 @@ class Unit:
             args = tuple(map_tensors(step, value) for value in args)
             kwargs = {name: map_tensors(step, value) for name, value in kwargs.items()}
         return args, kwargs
+
+    def _moves_inputs(self) -> bool:
+        if self.device.type == "cpu":
+            return False
+        called_alone = not torch.compiler.is_compiling() and not is_inside_other_unit(self)
+        return self.is_root or called_alone
 
     def finish_outputs(self, module: nn.Module, outputs: Any) -> Any:
         """What the forward returns, in `output_dtype`."""

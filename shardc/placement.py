@@ -97,12 +97,19 @@ def new_segment(
 def move_buffers(
     modules: Iterable[nn.Module], skipped: Iterable[nn.Module], device: torch.device
 ) -> None:
-    """Move the buffers below `modules` to `device`, except those in `skipped` and on meta."""
+    """Move the buffers below `modules` to `device`, except those in `skipped` and on meta.
+
+    They stay the same objects, so what is tied stays tied.
+    """
     left_alone = set(skipped)
     for root in modules:
         for module in root.modules():
             if module in left_alone:
                 continue
             for name, buffer in module.named_buffers(recurse=False):
-                if not buffer.is_meta and buffer.device != device:
+                if buffer.is_meta or buffer.device == device:
+                    continue
+                if type(buffer) is Tensor:
+                    buffer.data = buffer.to(device)
+                else:  # a subclass, whose inner tensors must move too
                     setattr(module, name, buffer.to(device))

@@ -44,7 +44,7 @@ class RankCrashed(AssertionError):
 class Ranks:
     """`world` processes joined in one group, each waiting for functions to run."""
 
-    def __init__(self, world: int, device: str) -> None:
+    def __init__(self, world: int, device: str = "cpu") -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

@@ -46,9 +46,9 @@ class Events:
 
             return replace(gather, started=replace(gather.started, then=note))
 
-        def reduce_and_log(flat, spec, partial=None):
+        def reduce_and_log(flat, *others):
             self.log.append(("reduce", flat.numel()))
-            return reducing(flat, spec, partial)
+            return reducing(flat, *others)
 
         for module, name, new in (
             (gathers, "_start", start_and_log),

@@ -10,7 +10,7 @@ from ranks import on_ranks
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardc import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from shardc import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, units_of
 from shardc.runtime.bucket_spec import is_elsewhere, spec_for
 from shardc.runtime.unshard import gather, reduce
 
@@ -35,6 +35,30 @@ def test_parity_with_accumulation_and_precision(mesh, executor):
     check_against_fsdp2(
         theirs, ours, call, _step, 2, 2e-2, lambda params: torch.optim.AdamW(params, lr=1e-3)
     )
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor", None])
+@on_ranks(2)
+def test_the_copies_of_a_device_that_is_not_the_host(mesh, executor):
+    """What an accelerator would run, here from the CPU to the CPU; `test_streams` has streams."""
+    kwargs = {
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    }
+    theirs, ours = fsdp2(seeded(Stack), mesh, **kwargs), sharded(seeded(Stack), mesh, **kwargs)
+    for module in units_of(ours).values():
+        module._shardc_unit.change(host_is_apart=True)
+    call = compiled(ours, executor) if executor else ours
+    check_against_fsdp2(theirs, ours, call, _step, 2, 2e-2)
+    call(tokens(0), tokens(1)).backward()  # compiles, without anything accumulated
+    with torch.profiler.profile() as profile:
+        call(tokens(0), tokens(1)).backward()
+    names = [event.name for event in profile.events()]
+    counts = [names.count(f"shardc::{op}") for op in ("all_gather", "to_host")]
+    assert counts == [5, 3], counts
+    if executor:
+        told = {name for name in names if name.startswith("shardc: offload ")}
+        assert told == {f"shardc: offload {name}" for name in ("layers.0", "layers.1", "Stack")}
 
 
 @on_ranks(2)

@@ -265,6 +265,20 @@ def test_a_forward_on_another_stream(mesh, executor):
     check_against_fsdp2(theirs, ours, _call(ours, executor), step, 3)
 
 
+@on_ranks(2, device="sim")
+def test_inputs_are_moved_by_the_unit_that_is_called_first(mesh):
+    plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
+    ids, x = _on_host(0)[0], torch.randn(2, 18)
+    torch.testing.assert_close(model(ids).cpu(), plain(ids))
+    torch.testing.assert_close(model.layers[0](x).cpu(), plain.layers[0](x))
+    seen = []
+    model.layers[0].up.register_forward_pre_hook(lambda _, args: seen.append(args[0].device.type))
+    model.layers[1].register_forward_pre_hook(lambda _, args: (args[0].cpu(),))
+    with pytest.raises((RuntimeError, NotImplementedError)):  # inner units are given what they get
+        model(ids)
+    assert seen == ["sim"]
+
+
 @EXECUTORS
 @on_ranks(2, device="sim")
 def test_values_from_another_device_are_written_back(mesh, executor):
