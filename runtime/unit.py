@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.runtime.bucket import Bucket
-from shardc.runtime.meta import states_on_meta
 from shardc.runtime.eager import is_inside_other_unit
+from shardc.runtime.meta import states_on_meta
 from shardc.runtime.policy import cast_to, map_tensors, moved_to
 from shardc.runtime.settings import Settings
 
