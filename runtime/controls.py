@@ -68,7 +68,7 @@ class Controls:
         for unit in _own_units(self, recurse):
             unit.change(all_reduce=bool(requires_all_reduce))
 
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
+    def set_is_last_backward(self, is_last_backward: bool, *, recurse: bool = True) -> None:
         """FSDP2's hint that other backwards follow; nothing waits for it here."""
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
@@ -269,7 +269,7 @@ class Controls:
         for unit in _own_units(self, recurse):
             unit.change(reshard_after_backward=bool(reshard_after_backward))
 
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+    def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
         """FSDP2's way to spare a gather that the backward does not need; here it never is made."""
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
