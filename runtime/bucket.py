@@ -113,7 +113,7 @@ class Bucket:
         self.gathered = Gathered(self)
         self.gradients = Gradients(self)
         self.summoned = False
-        self.mean_op = compat.mean_op(ranks.shard)
+        self.mean_op = compat.mean_op(ranks.shard, self.device.type)
         self._specs = tuple(
             ShardSpec(
                 slot.start,

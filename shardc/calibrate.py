@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.passes.profiles import Link, Profile, current_profile, set_profile
@@ -71,7 +70,8 @@ def calibrate(mesh: DeviceMesh, *, refresh: bool = False) -> Profile:
 def calibration_file(mesh: DeviceMesh) -> Path:
     """Where `calibrate(mesh)` keeps its figures: one file per device, backend and world size."""
     group, on_gpu = mesh.get_group(), mesh.device_type == "cuda"
-    name = f"{_device_key(on_gpu)}-{dist.get_backend(group)}-{group.size()}"
+    backend = compat.backend_for(group, mesh.device_type)
+    name = f"{_device_key(on_gpu)}-{backend}-{group.size()}"
     return calibration_folder() / f"{name.replace(' ', '_')}.json"
 
 

@@ -56,11 +56,10 @@ def data_parallel_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
     for group in mesh.get_all_groups():
-        config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
-        if mesh.device_type not in [part.split(":")[0] for part in config.split(",")]:
+        if not compat.backend_for(group, mesh.device_type):
             raise ValueError(
                 f"the mesh is of '{mesh.device_type}', but its process group has no backend for "
-                f"tensors there, only {config}: name one in "
+                f"tensors there, only {dist.get_backend_config(group)}: name one in "
                 "init_process_group(backend='cpu:gloo,cuda:nccl'), or give a mesh of the device "
                 "that the group serves"
             )
@@ -119,5 +118,8 @@ def hybrid_mesh(devices_per_node: int | None = None) -> DeviceMesh:
 
 
 def _default_device_type() -> str:
-    device = torch.accelerator.current_accelerator()
-    return "cuda" if device is not None and "nccl" in dist.get_backend() else "cpu"
+    """That of the accelerator, if the process group has a backend for it beside gloo."""
+    device, world = torch.accelerator.current_accelerator(), dist.distributed_c10d.GroupMember.WORLD
+    assert world is not None
+    has_own = device is not None and compat.backend_for(world, device.type) not in ("", "gloo")
+    return device.type if device is not None and has_own else "cpu"

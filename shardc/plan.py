@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch.fx import GraphModule
 
 from shardc.options import Options
@@ -138,8 +137,11 @@ class Plan:
 
     def _reduces_in_place(self) -> bool:
         """Whether reductions are free of copies: gloo clones what it reduces."""
-        groups = {compat.resolve_group(bucket.group) for bucket in self.buckets.values()}
-        return all(dist.get_backend(group) != "gloo" for group in groups)
+        groups = {(bucket.group, bucket.device.type) for bucket in self.buckets.values()}
+        return all(
+            compat.backend_for(compat.resolve_group(group), device) != "gloo"
+            for group, device in groups
+        )
 
     def record(self, gm: GraphModule, ctx: PassContext) -> None:
         """Keep in `graph_plans` what was decided for a graph."""

@@ -240,7 +240,7 @@ def test_refused_by_name(mesh):
     model.set_keep_unsharded_storage(False)
     with pytest.raises(ValueError, match="stream must be None"):
         model.set_all_reduce_hook(lambda grad: None, stream=object())
-    assert compat.mean_op(compat.group_name(mesh.get_group())) == "sum"
+    assert compat.mean_op(compat.group_name(mesh.get_group()), "cpu") == "sum"
 
 
 @on_ranks(2)

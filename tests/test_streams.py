@@ -22,7 +22,7 @@ from torch.distributed import init_device_mesh
 
 from shardc import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, summon_full_params
 from shardc.plan import graph_plans
-from shardc.runtime import comm_buffers, host_copies
+from shardc.runtime import comm_buffers, compat, host_copies
 
 EXECUTORS = pytest.mark.parametrize("executor", ["eager", None])
 
@@ -263,6 +263,16 @@ def test_a_forward_on_another_stream(mesh, executor):
         loss.backward()
 
     check_against_fsdp2(theirs, ours, _call(ours, executor), step, 3)
+
+
+@on_ranks(2, device="sim")
+def test_a_group_with_several_backends(mesh):
+    group = mesh.get_group()
+    assert torch.distributed.get_backend(group) == "cpu:gloo,sim:simccl"
+    found = [compat.backend_for(group, device) for device in ("sim", "cpu", "cuda")]
+    assert found == ["simccl", "gloo", ""]
+    model = fully_shard(seeded(Stack))  # on a mesh by default
+    assert model._shardc_unit.mesh.device_type == "sim"
 
 
 @on_ranks(2, device="sim")

@@ -86,11 +86,11 @@ def flight_record(group: dist.ProcessGroup) -> str | None:
     size = os.environ.get("TORCH_FR_BUFFER_SIZE") or os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE")
     if size == "0":
         return None
-    backend = dist.get_backend(group)
-    if backend == "nccl":
+    backends = dist.get_backend(group)
+    if "nccl" in backends:
         default = Path.home() / ".cache" / "torch" / "comm_lib_trace_rank_"
         return f"{asked or default}{dist.get_rank()}"
-    if backend != "gloo" or not asked:
+    if backends != "gloo" or not asked:
         return None
     path = Path(f"{asked}{dist.get_rank()}")
     try:
@@ -103,16 +103,25 @@ def flight_record(group: dist.ProcessGroup) -> str | None:
 
 def high_priority_options(group: dist.ProcessGroup) -> Any:
     """Options for a group like `group` on a high-priority stream; None where there is none."""
-    if dist.get_backend(group) != "nccl":
+    if "nccl" not in dist.get_backend(group):
         return None
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
     return options
 
 
-def mean_op(name: str) -> str:
+def backend_for(group: dist.ProcessGroup, device_type: str) -> str:
+    """The backend of a group for tensors of a device, such as "nccl"; "" where it has none.
+
+    Where there are several, `torch.distributed.get_backend` gives all ("cpu:gloo,cuda:nccl").
+    """
+    parts = (part.split(":") for part in dist.get_backend_config(group).split(","))
+    return {device: backend for device, backend in parts}.get(device_type, "")
+
+
+def mean_op(name: str, device_type: str) -> str:
     """The reduction that leaves the least to divide: "avg" where the backend has it, else "sum"."""
-    return "avg" if dist.get_backend(resolve_group(name)) == "nccl" else "sum"
+    return "avg" if backend_for(resolve_group(name), device_type) == "nccl" else "sum"
 
 
 def group_allocates(name: str, device: torch.device) -> bool:
