@@ -104,6 +104,7 @@ def test_occurrences_are_matched_in_order_and_the_median_is_taken():
         trace.collective("gather a[0,1]", wait, waits=2)
         trace.collective("gather a[0,1]", 2 * wait, waits=2)
         trace.collective("reduce a[0,1]", 5)
+        trace.add("shardc: offload a[0,1]", 9)  # no collective
         trace.add("gloo:all_gather", 50, tid=2)
         trace.add("gloo:all_gather", wait, tid=2)
     result = compare_with_profile(record, trace.holds())

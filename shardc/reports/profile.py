@@ -23,7 +23,7 @@ from typing import Any
 from tabulate import tabulate
 
 from shardc.reports.record import CollectiveRow, Record
-from shardc.runtime.progress import VERBS, in_short, read_name
+from shardc.runtime.progress import OFFLOAD, VERBS, in_short, read_name
 
 _WORST = 5
 """Rows that are named as the worst."""
@@ -213,7 +213,9 @@ class _Label:
     @classmethod
     def read(cls, event: Mapping[str, Any]) -> "_Label | None":
         parts = read_name(event["name"])
-        if parts is None or event.get("cat") != "user_annotation":  # not the GPU's copy of it
+        if parts is None or parts[0] == OFFLOAD:  # no collective
+            return None
+        if event.get("cat") != "user_annotation":  # the GPU's copy of it
             return None
         return cls(*parts, event["ts"] / 1e6, event["dur"] / 1e6, event.get("tid"))
 
