@@ -10,10 +10,12 @@ The decorated function is what pytest collects; its body runs in the worker proc
 all of them. A failure on any rank fails the test with that rank's traceback. A rank that does not
 answer in time fails it too, and the processes are replaced.
 
-Where a rank is ended by SIGSEGV or SIGABRT the test runs once more, with a warning. That is gloo's
-doing: after some ten thousand collectives, now and then, its TCP transport releases the control
-block of an `UnboundBuffer`'s shared pointer twice, and the heap is corrupted (seen in core dumps,
-torch 2.13; `tests/soak.py` meets it too). A test whose own code ends a process fails both times.
+Where a rank is ended by SIGSEGV or SIGABRT, or does not answer, the test runs once more in fresh
+processes, with a warning. That is gloo's doing: after some ten thousand collectives, now and then,
+its TCP transport releases the control block of an `UnboundBuffer`'s shared pointer twice, and the
+heap is corrupted (seen in core dumps, torch 2.13; `tests/soak.py` meets it too); once a reduction
+that one rank had finished never ended on the other. A test whose own code ends a process, or hangs,
+fails both times.
 """
 
 import faulthandler
@@ -37,8 +39,8 @@ import pytest
 TIMEOUT = float(os.environ.get("RANK_TIMEOUT", "240"))
 
 
-class RankCrashed(AssertionError):
-    """A rank's process was ended by a signal that says that memory is corrupt."""
+class RankLost(AssertionError):
+    """A rank's process was ended by a signal that says that memory is corrupt, or hangs."""
 
 
 class Ranks:
@@ -63,11 +65,12 @@ class Ranks:
         """Run a function on every rank; what each returned. Raises with the ranks' tracebacks."""
         for pipe in self.pipes:
             pipe.send((module, name, kwargs))
-        deadline, results, failures = time.monotonic() + timeout, [], []
+        deadline, results, failures, hanging = time.monotonic() + timeout, [], [], 0
         for rank, pipe in enumerate(self.pipes):
             try:
                 if not pipe.poll(max(0.0, deadline - time.monotonic())):
                     failures.append(f"rank {rank} did not answer within {timeout:.0f} s")
+                    hanging += 1
                     continue
                 good, value = pipe.recv()
             except (EOFError, ConnectionResetError):
@@ -78,7 +81,8 @@ class Ranks:
                 deadline = min(deadline, time.monotonic() + 20)  # the others may hang on it
         if failures:
             crashed = any(self._crashed(process) for process in self.processes)
-            raise (RankCrashed if crashed else AssertionError)("\n".join(failures))
+            lost = crashed or hanging == len(failures)  # else they wait for one that failed
+            raise (RankLost if lost else AssertionError)("\n".join(failures))
         return results
 
     def _crashed(self, process: Any) -> bool:
@@ -112,7 +116,7 @@ def run_on_ranks(
             return _pools[key].run(module, name, kwargs, timeout)
         except AssertionError as error:
             _pools.pop(key).stop()
-            if last or not isinstance(error, RankCrashed):
+            if last or not isinstance(error, RankLost):
                 raise
             warnings.warn(f"{module}.{name} runs again: {error}", stacklevel=2)
     raise AssertionError("unreachable")

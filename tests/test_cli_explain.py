@@ -81,6 +81,12 @@ def test_compare_takes_ranks_and_files(capsys, tmp_path):
 def test_a_model_that_does_not_fit_is_a_problem(capsys):
     code, out, _ = ended(capsys, "explain", "user_model:huge", "--world-size", "1")
     assert code == 1 and "- memory: the step needs" in out
+    code, out, _ = ended(
+        capsys, "explain", "user_model:huge", "--world-size", "8", "--offload", "--json"
+    )
+    values = json.loads(out)
+    assert values["settings"] == {"offload": "cpu"}
+    assert values["summary"]["peak_parts"]["segments"] == 0
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,8 @@ def add_step(parser: argparse.ArgumentParser) -> None:
         "number of ranks (default: all units but the outermost)")  # fmt: skip
     add("--memory-budget", metavar="BYTES", help="what a step may use, such as 70GB: units stay "
         "gathered where there is room (default: no budget)")  # fmt: skip
+    add("--offload", action="store_true", help="keep segments, gradients and optimizer state on "
+        "the host (CPUOffloadPolicy)")  # fmt: skip
 
 
 def count(text: str) -> int:

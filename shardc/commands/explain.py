@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from tqdm import tqdm
 
 from shardc.commands.arguments import DTYPES, add_step, add_target, example_inputs
@@ -103,6 +104,7 @@ def explain_target(
                 symbolic=symbolic,
                 reshard_after_forward=args.reshard,
                 mp_policy=MixedPrecisionPolicy(param_dtype=DTYPES.get(args.mp)),
+                offload_policy=CPUOffloadPolicy() if args.offload else OffloadPolicy(),
             )
         except (ValueError, TypeError, AttributeError, RuntimeError) as error:
             what = f"{type(error).__name__}: {error}"

@@ -74,7 +74,7 @@ def _memory(record: Record, profile: Profile) -> Iterator[Finding]:
             f"the step needs {format_bytes(peak.total)} on each rank, and a device of "
             f"{profile.name} has {format_bytes(profile.memory)}",
             "more ranks, a smaller batch, activation checkpointing, param_dtype=bfloat16, "
-            "or smaller units (see what the peak is made of)",
+            "CPU offload, or smaller units (see what the peak is made of)",
         )
 
 
