@@ -15,6 +15,15 @@ from shardc.runtime.bucket_spec import is_elsewhere, spec_for
 from shardc.runtime.unshard import gather, reduce
 
 
+def _pair(mesh):
+    """FSDP2's model and ours, offloaded, in bfloat16."""
+    kwargs = {
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    }
+    return fsdp2(seeded(Stack), mesh, **kwargs), sharded(seeded(Stack), mesh, **kwargs)
+
+
 def _step(model, call, number):
     rank = torch.distributed.get_rank()
     for index in range(2):
@@ -26,11 +35,7 @@ def _step(model, call, number):
 @pytest.mark.parametrize("executor", ["eager", None])
 @on_ranks(2)
 def test_parity_with_accumulation_and_precision(mesh, executor):
-    kwargs = {
-        "offload_policy": CPUOffloadPolicy(pin_memory=False),
-        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-    }
-    theirs, ours = fsdp2(seeded(Stack), mesh, **kwargs), sharded(seeded(Stack), mesh, **kwargs)
+    theirs, ours = _pair(mesh)
     call = compiled(ours, executor) if executor else ours
     check_against_fsdp2(
         theirs, ours, call, _step, 2, 2e-2, lambda params: torch.optim.AdamW(params, lr=1e-3)
@@ -41,11 +46,7 @@ def test_parity_with_accumulation_and_precision(mesh, executor):
 @on_ranks(2)
 def test_the_copies_of_a_device_that_is_not_the_host(mesh, executor):
     """What an accelerator would run, here from the CPU to the CPU; `test_streams` has streams."""
-    kwargs = {
-        "offload_policy": CPUOffloadPolicy(pin_memory=False),
-        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-    }
-    theirs, ours = fsdp2(seeded(Stack), mesh, **kwargs), sharded(seeded(Stack), mesh, **kwargs)
+    theirs, ours = _pair(mesh)
     for module in units_of(ours).values():
         module._shardc_unit.change(host_is_apart=True)
     call = compiled(ours, executor) if executor else ours
