@@ -4,6 +4,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 _cache = Path(tempfile.gettempdir()) / f"shardc_test_inductor_{os.getuid()}"
@@ -15,3 +16,10 @@ def pytest_sessionfinish() -> None:
     import ranks
 
     ranks.stop_all()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    import ranks
+
+    told = [f"reruns after a signal: {len(ranks.reruns)}", *ranks.reruns]
+    terminalreporter.write_line("; ".join(told))  # `.ci/run` looks for this line

@@ -8,39 +8,51 @@
 
 The decorated function is what pytest collects; its body runs in the worker processes, on a mesh of
 all of them. A failure on any rank fails the test with that rank's traceback. A rank that does not
-answer in time fails it too, and the processes are replaced.
+answer in time fails it too, with the stacks of its threads. The processes are then replaced.
 
-Where a rank is ended by SIGSEGV or SIGABRT, or does not answer, the test runs once more in fresh
-processes, with a warning. That is gloo's doing: after some ten thousand collectives, now and then,
-its TCP transport releases the control block of an `UnboundBuffer`'s shared pointer twice, and the
-heap is corrupted (seen in core dumps, torch 2.13; `tests/soak.py` meets it too); once a reduction
-that one rank had finished never ended on the other. A test whose own code ends a process, or hangs,
-fails both times.
+Where a rank is ended by SIGSEGV or SIGABRT the test runs once more in fresh processes, with a
+warning, and is counted in the last lines of the run. That is gloo's doing: after some ten thousand
+collectives, now and then, its TCP transport releases the control block of an `UnboundBuffer`'s
+shared pointer twice, and the heap is corrupted (seen in core dumps, torch 2.13; `tests/soak.py`
+meets it too). A test whose own code ends a process fails both times.
 """
 
+import contextlib
 import faulthandler
 import functools
 import importlib
 import inspect
 import multiprocessing as mp
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-TIMEOUT = float(os.environ.get("RANK_TIMEOUT", "240"))
+# Seconds. Only a rank that hangs may meet it, however busy the machine is.
+TIMEOUT = float(os.environ.get("RANK_TIMEOUT", "600"))
+# Seconds for the other ranks to answer once one has failed: they may hang on it.
+_GRACE = 20.0
+
+# Processes are forked from one that has imported what takes long, and has started no thread.
+FORKS = mp.get_context("forkserver")
+FORKS.set_forkserver_preload(["shardc", "torch._inductor.compile_fx", "torch.testing"])
+
+reruns: list[str] = []  # a line for each test that ran again after a signal
 
 
 class RankLost(AssertionError):
-    """A rank's process was ended by a signal that says that memory is corrupt, or hangs."""
+    """A rank's process was ended by a signal that says that memory is corrupt."""
 
 
 class Ranks:
@@ -50,12 +62,12 @@ class Ranks:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        context = mp.get_context("spawn")
+        self.stacks = Path(tempfile.mkdtemp(prefix="shardc_ranks_"))
         self.pipes, self.processes = [], []
         for rank in range(world):
-            ours, theirs = context.Pipe()
-            arguments = (rank, world, port, device, theirs)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
+            ours, theirs = FORKS.Pipe()
+            arguments = (rank, world, port, device, theirs, str(self.stacks))
+            process = FORKS.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -64,36 +76,52 @@ class Ranks:
     def run(self, module: str, name: str, kwargs: dict[str, Any], timeout: float) -> list[Any]:
         """Run a function on every rank; what each returned. Raises with the ranks' tracebacks."""
         for pipe in self.pipes:
-            pipe.send((module, name, kwargs))
-        deadline, results, failures, hanging = time.monotonic() + timeout, [], [], 0
-        for rank, pipe in enumerate(self.pipes):
-            try:
-                if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                    failures.append(f"rank {rank} did not answer within {timeout:.0f} s")
-                    hanging += 1
-                    continue
-                good, value = pipe.recv()
-            except (EOFError, ConnectionResetError):
-                good, value = False, "the process died"
-            results.append(value)
-            if not good:
-                failures.append(f"rank {rank}:\n{value}")
-                deadline = min(deadline, time.monotonic() + 20)  # the others may hang on it
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # found out below
+                pipe.send((module, name, kwargs))
+        answers: dict[int, tuple[bool, Any]] = {}
+        lost, deadline, within = False, time.monotonic() + timeout, f"{timeout:.0f} s"
+        while waiting := [p for rank, p in enumerate(self.pipes) if rank not in answers]:
+            for pipe in wait(waiting, max(0.0, deadline - time.monotonic())):
+                rank = self.pipes.index(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    code = self._exit_code(rank)
+                    answers[rank] = False, f"ended with {code}\n{self._stacks_of(rank)}"
+                    lost |= code in (-signal.SIGSEGV, -signal.SIGABRT)
+                if not answers[rank][0] and (soon := time.monotonic() + _GRACE) < deadline:
+                    deadline, within = soon, f"{_GRACE:.0f} s of the failure of rank {rank}"
+            if time.monotonic() > deadline:
+                break
+        for rank in set(range(len(self.pipes))) - answers.keys():
+            answers[rank] = False, f"no answer within {within}\n{self._hang(rank)}"
+        failures = [f"rank {rank}: {text}" for rank, (good, text) in answers.items() if not good]
         if failures:
-            crashed = any(self._crashed(process) for process in self.processes)
-            lost = crashed or hanging == len(failures)  # else they wait for one that failed
             raise (RankLost if lost else AssertionError)("\n".join(failures))
-        return results
+        return [answers[rank][1] for rank in range(len(self.pipes))]
 
-    def _crashed(self, process: Any) -> bool:
-        process.join(1.0 if not process.is_alive() else 0.0)
-        return process.exitcode in (-signal.SIGSEGV, -signal.SIGABRT)
+    def _exit_code(self, rank: int) -> int | None:
+        self.processes[rank].join(10.0)
+        return self.processes[rank].exitcode
+
+    def _hang(self, rank: int) -> str:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)  # it writes its stacks
+        end = time.monotonic() + 30.0
+        while not self._stacks_of(rank) and time.monotonic() < end:
+            time.sleep(0.1)
+        return self._stacks_of(rank)
+
+    def _stacks_of(self, rank: int) -> str:
+        path = self.stacks / str(rank)
+        return path.read_text()[-6000:] if path.exists() else ""
 
     def stop(self) -> None:
         """End the processes."""
         for process in self.processes:
             process.kill()
             process.join()
+        shutil.rmtree(self.stacks, ignore_errors=True)
 
 
 _pools: dict[tuple[int, str], Ranks] = {}
@@ -118,6 +146,7 @@ def run_on_ranks(
             _pools.pop(key).stop()
             if last or not isinstance(error, RankLost):
                 raise
+            reruns.append(f"{module}.{name} on {world} ranks")
             warnings.warn(f"{module}.{name} runs again: {error}", stacklevel=2)
     raise AssertionError("unreachable")
 
@@ -146,7 +175,7 @@ def on_ranks(
     return decorate
 
 
-def _serve(rank: int, world: int, port: int, device: str, pipe: Any) -> None:
+def _serve(rank: int, world: int, port: int, device: str, pipe: Any, stacks: str) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world),
         LOCAL_RANK=str(rank), OMP_NUM_THREADS="1",
@@ -156,7 +185,9 @@ def _serve(rank: int, world: int, port: int, device: str, pipe: Any) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    faulthandler.enable()  # a process that is killed by a signal says where it was
+    stacks_file = Path(stacks, str(rank)).open("w")  # noqa: SIM115, it stays open
+    faulthandler.enable(stacks_file)  # a process that is killed by a signal says where it was
+    faulthandler.register(signal.SIGUSR1, stacks_file)  # and one that hangs, where it is
     torch.set_num_threads(1)
     backend = "gloo"
     if device == "sim":
