@@ -181,7 +181,7 @@ def _subclass(cls: type, names: tuple[str, ...], mixin: type) -> type:
     if key not in _classes:
         body: dict[str, Any] = {name: _parameter(name) for name in names}
         if issubclass(cls, nn.RNNBase):
-            body |= compat.rnn_properties()
+            body |= compat.rnn_attributes()
         # The original's name, too: transformers looks up by it what a model records, and saves it.
         for attribute in ("__module__", "__qualname__", "__doc__"):
             body[attribute] = getattr(cls, attribute)
@@ -194,8 +194,9 @@ def _parameter(name: str) -> property:
     def read(self: ShardedParameters) -> Tensor:
         slot = self._shardc_slots[name]
         if not torch.compiler.is_compiling():
-            held = self._parameters[name]  # type: ignore[attr-defined]
-            if held is not slot.bucket.params[slot.index]:  # `functional_call` swapped it in
+            own = slot.bucket.params[slot.index]
+            held = self._parameters.get(name, own)  # type: ignore[attr-defined]
+            if held is not own:  # `functional_call` swapped it in
                 return held
         return slot.value()
 

@@ -106,6 +106,29 @@ def test_to_empty_module_by_module(mesh):
         model.layers[0].up.to_empty(device="meta")
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.inner, self.body = nn.Linear(5, 4), kind(4, 6, num_layers=2, batch_first=True)
+
+    def forward(self, x):
+        return self.body(self.inner(x))[0].square().mean()
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+@on_ranks(2)
+def test_recurrent_layers_move_from_meta_and_change_dtype(mesh, kind):
+    plain = seeded(lambda: Recurrent(kind))
+    model = _on_meta(lambda: Recurrent(kind))
+    fully_shard(model.body, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu").load_state_dict(plain.state_dict())
+    plain.double()
+    model.double()
+    model.body.flatten_parameters()
+    check_parity(plain, model, model, lambda seed: {"x": torch.randn(3, 2, 5).double()}, mesh)
+
+
 @on_ranks(4)
 def test_copies_of_the_model(mesh):
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

@@ -77,8 +77,11 @@ def forget_rnn_weights(module: nn.Module) -> None:
         module._flat_weight_refs = []
 
 
-def rnn_properties() -> dict[str, property]:
-    """Read the cached weights of `nn.LSTM` and friends through their attributes (2.11 to 2.15)."""
+def rnn_attributes() -> dict[str, Any]:
+    """Read the cached weights of `nn.LSTM` and friends through their attributes (2.11 to 2.15).
+
+    They are not flattened for cuDNN: the weights lie in the flat memory of a bucket.
+    """
 
     def weights(rnn: Any) -> list[Any]:
         return [getattr(rnn, name, None) for name in rnn._flat_weights_names]
@@ -91,6 +94,7 @@ def rnn_properties() -> dict[str, property]:
     return {
         "_flat_weights": property(weights, ignore),
         "_flat_weight_refs": property(references, ignore),
+        "flatten_parameters": lambda rnn: None,
     }
 
 
