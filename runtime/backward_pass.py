@@ -120,7 +120,7 @@ class BackwardPass:
         """Before another reduction starts: those of so many units may have inputs in memory."""
         units = list(dict.fromkeys(r.bucket.owner for r in self._reductions))
         before = [unit for unit in units if unit is not bucket.owner]
-        late = before[: len(before) - (bucket.owner.reduce_buffers or 1) + 1]
+        late = before[: max(0, len(before) - (bucket.owner.reduce_buffers or 1) + 1)]
         for reduction in list(self._reductions):
             if reduction.bucket.owner in late and not reduction.advance():
                 self._reductions.remove(reduction)
