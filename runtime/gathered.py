@@ -124,6 +124,7 @@ class Gathered:
             self.renew()
             code = bucket.reading_code()
             with (
+                compat.outside_selective_checkpoints(),
                 compat.outside_function_transforms(),
                 torch.inference_mode(False),
                 torch.no_grad(),

@@ -18,7 +18,7 @@ from test_backend import Broken
 from test_memory import measured_peak
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from shardc import fully_shard
 from shardc.runtime import gathers, unshard
@@ -139,6 +139,26 @@ def test_a_gradient_is_dealt_out_while_the_backward_runs(mesh):
     _step(model, model, 0)
     begins = seen.index("layers.0 begins")
     assert "layers.2.up.weight" in seen[:begins] and "layers.0.up.weight" in seen[begins:]
+
+
+@on_ranks(2)
+def test_at_most_so_many_reductions_are_under_way(mesh):
+    model = sharded(seeded(lambda: Stack(8)), mesh)
+    reducing, under_way, most = unshard.reducing, [0], [0]
+
+    def counted(*args):
+        under_way[0] += 1
+        most[0] = max(most[0], under_way[0])
+        part = yield from reducing(*args)
+        under_way[0] -= 1
+        return part
+
+    with mock.patch("shardc.runtime.backward_pass.reducing", counted):
+        for limit in (1, 2, 3, 4, 5, 8, 9, 20):
+            model.set_reduce_scatter_max_input_buffers(limit)
+            most[0] = 0
+            _step(model, model, limit)
+            assert (most[0], under_way[0]) == (min(limit, 9), 0)
 
 
 class Deep(nn.Module):
@@ -443,6 +463,31 @@ def test_recomputation_gathers_once_more_and_ahead(mesh):
     first_reduce = next(i for i, (event, _) in enumerate(events.log) if event == "reduce")
     assert events.log.index(("wait", "layers.2")) < first_reduce
     assert ("start", "layers.1") in events.log[first_reduce - 2 : first_reduce], events.log
+    assert events.alive() == 0
+
+
+class Selective(Stack):
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=_save_matmuls)
+        return self.head(x).flatten(0, 1).logsumexp(-1).mean() + 0 * targets.sum()
+
+
+def _save_matmuls():
+    views = torch.ops.aten.view.default  # which the runtime takes too
+    return create_selective_checkpoint_contexts(
+        [torch.ops.aten.addmm.default, torch.ops.aten.mm.default, views]
+    )
+
+
+@on_ranks(2)
+def test_selective_checkpoints_do_not_see_the_runtime(mesh):
+    plain, model = seeded(lambda: Selective(3)), sharded(seeded(lambda: Selective(3)), mesh)
+    check_parity(plain, model, model, _batch, mesh, steps=3)
+    with Events() as events:
+        _step(model, model, 0)
+    assert events.of("start") == ["Selective", *UNITS, *UNITS[::-1]]
     assert events.alive() == 0
 
 

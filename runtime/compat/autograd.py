@@ -1,7 +1,7 @@
 """The autograd engine and its hooks, function transforms, the profiler."""
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -58,6 +58,32 @@ def outside_function_transforms() -> AbstractContextManager[Any]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack()
+
+
+@contextmanager
+def outside_selective_checkpoints() -> Iterator[None]:
+    """Inside, selective activation checkpoints around the caller see no op (2.11 to 2.15).
+
+    They count the ops of a forward, and those of its recomputation must be the same.
+    """
+    from torch.utils import _python_dispatch as dispatch
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    ours = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
+    stack = dispatch._get_current_dispatch_mode_stack()
+    lowest = next((i for i, mode in enumerate(stack) if isinstance(mode, ours)), len(stack))
+    above = [dispatch._pop_mode() for _ in stack[lowest:]][::-1]
+    kept = [mode for mode in above if not isinstance(mode, ours)]
+    for mode in kept:
+        dispatch._push_mode(mode)
+    try:
+        yield
+    finally:
+        if above:
+            for _ in kept:
+                dispatch._pop_mode()
+            for mode in above:
+                dispatch._push_mode(mode)
 
 
 is_profiled = torch.autograd._profiler_enabled
