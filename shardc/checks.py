@@ -1,8 +1,9 @@
 """What `fully_shard` refuses, and why: checks that only read, before anything is changed."""
 
+import gc
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,16 +144,15 @@ def check_model(
 ) -> None:
     """Raise where parameters cannot be cut over global `ranks`, or something else holds them."""
     names = {p: n for root in modules for n, p in root.named_parameters(remove_duplicate=False)}
-    rnn_refs = [
+    known = {
         id(ref)
         for root in modules
         for m in root.modules()
         for ref in compat.rnn_weight_references(m)
-    ]
+    }
     for param in params:
         _check_parameter(names[param], param, ranks, spmd)
-        foreign = [ref for ref in weakref.getweakrefs(param) if id(ref) not in rnn_refs]
-        if foreign or compat.is_in_use(param):
+        if _is_held(param, known) and _is_held_after_collection(param, known):
             raise ValueError(
                 f"parameter '{names[param]}' is in use by an autograd graph, a weak reference or a "
                 "compiled function: shard before the model's first forward, or drop its outputs"
@@ -166,6 +166,18 @@ def check_model(
                 _check_sole_owner(
                     f"{prefix}.{attribute}".lstrip("."), tensor, registered, managed, names
                 )
+
+
+def _is_held(param: nn.Parameter, known: Collection[int]) -> bool:
+    """Whether a live graph leads to `param`, or a weak reference that is not `known` by id."""
+    foreign = [ref for ref in weakref.getweakrefs(param) if id(ref) not in known]
+    return bool(foreign) or compat.is_in_graph(param)
+
+
+def _is_held_after_collection(param: nn.Parameter, known: Collection[int]) -> bool:
+    """The same, but not by garbage: whether that was found yet is chance."""
+    gc.collect()
+    return _is_held(param, known)
 
 
 def _check_sole_owner(

@@ -1,11 +1,13 @@
 """`fully_shard`: what it makes of a module, and what it refuses before anything is changed."""
 
 import copy
+import gc
 import pickle
 import subprocess
 import sys
 import textwrap
 import time
+import weakref
 
 import pytest
 import torch
@@ -66,6 +68,38 @@ def test_parameters_keep_their_identity(mesh):
         reference.zero_grad()
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(full(q), p.detach())
+
+
+@on_ranks(2)
+def test_what_a_process_group_still_holds_is_sharded(mesh):
+    """A thread of gloo holds a tensor for a moment after `broadcast`; an unfinished handle, for as
+    long as it lives."""
+    plain, model = seeded(Stack), seeded(Stack)
+    whole = [weakref.ref(param.untyped_storage()) for param in model.parameters()]
+    with torch.no_grad():
+        held = [torch.distributed.broadcast(p, 0, async_op=True) for p in model.parameters()]
+    for work in held:
+        work.wait()
+    assert all(param._use_count() > 1 for param in model.parameters())  # the handles' references
+    shard_all(model, mesh)
+    del held, work
+    check_parity(plain, model, compiled(model), _batch, mesh)
+    gc.collect()
+    assert not [storage for storage in whole if storage() is not None]
+
+
+@on_ranks(2)
+def test_a_graph_that_gives_a_parameter_no_gradient_is_no_obstacle(mesh):
+    model, x = nn.Linear(3, 3).requires_grad_(False), torch.ones(2, 3, requires_grad=True)
+    weight, loss = model.weight.clone(), model(x).sum()
+    fully_shard(model, mesh=mesh)
+    loss.backward()  # with the weight that the forward saw
+    assert torch.equal(x.grad, weight.sum(0).expand(2, 3))
+    cycle = [Block()]
+    cycle += [cycle, cycle[0](torch.randn(2, 18)).sum()]
+    model = cycle[0]
+    del cycle  # the graph is garbage, which the collector may not have found yet
+    assert isinstance(fully_shard(model, mesh=mesh), ShardedModule)
 
 
 @on_ranks(2)
@@ -249,6 +283,11 @@ def test_refused_models(mesh):
         fully_shard(busy, mesh=mesh)
     assert _unchanged(busy)
     del loss
+    shifted = nn.LayerNorm(18)
+    outputs = shifted.bias + 1  # nothing saves the bias, but its gradient would be lost
+    with pytest.raises(ValueError, match="'bias' is in use by an autograd graph"):
+        fully_shard(shifted, mesh=mesh)
+    assert _unchanged(shifted) and outputs.grad_fn is not None
 
 
 @on_ranks(4)

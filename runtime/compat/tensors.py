@@ -58,22 +58,40 @@ def storage_id(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata
 
 
-def is_in_use(param: Tensor) -> bool:
-    """Whether `torch.utils.swap_tensors` would refuse `param`: an autograd graph holds it."""
-    return param._use_count() > 2  # type: ignore[attr-defined]
+class _Mark:
+    """Something that can be referred to weakly."""
+
+
+def is_in_graph(tensor: Tensor) -> bool:
+    """Whether an autograd graph that is alive would accumulate a gradient in the leaf `tensor`.
+
+    Such a graph holds the node that accumulates, which the tensor knows weakly: a mark that is left
+    on the node lives on with it. A reference count would not tell, because threads of a process
+    group hold a tensor for a moment after the collective, too. (2.11 to 2.15)
+    """
+    if not tensor.requires_grad or not tensor.is_leaf:
+        return False
+    with torch.inference_mode(False), torch.enable_grad():
+        view: Any = tensor.view_as(tensor).grad_fn
+    node = view.next_functions[0][0]
+    mark = _Mark()
+    node.metadata[_Mark] = mark
+    found = weakref.ref(mark)
+    del mark, node, view
+    return found() is not None
 
 
 def swap_tensors(param: Tensor, new: Tensor) -> None:
-    """`torch.utils.swap_tensors`, also where weak references to `param` exist (2.11 to 2.15).
+    """`torch.utils.swap_tensors`, whatever else refers to `param` (2.11 to 2.15).
 
-    Torch refuses those, because they would lead to another tensor. Dynamo's guards have some on
-    every parameter that it saw, and a sharded one stays the parameter that they mean.
+    Torch refuses where weak references exist, or references of C++ beside Python's own. Here weak
+    ones mean the parameter, whatever it is made of: Dynamo's guards have some on every parameter
+    that it saw. What C++ refers to is the tensor as it was: it goes on with `new`, and with
+    whoever holds it still, such as a thread of a process group.
     """
-    if not weakref.getweakrefs(param) or type(param) is not type(new):
-        torch.utils.swap_tensors(param, new)
-        return
-    if is_in_use(param):
+    if is_in_graph(param):
         raise RuntimeError("a sharded parameter cannot be moved: an autograd graph holds it")
+    param.__class__, new.__class__ = new.__class__, param.__class__
     param.__dict__, new.__dict__ = new.__dict__, param.__dict__
     torch._C._swap_tensor_impl(param, new)
 
