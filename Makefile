@@ -62,7 +62,7 @@ demo: $(STAMP)  ## Train a small language model on two ranks, a few minutes
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(DEMO_RANKS) \
 		examples/train_lm.py --checkpoint-dir $(DEMO_DIR) --expect-loss-below 2.2 $(DEMO_ARGS)
 
-soak: $(STAMP)  ## Kill and resume ranks at random for three minutes
+soak: $(STAMP)  ## Kill and resume ranks at random (SOAK_ARGS='--steady compiled': no kills)
 	$(PY) tests/soak.py $(SOAK_ARGS)
 
 clean:  ## Remove build products and caches, keep .venv

@@ -19,6 +19,7 @@ from shardc.runtime.progress import progress
 
 ops = torch.ops._c10d_functional
 compat.let_backend_threads_finish()
+compat.gather_under_short_names()
 
 _CARRIED_AS_IS = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16,

@@ -4,9 +4,14 @@
 two rank processes that train a compiled model with AdamW, checkpoint with
 `torch.distributed.checkpoint`, and start from the newest complete checkpoint. Kills are SIGKILL, at
 any moment, also while a checkpoint is written; after one, the run is started again.
+
+`python tests/soak.py --minutes 20 --steady compiled` kills nobody: two ranks train for so long,
+save and collect garbage every few steps, and print how much they did. `--steady uncompiled` leaves
+the compiler out. Either way a rank that ends by itself with anything but 0 is a failure.
 """
 
 import argparse
+import gc
 import os
 import random
 import shutil
@@ -16,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -36,13 +42,8 @@ def train(folder: Path, steps: int, pause: float) -> None:
     """One rank: resume, train to `steps`, save."""
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    from shardc import fully_shard
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    model = fully_shard(seeded(Stack, 0), units="auto")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    step = torch.compile(model, backend="shardc", options={"executor": "eager"})
+    model, optimizer = _build()
+    call = torch.compile(model, backend="shardc", options={"executor": "eager"})
     start, found = 0, checkpoints(folder)
     if found:
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
@@ -52,11 +53,7 @@ def train(folder: Path, steps: int, pause: float) -> None:
         )
         start = int(found[-1].name.removeprefix("step-"))
     for number in range(start, steps):
-        seed = RANKS * number + dist.get_rank()
-        step(tokens(seed), tokens(seed + 10_000)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(call, model, optimizer, number)
         time.sleep(pause)
         if (number + 1) % SAVE_EVERY == 0:
             _save(folder, number + 1, model, optimizer)
@@ -65,6 +62,55 @@ def train(folder: Path, steps: int, pause: float) -> None:
         torch.save(whole, folder / "end.part")
         (folder / "end.part").rename(folder / "end")
     dist.destroy_process_group()
+
+
+def endure(folder: Path, minutes: float, how: str) -> None:
+    """One rank: train for so long, save and collect garbage, print how much was done."""
+    from shardc.runtime.progress import progress
+
+    model, optimizer = _build()
+    options = {"executor": "eager"}
+    call = torch.compile(model, backend="shardc", options=options) if how == "compiled" else model
+    number, end, over = 0, time.monotonic() + 60 * minutes, torch.zeros(1)
+    while not over.item():
+        _step(call, model, optimizer, number)
+        number += 1
+        if number % SAVE_EVERY == 0:
+            _save(folder, number, model, optimizer)
+            if dist.get_rank() == 0:
+                for old in checkpoints(folder)[:-2]:
+                    shutil.rmtree(old)
+            gc.collect()
+            over.fill_(time.monotonic() > end)
+            dist.all_reduce(over, dist.ReduceOp.MAX)
+    print(
+        f"rank {dist.get_rank()}, {how}: {number} steps, {number // SAVE_EVERY} saves, "
+        f"{progress.started} collectives",
+        flush=True,
+    )
+    dist.destroy_process_group()
+
+
+def _build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    from shardc import fully_shard
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model = fully_shard(seeded(Stack, 0), units="auto")
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _step(
+    call: Callable[..., torch.Tensor],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    number: int,
+) -> None:
+    seed = RANKS * number + dist.get_rank()
+    call(tokens(seed), tokens(seed + 10_000)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _save(
@@ -79,13 +125,12 @@ def _save(
         part.rename(folder / f"step-{step:06}")
 
 
-def start(folder: Path, steps: int, pause: float) -> list[subprocess.Popen]:
+def start(folder: Path, *arguments: object) -> list[subprocess.Popen]:
     """Start the rank processes of one run."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, __file__, "--folder", str(folder), "--steps", str(steps)]
-    command += ["--pause", str(pause)]
+    command = [sys.executable, __file__, "--folder", str(folder), *map(str, arguments)]
     return [
         subprocess.Popen(
             command,
@@ -100,21 +145,15 @@ def start(folder: Path, steps: int, pause: float) -> list[subprocess.Popen]:
     ]  # fmt: skip
 
 
-def finish(ranks: list[subprocess.Popen]) -> bool:
-    """Wait for the rank processes; whether all ended well. Raises if one failed otherwise.
-
-    A crash of gloo (`ranks.py` says which) is a kill that nobody planned.
-    """
+def finish(ranks: list[subprocess.Popen]) -> None:
+    """Wait for the rank processes. Raises if one did not end well."""
     while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
         time.sleep(0.01)
     codes = [rank.poll() for rank in ranks]
-    if not any(codes):
-        return True
-    if not any(code in (-signal.SIGSEGV, -signal.SIGABRT) for code in codes):
+    if any(codes):
+        stop([rank for rank in ranks if rank.poll() is None])
         errors = [rank.communicate()[1] for rank in ranks]
         raise SystemExit(f"ranks that nobody killed exited with {codes}:\n{errors}")
-    stop(ranks)
-    return False
 
 
 def stop(ranks: list[subprocess.Popen]) -> None:
@@ -130,18 +169,15 @@ def soak(minutes: float, steps: int, seed: int) -> int:
     with tempfile.TemporaryDirectory() as root:
         calm, rough = Path(root, "calm"), Path(root, "rough")
         calm.mkdir()
-        while not finish(start(calm, steps, pause=0.0)):
-            print("gloo crashed in the undisturbed run, which starts anew")
-            shutil.rmtree(calm)
-            calm.mkdir()
+        finish(start(calm, "--steps", steps))
         print(f"undisturbed: {steps} steps")
         rough.mkdir()
         kills, end = 0, time.monotonic() + minutes * 60
         while not (rough / "end").exists():
             if time.monotonic() > end:
-                finish(start(rough, steps, pause=0.0))
+                finish(start(rough, "--steps", steps))
                 continue
-            ranks = start(rough, steps, pause=0.05)
+            ranks = start(rough, "--steps", steps, "--pause", 0.05)
             kills += _disturb(ranks, rough, chance)
         want, got = (torch.load(folder / "end") for folder in (calm, rough))
     different = [name for name in want if not torch.equal(want[name], got[name])]
@@ -170,14 +206,24 @@ def _disturb(ranks: list[subprocess.Popen], folder: Path, chance: random.Random)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=3.0, help="for how long ranks are killed")
+    parser.add_argument("--minutes", type=float, default=3.0, help="for how long it runs")
     parser.add_argument("--steps", type=int, default=2500, help="training steps of each run")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
+    parser.add_argument(
+        "--steady", choices=("compiled", "uncompiled"), help="kill nobody, train for the minutes"
+    )
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--pause", type=float, default=0.0, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.folder is not None and given.steady:
+        endure(given.folder, given.minutes, given.steady)
+        return
     if given.folder is not None:
         train(given.folder, given.steps, given.pause)
+        return
+    if given.steady:
+        with tempfile.TemporaryDirectory() as root:
+            finish(start(Path(root), "--minutes", given.minutes, "--steady", given.steady))
         return
     kills = soak(given.minutes, given.steps, given.seed)
     print(f"equal bits after {kills} kills")

@@ -8,6 +8,7 @@ moves something, this folder is the one to mend. The rest of the project says `c
 from shardc.runtime.compat.aot import *
 from shardc.runtime.compat.autograd import *
 from shardc.runtime.compat.dynamo import *
+from shardc.runtime.compat.gloo import *
 from shardc.runtime.compat.groups import *
 from shardc.runtime.compat.inductor import *
 from shardc.runtime.compat.modules import *
