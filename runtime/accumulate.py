@@ -48,8 +48,8 @@ class Accumulated:
             _watch(self)
 
     def keep_partial(self, part: Tensor) -> None:
-        """Keep `part: (S,)`, which has all that waited in it, until copies are reduced."""
-        self.partial = part
+        """Keep `part: (S,)` until copies are reduced, beside what another backward left there."""
+        self.partial = part if self.partial is None else self.partial + part
         _watch(self)
         self.bucket.refresh_signature()
 

@@ -153,6 +153,21 @@ def test_reductions_over_copies_can_wait(mesh):
     check_against_fsdp2(theirs, ours, compiled(ours), step, steps=2)
 
 
+@pytest.mark.parametrize("executor", ["eager", None])
+@on_ranks(4)
+def test_two_forwards_wait_to_be_reduced_over_copies(mesh, executor):
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    plain, model = seeded(Stack), sharded(seeded(Stack), grid)
+    call = compiled(model, executor) if executor else model
+    for run in (plain, call):
+        model.set_requires_all_reduce(False)
+        (_loss(run, 100, mesh) + _loss(run, 200, mesh)).backward()
+        model.set_requires_all_reduce(True)
+        _loss(run, 300, mesh).backward()
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh), msg=name)
+
+
 @pytest.mark.parametrize("sync", [True, False])
 @on_ranks(2)
 def test_buckets_kept_from_step_to_step(mesh, sync):
