@@ -23,7 +23,7 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     Raises:
         NotImplementedError: some of the parameters belong to a unit that is not inside.
     """
-    inside = [m for m in module.modules() if hasattr(m, "_shardc_slots") and id(m) not in memo]
+    inside = [m for m in module.modules() if "_shardc_slots" in vars(m) and id(m) not in memo]
     units = dict.fromkeys(
         bucket.owner
         for m in inside
@@ -37,10 +37,11 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 f"deepcopy of {type(module).__name__}, which holds parameters of the sharded "
                 f"{type(outside[0]).__name__} around it: copy that one"
             )
-    for m in inside:
+    shells = inside + [m for m in module.modules() if _forwards_copies(m) and id(m) not in memo]
+    for m in shells:
         memo[id(m)] = object.__new__(type(m))
     copies = [_copy_unit(unit, memo) for unit in units]
-    for m in inside:
+    for m in shells:
         shell = memo[id(m)]
         for name, value in vars(m).items():
             vars(shell)[name] = copy.deepcopy(value, memo)
@@ -50,6 +51,14 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         new.settle(is_root=unit.is_root or module in unit.modules)
     result: nn.Module = memo[id(module)]
     return result
+
+
+def _forwards_copies(module: nn.Module) -> bool:
+    """Whether `copy` would take the `__deepcopy__` of the module inside for that of `module`.
+
+    torch's `checkpoint_wrapper` hands on every attribute that it lacks.
+    """
+    return hasattr(module, "__deepcopy__") and not hasattr(type(module), "__deepcopy__")
 
 
 def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:

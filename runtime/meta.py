@@ -12,7 +12,7 @@ from torch import nn
 
 def states_on_meta(module: nn.Module) -> list[str]:
     """The names of the parameters and buffers below `module` that are on meta, ignored ones not."""
-    units: list[Any] = [m._shardc_unit for m in module.modules() if hasattr(m, "_shardc_unit")]
+    units: list[Any] = [m._shardc_unit for m in module.modules() if "_shardc_unit" in vars(m)]
     ignored = {id(param) for unit in units for param in unit.ignored}
     skipped = {id(m) for unit in units for m in unit.skipped}
     found = []

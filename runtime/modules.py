@@ -128,7 +128,7 @@ def _check_assigned(module: Any, name: str, param: nn.Parameter) -> None:
         (holder, attribute)
         for root in bucket.unit_modules
         for holder in root.modules()
-        for attribute, other in getattr(holder, "_shardc_slots", {}).items()
+        for attribute, other in vars(holder).get("_shardc_slots", {}).items()
         if other.bucket is bucket and other.index == slot.index
     }
     if len(tied) > 1:
@@ -146,7 +146,7 @@ def make_unit(unit: "Unit") -> None:
     for root in unit.modules:
         for name, module in root.named_modules():
             _install_properties(module, unit if module in unit.modules else None)
-            inner = getattr(module, "_shardc_unit", unit)
+            inner = vars(module).get("_shardc_unit", unit)
             if inner is not unit:
                 inner.settle(is_root=False)
                 if module is inner.modules[0]:
@@ -164,7 +164,7 @@ def _install_properties(module: nn.Module, unit: "Unit | None") -> None:
     }
     if unit is None and not slots:
         return
-    own = unit or getattr(module, "_shardc_unit", None)
+    own = unit or vars(module).get("_shardc_unit")
     buckets = [slot.bucket for slot in slots.values()]
     state = vars(module)
     state["_shardc_slots"] = slots
@@ -172,7 +172,7 @@ def _install_properties(module: nn.Module, unit: "Unit | None") -> None:
     if own is not None:
         state["_shardc_unit"] = own
     mixin = ShardedModule if own is not None else ShardedParameters
-    original = getattr(module, "_shardc_class", type(module))
+    original = getattr(type(module), "_shardc_class", type(module))
     module.__class__ = _subclass(original, tuple(slots), mixin)
 
 

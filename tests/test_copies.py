@@ -10,6 +10,7 @@ from fsdp2 import sharded
 from models import Stack, check_parity, compiled, full, mean_over_ranks, seeded, tokens
 from ranks import on_ranks
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shardc import ShardTensor, fully_shard, register_fsdp_forward_method, units_of
@@ -51,6 +52,19 @@ def test_a_copy_trains_apart(mesh, build, executor):
     if build is TIED:
         assert other.head.weight is not model.head.weight
         assert dict(other.named_parameters()).keys() == dict(plain.named_parameters()).keys()
+
+
+@on_ranks(2)
+def test_a_copy_keeps_wrappers_that_forward_attributes(mesh):
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(4, 4)), nn.Linear(4, 4))
+    other = copy.deepcopy(fully_shard(model, mesh=mesh))
+    assert type(other[0]) is type(model[0])
+    assert list(dict(other.named_parameters())) == list(dict(model.named_parameters()))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert p is not q and torch.equal(full(p), full(q))
+    other(torch.randn(3, 4)).sum().backward()
+    assert all(p.grad is not None for p in other.parameters())
+    assert all(p.grad is None for p in model.parameters())
 
 
 @on_ranks(2)
