@@ -65,6 +65,8 @@ def summon_full_params(
                 for bucket in unit.buckets:
                     _take_part(bucket, with_grads)
             else:
+                unit.summoned = True
+                stack.callback(setattr, unit, "summoned", False)
                 for bucket in unit.buckets:
                     device = torch.device("cpu") if offload_to_cpu else unit.device
                     stack.enter_context(
@@ -215,7 +217,7 @@ def _holders(bucket: Bucket, module: nn.Module) -> list[_Held]:
     return [
         _Held(owner, name, slot.index)
         for owner in module.modules()
-        for name, slot in getattr(owner, "_shardc_slots", {}).items()
+        for name, slot in vars(owner).get("_shardc_slots", {}).items()
         if slot.bucket is bucket
     ]
 

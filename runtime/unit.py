@@ -30,6 +30,7 @@ class Unit:
         name: the name of its first module in the outermost unit, for messages.
         number: the same on all ranks.
         on_meta: whether something below its modules may still be on the meta device.
+        summoned: whether its modules hold full parameters, and so compute in their dtype.
     """
 
     modules: tuple[nn.Module, ...]
@@ -47,6 +48,7 @@ class Unit:
     backward_prefetch: tuple["Unit", ...] = ()
     reduce_buffers: int | None = None
     on_meta: bool = False
+    summoned: bool = False
 
     def __post_init__(self) -> None:
         for bucket in self.buckets:
@@ -119,6 +121,6 @@ class Unit:
         return map_tensors(cast_to(dtype), outputs)
 
     def _in_full_precision(self, module: nn.Module) -> bool:
-        if any(bucket.summoned for bucket in self.buckets):
+        if self.summoned:
             return True
         return self.settings.precision.full_precision_in_eval and not module.training

@@ -9,6 +9,7 @@ from fsdp2 import sharded
 from models import Block, Stack, compiled, full, mean_over_ranks, seeded, tokens
 from ranks import on_ranks
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardc import (
@@ -263,3 +264,29 @@ def test_apply_sees_full_parameters(mesh):
 
     with pytest.raises(RuntimeError, match="inside its forward"):
         fully_shard(Applies(8, 16), mesh=mesh)(torch.ones(2, 8))
+
+
+@on_ranks(2)
+def test_a_wrapper_that_forwards_attributes_holds_nothing(mesh):
+    model = fully_shard(nn.Sequential(checkpoint_wrapper(nn.Linear(4, 4))), mesh=mesh)
+    inner = model[0]._checkpoint_wrapped_module
+    names = list(dict(model.named_parameters()))
+    with summon_full_params(model):
+        assert list(dict(model.named_parameters())) == names
+        inner.weight = nn.Parameter(torch.ones(4, 4))
+    assert list(dict(model.named_parameters())) == names
+    assert torch.equal(full(model.get_parameter(names[0])), torch.ones(4, 4))
+    inner.weight = nn.Parameter(torch.zeros(4, 4))  # is held in one place, so it may be assigned
+    assert torch.equal(full(model.get_parameter(names[0])), torch.zeros(4, 4))
+
+
+@on_ranks(2)
+def test_a_root_without_parameters_of_its_own_does_not_cast_inside(mesh):
+    build = lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))  # noqa: E731
+    plain, model = seeded(build), seeded(build)
+    fully_shard(model, mesh=mesh, units="auto", mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    x = torch.randn(3, 4)
+    assert model(x).dtype == torch.bfloat16
+    with summon_full_params(model):
+        assert torch.equal(model(x), plain(x))
+    assert model(x).dtype == torch.bfloat16
