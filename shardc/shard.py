@@ -200,9 +200,7 @@ def _apply(
     With `scatter`, the segments come from rank 0.
     """
     device = compute_device(mesh)
-    for root in plan.modules:
-        for module in root.modules():
-            compat.forget_rnn_weights(module)
+    _forget_rnn_weights(plan)
     buckets = []
     for layout in plan.layouts:
         params = [plan.params.pop(slot.name) for slot in layout.slots]
@@ -226,3 +224,11 @@ def _apply(
     )
     make_unit(unit)
     return unit
+
+
+def _forget_rnn_weights(plan: UnitPlan) -> None:
+    """Drop what recurrent layers cache of the parameters that the unit takes."""
+    taken = set(plan.params.values())
+    for module in dict.fromkeys(module for root in plan.modules for module in root.modules()):
+        if not taken.isdisjoint(module.parameters(recurse=False)):
+            compat.forget_rnn_weights(module)

@@ -143,6 +143,15 @@ def test_list_is_one_unit_and_slices_are_plain(mesh):
 
 
 @on_ranks(2)
+def test_an_ignored_recurrent_layer_keeps_its_weights(mesh):
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 3)))
+    plain = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 3)))
+    fully_shard(model, mesh=mesh, ignored_params=[model[1]])
+    x = torch.randn(2, 1, 4)
+    assert torch.equal(model(x)[0], plain(x)[0])
+
+
+@on_ranks(2)
 def test_ignored_parameters(mesh):
     for as_modules in (True, False):
         plain, model = seeded(Stack), seeded(Stack)
