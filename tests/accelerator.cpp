@@ -1,11 +1,17 @@
 // A simulated accelerator: one device of PyTorch's PrivateUse1 type whose memory is host memory.
 //
-// Copies from and to pinned memory and collectives run on the threads of their streams, after an
-// artificial delay; every other operator waits on the host for its stream, then runs on the CPU.
-// Fresh and freed memory holds NaN (all bits set). So a missing stream wait, or a tensor freed
-// while another stream still uses it, gives wrong numbers: as on a GPU, only reliably.
+// Copies from and to pinned memory and collectives wait in the queues of their streams; every other
+// operator waits on the host for its stream, then runs on the CPU. A stream has no thread: what it
+// holds runs as late as it may, when the host or another stream waits for it ("late"), or when its
+// simulated time has come. Fresh and freed memory holds NaN (all bits set). So a missing stream
+// wait, or a tensor freed while another stream still uses it, gives wrong numbers: as on a GPU, only
+// always.
 //
-// One lock guards the whole machine, which is never destroyed: its threads outlive main().
+// Time is simulated: copies, collectives and operators take what they are said to cost, streams run
+// side by side, and the host goes on when what it waits for has ended. A log of it all can be read.
+// Nothing hangs on the machine's clock, on its load or on the order of its threads.
+//
+// One lock guards the whole machine, which is never destroyed.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -18,15 +24,14 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <mutex>
 #include <set>
-#include <thread>
 
 PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)
 
 namespace {
 
 using at::Tensor;
-using Clock = std::chrono::steady_clock;
 using Lock = std::unique_lock<std::mutex>;
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
 const c10::Device kDevice(kSim, 0);
@@ -36,16 +41,30 @@ constexpr int64_t kPool = 32; // as many streams as CUDA's pools have
 // ---------------------------------------------------------------------------------------- streams
 
 struct Mark { // a point in a stream's queue; what an event holds once it was recorded
+  int64_t stream, number;
+  double time; // simulated: when the stream gets there
   bool done = false;
-  Clock::time_point when;
   std::exception_ptr error;
 };
 using MarkPtr = std::shared_ptr<Mark>;
 
+struct Task {
+  double when; // simulated: when it has run
+  std::function<void()> run;
+};
+
 struct Lane { // a stream
-  std::deque<std::function<void()>> tasks;
-  bool started = false, busy = false;
+  int64_t priority = 0;
+  double clock = 0; // simulated: when all that was queued has ended
+  std::deque<Task> tasks;
+  bool busy = false;
   std::exception_ptr error; // of a task; rethrown by the next wait of the host for this stream
+};
+
+struct Entry { // of the log, in the order in which the host did it
+  std::string kind, name, group;
+  int64_t stream, priority, bytes, point; // point: the mark's number, or the block's
+  double start, end;
 };
 
 struct Block {
@@ -53,62 +72,113 @@ struct Block {
   int64_t home; // the stream that was current at the allocation
   std::set<int64_t> users; // the other streams that it was recorded on
   bool of_group = false; // allocated through a process group
+  int64_t number = 0;
 };
 
 struct Machine {
   std::mutex mutex;
-  std::condition_variable changed;
-  std::deque<Lane> lanes{1 + kPool}; // the default one, the pool's, those of process groups
-  int64_t next_of_pool = 0, pending = 0; // pending: tasks queued or running, over all streams
+  std::recursive_mutex running; // held by the thread that runs tasks
+  std::deque<Lane> lanes{1 + 2 * kPool}; // default, pool, pool of high priority, process groups'
+  std::array<int64_t, 2> next_of_pool{};
+  int64_t pending = 0; // tasks queued or running, over all streams
   std::map<uintptr_t, Block> blocks;
   std::map<uintptr_t, size_t> pinned;
   std::vector<void*> quarantine; // freed and poisoned, but a queued task may still touch it
   int64_t live = 0, peak = 0, pinned_live = 0, group_tensors = 0, group_bytes = 0;
   std::vector<std::tuple<std::string, bool, bool>> collectives;
-  double copy_delay = 0, comm_delay = 0;
+  bool late = true, recording = false;
+  double copy_cost = 0, comm_cost = 0, compute_cost = 0, now = 0; // now: where the host is
+  int64_t marks = 0, numbered = 0;
+  std::vector<Entry> log;
+
+  Machine() {
+    for (int64_t id = 1 + kPool; id < 1 + 2 * kPool; ++id)
+      lanes[id].priority = -1;
+  }
 };
 
 Machine& m = *new Machine;
 thread_local int64_t current = 0;
 
-void sleep(double seconds) {
-  if (seconds > 0)
-    std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+// Under the lock.
+void note(std::string kind, std::string name, int64_t stream, int64_t bytes = 0, int64_t point = -1,
+          double start = -1, double end = -1, std::string group = "") {
+  if (!m.recording)
+    return;
+  if (start < 0)
+    start = end = m.now;
+  m.log.push_back({std::move(kind), std::move(name), std::move(group), stream,
+                   stream < 0 ? 0 : m.lanes[stream].priority, bytes, point, start, end});
 }
 
-void finish(Mark& mark, std::exception_ptr error = nullptr) { // under the lock
-  mark.done = true;
-  mark.when = Clock::now();
-  mark.error = std::move(error);
-  m.changed.notify_all();
-}
-
-void work(Lane& lane) {
-  Lock lock(m.mutex);
-  for (;;) {
-    m.changed.wait(lock, [&] { return !lane.tasks.empty(); });
-    auto task = std::move(lane.tasks.front());
-    lane.tasks.pop_front();
-    lane.busy = true;
-    lock.unlock();
-    std::exception_ptr error;
-    try {
-      task();
-    } catch (...) {
-      error = std::current_exception();
-    }
-    task = nullptr; // what it held is freed while the stream still counts as busy
-    lock.lock();
-    lane.busy = false;
-    if (error)
-      lane.error = error;
-    if (--m.pending == 0) {
-      for (void* memory : m.quarantine)
-        std::free(memory);
-      m.quarantine.clear();
-    }
-    m.changed.notify_all();
+// The first task of a stream. Under the lock, which is let go of meanwhile.
+void run_next(Lock& lock, Lane& lane) {
+  auto task = std::move(lane.tasks.front().run);
+  lane.tasks.pop_front();
+  lane.busy = true;
+  lock.unlock();
+  std::exception_ptr error;
+  try {
+    task();
+  } catch (...) {
+    error = std::current_exception();
   }
+  task = nullptr; // what it held is freed while the stream still counts as busy
+  lock.lock();
+  lane.busy = false;
+  if (error)
+    lane.error = error;
+  if (--m.pending == 0) {
+    for (void* memory : m.quarantine)
+      std::free(memory);
+    m.quarantine.clear();
+  }
+}
+
+// Without the GIL: a task may need it, to free a storage that Python knows.
+template <class Call>
+void without_gil(Call call) {
+  std::optional<pybind11::gil_scoped_release> no_gil;
+  if (Py_IsInitialized() && PyGILState_Check())
+    no_gil.emplace();
+  call();
+}
+
+void run_until(const MarkPtr& point) {
+  without_gil([&] {
+    std::lock_guard running(m.running);
+    Lock lock(m.mutex);
+    while (!point->done)
+      run_next(lock, m.lanes[point->stream]);
+  });
+}
+
+void run_all() {
+  without_gil([] {
+    std::lock_guard running(m.running);
+    Lock lock(m.mutex);
+    for (size_t id = 0; id < m.lanes.size(); ++id)
+      while (!m.lanes[id].tasks.empty())
+        run_next(lock, m.lanes[id]);
+  });
+}
+
+// What ended before now, the first to end first; nothing, where all runs late. Not under the lock.
+void run_due() {
+  without_gil([] {
+    std::lock_guard running(m.running);
+    Lock lock(m.mutex);
+    while (!m.late) {
+      Lane* next = nullptr;
+      for (Lane& lane : m.lanes)
+        if (!lane.tasks.empty() && lane.tasks.front().when <= m.now &&
+            (!next || lane.tasks.front().when < next->tasks.front().when))
+          next = &lane;
+      if (!next)
+        break;
+      run_next(lock, *next);
+    }
+  });
 }
 
 // These four are called under the lock.
@@ -116,42 +186,47 @@ bool idle(int64_t stream) {
   return m.lanes[stream].tasks.empty() && !m.lanes[stream].busy;
 }
 
-void enqueue(int64_t stream, std::function<void()> task) {
+void enqueue(int64_t stream, std::function<void()> task) { // its time has been taken already
   Lane& lane = m.lanes[stream];
-  lane.tasks.push_back(std::move(task));
+  lane.tasks.push_back({lane.clock, std::move(task)});
   ++m.pending;
-  if (!std::exchange(lane.started, true))
-    std::thread(work, std::ref(lane)).detach();
-  m.changed.notify_all();
 }
 
 MarkPtr mark(int64_t stream) {
-  auto point = std::make_shared<Mark>();
+  const double time = std::max(m.lanes[stream].clock, m.now);
+  auto point = std::make_shared<Mark>(Mark{stream, ++m.marks, time});
   if (idle(stream))
-    finish(*point);
+    point->done = true;
   else
-    enqueue(stream, [point] { Lock lock(m.mutex); finish(*point); });
+    enqueue(stream, [point] { Lock lock(m.mutex); point->done = true; });
   return point;
 }
 
 void await(int64_t stream, const MarkPtr& point) {
+  m.lanes[stream].clock = std::max(m.lanes[stream].clock, point->time);
   if (point->done && !point->error)
     return;
   enqueue(stream, [point] {
-    Lock lock(m.mutex);
-    m.changed.wait(lock, [&] { return point->done; });
+    run_until(point);
     if (point->error)
       std::rethrow_exception(point->error);
   });
 }
 
-// Blocks the host. Without the GIL: a task may need it, to free a storage that Python knows.
-void wait_on_host(MarkPtr point) {
-  std::optional<pybind11::gil_scoped_release> no_gil;
-  if (Py_IsInitialized() && PyGILState_Check())
-    no_gil.emplace();
+// What a stream does from when it is free, as far as time goes: start and end. Under the lock.
+std::pair<double, double> take_time(int64_t stream, double cost) {
+  double& clock = m.lanes[stream].clock;
+  const double start = std::max(clock, m.now);
+  return {start, clock = start + cost};
+}
+
+// Blocks the host.
+void wait_on_host(const MarkPtr& point) {
+  run_until(point);
   Lock lock(m.mutex);
-  m.changed.wait(lock, [&] { return point->done; });
+  m.now = std::max(m.now, point->time);
+  lock.unlock();
+  run_due();
 }
 
 void drain(int64_t stream) {
@@ -186,6 +261,7 @@ void poison(void* memory, size_t size) { // under the lock
 void release(void* memory) {
   Lock lock(m.mutex);
   Block block = std::move(m.blocks.extract(reinterpret_cast<uintptr_t>(memory)).mapped());
+  note("free", "", block.home, block.size, block.number);
   std::set<int64_t> waits;
   std::copy_if(block.users.begin(), block.users.end(), std::inserter(waits, waits.end()),
                [](int64_t stream) { return !idle(stream); });
@@ -226,7 +302,9 @@ struct DeviceMemory final : c10::DeviceAllocator {
       return {nullptr, kDevice};
     void* memory = new_memory(size);
     Lock lock(m.mutex);
-    m.blocks.emplace(reinterpret_cast<uintptr_t>(memory), Block{size, current, {}});
+    const int64_t number = ++m.numbered;
+    m.blocks.emplace(reinterpret_cast<uintptr_t>(memory), Block{size, current, {}, false, number});
+    note("allocate", "", current, size, number);
     m.peak = std::max(m.peak, m.live += size);
     return {memory, memory, &release, kDevice};
   }
@@ -306,12 +384,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   c10::Stream getStream(c10::Device) const override { return stream(current); }
   c10::Stream getDefaultStream(c10::Device) const override { return stream(0); }
-  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool high_priority) const override {
     Lock lock(m.mutex);
-    return stream(1 + m.next_of_pool++ % kPool);
+    return stream(1 + high_priority * kPool + m.next_of_pool[high_priority]++ % kPool);
   }
-  c10::Stream getNewStream(c10::Device device, int) const override {
-    return getStreamFromGlobalPool(device, false);
+  c10::Stream getNewStream(c10::Device device, int priority) const override {
+    return getStreamFromGlobalPool(device, priority < 0);
   }
   c10::Stream exchangeStream(c10::Stream next) const override {
     return stream(std::exchange(current, next.id()));
@@ -320,7 +398,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Lock lock(m.mutex);
     return idle(s.id());
   }
-  void synchronizeStream(const c10::Stream& s) const override { drain(s.id()); }
+  void synchronizeStream(const c10::Stream& s) const override {
+    drain(s.id());
+    Lock lock(m.mutex);
+    note("synchronize", "stream", s.id());
+  }
   void synchronizeDevice(c10::DeviceIndex) const override {
     for (int64_t id = 0; id < streams(); ++id)
       drain(id);
@@ -334,19 +416,25 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       *event = new MarkPtr;
     Lock lock(m.mutex);
     of(*event) = mark(s.id());
+    note("record", "", s.id(), 0, of(*event)->number);
   }
   void block(void* event, const c10::Stream& s) const override {
     Lock lock(m.mutex);
     await(s.id(), of(event));
+    note("wait", "", s.id(), 0, of(event)->number);
   }
   bool queryEvent(void* event) const override {
     Lock lock(m.mutex);
     return of(event)->done;
   }
-  void synchronizeEvent(void* event) const override { wait_on_host(of(event)); }
+  void synchronizeEvent(void* event) const override {
+    wait_on_host(of(event));
+    Lock lock(m.mutex);
+    note("synchronize", "event", of(event)->stream, 0, of(event)->number);
+  }
   double elapsedTime(void* start, void* end, c10::DeviceIndex) const override {
     Lock lock(m.mutex);
-    return std::chrono::duration<double, std::milli>(of(end)->when - of(start)->when).count();
+    return 1e3 * (of(end)->time - of(start)->time);
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
     delete static_cast<MarkPtr*>(event);
@@ -409,11 +497,12 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
       is_pinned(host.storage().data())) {
     // Only the host's side is held: who frees the device's side too early shall see it.
     Lock lock(m.mutex);
+    const auto [start, end] = take_time(current, m.copy_cost);
+    note("copy", from.is_cpu() ? "to device" : "to host", current, from.nbytes(), -1, start, end);
     enqueue(current, [source = from.const_data_ptr(), target = to.data_ptr(), size = from.nbytes(),
-                      delay = m.copy_delay, held = host.storage()] {
-      sleep(delay);
-      std::memcpy(target, source, size);
-    });
+                      held = host.storage()] { std::memcpy(target, source, size); });
+    lock.unlock();
+    run_due();
     return to;
   }
   drain(current);
@@ -469,6 +558,13 @@ bool may_share_object(const Tensor& tensor, const Tensor& other) {
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   drain(current);
+  {
+    Lock lock(m.mutex);
+    const auto [start, end] = take_time(current, m.compute_cost);
+    m.now = end;
+    note("compute", op.schema().name(), current, 0, -1, start, end);
+  }
+  run_due();
   at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
 }
 
@@ -554,12 +650,13 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 struct Work final : c10d::Work {
   Work(int rank, c10d::OpType type) : c10d::Work(rank, type) {}
-  MarkPtr end = std::make_shared<Mark>();
+  MarkPtr end = std::make_shared<Mark>(Mark{0, 0, 0});
 
   using c10d::Work::finish;
   void synchronize() override {
     Lock lock(m.mutex);
     await(current, end);
+    note("wait", "collective", current, 0, end->number);
   }
   // Only a barrier stops the host, as in NCCL.
   bool wait(std::chrono::milliseconds) override {
@@ -580,13 +677,16 @@ struct Simccl final : c10d::Backend {
   enum { kAll, kSends, kReceives };
 
   c10::intrusive_ptr<c10d::Backend> gloo;
+  std::string name;
   int64_t first_stream;
 
-  explicit Simccl(c10::intrusive_ptr<c10d::Backend> inner)
-      : c10d::Backend(inner->getRank(), inner->getSize()), gloo(std::move(inner)) {
+  Simccl(c10::intrusive_ptr<c10d::Backend> inner, std::string name, int64_t priority)
+      : c10d::Backend(inner->getRank(), inner->getSize()), gloo(std::move(inner)), name(name) {
     Lock lock(m.mutex);
     first_stream = m.lanes.size();
     m.lanes.resize(first_stream + 3);
+    for (int64_t stream : {kAll, kSends, kReceives})
+      m.lanes[first_stream + stream].priority = priority;
   }
 
   // `call` starts gloo's collective on aliases of `to` and `from`. Their memory is held until the
@@ -599,14 +699,24 @@ struct Simccl final : c10d::Backend {
     std::vector<c10::Storage> held;
     hold(to, held);
     hold(from, held);
+    int64_t bytes = 0, made = -1;
+    for (const c10::Storage& storage : held)
+      bytes = std::max<int64_t>(bytes, storage.nbytes());
     Lock lock(m.mutex);
+    if (!held.empty())
+      if (Block* block = block_of(held[0].data()))
+        made = block->number;
     m.collectives.emplace_back(name, of_group(from), of_group(to));
     await(first_stream + stream, mark(current));
+    const auto [start, end] = take_time(first_stream + stream, m.comm_cost);
+    note("collective", name, first_stream + stream, bytes, made, start, end, this->name);
+    work->end->stream = first_stream + stream;
+    work->end->number = ++m.marks;
+    work->end->time = end;
     enqueue(first_stream + stream,
-            [=, gloo = gloo, held = std::move(held), delay = m.comm_delay]() mutable {
+            [=, gloo = gloo, held = std::move(held)]() mutable {
       std::exception_ptr error;
       try {
-        sleep(delay);
         call(*gloo, host->first, host->second, options)->wait();
       } catch (...) {
         error = std::current_exception();
@@ -614,8 +724,11 @@ struct Simccl final : c10d::Backend {
       held.clear();
       work->finish(error);
       Lock lock(m.mutex);
-      finish(*work->end, error);
+      work->end->done = true;
+      work->end->error = error;
     });
+    lock.unlock();
+    run_due();
     return work;
   }
 
@@ -707,9 +820,29 @@ auto reader(T Machine::*field) {
 } // namespace
 
 PYBIND11_MODULE(sim_accelerator, module) {
-  module.def("set_delay", [](double copy, double comm) {
+  module.def("configure", [](double copy, double comm, double compute, bool late) {
+    run_all(); // what was queued under the old settings
     Lock lock(m.mutex);
-    m.copy_delay = copy, m.comm_delay = comm;
+    m.copy_cost = copy, m.comm_cost = comm, m.compute_cost = compute, m.late = late;
+  });
+  module.def("now", reader(&Machine::now));
+  module.def("record", [](bool enable) {
+    Lock lock(m.mutex);
+    m.recording = enable;
+  });
+  module.def("take_log", [] {
+    Lock lock(m.mutex);
+    using Row = std::tuple<std::string, std::string, std::string, int64_t, int64_t, int64_t,
+                           int64_t, double, double>;
+    std::vector<Row> rows;
+    for (const Entry& e : std::exchange(m.log, {}))
+      rows.emplace_back(e.kind, e.name, e.group, e.stream, e.priority, e.bytes, e.point, e.start,
+                        e.end);
+    return rows;
+  });
+  module.def("note", [](std::string text) {
+    Lock lock(m.mutex);
+    note("note", text, -1);
   });
   module.def("live_bytes", reader(&Machine::live));
   module.def("peak_bytes", reader(&Machine::peak));
@@ -731,13 +864,8 @@ PYBIND11_MODULE(sim_accelerator, module) {
     Block* block = block_of(reinterpret_cast<void*>(address));
     return block && block->of_group;
   });
-  module.def("settle", [](double seconds) { // waits until no stream has anything to do
-    pybind11::gil_scoped_release no_gil;
-    Lock lock(m.mutex);
-    return m.changed.wait_for(lock, std::chrono::duration<double>(seconds),
-                              [] { return m.pending == 0; });
-  });
-  module.def("wrap", [](c10::intrusive_ptr<c10d::Backend> gloo) {
-    return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<Simccl>(std::move(gloo)));
+  module.def("wrap", [](c10::intrusive_ptr<c10d::Backend> gloo, std::string name, int64_t priority) {
+    return c10::intrusive_ptr<c10d::Backend>(
+        c10::make_intrusive<Simccl>(std::move(gloo), std::move(name), priority));
   });
 }

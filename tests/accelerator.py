@@ -1,19 +1,21 @@
 """A simulated accelerator, "sim", for tests of streams, copies and collectives without a GPU.
 
     accelerator.load()                          # once a process; builds `accelerator.cpp` if needed
-    accelerator.set_delay(copy=0.05, comm=0.05)
     dist.init_process_group("cpu:gloo,sim:simccl", ...)
+    accelerator.configure(copy=4.0, comm=2.0, compute=1.0)
+    with accelerator.recording() as log:
+        ...                                     # log: what the host queued, and when it ran
 
 The device's memory is host memory. Copies from and to pinned memory and the collectives of "simccl"
-run on their streams' threads, after the delay; every other operator waits on the host for its
-stream, then runs on the CPU. Fresh and freed memory holds NaN: a missing wait, or a tensor freed
-while another stream uses it, gives wrong numbers. Left out: several devices, random numbers of its
-own (they come from the CPU's generator), Inductor, graph capture, asynchronous kernels.
+are queued on streams, and run when something waits for them; every other operator waits on the host
+for its stream, then runs on the CPU. Fresh and freed memory holds NaN: a missing wait, or a tensor
+freed while another stream uses it, gives wrong numbers, always. Time is simulated: it hangs on the
+costs given alone. Left out: several devices, random numbers of its own (they come from the CPU's
+generator), Inductor, graph capture, asynchronous kernels.
 
 This module is `torch.sim` as well; what torch asks of a device's module is in the last part.
 """
 
-import atexit
 import contextlib
 import fcntl
 import hashlib
@@ -23,10 +25,10 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,8 +50,6 @@ def load() -> None:
     torch._register_device_module("sim", sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend()
     dist.Backend.register_backend("simccl", _new_backend, extended_api=True, devices=["sim"])
-    # A task that still runs while the interpreter is taken down may want the GIL, and would hang.
-    atexit.register(library.settle, 10.0)
 
 
 def _build() -> Path:
@@ -61,11 +61,9 @@ def _build() -> Path:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
-            start = time.perf_counter()
             partial = library.with_suffix(".partial")
             subprocess.run(_command(partial), check=True)
             partial.rename(library)
-            print(f"built {library} in {time.perf_counter() - start:.0f} s", file=sys.stderr)
     return library
 
 
@@ -85,21 +83,82 @@ def _library() -> ModuleType:
     return sys.modules[_NAME]
 
 
-def _new_backend(options: Any, _: Any) -> Any:
-    """A "simccl" backend for a new group: gloo for the data, under a prefix of its own."""
+def _new_backend(options: Any, own: Any) -> Any:
+    """A "simccl" backend for a new group: gloo for the data, under a prefix of its own.
+
+    `own` are options of the group; of NCCL's, `is_high_priority_stream` counts.
+    """
     store = dist.PrefixStore("simccl", options.store)
     gloo = dist.ProcessGroupGloo(
         store, options.group_rank, options.group_size, timeout=options.timeout
     )
-    return _library().wrap(gloo)
+    priority = -1 if getattr(own, "is_high_priority_stream", False) else 0
+    return _library().wrap(gloo, str(options.group_id), priority)
 
 
 # Knobs and counters.
 
 
-def set_delay(copy: float = 0.0, comm: float = 0.0) -> None:
-    """Seconds that each queued copy, and each collective, sleeps before it runs."""
-    _library().set_delay(copy, comm)
+def configure(
+    copy: float = 0.0, comm: float = 0.0, compute: float = 0.0, late: bool = True
+) -> None:
+    """What a queued copy, a collective and any other operator cost, in simulated seconds.
+
+    With `late`, what is queued runs when something waits for it, else when its time has come. All
+    that is queued now runs first: every rank must call it.
+    """
+    _library().configure(copy, comm, compute, late)
+
+
+def now() -> float:
+    """Where the host is, in simulated seconds."""
+    return _library().now()
+
+
+class Entry(NamedTuple):
+    """Something that the host did with the device.
+
+    Attributes:
+        kind: "copy", "collective", "compute", "record", "wait", "synchronize", "allocate", "free"
+            or "note".
+        name: the direction of a copy, the collective, the operator, what was noted.
+        group: the process group's name.
+        stream: on which stream.
+        priority: the stream's; below zero is urgent.
+        bytes: how many it moves or takes.
+        point: which event is recorded or waited for; which block of memory is taken, given back or
+            filled by the collective.
+        start: when it runs, in simulated seconds.
+        end: when it has run.
+    """
+
+    kind: str
+    name: str
+    group: str
+    stream: int
+    priority: int
+    bytes: int
+    point: int
+    start: float
+    end: float
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Entry]]:
+    """A list that has, after the block, what the host did in it, in that order."""
+    log: list[Entry] = []
+    _library().take_log()
+    _library().record(True)
+    try:
+        yield log
+    finally:
+        _library().record(False)
+        log += (Entry(*row) for row in _library().take_log())
+
+
+def note(text: str) -> None:
+    """Put a line into the log."""
+    _library().note(text)
 
 
 def live_bytes() -> int:

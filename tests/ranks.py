@@ -205,6 +205,8 @@ def _serve(rank: int, world: int, port: int, device: str, pipe: Any, stacks: str
         try:
             torch._dynamo.reset()
             torch.manual_seed(0)
+            if device == "sim":
+                accelerator.configure()
             function = getattr(importlib.import_module(module), name)
             result = inspect.unwrap(function)(mesh, **kwargs)
             pipe.send((True, result))

@@ -1,14 +1,12 @@
 """Streams, pinned memory and the memory of collectives, on simulated accelerators.
 
-Copies and collectives there run on threads of their own, after a delay; memory that is new or freed
-holds NaN (`accelerator`). What is read too early, or freed too early, gives wrong numbers: that a
-wait left out does is the first test.
+Copies and collectives there run when something waits for them; memory that is new or freed holds
+NaN (`accelerator`). What is read too early, or freed too early, gives wrong numbers: that a wait
+left out does is the first test. Time there is simulated.
 """
 
 import contextlib
 import gc
-import statistics
-import time
 from unittest import mock
 
 import accelerator
@@ -100,7 +98,6 @@ def _gradient_without_waiting_for_the_copy():
 @EXECUTORS
 @on_ranks(2, device="sim")
 def test_a_wait_left_out_shows(mesh, executor, broken):
-    accelerator.set_delay(copy=0.05, comm=0.0)
     model = sharded(seeded(Stack), mesh, offload_policy=CPUOffloadPolicy())
     call = _call(model, executor)
     with broken():
@@ -117,7 +114,6 @@ def test_a_wait_left_out_shows(mesh, executor, broken):
 @EXECUTORS
 @on_ranks(2, device="sim")
 def test_offload_equals_fsdp2(mesh, executor, low, name):
-    accelerator.set_delay(copy=0.003, comm=0.001)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if low else MixedPrecisionPolicy()
     kwargs = {"offload_policy": CPUOffloadPolicy(), "mp_policy": policy}
     theirs, ours = fsdp2(seeded(Stack), mesh, **kwargs), sharded(seeded(Stack), mesh, **kwargs)
@@ -131,7 +127,6 @@ def test_offload_equals_fsdp2(mesh, executor, low, name):
 @EXECUTORS
 @on_ranks(4, device="sim")
 def test_offload_of_copies_of_the_model(mesh, executor):
-    accelerator.set_delay(copy=0.003, comm=0.001)
     mesh = init_device_mesh("sim", (2, 2), mesh_dim_names=("replicate", "shard"))
     # FSDP2's own offload gives NaN here: it frees reduced gradients that are still being copied.
     theirs = fsdp2(seeded(Stack), mesh)
@@ -139,10 +134,10 @@ def test_offload_of_copies_of_the_model(mesh, executor):
     check_against_fsdp2(theirs, ours, _call(ours, executor), _not_over_copies_first, 2)
 
 
-def _layers(mesh, count, **kwargs):
+def _layers(mesh, count, dim=512, **kwargs):
     model = seeded(
         lambda: nn.Sequential(
-            *(nn.Sequential(nn.Linear(512, 512, bias=False), nn.Tanh()) for _ in range(count))
+            *(nn.Sequential(nn.Linear(dim, dim, bias=False), nn.Tanh()) for _ in range(count))
         )
     )
     for block in model:
@@ -159,29 +154,34 @@ def _copy_in_at_once(segment, part):
 @EXECUTORS
 @on_ranks(2, device="sim")
 def test_copies_overlap_compute(mesh, executor):
-    x = torch.randn(2048, 512, device="sim")
-    call = _call(_layers(mesh, 6, offload_policy=CPUOffloadPolicy()), executor)
+    x = torch.randn(4, 16, device="sim")
+    call = _call(_layers(mesh, 6, dim=16, offload_policy=CPUOffloadPolicy()), executor)
     at_once = mock.patch.object(comm_buffers, "copy_in", _copy_in_at_once)
-    times = {}
-    for _ in range(7):
-        for delay, context in ((0.0, None), (0.01, None), (0.01, at_once)):
-            accelerator.set_delay(copy=delay, comm=0.0)
-            with context or contextlib.nullcontext():
-                torch.distributed.barrier()
-                start = time.perf_counter()
+    seconds = {}
+    for name, copy in (("warm", 1.0), ("alone", 0.0), ("behind", 1.0), ("at once", 1.0)):
+        accelerator.configure(copy=copy, compute=1.0)
+        with at_once if name == "at once" else contextlib.nullcontext():
+            start = accelerator.now()
+            with accelerator.recording() as log:
                 call(x).sum().backward()
-                times.setdefault((delay, context), []).append(time.perf_counter() - start)
-    alone, behind, exposed = (statistics.median(each[1:]) for each in times.values())
-    assert exposed > 1.15 * alone, "the copies take no time: nothing to hide"
-    assert behind - alone < 0.6 * (exposed - alone), (alone, behind, exposed)
+            seconds[name] = accelerator.now() - start
+    copied_in = [entry.name for entry in log if entry.kind == "copy"].count("to device")
+    assert copied_in == 11, "6 layers, of which the backward needs 5 again"
+    # The gradient that is made last goes to the host when there is nothing left to compute.
+    assert seconds["at once"] - seconds["alone"] == copied_in + 1, seconds
+    # So do the first layer's weights come; uncompiled, those that a backward needs first as well.
+    assert seconds["behind"] - seconds["alone"] == (2 if executor else 3), seconds
+
+
+DIM = 128
 
 
 def _peak(mesh, executor, **kwargs):
     """Bytes on the device in the forward and backward of the third step."""
     gc.collect()
     before = accelerator.live_bytes()
-    model = _layers(mesh, 24, **kwargs)
-    call, x = _call(model, executor), torch.randn(64, 512, device="sim")
+    model = _layers(mesh, 24, DIM, **kwargs)
+    call, x = _call(model, executor), torch.randn(16, DIM, device="sim")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(3):
         accelerator.reset_peak()
@@ -196,7 +196,7 @@ def _peak(mesh, executor, **kwargs):
 @EXECUTORS
 @on_ranks(2, device="sim")
 def test_memory_of_the_strategies(mesh, executor):
-    accelerator.set_delay()
+    accelerator.configure(late=False)  # copies and collectives take no time
     peaks, planned = [], []
     for kwargs in (
         {"reshard_after_forward": False},
@@ -206,16 +206,18 @@ def test_memory_of_the_strategies(mesh, executor):
         peaks.append(_peak(mesh, executor, **kwargs))
         planned.append(max(plan.peak for plan in list(graph_plans)[-2:]) if executor else 0)
     zero2, zero3, offload = peaks
-    # Segments, AdamW's states, and ZeRO-2's gathered weights: 12.6, 25.2 and 25.2 MB.
+    # Segments, AdamW's states, and ZeRO-2's gathered weights: 0.8, 1.6 and 1.6 MB.
     assert zero3 < 0.9 * zero2 and offload < 0.25 * zero3, peaks
-    for peak, plan in zip(peaks, planned, strict=True):
-        assert executor is None or abs(plan - peak) < 0.1 * peak, (peaks, planned)
+    if executor:
+        for peak, plan in zip(peaks[:2], planned, strict=False):
+            assert abs(plan - peak) < 0.05 * peak, (peaks, planned)
+        # Copies that take time hold their layers; in the plan they do.
+        assert offload <= planned[2] <= offload + 2 * 4 * DIM**2, (peaks, planned)
 
 
 @EXECUTORS
 @on_ranks(2, device="sim")
 def test_buffers_of_the_group(mesh, executor):
-    accelerator.set_delay(copy=0.0, comm=0.001)
     theirs, ours = fsdp2(seeded(Stack), mesh), sharded(seeded(Stack), mesh)
     call = _call(ours, executor)
     for enabled in (False, True):
@@ -234,7 +236,6 @@ def test_buffers_of_the_group(mesh, executor):
 
 @on_ranks(2, device="sim")
 def test_full_parameters_have_what_was_queued_before(mesh):
-    accelerator.set_delay(copy=0.03, comm=0.0)
     model = sharded(seeded(Stack), mesh)
     parts = [param.to_local() for param in model.parameters()]
     values = [torch.randn(part.shape).pin_memory() for part in parts]
@@ -251,7 +252,6 @@ def test_full_parameters_have_what_was_queued_before(mesh):
 @EXECUTORS
 @on_ranks(2, device="sim")
 def test_a_forward_on_another_stream(mesh, executor):
-    accelerator.set_delay(copy=0.01, comm=0.003)
     theirs, ours = fsdp2(seeded(Stack), mesh), sharded(seeded(Stack), mesh)
     side = torch.Stream(device="sim")
 
@@ -292,7 +292,6 @@ def test_inputs_are_moved_by_the_unit_that_is_called_first(mesh):
 @EXECUTORS
 @on_ranks(2, device="sim")
 def test_values_from_another_device_are_written_back(mesh, executor):
-    accelerator.set_delay()
     model = sharded(seeded(Stack), mesh)
     call = _call(model, executor)
     call(*_batch(0))
