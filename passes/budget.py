@@ -10,11 +10,10 @@ Without a budget nothing is decided here: units reshard as they were told to.
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
 
-from shardc.passes.bucket import bucket
 from shardc.passes.context import (
     UNITS_IN_FLIGHT,
     Budget,
@@ -31,8 +30,7 @@ from shardc.passes.cost import collective_seconds, evaluate, symbol_hints, tenso
 from shardc.passes.events import read_events
 from shardc.passes.memory import Liveness, measure_liveness, segment_inputs
 from shardc.passes.reshard import tag_reshard
-from shardc.passes.schedule import schedule
-from shardc.passes.write_gradients import write_gradients
+from shardc.passes.shaping import SHAPING_PASSES
 from shardc.runtime import compat
 
 
@@ -131,9 +129,10 @@ def _try(gm: GraphModule, ctx: PassContext, ahead: int) -> Trial:
     forward, backward = compat.min_cut_partition(
         joint, None, num_fwd_outputs=len(outputs) - len(primals)
     )
-    for graph, phase in ((forward, "forward"), (backward, "backward")):
-        trial = ctx.for_trial(phase, ahead)
-        write_gradients(schedule(bucket(graph, trial), trial), trial)
+    trial = ctx.for_trial("forward", ahead)
+    for graph, context in ((forward, trial), (backward, replace(trial, phase="backward"))):
+        for step in SHAPING_PASSES:
+            step(graph, context)
     fused, clones = ctx.budget.fused, ctx.budget.clones
     segments = segment_inputs(backward, ctx.units)
     return Trial(

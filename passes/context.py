@@ -195,6 +195,7 @@ class PassContext:
             agree_on_seconds=None,
             agree_on_count=None,
         )
+            cut={},
 
 
 def position_of(node: Node, positions: Iterable[int]) -> int | None:

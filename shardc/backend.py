@@ -5,7 +5,8 @@
     joint graph       find_used_slots           parameters without gradient keep None
                       choose_kept               what stays gathered, within a memory budget
                       tag_reshard               gathered weights are recomputed or saved
-    forward, backward bucket                    neighbours in one message where it costs nothing
+    forward, backward drop_second_gathers       one gather in the forward of what is cut again
+                      bucket                    neighbours in one message where it costs nothing
                       schedule                  collectives behind compute
                       write_gradients           matmuls write into the reduction's input
                       label_collectives         names for the profiler, and for what fails
@@ -28,7 +29,6 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from shardc.options import Options
-from shardc.passes.bucket import bucket
 from shardc.passes.budget import choose_kept
 from shardc.passes.context import (
     PassContext,
@@ -39,13 +39,12 @@ from shardc.passes.dump import dump_code
 from shardc.passes.fold_repeats import fold_repeats
 from shardc.passes.insert_unshard import insert_unshard
 from shardc.passes.label import label_collectives
-from shardc.passes.reshard import drop_second_gathers, tag_reshard
+from shardc.passes.reshard import tag_reshard
 from shardc.passes.runner import run_passes
-from shardc.passes.schedule import schedule
+from shardc.passes.shaping import SHAPING_PASSES
 from shardc.passes.take_gathered import take_gathered
 from shardc.passes.used_slots import find_used_slots
 from shardc.passes.verify import collective_sequence, verify
-from shardc.passes.write_gradients import write_gradients
 from shardc.plan import Plan, agree_within, graph_plans
 from shardc.plan_text import say_compile, say_plan
 from shardc.regional import buckets_of_the_runtime, giving, with_taken
@@ -61,7 +60,7 @@ log = logging.getLogger("shardc")
 
 DYNAMO_PASSES = [take_gathered, insert_unshard]
 JOINT_PASSES = [find_used_slots, choose_kept, tag_reshard]
-GRAPH_PASSES = [drop_second_gathers, bucket, schedule, write_gradients, label_collectives, verify]
+GRAPH_PASSES = [*SHAPING_PASSES, label_collectives, verify]
 
 
 def shardc_backend(

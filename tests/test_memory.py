@@ -6,13 +6,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import compiled
+from models import Stack, compiled, tokens
 from ranks import on_ranks
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from shardc import fully_shard
+import shardc
+from shardc import backend, fully_shard
+from shardc.passes import budget
 from shardc.passes.budget import Candidate, choose_candidates
+from shardc.passes.context import is_all_gather
 from shardc.passes.memory import measure_liveness
 from shardc.passes.profiles import PROFILES, budget_bytes
 from shardc.plan import graph_plans
@@ -91,6 +94,25 @@ def test_what_is_kept_never_exceeds_the_room(curve, sizes, extra):
 )
 def test_budget_in_bytes(given, nbytes):
     assert budget_bytes(given, PROFILES["h100-nvlink"]) == nbytes
+
+
+def _gathers(gm):
+    return sum(map(is_all_gather, gm.graph.nodes))
+
+
+def test_a_trial_has_the_collectives_of_what_runs(monkeypatch):
+    """Among others, one gather in the forward of a bucket that the backward gathers among fewer."""
+    trials, run = [], []
+    whole = budget._try
+    monkeypatch.setattr(budget, "_try", lambda *args: trials.append(whole(*args)) or trials[-1])
+    seen = lambda gm, ctx: run.append(gm) or gm  # noqa: E731
+    monkeypatch.setattr(backend, "GRAPH_PASSES", [*backend.GRAPH_PASSES, seen])
+    options = {"executor": "eager", "memory_budget": "1GB"}
+    shardc.explain(
+        Stack(3), tokens(0), tokens(1), world_size=4, reshard_after_forward=2, options=options
+    )
+    assert [_gathers(gm) for gm in run] == [4, 4]
+    assert {(_gathers(trial.forward), _gathers(trial.backward)) for trial in trials} == {(4, 4)}
 
 
 class _Deep(nn.Module):
