@@ -40,6 +40,7 @@ def tag_reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Tag gathered weights, and what depends on nothing else, as recomputed or saved."""
     resharded: dict[Node, bool] = {}
     parts = _gather_among_fewer(gm)
+    views: set[Node] = set()  # of gathered buckets
     for node in gm.graph.nodes:
         if node.op != "call_function" or node in parts:
             continue
@@ -53,7 +54,9 @@ def tag_reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
                 continue
             resharded[node] = any(resharded.get(i, True) for i in node.all_input_nodes)
     for node, reshard in resharded.items():
-        if reshard or is_view(node):
+            if is_wait(node) or (is_view(node) and views.issuperset(node.all_input_nodes)):
+                views.add(node)
+        if reshard or (node in views and not is_wait(node)):
             _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
         elif is_wait(node):
             _tag(node, CheckpointPolicy.MUST_SAVE)

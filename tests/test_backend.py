@@ -25,6 +25,7 @@ from models import (
 from ranks import on_ranks
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn.utils.parametrizations import weight_norm
 
 import shardc.backend
 from shardc import fully_shard
@@ -172,6 +173,60 @@ def test_graph_breaks(mesh):
     check_parity(plain, model, compiled(model), _batch, mesh)
     buckets = [b for u in shardc.units_of(model).values() for b in u._shardc_unit.buckets]
     assert all(b.gathered.depth == 0 and b.gathered.current is None for b in buckets)
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad * w, (grad * x).sum((0, 1))
+
+
+class Scaled(nn.Module):
+    """An `autograd.Function` behind a graph break."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.rand(4))
+
+    def forward(self, x):
+        x = self.linear(x)
+        torch._dynamo.graph_break()
+        return _Scale.apply(x, self.scale).square().mean()
+
+
+@on_ranks(2)
+def test_an_autograd_function_behind_a_graph_break(mesh):
+    plain, model = seeded(Scaled), fully_shard(seeded(Scaled), mesh=mesh)
+    check_parity(plain, model, compiled(model), lambda seed: {"x": _noise(seed)}, mesh)
+
+
+def _noise(seed):
+    return torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(seed))
+
+
+class Normalised(nn.Module):
+    """Its weight is computed from parameters alone, by an op with several results."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = weight_norm(nn.Linear(4, 4))
+
+    def forward(self, x):
+        return self.linear(x).square().mean()
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+@on_ranks(2)
+def test_a_weight_that_is_computed_by_an_op_with_several_results(mesh, reshard):
+    plain, model = seeded(Normalised), seeded(Normalised)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    check_parity(plain, model, compiled(model), lambda seed: {"x": _noise(seed)}, mesh)
 
 
 @on_ranks(2)

@@ -39,12 +39,12 @@ def in_own_frame(call: Callable[..., Any], forward: Callable[..., Any]) -> Calla
 
 def copy_dynamo_graph(gm: GraphModule) -> GraphModule:
     """A copy that passes as Dynamo's, whose own graph must keep its inputs (2.11 to 2.15)."""
-    copied = GraphModule(gm, torch.fx.Graph(), type(gm).__name__)
-    nodes: dict[torch.fx.Node, torch.fx.Node] = {}
-    copied.graph.graph_copy(gm.graph, nodes)
+    graph, nodes = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
+    graph.graph_copy(gm.graph, nodes)
     result = gm.graph.output_node()
-    copied.graph.output(torch.fx.node.map_arg(result.args[0], nodes.__getitem__))
-    copied.graph.output_node().meta = dict(result.meta)
+    graph.output(torch.fx.node.map_arg(result.args[0], nodes.__getitem__))
+    graph.output_node().meta = dict(result.meta)
+    copied = GraphModule(gm, graph, type(gm).__name__)  # takes along what the graph refers to
     for node, twin in nodes.items():
         if hasattr(node, "_dynamo_source"):
             twin._dynamo_source = node._dynamo_source
