@@ -15,6 +15,7 @@ no text is made.
 import difflib
 import os
 import re
+import warnings
 from pathlib import Path
 
 import torch.distributed as dist
@@ -23,21 +24,40 @@ from torch.fx import GraphModule
 from shardc.runtime import compat
 
 INDEX = "index.txt"
+_FIRST_LINES = "What this run wrote, in order. Files that are not listed are older.\n\n"
 _FREES = re.compile(r";  [\w = ]+ = None")
 """What generated code says where a value is read last. It moves with every reader: diffs go
 without."""
 _begun: set[Path] = set()
+_given_up: set[str] = set()
 
 
 def is_wanted() -> bool:
     """Whether anything is written down."""
-    return bool(os.environ.get("SHARDC_DUMP")) or compat.is_traced()
+    return bool(_root()) or compat.is_traced()
 
 
 def dump_folder() -> Path | None:
-    """Where this rank writes; None without `SHARDC_DUMP`."""
-    root = os.environ.get("SHARDC_DUMP")
-    return None if not root else rank_folder(Path(root))
+    """Where this rank writes; None without `SHARDC_DUMP`, or where it cannot be written."""
+    root = _root()
+    try:
+        return rank_folder(Path(root)) if root else None
+    except OSError as error:
+        _give_up(error)
+        return None
+
+
+def _root() -> str:
+    """`SHARDC_DUMP`, or "" where it is not set or was given up."""
+    root = os.environ.get("SHARDC_DUMP", "")
+    return "" if root in _given_up else root
+
+
+def _give_up(error: OSError) -> None:
+    """Write nothing more: a dump must not end the training that it looks at."""
+    root = _root()
+    _given_up.add(root)
+    warnings.warn(f"SHARDC_DUMP={root}: nothing more is written there: {error}", stacklevel=2)
 
 
 def rank_folder(root: Path) -> Path:
@@ -55,7 +75,10 @@ def write_text(name: str, what: str, text: str, traced: bool = True) -> None:
         compat.trace_artifact(f"shardc_{name}", text)
     folder = dump_folder()
     if folder is not None:
-        (folder / name).write_text(text)
+        try:
+            (folder / name).write_text(text)
+        except OSError as error:
+            _give_up(error)
         note(f"{name:<44} {what}")
 
 
@@ -65,11 +88,14 @@ def note(line: str) -> None:
     if folder is None:
         return
     index = folder / INDEX
-    if folder not in _begun:
-        _begun.add(folder)
-        index.write_text("What this run wrote, in order. Files that are not listed are older.\n\n")
-    with index.open("a") as file:
-        file.write(f"{line}\n")
+    try:
+        if folder not in _begun:
+            index.write_text(_FIRST_LINES)
+            _begun.add(folder)
+        with index.open("a") as file:
+            file.write(f"{line}\n")
+    except OSError as error:
+        _give_up(error)
 
 
 # -- graphs --------------------------------------------------------------------------------------

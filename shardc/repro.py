@@ -63,8 +63,8 @@ def write_repro(
         error: what it raised.
         folded: whether it was given the graph after `fold_repeats`.
     """
-    path = (dump_folder() or rank_folder(_temporary_folder())) / f"repro_{stem}.py"
     try:
+        path = (dump_folder() or rank_folder(_temporary_folder())) / f"repro_{stem}.py"
         path.write_text(_script(gm, arguments, error, folded))
     except Exception as problem:  # whatever goes wrong here must not end the training
         log.warning("no script to reproduce the failure could be written", exc_info=True)

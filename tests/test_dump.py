@@ -78,6 +78,21 @@ def test_without_a_dump_no_text_is_made(monkeypatch):
     run_passes(_chain(), PassContext("forward"), [look_on])
 
 
+def test_a_folder_that_cannot_be_written_is_given_up_with_one_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr(dump, "_given_up", set())
+    monkeypatch.setattr(dump, "_begun", set())
+    taken = tmp_path / "file"
+    taken.write_text("no folder")
+    full = tmp_path / "full" / "rank0"
+    (full / "index.txt").mkdir(parents=True)  # the index cannot be written
+    for root in (taken, full.parent):
+        monkeypatch.setenv("SHARDC_DUMP", str(root))
+        with pytest.warns(UserWarning) as caught:
+            for _ in range(2):
+                run_passes(_chain(), PassContext("forward"), [look_on, turn_exp_into_cos])
+        assert len(caught) == 1 and f"SHARDC_DUMP={root}: nothing more" in str(caught[0].message)
+
+
 def _two_gathers():
     """ag0 ag1 -> wait0 -> mul -> wait1 -> add; segments are inputs 0 and 1, of 4 and 8 elements."""
     graph = Graph()
