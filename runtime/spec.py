@@ -160,6 +160,11 @@ def intern_object(thing: Any) -> str:
     return key
 
 
+def name_of_object(key: str) -> str:
+    """What the object with this key is called."""
+    return key.rpartition(":")[0]
+
+
 def object_of(key: str) -> Any:
     """What `intern_object` gave this key."""
     return _objects[key]

@@ -20,7 +20,7 @@ from shardc.runtime import (
     collectives,
     comm_buffers,  # noqa: F401 (registers its ops)
     compat,
-    custom_comm,  # noqa: F401 (registers its ops)
+    custom_comm,
     gradient_ops,  # noqa: F401 (registers its ops)
     host_copies,  # noqa: F401 (registers its op)
 )
@@ -112,7 +112,9 @@ def reducing(
     if r.predivide != 1:
         flat = flat / r.predivide
     if r.function is not None:
-        started = Started(object_of(r.function)(flat, r.op, world, group), done=True)
+        part = object_of(r.function)(flat, r.op, world, group)
+        custom_comm.check_result(part, flat.numel() // world, flat, "set_custom_reduce", r.function)
+        started = Started(part, done=True)
     elif r.scatter is not None:
         custom = torch.ops.shardc.custom_reduce_scatter
         started = Started(custom(flat, r.op, world, group, r.scatter), done=True)

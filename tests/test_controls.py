@@ -133,6 +133,41 @@ def test_communication_of_ones_own(mesh, executor):
     assert Gather.calls >= 2 and Scatter.calls == 2
 
 
+class Short(Gather):
+    """One whose buffers are too small."""
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(size[0] - 1, dtype=dtype, device=device)
+
+
+WRONG = {
+    "shape": ("set_custom_reduce", lambda flat, *_: flat[:1], "its result of .* shape .1,."),
+    "dtype": (
+        "set_custom_reduce",
+        lambda flat, op, ranks, group: flat[: flat.numel() // ranks].int(),
+        "is a tensor .* torch.int32, .* must be .* torch.float32",
+    ),
+    "type": ("set_custom_reduce", lambda *_: None, "is NoneType; it must be a tensor"),
+    "gather": ("set_custom_all_gather", Short(), r"allocate\(\) of Short is a tensor of shape"),
+    "scatter": ("set_custom_reduce_scatter", Short(), r"allocate\(\) of Short is a tensor"),
+    "hook": ("set_all_reduce_hook", lambda grad: 2 * grad, "must change the gradient .* in place"),
+    "resized": ("set_all_reduce_hook", lambda grad: grad.resize_(1), "the gradient it changed of"),
+}
+
+
+@pytest.mark.parametrize("executor", ["eager", None])
+@pytest.mark.parametrize("wrong", WRONG)
+@on_ranks(2)
+def test_what_objects_of_the_user_give_is_checked(mesh, wrong, executor):
+    setter, thing, message = WRONG[wrong]
+    model = sharded(seeded(Stack), mesh)
+    call = compiled(model, executor) if executor else model
+    getattr(model, setter)(thing, recurse=True)
+    with pytest.raises(Exception, match=message):
+        _loss(call, 1).backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
 @on_ranks(2)
 def test_unused_parameters_get_zeros_where_asked(mesh):
     class Part(TwoBlocks):
