@@ -67,10 +67,11 @@ def collective_seconds(nbytes: Expr, world: Expr, profile: Profile, rounds: int 
         + moved / min(across.bandwidth, inside.bandwidth)
     )
     if isinstance(world, sympy.Expr):
-        ring = sympy.Piecewise((0, world <= 1), (within, world <= size), (between, True))
-        return rounds * ring + profile.message
-    ring = 0.0 if world <= 1 else within if world <= size else between
-    return rounds * ring + profile.message
+        ring = sympy.Piecewise((within, world <= size), (between, True))
+        return sympy.Piecewise((0, world <= 1), (rounds * ring + profile.message, True))
+    if world <= 1:
+        return 0.0  # a copy
+    return rounds * (within if world <= size else between) + profile.message
 
 
 MESSAGES_PER_BUCKET = 2

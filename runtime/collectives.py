@@ -1,8 +1,8 @@
 """Collectives as plain tensor functions, the same under tracing and eagerly.
 
-Each issues torch's functional collective and waits for it. In a compiled graph the pair shows as
-two nodes, which passes move apart; the eager runtime takes the two steps apart itself. Groups go by
-name, because a name is all that a graph can carry.
+Each issues torch's functional collective and waits for it; among one rank it is a copy. In a
+compiled graph the pair shows as two nodes, which passes move apart; the eager runtime takes the two
+steps apart itself. Groups go by name, because a name is all that a graph can carry.
 """
 
 from collections.abc import Callable, Iterator
@@ -57,6 +57,8 @@ class Started:
 
 def start_all_gather(segment: Tensor, world_size: int, group: str) -> Started:
     """Start to concatenate the segments of all ranks: `(S,)` -> `(world_size * S,)`."""
+    if world_size == 1:
+        return Started(segment.clone(), done=True)
     if segment.is_complex():
         started = start_all_gather(torch.view_as_real(segment).flatten(), world_size, group)
         return Started(started.raw, lambda raw: _as_complex(started.then(raw)))
@@ -71,6 +73,8 @@ def start_all_gather(segment: Tensor, world_size: int, group: str) -> Started:
 
 def start_reduce_scatter(flat: Tensor, op: str, world_size: int, group: str) -> Started:
     """Start to reduce over ranks, keeping this rank's part: `(world_size * S,)` -> `(S,)`."""
+    if world_size == 1:
+        return Started(flat.clone(), done=True)
     if flat.is_complex():
         started = start_reduce_scatter(torch.view_as_real(flat).flatten(), op, world_size, group)
         return Started(started.raw, lambda raw: _as_complex(started.then(raw)))

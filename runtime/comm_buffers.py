@@ -7,7 +7,7 @@ They start a collective, as the functional ones do, and are waited for in the sa
 the passes move them like those. The gather is in place: the segment is copied, from wherever it is,
 to where its part lies in the result. `memory` says where buffers come from: "group", the process
 group's own allocator (NCCL: registered memory, for transfers without copies); "symmetric", torch's
-symmetric memory; None, the device's allocator.
+symmetric memory; None, the device's allocator. Among one rank they are copies, without a message.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -47,13 +47,16 @@ def _all_gather(
         part.copy_(segment)
     else:
         behind = copy_in(segment, part)
-    with behind:
-        collectives.start_all_gather_into(full, part, ranks, group)
+    if ranks > 1:
+        with behind:
+            collectives.start_all_gather_into(full, part, ranks, group)
     return full
 
 
-def _reduce_scatter(flat: Tensor, op: str, ranks: int, group: str, memory: str) -> Tensor:
+def _reduce_scatter(flat: Tensor, op: str, ranks: int, group: str, memory: str | None) -> Tensor:
     """Reduce `flat: (ranks * S,)` over the ranks: this rank's part, `(S,)`."""
+    if ranks == 1:
+        return flat.clone()
     given = _allocate(flat.numel(), flat.dtype, flat.device, group, memory)
     part = _allocate(flat.numel() // ranks, flat.dtype, flat.device, group, memory)
     given.copy_(flat)
@@ -66,7 +69,7 @@ _library.define(
     "all_gather(Tensor segment, ScalarType dtype, Device device, int ranks, str group, "
     "str? memory) -> Tensor"
 )
-_library.define("reduce_scatter(Tensor flat, str op, int ranks, str group, str memory) -> Tensor")
+_library.define("reduce_scatter(Tensor flat, str op, int ranks, str group, str? memory) -> Tensor")
 _library.impl("all_gather", _all_gather, "CompositeExplicitAutograd")
 _library.impl("reduce_scatter", _reduce_scatter, "CompositeExplicitAutograd")
 torch.library.register_fake(

@@ -50,7 +50,8 @@ def start_gather(segment: Tensor, spec: UnshardSpec, part: Tensor | None = None)
     if part is not None:
         assert spec.recut is not None
         return collectives.start_all_gather(part, *spec.recut)
-    if spec.gather is None and (spec.device is not None or spec.memory is not None):
+    own = spec.device is not None or spec.memory is not None or spec.world_size == 1
+    if spec.gather is None and own:
         device = torch.device(spec.device or segment.device)
         sees_to_memory = torch.ops.shardc.all_gather
         dtype, ranks = spec.compute_dtype, spec.world_size
@@ -118,7 +119,7 @@ def reducing(
     elif r.scatter is not None:
         custom = torch.ops.shardc.custom_reduce_scatter
         started = Started(custom(flat, r.op, world, group, r.scatter), done=True)
-    elif r.memory is not None:
+    elif r.memory is not None or world == 1:
         started = Started(torch.ops.shardc.reduce_scatter(flat, r.op, world, group, r.memory))
     else:
         started = collectives.start_reduce_scatter(flat, r.op, world, group)

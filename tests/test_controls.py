@@ -197,6 +197,24 @@ def test_ablation_is_loud_and_leaves_out_the_wire(mesh):
     model.set_ablation()
 
 
+@pytest.mark.parametrize("executor", ["eager", None])
+@on_ranks(2)
+def test_a_mesh_of_one_rank_sends_nothing(mesh, executor):
+    """Nor does FSDP2; gradients of copies of the model are reduced all the same."""
+    grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    for where, messages in ((grid["shard"], []), (grid, ["c10d::allreduce_"] * 2)):
+        plain, ours = seeded(Stack), sharded(seeded(Stack), where)
+        call = compiled(ours, executor) if executor else ours
+        with torch.profiler.profile() as profile:
+            _loss(call, 1).backward()
+        assert [e.name for e in profile.events() if e.name.startswith("c10d::")] == messages
+        _loss(plain, 1).backward()
+        for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+            want = mean_over_ranks(p.grad, mesh) if messages else p.grad
+            torch.testing.assert_close(full(q.grad), want)
+        assert torch.equal(full(ours.head.weight), plain.head.weight)
+
+
 @on_ranks(2)
 def test_reshard_after_forward_can_change(mesh):
     model = sharded(seeded(Stack), mesh)
