@@ -113,6 +113,11 @@ def _watch(accumulated: Accumulated) -> None:
         register_optimizer_step_pre_hook(_refuse_step)
 
 
+def accumulating() -> list[Accumulated]:
+    """All in which something waits, or has waited, in the same order on all ranks."""
+    return sorted(_accumulating, key=lambda waiting: waiting.number)
+
+
 def flush_when_done() -> None:
     """From within a backward: reduce at its end what waits in buckets that it does not use."""
     if any(not waiting.is_empty for waiting in _accumulating):
@@ -120,7 +125,7 @@ def flush_when_done() -> None:
 
 
 def _flush() -> None:
-    for waiting in sorted(_accumulating, key=lambda waiting: waiting.number):
+    for waiting in accumulating():
         if not waiting.is_empty:
             waiting.bucket.gradients.flush()
 

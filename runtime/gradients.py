@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardc.runtime import compat, host_copies
 from shardc.runtime.accumulate import Accumulated
+from shardc.runtime.selection import is_selected, runs_hooks
 from shardc.runtime.shard_tensor import ShardTensor
 from shardc.runtime.unshard import reduce
 
@@ -60,8 +61,8 @@ class Gradients:
         into = (self.used, self.elsewhere)
         if not self.bucket.settings.sync:
             into = (self.waiting.used, self.waiting.elsewhere)
-        into[0].update(slots)
-        into[1].update(elsewhere)
+        for noted, given in zip(into, (slots, elsewhere), strict=True):
+            noted.update(slot for slot in given if is_selected(self.bucket, slot))
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -139,7 +140,7 @@ class Gradients:
         grads = {
             index: bucket.view(index, part)
             for index, trained in enumerate(bucket.trainable)
-            if trained
+            if trained and is_selected(bucket, index)
         }
         missing = (elsewhere - used) & set(grads)
         if settings.reduce_unused:
@@ -174,7 +175,7 @@ class Gradients:
             param.grad = grad
         else:
             param.grad.add_(grad)
-        for after in compat.post_accumulate_hooks(param):
+        for after in compat.post_accumulate_hooks(param) if runs_hooks() else ():
             after(param)
 
     def reset(self) -> None:

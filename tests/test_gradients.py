@@ -197,3 +197,83 @@ def test_no_grad_between_training_steps(mesh):
         check_parity(
             plain, model, step, lambda s: {"tokens": tokens(s), "targets": tokens(s)}, mesh, steps=1
         )
+
+
+def _means(model, mesh, chosen):
+    """The gradients of an unsharded model, averaged over ranks, None where not chosen."""
+    named = dict(model.named_parameters())
+    return {n: mean_over_ranks(p.grad, mesh) if n in chosen else None for n, p in named.items()}
+
+
+def _check(wanted, got):
+    for (name, want), grad in zip(wanted.items(), got, strict=True):
+        if want is None:
+            assert grad is None, f"{name} has a gradient that was not asked for"
+        else:
+            assert isinstance(grad, ShardTensor), name
+            torch.testing.assert_close(full(grad), want, msg=name)
+
+
+@pytest.mark.parametrize("executor", ["eager", None])
+@on_ranks(2)
+def test_backward_for_chosen_inputs(mesh, executor):
+    plain, model = seeded(Stack), shard_all(seeded(Stack), mesh)
+    step = compiled(model, executor) if executor else model
+    x = tokens(mesh.get_local_rank())
+    named = dict(model.named_parameters())
+    plain(x, x).backward()
+    for chosen in (set(named), {"layers.0.up.weight", "head.weight"}):
+        step(x, x).backward(inputs=[p for n, p in named.items() if n in chosen])
+        _check(_means(plain, mesh, chosen), [p.grad for p in model.parameters()])
+        model.zero_grad()
+    step(x, x).backward()  # nothing is left over
+    _check(_means(plain, mesh, set(named)), [p.grad for p in model.parameters()])
+    frozen = model.layers[0].up.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        step(x, x).backward(inputs=[frozen, model.head.weight])
+
+
+@pytest.mark.parametrize("executor", ["eager", None])
+@on_ranks(2)
+def test_grad_leaves_gradients_alone(mesh, executor):
+    plain, model, step = _pair(mesh, Branches)
+    step = step if executor else model
+    x = torch.full((2, 5), 1.0 + mesh.get_local_rank())
+    plain(x).backward()
+    stepped = []
+    model.both.bias.register_post_accumulate_grad_hook(stepped.append)
+    model.both.weight.grad = before = torch.zeros_like(model.both.weight)
+    used = [p for n, p in model.named_parameters() if not n.startswith("right")]
+    got = torch.autograd.grad(step(x), used)
+    wanted = _means(plain, mesh, {n for n, p in plain.named_parameters() if p.grad is not None})
+    _check({n: want for n, want in wanted.items() if want is not None}, got)
+    assert not stepped and model.both.weight.grad is before
+    assert all(p.grad is None for p in model.parameters() if p is not model.both.weight)
+    every = list(model.parameters())
+    _check(wanted, torch.autograd.grad(step(x), every, allow_unused=True))
+    with pytest.raises(RuntimeError, match="appears to not have been used"):
+        torch.autograd.grad(step(x), every)
+    with pytest.raises(RuntimeError, match="leave out create_graph=True"):
+        torch.autograd.grad(step(x), used, create_graph=True)
+
+
+@on_ranks(2)
+def test_gradients_that_wait_are_for_whole_units(mesh):
+    plain, model, step = _pair(mesh, Stack)
+    x = tokens(mesh.get_local_rank())
+    with model.no_sync():
+        step(x, x).backward(inputs=list(model.parameters()))
+        for call in (
+            lambda: step(x, x).backward(inputs=[model.head.weight]),
+            lambda: torch.autograd.grad(step(x, x), list(model.parameters())),
+        ):
+            with pytest.raises(RuntimeError, match="accumulated without being reduced"):
+                call()
+    with pytest.raises(RuntimeError, match="accumulated without being reduced"):
+        step(x, x).backward(inputs=[model.head.weight])
+    step(x, x).backward()
+    for _ in range(2):
+        plain(x, x).backward()
+    _check(
+        _means(plain, mesh, dict(plain.named_parameters())), [p.grad for p in model.parameters()]
+    )

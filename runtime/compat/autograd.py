@@ -1,6 +1,7 @@
 """The autograd engine and its hooks, function transforms, the profiler."""
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -26,6 +27,39 @@ def leave_gradient_dtype(param: Tensor) -> None:
 def when_backward_ends(call: Callable[[], None]) -> None:
     """From within a backward, have `call` called when all of it is done (2.11 to 2.15)."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def give_engine_inputs(run_for: Callable[..., Any], is_meant: Callable[[object], bool]) -> None:
+    """Have `run_for` do what the engine is asked for inputs of which `is_meant` says so.
+
+    It is called as `selection.run_for_inputs`. The engine looks for the node of a tensor where no
+    override of torch's functions is asked. (2.11 to 2.15)
+    """
+    engine = torch.autograd._engine_run_backward
+
+    @functools.wraps(engine)
+    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
+        if not any(map(is_meant, inputs)):
+            return engine(outputs, *args, **kwargs)
+        given = dict(zip(_ENGINE_ARGUMENTS, args, strict=False)) | kwargs
+
+        def run(known: Sequence[Any], allow_missing: bool) -> Any:
+            where = (tuple(known), allow_missing, True)
+            return engine(outputs, *(given[name] for name in _ENGINE_ARGUMENTS[:3]), *where)
+
+        return run_for(
+            run,
+            inputs,
+            given.get("accumulate_grad", False),
+            given["create_graph"],
+            given.get("allow_unreachable", False),
+        )
+
+    torch.autograd._engine_run_backward = run_backward  # type: ignore[assignment]
+
+
+_ENGINE_ARGUMENTS = ("grad_tensors", "keep_graph", "create_graph", "inputs", "allow_unreachable")
 
 
 def backward_number() -> int:
