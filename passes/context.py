@@ -116,6 +116,8 @@ class PassContext:
         taken: the full parameters that come in as inputs, behind all others (`take_gathered`).
         differentiated: per input of a joint graph, the slots that get a gradient
             (`find_used_slots`).
+        results: how many outputs of the forward are the caller's; behind them is what it saves.
+            None where no backward follows (`find_used_slots`).
         options: what the schedule is planned with; None leaves the graph in its order.
         units: per input of the Dynamo graph that is a segment, the number of its unit.
         labels: per such input, the name of its bucket.
@@ -137,6 +139,7 @@ class PassContext:
     outside: frozenset[int] = frozenset()
     taken: list["Taken"] = field(default_factory=list)
     differentiated: list[frozenset[int]] = field(default_factory=list)
+    results: int | None = None
     options: ScheduleOptions | None = None
     units: dict[int, int] = field(default_factory=dict)
     labels: dict[int, str] = field(default_factory=dict)
@@ -192,10 +195,10 @@ class PassContext:
             self,
             phase=phase,
             units_in_flight=units_in_flight,
+            cut={},
             agree_on_seconds=None,
             agree_on_count=None,
         )
-            cut={},
 
 
 def position_of(node: Node, positions: Iterable[int]) -> int | None:
@@ -294,6 +297,11 @@ def kind_of(node: Node) -> str:
     name = str(getattr(node.target, "_opname", node.target))
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "wait")
     return next((kind for kind in kinds if name.startswith(kind)), name)
+
+
+def is_random(node: Node) -> bool:
+    """Whether the node draws random numbers, so that to compute it again gives another value."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def is_view(node: Node) -> bool:

@@ -26,6 +26,7 @@ from shardc.passes.context import (
     PassContext,
     c10d,
     is_all_gather,
+    is_random,
     is_view,
     is_wait,
     spec_of_node,
@@ -39,8 +40,8 @@ MUST_RECOMPUTE into MUST_SAVE (seen on 2.11 to 2.15)."""
 def tag_reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Tag gathered weights, and what depends on nothing else, as recomputed or saved."""
     resharded: dict[Node, bool] = {}
-    parts = _gather_among_fewer(gm)
     views: set[Node] = set()  # of gathered buckets
+    parts = _gather_among_fewer(gm)
     for node in gm.graph.nodes:
         if node.op != "call_function" or node in parts:
             continue
@@ -50,12 +51,12 @@ def tag_reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
         elif node.all_input_nodes and all(
             i in resharded or i in parts for i in node.all_input_nodes
         ):
-            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            if is_random(node):
                 continue
             resharded[node] = any(resharded.get(i, True) for i in node.all_input_nodes)
-    for node, reshard in resharded.items():
             if is_wait(node) or (is_view(node) and views.issuperset(node.all_input_nodes)):
                 views.add(node)
+    for node, reshard in resharded.items():
         if reshard or (node in views and not is_wait(node)):
             _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
         elif is_wait(node):

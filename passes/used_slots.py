@@ -12,15 +12,18 @@ from shardc.passes.context import PassContext, spec_of_node
 
 
 def find_used_slots(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Set `ctx.differentiated`: for each primal, in order, the slots its gradient packs."""
-    primals = [
-        node
-        for node in gm.graph.find_nodes(op="placeholder")
-        if not str(node.target).startswith("tangents")
-    ]
+    """Set `ctx.differentiated`: for each primal, in order, the slots its gradient packs.
+
+    And `ctx.results`, if there is a backward at all.
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")
+    primals = [node for node in inputs if not str(node.target).startswith("tangents")]
     outputs = gm.graph.output_node().args[0]
     assert isinstance(outputs, (list, tuple))
-    ctx.differentiated = [_packed(grad) for grad in outputs[len(outputs) - len(primals) :]]
+    results = len(outputs) - len(primals)
+    if len(primals) < len(inputs):
+        ctx.results = results
+    ctx.differentiated = [_packed(grad) for grad in outputs[results:]]
     return gm
 
 

@@ -1,17 +1,21 @@
 """Forward and backward graphs: prove what every pass before promised.
 
 Every collective has exactly one wait for each bucket it moves; nothing else reads its result;
-weights that are resharded are not among the tensors the forward saves. `collective_sequence`
-states what ranks compare.
+weights that are resharded, their views and what is computed from them alone are not among the
+tensors the forward saves. `collective_sequence` states what ranks compare.
 """
 
-from torch.fx import GraphModule
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Graph, GraphModule, Node
 
 from shardc.passes.context import (
     PassContext,
     describe,
     is_all_gather,
     is_collective,
+    is_random,
     is_wait,
     results_of,
     spec_of_node,
@@ -35,11 +39,37 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _no_resharded_weight_is_saved(gm: GraphModule, ctx: PassContext) -> None:
-    saved = set(gm.graph.output_node().all_input_nodes)
+    if ctx.results is None:  # no backward follows
+        return
+    outputs = gm.graph.output_node().args[0]
+    assert isinstance(outputs, (list, tuple))
+    made_of: dict[Node, Node] = {}  # from what is computed from weights alone to a gather of theirs
     for node in gm.graph.nodes:
-        if is_all_gather(node) and specs_of(node) and ctx.reshards(node):
-            kept = saved & {reader for result in results_of(node) for reader in result.users}
-            assert not kept, f"resharded bucket {node.name} is saved for backward as {kept}"
+        if is_all_gather(node) and specs_of(node):
+            if ctx.reshards(node):
+                made_of[node] = node
+        elif node.target is torch.ops.shardc.recut.default or is_random(node):
+            continue
+        elif node.all_input_nodes and all(i in made_of for i in node.all_input_nodes):
+            made_of[node] = made_of[node.all_input_nodes[0]]
+    for saved in outputs[ctx.results :]:
+        assert not isinstance(saved, Node) or saved not in made_of, (
+            f"{' and '.join(ctx.labels_of(made_of[saved]))} is resharded after the forward, which "
+            f"keeps its parameters all the same, as '{saved}': a pass or a partitioner among the "
+            "settings of Inductor must have taken away the tags that have them recomputed"
+        )
+
+
+def check_collectives(planned: Sequence[str], graph: Graph) -> None:
+    """Raise RuntimeError if a user's own passes have changed the collectives of a graph."""
+    assert graph.owning_module is not None
+    found = collective_sequence(graph.owning_module)
+    if found != list(planned):
+        raise RuntimeError(
+            "a pass among the settings of Inductor (post_grad_custom_pre_pass or "
+            "post_grad_custom_post_pass) moves or changes collectives on which all ranks have "
+            f"agreed: {list(planned)} became {found}"
+        )
 
 
 def collective_sequence(gm: GraphModule) -> list[str]:

@@ -17,6 +17,7 @@
 The last two rows run inside `inner_compile`, so they also run where Inductor's graph cache hits.
 """
 
+import functools
 import json
 import logging
 import warnings
@@ -44,7 +45,7 @@ from shardc.passes.runner import run_passes
 from shardc.passes.shaping import SHAPING_PASSES
 from shardc.passes.take_gathered import take_gathered
 from shardc.passes.used_slots import find_used_slots
-from shardc.passes.verify import collective_sequence, verify
+from shardc.passes.verify import check_collectives, collective_sequence, verify
 from shardc.plan import Plan, agree_within, graph_plans
 from shardc.plan_text import say_compile, say_plan
 from shardc.regional import buckets_of_the_runtime, giving, with_taken
@@ -106,16 +107,12 @@ def _compile_inductor(
     plan: Plan,
     mode: str | None,
 ) -> Callable[..., Any]:
-    patches = compat.mode_options(mode)
-    patches |= {
-        # Inductor's own memory-driven order would undo any schedule of collectives.
-        "reorder_for_peak_memory": False,
-        compat.JOINT_PASS: compat.joint_pass(
-            lambda graph: run_passes(graph, plan.joint, JOINT_PASSES),
-            repr([step.__name__ for step in JOINT_PASSES]),
-        ),
-        **plan.options.inductor,
-    }
+    patches = compat.mode_options(mode) | plan.options.inductor | compat.order_settings()
+    patches[compat.JOINT_PASS] = compat.joint_pass(
+        lambda graph: run_passes(graph, plan.joint, JOINT_PASSES),
+        repr([step.__name__ for step in JOINT_PASSES]),
+        patches.get(compat.JOINT_PASS),
+    )
 
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         ctx = plan.context("backward" if kwargs.get("is_backward") else "forward")
@@ -146,16 +143,17 @@ def _lower(
     kwargs: dict[str, Any],
 ) -> Any:
     """Inductor on a graph, folded where it repeats and Inductor takes it so."""
+    check = functools.partial(check_collectives, collective_sequence(graph))
     if plan.options.fold and compat.takes_nested_graphs(kwargs):
         folded = run_passes(graph, ctx, [fold_repeats], done=len(GRAPH_PASSES))
         if folded is not graph:
             try:
-                return compat.compile_fx_inner(folded, inputs, label_of, **kwargs)
+                return compat.compile_fx_inner(folded, inputs, label_of, check, **kwargs)
             except compat.InductorError as error:
                 where = write_repro(copy_graph(graph), f"{ctx.stem}_folded", kwargs, error, True)
                 said = "Inductor could not compile a folded %s graph: %s (%s)"
                 log.warning(said, ctx.phase, error, where)
-    return compat.compile_fx_inner(graph, inputs, label_of, **kwargs)
+    return compat.compile_fx_inner(graph, inputs, label_of, check, **kwargs)
 
 
 def _compile_eager(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from shardc.passes.profiles import Profile, as_profile, budget_bytes, current_profile
+from shardc.runtime import compat
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class Options:
         executor: "inductor", or "eager" to run the same graphs op by op.
         fallback: run a graph that Inductor cannot compile in the eager executor, with a warning.
         fold: whether Inductor compiles once what repeats from block to block.
-        inductor: settings of `torch._inductor.config` for this compile.
+        inductor: settings of `torch._inductor.config` for this compile. Passes among them run
+            before those of shardc; what moves or merges collectives is refused.
         schedule: False leaves collectives where they are used.
         profile: the hardware to plan for, by name or as a `Profile`; default: what `calibrate` or
             `set_profile` set, else the device's.
@@ -73,9 +75,23 @@ class Options:
                 "backward_prefetch must be 'auto', 'pre', 'post' or None, "
                 f"got {options.backward_prefetch!r}"
             )
+        if options.inductor:
+            _check_order(options.inductor)
         profile = as_profile(options.profile) if options.profile is not None else None
         if options.memory_budget is not None:
             if not options.schedule:
                 raise ValueError("memory_budget needs schedule=True")
             budget_bytes(options.memory_budget, profile or current_profile("cpu"))
         return options
+
+
+def _check_order(inductor: dict[str, Any]) -> None:
+    """Raise ValueError where a setting of Inductor would undo the planned order of collectives."""
+    for name, value in compat.order_settings().items():
+        if inductor.get(name, value) != value:
+            raise ValueError(
+                f"options={{'inductor': {{'{name}': {inductor[name]!r}}}}} would have Inductor "
+                "move or merge the collectives that shardc has planned and that all ranks have "
+                f"agreed on: leave it at {value!r}. What shardc plans with are the options "
+                "'prefetch', 'coalesce' and 'profile'"
+            )

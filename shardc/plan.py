@@ -65,6 +65,7 @@ class Plan:
             units={position: bucket.unit for position, bucket in self.buckets.items()},
             labels={position: bucket.label for position, bucket in self.buckets.items()},
             cut={} if phase == "joint" else self.joint.cut,
+            results=None if phase == "joint" else self.joint.results,
         )
         first = next(iter(self.buckets.values()))
         everyone = first.ranks.everyone

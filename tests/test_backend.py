@@ -7,6 +7,7 @@ import tempfile
 import textwrap
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,12 +26,14 @@ from models import (
 from ranks import on_ranks
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.nn.utils.parametrizations import weight_norm
 
 import shardc.backend
 from shardc import fully_shard
 from shardc.passes.context import is_all_gather, is_collective
 from shardc.plan import graph_plans
+from shardc.runtime import compat
 
 
 def _batch(seed):
@@ -307,6 +310,87 @@ def test_falls_back_to_the_eager_executor(mesh, reason):
     options = {"inductor": broken, "fallback": False}
     with pytest.raises(Exception, match=reason):
         torch.compile(model, backend="shardc", options=options)(x)
+
+
+class Pass(CustomGraphPass):
+    """A pass of a user that counts its calls and may change the graph."""
+
+    def __init__(self, change=lambda graph: None):
+        self.calls, self.change = 0, change
+
+    def __call__(self, graph):
+        self.calls += 1
+        self.change(graph)
+
+    def uuid(self):
+        return self.change.__name__
+
+
+def _gathers(everywhere=None, **inductor):
+    """How often a step gathers, by phase, under settings of Inductor given in one of two ways."""
+    with torch._inductor.config.patch(everywhere or {}):
+        report = shardc.explain(
+            Stack(2), tokens(0), tokens(1), world_size=2, reshard_after_forward=True,
+            options={"inductor": inductor},
+        )  # fmt: skip
+    phases = [row.phase for row in report.collectives if row.kind == "all_gather"]
+    return phases.count("forward"), phases.count("backward")
+
+
+def test_passes_of_the_user_on_joint_graphs_run_beside_ours():
+    mine, other = Pass(), Pass()
+    assert _gathers() == (3, 3)
+    assert _gathers(joint_custom_post_pass=mine) == (3, 3)
+    assert _gathers(everywhere={"joint_custom_post_pass": other}) == (3, 3)
+    assert (mine.calls, other.calls) == (1, 1)
+
+
+def test_verify_notices_that_tags_are_lost():
+    without_tags = shardc.backend.JOINT_PASSES[:2]
+    lost = pytest.raises(Exception, match="is resharded after the forward, which keeps")
+    with mock.patch.object(shardc.backend, "JOINT_PASSES", without_tags), lost:
+        _gathers()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("reorder_for_peak_memory", True),
+        ("reorder_for_compute_comm_overlap", True),
+        ("bucket_all_gathers_fx", "all"),
+        ("_post_fusion_custom_pass", print),
+    ],
+)
+def test_what_would_undo_the_plan_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}.*leave it at (False|'none'|None)"):
+        shardc.backend.Options.parse({"inductor": {name: value}})
+    default = compat.order_settings()[name]
+    shardc.backend.Options.parse({"inductor": {name: default}})
+
+
+def _move_first_gather_behind_the_second(graph):
+    first, second = list(filter(is_all_gather, graph.nodes))[:2]
+    second.append(first)
+
+
+@on_ranks(2)
+def test_late_passes_of_the_user_keep_the_collectives(mesh):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
+    fully_shard(model, mesh=mesh, units=nn.Linear)
+    late, fusing = Pass(), []
+    settings = {
+        "post_grad_custom_post_pass": late,
+        "_pre_fusion_custom_pass": lambda nodes: fusing.append(len(nodes)) or nodes,
+    }
+    options = {"fallback": False, "coalesce": False, "fold": False, "inductor": settings}
+    step = torch.compile(model, backend="shardc", options=options)
+    with torch.no_grad():
+        torch.testing.assert_close(step(x), model(x))
+        assert (late.calls, len(fusing)) == (1, 1)
+        torch._dynamo.reset()
+        late.change = _move_first_gather_behind_the_second
+        with pytest.raises(Exception, match="moves or changes collectives on which all ranks"):
+            step(x)
 
 
 def test_a_graph_without_any_op():

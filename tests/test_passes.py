@@ -63,17 +63,18 @@ def test_in_place_update_is_refused():
         insert_unshard(gm, PassContext("dynamo"))
 
 
-def _gathered(reshard=True, save=False):
-    """segment -> gather -> wait -> split -> view -> exp; optionally the weight is an output."""
+def _gathered(reshard=True, save=None):
+    """segment -> gather -> wait -> view -> exp; behind the result, node `save` is saved."""
     graph = Graph()
-    x, segment = graph.placeholder("x"), graph.placeholder("segment")
+    x, segment = graph.placeholder("primals_1"), graph.placeholder("primals_2")
     gather = graph.call_function(c10d.all_gather_into_tensor.default, (segment, 2, "0"))
     gather.meta["custom"] = {"shardc": _signature(reshard)}
     wait = graph.call_function(c10d.wait_tensor.default, (gather,))
     view = graph.call_function(aten.view.default, (wait, [4, -1]))
     derived = graph.call_function(aten.exp.default, (view,))
     out = graph.call_function(aten.mm.default, (x, derived))
-    graph.output((out, wait) if save else (out,))
+    nodes = {"wait": wait, "view": view, "exp": derived, "mm": out}
+    graph.output((out, nodes[save]) if save else (out,))
     return GraphModule(torch.nn.Module(), graph)
 
 
@@ -92,11 +93,14 @@ def test_tags(reshard):
 
 
 def test_verify():
-    ctx = PassContext("forward")
+    ctx = PassContext("forward", units={1: 0}, labels={1: "block"}, results=1)
     run_passes(_gathered(), ctx, [verify])
-    run_passes(_gathered(reshard=False, save=True), ctx, [verify])
-    with pytest.raises(AssertionError, match="is saved for backward"):
-        run_passes(_gathered(save=True), ctx, [verify])
+    run_passes(_gathered(save="mm"), ctx, [verify])
+    for name in ("wait", "view", "exp"):
+        run_passes(_gathered(reshard=False, save=name), ctx, [verify])
+        run_passes(_gathered(save=name), PassContext("forward"), [verify])  # no backward: a result
+        with pytest.raises(AssertionError, match=f"block is resharded .*, as '{name}_"):
+            run_passes(_gathered(save=name), ctx, [verify])
     gm = _gathered()
     gather = next(n for n in gm.graph.nodes if "all_gather" in n.name)
     gm.graph.output_node().args = ((gather,),)

@@ -46,17 +46,23 @@ def compile_fx_inner(
     gm: GraphModule,
     inputs: Sequence[Any],
     label_of: Callable[[torch.fx.Node], Any],
+    check: Callable[[torch.fx.Graph], None] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Inductor's lowering of one graph, graph cache included (2.11 to 2.15).
 
     Collectives and waits stay in the order of the graph, and run in the context that `label_of`
-    gives their nodes; its `repr` is code that makes it anew.
+    gives their nodes; its `repr` is code that makes it anew. Where a user's own passes change the
+    graph, `check` is called on what they made of it.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner as inner
 
-    with config.patch(_pre_fusion_custom_pass=_collectives_pass(gm, label_of)):
+    patches = {"_pre_fusion_custom_pass": _collectives_pass(gm, label_of)}
+    late = "post_grad_custom_post_pass"
+    if check is not None and (config.post_grad_custom_pre_pass or getattr(config, late)):
+        patches[late] = _graph_pass(_passes(getattr(config, late)), check, "shardc: check")
+    with config.patch(patches):
         return inner(gm, inputs, **kwargs)
 
 
@@ -107,19 +113,71 @@ JOINT_PASS = "joint_custom_post_pass"
 """The setting of Inductor under which it takes a pass over joint graphs (2.11 to 2.15)."""
 
 
-def joint_pass(apply: Callable[[GraphModule], GraphModule], key: str) -> Any:
-    """`apply` as Inductor's `joint_custom_post_pass`; `key` enters its graph cache's key."""
+def joint_pass(apply: Callable[[GraphModule], object], key: str, given: Any = None) -> Any:
+    """`apply` as Inductor's `joint_custom_post_pass`, after those of the user.
+
+    Those are `given`, or what is set in Inductor's configuration. `key` enters the key of its graph
+    cache, as do theirs; one without a key turns the cache off. (2.11 to 2.15)
+    """
+    from torch._inductor import config
+
+    def on_module(graph: torch.fx.Graph) -> None:
+        assert graph.owning_module is not None
+        apply(graph.owning_module)
+
+    return _graph_pass(_passes(given or getattr(config, JOINT_PASS)), on_module, key)
+
+
+def _passes(setting: Any) -> tuple[Any, ...]:
+    """The passes in a setting of Inductor: none, one, or since 2.13 several."""
+    if setting is None:
+        return ()
+    return tuple(setting) if isinstance(setting, (list, tuple)) else (setting,)
+
+
+def _graph_pass(given: Sequence[Any], apply: Callable[[torch.fx.Graph], None], key: str) -> Any:
+    """One pass of Inductor over a graph: those of the user, then `apply` (2.11 to 2.15)."""
+    from torch._inductor import custom_graph_pass
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    class JointPass(CustomGraphPass):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            assert graph.owning_module is not None
-            apply(graph.owning_module)
+    # 2.11 has no passes that are told whether the graph is for inference.
+    aware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
 
-        def uuid(self) -> str:
-            return key
+    class Chain(aware):
+        def __call__(self, graph: torch.fx.Graph, is_inference: bool = False) -> None:
+            for step in given:
+                tells = aware is not CustomGraphPass and isinstance(step, aware)
+                step(graph, is_inference) if tells else step(graph)
+            apply(graph)
 
-    return JointPass()
+        def uuid(self) -> str | None:
+            keys = [step.uuid() if isinstance(step, CustomGraphPass) else None for step in given]
+            return f"{keys}, {key}" if all(keys) else None
+
+    return Chain()
+
+
+def order_settings() -> dict[str, Any]:
+    """The settings with which Inductor leaves collectives alone: as they are and where they are.
+
+    With others it would merge them or move them, by what each rank measures. Some are missing in
+    some versions. (2.11 to 2.15)
+    """
+    from torch._inductor import config
+
+    wanted = {
+        "reorder_for_peak_memory": False,
+        "reorder_for_compute_comm_overlap": False,
+        "aten_distributed_optimizations.enable_overlap_scheduling": False,
+        "bucket_all_gathers_fx": "none",
+        "bucket_reduce_scatters_fx": "none",
+        "bucket_all_reduces_fx": "none",
+        "dedup_reduce_scatters": False,
+        "_fuse_ddp_communication": False,
+        "_post_fusion_custom_pass": None,
+    }
+    known = config._config  # type: ignore[attr-defined]
+    return {name: value for name, value in wanted.items() if name in known}
 
 
 def _collectives_pass(gm: GraphModule, label_of: Callable[[torch.fx.Node], Any]) -> Any:
@@ -130,9 +188,10 @@ def _collectives_pass(gm: GraphModule, label_of: Callable[[torch.fx.Node], Any])
     ranks that fuse differently, because their shapes differ, would issue collectives in different
     orders. The order is told to the scheduler as dependencies, before it fuses.
 
-    The labels are written into the code, so they are part of the graph cache's key.
+    The labels are written into the code, so they are part of the graph cache's key. A pass that the
+    user has there comes after: the dependencies hold for what it returns, too.
     """
-    from torch._inductor import custom_graph_pass
+    from torch._inductor import config, custom_graph_pass
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.ir import InvokeSubgraph
     from torch._inductor.utils import is_collective, is_wait
@@ -140,6 +199,8 @@ def _collectives_pass(gm: GraphModule, label_of: Callable[[torch.fx.Node], Any])
     # 2.11 has no class of its own for passes of the scheduler.
     base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
     labels = [repr(label) for label in map(label_of, gm.graph.nodes) if label is not None]
+    given = config._pre_fusion_custom_pass
+    key = given.uuid() if isinstance(given, base) else None
 
     class KeepOrder(base):
         def __call__(self, nodes: list[Any]) -> list[Any]:
@@ -157,10 +218,11 @@ def _collectives_pass(gm: GraphModule, label_of: Callable[[torch.fx.Node], Any])
                     _run_within(node.node, label)
             if nodes:
                 nodes[0].scheduler.compute_ancestors()
-            return nodes
+            return nodes if given is None else given(nodes)
 
-        def uuid(self) -> str:
-            return f"shardc: collectives, waits, calls in order; no donated buffers; {labels}"
+        def uuid(self) -> str | None:
+            own = f"shardc: collectives, waits, calls in order; no donated buffers; {labels}"
+            return own if given is None else key and f"{own}; {key}"
 
     return KeepOrder()
 
