@@ -6,6 +6,9 @@ TEST_ARGS ?=
 DEMO_RANKS ?= 2
 DEMO_ARGS ?=
 SOAK_ARGS ?=
+CASES ?= 200
+SEED ?= 0
+CASE ?=
 DEMO_DIR := build/demo
 
 .DEFAULT_GOAL := help
@@ -20,12 +23,12 @@ STAMP := .venv/setup-done
 HAS_TORCH := $(PY) -c 'from importlib.metadata import version; \
 	assert (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) <= (2, 15)' 2> /dev/null
 
-.PHONY: help setup test lint types format demo soak clean FORCE
+.PHONY: help setup test lint types format demo soak fuzz clean FORCE
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  Variables: TORCH=torch==2.11.0  PYTHON=python3.12  TEST_ARGS='-k layout'"
-	@echo "             DEMO_RANKS=4  DEMO_ARGS='--steps 50'"
+	@echo "             DEMO_RANKS=4  DEMO_ARGS='--steps 50'  CASES=200 SEED=0 (of fuzz)"
 
 # torch goes first and stays as it is: left to the resolver, it could become another build of
 # several gigabytes. With TORCH given, pip is asked every time and answers at once if it is there.
@@ -64,6 +67,9 @@ demo: $(STAMP)  ## Train a small language model on two ranks, a few minutes
 
 soak: $(STAMP)  ## Kill and resume ranks at random (SOAK_ARGS='--steady compiled': no kills)
 	$(PY) tests/soak.py $(SOAK_ARGS)
+
+fuzz: $(STAMP)  ## Train random models sharded and unsharded and compare them
+	PYTHONPATH=tests $(PY) -m fuzz $(if $(CASE),--case '$(CASE)',--cases $(CASES) --seed $(SEED))
 
 clean:  ## Remove build products and caches, keep .venv
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

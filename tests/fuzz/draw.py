@@ -1,0 +1,197 @@
+"""Random cases, most of them cheap to run."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from fuzz.case import PRECISIONS, Block, Case, Micro, Step, Unit, all_blocks
+from fuzz.kinds import KINDS, LINEAR, RECOMPUTE
+from fuzz.training import MICRO, OPTIMIZERS, THEN, WAITS
+
+Choice = random.Random
+
+
+def draw(seed: int, number: int) -> Case:
+    """Case `number` of the sequence that `seed` begins; those of KNOWN are passed over."""
+    chance = Choice(f"{seed}/{number}")
+    while True:
+        case = _case(chance)
+        if why_not(case) is None:
+            return case
+
+
+def _weighted(chance: Choice, **weights: float) -> str:
+    names = [name.replace("_", " ") for name in weights]
+    return chance.choices(names, list(weights.values()))[0]
+
+
+def _case(chance: Choice) -> Case:
+    world = chance.choices([1, 2, 3, 4], [3, 11, 2, 4])[0]
+    divisors = [d for d in range(1, world + 1) if world % d == 0]
+    way = _weighted(chance, uncompiled=68, eager=14, blocks=5, in_place=5, mixed=6, inductor=2)
+    precision = "float64" if chance.random() < 0.7 else chance.choice(list(PRECISIONS))
+    plain = PRECISIONS[precision][1] == ""
+    small = way == "inductor"
+    count = chance.choice([1, 2, 2, 3, 3, 4] if not small else [1, 2])
+    blocks = tuple(_block(chance, depth=0, plain=plain) for _ in range(count))
+    root = None if plain and chance.random() < 0.06 else _unit(chance)
+    made = "policy" if root and chance.random() < 0.25 else "calls"
+    return Case(
+        world=world,
+        replicas=chance.choice(divisors) if chance.random() < 0.3 else 0,
+        width=chance.randint(3, 9),
+        blocks=blocks,
+        way=way,
+        dynamic=chance.choice([None, None, None, True, False]),
+        precision=precision,
+        root=root,
+        made=made,
+        start=chance.choice(["meta", "sync"]) if chance.random() < 0.1 else "",
+        offload=chance.random() < 0.08,
+        split=chance.random() < 0.2,
+        optimizer=chance.choice(list(OPTIMIZERS)),
+        steps=tuple(_step(chance, way) for _ in range(3)),
+        seed=chance.randint(0, 99),
+    )
+
+
+def _block(chance: Choice, depth: int, plain: bool) -> Block:
+    nest = chance.random() < (0.2 if depth < 2 else 0)
+    kind = "nest" if nest else chance.choice(list(KINDS))
+    if not nest and chance.random() < 0.25:
+        kind = chance.choice(LINEAR)
+    count = chance.randint(1, 3)
+    return Block(
+        kind=kind,
+        size=chance.randint(1, 7),
+        ref=chance.randint(0, 3),
+        copies=chance.choice([1, 1, 1, 1, 2, 3]),
+        children=tuple(_block(chance, depth + 1, plain) for _ in range(count)) if nest else (),
+        recompute=chance.choice(list(RECOMPUTE)) if chance.random() < 0.25 else "",
+        unit=_unit(chance) if chance.random() < (0.6 if depth == 0 else 0.25) else None,
+        frozen=chance.random() < 0.06,
+        ignored=plain and chance.random() < 0.03,
+        breaks=chance.random() < 0.06,
+        gives=chance.choice(["tuple", "dict"]) if chance.random() < 0.06 else "",
+    )
+
+
+def _unit(chance: Choice) -> Unit:
+    reshard = chance.choice([None, None, True, False, 2, 1])
+    return Unit(reshard=reshard, together=chance.random() < 0.12)
+
+
+def _step(chance: Choice, way: str) -> Step:
+    count, waits = chance.choice([1, 1, 1, 2, 3]), [*WAITS, "sync", "no_sync"]
+    return Step(
+        micro=tuple(_micro(chance, way) for _ in range(count)),
+        waits=chance.choice(waits) if count > 1 and chance.random() < 0.6 else "",
+        clip=chance.random() < 0.3,
+        keep_zeros=chance.random() < 0.15,
+        then=chance.choice(list(THEN)) if chance.random() < 0.25 else "",
+    )
+
+
+def _micro(chance: Choice, way: str) -> Micro:
+    kinds = [kind for kind in MICRO if kind != "penalty" or way == "uncompiled"]
+    return Micro(
+        rows=chance.choice([2, 2, 3, 5]),
+        ragged=chance.random() < 0.1,
+        kind="plain" if chance.random() < 0.6 else chance.choice(kinds),
+        flag=chance.random() < 0.3,
+    )
+
+
+# -- what is not to be drawn ----------------------------------------------------------------------
+
+
+def _is_compiled(case: Case) -> bool:
+    return case.way != "uncompiled"
+
+
+def _any(case: Case, test: Callable[[Block], bool]) -> bool:
+    return any(test(block) for block in all_blocks(case.blocks))
+
+
+def _recomputes(case: Case, kinds: tuple[str, ...]) -> bool:
+    return _any(
+        case, lambda b: bool(b.recompute) and any(c.kind in kinds for c in all_blocks((b,)))
+    )
+
+
+READERS = (
+    "list",
+    "dict",
+    "attention",
+    "outside",
+    "reads",
+    "second_order",
+    "weight_norm",
+    "spectral_norm",
+)
+
+LIMITS: dict[str, Callable[[Case], bool]] = {
+    # what torch refuses, sharded or not
+    "nothing to train": lambda case: all(block.frozen for block in case.blocks),
+    "torch: double backward through fused attention": lambda case: (
+        any(m.kind == "penalty" for s in case.steps for m in s.micro)
+        and _any(case, lambda b: b.kind == "attention")
+    ),
+    "output_dtype of inner units, whose followers compute in param_dtype": lambda case: (
+        "output" in case.precision and _any(case, lambda b: b.unit is not None)
+    ),
+    "torch: a checkpoint without states of unused parameters is not loaded": lambda case: (
+        any(step.then == "reload" for step in case.steps)
+        and _any(case, lambda b: b.kind in ("choice", "maybe", "unused", "outside"))
+    ),
+    "torch: buffers are not cast with the parameters": lambda case: (
+        bool(PRECISIONS[case.precision][1])
+        and _any(case, lambda b: b.kind in ("spectral_norm", "batchnorm"))
+    ),
+    "values of what is not sharded are not synced": lambda case: (
+        case.start == "sync" and (not case.root or _any(case, lambda b: b.ignored))
+    ),
+    "plain parameters stay on meta": lambda case: (
+        case.start == "meta" and (not case.root or _any(case, lambda b: b.ignored))
+    ),
+    "nothing to shard": lambda case: all(block.ignored for block in case.blocks),
+    "torch: compiled, a changed buffer's old value is recomputed from its new one": lambda case: (
+        _is_compiled(case) and _any(case, lambda b: b.kind == "counted")
+    ),
+    "torch: selective checkpoints refuse changes in place": lambda case: _any(
+        case,
+        lambda b: (
+            b.recompute == "selective"
+            and any(c.kind in ("inplace", "counted", "lstm") for c in all_blocks((b,)))
+        ),
+    ),
+    "torch: a second backward through a selective checkpoint": lambda case: (
+        any(m.kind in ("penalty", "retained") for s in case.steps for m in s.micro)
+        and _any(case, lambda b: b.recompute == "selective")
+    ),
+    "torch: double backward through reentrant checkpoints": lambda case: (
+        any(m.kind == "penalty" for s in case.steps for m in s.micro)
+        and _any(case, lambda b: b.recompute == "reentrant")
+    ),
+}
+
+LIMITS |= {
+    # what the README's limits say
+    "a retained graph's second backward, compiled, where gradients waited": lambda case: (
+        _is_compiled(case)
+        and any(s.waits and any(m.kind == "retained" for m in s.micro) for s in case.steps)
+    ),
+}
+
+KNOWN: dict[str, Callable[[Case], bool]] = {
+    # failures that are being worked on
+    "recomputed code that reads others' parameters": lambda case: (
+        case.way != "eager" and _recomputes(case, READERS)
+    ),
+}
+
+
+def why_not(case: Case) -> str | None:
+    """The name of what keeps `case` from being drawn."""
+    rules: dict[str, Any] = LIMITS | KNOWN
+    return next((name for name, applies in rules.items() if applies(case)), None)
