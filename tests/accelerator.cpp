@@ -63,7 +63,7 @@ struct Lane { // a stream
 
 struct Entry { // of the log, in the order in which the host did it
   std::string kind, name, group;
-  int64_t stream, priority, bytes, point; // point: the mark's number, or the block's
+  int64_t stream, priority, bytes, point, block; // the numbers of a mark and of memory
   double start, end;
 };
 
@@ -102,13 +102,13 @@ thread_local int64_t current = 0;
 
 // Under the lock.
 void note(std::string kind, std::string name, int64_t stream, int64_t bytes = 0, int64_t point = -1,
-          double start = -1, double end = -1, std::string group = "") {
+          int64_t block = -1, double start = -1, double end = -1, std::string group = "") {
   if (!m.recording)
     return;
   if (start < 0)
     start = end = m.now;
   m.log.push_back({std::move(kind), std::move(name), std::move(group), stream,
-                   stream < 0 ? 0 : m.lanes[stream].priority, bytes, point, start, end});
+                   stream < 0 ? 0 : m.lanes[stream].priority, bytes, point, block, start, end});
 }
 
 // The first task of a stream. Under the lock, which is let go of meanwhile.
@@ -261,7 +261,7 @@ void poison(void* memory, size_t size) { // under the lock
 void release(void* memory) {
   Lock lock(m.mutex);
   Block block = std::move(m.blocks.extract(reinterpret_cast<uintptr_t>(memory)).mapped());
-  note("free", "", block.home, block.size, block.number);
+  note("free", "", block.home, block.size, -1, block.number);
   std::set<int64_t> waits;
   std::copy_if(block.users.begin(), block.users.end(), std::inserter(waits, waits.end()),
                [](int64_t stream) { return !idle(stream); });
@@ -304,7 +304,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     Lock lock(m.mutex);
     const int64_t number = ++m.numbered;
     m.blocks.emplace(reinterpret_cast<uintptr_t>(memory), Block{size, current, {}, false, number});
-    note("allocate", "", current, size, number);
+    note("allocate", "", current, size, -1, number);
     m.peak = std::max(m.peak, m.live += size);
     return {memory, memory, &release, kDevice};
   }
@@ -498,7 +498,8 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
     // Only the host's side is held: who frees the device's side too early shall see it.
     Lock lock(m.mutex);
     const auto [start, end] = take_time(current, m.copy_cost);
-    note("copy", from.is_cpu() ? "to device" : "to host", current, from.nbytes(), -1, start, end);
+    note("copy", from.is_cpu() ? "to device" : "to host", current, from.nbytes(), -1, -1, start,
+         end);
     enqueue(current, [source = from.const_data_ptr(), target = to.data_ptr(), size = from.nbytes(),
                       held = host.storage()] { std::memcpy(target, source, size); });
     lock.unlock();
@@ -562,7 +563,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     Lock lock(m.mutex);
     const auto [start, end] = take_time(current, m.compute_cost);
     m.now = end;
-    note("compute", op.schema().name(), current, 0, -1, start, end);
+    note("compute", op.schema().name(), current, 0, -1, -1, start, end);
   }
   run_due();
   at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
@@ -709,10 +710,9 @@ struct Simccl final : c10d::Backend {
     m.collectives.emplace_back(name, of_group(from), of_group(to));
     await(first_stream + stream, mark(current));
     const auto [start, end] = take_time(first_stream + stream, m.comm_cost);
-    note("collective", name, first_stream + stream, bytes, made, start, end, this->name);
-    work->end->stream = first_stream + stream;
-    work->end->number = ++m.marks;
-    work->end->time = end;
+    *work->end = {first_stream + stream, ++m.marks, end};
+    note("collective", name, first_stream + stream, bytes, work->end->number, made, start, end,
+         this->name);
     enqueue(first_stream + stream,
             [=, gloo = gloo, held = std::move(held)]() mutable {
       std::exception_ptr error;
@@ -833,11 +833,11 @@ PYBIND11_MODULE(sim_accelerator, module) {
   module.def("take_log", [] {
     Lock lock(m.mutex);
     using Row = std::tuple<std::string, std::string, std::string, int64_t, int64_t, int64_t,
-                           int64_t, double, double>;
+                           int64_t, int64_t, double, double>;
     std::vector<Row> rows;
     for (const Entry& e : std::exchange(m.log, {}))
-      rows.emplace_back(e.kind, e.name, e.group, e.stream, e.priority, e.bytes, e.point, e.start,
-                        e.end);
+      rows.emplace_back(e.kind, e.name, e.group, e.stream, e.priority, e.bytes, e.point,
+                        e.block, e.start, e.end);
     return rows;
   });
   module.def("note", [](std::string text) {

@@ -126,8 +126,8 @@ class Entry(NamedTuple):
         stream: on which stream.
         priority: the stream's; below zero is urgent.
         bytes: how many it moves or takes.
-        point: which event is recorded or waited for; which block of memory is taken, given back or
-            filled by the collective.
+        point: which event is recorded or waited for, or is the end of a collective.
+        block: which memory is taken, given back or filled by a collective.
         start: when it runs, in simulated seconds.
         end: when it has run.
     """
@@ -139,6 +139,7 @@ class Entry(NamedTuple):
     priority: int
     bytes: int
     point: int
+    block: int
     start: float
     end: float
 

@@ -40,7 +40,7 @@ def answer_of(page: str, script: str, folder: Path) -> Any:
     path.write_text(page, encoding="utf-8")
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1500,1100"]
     command = [binary, *options, f"--user-data-dir={folder}", "--dump-dom", path.as_uri()]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     found = re.search(r'<pre id="answer">(.*?)</pre>', ended.stdout, re.DOTALL)
     assert found, f"the page gave no answer: {ended.stderr[-500:]}"
     answer = json.loads(html.unescape(found[1]))

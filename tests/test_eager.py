@@ -66,7 +66,7 @@ class Events:
 
     def alive(self, expected=0):
         """How many bytes of gathered buckets exist once gloo's threads have let go of theirs."""
-        for _ in range(100):
+        for _ in range(2000):
             gc.collect()
             storages = [reference() for reference in self.gathered]
             nbytes = sum(storage.nbytes() for storage in storages if storage is not None)

@@ -372,7 +372,7 @@ def _explained_elsewhere(world_size: int) -> dict:
     )
     folder = str(Path(__file__).parent)
     command = [sys.executable, "-c", code, folder, str(world_size)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1000)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

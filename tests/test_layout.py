@@ -1,8 +1,8 @@
 """The planner: every element has one place, starts and segments are aligned, padding is bounded."""
 
+import cProfile
 import itertools
 import math
-import time
 
 import pytest
 import torch
@@ -185,7 +185,7 @@ def test_llama_8b_block_at_every_world_size():
     assert cut_rows(layouts[127]) == ["down"]
 
 
-def test_llama_405b_plans_in_a_second():
+def test_llama_405b_plans_in_few_calls():
     params = [Param("embed", (128256, 16384), torch.bfloat16)]
     for index in range(126):
         params += llama_block(16384, 1024, 53248, f"layers.{index}.")
@@ -193,10 +193,12 @@ def test_llama_405b_plans_in_a_second():
         Param("norm", (16384,), torch.bfloat16),
         Param("head", (128256, 16384), torch.bfloat16),
     ]
-    begin = time.perf_counter()
+    calls = cProfile.Profile()
+    calls.enable()
     layout = plan_bucket(params, 16384)
     blocks = [plan_bucket(params[1 + 9 * i : 10 + 9 * i], 16384) for i in range(126)]
-    assert time.perf_counter() - begin < 1.0
+    calls.disable()
+    assert sum(entry.callcount for entry in calls.getstats()) < 200_000  # 107,498; half a second
     assert layout.used == 405_853_388_800 == sum(p.numel for p in params)
     assert layout.padding_fraction < 0.0001
     assert max(block.padding_fraction for block in blocks) < 0.0001

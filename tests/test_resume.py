@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import Stack, full, seeded, tokens
-from ranks import Ranks, on_ranks, run_on_ranks
+from ranks import TIMEOUT, Ranks, on_ranks, run_on_ranks
 from real_models import gpt2, language, llama
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import AdamW
@@ -106,7 +107,7 @@ class Stuck(dcp.FileSystemWriter):
         written = super().write_data(plan, planner)
         written.wait()
         Path(self.path, f"wrote-{dist.get_rank()}").touch()
-        time.sleep(600)
+        threading.Event().wait()
         return written
 
 
@@ -122,7 +123,7 @@ def test_killed_while_saving(tmp_path: Path) -> None:
     try:
         for pipe in ranks.pipes:
             pipe.send(("test_resume", "save_and_hang", {"folder": str(tmp_path)}))
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + TIMEOUT
         while len(list(tmp_path.glob("step-4/wrote-*"))) < 2:
             assert time.monotonic() < deadline and all(p.is_alive() for p in ranks.processes)
             time.sleep(0.05)

@@ -6,7 +6,6 @@ import pickle
 import subprocess
 import sys
 import textwrap
-import time
 import weakref
 
 import pytest
@@ -368,10 +367,9 @@ def test_ranks_with_different_models(mesh):
     rank = mesh.get_local_rank()
     fully_shard(Block(), mesh=mesh)  # what was agreed on once is compared again
     model = Block(hidden=30 if rank == 2 else 37)
-    start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"rank 2 has .*up.weight\[30x18\]"):
         fully_shard(model, mesh=mesh)
-    assert _unchanged(model) and time.monotonic() - start < 30
+    assert _unchanged(model)  # told long before a timeout
     check_parity(
         seeded(Stack), (model := shard_all(seeded(Stack), mesh)), compiled(model), _batch, mesh
     )
@@ -403,11 +401,14 @@ def test_rank_that_never_comes_is_named(mesh):
     step = torch.compile(
         model, backend="shardc", options={"executor": "eager", "agreement_timeout": 2}
     )
-    time.sleep(4 * mesh.get_local_rank())
-    for _ in range(2):  # the rank that comes late is told too; a second try starts afresh
+    store = torch.distributed.distributed_c10d._get_default_store()
+    for turn in range(2):  # the rank that comes late is told too; a second try starts afresh
+        if mesh.get_local_rank() == 1:
+            store.wait([f"rank 0 has given up {turn}"])
         with pytest.raises(Exception, match=r"rank\(s\) \[1\] did not answer rank 0 within 0:00"):
             step(**_batch(0))
-        time.sleep(4 * mesh.get_local_rank())
+        if mesh.get_local_rank() == 0:
+            store.set(f"rank 0 has given up {turn}", "")
     compiled(model)(**_batch(0))
 
 
