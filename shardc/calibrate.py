@@ -8,8 +8,11 @@ where every rank finds the same one.
 import functools
 import itertools
 import json
+import math
 import os
+import socket
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -48,20 +51,19 @@ def calibrate(mesh: DeviceMesh, *, refresh: bool = False) -> Profile:
         refresh: measure also where an earlier result is kept.
 
     Returns:
-        The profile, equal on all ranks.
+        The profile, equal on all ranks. Where its figures cannot be kept, there is a warning.
     """
     group, device = mesh.get_group(), torch.device(mesh.device_type)
     path = calibration_file(mesh)
     name = path.stem
-    kept = path.read_text() if is_calibration(path) and not refresh else ""
+    kept = "" if refresh else _read(path)
     facts = [name, f"call {next(_calls)}"]
     figures = kept
     if agree(group, "the calibration that ranks keep", facts, note=kept) != {kept} or not kept:
         measured = json.dumps(_measure(mesh, device))
         notes = agree(group, "a calibration", facts, note=measured)
         figures = json.dumps([max(each) for each in zip(*map(json.loads, notes), strict=True)])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(figures)
+        _keep(figures, path)
     profile = _profile(name, json.loads(figures), device.type, group.size())
     set_profile(profile)
     return profile
@@ -82,15 +84,37 @@ def calibrations_kept(on_gpu: bool) -> list[Path]:
 
 def is_calibration(path: Path) -> bool:
     """Whether the file is there and holds what `calibrate` writes."""
+    return bool(_read(path))
+
+
+def _read(path: Path) -> str:
+    """What the file holds; "" where that is not what `calibrate` writes, seconds of each probe."""
     try:
-        figures = json.loads(path.read_text())
+        text = path.read_text()
+        figures = json.loads(text)
     except (OSError, ValueError):
-        return False
-    return (
-        isinstance(figures, list)
-        and len(figures) == len(_DTYPES) + 4 + len(_MESSAGES)
-        and all(isinstance(figure, float) for figure in figures)
-    )
+        return ""
+    is_whole = isinstance(figures, list) and len(figures) == len(_DTYPES) + 4 + len(_MESSAGES)
+    return text if is_whole and all(map(_is_seconds, figures)) else ""
+
+
+def _is_seconds(figure: object) -> bool:
+    return isinstance(figure, float) and math.isfinite(figure) and figure > 0
+
+
+def _keep(figures: str, path: Path) -> None:
+    """Write the file, at once for who reads it; where that fails, a warning."""
+    new = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(figures)
+        new.replace(path)
+    except OSError as error:
+        warnings.warn(
+            f"the calibration cannot be kept in {path} ({error}): this run plans with it all the "
+            "same, the next one measures again. XDG_CACHE_HOME names another folder",
+            stacklevel=3,
+        )
 
 
 def _device_key(on_gpu: bool) -> str:

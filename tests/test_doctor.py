@@ -1,6 +1,7 @@
 """`shardc doctor` and `shardc calibrate`: what they find here, and what is not there."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,9 @@ from command_line import ended
 from shardc import set_profile
 from shardc.commands import doctor, machine, probes
 from shardc.commands.machine import Finding
+from shardc.passes.profiles import current_profile
+
+MODULE = sys.modules["shardc.calibrate"]  # `shardc.calibrate` is the function
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +116,7 @@ def test_calibrate_alone_measures_the_device(capsys, tmp_path):
         file.write_text("damaged")
         code, out, _ = ended(capsys, "calibrate", "--device", "cpu")
         assert code == 0 and "measured now" in out and "links" in out
+        assert [path.name for path in file.parent.iterdir()] == [file.name]  # nothing half done
     finally:
         set_profile(None)
 
@@ -122,10 +127,27 @@ def test_calibrate_says_that_there_is_no_gpu(capsys):
     assert code == 2 and "finds 0 GPUs here" in err
 
 
-def test_calibrate_says_where_it_cannot_write(capsys, tmp_path):
+def test_what_no_measurement_gives_is_measured_again(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(MODULE, "_measure", lambda *_: [0.5] * 9)
+    try:
+        for wrong in ([0.0] * 9, [math.nan] * 9, [0.5] * 8 + [-1.0], [0.5] * 8 + [math.inf], [0.5]):
+            ended(capsys, "calibrate", "--device", "cpu")
+            (file,) = (tmp_path / "cache" / "shardc").iterdir()  # nothing half done beside it
+            file.write_text(json.dumps(wrong))
+            code, out, _ = ended(capsys, "calibrate", "--device", "cpu")
+            assert code == 0 and "measured now" in out
+            assert json.loads(file.read_text()) == [0.5] * 9
+    finally:
+        set_profile(None)
+
+
+def test_calibrate_says_where_it_cannot_write(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(MODULE, "_measure", lambda *_: [0.5] * 9)
     (tmp_path / "cache").write_text("a file, no folder")
     try:
-        code, _, err = ended(capsys, "calibrate", "--device", "cpu")
+        with pytest.warns(UserWarning, match="cannot be kept in .*cache.*plans with it"):
+            code, _, err = ended(capsys, "calibrate", "--device", "cpu")
+        assert current_profile("cpu").source == "calibrate()"  # a training script goes on with it
     finally:
         set_profile(None)
     assert code == 1 and "set XDG_CACHE_HOME to a folder that can be written" in err

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardc.calibrate import calibrate, calibration_file
+from shardc.calibrate import calibrate, calibration_file, is_calibration
 from shardc.commands.errors import FoundProblem, UsageError
 from shardc.passes.profiles import Profile
 
@@ -52,13 +52,13 @@ def run(args: argparse.Namespace) -> int:
         before = _written(path)
         try:
             profile = calibrate(mesh, refresh=args.refresh)
-        except OSError as error:
-            raise FoundProblem(
-                f"the figures cannot be kept in {path}: {error.strerror}; set XDG_CACHE_HOME to a "
-                "folder that can be written"
-            ) from error
         except RuntimeError as error:
             raise FoundProblem(f"measuring failed: {error}") from error
+        if not is_calibration(path):
+            raise FoundProblem(
+                f"the figures cannot be kept in {path}: set XDG_CACHE_HOME to a folder that can be "
+                "written"
+            )
         if mesh.get_rank() == 0:
             show = _json if args.json else _text
             print(show(profile, path, _written(path) == before, mesh.size()))
