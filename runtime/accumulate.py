@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardc.runtime import compat
+from shardc.runtime.weak_hooks import weak_hook
 
 
 class Accumulated:
@@ -44,8 +45,12 @@ class Accumulated:
         if self.sink is None or self.sink.dtype != dtype:
             self.sink = torch.zeros(1, dtype=dtype, device=device).expand(numel)
             self.sink.requires_grad_()
-            self.sink.register_post_accumulate_grad_hook(lambda _: self.bucket.end_backward())
+            self.sink.register_post_accumulate_grad_hook(weak_hook(self._end_backward))
             _watch(self)
+
+    def _end_backward(self, sink: Tensor) -> None:
+        """The hook of the sink."""
+        self.bucket.end_backward()
 
     def keep_partial(self, part: Tensor) -> None:
         """Keep `part: (S,)` until copies are reduced, beside what another backward left there."""

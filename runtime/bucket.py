@@ -9,6 +9,7 @@ spec, whose signature every read of a parameter carries.
 """
 
 import itertools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from shardc.runtime.settings import Settings
 from shardc.runtime.shard_tensor import ShardSpec, ShardTensor
 from shardc.runtime.spec import UnshardSpec, intern_spec, spec_of
 from shardc.runtime.tensor_parallel import Placed, local_value
+from shardc.runtime.weak_hooks import weak_hook
 
 _serials: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
@@ -102,7 +104,7 @@ class Bucket:
         self.group = ranks.shard
         self.rank = ranks.rank
         self.serial = next(_serials[ranks.everyone])
-        self.unit_modules = frozenset(unit_modules)
+        self.unit_modules = weakref.WeakSet(unit_modules)
         self.device = device or segment.device
         self.gather_group: str | None = None
         self.reduce_group: str | None = None
@@ -140,10 +142,10 @@ class Bucket:
         self.segment = nn.Parameter(segment, requires_grad=any(self.trainable))
         if not self.settings.offloaded:
             self.device = segment.device
-        self.segment.shardc_bucket = self  # type: ignore[attr-defined]
+        self.segment.shardc_bucket = weakref.ref(self)  # type: ignore[attr-defined]
         if self.segment.is_floating_point() or self.segment.is_complex():
             self.segment.requires_grad_(True)
-            self.segment.register_post_accumulate_grad_hook(self.gradients.receive)
+            self.segment.register_post_accumulate_grad_hook(weak_hook(self.gradients.receive))
             self.segment.requires_grad_(any(self.trainable))
         self.refresh_signature()
 
@@ -167,7 +169,7 @@ class Bucket:
         """What a read needs now: the signature of its code, and what that is given."""
         if not self.settings.precision.full_precision_in_eval:
             return self._train
-        return self._train if self.owner.modules[0].training else self._eval
+        return self._train if self.owner.training else self._eval
 
     def reading_code(self) -> UnshardSpec:
         """The spec of the code that a read needs now."""
@@ -315,3 +317,10 @@ class Bucket:
         compat.swap_tensors(param, sharded)
         param.grad = grad
         return param
+
+
+def bucket_of(segment: Any) -> Bucket:
+    """The bucket of a segment, which something else must hold: a module, a parameter, a graph."""
+    bucket: Bucket | None = segment.shardc_bucket()
+    assert bucket is not None
+    return bucket

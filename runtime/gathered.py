@@ -6,6 +6,7 @@ gathered again where the parameters were written since.
 """
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Gathered:
         self.is_shared = False
         self._graphs = 0
         self.expected: list[weakref.ref[Again]] = []
-        self.orders: dict[str, tuple[Any, ...]] = {}
+        self.orders: dict[str, tuple[weakref.ref[Any], ...]] = {}
         self._version: object = None
         self._started: Started | None = None
 
@@ -159,6 +160,20 @@ class Gathered:
         self.depth -= 1
         if self.depth == 0:
             self._close()
+
+    def remember(self, phase: str, gathered: Sequence[Any]) -> None:
+        """A pass that began with this bucket gathered these."""
+        self.orders[phase] = tuple(weakref.ref(bucket) for bucket in gathered)
+
+    def remembered(self, phase: str) -> tuple[Any, ...]:
+        """What the last such pass gathered; nothing, where a model that took part is gone."""
+        buckets = tuple(reference() for reference in self.orders.get(phase, ()))
+        return () if None in buckets else buckets
+
+    def expect(self, again: Again) -> None:
+        """A backward to come will gather `again`."""
+        self.expected = [known for known in self.expected if known() is not None]
+        self.expected.append(weakref.ref(again))
 
     def next_again(self) -> Again | None:
         """What the next backward that reads the bucket will gather again."""

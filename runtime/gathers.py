@@ -78,7 +78,7 @@ class Gathers:
             if not raised:
                 gather.started.wait()
         if self.done and self._known[: len(self.done)] != tuple(self.done):
-            self.done[0].gathered.orders[self.phase] = tuple(self.done)
+            self.done[0].gathered.remember(self.phase, self.done)
 
     def _note(self, bucket: Any) -> None:
         """Another bucket is about to be gathered.
@@ -89,7 +89,7 @@ class Gathers:
         place = len(self.done)
         self.done.append(bucket)
         if place == 0:
-            self._known = bucket.gathered.orders.get(self.phase, ())
+            self._known = bucket.gathered.remembered(self.phase)
         self._path.update(f"{bucket.serial} {bucket.label}\n".encode())
         if self._known[place : place + 1] == (bucket,):
             return

@@ -1,8 +1,9 @@
 """A unit: what one call of `fully_shard` made, modules that are gathered and reduced together."""
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.runtime.bucket import Bucket
 from shardc.runtime.eager import is_inside_other_unit
+from shardc.runtime.gathered import Gathered
 from shardc.runtime.meta import states_on_meta
 from shardc.runtime.policy import cast_to, map_tensors, moved_to
 from shardc.runtime.settings import Settings
@@ -20,7 +22,11 @@ from shardc.runtime.settings import Settings
 class Unit:
     """What one call of `fully_shard` made: modules that are gathered and reduced together.
 
+    Modules hold their unit and its buckets, never the other way round: a graph that a module keeps
+    (an auxiliary loss, say) holds buckets, and would keep the module that it is kept by.
+
     Attributes:
+        given: its modules.
         asked_reshard: `reshard_after_forward` as the user gave it; None is settled by `is_root`.
         settings: what else was asked; shared with the buckets.
         device: where the unit is computed.
@@ -33,7 +39,7 @@ class Unit:
         summoned: whether its modules hold full parameters, and so compute in their dtype.
     """
 
-    modules: tuple[nn.Module, ...]
+    given: InitVar[tuple[nn.Module, ...]]
     buckets: tuple[Bucket, ...]
     mesh: DeviceMesh
     asked_reshard: bool | int | None
@@ -50,9 +56,24 @@ class Unit:
     on_meta: bool = False
     summoned: bool = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, given: tuple[nn.Module, ...]) -> None:
+        self._modules = tuple(weakref.ref(module) for module in given)
         for bucket in self.buckets:
             bucket.unit, bucket.owner = self.number, self
+        gathered = tuple(weakref.ref(bucket.gathered) for bucket in self.buckets)
+        for module in given:
+            weakref.finalize(module, _forget_views, self._modules, gathered).atexit = False
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Those of its modules that still exist."""
+        return tuple(module for ref in self._modules if (module := ref()) is not None)
+
+    @property
+    def training(self) -> bool:
+        """Whether its first module is in training mode."""
+        module = self._modules[0]()
+        return module is None or module.training
 
     @property
     def hints(self) -> tuple[object, ...]:
@@ -124,3 +145,17 @@ class Unit:
         if self.summoned:
             return True
         return self.settings.precision.full_precision_in_eval and not module.training
+
+
+def _forget_views(
+    modules: Sequence[weakref.ref[nn.Module]], all_gathered: Sequence[weakref.ref[Gathered]]
+) -> None:
+    """With the last module of a unit go the full parameters that it gave: their graph has buckets.
+
+    A cycle through autograd, which the garbage collector does not see.
+    """
+    if all(module() is None for module in modules):
+        for reference in all_gathered:
+            gathered = reference()
+            if gathered is not None:
+                gathered.reset()

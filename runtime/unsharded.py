@@ -10,7 +10,6 @@ under such hooks, and models use them between their layers. A weight that is rea
 module that holds it is saved as it is: right, but its bucket stays until the backward.
 """
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -106,7 +105,7 @@ class Again:
         self.written = written
         self.part = None if code.recut is None else recut(full, *code.recut)
         self.full: Tensor | None = None
-        bucket.gathered.expected.append(weakref.ref(self))
+        bucket.gathered.expect(self)
 
     def get(self) -> Tensor:
         """The gathered bucket, `(W*S,)`.

@@ -52,7 +52,7 @@ from shardc.regional import buckets_of_the_runtime, giving, with_taken
 from shardc.repro import copy_graph, write_repro
 from shardc.runtime import compat
 from shardc.runtime.accumulate import flush_when_done
-from shardc.runtime.bucket import Bucket
+from shardc.runtime.bucket import Bucket, bucket_of
 from shardc.runtime.collectives import naming_failures
 from shardc.runtime.executor import eager_executor, shapes_only
 from shardc.runtime.progress import label_of, progress
@@ -221,7 +221,7 @@ def _agree_on_reads(gm: GraphModule, ctx: PassContext, options: Options) -> list
     by_group: dict[str, list[tuple[int, int, Bucket, frozenset[int]]]] = {}
     for position, node in inputs:
         if node.name in ctx.used:
-            bucket: Bucket = compat.real_input(node).shardc_bucket  # type: ignore[union-attr]
+            bucket: Bucket = bucket_of(compat.real_input(node))
             leaf = place[ctx.leaves.get(node.name, node.name)]
             read = (position, leaf, bucket, ctx.used[node.name])
             by_group.setdefault(bucket.ranks.everyone, []).append(read)
@@ -256,7 +256,7 @@ def _noting_used_slots(compiled: Callable[..., Any], reads: list[_Read]) -> Call
         return compiled
 
     def run(*args: Any) -> Any:
-        buckets = [(args[read.position].shardc_bucket, read) for read in reads]
+        buckets = [(bucket_of(args[read.position]), read) for read in reads]
         names = _other_names(buckets)
         progress.next_names = names
         updates = [bucket.updates() for bucket, _ in buckets]

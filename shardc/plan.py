@@ -8,7 +8,7 @@ import itertools
 import json
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -31,7 +31,7 @@ from shardc.passes.verify import collective_sequence
 from shardc.reports.graph import GraphRows, read_graph
 from shardc.runtime import compat
 from shardc.runtime.agreement import agree
-from shardc.runtime.bucket import Bucket
+from shardc.runtime.bucket import Bucket, bucket_of
 from shardc.runtime.bucket_spec import is_elsewhere
 
 _numbers = itertools.count()
@@ -40,7 +40,9 @@ _numbers = itertools.count()
 class Plan:
     """What the graphs of one Dynamo graph share.
 
-    Options, the bucket by input and which of its slots are read, the joint context.
+    Options, the bucket by input and which of its slots are read, the joint context. What depends on
+    buckets is read when the plan is made: compiled code outlives them, and equal ones run it, for
+    which its backward may yet have to be compiled.
     """
 
     def __init__(
@@ -50,79 +52,80 @@ class Plan:
         slots: Mapping[int, frozenset[int]],
     ) -> None:
         self.options = options
-        self.buckets = buckets
         self.slots = slots
         self.number = next(_numbers)
         self.kept = frozenset[str]()  # what the forward keeps gathered, by its results' names
+        self.references = {position: weakref.ref(bucket) for position, bucket in buckets.items()}
+        self.static_bytes = _static_bytes(buckets.values(), options)
+        first = next(iter(buckets.values()), None)
+        self._everyone = "" if first is None else first.ranks.everyone
+        self._device = "cpu" if first is None else first.device.type
+        self._units = {position: bucket.unit for position, bucket in buckets.items()}
+        self._labels = {position: bucket.label for position, bucket in buckets.items()}
+        self._open = frozenset(
+            position
+            for position, bucket in buckets.items()
+            if bucket.owner is not None and bucket.owner.asked_reshard is None
+        )
+        self._in_place = _reduces_in_place(buckets.values())
+        self._schedule = self._schedule_options(buckets.values())
         self.joint = self.context("joint")
 
     def context(self, phase: str) -> PassContext:
         """The context of the passes over a graph of that phase."""
-        if not self.buckets:
+        if not self.references:
             return PassContext(phase)
         names = PassContext(
             phase,
-            units={position: bucket.unit for position, bucket in self.buckets.items()},
-            labels={position: bucket.label for position, bucket in self.buckets.items()},
+            units=dict(self._units),
+            labels=dict(self._labels),
             cut={} if phase == "joint" else self.joint.cut,
             results=None if phase == "joint" else self.joint.results,
         )
-        first = next(iter(self.buckets.values()))
-        everyone = first.ranks.everyone
-        budget = self._budget(first.device.type)
         if not self.options.schedule:
             return names
+        everyone = self._everyone
         return replace(
             names,
-            budget=budget,
-            open_positions=frozenset(
-                position
-                for position, bucket in self.buckets.items()
-                if bucket.owner is not None and bucket.owner.asked_reshard is None
-            ),
+            budget=self._budget(),
+            open_positions=self._open,
             kept=frozenset() if phase == "joint" else self.joint.kept,
             units_in_flight=UNITS_IN_FLIGHT if phase == "joint" else self.joint.units_in_flight,
             agree_on_count=functools.partial(_agree_on_count, everyone, self.options),
-            options=self._schedule_options(first.device.type),
+            options=self._schedule,
             agree_on_seconds=functools.partial(_agree_on_seconds, everyone, self.options, phase),
         )
 
     @property
-    def static_bytes(self) -> int:
-        """Bytes of segments and the optimizer's states on the device.
+    def buckets(self) -> dict[int, Bucket]:
+        """Those that still exist, by input."""
+        found = {position: reference() for position, reference in self.references.items()}
+        return {position: bucket for position, bucket in found.items() if bucket is not None}
 
-        Gradients are what the backward gives.
-        """
-        states = 1 + self.options.optimizer_states
-        return sum(
-            int(bucket.segment.nbytes * (states if any(bucket.trainable) else 1))
-            for bucket in self.buckets.values()
-            if not is_elsewhere(bucket)
-        )
-
-    def profile(self, device_type: str) -> Profile:
+    @property
+    def profile(self) -> Profile:
         """The hardware to plan for."""
         given = self.options.profile
-        return current_profile(device_type) if given is None else as_profile(given)
+        return current_profile(self._device) if given is None else as_profile(given)
 
-    def _budget(self, device_type: str) -> Budget | None:
+    def _budget(self) -> Budget | None:
         options = self.options
         if options.memory_budget is None:
             return None
         return Budget(
-            nbytes=budget_bytes(options.memory_budget, self.profile(device_type)),
+            nbytes=budget_bytes(options.memory_budget, self.profile),
             static=self.static_bytes,
             fused=options.executor == "inductor",
-            clones=not self._reduces_in_place(),
+            clones=not self._in_place,
         )
 
-    def _schedule_options(self, device_type: str) -> ScheduleOptions:
+    def _schedule_options(self, buckets: Collection[Bucket]) -> ScheduleOptions:
         options = self.options
-        units = {bucket.unit: bucket.owner for bucket in self.buckets.values() if bucket.owner}
+        units = {bucket.unit: bucket.owner for bucket in buckets if bucket.owner}
         buffers = [unit.reduce_buffers for unit in units.values() if unit.reduce_buffers]
         backward = options.backward_prefetch
         return ScheduleOptions(
-            profile=self.profile(device_type),
+            profile=self.profile,
             prefetch=None if isinstance(options.prefetch, str) else options.prefetch,
             backward_prefetch=None if backward == "auto" else backward or "none",
             forward_hints={
@@ -133,15 +136,7 @@ class Plan:
             },
             reduce_buffers=min(buffers, default=None),
             fused=options.executor == "inductor",
-            coalesce=self._reduces_in_place() if options.coalesce is None else options.coalesce,
-        )
-
-    def _reduces_in_place(self) -> bool:
-        """Whether reductions are free of copies: gloo clones what it reduces."""
-        groups = {(bucket.group, bucket.device.type) for bucket in self.buckets.values()}
-        return all(
-            compat.backend_for(compat.resolve_group(group), device) != "gloo"
-            for group, device in groups
+            coalesce=self._in_place if options.coalesce is None else options.coalesce,
         )
 
     def record(self, gm: GraphModule, ctx: PassContext) -> None:
@@ -150,15 +145,14 @@ class Plan:
             gm,
             owns_inputs=ctx.phase == "backward",
             fused=self.options.executor == "inductor",
-            clones=not self._reduces_in_place(),
-            ignored=segment_inputs(gm, self.buckets),
+            clones=not self._in_place,
+            ignored=segment_inputs(gm, self.references),
             gathered=self.kept,
         )
         if ctx.phase == "forward":
             self.kept = liveness.kept
         order = [kind_of(node) for node in gm.graph.nodes if is_collective(node) or is_wait(node)]
-        device = next((b.device.type for b in self.buckets.values()), "cpu")
-        profile = self.profile(device)
+        profile = self.profile
         graph_plans.append(
             GraphPlan(
                 ctx.phase,
@@ -168,8 +162,8 @@ class Plan:
                 order,
                 read_graph(gm, ctx, profile, liveness, self.options.executor == "inductor"),
                 self.number,
-                tuple(weakref.ref(bucket) for bucket in self.buckets.values()),
-                tuple(self.slots[position] for position in self.buckets),
+                tuple(self.references.values()),
+                tuple(self.slots[position] for position in self.references),
                 profile,
                 self.options,
             )
@@ -184,10 +178,31 @@ class Plan:
             if node.name in ctx.used
         }
         buckets: dict[int, Any] = {
-            position: compat.real_input(node).shardc_bucket  # type: ignore[union-attr]
-            for position, node in read.items()
+            position: bucket_of(compat.real_input(node)) for position, node in read.items()
         }
         return cls(options, buckets, {i: ctx.used[node.name] for i, node in read.items()})
+
+
+def _static_bytes(buckets: Collection[Bucket], options: Options) -> int:
+    """Bytes of segments and the optimizer's states on the device.
+
+    Gradients are what the backward gives.
+    """
+    states = 1 + options.optimizer_states
+    return sum(
+        int(bucket.segment.nbytes * (states if any(bucket.trainable) else 1))
+        for bucket in buckets
+        if not is_elsewhere(bucket)
+    )
+
+
+def _reduces_in_place(buckets: Collection[Bucket]) -> bool:
+    """Whether reductions are free of copies: gloo clones what it reduces."""
+    groups = {(bucket.group, bucket.device.type) for bucket in buckets}
+    return all(
+        compat.backend_for(compat.resolve_group(group), device) != "gloo"
+        for group, device in groups
+    )
 
 
 @dataclass(frozen=True)

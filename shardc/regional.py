@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from shardc.passes.context import Taken
 from shardc.passes.take_gathered import markers_of
 from shardc.runtime import compat
-from shardc.runtime.bucket import Bucket
+from shardc.runtime.bucket import Bucket, bucket_of
 from shardc.runtime.eager import is_inside_other_unit
 from shardc.runtime.unsharded import saving_handles
 
@@ -30,7 +30,7 @@ def buckets_of_the_runtime(gm: GraphModule) -> frozenset[int]:
     """
     segments = {marker.args[0] for marker in markers_of(gm)}
     read: dict[int, Bucket] = {
-        position: compat.real_input(node).shardc_bucket  # type: ignore[union-attr]
+        position: bucket_of(compat.real_input(node))
         for position, node in enumerate(gm.graph.find_nodes(op="placeholder"))
         if node in segments
     }
@@ -54,7 +54,7 @@ def with_taken(example_inputs: Sequence[Any], taken: Sequence[Taken]) -> list[An
     """Example inputs for a graph with what it takes: any values, nothing is gathered."""
     examples = list(example_inputs)
     for take in taken:
-        bucket: Bucket = example_inputs[take.position].shardc_bucket
+        bucket: Bucket = bucket_of(example_inputs[take.position])
         code = bucket.reading_code()
         example = torch.empty(
             code.shapes[take.slot], dtype=code.compute_dtype, device=bucket.device
@@ -78,14 +78,15 @@ def giving(compiled: Callable[..., Any], taken: Sequence[Taken]) -> Callable[...
 
 @contextlib.contextmanager
 def _open(args: Sequence[Any], taken: Sequence[Taken]) -> Any:
-    buckets = dict.fromkeys(args[take.position].shardc_bucket for take in taken)
+    buckets = dict.fromkeys(bucket_of(args[take.position]) for take in taken)
     for bucket in buckets:
         bucket.gathered.enter()
     try:
         full: list[Tensor] = []
         for take in taken:
-            gathered = args[take.position].shardc_bucket.gathered
+            gathered = bucket_of(args[take.position]).gathered
             gathered.views()
+            assert gathered.current is not None
             full.append(gathered.current.local_views[take.slot])
         yield full
     finally:
