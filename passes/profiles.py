@@ -11,8 +11,11 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
+
+from shardc.runtime.checked import Must, checked, shown
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,7 @@ _BY_DEVICE_NAME = ("A100", "H100", "H200", "B200")
 _chosen: list[Profile] = []
 
 
+@checked
 def get_profile(name: str) -> Profile:
     """The profile of that name.
 
@@ -132,8 +136,13 @@ def get_profile(name: str) -> Profile:
     return PROFILES[name]
 
 
+@checked
 def set_profile(profile: Profile | str | None) -> None:
-    """Plan with `profile` from now on, on every rank the same; None: by the device's name."""
+    """Plan with `profile` from now on, on every rank the same; None: by the device's name.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
     _chosen[:] = [] if profile is None else [as_profile(profile)]
 
 
@@ -166,24 +175,23 @@ def current_profile(device_type: str) -> Profile:
     return PROFILES["cpu"]
 
 
+_BUDGET = "bytes, a text such as '70GB' or '16GiB', or a fraction of the device's memory in (0, 1]"
+Budget = Annotated[int | float | str, Must(_BUDGET)]
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
-def budget_bytes(budget: int | float | str, profile: Profile) -> int:
+def budget_bytes(budget: Budget, profile: Profile) -> int:
     """A memory budget in bytes: a count, a text such as "70GB", or a fraction of `profile.memory`.
 
     Raises:
         ValueError: none of these.
     """
     if isinstance(budget, str):
-        match = re.fullmatch(r"\s*([0-9.]+)\s*([a-z]*)\s*", budget.lower())
-        if match and match[2] in _UNITS and match[1].count(".") < 2:
+        match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*)\s*([a-z]*)\s*", budget.lower())
+        if match and match[2] in _UNITS and float(match[1]):
             return int(float(match[1]) * _UNITS[match[2]])
     elif isinstance(budget, float) and 0 < budget <= 1:
         return int(budget * profile.memory)
     elif isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
         return budget
-    raise ValueError(
-        f"memory_budget must be bytes, a text such as '70GB' or '16GiB', or a fraction of the "
-        f"device's memory in (0, 1], got {budget!r}"
-    )
+    raise ValueError(f"memory_budget must be {_BUDGET}, got {shown(budget)}")

@@ -9,17 +9,35 @@ backward is read when the forward runs: set it before.
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal
 
-import torch
 from torch import Tensor
 
 from shardc.runtime import compat
+from shardc.runtime.checked import Count, Must, Positive, check_value, checked, shown
 from shardc.runtime.communicators import own_group
 from shardc.runtime.reduce_functions import LeaveOutGather, leave_out_reduce
 from shardc.runtime.spec import intern_object
 from shardc.runtime.unit import Unit
+
+Comm = Annotated[
+    Any,
+    Must(
+        "an object that can be called and has allocate() (FSDP2's AllGather, ReduceScatter)",
+        lambda comm: callable(comm) and callable(getattr(comm, "allocate", None)),
+    ),
+]
+Event = Annotated[
+    Any, Must("a recorded torch.Event", lambda event: callable(getattr(event, "wait", None)))
+]
+Reshard = Annotated[
+    bool | int | None, Must("True, False, None or a divisor of the number of ranks")
+]
+_MODULES = Annotated[
+    Iterable[Any],
+    Must("a list of sharded modules", lambda given: not isinstance(given, (Controls, str))),
+]
 
 
 class Controls:
@@ -29,6 +47,7 @@ class Controls:
 
     # -- gradients -----------------------------------------------------------------------------
 
+    @checked
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
@@ -60,6 +79,7 @@ class Controls:
             for unit, sync in before:
                 unit.change(sync=sync)
 
+    @checked
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """With False (HSDP), gradients are reduced within each copy of the model and added up.
 
@@ -68,29 +88,31 @@ class Controls:
         for unit in _own_units(self, recurse):
             unit.change(all_reduce=bool(requires_all_reduce))
 
+    @checked
     def set_is_last_backward(self, is_last_backward: bool, *, recurse: bool = True) -> None:
         """FSDP2's hint that other backwards follow; nothing waits for it here."""
 
-    def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
+    @checked
+    def set_gradient_divide_factor(self, factor: Positive, *, recurse: bool = False) -> None:
         """Divide the sum of gradients by `factor` instead of the number of ranks.
 
         Raises:
-            ValueError: not a positive number.
+            TypeError, ValueError: not a positive number.
         """
-        if not isinstance(factor, (int, float)) or not factor > 0:
-            raise ValueError(f"the divide factor must be a positive number, got {factor!r}")
         for unit in _own_units(self, recurse):
             unit.change(divide_factor=float(factor))
 
-    def set_reduce_scatter_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
+    def set_reduce_scatter_divide_factor(self, factor: Positive, *, recurse: bool = False) -> None:
         """FSDP2's older name for `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor, recurse=recurse)
 
+    @checked
     def set_force_sum_reduction_for_comms(self, enable: bool, *, recurse: bool = False) -> None:
         """Only ever sum on the wire, and divide apart, where the backend could average."""
         for unit in _own_units(self, recurse):
             unit.change(force_sum=bool(enable))
 
+    @checked
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
@@ -101,6 +123,7 @@ class Controls:
         for unit in _own_units(self, recurse):
             unit.change(reduce_unused=bool(reduce_scatter_unused_params))
 
+    @checked
     def set_all_reduce_hook(
         self,
         hook: Callable[[Tensor], None] | None,
@@ -123,6 +146,7 @@ class Controls:
         for unit in _own_units(self, recurse):
             unit.change(hook=key)
 
+    @checked
     def set_custom_reduce(
         self, function: Callable[[Tensor, str, int, str], Tensor] | None, *, recurse: bool = True
     ) -> None:
@@ -138,7 +162,8 @@ class Controls:
 
     # -- communication -------------------------------------------------------------------------
 
-    def set_custom_all_gather(self, comm: Any, *, recurse: bool = False) -> None:
+    @checked
+    def set_custom_all_gather(self, comm: Comm | None, *, recurse: bool = False) -> None:
         """Gather with an object of FSDP2's `AllGather` interface; None takes it away.
 
         It is opaque to the compiler, so it does not overlap compute.
@@ -151,7 +176,8 @@ class Controls:
         for unit in _own_units(self, recurse):
             unit.change(all_gather=None if comm is None else intern_object(comm))
 
-    def set_custom_reduce_scatter(self, comm: Any, *, recurse: bool = False) -> None:
+    @checked
+    def set_custom_reduce_scatter(self, comm: Comm | None, *, recurse: bool = False) -> None:
         """Reduce with an object of FSDP2's `ReduceScatter` interface; None takes it away.
 
         Raises:
@@ -162,6 +188,7 @@ class Controls:
         for unit in _own_units(self, recurse):
             unit.change(reduce_scatter=None if comm is None else intern_object(comm))
 
+    @checked
     def set_ablation(
         self, *, all_gather: bool = False, reduce: bool = False, recurse: bool = True
     ) -> None:
@@ -183,6 +210,7 @@ class Controls:
                 reduce_function=intern_object(leave_out_reduce) if reduce else None,
             )
 
+    @checked
     def set_allocate_memory_from_process_group_for_comm(
         self, enable: bool, *, recurse: bool = False
     ) -> None:
@@ -204,6 +232,7 @@ class Controls:
         for unit in units:
             unit.change(memory=memory)
 
+    @checked
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Refused: a gathered bucket is memory of the compiled graph, at no fixed address."""
         if keep:
@@ -212,7 +241,10 @@ class Controls:
                 "part of the compiled graph, whose memory the compiler plans"
             )
 
-    def set_symm_mem_for_comm(self, backend: str = "NCCL", *, recurse: bool = False) -> None:
+    @checked
+    def set_symm_mem_for_comm(
+        self, backend: Literal["NCCL", "CUDA", "NVSHMEM"] = "NCCL", *, recurse: bool = False
+    ) -> None:
         """Have gathers work in symmetric memory; reductions too, where sums are forced.
 
         NCCL then gathers by its copy engines or symmetric kernels. Every rank must call it.
@@ -225,10 +257,6 @@ class Controls:
             ValueError: another backend, or a custom all-gather or reduce-scatter is set.
             NotImplementedError: the mesh is not of CUDA devices.
         """
-        if backend not in ("NCCL", "CUDA", "NVSHMEM"):
-            raise ValueError(
-                f"the backend of symmetric memory is 'NCCL', 'CUDA' or 'NVSHMEM', got {backend!r}"
-            )
         buckets = [bucket for unit in _own_units(self, recurse) for bucket in unit.buckets]
         for bucket in buckets:
             if bucket.device.type != "cuda":
@@ -242,13 +270,14 @@ class Controls:
 
     # -- what stays gathered -------------------------------------------------------------------
 
+    @checked
     def set_reshard_after_forward(
-        self, reshard_after_forward: bool | int, recurse: bool = True
+        self, reshard_after_forward: Reshard, recurse: bool = True
     ) -> None:
         """As the argument of `fully_shard`.
 
         Raises:
-            ValueError: neither a bool nor a divisor of the number of ranks.
+            TypeError, ValueError: neither a bool nor a divisor of the number of ranks.
         """
         for unit in _own_units(self, recurse):
             for bucket in unit.buckets:
@@ -258,6 +287,7 @@ class Controls:
             unit.asked_reshard = check_reshard(reshard_after_forward, world)
             unit.settle(unit.is_root)
 
+    @checked
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
@@ -269,9 +299,11 @@ class Controls:
         for unit in _own_units(self, recurse):
             unit.change(reshard_after_backward=bool(reshard_after_backward))
 
+    @checked
     def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
         """FSDP2's way to spare a gather that the backward does not need; here it never is made."""
 
+    @checked
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
         """Gather this unit now and keep it gathered until `reshard()` or its next backward's end.
 
@@ -295,7 +327,8 @@ class Controls:
             for bucket in unit.buckets:
                 bucket.reset()
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
+    @checked
+    def set_post_optim_event(self, event: Event) -> None:
         """Have the next gathers wait for `event`, recorded after an optimizer step elsewhere."""
         event.wait()
 
@@ -307,32 +340,34 @@ class Controls:
         A hint for the next compile, as FSDP2's method of that name is for the next forward.
 
         Raises:
-            ValueError: something in `modules` is not sharded.
+            TypeError, ValueError: no list, or something in it is not sharded.
         """
-        self._shardc_unit.forward_prefetch = _units(modules)
+        units = _units("set_modules_to_forward_prefetch", modules)
+        self._shardc_unit.forward_prefetch = units
         self._shardc_unit.refresh()
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
         """The same for the backward."""
-        self._shardc_unit.backward_prefetch = _units(modules)
+        units = _units("set_modules_to_backward_prefetch", modules)
+        self._shardc_unit.backward_prefetch = units
         self._shardc_unit.refresh()
 
+    @checked
     def set_reduce_scatter_max_input_buffers(
-        self, max_input_buffers: int, *, recurse: bool = True
+        self, max_input_buffers: Count, *, recurse: bool = True
     ) -> None:
         """Let at most so many reductions be under way, each with its unreduced gradients.
 
         Without a number their bytes are bounded, by those of two units.
 
         Raises:
-            ValueError: less than one.
+            TypeError, ValueError: no whole number, or less than one.
         """
-        if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
         for unit in _own_units(self, recurse):
             unit.reduce_buffers = max_input_buffers
             unit.refresh()
 
+    @checked
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True, high_priority: bool = False
     ) -> None:
@@ -347,6 +382,7 @@ class Controls:
                 )
             unit.refresh()
 
+    @checked
     def set_separate_all_gather_group(
         self, enable: bool = True, *, recurse: bool = True, high_priority: bool = False
     ) -> None:
@@ -403,16 +439,21 @@ def share_comm_ctx(modules: Sequence[Controls]) -> None:
     Units over the same ranks share their communicators anyway, so this only checks `modules`.
 
     Raises:
-        ValueError: something in `modules` is not sharded.
+        TypeError, ValueError: no list, or something in it is not sharded.
     """
-    _units(modules)
+    _units("share_comm_ctx", modules)
 
 
-def _units(modules: Sequence[Any]) -> tuple[Unit, ...]:
-    for module in modules:
+def _units(where: str, modules: Iterable[Any]) -> tuple[Unit, ...]:
+    check_value(f"{where}: modules", modules, _MODULES)
+    given = list(modules)
+    for index, module in enumerate(given):
         if not isinstance(module, Controls):
-            raise ValueError(f"expected modules given to fully_shard, got {type(module).__name__}")
-    return tuple(module._shardc_unit for module in modules)
+            raise ValueError(
+                f"{where}: modules must have been given to fully_shard, and modules[{index}] is "
+                f"{shown(module)} that was not"
+            )
+    return tuple(module._shardc_unit for module in given)
 
 
 def _own_units(module: Any, recurse: bool) -> list[Unit]:

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardc.runtime.checked import checked
 from shardc.runtime.eager import begin_call, end_call
 from shardc.runtime.meta import require_values
 from shardc.runtime.modules import ShardedModule
 
 
+@checked
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Have `module.method_name` read full parameters and convert inputs, as `forward` does.
 
@@ -21,11 +23,14 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ValueError: there is no such method.
     """
-    if not isinstance(module, ShardedModule):
-        return
     function = getattr(type(module), method_name, None)
     if not callable(function):
-        raise ValueError(f"{module._shardc_class.__name__} has no method '{method_name}'")
+        raise ValueError(
+            f"register_fsdp_forward_method: method_name must be that of a method, and "
+            f"{type(module).__name__} has no method '{method_name}'"
+        )
+    if not isinstance(module, ShardedModule):
+        return
 
     @functools.wraps(function)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

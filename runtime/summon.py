@@ -22,10 +22,12 @@ from torch import Tensor, nn
 
 from shardc.runtime import collectives, compat
 from shardc.runtime.bucket import Bucket
+from shardc.runtime.checked import checked
 from shardc.runtime.shard_tensor import ShardTensor
 from shardc.runtime.unit import Unit
 
 
+@checked
 @contextlib.contextmanager
 def summon_full_params(
     module: nn.Module,

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardc.passes.profiles import Link, Profile, current_profile, set_profile
 from shardc.runtime import collectives, compat
 from shardc.runtime.agreement import agree
+from shardc.runtime.checked import checked
 
 _MATMUL = 1024
 _COPIED = {"cpu": 2**24, "cuda": 2**28}
@@ -40,6 +41,7 @@ _ROUNDS, _IN_A_ROW = 5, 3
 _calls = itertools.count()
 
 
+@checked
 def calibrate(mesh: DeviceMesh, *, refresh: bool = False) -> Profile:
     """Measure matmuls, copies and all-gathers on `mesh`, and plan with the result from now on.
 

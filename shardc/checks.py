@@ -3,7 +3,7 @@
 import gc
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from shardc.runtime import compat
+from shardc.runtime.checked import Dtype, check_value, shown
 from shardc.runtime.modules import ShardedModule
+from shardc.runtime.shard_tensor import ShardTensor
 from shardc.runtime.tensor_parallel import Spmd, unsupported
 
 
@@ -21,44 +23,56 @@ def check_modules(module: Any) -> tuple[nn.Module, ...]:
     """The modules of one unit. Raises where they are none, sharded already, or given twice."""
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     if not modules:
-        raise ValueError("fully_shard got an empty list of modules")
+        raise ValueError(f"fully_shard: module must be a module or a list of some, got {module}")
     for item in modules:
         if not isinstance(item, nn.Module):
-            raise TypeError(f"fully_shard takes modules, got {type(item).__name__}")
+            raise TypeError(
+                f"fully_shard: module must be a module or a list of modules, got {shown(item)}"
+            )
         if isinstance(item, ShardedModule):
             raise ValueError(
                 f"fully_shard was already called on this {item._shardc_class.__name__}; "
                 "call it once a module, inner modules first"
+            )
+        around = _unit_around(item)
+        if around is not None:
+            raise ValueError(
+                f"fully_shard was already called on the {type(around).__name__} around this "
+                f"{type(item).__name__}, whose parameters are in that unit: call it on inner "
+                "modules first, or once with units="
             )
     if len(set(modules)) != len(modules):
         raise ValueError("fully_shard got the same module twice in one list")
     return modules
 
 
+def _unit_around(module: nn.Module) -> nn.Module | None:
+    """The unit outside of `module` that has taken its parameters, where none is left to take."""
+    params = list(module.parameters())
+    if not all(isinstance(param, ShardTensor) for param in params):
+        return None
+    roots = {root for param in params for root in param._slot.bucket.unit_modules}  # type: ignore[attr-defined]
+    return next((root for root in roots if module in set(root.modules())), None)
+
+
 def check_placement(placement: Any) -> None:
     """Raise NotImplementedError for a placement, which flat segments do not have."""
     if placement is not None:
         raise NotImplementedError(
-            "shard_placement_fn is not supported: shardc shards flat segments, which have no "
-            "tensor dim to place"
+            f"shard_placement_fn={shown(placement)} is not supported: shardc shards flat segments, "
+            "which have no tensor dim to place; leave it out"
         )
 
 
 def check_policies(mp: Any, offload: Any) -> None:
     """Raise TypeError or ValueError for what is no policy."""
-    if not isinstance(mp, MixedPrecisionPolicy):
-        raise TypeError(
-            "mp_policy must be a MixedPrecisionPolicy (shardc's or torch.distributed.fsdp's), "
-            f"got {type(mp).__name__}"
-        )
-    for name, value in vars(mp).items():
-        if name.endswith("_dtype") and value is not None and not value.is_floating_point:
-            raise ValueError(f"mp_policy: {name} must be a floating-point dtype, got {value}")
-    if not isinstance(offload, OffloadPolicy):
-        raise TypeError(
-            f"offload_policy must be an OffloadPolicy or CPUOffloadPolicy, "
-            f"got {type(offload).__name__}"
-        )
+    for policy, given, kind in (
+        ("mp_policy", mp, MixedPrecisionPolicy),
+        ("offload_policy", offload, OffloadPolicy),
+    ):
+        check_value(policy, given, kind)
+        for name, value in vars(given).items():
+            check_value(f"{policy}: {name}", value, Dtype | None if "dtype" in name else bool)
 
 
 def check_initialized(modules: tuple[nn.Module, ...]) -> None:
@@ -79,17 +93,23 @@ class LeftAlone:
     modules: frozenset[nn.Module]
 
 
-def check_ignored(modules: tuple[nn.Module, ...], ignored: Any) -> LeftAlone:
+def check_ignored(
+    modules: tuple[nn.Module, ...], ignored: Any, whole_model: bool = False
+) -> LeftAlone:
     """What `ignored` says to leave alone (FSDP1's checks), and what is left to others anyway.
 
     That is what an earlier call on an inner module ignored, and modules that DDP or torch's
-    `replicate` keeps equal by itself.
+    `replicate` keeps equal by itself. Calls on one part of a model each are often given all that is
+    ignored in it, so strangers are an error only where `modules` are the `whole_model`.
 
     Raises:
         TypeError: `ignored` is not an iterable of parameters or of modules.
-        ValueError: it contains a sharded module, or one of `modules` itself is replicated.
+        ValueError: it contains a sharded module, or one that is not in the model, or one of
+            `modules` itself is replicated.
     """
     params, skipped = _read_ignored(modules, ignored)
+    if whole_model:
+        _check_known(modules, params, skipped)
     for module in (m for root in modules for m in root.modules()):
         if isinstance(module, ShardedModule):
             params |= module._shardc_unit.ignored
@@ -111,16 +131,19 @@ def _read_ignored(
     """The parameters, and the modules, that `ignored` names."""
     if ignored is None:
         return set(), set()
-    if isinstance(ignored, (nn.Module, Tensor)) or not isinstance(ignored, Iterable):
+    if isinstance(ignored, (nn.Module, Tensor, str)) or not isinstance(ignored, Iterable):
         raise TypeError(
-            f"ignored_params must be an iterable of parameters or modules, got {type(ignored)}"
+            f"ignored_params must be a list of parameters or of modules, got {shown(ignored)}"
         )
     items = list(ignored)
     if all(isinstance(item, nn.Parameter) for item in items):
         return set(items), set()
     if not all(isinstance(item, nn.Module) for item in items):
         kinds = sorted({type(item).__name__ for item in items})
-        raise TypeError(f"ignored_params must be all parameters or all modules, got {kinds}")
+        raise TypeError(
+            f"ignored_params must be all parameters or all modules, got {kinds}: look names up by "
+            "model.get_parameter(name) or model.get_submodule(name)"
+        )
     inside = {m for item in items for m in item.modules()}
     for item in inside:
         if isinstance(item, ShardedModule):
@@ -134,6 +157,18 @@ def _read_ignored(
             stacklevel=4,
         )
     return {param for item in inside for param in item.parameters(recurse=False)}, inside
+
+
+def _check_known(
+    modules: tuple[nn.Module, ...], params: Iterable[nn.Parameter], skipped: Iterable[nn.Module]
+) -> None:
+    inside = {m for root in modules for m in root.modules()}
+    held = {param for module in inside for param in module.parameters(recurse=False)}
+    for item in (*(m for m in skipped if m not in inside), *(p for p in params if p not in held)):
+        raise ValueError(
+            f"ignored_params contains {shown(item)} that is not in the "
+            f"{type(modules[0]).__name__} given to fully_shard: take it out"
+        )
 
 
 def check_model(
@@ -224,7 +259,12 @@ def _check_parameter(
             f"parameter '{name}' is a plain tensor; with dp_mesh_dims all must be DTensors on the "
             "whole mesh: use torch.distributed.tensor.distribute_module"
         )
-    if param.layout != torch.strided or not param.is_contiguous():
+    if param.layout != torch.strided:
+        raise NotImplementedError(
+            f"parameter '{name}' has the layout {param.layout}; shardc shards torch.strided ones: "
+            "name it in ignored_params"
+        )
+    if not param.is_contiguous():
         raise NotImplementedError(
             f"parameter '{name}' is not contiguous (stride {tuple(param.stride())}); make it so: "
             "param.data = param.data.contiguous()"
@@ -240,9 +280,15 @@ def _held_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor, bool]]:
     if isinstance(module, nn.RNNBase):  # keeps `_flat_weights`, which gets a property of its own
         return
     for name, value in vars(module).items():
-        if name in ("_parameters", "_buffers"):
-            continue
-        entries = value.values() if isinstance(value, dict) else value
-        for entry in entries if isinstance(value, (list, tuple, dict, set)) else [value]:
-            if isinstance(entry, Tensor):
-                yield name, entry, False
+        if name not in ("_parameters", "_buffers"):
+            yield from ((name, tensor, False) for tensor in _tensors_in(value, set()))
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """The tensors in `value`, also in containers within containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict, set)) and id(value) not in seen:
+        seen.add(id(value))
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(entry, seen)

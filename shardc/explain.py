@@ -30,6 +30,7 @@ from shardc.reports.formulas import token_formulas
 from shardc.reports.live import report_of
 from shardc.reports.report import Report
 from shardc.runtime import compat
+from shardc.runtime.checked import Count, checked
 from shardc.runtime.policy import map_tensors
 from shardc.shard import fully_shard
 from shardc.units import units_of
@@ -37,11 +38,12 @@ from shardc.units import units_of
 MAX_WORLD = 16384
 
 
+@checked
 def explain(
     model: nn.Module,
     *args: Any,
     kwargs: Mapping[str, Any] | None = None,
-    world_size: int | None = None,
+    world_size: Count | None = None,
     mesh: DeviceMesh | Sequence[int] | None = None,
     profile: Profile | str = "h100-nvlink",
     options: dict[str, Any] | None = None,

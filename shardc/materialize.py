@@ -14,7 +14,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +22,15 @@ from torch import Tensor, nn
 from shardc.runtime import compat
 from shardc.runtime.agreement import agree, decline
 from shardc.runtime.bucket import Bucket
+from shardc.runtime.checked import Must, check_value
 from shardc.runtime.modules import ShardedModule
 from shardc.runtime.shard_tensor import ShardTensor
 from shardc.runtime.unit import Unit
 
-InitFn = Callable[[nn.Module], Any]
-
-
-def check_init_fn(init_fn: Any, name: str) -> None:
-    """Raise TypeError unless `init_fn` is None or can be called."""
-    if init_fn is not None and not callable(init_fn):
-        raise TypeError(
-            f"{name} must be callable: it is given each module that owns meta parameters; "
-            f"got {type(init_fn).__name__}"
-        )
+InitFn = Annotated[
+    Callable[[nn.Module], Any],
+    Must("a function (it is given each module that owns meta parameters)"),
+]
 
 
 def materialize(
@@ -60,11 +55,12 @@ def materialize(
         The model.
 
     Raises:
-        TypeError: `init_fn` cannot be called.
+        TypeError: `model` is no module, or `init_fn` cannot be called.
         ValueError: modules without `reset_parameters`, by name; nothing has changed then.
         RuntimeError: ranks differ in what is on meta or, with copies of the model (HSDP), in the
             state of their random generators; or an initialiser failed: it names the module.
     """
+    check_value("materialize: model", model, nn.Module)
     initialise((model,), init_fn, None if device is None else torch.device(device))
     return model
 
@@ -139,7 +135,7 @@ def _agree_on_work(
     of_group = {bucket.ranks.everyone: bucket.ranks for unit in units for bucket in unit.buckets}
     left = list(of_group)
     try:
-        check_init_fn(init_fn, "init_fn")
+        check_value("materialize: init_fn", init_fn, InitFn | None)
         owners = list(_owners_of_meta(modules, units))
         if init_fn is None:
             _check_resettable(owners)

@@ -2,14 +2,24 @@
 
 import os
 import weakref
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardc.runtime import compat
+from shardc.runtime.checked import Count, Must, checked
 from shardc.runtime.tensor_parallel import Spmd
+
+MeshDims = Annotated[
+    Any,
+    Must(
+        "a DataParallelMeshDims of torch.distributed.fsdp",
+        lambda dims: hasattr(dims, "shard_names") and hasattr(dims, "replicate_names"),
+    ),
+]
+"""What `dp_mesh_dims=` takes; not every supported torch has the class."""
 
 _default_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh]
 _default_meshes = weakref.WeakKeyDictionary()  # one for each life of the process group
@@ -93,7 +103,8 @@ def _named_dims(mesh: DeviceMesh, replicate: tuple[str, ...], shard: tuple[str, 
     return compat.concatenate_meshes(copies, parts)
 
 
-def hybrid_mesh(devices_per_node: int | None = None) -> DeviceMesh:
+@checked
+def hybrid_mesh(devices_per_node: Count | None = None) -> DeviceMesh:
     """A mesh (replicate, shard) for HSDP: sharded within each node, replicated across nodes.
 
     Args:
@@ -102,7 +113,7 @@ def hybrid_mesh(devices_per_node: int | None = None) -> DeviceMesh:
 
     Raises:
         RuntimeError: no process group.
-        ValueError: the world size is not a multiple.
+        TypeError, ValueError: not a whole number, or the world size is no multiple of it.
     """
     if not dist.is_initialized():
         raise RuntimeError("hybrid_mesh needs a process group: call init_process_group() first")

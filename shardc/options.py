@@ -1,11 +1,18 @@
 """What `torch.compile(..., backend="shardc", options={...})` takes, checked."""
 
 import difflib
+import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from shardc.passes.profiles import Profile, as_profile, budget_bytes, current_profile
+from shardc.passes.profiles import Budget, Profile, as_profile, budget_bytes, current_profile
 from shardc.runtime import compat
+from shardc.runtime.checked import Must, NotNegative, check_value, hints_of
+
+Seconds = Annotated[float, Must("a positive number of seconds", lambda s: 0 < s < math.inf)]
+Settings = Annotated[dict[str, Any], Must("a dict of settings of torch._inductor.config")]
+Units = Annotated[int, Must("a count of units", lambda count: count >= 0)]
 
 
 @dataclass(frozen=True)
@@ -35,52 +42,46 @@ class Options:
             not for users.
     """
 
-    executor: str = "inductor"
+    executor: Literal["inductor", "eager"] = "inductor"
     fallback: bool = True
     fold: bool = True
-    inductor: dict[str, Any] = field(default_factory=dict)
+    inductor: Settings = field(default_factory=dict)
     schedule: bool = True
     profile: Profile | str | None = None
-    prefetch: int | str = "auto"
-    backward_prefetch: str | None = "auto"
+    prefetch: Literal["auto"] | Units = "auto"
+    backward_prefetch: Literal["auto", "pre", "post"] | None = "auto"
     coalesce: bool | None = None
-    memory_budget: int | float | str | None = None
-    optimizer_states: float = 2.0
-    agreement_timeout: float | None = None
+    memory_budget: Budget | None = None
+    optimizer_states: NotNegative = 2.0
+    agreement_timeout: Seconds | None = None
     lower: bool = True
 
     @staticmethod
     def parse(given: dict[str, Any] | None) -> "Options":
-        """Check a user's dict. Raises ValueError naming the option and what it may be."""
-        given = given or {}
+        """Check a user's dict.
+
+        Raises:
+            ValueError: an option that is not known, or has no such choice.
+            TypeError: a value of another type.
+        """
+        check_value("options", given, dict | None)
+        given, hints = given or {}, hints_of(Options)
         known = [f.name for f in fields(Options) if f.name != "lower"]
-        for name in given:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, 1)
-                hint = f"; did you mean '{close[0]}'?" if close else ""
-                raise ValueError(
-                    f"unknown shardc option '{name}'{hint} (known: {', '.join(known)})"
-                )
+        check_known(given, known, "shardc option")
+        for name, value in given.items():
+            check_value(f"option '{name}'", value, hints[name])
         options = Options(**given)
-        if options.executor not in ("inductor", "eager"):
-            raise ValueError(f"executor must be 'inductor' or 'eager', got {options.executor!r}")
-        if options.prefetch != "auto" and not (
-            isinstance(options.prefetch, int) and options.prefetch >= 0
-        ):
-            raise ValueError(
-                f"prefetch must be 'auto' or a count of units, got {options.prefetch!r}"
-            )
-        if options.backward_prefetch not in ("auto", "pre", "post", None):
-            raise ValueError(
-                "backward_prefetch must be 'auto', 'pre', 'post' or None, "
-                f"got {options.backward_prefetch!r}"
-            )
         if options.inductor:
+            settings = compat.inductor_settings()
+            check_known(options.inductor, settings, "setting of torch._inductor.config")
             _check_order(options.inductor)
         profile = as_profile(options.profile) if options.profile is not None else None
         if options.memory_budget is not None:
             if not options.schedule:
-                raise ValueError("memory_budget needs schedule=True")
+                raise ValueError(
+                    f"memory_budget={options.memory_budget!r} needs schedule=True, not "
+                    f"{options.schedule!r}: the budget is kept by the schedule"
+                )
             budget_bytes(options.memory_budget, profile or current_profile("cpu"))
         return options
 
@@ -95,3 +96,13 @@ def _check_order(inductor: dict[str, Any]) -> None:
                 f"agreed on: leave it at {value!r}. What shardc plans with are the options "
                 "'prefetch', 'coalesce' and 'profile'"
             )
+
+
+def check_known(given: Iterable[Any], known: Collection[str], what: str) -> None:
+    """Raise ValueError for a name in `given` that is not `known`, with the closest one."""
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, 1)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            listed = f" (known: {', '.join(known)})" if len(known) < 20 else ""
+            raise ValueError(f"unknown {what} {name!r}{hint}{listed}")

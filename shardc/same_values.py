@@ -8,11 +8,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.runtime import compat
+from shardc.runtime.checked import checked
 from shardc.runtime.communicators import group_over
 from shardc.runtime.shard_tensor import ShardTensor
 from shardc.sync import plain_parts
 
 
+@checked
 def check_same_values(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
     """Compare the parameters and buffers of a model that is not sharded yet over all ranks.
 

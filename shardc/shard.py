@@ -4,7 +4,6 @@ Three steps, and nothing is changed before the first two have passed on every ra
 arguments and the model, plan the buckets and agree on the plan, then cut bucket by bucket.
 """
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,13 +18,15 @@ from shardc.checks import (
     check_modules,
     check_placement,
 )
-from shardc.materialize import check_init_fn, generator_fact, initialise
-from shardc.mesh import data_parallel_mesh, spmd_of
+from shardc.materialize import InitFn, generator_fact, initialise
+from shardc.mesh import MeshDims, data_parallel_mesh, spmd_of
 from shardc.passes.profiles import current_profile
 from shardc.placement import check_devices, compute_device, move_buffers, new_segment
 from shardc.runtime import compat
 from shardc.runtime.agreement import agree, decline
 from shardc.runtime.bucket import Bucket
+from shardc.runtime.checked import check_arguments
+from shardc.runtime.controls import Reshard
 from shardc.runtime.modules import make_unit
 from shardc.runtime.policy import keep_buffers_in
 from shardc.runtime.ranks import Ranks, ranks_of
@@ -42,21 +43,19 @@ from shardc.sync import (
 from shardc.unit_plan import UnitPlan, plan_units
 from shardc.units import UnitPolicy
 
-Ignored = Iterable[nn.Parameter] | Iterable[nn.Module]
-
 
 def fully_shard(
     module: Any,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
+    reshard_after_forward: Reshard = None,
     shard_placement_fn: Any = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
-    ignored_params: Ignored | None = None,
-    dp_mesh_dims: Any = None,
+    ignored_params: Any = None,
+    dp_mesh_dims: MeshDims | None = None,
     units: UnitPolicy | None = None,
-    param_init_fn: Callable[[nn.Module], Any] | None = None,
+    param_init_fn: InitFn | None = None,
     sync_module_states: bool = False,
 ) -> Any:
     """Shard the parameters of `module` over the ranks of `mesh`, in place.
@@ -97,12 +96,13 @@ def fully_shard(
 
     Raises:
         ValueError: bad arguments, a module that is sharded already, aliased or cached parameters.
-        TypeError: `ignored_params` is not an iterable of parameters or of modules, or a policy is
-            none.
+        TypeError: an argument of another type.
         NotImplementedError: an option that is not built yet, by name.
         RuntimeError: no process group, ranks that call with different models, another rank that
             refuses its own, or a `param_init_fn` that failed.
     """
+    arguments = dict(locals())
+    check_arguments(fully_shard, arguments, only=("mesh", "dp_mesh_dims"))
     given = {
         "reshard_after_forward": reshard_after_forward,
         "mp_policy": mp_policy,
@@ -115,8 +115,8 @@ def fully_shard(
     try:
         modules = check_modules(module)
         check_placement(shard_placement_fn)
-        check_init_fn(param_init_fn, "param_init_fn")
-        alone = check_ignored(modules, ignored_params)
+        check_arguments(fully_shard, arguments)
+        alone = check_ignored(modules, ignored_params, whole_model=units is not None)
         world_size, profile = mesh.size(mesh.ndim - 1), current_profile(mesh.device_type)
         plans = plan_units(modules, units, given, alone, world_size, profile)
         check_model(modules, _params(plans), mesh.mesh.flatten().tolist(), spmd)

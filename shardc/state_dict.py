@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from shardc.model_state import ModelLoad, model_state
 from shardc.optimizer_state import OptimizerLoad, first_state, optimizer_state
+from shardc.runtime.checked import check_value, checked
 from shardc.state_names import flattened, prefixes_of
 from shardc.state_ranks import ModelRanks
 from shardc.state_values import Tree, Values, gathered, local_parts, on_host
@@ -43,6 +44,7 @@ class StateDictOptions(TorchOptions):
 # -- get -----------------------------------------------------------------------------------------
 
 
+@checked
 def get_model_state_dict(
     model: nn.Module,
     *,
@@ -69,6 +71,7 @@ def get_model_state_dict(
     return _converted(state, ModelRanks.of(model), asked)
 
 
+@checked
 def get_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -103,6 +106,7 @@ def get_optimizer_state_dict(
     return _converted(tree, ModelRanks.of(model), asked)
 
 
+@checked
 def get_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -120,16 +124,18 @@ def get_state_dict(
 # -- set -----------------------------------------------------------------------------------------
 
 
+@checked
 def set_model_state_dict(
     model: nn.Module,
-    model_state_dict: Mapping[str, Any],
+    model_state_dict: Mapping[str, Any] | None,
     *,
     options: TorchOptions | None = None,
 ) -> Any:
     """Load what `get_model_state_dict` gives, or the state dict of an unsharded or FSDP2 model.
 
     Every value may be sharded (by shardc or as a DTensor) or full. With `broadcast_from_rank0`
-    (and `full_state_dict`) only rank 0's dict counts, and one full tensor at a time is sent. With
+    (and `full_state_dict`) only rank 0's dict counts (others may give None), and one full tensor at
+    a time is sent. With
     `strict=False` names may be missing or unknown.
 
     Returns:
@@ -143,10 +149,11 @@ def set_model_state_dict(
     return _load(model, (), {"model": model_state_dict}, options)
 
 
+@checked
 def set_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
-    optim_state_dict: Mapping[str, Any],
+    optim_state_dict: Mapping[str, Any] | None,
     *,
     options: TorchOptions | None = None,
 ) -> None:
@@ -165,12 +172,13 @@ def set_optimizer_state_dict(
     _load(model, _listed(optimizers), {"optimizer": optim_state_dict}, options)
 
 
+@checked
 def set_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
     *,
-    model_state_dict: Mapping[str, Any],
-    optim_state_dict: Mapping[str, Any],
+    model_state_dict: Mapping[str, Any] | None,
+    optim_state_dict: Mapping[str, Any] | None,
     options: TorchOptions | None = None,
 ) -> Any:
     """Both of the above; nothing is changed unless both can be loaded on every rank."""
@@ -181,7 +189,7 @@ def set_state_dict(
 def _load(
     model: nn.Module,
     optimizers: tuple[Optimizer, ...],
-    given: Mapping[str, Mapping[str, Any]],
+    given: Mapping[str, Mapping[str, Any] | None],
     options: TorchOptions | None,
 ) -> Any:
     """Check everything on every rank, agree, then write."""
@@ -220,7 +228,12 @@ def _checked(options: TorchOptions | None) -> StateDictOptions:
 
 
 def _listed(optimizers: Optimizers) -> tuple[Optimizer, ...]:
-    return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+    if isinstance(optimizers, Optimizer):
+        return (optimizers,)
+    each = tuple(optimizers)
+    for optimizer in each:
+        check_value("optimizers: each", optimizer, Optimizer)
+    return each
 
 
 def _below(state: Mapping[str, Any], prefixes: tuple[str, ...], keep: bool) -> dict[str, Any]:
@@ -245,10 +258,14 @@ def _origin(ranks: ModelRanks) -> str:
     return ", ".join(f"rank {group.rank()} of {group.size()}" for group in ranks.groups)
 
 
-def _values(tree: Mapping[str, Any], ranks: ModelRanks, asked: StateDictOptions) -> Values:
+def _values(tree: Mapping[str, Any] | None, ranks: ModelRanks, asked: StateDictOptions) -> Values:
     """The dict to load. Fails on all ranks or before anything is sent."""
     if asked.broadcast_from_rank0:
-        return Values.from_first(tree, ranks)
+        values = Values.from_first(tree, ranks)
+        check_value("the state dict to load", values.tree, Mapping)
+        return values
+    check_value("the state dict to load", tree, Mapping)
+    assert tree is not None
     origin = tree.get(LOCAL)
     if asked.local and origin != _origin(ranks):
         raise RuntimeError(

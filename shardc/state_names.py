@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shardc.runtime.checked import checked, shown
+
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """What `torch.compile` and `checkpoint_wrapper` put into names."""
 
@@ -56,6 +58,7 @@ def prefixes_of(model: nn.Module, submodules: Iterable[nn.Module]) -> tuple[str,
 # -- ids and names -------------------------------------------------------------------------------
 
 
+@checked
 def rekey_optimizer_state_dict(
     state_dict: Mapping[str, Any],
     keys: Literal["names", "ids"],
@@ -74,10 +77,14 @@ def rekey_optimizer_state_dict(
         optimizer: whose ids are used; without it they count `model.parameters()`.
 
     Raises:
-        ValueError: a key that is no parameter's, by name.
+        ValueError: a key that is no parameter's, by name; or a dict without the two entries.
     """
-    if keys not in ("names", "ids"):
-        raise ValueError(f"keys= must be 'names' or 'ids', got {keys!r}")
+    for entry in ("state", "param_groups"):
+        if entry not in state_dict:
+            raise ValueError(
+                f"rekey_optimizer_state_dict: state_dict has no '{entry}', got "
+                f"{shown(list(state_dict))}: give what optimizer.state_dict() returns"
+            )
     if keys == ("ids" if is_keyed_by_id(state_dict) else "names"):
         return rekeyed(state_dict, _Same())
     names = parameter_names(model)

@@ -7,16 +7,26 @@ what is left. All of this only reads the model.
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from torch import nn
 
+from shardc.runtime.checked import Must, check_value, checked, shown
 from shardc.runtime.modules import ShardedModule
 
-UnitPolicy = str | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], Any]
-"""What `units=` takes: "auto", module classes, or a callable (see `fully_shard`)."""
+UnitPolicy = Annotated[
+    str | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], Any],
+    Must(
+        "'auto', a module class, a tuple of classes, a callable",
+        lambda policy: policy == "auto" or _is_classes(policy) or callable(policy),
+    ),
+]
+"""What `units=` takes (see `fully_shard`)."""
 
 UNIT_OPTIONS = ("reshard_after_forward", "mp_policy", "offload_policy")
+_CHOICE = Annotated[
+    bool | Mapping[str, Any] | None, Must("True, False, None or a dict of options for the unit")
+]
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,10 @@ def find_inner_units(
     choose = _chooser(root, policy)
     found = []
     for module in _post_order(root):
-        chosen = module is not root and module not in skip and choose(module)
+        if module is root or module in skip:
+            continue
+        chosen = choose(module)
+        check_value(f"what units= gives for a {type(module).__name__}", chosen, _CHOICE)
         if not chosen or isinstance(module, ShardedModule):
             continue
         options = dict(chosen) if isinstance(chosen, Mapping) else {}
@@ -58,15 +71,20 @@ def _chooser(root: nn.Module, policy: UnitPolicy) -> Callable[[nn.Module], Any]:
     if policy == "auto":
         chosen = set(_repeated_blocks(root))
         return chosen.__contains__
-    if isinstance(policy, type) or (
-        isinstance(policy, tuple) and policy and all(isinstance(c, type) for c in policy)
-    ):
-        return lambda module: isinstance(module, policy)
-    if callable(policy):
-        return policy
-    raise ValueError(
-        f"units= must be 'auto', a module class, a tuple of classes or a callable, got {policy!r}"
-    )
+    if _is_classes(policy):
+        if not any(isinstance(module, policy) for module in root.modules()):  # type: ignore[arg-type]
+            known = sorted({type(module).__name__ for module in root.modules()})
+            raise ValueError(
+                f"units={shown(policy)}: the {type(root).__name__} has no such module; it has "
+                f"{', '.join(known)}. Name one of those, or leave units= out for one unit"
+            )
+        return lambda module: isinstance(module, policy)  # type: ignore[arg-type]
+    return policy  # type: ignore[return-value]
+
+
+def _is_classes(policy: Any) -> bool:
+    classes = policy if isinstance(policy, tuple) else (policy,)
+    return bool(classes) and all(isinstance(each, type) for each in classes)
 
 
 def _repeated_blocks(root: nn.Module) -> Iterator[nn.Module]:
@@ -125,6 +143,15 @@ def owned_parameters(
     return found
 
 
+def check_sharded(where: str, model: Any) -> None:
+    """Raise ValueError for what `fully_shard` was called on nowhere."""
+    if not isinstance(model, nn.Module) or not units_of(model):
+        raise ValueError(
+            f"{where} takes a model that was sharded, got {shown(model)}: call fully_shard first"
+        )
+
+
+@checked
 def units_of(model: nn.Module, root_only: bool = False) -> dict[str, ShardedModule]:
     """The units at or below `model` by name ("" for `model` itself), outermost first.
 

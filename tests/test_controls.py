@@ -264,6 +264,14 @@ def test_a_flag_costs_one_compile_a_combination(mesh):
     assert counters["stats"]["unique_graphs"] == 2  # without sync; with what waited
 
 
+class _Comm:
+    def allocate(self, size, *, dtype, device):
+        raise AssertionError("it is set only")
+
+    def __call__(self, *args, **kwargs):
+        raise AssertionError("it is set only")
+
+
 @on_ranks(2)
 def test_memory_that_a_backend_has_not(mesh):
     model = sharded(seeded(Stack), mesh)
@@ -272,9 +280,9 @@ def test_memory_that_a_backend_has_not(mesh):
     model.set_allocate_memory_from_process_group_for_comm(True, recurse=True)
     assert bucket.settings.memory == "group" and bucket.code == before  # gloo has no allocator
     with pytest.raises(ValueError, match="allocates its buffers by itself"):
-        model.set_custom_all_gather(object())
+        model.set_custom_all_gather(_Comm())
     model.set_allocate_memory_from_process_group_for_comm(False, recurse=True)
-    model.set_custom_reduce_scatter(object())
+    model.set_custom_reduce_scatter(_Comm())
     with pytest.raises(ValueError, match="allocates its buffers by itself"):
         model.set_allocate_memory_from_process_group_for_comm(True)
     model.set_custom_reduce_scatter(None)

@@ -282,17 +282,15 @@ def test_what_cannot_be_initialised_is_named(mesh):
         shardc.materialize(model)
     assert all(t.is_meta for t in [*model.parameters(), *model.buffers()])
     for bad in (3, "reset"):
-        with pytest.raises(
-            TypeError, match=f"param_init_fn must be callable.*{type(bad).__name__}"
-        ):
+        with pytest.raises(TypeError, match=f"param_init_fn must be a function.*{bad!r}"):
             fully_shard(_on_meta(_rotated), mesh=mesh, param_init_fn=bad)
-        with pytest.raises(TypeError, match="init_fn must be callable"):
+        with pytest.raises(TypeError, match="init_fn must be a function"):
             shardc.materialize(model, init_fn=bad)
     with pytest.raises(RuntimeError, match=r"initialising '0' \(Linear\) by the given function"):
         shardc.materialize(_on_meta(_rotated), "cpu", lambda module: module.no_such_method())
 
     rank = mesh.get_local_rank()
-    with pytest.raises((TypeError, RuntimeError), match="must be callable"):  # told by the other
+    with pytest.raises((TypeError, RuntimeError), match="must be a function"):  # told by the other
         shardc.materialize(model, init_fn=_init_angles if rank == 0 else 3)
     with pytest.raises((ValueError, RuntimeError), match="no reset_parameters"):
         shardc.materialize(model, init_fn=_init_angles if rank == 1 else None)

@@ -92,8 +92,8 @@ def test_a_refusal_on_one_rank_is_told_to_all(mesh):
     lazy, fine = nn.LazyLinear(3), nn.Linear(3, 3)
     for unlucky in range(3):
         for bad, kind, words in (
-            ({"units": "blocks"}, ValueError, "units= must be"),
-            ({"param_init_fn": 3}, TypeError, "param_init_fn must be callable"),
+            ({"units": "blocks"}, ValueError, "units must be"),
+            ({"param_init_fn": 3}, TypeError, "param_init_fn must be a function"),
             ({"mp_policy": 3}, TypeError, "mp_policy must be"),
             ({"reshard_after_forward": 2}, ValueError, "divisor of the world size"),
         ):

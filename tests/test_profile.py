@@ -12,7 +12,7 @@ from models import Stack, compiled, seeded, shard_all, tokens
 from ranks import on_ranks
 from test_backend import Graphs
 
-from shardc import compare_with_profile
+from shardc import Report, compare_with_profile
 from shardc.passes.context import is_collective
 from shardc.reports.record import CollectiveRow, Record
 from shardc.runtime.progress import Label, label_of, read_name
@@ -162,6 +162,16 @@ def test_what_does_not_match_is_said(tmp_path):
         "not matched: gather b is there 2 times in 1 steps, planned 1 times a step",
     )
     assert result.notes[0] in str(result)
+
+
+@pytest.mark.parametrize("text", ["{]", "[1]", '{"traceEvents": 5}'])
+def test_a_file_that_is_no_trace_is_named(tmp_path, text):
+    record, path = _record(_row("forward", "all_gather", "a")), tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"x\.json' is not a trace of torch\.profiler"):
+        compare_with_profile(record, path)
+    with pytest.raises(TypeError, match="other must be a Record, got 5"):
+        Report.compare(record, 5)
 
 
 def test_traces_that_cannot_be_compared():

@@ -165,8 +165,8 @@ def test_ignored_parameters(mesh):
         assert type(model.head.weight.grad) is torch.Tensor
     model = seeded(Stack)
     for bad, error, words in (
-        (model.head, TypeError, "iterable of parameters or modules"),
-        (3, TypeError, "iterable of parameters or modules"),
+        (model.head, TypeError, "list of parameters or of modules, got a Linear module"),
+        (3, TypeError, "list of parameters or of modules, got 3"),
         ([model.head, model.embed.weight], TypeError, "all parameters or all modules"),
         ([fully_shard(Block(), mesh=mesh)], ValueError, "sharded already"),
     ):
@@ -270,7 +270,7 @@ def test_refused_models(mesh):
     with pytest.raises(ValueError, match="same module twice"):
         other = Block()
         fully_shard([other, other], mesh=mesh)
-    with pytest.raises(TypeError, match="takes modules, got Tensor"):
+    with pytest.raises(TypeError, match="a list of modules, got a Tensor of shape"):
         fully_shard(torch.ones(3), mesh=mesh)
     for build, words in (
         (Aliased, "'b' shares its storage with parameter 'a'"),
@@ -309,7 +309,7 @@ def test_what_is_refused(mesh):
         ({"offload_policy": True}, TypeError, "offload_policy must be"),
         ({"shard_placement_fn": lambda p: None}, NotImplementedError, "shard_placement_fn"),
         ({"reshard_after_forward": 3}, ValueError, "divisor of the world size 4, got 3"),
-        ({"reshard_after_forward": "yes"}, ValueError, "got 'yes'"),
+        ({"reshard_after_forward": "yes"}, TypeError, "divisor of the number of ranks, got 'yes'"),
     ):  # fmt: skip
         with pytest.raises(error, match=words):
             fully_shard(model, **{"mesh": mesh, **kwargs})

@@ -30,6 +30,11 @@ def compile_fx(
         )
 
 
+def inductor_settings() -> list[str]:
+    """The names of Inductor's settings (2.11 to 2.15)."""
+    return list(torch._inductor.list_options())
+
+
 def mode_options(mode: str | None) -> dict[str, Any]:
     """The Inductor settings behind `torch.compile(mode=...)` (2.11 to 2.15)."""
     return dict(torch._inductor.list_mode_options(mode)) if mode else {}

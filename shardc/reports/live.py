@@ -14,7 +14,7 @@ from shardc.reports.findings import find, find_breaks, find_recompiles, find_unu
 from shardc.reports.formulas import rank_formulas
 from shardc.reports.report import Report
 from shardc.runtime.bucket import Bucket
-from shardc.units import units_of
+from shardc.units import check_sharded, units_of
 
 
 def report(compiled: Any) -> Report:
@@ -29,8 +29,7 @@ def report(compiled: Any) -> Report:
         ValueError: not a sharded model, or nothing of it was compiled yet.
     """
     model = getattr(compiled, "_orig_mod", compiled)
-    if not isinstance(model, nn.Module) or not units_of(model):
-        raise ValueError(f"report takes a model that was sharded, got {type(model).__name__}")
+    check_sharded("report", model)
     own = {bucket for unit in units_of(model).values() for bucket in unit._shardc_unit.buckets}
     graphs = [plan for plan in graph_plans if own & set(_alive(plan))]
     if not graphs:

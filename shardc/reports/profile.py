@@ -23,6 +23,7 @@ from typing import Any
 from tabulate import tabulate
 
 from shardc.reports.record import CollectiveRow, Record
+from shardc.runtime.checked import checked
 from shardc.runtime.progress import OFFLOAD, VERBS, in_short, read_name
 
 _WORST = 5
@@ -128,6 +129,7 @@ class Comparison:
         return "\n".join([*lines, *self.notes])
 
 
+@checked
 def compare_with_profile(record: Record, trace: str | Path | Mapping[str, Any]) -> Comparison:
     """What was planned for each collective beside what one rank measured.
 
@@ -137,7 +139,7 @@ def compare_with_profile(record: Record, trace: str | Path | Mapping[str, Any]) 
             path (".json" or ".json.gz"), or what it holds.
 
     Raises:
-        ValueError: the trace has no names of shardc, or those of another model.
+        ValueError: no trace, or it has no names of shardc, or those of another model.
     """
     events = _events(trace)
     labels = [label for event in events if (label := _Label.read(event)) is not None]
@@ -230,12 +232,21 @@ def _events(trace: str | Path | Mapping[str, Any]) -> list[Mapping[str, Any]]:
     if not isinstance(trace, Mapping):
         opened = gzip.open if str(trace).endswith(".gz") else open
         with opened(trace, "rt") as file:
-            trace = json.load(file)
-    found = trace.get("traceEvents")  # type: ignore[union-attr]
+            name, trace = f"'{trace}' is", _parsed(file.read())
+    else:
+        name = "that is"
+    found = trace.get("traceEvents") if isinstance(trace, Mapping) else None
     if not isinstance(found, list):
-        raise ValueError(f"not a trace of torch.profiler: {_HOW}")
+        raise ValueError(f"{name} not a trace of torch.profiler: {_HOW}")
     whole = [event for event in found if event.get("ph") == "X" and "dur" in event]
     return sorted(whole, key=lambda event: event["ts"])
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def _with_root(labels: Sequence[_Label], record: Record) -> list[_Label]:

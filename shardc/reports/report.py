@@ -9,6 +9,7 @@ from shardc.reports.html import save_html
 from shardc.reports.perfetto import save_trace
 from shardc.reports.record import Record
 from shardc.reports.text import report_text
+from shardc.runtime.checked import check_value
 
 
 def write_as(path: str | Path) -> Callable[[Record, Path], None]:
@@ -45,7 +46,13 @@ class Report(Record):
         return report_text(self, every_row)
 
     def compare(self, *others: Record) -> str:
-        """This report and others side by side, as a table."""
+        """This report and others side by side, as a table.
+
+        Raises:
+            TypeError: one of them is no report.
+        """
+        for other in others:
+            check_value("compare: other", other, Record)
         return comparison_text([self, *others])
 
     def save(self, path: str | Path) -> None:

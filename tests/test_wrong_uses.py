@@ -1,0 +1,407 @@
+"""Wrong uses: each is refused at once, by name, value and way out, and nothing has changed."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+import shardc
+from shardc import MixedPrecisionPolicy, ShardTensor, fully_shard
+from shardc.options import Options
+from shardc.passes.profiles import current_profile
+
+
+def _build():
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    return nn.Sequential(nn.Linear(4, 6), inner, nn.Linear(6, 2))
+
+
+def _sharded(mesh):
+    return fully_shard(_build(), mesh=mesh, units="auto")
+
+
+def _values(model):
+    return {
+        name: (value.full_tensor() if isinstance(value, ShardTensor) else value).clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def _looks(model):
+    """What a refusal must leave as it is, beside values."""
+    units = {id(m): m._shardc_unit for m in model.modules() if hasattr(m, "_shardc_unit")}
+    return (
+        [type(module) for module in model.modules()],
+        [(name, type(param), id(param)) for name, param in model.named_parameters()],
+        [
+            (repr(u.settings), u.asked_reshard, u.reduce_buffers, u.forward_prefetch)
+            for u in units.values()
+        ],
+        current_profile("cpu"),
+    )
+
+
+def _trained(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(3, 4)).square().sum().backward()
+    optimizer.step()
+    return _values(model)
+
+
+def _check(use, model, error, words):
+    before, values = _looks(model), _values(model)
+    with pytest.raises(error) as caught:
+        use(model)
+    said = str(caught.value)
+    assert all(word in said for word in words), said
+    assert _looks(model) == before
+    after = _values(model)
+    assert all(torch.equal(values[name], after[name]) for name in values)
+    plain = _trained(_build())
+    trained = _trained(model)
+    assert all(torch.equal(trained[name], value) for name, value in plain.items())
+    assert not torch.equal(trained["0.weight"], values["0.weight"])
+
+
+def _with(**kwargs):
+    return lambda model, mesh: fully_shard(model, **{"mesh": mesh, **kwargs})
+
+
+def _mp(**kwargs):
+    return _with(mp_policy=MixedPrecisionPolicy(**kwargs))
+
+
+_stranger = nn.Parameter(torch.ones(3))
+_NOT_A_MODULE = "module must be a module or a list of modules, got "
+_UNITS = "'auto', a module class, a tuple of classes, a callable or None"
+_PROFILE = "must be a Profile, a text or None"
+
+ON_PLAIN = {
+    "nothing": (lambda m, mesh: fully_shard(None), TypeError, [_NOT_A_MODULE + "None"]),
+    "a name": (lambda m, mesh: fully_shard("model"), TypeError, [_NOT_A_MODULE + "'model'"]),
+    "a class": (
+        lambda m, mesh: fully_shard(nn.Linear), TypeError, [_NOT_A_MODULE + "the class Linear"],
+    ),
+    "no modules": (lambda m, mesh: fully_shard([]), ValueError, ["module", "got []"]),
+    "mesh=str": (_with(mesh="cpu"), TypeError, ["mesh must be a DeviceMesh or None, got 'cpu'"]),
+    "mesh=int": (_with(mesh=2), TypeError, ["mesh must be a DeviceMesh", "got 2"]),
+    "mesh=group": (
+        lambda m, mesh: fully_shard(m, mesh=dist.group.WORLD), TypeError,
+        ["mesh must be a DeviceMesh", "ProcessGroup"],
+    ),
+    "dp_mesh_dims=str": (
+        _with(dp_mesh_dims="dp"), ValueError, ["dp_mesh_dims", "DataParallelMeshDims", "'dp'"],
+    ),
+    "reshard=str": (
+        _with(reshard_after_forward="yes"), TypeError,
+        ["reshard_after_forward must be True, False, None or a divisor", "got 'yes'"],
+    ),
+    "reshard=float": (_with(reshard_after_forward=1.5), TypeError, ["reshard_", "got 1.5"]),
+    "reshard=3": (_with(reshard_after_forward=3), ValueError, ["of the world size 1, got 3"]),
+    "mp=dtype": (
+        _with(mp_policy=torch.bfloat16), TypeError, ["mp_policy", "a MixedPrec", "torch.bfloat16"],
+    ),
+    "mp=int8": (_mp(param_dtype=torch.int8), ValueError, ["param_dtype must be", "torch.int8"]),
+    "mp=str": (_mp(param_dtype="bf16"), TypeError, ["param_dtype must be", "'bf16'"]),
+    "mp=complex": (_mp(reduce_dtype=torch.complex64), ValueError, ["reduce_dtype", "complex64"]),
+    "mp=float8": (
+        _mp(param_dtype=torch.float8_e4m3fn), ValueError,
+        ["param_dtype must be torch.float16, bfloat16, float32, float64 or None", "float8_e4m3fn"],
+    ),
+    "mp=cast": (
+        _mp(cast_forward_inputs="x"), TypeError,
+        ["cast_forward_inputs must be True or False, got 'x'"],
+    ),
+    "mp=buffers": (_mp(buffer_dtype="bf16"), TypeError, ["buffer_dtype must be", "'bf16'"]),
+    "offload=True": (_with(offload_policy=True), TypeError, ["offload_policy", "got True"]),
+    "offload=class": (
+        _with(offload_policy=CPUOffloadPolicy), TypeError, ["offload_policy", "CPUOffloadPolicy"],
+    ),
+    "offload pins": (
+        _with(offload_policy=CPUOffloadPolicy(pin_memory="no")), TypeError, ["pin_memory", "'no'"],
+    ),
+    "ignored=name": (_with(ignored_params="0.weight"), TypeError, ["ignored_params", "0.weight"]),
+    "ignored=names": (
+        _with(ignored_params=["0.weight"]), TypeError, ["ignored_params", "['str']", "get_param"],
+    ),
+    "ignored=stranger": (
+        _with(ignored_params=[_stranger], units="auto"), ValueError,
+        ["ignored_params contains a Parameter of shape (3,)", "not in the Sequential"],
+    ),
+    "ignored=strange module": (
+        _with(ignored_params=[nn.Linear(2, 2)], units="auto"), ValueError,
+        ["ignored_params contains a Linear module", "not in the Sequential"],
+    ),
+    "placement": (
+        _with(shard_placement_fn=5), NotImplementedError, ["shard_placement_fn=5", "leave it out"],
+    ),
+    "units='Auto'": (_with(units="Auto"), ValueError, ["units must be", _UNITS, "'Auto'"]),
+    "units=5": (_with(units=5), TypeError, ["units must be", _UNITS, "got 5"]),
+    "units=()": (_with(units=()), ValueError, ["units must be", _UNITS, "got ()"]),
+    "units=list": (_with(units=[nn.Linear]), TypeError, ["units must be", _UNITS, "Linear"]),
+    "units=absent": (
+        _with(units=nn.Conv2d), ValueError, ["units=the class Conv2d", "it has Linear, Sequential"],
+    ),
+    "units=int": (_with(units=int), ValueError, ["units=the class int", "it has Linear"]),
+    "units gives str": (_with(units=lambda m: "yes"), TypeError, ["units=", "Linear", "'yes'"]),
+    "units gives option": (
+        _with(units=lambda m: {"reshard": True}), ValueError, ["'reshard'; known: reshard_after"],
+    ),
+    "units gives reshard": (
+        _with(units=lambda m: {"reshard_after_forward": 7}), ValueError, ["reshard_after", "got 7"],
+    ),
+    "init=5": (_with(param_init_fn=5), TypeError, ["param_init_fn must be a function", "got 5"]),
+    "sync=str": (
+        _with(sync_module_states="no"), TypeError,
+        ["sync_module_states must be True or False, got 'no'"],
+    ),
+    "describe": (
+        lambda m, mesh: shardc.describe(m), ValueError, ["describe", "Sequential", "fully_shard"],
+    ),
+    "units_of": (lambda m, mesh: shardc.units_of(5), TypeError, ["model must be a Module, got 5"]),
+    "report": (lambda m, mesh: shardc.report(None), ValueError, ["report", "None", "fully_shard"]),
+    "materialize": (
+        lambda m, mesh: shardc.materialize(5), TypeError, ["model must be a Module, got 5"],
+    ),
+    "materialize by 5": (
+        lambda m, mesh: shardc.materialize(m, init_fn=5), TypeError, ["init_fn", "got 5"],
+    ),
+    "summon": (
+        lambda m, mesh: shardc.summon_full_params(5), TypeError, ["module must be a Module, got 5"],
+    ),
+    "forward method": (
+        lambda m, mesh: shardc.register_fsdp_forward_method(m, "nope"), ValueError,
+        ["method_name", "Sequential has no method 'nope'"],
+    ),
+    "same values": (
+        lambda m, mesh: shardc.check_same_values(5), TypeError, ["model must be a Module, got 5"],
+    ),
+    "same values on": (
+        lambda m, mesh: shardc.check_same_values(m, mesh="x"), TypeError, ["mesh must be", "'x'"],
+    ),
+    "calibrate": (lambda m, mesh: shardc.calibrate(5), TypeError, ["mesh must be", "got 5"]),
+    "hybrid_mesh 0": (
+        lambda m, mesh: shardc.hybrid_mesh(0), ValueError, ["devices_per_node", "at least 1"],
+    ),
+    "hybrid_mesh str": (
+        lambda m, mesh: shardc.hybrid_mesh("x"), TypeError, ["devices_per_node", "got 'x'"],
+    ),
+    "get_profile": (
+        lambda m, mesh: shardc.get_profile(None), TypeError, ["name must be a text, got None"],
+    ),
+    "set_profile": (lambda m, mesh: shardc.set_profile(5), TypeError, [_PROFILE, "got 5"]),
+    "set_profile name": (
+        lambda m, mesh: shardc.set_profile("x"), ValueError, ["unknown profile 'x'", "h100-ib"],
+    ),
+    "share_comm_ctx": (
+        lambda m, mesh: shardc.share_comm_ctx([m]), ValueError,
+        ["modules must have been given to fully_shard", "modules[0] is a Sequential module"],
+    ),
+    "share_comm_ctx 5": (
+        lambda m, mesh: shardc.share_comm_ctx(5), TypeError, ["share_comm_ctx: modules", "got 5"],
+    ),
+    "compare": (
+        lambda m, mesh: shardc.compare_with_profile(m, "x.json"), TypeError,
+        ["record must be a Record, got a Sequential module"],
+    ),
+    "explain": (lambda m, mesh: shardc.explain(5), TypeError, ["model must be a Module, got 5"]),
+    "explain on": (
+        lambda m, mesh: shardc.explain(m, world_size="4"), TypeError,
+        ["world_size must be a whole number of at least 1 or None, got '4'"],
+    ),
+    "model state": (
+        lambda m, mesh: shardc.get_model_state_dict(5), TypeError, ["model must be", "got 5"],
+    ),
+    "rekey": (
+        lambda m, mesh: shardc.rekey_optimizer_state_dict({}, "idx", m), ValueError,
+        ["keys must be 'names' or 'ids', got 'idx'"],
+    ),
+    "rekey nothing": (
+        lambda m, mesh: shardc.rekey_optimizer_state_dict({}, "ids", m), ValueError,
+        ["state_dict has no 'state', got []", "optimizer.state_dict()"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ON_PLAIN)
+@on_ranks(1)
+def test_on_a_plain_model(mesh, case):
+    use, error, words = ON_PLAIN[case]
+    _check(functools.partial(use, mesh=mesh), _build(), error, words)
+
+
+def _sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+_MODULES = "modules must be a list of sharded modules"
+
+ON_SHARDED = {
+    "again": (lambda m: fully_shard(m), ValueError, ["already called on this Sequential"]),
+    "divide 0": (
+        lambda m: m.set_gradient_divide_factor(0), ValueError,
+        ["set_gradient_divide_factor: factor must be a positive finite number, got 0"],
+    ),
+    "divide nan": (
+        lambda m: m.set_gradient_divide_factor(float("nan")), ValueError, ["factor", "got nan"],
+    ),
+    "divide inf": (
+        lambda m: m.set_gradient_divide_factor(float("inf")), ValueError, ["factor", "got inf"],
+    ),
+    "divide str": (
+        lambda m: m.set_gradient_divide_factor("x"), TypeError, ["factor", "got 'x'"],
+    ),
+    "divide True": (
+        lambda m: m.set_gradient_divide_factor(True), TypeError, ["factor", "got True"],
+    ),
+    "sync": (
+        lambda m: m.set_requires_gradient_sync("no"), TypeError,
+        ["requires_gradient_sync must be True or False, got 'no'"],
+    ),
+    "recurse": (
+        lambda m: m.set_requires_all_reduce(True, recurse="x"), TypeError, ["recurse", "got 'x'"],
+    ),
+    "reshard": (
+        lambda m: m.set_reshard_after_forward("x"), TypeError,
+        ["set_reshard_after_forward: reshard_after_forward must be True", "got 'x'"],
+    ),
+    "prefetch plain": (
+        lambda m: m.set_modules_to_forward_prefetch([m[0], nn.Linear(1, 1)]), ValueError,
+        ["set_modules_to_forward_prefetch: modules", "modules[0] is a Linear module"],
+    ),
+    "prefetch one": (
+        lambda m: m.set_modules_to_forward_prefetch(m), ValueError, [_MODULES, "a Sequential mod"],
+    ),
+    "prefetch None": (
+        lambda m: m.set_modules_to_backward_prefetch(None), TypeError, [_MODULES, "got None"],
+    ),
+    "buffers 0": (
+        lambda m: m.set_reduce_scatter_max_input_buffers(0), ValueError,
+        ["max_input_buffers must be a whole number of at least 1, got 0"],
+    ),
+    "buffers 2.5": (
+        lambda m: m.set_reduce_scatter_max_input_buffers(2.5), TypeError,
+        ["max_input_buffers must be a whole number of at least 1, got 2.5"],
+    ),
+    "buffers str": (
+        lambda m: m.set_reduce_scatter_max_input_buffers("x"), TypeError, ["got 'x'"],
+    ),
+    "hook": (
+        lambda m: m.set_all_reduce_hook(5), TypeError,
+        ["set_all_reduce_hook: hook must be a function or None, got 5"],
+    ),
+    "hook's stream": (
+        lambda m: m.set_all_reduce_hook(lambda g: None, stream=1), ValueError, ["stream", "None"],
+    ),
+    "reduce": (
+        lambda m: m.set_custom_reduce(5), TypeError,
+        ["set_custom_reduce: function must be a function or None, got 5"],
+    ),
+    "gather": (
+        lambda m: m.set_custom_all_gather(5), ValueError,
+        ["set_custom_all_gather: comm must be an object that can be called and has allocate()"],
+    ),
+    "scatter": (
+        lambda m: m.set_custom_reduce_scatter(print), ValueError,
+        ["set_custom_reduce_scatter: comm must be", "<built-in function print>"],
+    ),
+    "symmetric": (
+        lambda m: m.set_symm_mem_for_comm("x"), ValueError, ["'NCCL', 'CUDA' or 'NVSHMEM', got"],
+    ),
+    "event": (
+        lambda m: m.set_post_optim_event(5), ValueError, ["event must be", "torch.Event", "got 5"],
+    ),
+    "async": (lambda m: m.unshard("x"), TypeError, ["async_op must be True or False, got 'x'"]),
+    "separate": (
+        lambda m: m.set_separate_reduce_scatter_group("x"), TypeError, ["enable", "got 'x'"],
+    ),
+    "load None": (
+        lambda m: shardc.set_model_state_dict(m, None), TypeError,
+        ["the state dict to load must be a Mapping, got None"],
+    ),
+    "load list": (
+        lambda m: shardc.set_model_state_dict(m, [1]), TypeError,
+        ["model_state_dict must be a Mapping or None, got [1]"],
+    ),
+    "load optimizer None": (
+        lambda m: shardc.set_optimizer_state_dict(m, _sgd(m), None), TypeError,
+        ["the state dict to load must be a Mapping, got None"],
+    ),
+    "no optimizer": (
+        lambda m: shardc.get_optimizer_state_dict(m, None), TypeError,
+        ["optimizers must be an Optimizer or an Iterable, got None"],
+    ),
+    "no optimizers": (
+        lambda m: shardc.set_optimizer_state_dict(m, [5], {}), TypeError,
+        ["optimizers: each must be an Optimizer, got 5"],
+    ),
+    "options": (
+        lambda m: shardc.get_model_state_dict(m, options="full"), TypeError,
+        ["options must be a StateDictOptions or None, got 'full'"],
+    ),
+    "forward method": (
+        lambda m: shardc.register_fsdp_forward_method(m, "training"), ValueError,
+        ["Sequential has no method 'training'"],
+    ),
+    "summon": (
+        lambda m: shardc.summon_full_params(m, writeback="no"), TypeError,
+        ["summon_full_params: writeback must be True or False, got 'no'"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ON_SHARDED)
+@on_ranks(1)
+def test_on_a_sharded_model(mesh, case):
+    use, error, words = ON_SHARDED[case]
+    _check(use, _sharded(mesh), error, words)
+
+
+OPTIONS = {
+    "executor": ("x", ValueError, "must be 'inductor' or 'eager', got 'x'"),
+    "excutor": ("eager", ValueError, "unknown shardc option 'excutor'; did you mean 'executor'?"),
+    "fallback": ("no", TypeError, "must be True or False, got 'no'"),
+    "fold": ("x", TypeError, "must be True or False, got 'x'"),
+    "inductor": (5, TypeError, "must be a dict of settings of torch._inductor.config, got 5"),
+    "schedule": ("off", TypeError, "must be True or False, got 'off'"),
+    "profile": (5, TypeError, f"{_PROFILE}, got 5"),
+    "prefetch": (True, TypeError, "must be 'auto' or a count of units, got True"),
+    "backward_prefetch": ("PRE", ValueError, "must be 'auto', 'pre', 'post' or None, got 'PRE'"),
+    "coalesce": ("x", TypeError, "must be True, False or None, got 'x'"),
+    "memory_budget": ([1], TypeError, "'70GB' or '16GiB', or a fraction"),
+    "optimizer_states": (-2, ValueError, "must be a number of at least 0, got -2"),
+    "agreement_timeout": (-1, ValueError, "must be a positive number of seconds or None, got -1"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name):
+    value, error, words = OPTIONS[name]
+    with pytest.raises(error) as caught:
+        Options.parse({name: value})
+    assert name in str(caught.value) and words in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({5: 1}, ValueError, "unknown shardc option 5 (known: executor, "),
+        (["fold"], TypeError, "options must be a dict or None, got ['fold']"),
+        ({"optimizer_states": "adam"}, TypeError, "a number of at least 0, got 'adam'"),
+        ({"agreement_timeout": "x"}, TypeError, "a positive number of seconds or None, got 'x'"),
+        ({"inductor": {"max_autotun": 1}}, ValueError, "did you mean 'max_autotune'?"),
+        ({"memory_budget": "0GB"}, ValueError, "got '0GB'"),
+        ({"memory_budget": "10XB"}, ValueError, "got '10XB'"),
+        ({"memory_budget": True}, TypeError, "got True"),
+        ({"memory_budget": 10, "schedule": False}, ValueError, "needs schedule=True, not False"),
+    ],
+)
+def test_options_together(options, error, words):
+    with pytest.raises(error) as caught:
+        Options.parse(options)
+    assert words in str(caught.value), caught.value
