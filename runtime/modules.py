@@ -35,6 +35,8 @@ class ShardedParameters:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Constructing the class again (slicing a Sequential does) gives the plain module."""
+        if not hasattr(cls, "_shardc_class"):
+            raise TypeError(f"{cls.__name__} has no constructor: fully_shard(module) makes one")
         return cls._shardc_class(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +53,8 @@ class ShardedParameters:
         """As `nn.Module.register_parameter`; over a sharded parameter, `param` is cut in place.
 
         Raises:
-            NotImplementedError: None, or a parameter that several modules share.
+            NotImplementedError: None, a parameter that several modules share, or a sharded one
+                under a new name.
             ValueError: `param` has another shape.
             RuntimeError: inside a forward, or before the unit was materialised.
         """
@@ -68,6 +71,12 @@ class ShardedParameters:
                 return
             slot.bucket.adopt(slot.index, param)
             param = slot.bucket.params[slot.index]
+        elif slot is None and hasattr(param, "_slot"):  # `prune` would, and fail half-way
+            raise NotImplementedError(
+                f"'{param._slot.name}' is sharded and cannot be registered in "  # type: ignore[union-attr]
+                f"{self._shardc_class.__name__} as '{name}' too: prune, tie or reparametrize "
+                "before fully_shard"
+            )
         super().register_parameter(name, param)  # type: ignore[misc]
 
     def __delattr__(self, name: str) -> None:
@@ -82,6 +91,12 @@ class ShardedParameters:
         raise NotImplementedError(
             f"a sharded {self._shardc_class.__name__} cannot be pickled: save its state_dict() "
             "with torch.distributed.checkpoint"
+        )
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise NotImplementedError(
+            f"torch.jit.script cannot compile a sharded {self._shardc_class.__name__}: script an "
+            "unsharded copy with the values of get_model_state_dict, or use torch.compile"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -105,6 +120,13 @@ def _refuse_removing(module: Any, name: str) -> NoReturn:
     raise NotImplementedError(
         f"'{name}' of {module._shardc_class.__name__} is sharded and cannot be removed; remove it "
         "before fully_shard"
+    )
+
+
+def _refuse_exporting(module: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"torch.export cannot export a sharded {module._shardc_class.__name__}, whose values are "
+        "on all ranks: export an unsharded copy with the values of get_model_state_dict"
     )
 
 
@@ -144,6 +166,7 @@ def make_unit(unit: "Unit") -> None:
     Units inside become inner ones: what they left to the compiler is settled anew.
     """
     for root in unit.modules:
+        compat.mark_as_sharded(root)
         for name, module in root.named_modules():
             _install_properties(module, unit if module in unit.modules else None)
             inner = vars(module).get("_shardc_unit", unit)
@@ -193,6 +216,8 @@ def _subclass(cls: type, names: tuple[str, ...], mixin: type) -> type:
 def _parameter(name: str) -> property:
     def read(self: ShardedParameters) -> Tensor:
         slot = self._shardc_slots[name]
+        if torch.compiler.is_exporting():
+            _refuse_exporting(self)
         if not torch.compiler.is_compiling():
             own = slot.bucket.params[slot.index]
             held = self._parameters.get(name, own)  # type: ignore[attr-defined]
@@ -219,7 +244,12 @@ class ShardedModule(Controls, ShardedParameters):
         return unit.finish_outputs(self, super().__call__(*args, **kwargs))  # type: ignore[arg-type]
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As `nn.Module.compile`; a container of torch (`nn.Sequential`) becomes one graph, too."""
+        """As `nn.Module.compile`; a container of torch (`nn.Sequential`) becomes one graph, too.
+
+        Raises:
+            TypeError, ValueError: options that the backend (`shardc`) does not take.
+        """
+        compat.check_backend_options(kwargs.get("backend"), kwargs.get("options"))
         call = compat.in_own_frame(self._call_impl, self.forward)  # type: ignore[attr-defined]
         self._compiled_call_impl = torch.compile(call, *args, **kwargs)
 

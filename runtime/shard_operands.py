@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardc.runtime import compat
+from shardc.runtime.refusal import caller_and_way_out
 from shardc.runtime.shard_tensor import ShardTensor
 
 aten = torch.ops.aten
@@ -102,10 +103,9 @@ def bump(locals_: Iterable[Tensor]) -> None:
 def refuse(func: Any, why: str = "it needs more than this rank's part") -> NoReturn:
     """Raise for an op that has no meaning on parts."""
     name = str(func)
+    caller, way_out = caller_and_way_out()
     raise NotImplementedError(
-        f"{_USER_NAMES.get(name, name)} is not supported on a ShardTensor: {why}. Call "
-        ".full_tensor() (on every rank) and work on the result; a parameter reads as the full "
-        "tensor inside its module's forward and after the unit's unshard()"
+        f"{_USER_NAMES.get(name, name)} is not supported on a ShardTensor: {why}{caller}. {way_out}"
     )
 
 

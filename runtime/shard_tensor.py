@@ -21,6 +21,7 @@ from shardc.runtime import compat
 from shardc.runtime.boxes import Box, boxes_of
 from shardc.runtime.collectives import all_gather
 from shardc.runtime.layout import interval
+from shardc.runtime.refusal import caller_and_way_out
 from shardc.runtime.tensor_parallel import Placed
 
 
@@ -69,6 +70,10 @@ class ShardTensor(Tensor):
     @staticmethod
     def __new__(cls, local: Tensor, shape: Sequence[int], spec: ShardSpec) -> "ShardTensor":
         """Wrap `local`, the interval `spec.interval()` of a flattened tensor of `shape`."""
+        if not isinstance(spec, ShardSpec):
+            raise TypeError(
+                f"a ShardTensor is made by fully_shard, its spec is a ShardSpec; got {spec!r}"
+            )
         self: ShardTensor = compat.make_wrapper(cls, shape, local)  # type: ignore[assignment]
         self._local = local
         self._spec = spec
@@ -132,6 +137,11 @@ class ShardTensor(Tensor):
                 f".data of {self._label()} cannot become a tensor of shape {tuple(value.shape)}: "
                 "the segment that is trained has room for its shape only"
             )
+        if value.dtype != self.dtype:
+            raise RuntimeError(
+                f".data of {self._label()} is {self.dtype} and cannot become {value.dtype}: its "
+                "bucket has one dtype. Convert the value, or the model: model.to(dtype)"
+            )
         with torch.no_grad():
             self.copy_(value)
 
@@ -151,6 +161,25 @@ class ShardTensor(Tensor):
         if slot is not None and changed:
             slot.bucket.set_trainable(slot.index, requires_grad)
         return self
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refused: one rank holds only a part."""
+        self._refuse_whole(".numpy()")
+
+    def tolist(self) -> NoReturn:
+        """Refused, as `numpy`."""
+        self._refuse_whole(".tolist()")
+
+    def storage(self) -> NoReturn:
+        """Refused, as `numpy`: safetensors would write what is there."""
+        self._refuse_whole(".storage()")
+
+    def _refuse_whole(self, method: str) -> NoReturn:
+        caller, way_out = caller_and_way_out()
+        raise RuntimeError(
+            f"{method} is not supported on {self._label()}, of which one rank holds only a part"
+            f"{caller}. {way_out}"
+        )
 
     def __setitem__(self, index: Any, value: Any) -> None:
         shard_fill.set_items(self, index, value)

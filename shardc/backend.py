@@ -80,6 +80,9 @@ def shardc_backend(
     return compile_graph(gm, example_inputs, Options.parse(options), mode)
 
 
+shardc_backend.check_options = Options.parse  # type: ignore[attr-defined]
+
+
 def compile_graph(
     gm: GraphModule, example_inputs: Sequence[Any], parsed: Options, mode: str | None = None
 ) -> Callable[..., Any]:

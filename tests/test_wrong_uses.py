@@ -2,9 +2,12 @@
 
 import functools
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
+import torch.nn.utils.prune
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -243,6 +246,18 @@ _MODULES = "modules must be a list of sharded modules"
 
 ON_SHARDED = {
     "again": (lambda m: fully_shard(m), ValueError, ["already called on this Sequential"]),
+    "inside": (
+        lambda m: fully_shard(m[0]), ValueError,
+        ["already called on the Sequential around this Linear", "inner modules first"],
+    ),
+    "FSDP2 too": (
+        lambda m: torch.distributed.fsdp.fully_shard(m), AssertionError,
+        ["fully_shard has already been applied to the following module"],
+    ),
+    "export": (
+        lambda m: torch.export.export(m, (torch.ones(3, 4),)), NotImplementedError,
+        ["torch.export cannot export a sharded Linear", "get_model_state_dict"],
+    ),
     "divide 0": (
         lambda m: m.set_gradient_divide_factor(0), ValueError,
         ["set_gradient_divide_factor: factor must be a positive finite number, got 0"],
@@ -353,6 +368,108 @@ ON_SHARDED = {
         ["summon_full_params: writeback must be True or False, got 'no'"],
     ),
 }  # fmt: skip
+
+
+def _lbfgs(model):
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    try:
+        optimizer.step(closure)
+    finally:
+        optimizer.zero_grad()
+
+
+_HERE = f"from {__file__}:"
+_FULL = "options=StateDictOptions(full_state_dict=True"
+
+OF_PARAMETERS = {
+    "sum": (
+        lambda m: m[0].weight.sum(), NotImplementedError,
+        ["aten.sum.default", f"(called at {__file__}:", "Call .full_tensor() (on every rank)"],
+    ),
+    "einsum": (
+        lambda m: torch.einsum("ij,kj->ik", m[0].weight, m[0].weight), NotImplementedError,
+        ["aten.permute", f"(called at {__file__}:", "Call .full_tensor()"],
+    ),
+    "DDP": (
+        lambda m: nn.parallel.DistributedDataParallel(m), NotImplementedError,
+        ["aten.cat.default", "torch.distributed.utils._sync", _HERE, "(replicate, shard)"],
+    ),
+    "LBFGS": (
+        _lbfgs, NotImplementedError,
+        ["aten.cat", "torch.optim.lbfgs._gather_flat_grad", _HERE, "that works elementwise"],
+    ),
+    "safetensors": (
+        lambda m: safetensors.torch.save(dict(m.state_dict())), RuntimeError,
+        [".storage()", "safetensors.torch", _HERE, f"get_model_state_dict(model, {_FULL}"],
+    ),
+    "to a vector": (
+        lambda m: nn.utils.parameters_to_vector(m.parameters()), NotImplementedError,
+        ["aten.cat", "parameters_to_vector", _HERE, "with shardc.summon_full_params(model)"],
+    ),
+    "functional_call": (
+        lambda m: torch.func.functional_call(
+            m, {n: p.detach() for n, p in m.named_parameters()}, (torch.ones(3, 4),)
+        ),
+        NotImplementedError, ["torch.nn.modules.linear", _HERE, "functional_call needs plain"],
+    ),
+    "numpy": (
+        lambda m: m[0].weight.detach().numpy(), RuntimeError,
+        [".numpy() is not supported on a ShardTensor of shape (6, 4)", "Call .full_tensor()"],
+    ),
+    "asarray": (
+        lambda m: np.asarray(m[0].weight.detach()), RuntimeError, [".numpy()", ".full_tensor()"],
+    ),
+    "tolist": (
+        lambda m: m[0].weight.tolist(), RuntimeError,
+        [".tolist() is not supported on parameter '0.weight'", "Call .full_tensor()"],
+    ),
+    "dtype of .data": (
+        lambda m: setattr(m[0].weight, "data", torch.ones(6, 4, dtype=torch.int64)), RuntimeError,
+        ["'0.weight' of shape (6, 4) is torch.float32", "torch.int64", "model.to(dtype)"],
+    ),
+    "prune": (
+        lambda m: nn.utils.prune.l1_unstructured(m[0], "weight", 0.5), NotImplementedError,
+        ["'0.weight' is sharded", "in Linear as 'weight_orig'", "before fully_shard"],
+    ),
+    "prune all of it": (
+        lambda m: nn.utils.prune.global_unstructured(
+            [(m[0], "weight")], nn.utils.prune.L1Unstructured, amount=0.5
+        ),
+        NotImplementedError, ["aten.cat", "torch.nn.utils.", _HERE, "Prune before"],
+    ),
+    "weight_norm": (
+        lambda m: nn.utils.parametrizations.weight_norm(m[0]), NotImplementedError,
+        ["'weight' of Linear is sharded", "before fully_shard"],
+    ),
+    "script": (
+        lambda m: torch.jit.script(m), NotImplementedError,
+        ["torch.jit.script", "sharded Sequential", "torch.compile"],
+    ),
+    "ShardTensor()": (
+        lambda m: ShardTensor(torch.ones(3), (3,), None), TypeError, ["by fully_shard", "None"],
+    ),
+    "ShardedModule()": (
+        lambda m: shardc.ShardedModule(), TypeError, ["ShardedModule", "fully_shard(module)"],
+    ),
+    "options of compile()": (
+        lambda m: m.compile(backend="shardc", options={"fold": "x"}), TypeError,
+        ["option 'fold' must be True or False, got 'x'"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OF_PARAMETERS)
+@on_ranks(1)
+def test_on_sharded_parameters(mesh, case):
+    use, error, words = OF_PARAMETERS[case]
+    _check(use, _sharded(mesh), error, words)
 
 
 @pytest.mark.parametrize("case", ON_SHARDED)

@@ -140,3 +140,14 @@ def trace_artifact(name: str, text: str) -> None:
         payload_fn=lambda: text,
         expect_trace_id=False,
     )
+
+
+def check_backend_options(backend: Any, options: Any) -> None:
+    """Have the backend of that name check `options`, if it has a `check_options` (2.11 to 2.15).
+
+    `torch.compile` hands them over only when a first graph is compiled.
+    """
+    from torch._dynamo.backends.registry import lookup_backend
+
+    if isinstance(backend, str):
+        getattr(lookup_backend(backend), "check_options", lambda options: None)(options)

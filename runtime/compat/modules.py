@@ -17,6 +17,13 @@ def is_replicated(module: nn.Module) -> bool:
     return isinstance(module, nn.parallel.DistributedDataParallel) or "replicate" in names
 
 
+def mark_as_sharded(module: nn.Module) -> None:
+    """Have torch's own `fully_shard` and `replicate` refuse `module` (2.11 to 2.15)."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
+    vars(module).setdefault(REGISTRY_KEY, {}).setdefault("fully_shard", RegistryItem())
+
+
 def after_zero_grad(call: Callable[[Iterable[Tensor]], None]) -> None:
     """Call with their parameters after any optimizer's or module's `zero_grad` (2.11 to 2.15).
 

@@ -1,0 +1,69 @@
+"""Where a refused op was called from, and the way out that fits there.
+
+The stack says who asked: a library that works on whole tensors needs other advice than a line of
+the user's. Frames of shardc and of torch's plumbing are passed over.
+"""
+
+import sys
+from typing import NamedTuple
+
+_SAVE = (
+    "Save get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+    "cpu_offload=True)), or with torch.distributed.checkpoint"
+)
+_WAYS_OUT = (
+    ("torch.optim", "Take an optimizer that works elementwise (AdamW, SGD, Adagrad, ...), or one "
+        "that calls .full_tensor() (on every rank)"),
+    ("torch.nn.parallel", "DistributedDataParallel keeps whole parameters equal: give fully_shard "
+        "a mesh (replicate, shard) instead, see hybrid_mesh()"),
+    ("torch.distributed.fsdp", "Use one of the two: shardc's fully_shard or torch's"),
+    ("safetensors", _SAVE),
+    ("torch.serialization", _SAVE),
+    ("torch.nn.utils.prune", "Prune before fully_shard"),
+    ("torch.nn.utils.stateless", "functional_call needs plain tensors: give it those of "
+        "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"),
+    ("torch.nn.utils", "Call it on full parameters: with shardc.summon_full_params(model): ..."),
+    ("", "Call .full_tensor() (on every rank) and work on the result; a parameter reads as the "
+        "full tensor inside its module's forward and after the unit's unshard()"),
+)  # fmt: skip
+"""(who asked, by the module's name; what to do): the first that is on the stack counts."""
+
+_PLUMBING = (
+    "shardc.", "contextlib", "torch._", "torch.autograd.", "torch.functional",
+    "torch.nn.functional", "torch.utils._",
+)  # fmt: skip
+
+
+class _Call(NamedTuple):
+    """A frame of the stack, without a hold on what is in it."""
+
+    module: str
+    function: str
+    place: str
+
+
+def caller_and_way_out() -> tuple[str, str]:
+    """Who called the op that is refused now, in words, and what they can do instead."""
+    calls = _calls()
+    way_out = next(
+        advice for asker, advice in _WAYS_OUT if any(c.module.startswith(asker) for c in calls)
+    )
+    shown = [call for call in calls if not call.module.startswith(_PLUMBING)]
+    if not shown:
+        return "", way_out
+    first, own = shown[0], shown[-1]
+    if first is own:
+        return f" (called at {own.place})", way_out
+    return f" (called in {first.module}.{first.function}, from {own.place})", way_out
+
+
+def _calls() -> list[_Call]:
+    """The stack from the innermost frame, up to the first that is no library's."""
+    libraries = (*_PLUMBING, "torch.", *(asker for asker, _ in _WAYS_OUT if asker))
+    calls: list[_Call] = []
+    frame = sys._getframe(1)
+    while frame is not None and (not calls or calls[-1].module.startswith(libraries)):
+        code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
+        calls.append(_Call(module, code.co_name, f"{code.co_filename}:{frame.f_lineno}"))
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls
