@@ -59,8 +59,9 @@ class SlotRef:
             return bucket.gathered.views()[self.index]
         return bucket.params[self.index]
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "SlotRef":
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SlotRef":
+        bucket = memo.get(id(self.bucket))  # of the unit that is being copied, if one is
+        return self if bucket is None else SlotRef(bucket, self.index)
 
 
 class Bucket:

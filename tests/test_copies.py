@@ -68,6 +68,18 @@ def test_a_copy_keeps_wrappers_that_forward_attributes(mesh):
 
 
 @on_ranks(2)
+def test_a_copy_of_a_model_that_began_on_meta(mesh):
+    with torch.device("meta"):
+        model = Stack()
+    sharded(model, mesh).to_empty(device="cpu")
+    model.load_state_dict(seeded(Stack).state_dict())
+    other = copy.deepcopy(model)
+    check_parity(seeded(Stack), other, other, _batch, mesh)
+    for p, q in zip(seeded(Stack).parameters(), model.parameters(), strict=True):
+        assert torch.equal(full(q), p.detach())
+
+
+@on_ranks(2)
 def test_a_copy_of_a_part(mesh):
     plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
     block, outer = copy.deepcopy(model.layers[0]), copy.deepcopy(nn.Sequential(model))
