@@ -169,6 +169,9 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
         any(m.kind in ("penalty", "retained") for s in case.steps for m in s.micro)
         and _any(case, lambda b: b.recompute == "selective")
     ),
+    "torch: reentrant checkpoints differentiate no outputs in a dict": lambda case: _any(
+        case, lambda b: b.recompute == "reentrant" and b.gives == "dict"
+    ),
     "torch: double backward through reentrant checkpoints": lambda case: (
         any(m.kind == "penalty" for s in case.steps for m in s.micro)
         and _any(case, lambda b: b.recompute == "reentrant")
