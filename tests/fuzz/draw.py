@@ -113,6 +113,12 @@ def _any(case: Case, test: Callable[[Block], bool]) -> bool:
     return any(test(block) for block in all_blocks(case.blocks))
 
 
+def _is_all(block: Block, flag: str) -> bool:
+    """Whether `flag` is set for everything in `block`."""
+    inside = bool(block.children) and all(_is_all(child, flag) for child in block.children)
+    return getattr(block, flag) or inside
+
+
 def _recomputes(case: Case, kinds: tuple[str, ...]) -> bool:
     return _any(
         case, lambda b: bool(b.recompute) and any(c.kind in kinds for c in all_blocks((b,)))
@@ -132,7 +138,7 @@ READERS = (
 
 LIMITS: dict[str, Callable[[Case], bool]] = {
     # what torch refuses, sharded or not
-    "nothing to train": lambda case: all(block.frozen for block in case.blocks),
+    "nothing to train": lambda case: all(_is_all(block, "frozen") for block in case.blocks),
     "torch: double backward through fused attention": lambda case: (
         any(m.kind == "penalty" for s in case.steps for m in s.micro)
         and _any(case, lambda b: b.kind == "attention")
@@ -154,7 +160,7 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     "plain parameters stay on meta": lambda case: (
         case.start == "meta" and (not case.root or _any(case, lambda b: b.ignored))
     ),
-    "nothing to shard": lambda case: all(block.ignored for block in case.blocks),
+    "nothing to shard": lambda case: all(_is_all(block, "ignored") for block in case.blocks),
     "torch: compiled, a changed buffer's old value is recomputed from its new one": lambda case: (
         _is_compiled(case) and _any(case, lambda b: b.kind == "counted")
     ),
