@@ -8,7 +8,9 @@ its own shapes, as long as its sequence of collectives stays the same.
 
 import difflib
 import hashlib
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -17,6 +19,12 @@ import torch
 import torch.distributed as dist
 
 from shardc.runtime import compat
+from shardc.runtime.collectives import in_history
+from shardc.runtime.history import Parted
+from shardc.runtime.progress import Call, progress
+
+_PAUSE = 0.0005, 0.2
+"""Seconds between looks at the store: at first, and at most."""
 
 
 @dataclass
@@ -66,7 +74,12 @@ def agree(
     if note not in notes and not (notes and first_note_stands):
         timeout = timeout or compat.group_timeout(group, torch.device("cpu"))
         store = _next_round(group)
-        notes |= _exchange(store, group.rank(), group.size(), what, text, timeout, note)
+        with in_history(compat.group_name(group)), _entry(what, facts):
+            try:
+                notes |= _exchange(store, group.rank(), group.size(), what, text, timeout, note)
+            except dist.DistError:  # the store is gone
+                _raise_if_parted()
+                raise
         history.notes[digest] = notes
     return notes
 
@@ -79,11 +92,26 @@ def decline(group: dist.ProcessGroup, what: str, why: str) -> None:
     if group.size() == 1 or compat.is_fake_group(group):
         return
     store, rank = _next_round(group), group.rank()
+    with suppress(Parted), in_history(compat.group_name(group)):
+        _entry(what, [why]).__enter__()
     store.set(f"rank{rank}", "1")
     _rule(store, f"rank {rank} refuses {what}: {why}")
     if rank == 0:  # for which the others wait
         store.set("note", "")
         store.set("text", "")
+
+
+def _entry(what: str, facts: Sequence[str]) -> Call:
+    """What the group's history says of a comparison: its facts are compared through the store."""
+    first = f" ({facts[0][:100]})" if facts else ""
+    return Call("a comparison", f"the comparison of {what}{first}")
+
+
+def _raise_if_parted() -> None:
+    history = progress.history
+    parted = history and (history.parted or history.differs_here())
+    if parted:
+        raise Parted(parted) from None
 
 
 def _next_round(group: dist.ProcessGroup) -> dist.Store:
@@ -126,18 +154,25 @@ def _rule(store: dist.Store, verdict: str) -> None:
 def _wait(
     store: dist.Store, key: str, what: str, rank: int, world: int, timeout: timedelta
 ) -> bool:
-    """Whether `key` was set in time; if not, there is a verdict."""
-    try:
-        store.wait([key], timeout)
-        return True
-    except dist.DistStoreError:
-        silent = [peer for peer in range(world) if not store.check([f"rank{peer}"])]
-        _rule(
-            store,
-            f"agreeing on {what}: rank(s) {silent} did not answer rank {rank} within {timeout} "
-            "(the process group's timeout). They died, are still busy, or run another program",
-        )
-        return False
+    """Whether `key` was set in time; if not, there is a verdict.
+
+    Raises:
+        Parted: a rank went another way.
+    """
+    began, pause = time.monotonic(), _PAUSE[0]
+    while not store.check([key]):  # not `wait`, in which no other thread could ask the store
+        if time.monotonic() - began > timeout.total_seconds():
+            silent = [peer for peer in range(world) if not store.check([f"rank{peer}"])]
+            _rule(
+                store,
+                f"agreeing on {what}: rank(s) {silent} did not answer rank {rank} within {timeout} "
+                "(the process group's timeout). They died, are still busy, or run another program",
+            )
+            return False
+        _raise_if_parted()
+        time.sleep(pause)
+        pause = min(1.5 * pause, _PAUSE[1])
+    return True
 
 
 def _difference(what: str, rank: int, mine: list[str], reference: list[str]) -> str:

@@ -5,7 +5,7 @@ compiled graph the pair shows as two nodes, which passes move apart; the eager r
 steps apart itself. Groups go by name, because a name is all that a graph can carry.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardc.runtime import compat, lost_peers
-from shardc.runtime.progress import progress
+from shardc.runtime.history import Failed, Parted
+from shardc.runtime.long_waits import watch
+from shardc.runtime.progress import Call, progress
 
 ops = torch.ops._c10d_functional
 compat.let_backend_threads_finish()
@@ -110,7 +112,8 @@ def _as_complex(real: Tensor) -> Tensor:
 
 def all_gather(segment: Tensor, world_size: int, group: str) -> Tensor:
     """Concatenate the segments of all ranks: `(S,)` -> `(world_size * S,)`."""
-    return start_all_gather(segment, world_size, group).wait()
+    with entering(f"an all-gather of {segment.numel()} {segment.dtype}", group, segment):
+        return start_all_gather(segment, world_size, group).wait()
 
 
 def reduce_scatter(flat: Tensor, op: str, world_size: int, group: str) -> Tensor:
@@ -120,7 +123,8 @@ def reduce_scatter(flat: Tensor, op: str, world_size: int, group: str) -> Tensor
 
 def all_reduce(value: Tensor, op: str, group: str) -> Tensor:
     """Reduce `value` over ranks; the input is left alone."""
-    return start_all_reduce(value, op, group).wait()
+    with entering(f"an all-reduce of {value.numel()} {value.dtype}", group, value):
+        return start_all_reduce(value, op, group).wait()
 
 
 def labelled(name: str) -> AbstractContextManager[Any]:
@@ -129,24 +133,62 @@ def labelled(name: str) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def naming(group: str) -> Iterator[None]:
-    """Have a failure of a collective over `group` say which it is, and which ranks are missing."""
-    lost_peers.watch(group)
+def in_history(group: str) -> Iterator[None]:
+    """What is started inside enters the history of `group`; where ranks part, all are told."""
+    outer, progress.history = progress.history, watch(group)
     try:
         yield
-    except RuntimeError as error:
-        if not _is_from_backend(error):
-            raise
-        raise RuntimeError(lost_peers.explain(group, error)) from error
+    except Parted as error:
+        lost_peers.tell(group, error)
+        raise
     finally:
         progress.inside = None
+        progress.history = outer
 
 
-def naming_failures(call: Callable[[list[Any]], Any], group: str) -> Callable[[list[Any]], Any]:
-    """`call`, a boxed graph with collectives over `group`, within `naming`."""
+@contextmanager
+def naming(group: str) -> Iterator[None]:
+    """Have a failure of a collective over `group` say which it is, and which ranks are missing."""
+    with in_history(group):
+        try:
+            yield
+        except RuntimeError as error:
+            if not _is_from_backend(error):
+                raise
+            raise Failed(lost_peers.explain(group, error)) from error
+
+
+@contextmanager
+def entering(what: str, group: str, value: Tensor | None = None) -> Iterator[None]:
+    """A collective for a call of the user, waited for inside; nothing where `value` is traced.
+
+    Args:
+        what: the collective, the same on all ranks.
+    """
+    if value is not None and type(value) is not Tensor:
+        yield
+    else:
+        with naming(group), Call(what):
+            yield
+
+
+def naming_failures(
+    call: Callable[[list[Any]], Any], groups: Sequence[str], replayed: bool = False
+) -> Callable[[list[Any]], Any]:
+    """`call`, a boxed graph with collectives over `groups`, within `naming`.
+
+    Where it is `replayed` (a CUDA graph), Python does not see its collectives: it enters histories
+    as one.
+    """
+    others = groups if replayed else groups[1:]
 
     def run(inputs: list[Any]) -> Any:
-        with naming(group):
+        for group in others:
+            with naming(group):
+                progress.enter_graph()
+        with naming(groups[0]):
+            if replayed:
+                progress.history = None
             progress.begin_graph()
             try:
                 return call(inputs)
@@ -158,6 +200,8 @@ def naming_failures(call: Callable[[list[Any]], Any], group: str) -> Callable[[l
 
 
 def _is_from_backend(error: RuntimeError) -> bool:
+    if isinstance(error, Failed):
+        return False
     text = str(error).lower()
     known = (
         "gloo",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardc.runtime import collectives, compat
+from shardc.runtime import collectives, compat, lost_peers
 from shardc.runtime.backward_pass import backward_pass
 from shardc.runtime.gathers import Gathers
 from shardc.runtime.unsharded import saving_handles
@@ -58,9 +58,12 @@ def end_call(call: EagerCall) -> None:
         bucket.gathered.leave()
     if call.hooks is not None:
         call.hooks.__exit__()
+    error = sys.exc_info()[1]
+    if not _running and error is not None:
+        lost_peers.leave(error)
     if not _running and _gathers is not None:
         done, _gathers = _gathers, None
-        done.close(raised=sys.exc_info()[0] is not None)
+        done.close(raised=error is not None)
 
 
 def gathers() -> Gathers:

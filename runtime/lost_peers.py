@@ -1,5 +1,9 @@
 """What a failed collective says: which one, of which unit, and which ranks are missing.
 
+Ranks that part from each other find out as they enter a collective (`history`), or, on different
+hosts, by what they show each other in the store while a wait is long. They raise, and the waits of
+the others end.
+
 A rank whose collective fails adds a line to a list in the group's store: what it waited for, and
 how many collectives it has started. Ranks that still wait see the list and add their own; a thread
 looks for it, which does nothing while waits are short. After a grace the list is read. Who has no
@@ -10,47 +14,53 @@ Waits on CUDA do not block the host: there NCCL's own watchdog ends the process,
 is what its flight recorder wrote.
 """
 
-import atexit
 import json
-import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardc.runtime import compat
-from shardc.runtime.progress import progress
+from shardc.runtime.board import RING
+from shardc.runtime.history import Failed, Parted, histories, history_of
+from shardc.runtime.places import place_of_thread
+from shardc.runtime.progress import Call, progress
 
-log = logging.getLogger("shardc")
-
-_KEY = "shardc/failed"
+FAILED, _LEFT = "shardc/failed", "shardc/left"
+_ASKED = 64
+"""Why they left is asked of so many ranks."""
 _GRACE = timedelta(seconds=3)
 """How long a failed rank waits for the lines of others, or a fifth of the timeout if that is less:
 ranks that wait for the same fail within moments, or answer."""
-_TICK, _LONG = 0.25, 0.5
-"""Seconds: how often waits are looked at, and from when on one is long enough to look further."""
-_WARN = 0.1
-"""The share of the timeout after which a wait is logged."""
 
 
 def explain(group: str, error: Exception) -> str:
     """The message for `error`, which a collective over `group` raised on this rank."""
     members = compat.resolve_group(group)
     timeout = compat.group_timeout(members, torch.device("cpu"))
-    grace = min(_GRACE, timeout / 5).total_seconds()
-    line = _line(members)
-    lines = _within(grace + 1, lambda: _exchange(members, line, grace))
-    others = _store_is_gone() if lines is None else compare(line, lines, _ranks(members))
+    line, lines = _tell(members)
+    where = (
+        f"a collective of shardc failed on rank {line['rank']} of {dist.get_world_size()}, at "
+        f"{line['at']}{_called_from(line)}"
+    )
+    parted = parted_where(members, lines or [])
+    if parted is not None:
+        return f"{where}: {parted}. The backend says: {error}"
+    left = _within(1.0, lambda: _left(members)) or {}
+    if lines is None and not left:
+        others = _store_is_gone()
+    else:
+        others = compare(line, lines or [], _ranks(members), left)
     return " ".join(
         [
-            f"a collective of shardc failed on rank {line['rank']} of {dist.get_world_size()}, at "
-            f"{line['at']}: a peer died or did not take part in time (the group's timeout is "
+            f"{where}: a peer died or did not take part in time (the group's timeout is "
             f"{timeout}).",
             others,
             *_flight_record(members),
@@ -59,7 +69,65 @@ def explain(group: str, error: Exception) -> str:
     )
 
 
-def _line(members: dist.ProcessGroup) -> dict[str, Any]:
+def tell(group: str, error: Parted) -> None:
+    """This rank has found that it parted from others: they are told, and their waits end."""
+    if not error.told:
+        members = compat.resolve_group(group)
+        error.told = True
+        line, _ = _tell(members, ends_waits=True)
+        error.args = (f"on rank {line['rank']} of {dist.get_world_size()}: {error}",)
+
+
+def parted_where(members: dist.ProcessGroup, lines: Iterable[dict[str, Any]]) -> str | None:
+    """Where ranks have parted: as known here, as others say, as the ranks of this host see it."""
+    history = history_of(compat.group_name(members))
+    if history is None:
+        return None
+    said = (line["parted"] for line in lines if line["parted"])
+    return history.parted or next(said, None) or history.differs_here()
+
+
+def _tell(
+    members: dist.ProcessGroup, ends_waits: bool = False
+) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
+    """What this rank tells the others, and what those tell that answer in time; None where the
+    store does not answer."""
+    timeout = compat.group_timeout(members, torch.device("cpu"))
+    grace = min(_GRACE, timeout / 5).total_seconds()
+    line = line_of(members)
+    _within(grace, lambda: append(members, line))
+    if ends_waits:
+        _within(grace, lambda: compat.break_connections(members))
+    return line, _within(grace + 1, lambda: _lines(members, grace))
+
+
+def leave(error: BaseException) -> None:
+    """An exception takes this rank out of its program: its peers may ask why it does not come."""
+    if isinstance(error, Failed):
+        return
+    why = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+    for group, history in histories():
+        with suppress(RuntimeError, ValueError):  # the group is gone, or its store
+            history.leave(why)
+            store = compat.group_store(compat.resolve_group(group))
+            store.set(f"{_LEFT}/{history.rank}", json.dumps([history.count, why]))
+
+
+def _left(members: dist.ProcessGroup) -> dict[int, str]:
+    """By rank, why it left, where it did so a short while ago."""
+    history = history_of(compat.group_name(members))
+    assert history is not None
+    left = history.left_here()
+    with suppress(RuntimeError):
+        store = compat.group_store(members)
+        for rank in [rank for rank in history.ranks if rank not in left][:_ASKED]:
+            if store.check([f"{_LEFT}/{rank}"]):
+                left[rank] = tuple(json.loads(store.get(f"{_LEFT}/{rank}")))
+    left.pop(history.rank, None)
+    return {rank: why for rank, (count, why) in left.items() if history.count - count < RING}
+
+
+def line_of(members: dist.ProcessGroup) -> dict[str, Any]:
     """What this rank tells the others."""
     label = progress.inside
     if label is not None:
@@ -67,19 +135,33 @@ def _line(members: dist.ProcessGroup) -> dict[str, Any]:
         at = f"the wait for {label}" if label.waits else f"the start of {label}"
     else:
         at = f"what follows {progress.last}" if progress.last else "the first"
-    return {"rank": _ranks(members)[members.rank()], "at": at, "started": progress.started}
+    return {
+        "rank": _ranks(members)[members.rank()],
+        "at": at,
+        "started": progress.started,
+        "from": "" if isinstance(label, Call) else place_of_thread(progress.thread),
+        "parted": parted_where(members, ()),
+    }
+
+
+def _called_from(line: dict[str, Any]) -> str:
+    return f" (called from {line['from']})" if line["from"] else ""
+
+
+def append(members: dist.ProcessGroup, line: dict[str, Any]) -> None:
+    store = compat.group_store(members)
+    store.append(FAILED, json.dumps(line) + "\n")  # type: ignore[attr-defined]
 
 
 def _ranks(members: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(members)
 
 
-def _exchange(members: dist.ProcessGroup, line: dict[str, Any], grace: float) -> list[Any]:
-    """Add a line, and read those of all others that came in time."""
+def _lines(members: dist.ProcessGroup, grace: float) -> list[Any]:
+    """The lines of this rank and of all others that come in time."""
     store, deadline, pause = compat.group_store(members), time.monotonic() + grace, 0.05
-    store.append(_KEY, json.dumps(line) + "\n")  # type: ignore[attr-defined]
     while True:
-        lines = {line["rank"]: line for line in map(json.loads, store.get(_KEY).splitlines())}
+        lines = {line["rank"]: line for line in map(json.loads, store.get(FAILED).splitlines())}
         left = deadline - time.monotonic()
         if len(lines) >= members.size() or left <= 0:
             return list(lines.values())
@@ -101,8 +183,14 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
     return results[0] if results else None
 
 
-def compare(mine: dict[str, Any], lines: Iterable[dict[str, Any]], ranks: list[int]) -> str:
-    """In words, what the other `ranks` do, given the lines of those that answered."""
+def compare(
+    mine: dict[str, Any],
+    lines: Iterable[dict[str, Any]],
+    ranks: list[int],
+    left: Mapping[int, str] = MappingProxyType({}),
+) -> str:
+    """In words, what the other `ranks` do, given the lines of those that answered, and why others
+    have `left`."""
     by_rank = {line["rank"]: line for line in lines}
     others = [rank for rank in ranks if rank != mine["rank"]]
     same: list[int] = []
@@ -114,19 +202,20 @@ def compare(mine: dict[str, Any], lines: Iterable[dict[str, Any]], ranks: list[i
         if (line["at"], line["started"]) == (mine["at"], mine["started"]):
             same.append(rank)
         else:
-            place = f"at {line['at']}"
+            place = f"at {line['at']}{_called_from(line)}"
             if line["started"] != mine["started"]:
                 place += f", having started {line['started']} collectives ({mine['started']} here)"
             elsewhere.setdefault(place, []).append(rank)
-    silent = [rank for rank in others if rank not in by_rank]
-    said = [f"{_named(there)} elsewhere: {place}." for place, there in elsewhere.items()]
+    silent = [rank for rank in others if rank not in by_rank and rank not in left]
+    said = [f"Rank {rank} left with {why}." for rank, why in sorted(left.items())[:16]]
+    said += [f"{_named(there)} elsewhere: {place}." for place, there in elsewhere.items()]
     if silent:
         said.insert(
             0, f"{_named(silent)} silent and never came to it: died, or busy with something else."
         )
     if same:
         said.append(f"{_named(same)} at the same collective.")
-    if not silent and not elsewhere:
+    if not silent and not elsewhere and not left:
         said.append("So no rank is missing: look at the network between them.")
     return " ".join(said)
 
@@ -148,52 +237,3 @@ def _store_is_gone() -> str:
 def _flight_record(members: dist.ProcessGroup) -> list[str]:
     path = compat.flight_record(members)
     return [f"What it had under way is in {path} (read it with torchfrtrace)."] if path else []
-
-
-# -- while others wait -----------------------------------------------------------------------------
-
-
-def watch(group: str) -> None:
-    """From now on, say so where a wait takes long, and answer ranks whose collective failed."""
-    if group not in _watched:
-        if not _watched:
-            thread = threading.Thread(target=_watch, name="shardc watch", daemon=True)
-            thread.start()
-            atexit.register(_stop, thread)
-        _watched.append(group)
-
-
-_watched: list[str] = []
-_ended = threading.Event()
-
-
-def _watch() -> None:
-    """Look at the wait that goes on, if one does, until the process ends."""
-    told: dict[str, float] = {}
-    answered: dict[str, float] = {}
-    while not _ended.wait(_TICK):
-        label, since = progress.inside, progress.since
-        seconds = time.monotonic() - since
-        if label is None or not label.waits or seconds < _LONG:
-            continue
-        for group in _watched:
-            with suppress(RuntimeError, ValueError):  # the group is gone, or its store
-                members = compat.resolve_group(group)
-                if members.size() == 1 or compat.is_fake_group(members):
-                    continue
-                timeout = compat.group_timeout(members, torch.device("cpu"))
-                store = compat.group_store(members)
-                if seconds > _WARN * timeout.total_seconds() and told.get(group) != since:
-                    told[group] = since
-                    log.warning(
-                        "rank %d has waited %.0f s for %s; the timeout is %s",
-                        dist.get_rank(), seconds, label.renamed(), timeout,
-                    )  # fmt: skip
-                if answered.get(group) != since and store.check([_KEY]):
-                    answered[group] = since
-                    store.append(_KEY, json.dumps(_line(members)) + "\n")  # type: ignore[attr-defined]
-
-
-def _stop(thread: threading.Thread) -> None:
-    _ended.set()
-    thread.join(2 * _TICK)

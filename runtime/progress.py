@@ -2,19 +2,25 @@
 
     with Label("all_gather", ("layers.3",), "forward"): ...               # start it
     with Label("all_gather", ("layers.3",), "forward", waits=True): ...   # wait for it
+    with Call("an all-reduce of 3 numbers"): ...                          # both, for a user's call
 
 A label costs less than a microsecond where no profiler runs, so every collective of a graph has its
 own. Where one fails it is not taken back: `progress` then says what this rank was waiting for.
+What is started enters the history of its group, which says so where ranks part.
 """
 
+import threading
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from shardc.runtime import compat
+from shardc.runtime.history import History, digest_of
+from shardc.runtime.places import call_of_user
 
 OFFLOAD = "to_host"
 """The kind of a copy of a gradient to the host."""
@@ -38,6 +44,8 @@ class Progress:
         last: the label of the last of them.
         inside: the label of what it starts or waits for now, or of what failed.
         since: when it began to, on the monotonic clock.
+        thread: which thread waits.
+        history: of the group whose collectives run now.
         names: in a graph that was compiled for other buckets, the names of these by those.
         next_names: the same of the graph that runs next.
         shown: what the profiler was told about `inside`.
@@ -48,6 +56,8 @@ class Progress:
         self.last: Label | None = None
         self.inside: Label | None = None
         self.since = 0.0
+        self.thread = 0
+        self.history: History | None = None
         self.names: dict[str, str] = {}
         self.next_names: dict[str, str] = {}
         self.shown: list[Any] = []
@@ -55,6 +65,11 @@ class Progress:
     def begin_graph(self) -> None:
         """A compiled graph begins to run."""
         self.names, self.next_names = self.next_names, {}
+
+    def enter_graph(self) -> None:
+        """Note a graph as a whole in the history of its group."""
+        if self.history is not None:
+            self.history.enter(digest_of("graph"), "a compiled graph")
 
     def end_graph(self) -> None:
         """It returned or raised. What failed in it has no more labels to leave."""
@@ -94,8 +109,8 @@ class Label:
         """The label with the names of the buckets that the graph which runs is given."""
         if not progress.names:
             return self
-        names = [progress.names.get(name, name) for name in self.buckets]
-        return Label(self.kind, names, self.phase, self.waits)
+        names = tuple(progress.names.get(name, name) for name in self.buckets)
+        return _made(self.kind, names, self.phase, self.waits)
 
     def __str__(self) -> str:
         kind = self.kind.replace("_", "-")
@@ -116,15 +131,59 @@ class Label:
         progress.inside = self
         if self.waits:
             progress.since = time.monotonic()
+            progress.thread = threading.get_ident()
         else:
             progress.started += 1
             progress.last = self
+            if progress.history is not None:
+                label = self.renamed()
+                progress.history.enter(*_fact(label.kind, label.buckets, label.phase))
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if progress.shown:
             progress.shown.pop().__exit__(None, None, None)
         if kind is None:
             progress.inside = None
+
+
+@lru_cache(4096)
+def _made(kind: str, buckets: tuple[str, ...], phase: str, waits: bool) -> Label:
+    return Label(kind, buckets, phase, waits)
+
+
+@lru_cache(4096)
+def _fact(kind: str, buckets: tuple[str, ...], phase: str) -> tuple[int, str]:
+    """What a history keeps of a label: the same on all ranks, and in words."""
+    return digest_of(kind, buckets, phase), str(Label(kind, buckets, phase))
+
+
+class Call(Label):
+    """A collective that is waited for at once, for a call of the user; not shown in the profiler.
+
+    Attributes:
+        what: the collective, the same on all ranks.
+        text: the call, with its place in the user's program.
+    """
+
+    __slots__ = ("text", "what")
+
+    def __init__(self, what: str, text: str = "") -> None:
+        super().__init__("call", (), "", waits=True)
+        self.what = what
+        self.text = text or f"{what} for {call_of_user()}"
+
+    def renamed(self) -> Label:
+        return self
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __enter__(self) -> None:
+        self._note()  # as a wait
+        progress.started += 1
+        progress.last = self
+        if progress.history is not None:
+            progress.history.enter(digest_of(self.what), self.text)
 
 
 def in_short(buckets: Sequence[str]) -> str:

@@ -133,7 +133,7 @@ def _compile_inductor(
             _warn_fallback(ctx.phase, error, where)
             return _naming(graph)(eager_executor(graph, inputs))
         dump_code(compiled, ctx.stem)
-        return compat.wrap_compiled(compiled, _naming(graph))
+        return compat.wrap_compiled(compiled, _naming(graph, bool(kwargs.get("cudagraphs"))))
 
     return compat.compile_fx(gm, example_inputs, inner_compile, patches)
 
@@ -184,10 +184,12 @@ def _compile_eager(
     )
 
 
-def _naming(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _naming(
+    gm: GraphModule, replayed: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Have what runs `gm` say what is missing where a collective fails."""
     groups = _groups(gm)
-    return lambda call: naming_failures(call, groups[0]) if groups else call
+    return lambda call: naming_failures(call, groups, replayed) if groups else call
 
 
 def _finish_graph(gm: GraphModule, ctx: PassContext, plan: Plan) -> GraphModule:

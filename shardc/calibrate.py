@@ -152,8 +152,12 @@ def _probes(mesh: DeviceMesh, device: torch.device) -> list[Callable[[], object]
         functools.partial(torch.nn.functional.gelu, angles, approximate="tanh"),
         functools.partial(copied.copy_, data),
         functools.partial(torch.add, tiny, 1),
-        *(functools.partial(collectives.all_gather, part, world, group) for part in segments),
+        *(functools.partial(_gather, part, world, group) for part in segments),
     ]
+
+
+def _gather(part: torch.Tensor, world: int, group: str) -> torch.Tensor:
+    return collectives.start_all_gather(part, world, group).wait()
 
 
 def _profile(name: str, figures: list[float], device_type: str, world: int) -> Profile:

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.runtime import compat
 from shardc.runtime.checked import checked
+from shardc.runtime.collectives import entering
 from shardc.runtime.communicators import group_over
 from shardc.runtime.shard_tensor import ShardTensor
 from shardc.sync import plain_parts
@@ -64,8 +65,11 @@ def _digest(tensor: Tensor) -> str:
 def _compare(mine: dict[str, str], group: dist.ProcessGroup | None) -> None:
     world = dist.get_world_size(group)
     everyone: list[dict[str, str]] = [{} for _ in range(world)]
-    dist.all_gather_object(everyone, mine, group=group)
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    members = group or dist.group.WORLD
+    assert members is not None
+    with entering("a comparison of values", compat.group_name(members)):
+        dist.all_gather_object(everyone, mine, group=members)
+    ranks = dist.get_process_group_ranks(members)
     for rank, theirs in zip(ranks, everyone, strict=True):
         if "error" in theirs:
             raise ValueError(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardc.runtime import compat
+from shardc.runtime.collectives import entering
 from shardc.runtime.shard_tensor import ShardTensor
 
 
@@ -51,13 +52,15 @@ class ModelRanks:
     def broadcast(self, tensor: Tensor) -> None:
         """Give every rank the first one's `tensor`, in place."""
         for group in self.groups:
-            dist.broadcast(tensor, group=group, group_src=0)
+            with entering(f"a broadcast of {tensor.numel()}", compat.group_name(group)):
+                dist.broadcast(tensor, group=group, group_src=0)
 
     def broadcast_object(self, value: Any) -> Any:
         """The first rank's `value`, pickled."""
         box = [value]
         for group in self.groups:
-            dist.broadcast_object_list(box, group=group, group_src=0)
+            with entering("a broadcast of an object", compat.group_name(group)):
+                dist.broadcast_object_list(box, group=group, group_src=0)
         return box[0]
 
     def agree(self, error: Exception | None) -> None:
@@ -71,7 +74,8 @@ class ModelRanks:
             told = [f"rank {dist.get_rank() if self.groups else 0}: {error}"]
         for group in self.groups:
             everyone: list[list[str]] = [[] for _ in range(group.size())]
-            dist.all_gather_object(everyone, told, group=group)
+            with entering("a check of all ranks", compat.group_name(group)):
+                dist.all_gather_object(everyone, told, group=group)
             told = [message for messages in everyone for message in messages]
         if error is not None:
             raise error

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardc.runtime import compat
+from shardc.runtime.collectives import entering
 from shardc.runtime.shard_operands import cut
 from shardc.runtime.shard_tensor import ShardTensor
 from shardc.state_ranks import ModelRanks
@@ -74,7 +75,8 @@ def _put_together(value: ShardTensor, shape: tuple[int, ...], device: torch.devi
     start, stop = spec.interval()
     flat[start:stop].copy_(local)
     if spec.numel:
-        dist.all_reduce(buffer, group=compat.resolve_group(spec.group))
+        with entering(f"an all-reduce of {size} bytes", spec.group):
+            dist.all_reduce(buffer, group=compat.resolve_group(spec.group))
     return flat.view(shape)
 
 

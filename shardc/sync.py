@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardc.runtime import compat
 from shardc.runtime.bucket import Bucket
+from shardc.runtime.collectives import entering
 from shardc.runtime.layout import BucketLayout
 from shardc.runtime.padding import new_padded
 from shardc.runtime.ranks import Ranks
@@ -80,7 +81,9 @@ def scatter_segment(
                 place = flat[slot.start : slot.start + slot.numel]
                 place.copy_(local_value(param).reshape(-1))
             parts = [_bytes(part) for part in flat.chunk(ranks.world_size)]
-        dist.scatter(_bytes(segment), parts, group=compat.resolve_group(ranks.shard), group_src=0)
+        with entering(f"a scatter of {segment.numel()}", ranks.shard):
+            group = compat.resolve_group(ranks.shard)
+            dist.scatter(_bytes(segment), parts, group=group, group_src=0)
     _to_copies(segment, ranks)
     return segment
 
@@ -97,7 +100,8 @@ def sync_copies(buckets: Iterable[Bucket]) -> None:
 
 def _to_copies(tensor: Tensor, ranks: Ranks) -> None:
     if ranks.replicas is not None and tensor.numel():
-        dist.broadcast(_bytes(tensor), group=compat.resolve_group(ranks.replicas), group_src=0)
+        with entering(f"a broadcast of {tensor.numel()}", ranks.replicas):
+            dist.broadcast(_bytes(tensor), group=compat.resolve_group(ranks.replicas), group_src=0)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -170,7 +174,8 @@ def _broadcast(tensor: Tensor, ranks: Ranks) -> None:
         return
     whole = tensor.contiguous()
     if _is_first_copy(ranks):
-        dist.broadcast(_bytes(whole), group=compat.resolve_group(ranks.shard), group_src=0)
+        with entering(f"a broadcast of {whole.numel()}", ranks.shard):
+            dist.broadcast(_bytes(whole), group=compat.resolve_group(ranks.shard), group_src=0)
     _to_copies(whole, ranks)
     if whole is not tensor:
         tensor.copy_(whole)

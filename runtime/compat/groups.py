@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,21 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
         backend = group._get_backend(torch.device("cuda"))
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout or constants.default_pg_timeout
+
+
+def break_connections(group: dist.ProcessGroup) -> None:
+    """Have all that waits on gloo among these ranks fail, here and on the peers (2.11 to 2.15).
+
+    Gloo has no abort (`abort()` does nothing), but closes its connections when a wait times out.
+    """
+    from torch.distributed import distributed_c10d
+
+    own = set(dist.get_process_group_ranks(group))
+    for other, ranks in list(distributed_c10d._world.pg_group_ranks.items()):
+        if own.issuperset(ranks) and len(ranks) > 1 and backend_for(other, "cpu") == "gloo":
+            peer = (other.rank() + 1) % other.size()
+            with suppress(RuntimeError):
+                other.recv([torch.empty(1)], peer, 0x5AD).wait(timedelta(milliseconds=1))
 
 
 def flight_record(group: dist.ProcessGroup) -> str | None:

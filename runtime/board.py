@@ -1,0 +1,127 @@
+"""Memory that the ranks of a group on one host share: the last collectives each has entered.
+
+A file of fixed size, mapped by all. A rank writes its own ring only, so there are no locks, and an
+entry's word is written last. Which file it is, the ranks agree on by one operation of the store.
+The file is removed once all have it open, or at exit; ranks on another host have another one.
+"""
+
+import atexit
+import fcntl
+import mmap
+import os
+import secrets
+import tempfile
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from shardc.runtime import compat
+
+RING = 128
+"""How many entries a rank keeps: one that is further ahead is not compared with."""
+COUNT_BITS = 16
+_ENTRY, _WORD = 256, 8
+"""Bytes of an entry: the word, then its text."""
+_RANK = (RING + 1) * _ENTRY
+"""Bytes of a rank: its ring, and an entry for why it left."""
+_CHAIN_BITS = 8 * _WORD - COUNT_BITS
+
+
+def word_of(count: int, chain: int) -> int:
+    """What ranks compare of an entry: its place, and a hash of all entries up to it."""
+    return (count % (1 << COUNT_BITS)) << _CHAIN_BITS | chain % (1 << _CHAIN_BITS)
+
+
+class Board:
+    """What ranks of this host have entered; this one is `rank` of `world`."""
+
+    def __init__(self, path: str, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
+        # in words: how many ranks have it open, which; from a new page on, their rings
+        self._start = -(-(1 + world) * _WORD // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = self._start + world * _RANK
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file).st_size < size:
+                os.ftruncate(file, size)  # pages that nobody writes to take no memory
+            self._memory = mmap.mmap(file, size)
+            self._words: Any = memoryview(self._memory).cast("Q")
+            self._sign_in(path)
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # the mapping keeps the file open
+            os.close(file)
+        self._known = 0
+        self._peers: list[int] = []
+
+    def _sign_in(self, path: str) -> None:
+        here = self._words[0] + 1
+        self._words[here] = self._rank
+        self._words[0] = here
+        if here in (self._world, int(os.environ.get("LOCAL_WORLD_SIZE", "0"))):
+            os.unlink(path)
+        else:
+            atexit.register(_remove, path)
+
+    def post(self, count: int, word: int, text: bytes) -> bool:
+        """Write an entry; whether another rank has another one at this place."""
+        place = count % RING * _ENTRY
+        self._write(place, word, text)
+        words = self._words
+        if words[0] != self._known:
+            self._look_who_is_here()
+        for ring in self._peers:
+            other = words[(ring + place) // _WORD]
+            if other != word and other >> _CHAIN_BITS == word >> _CHAIN_BITS:
+                return True
+        return False
+
+    def _write(self, place: int, word: int, text: bytes) -> None:
+        start = self._start + self._rank * _RANK + place + _WORD
+        text = text[: _ENTRY - _WORD - 1]
+        self._memory[start : start + len(text) + 1] = text + b"\0"
+        self._words[start // _WORD - 1] = word
+
+    def leave(self, count: int, text: str) -> None:
+        """Write why this rank left after so many entries."""
+        self._write(RING * _ENTRY, count, text.encode())
+
+    def left(self) -> dict[int, tuple[int, str]]:
+        """By rank, after how many entries it left, and why."""
+        found = {rank: self._read(rank, RING) for rank in self._words[1 : 1 + self._words[0]]}
+        return {rank: entry for rank, entry in found.items() if entry[0]}
+
+    def at(self, count: int) -> dict[int, tuple[int, str]]:
+        """By rank, the word and the text of the entry at this place, where there is one."""
+        found = {}
+        for rank in self._words[1 : 1 + self._words[0]]:
+            word, text = self._read(rank, count % RING)
+            if word >> _CHAIN_BITS == count % (1 << COUNT_BITS) and word:
+                found[rank] = word, text
+        return found
+
+    def _read(self, rank: int, index: int) -> tuple[int, str]:
+        start = self._start + rank * _RANK + index * _ENTRY
+        text = self._memory[start + _WORD : start + _ENTRY].split(b"\0")[0]
+        return self._words[start // _WORD], text.decode(errors="replace")
+
+    def _look_who_is_here(self) -> None:
+        self._known = self._words[0]
+        ranks = [rank for rank in self._words[1 : 1 + self._known] if rank != self._rank]
+        self._peers = [self._start + rank * _RANK for rank in ranks]
+
+
+def board_of(group: dist.ProcessGroup) -> Board | None:
+    """The board of a group; None where there can be none."""
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    with suppress(RuntimeError, OSError):  # of the store, of the file
+        store, mine = compat.group_store(group), secrets.token_hex(16)
+        token = store.compare_set("shardc/board", "", mine)
+        return Board(f"{folder}/shardc-{token.decode()}", group.rank(), group.size())
+    return None
+
+
+def _remove(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)

@@ -1,0 +1,202 @@
+"""Ranks that part: named with their places on all of them, by an error, long before the timeout.
+
+Two of three processes train over a group of their own, which such a test leaves broken.
+"""
+
+import os
+import re
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from models import Choosing, Stack, compiled, seeded, shard_all, tokens
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardc import StateDictOptions, get_model_state_dict, summon_full_params
+from shardc.runtime import compat, history
+from shardc.runtime.board import RING, Board, word_of
+from shardc.runtime.history import history_of
+
+
+@contextmanager
+def _two_of(mesh):
+    """A mesh of the first two ranks; None on the third."""
+    if mesh.get_local_rank() == 2:
+        yield None
+    else:
+        timeout = timedelta(seconds=900)
+        group = dist.new_group([0, 1], timeout=timeout, use_local_synchronization=True)
+        yield DeviceMesh.from_group(group, "cpu")
+
+
+def _step(call):
+    call(tokens(1), tokens(2)).backward()
+
+
+def _told(act):
+    """What is said where `act` fails, without the compiler's words around it."""
+    with pytest.raises(Exception, match="ranks have parted") as caught:
+        act()
+    return str(caught.value)
+
+
+def _turn(model):
+    model.order = (1, 0)
+
+
+def _skip(model):
+    model.order = (0,)
+
+
+def _sync_no_more(model):
+    model.set_requires_gradient_sync(False)
+
+
+_IN_A_GRAPH = "rank 1 entered the comparison of the buckets that a graph reads"
+_IN_AN_ORDER = "rank 1 entered the comparison of the order in which an uncompiled forward gathers"
+WAYS = [
+    (_turn, None, "rank 0 entered the all-gather of layers.1 in the forward",
+     rf"{_IN_AN_ORDER} \(gather 1: bucket 1 \(layers.1\)"),
+    (_turn, "eager", "rank 0 entered the all-gather of Choosing in the forward", _IN_A_GRAPH),
+    (_skip, None, "rank 0 entered the all-gather of layers.1 in the backward",
+     "rank 1 entered the comparison of the order in which an uncompiled backward gathers"),
+    (_sync_no_more, None, "rank 0 entered the reduce-scatter of layers.1 in the backward",
+     "rank 1 entered the all-gather of Choosing in the forward"),
+    (_sync_no_more, "eager", "rank 0 entered the ", "rank 1 entered the comparison of "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", range(len(WAYS)))
+@on_ranks(3)
+def test_a_rank_that_goes_another_way(mesh, way):
+    part, executor, first, second = WAYS[way]
+    with _two_of(mesh) as two:
+        if two is None:
+            return
+        model = shard_all(seeded(Choosing), two)
+        call = compiled(model, executor) if executor else model
+        for _ in range(2):
+            _step(call)
+        if two.get_local_rank() == 1:
+            part(model)
+        text = _told(lambda: [_step(call) for _ in range(2)])
+        assert re.search(first, text) and re.search(second, text), text
+        assert f"rank {two.get_local_rank()} of 3" in text, text
+
+
+def _gather_one(model):
+    model.head.weight.full_tensor()
+
+
+def _clip(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def _take_state(model):
+    get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def _summon(model):
+    with summon_full_params(model):
+        pass
+
+
+CALLS = [
+    (_gather_one, "an all-gather of .* for full_tensor at test_parted.py:"),
+    (_clip, "an all-reduce of .* for clip_grad_norm_ at test_parted.py:"),
+    (_take_state, "for get_model_state_dict at test_parted.py:"),
+    (_summon, "for summon_full_params at test_parted.py:"),
+]
+
+
+@pytest.mark.parametrize("call", range(len(CALLS)))
+@on_ranks(3)
+def test_a_call_that_one_rank_makes(mesh, call):
+    act, said = CALLS[call]
+    with _two_of(mesh) as two:
+        if two is None:
+            return
+        model = shard_all(seeded(Stack), two)
+        _step(model)
+        text = _told(lambda: act(model) if two.get_local_rank() == 1 else _step(model))
+        assert "rank 0 entered the all-gather of Stack in the forward" in text, text
+        assert re.search(rf"rank 1 entered [^;]*{said}", text), text
+
+
+@on_ranks(3)
+def test_ranks_without_common_memory_compare_through_the_store(mesh):
+    with _two_of(mesh) as two:
+        if two is None:
+            return
+        model = shard_all(seeded(Stack), two)
+        history_of(two.get_group().group_name)._board = None
+        _step(model)
+        text = _told(lambda: _clip(model) if two.get_local_rank() == 1 else _step(model))
+        assert "rank 0 entered the all-gather of Stack in the forward" in text, text
+        assert "rank 1 entered an all-reduce of " in text, text
+
+
+@on_ranks(3)
+def test_an_exception_of_another_rank_is_told(mesh):
+    with _two_of(mesh) as two:
+        if two is None:
+            return
+        model = shard_all(seeded(Stack), two)
+        _step(model)
+        if two.get_local_rank() == 1:
+            model.layers[0].register_forward_pre_hook(lambda *_: {}["my bug"])
+            with pytest.raises(KeyError):
+                _step(model)
+            compat.break_connections(two.get_group())  # as its end would
+        else:
+            with pytest.raises(RuntimeError, match="Rank 1 left with KeyError: 'my bug'"):
+                _step(model)
+
+
+@on_ranks(2)
+def test_a_step_asks_no_store(mesh):
+    model = shard_all(seeded(Stack), mesh)
+    calls = [model, compiled(model, "eager")]
+    for call in calls:
+        _step(call)
+        _clip(model)
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compat, "group_store", lambda group: asked.append(group))
+        before = history_of(mesh.get_group().group_name).count
+        for call in calls:
+            _step(call)
+            _clip(model)
+    entered = history_of(mesh.get_group().group_name).count - before
+    assert not asked and entered == 2 * (3 + 2 + 3 + 1)  # gathers, again, reductions, norms
+
+
+def test_a_board_finds_who_comes_second(tmp_path):
+    path = str(tmp_path / "board")
+    first, second = Board(path, 0, 3), Board(path, 2, 3)
+    assert not first.post(1, word_of(1, 7), b"a") and not second.post(1, word_of(1, 7), b"a")
+    for place in range(2, RING + 2):  # rank 0 is ahead by as much as a ring holds
+        assert not first.post(place, word_of(place, place), b"b" * 300)
+    assert not second.post(2, word_of(2, 2), b"b")
+    assert second.post(3, word_of(3, 4), b"c")
+    assert second.at(3) == {0: (word_of(3, 3), "b" * 247), 2: (word_of(3, 4), "c")}
+    assert not second.left()
+    first.leave(5, "tired")
+    assert second.left() == {0: (5, "tired")}
+    assert os.path.exists(path)
+    Board(path, 1, 3)
+    assert not os.path.exists(path)  # all have it open
+
+
+def test_parting_in_words():
+    text = history.say_parted(4, {2: "b", 0: "a", 1: "a"})
+    assert text.startswith(
+        "ranks have parted after 3 collectives in common: ranks 0, 1 entered a; rank 2 entered b. "
+    )
+
+
+def test_what_is_entered_has_the_same_digest_in_every_process():
+    assert history.digest_of("all_gather", ("layers.0",), "forward") == 4179962614
