@@ -66,12 +66,13 @@ THEN = {
     "save": "share_buffers(plain, ours)\npath = save(ours, optimizer)\nspoil(ours)\n"
     "load(ours, optimizer, path)",
     "reload": "share_buffers(plain, ours)\npath = save(ours, optimizer)\n"
-    "ours = shard(build(), mesh)\ncall, optimizer = caller(ours), make_optimizer(ours)\n"
+    "ours = shard(build(), mesh)\nplain.zero_grad()\n"
+    "call, optimizer = caller(ours), make_optimizer(ours)\n"
     "load(ours, optimizer, path)",
     "full": "share_buffers(plain, ours)\nsave_and_load_full(ours)",
     "state_dict": "state = {name: value.clone() for name, value in ours.state_dict().items()}\n"
     "spoil(ours)\nours.load_state_dict(state)",
-    "deepcopy": "ours, old = copy.deepcopy(ours), optimizer\n"
+    "deepcopy": "ours, old = copy.deepcopy(ours), optimizer\nplain.zero_grad()\n"
     "call, optimizer = caller(ours), make_optimizer(ours)\n"
     "optimizer.load_state_dict(old.state_dict())",
 }
