@@ -62,6 +62,7 @@ class Accumulated:
         """Have `flat: (W*S,)`, which has all that waited in it, wait; an eager backward used
         `used`."""
         assert self.sink is not None
+        self.bucket.gathered.hide_gradients()
         self.sink.grad = flat
         self.used.update(used)
         self.bucket.end_backward()
@@ -97,6 +98,7 @@ class Accumulated:
     def clear(self) -> None:
         """Nothing waits any more."""
         if self.sink is not None:
+            self.bucket.gathered.hide_gradients()
             self.sink.grad = None
         self.partial, self.taken = None, False
         self.used, self.elsewhere = set(), set()

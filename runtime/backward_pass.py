@@ -78,10 +78,12 @@ class BackwardPass:
 
     Attributes:
         gathers: what it gathers again.
+        opened: the buckets that were read in it, outside of a forward.
     """
 
     def __init__(self) -> None:
         self.gathers = Gathers("backward")
+        self.opened: list[Any] = []
         self._reductions: deque[_Reduction] = deque()
         self._gathered: list[weakref.ref[Any]] = []
 
@@ -90,7 +92,7 @@ class BackwardPass:
         self._gathered.append(weakref.ref(again))
         full = self.gathers.gather(bucket, again)
         if not bucket.settings.reshard_after_backward:
-            bucket.gathered.keep(full)
+            bucket.gathered.keep(full, again.written)
         return full
 
     @torch.no_grad()
@@ -100,6 +102,7 @@ class BackwardPass:
         waiting, spec = bucket.gradients.waiting, bucket.code
         used = {slot for slot, grad in enumerate(grads) if grad is not None}
         flush_when_done()
+        bucket.gathered.end_backward()
         if not spec.reduction.sync:
             waiting.add(pack_gradients(grads, spec, waiting.pending), used)
             return
@@ -132,6 +135,8 @@ class BackwardPass:
             if not self._reductions[0].advance():
                 self._reductions.popleft()
         self.gathers.close()
+        for bucket in self.opened:
+            bucket.gathered.end_backward()
         for reference in self._gathered:
             again = reference()
             if again is not None:

@@ -55,8 +55,8 @@ class SlotRef:
             full = torch.ops.shardc.unshard_slot(bucket.segment, signature, self.index, extras)
             placed = bucket.placed[self.index]
             return full if placed is None else placed.wrap(full)
-        if bucket.gathered.depth > 0 or bucket.gathered.opened:
-            return bucket.gathered.views()[self.index]
+        if bucket.gathered.is_readable:
+            return bucket.gathered.read(self.index)
         return bucket.params[self.index]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SlotRef":
@@ -140,6 +140,7 @@ class Bucket:
 
     def set_segment(self, segment: Tensor) -> None:
         """Take `segment: (S,)` as the leaf; `take` and `apply` point the parameters to it."""
+        self.gathered.drop()
         self.segment = nn.Parameter(segment, requires_grad=any(self.trainable))
         if not self.settings.offloaded:
             self.device = segment.device

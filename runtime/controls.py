@@ -322,7 +322,14 @@ class Controls:
             bucket.gathered.drop()
 
     def reset_iter_state(self) -> None:
-        """Forget a step that was interrupted: what it gathered and what its backward had noted."""
+        """Forget a step that was interrupted: free what is gathered, drop what its backward had
+        noted, and gradients that wait to be reduced.
+
+        Raises:
+            RuntimeError: not the outermost unit.
+        """
+        if not self._shardc_unit.is_root:
+            raise RuntimeError("reset_iter_state() is for the outermost sharded module")
         for unit in _own_units(self, recurse=True):
             for bucket in unit.buckets:
                 bucket.reset()

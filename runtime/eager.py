@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardc.runtime import collectives, compat, lost_peers
 from shardc.runtime.backward_pass import backward_pass
 from shardc.runtime.gathers import Gathers
+from shardc.runtime.policy import map_tensors
 from shardc.runtime.unsharded import saving_handles
 
 _running: list["EagerCall"] = []
 _gathers: Gathers | None = None
+_staying: dict[Any, None] = {}
 
 
 @dataclass(eq=False)
@@ -49,21 +52,51 @@ def begin_call(module: Any) -> EagerCall:
 
 
 @torch.compiler.disable
-def end_call(call: EagerCall) -> None:
-    """It returned or raised (then this runs while the exception is handled)."""
+def end_call(call: EagerCall, outputs: Any, raised: bool) -> None:
+    """It returned `outputs`, or raised (then this runs while the exception is handled)."""
     global _gathers
     _running.pop()
     call.label.__exit__(None, None, None)
     for bucket in call.module._shardc_buckets:
-        bucket.gathered.leave()
+        if bucket.gathered.leave(call.module, raised):
+            _staying[bucket] = None
     if call.hooks is not None:
         call.hooks.__exit__()
-    error = sys.exc_info()[1]
+    error = sys.exc_info()[1] if raised else None
     if not _running and error is not None:
         lost_peers.leave(error)
     if not _running and _gathers is not None:
         done, _gathers = _gathers, None
-        done.close(raised=error is not None)
+        done.close(raised)
+        _end_forward(outputs, raised)
+
+
+def _end_forward(outputs: Any, raised: bool) -> None:
+    """The outermost call is done: what stays gathered for its backward is freed when that ends."""
+    buckets = list(_staying)
+    _staying.clear()
+    if compat.in_backward():  # it was recomputed
+        backward_pass().opened.extend(buckets)
+        return
+    for bucket in buckets:
+        bucket.gathered.end_forward(raised)
+    kept = [bucket.gathered for bucket in buckets if bucket.gathered.is_kept]
+    if not kept:
+        return
+
+    def end_backward() -> None:
+        for gathered in kept:
+            gathered.end_backward()
+
+    def begin_backward(_: Any) -> None:
+        compat.when_backward_ends(end_backward)
+
+    def note(output: Tensor) -> Tensor:
+        if output.grad_fn is not None:
+            output.grad_fn.register_prehook(begin_backward)
+        return output
+
+    map_tensors(note, outputs)
 
 
 def gathers() -> Gathers:

@@ -40,11 +40,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         if unit.converts:
             args, kwargs = unit.prepare_inputs(self, args, kwargs)
         call = None if torch.compiler.is_compiling() else begin_call(self)
+        outputs, raised = None, True
         try:
             outputs = function(self, *args, **kwargs)
+            raised = False
         finally:
             if call is not None:
-                end_call(call)
+                end_call(call, outputs, raised)
         return unit.finish_outputs(self, outputs) if unit.converts else outputs
 
     setattr(module, method_name, types.MethodType(method, module))

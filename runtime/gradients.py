@@ -16,7 +16,7 @@ from shardc.runtime import compat, host_copies
 from shardc.runtime.accumulate import Accumulated
 from shardc.runtime.selection import is_selected, runs_hooks
 from shardc.runtime.shard_tensor import ShardTensor
-from shardc.runtime.unshard import reduce
+from shardc.runtime.unshard import reduce, split_full
 
 
 class Gradients:
@@ -25,6 +25,7 @@ class Gradients:
     Attributes:
         waiting: gradients that wait to be reduced.
         used, elsewhere: slots that the backward under way differentiates, here and on other ranks.
+        delivers: whether parameters are given their gradients now.
     """
 
     def __init__(self, bucket: Any) -> None:
@@ -32,6 +33,7 @@ class Gradients:
         self.waiting = Accumulated(bucket)
         self.used: set[int] = set()
         self.elsewhere: set[int] = set()
+        self.delivers = False
         self._warned = False
 
     def begin_backward(self, taken: Sequence[Tensor | None]) -> None:
@@ -63,6 +65,18 @@ class Gradients:
             into = (self.waiting.used, self.waiting.elsewhere)
         for noted, given in zip(into, (slots, elsewhere), strict=True):
             noted.update(slot for slot in given if is_selected(self.bucket, slot))
+
+    def unreduced(self, index: int, dtype: torch.dtype) -> Tensor | None:
+        """What waits of the gradient of the full parameter `index`, in its dtype; None if nothing.
+
+        Where it waits in that dtype it is no copy: a write changes what will be reduced.
+        """
+        waiting, bucket = self.waiting, self.bucket
+        if waiting.pending is None or index not in waiting.used:
+            return None
+        part = split_full(waiting.pending, bucket.code)[index].to(dtype)
+        placed = bucket.placed[index]
+        return part if placed is None else placed.wrap(part)
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -148,8 +162,12 @@ class Gradients:
         elif eager:
             missing |= {i for i in set(grads) - used if bool(grads[i].to_local().any())}
         self._warn_of(missing - used)
-        for index in sorted((used | missing) & set(grads)):
-            self._give(index, grads[index])
+        self.delivers = True
+        try:
+            for index in sorted((used | missing) & set(grads)):
+                self._give(index, grads[index])
+        finally:
+            self.delivers = False
 
     def _warn_of(self, missing: set[int]) -> None:
         """Say once that slots are used on other ranks only."""
@@ -181,7 +199,7 @@ class Gradients:
     def reset(self) -> None:
         """Forget a backward that was interrupted."""
         self.used, self.elsewhere = set(), set()
-        self.waiting.taken = False
+        self.waiting.clear()
 
 
 def _checked(replacement: Tensor | None, grad: ShardTensor) -> ShardTensor:

@@ -43,11 +43,14 @@ class ShardedParameters:
         # In one `try`, also while it is traced: a graph break inside then leaves all of this frame
         # to Python, where the buckets are open.
         call = None if torch.compiler.is_compiling() else begin_call(self)
+        outputs, raised = None, True
         try:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            outputs = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            raised = False
+            return outputs
         finally:
             if call is not None:
-                end_call(call)
+                end_call(call, outputs, raised)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As `nn.Module.register_parameter`; over a sharded parameter, `param` is cut in place.
@@ -78,6 +81,14 @@ class ShardedParameters:
                 "before fully_shard"
             )
         super().register_parameter(name, param)  # type: ignore[misc]
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """As `nn.Module.get_parameter`: what `parameters()` gives, whatever a read gives now."""
+        path, _, name = target.rpartition(".")
+        module: Any = self.get_submodule(path)  # type: ignore[attr-defined]
+        if name in vars(module).get("_shardc_slots", ()):
+            return module._parameters[name]
+        return super().get_parameter(target)  # type: ignore[misc]
 
     def __delattr__(self, name: str) -> None:
         if name in self._shardc_slots:

@@ -10,6 +10,7 @@ under such hooks, and models use them between their layers. A weight that is rea
 module that holds it is saved as it is: right, but its bucket stays until the backward.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,13 +24,15 @@ from shardc.runtime.backward_pass import backward_pass
 from shardc.runtime.spec import UnshardSpec
 from shardc.runtime.unshard import recut, split_full
 
-_by_storage: dict[int, "Unsharded"] = {}
+_by_storage: "weakref.WeakValueDictionary[int, Unsharded]" = weakref.WeakValueDictionary()
 
 
 class Unsharded:
     """What one eager forward reads of a bucket.
 
     Attributes:
+        written: the bucket's version when it was gathered.
+        stays: whether it stays gathered after the forward.
         views: the full parameters, one a slot.
         local_views: the same without tensor parallelism around them.
     """
@@ -39,12 +42,12 @@ class Unsharded:
         self.code = code
         self.full = full
         self.version = full._version
-        self._written = bucket.version
+        self.written = bucket.version
+        self.stays = code.held or not code.reshard_after_forward
         self._again: Again | None = None
-        self._storage: int | None = None
-        if code.reshard_after_forward and not code.held:
-            self._storage = compat.storage_id(full)
-            _by_storage[self._storage] = self  # type: ignore[index]
+        self._storage = compat.storage_id(full)
+        if self._storage is not None:
+            _by_storage[self._storage] = self
         # The first read may lie inside `no_grad` or `vmap` and a later one outside: what is kept
         # serves both.
         with compat.outside_function_transforms(), torch.enable_grad():
@@ -55,10 +58,16 @@ class Unsharded:
                 for view, placed in zip(views, bucket.placed, strict=True)
             )
 
-    def close(self) -> None:
-        """The forward is done."""
+    def state(self) -> object:
+        """Differs after a write to the full parameters, but for those in place through `.data`."""
+        return self.full._version, [view.data_ptr() for view in self.local_views]
+
+    def close(self, at_once: bool) -> None:
+        """Nothing reads it any more. Backwards to come gather again what is freed `at_once`."""
         if self._storage is not None:
             _by_storage.pop(self._storage, None)
+        if self._again is not None and at_once:
+            self._again.full = None
         self.views, self.local_views, self._again = (), (), None
         del self.full
 
@@ -69,7 +78,10 @@ class Unsharded:
         if tensor.is_conj() or tensor.is_neg():
             return None
         if self._again is None:
-            self._again = Again(self.bucket, self.code, self.full, self._written)
+            at_once = compat.in_backward()  # recomputed for it
+            self._again = Again(
+                self.bucket, self.code, self.full, self.written, self.stays or at_once
+            )
         return Handle(self._again, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
@@ -80,7 +92,7 @@ class _Read(torch.autograd.Function):
     def forward(
         ctx: Any, segment: Tensor, full: Tensor, bucket: Any, code: UnshardSpec
     ) -> tuple[Tensor, ...]:
-        ctx.bucket = bucket
+        ctx.bucket = weakref.ref(bucket)  # which may hold these views until a backward
         ctx.set_materialize_grads(False)
         views = split_full(full, code)
         ctx.mark_non_differentiable(
@@ -91,20 +103,24 @@ class _Read(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        if any(grad is not None for grad in grads):
-            backward_pass().reduce(ctx.bucket, grads)
+        bucket = ctx.bucket()  # None: the model and its parameters are gone
+        if bucket is not None and any(grad is not None for grad in grads):
+            backward_pass().reduce(bucket, grads)
         return None, None, None, None
 
 
 class Again:
-    """A bucket gathered again for a backward; lives as long as the handles to it."""
+    """A bucket for a backward, gathered again if it did not stay; lives as long as the handles."""
 
-    def __init__(self, bucket: Any, code: UnshardSpec, full: Tensor, written: object) -> None:
+    def __init__(
+        self, bucket: Any, code: UnshardSpec, full: Tensor, written: object, stays: bool
+    ) -> None:
         self.bucket = bucket
         self.code = code
         self.written = written
         self.part = None if code.recut is None else recut(full, *code.recut)
-        self.full: Tensor | None = None
+        self.full: Tensor | None = full if stays else None
+        self._version = full._version
         bucket.gathered.expect(self)
 
     def get(self) -> Tensor:
@@ -113,7 +129,7 @@ class Again:
         Raises:
             RuntimeError: the parameters were written since the forward.
         """
-        if self.full is None:
+        if self.full is None or self.full._version != self._version:
             if self.written != self.bucket.version:
                 raise RuntimeError(
                     f"parameters of {self.bucket.label} were written (by an optimizer step, a load "
@@ -121,6 +137,7 @@ class Again:
                     "the forward used: run the backward first"
                 )
             self.full = backward_pass().gather(self.bucket, self)
+            self._version = self.full._version
         return self.full
 
 

@@ -44,8 +44,7 @@ def buckets_of_the_runtime(gm: GraphModule) -> frozenset[int]:
         and (
             is_one_unit
             or bucket.gathered.is_shared
-            or bucket.gathered.current is not None
-            or (is_cut and bucket.gathered.depth > 0)
+            or (bucket.gathered.depth > 0 and (is_cut or bucket.gathered.current is not None))
         )
     )
 
