@@ -19,7 +19,7 @@ from shardc.runtime.checked import Count, Must, Positive, check_value, checked, 
 from shardc.runtime.communicators import own_group
 from shardc.runtime.reduce_functions import LeaveOutGather, leave_out_reduce
 from shardc.runtime.spec import intern_object
-from shardc.runtime.unit import Unit
+from shardc.runtime.unit import Once, Unit
 
 Comm = Annotated[
     Any,
@@ -335,9 +335,12 @@ class Controls:
                 bucket.reset()
 
     @checked
-    def set_post_optim_event(self, event: Event) -> None:
-        """Have the next gathers wait for `event`, recorded after an optimizer step elsewhere."""
-        event.wait()
+    def set_post_optim_event(self, event: Event | None) -> None:
+        """Have the gathers of the next forward wait for `event`, recorded after an optimizer step
+        on another stream; what is queued before them does not. None takes it back."""
+        after = None if event is None else Once(event.wait)
+        for unit in _own_units(self, recurse=True):
+            unit.before_gathers = after
 
     # -- hints for the schedule ----------------------------------------------------------------
 
@@ -443,12 +446,24 @@ def _allocates_itself(memory: str | None, comm: Any) -> None:
 def share_comm_ctx(modules: Sequence[Controls]) -> None:
     """FSDP2's call for pipeline stages on one device: they shall share streams and buffers.
 
-    Units over the same ranks share their communicators anyway, so this only checks `modules`.
+    Units over the same ranks share a communicator. Those that the first of `modules` has for its
+    gathers or its reductions alone become those of all, as does its limit on reductions.
 
     Raises:
         TypeError, ValueError: no list, or something in it is not sharded.
     """
-    _units("share_comm_ctx", modules)
+    units = _units("share_comm_ctx", modules)
+    if not units:
+        return
+    first = units[0]
+    own = {bucket.group: bucket for bucket in first.buckets}
+    for unit in [unit for module in modules for unit in _own_units(module, recurse=True)]:
+        for bucket in unit.buckets:
+            like = own.get(bucket.group)
+            if like is not None:
+                bucket.gather_group, bucket.reduce_group = like.gather_group, like.reduce_group
+        unit.reduce_buffers = first.reduce_buffers
+        unit.refresh()
 
 
 def _units(where: str, modules: Iterable[Any]) -> tuple[Unit, ...]:

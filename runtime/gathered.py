@@ -97,6 +97,7 @@ class Gathered:
             self._version = self.bucket.version
 
     def _start(self) -> Started:
+        self.bucket.owner.await_updates()
         with (
             naming(self.bucket.ranks.everyone),
             Label("all_gather", (self.bucket.label,), "forward"),

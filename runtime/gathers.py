@@ -135,6 +135,7 @@ def _to_next_unit(unit: Any, buckets: Sequence[Any]) -> list[Any]:
 
 def _start(bucket: Any, code: UnshardSpec | None, again: Any, phase: str) -> _Gather:
     log.debug("gather %s", bucket.label)
+    bucket.owner.await_updates()
     code = code or bucket.reading_code()
     part = None if again is None else again.part
     label = Label("all_gather", (bucket.label,), phase)

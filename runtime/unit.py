@@ -18,6 +18,18 @@ from shardc.runtime.policy import cast_to, map_tensors, moved_to
 from shardc.runtime.settings import Settings
 
 
+class Once:
+    """A call that several units may make, and only the first does."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call: Callable[[], Any] | None = call
+
+    def __call__(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call()
+
+
 @dataclass(eq=False)
 class Unit:
     """What one call of `fully_shard` made: modules that are gathered and reduced together.
@@ -37,6 +49,7 @@ class Unit:
         number: the same on all ranks.
         on_meta: whether something below its modules may still be on the meta device.
         summoned: whether its modules hold full parameters, and so compute in their dtype.
+        before_gathers: what its next gather waits for.
     """
 
     given: InitVar[tuple[nn.Module, ...]]
@@ -55,6 +68,7 @@ class Unit:
     reduce_buffers: int | None = None
     on_meta: bool = False
     summoned: bool = False
+    before_gathers: "Once | None" = None
 
     def __post_init__(self, given: tuple[nn.Module, ...]) -> None:
         self._modules = tuple(weakref.ref(module) for module in given)
@@ -81,6 +95,12 @@ class Unit:
         ahead = tuple(unit.number - self.number for unit in self.forward_prefetch)
         back = tuple(unit.number - self.number for unit in self.backward_prefetch)
         return (ahead, back, self.reduce_buffers) if ahead or back or self.reduce_buffers else ()
+
+    def await_updates(self) -> None:
+        """A gather is about to start: wait for what it shall wait for."""
+        if self.before_gathers is not None:
+            self.before_gathers()
+            self.before_gathers = None
 
     def refresh(self) -> None:
         """Have graphs that use the unit compiled anew."""

@@ -266,6 +266,7 @@ def _noting_used_slots(compiled: Callable[..., Any], reads: list[_Read]) -> Call
         progress.next_names = names
         updates = [bucket.updates() for bucket, _ in buckets]
         for read_from, _ in buckets:
+            read_from.owner.await_updates()
             read_from.gathered.renew()
             read_from.gathered.note_graph()
         outputs = compiled(*args)

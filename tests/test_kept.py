@@ -1,6 +1,7 @@
 """What stays gathered after an uncompiled forward: messages, reads and memory, as FSDP2's."""
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -374,3 +375,44 @@ def test_hooks_of_gradients_read_shards(mesh):
             getattr(module.weight, when)(hook)
     _loss(model).backward()
     assert seen == 4 * [ShardTensor]
+
+
+# -- events, shared communicators ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("executor", ["eager", None])
+@on_ranks(2)
+def test_gathers_wait_for_the_event_of_the_optimizer(mesh, executor):
+    model = sharded(seeded(Stack), mesh)
+    call = compiled(model, executor) if executor else model
+    _loss(call).backward()
+    event, sent = mock.Mock(spec=torch.Event), _Messages()
+    event.wait.side_effect = lambda *_: sent.log.append("event")
+    model.set_post_optim_event(event)
+    assert not sent.log
+    with sent:
+        _loss(call).backward()
+        assert sent.log[:4] == ["event", *3 * ["gather"]]
+        _loss(call).backward()
+        model.set_post_optim_event(event)
+        model.set_post_optim_event(None)
+        _loss(call).backward()
+        assert sent.log.count("event") == 1
+
+
+@on_ranks(2)
+def test_communicators_and_limits_are_shared(mesh):
+    first, second = (sharded(seeded(Stack), mesh) for _ in range(2))
+    first.set_separate_reduce_scatter_group()
+    first.set_reduce_scatter_max_input_buffers(2)
+    own = first._shardc_unit.buckets[0].reduce_group
+    assert own is not None
+    shardc.share_comm_ctx([])
+    shardc.share_comm_ctx([first, second])
+    for module in _units(second):
+        assert [b.reduce_group for b in module._shardc_unit.buckets] == [own]
+        assert module._shardc_unit.reduce_buffers == 2
+    _loss(second).backward()
+    with pytest.raises(ValueError, match="was not"):
+        shardc.share_comm_ctx([first, nn.Linear(2, 2)])
+    assert all(b.reduce_group == own for b in second._shardc_unit.buckets)
