@@ -145,7 +145,7 @@ def line_of(members: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def _called_from(line: dict[str, Any]) -> str:
-    return f" (called from {line['from']})" if line["from"] else ""
+    return f" (called from {line['from']})" if line.get("from") else ""
 
 
 def append(members: dist.ProcessGroup, line: dict[str, Any]) -> None:
