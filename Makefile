@@ -9,6 +9,7 @@ SOAK_ARGS ?=
 CASES ?= 200
 SEED ?= 0
 CASE ?=
+MUTANTS_ARGS ?=
 DEMO_DIR := build/demo
 
 .DEFAULT_GOAL := help
@@ -23,12 +24,13 @@ STAMP := .venv/setup-done
 HAS_TORCH := $(PY) -c 'from importlib.metadata import version; \
 	assert (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) <= (2, 15)' 2> /dev/null
 
-.PHONY: help setup test lint types format demo soak fuzz clean FORCE
+.PHONY: help setup test lint types format demo soak fuzz mutants clean FORCE
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  Variables: TORCH=torch==2.11.0  PYTHON=python3.12  TEST_ARGS='-k layout'"
 	@echo "             DEMO_RANKS=4  DEMO_ARGS='--steps 50'  CASES=200 SEED=0 (of fuzz)"
+	@echo "             MUTANTS_ARGS='-k gathers -j 2'"
 
 # torch goes first and stays as it is: left to the resolver, it could become another build of
 # several gigabytes. With TORCH given, pip is asked every time and answers at once if it is there.
@@ -70,6 +72,9 @@ soak: $(STAMP)  ## Kill and resume ranks at random (SOAK_ARGS='--steady compiled
 
 fuzz: $(STAMP)  ## Train random models sharded and unsharded and compare them
 	PYTHONPATH=tests $(PY) -m fuzz $(if $(CASE),--case '$(CASE)',--cases $(CASES) --seed $(SEED))
+
+mutants: $(STAMP)  ## Put in small bugs one at a time: tests must notice each
+	$(PY) tests/mutants/run.py $(MUTANTS_ARGS)
 
 clean:  ## Remove build products and caches, keep .venv
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
