@@ -31,8 +31,10 @@ def compile_fx(
 
 
 def inductor_settings() -> list[str]:
-    """The names of Inductor's settings (2.11 to 2.15)."""
-    return list(torch._inductor.list_options())
+    """The names of Inductor's settings, those that stand for others too (2.11 to 2.15)."""
+    from torch._inductor import config
+
+    return list(config._config)  # type: ignore[attr-defined]
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:
