@@ -47,6 +47,7 @@ class History:
         entries: the last `RING` entries.
         count: how many there were.
         parted: what is known of ranks that parted.
+        is_over: whether a collective of the group failed here, or its waits were ended.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -54,6 +55,7 @@ class History:
         self.rank = self.ranks[group.rank()]
         self.entries: deque[Entry] = deque(maxlen=RING)
         self.parted: str | None = None
+        self.is_over = False
         self.count = self._chain = 0
         self._board = board_of(group)
 

@@ -98,7 +98,7 @@ class _Look:
                 "rank %d has waited %.0f s for %s; the timeout is %s",
                 dist.get_rank(), seconds, label.renamed(), timeout,
             )  # fmt: skip
-        if self._answered:
+        if self._answered or history.is_over:
             return
         store = compat.group_store(members)
         if history.parted is None:
@@ -111,6 +111,7 @@ class _Look:
             self._answered = True
             append(members, line_of(members))
         if history.parted is not None:
+            history.is_over = True
             compat.break_connections(members)
 
     def _compared(self, store: dist.Store) -> str | None:

@@ -96,6 +96,9 @@ def _tell(
     grace = min(_GRACE, timeout / 5).total_seconds()
     line = line_of(members)
     _within(grace, lambda: append(members, line))
+    history = history_of(compat.group_name(members))
+    assert history is not None
+    history.is_over = True
     if ends_waits:
         _within(grace, lambda: compat.break_connections(members))
     return line, _within(grace + 1, lambda: _lines(members, grace))

@@ -5,7 +5,6 @@ Two of three processes train over a group of their own, which such a test leaves
 
 import os
 import re
-from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -21,15 +20,19 @@ from shardc.runtime.board import RING, Board, word_of
 from shardc.runtime.history import history_of
 
 
-@contextmanager
-def _two_of(mesh):
-    """A mesh of the first two ranks; None on the third."""
-    if mesh.get_local_rank() == 2:
-        yield None
-    else:
-        timeout = timedelta(seconds=900)
-        group = dist.new_group([0, 1], timeout=timeout, use_local_synchronization=True)
-        yield DeviceMesh.from_group(group, "cpu")
+def _of_two(mesh, build):
+    """A model that the first two ranks train, and the rank; none on the third, which has made one
+    of its own: all ranks number their units alike."""
+    rank = mesh.get_local_rank()
+    ranks = [2] if rank == 2 else [0, 1]
+    timeout = timedelta(seconds=900)
+    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    model = shard_all(seeded(build), DeviceMesh.from_group(group, "cpu"))
+    return (None if rank == 2 else model), rank
+
+
+def _group_of(model):
+    return next(iter(model.parameters()))._spec.group
 
 
 def _step(call):
@@ -73,18 +76,17 @@ WAYS = [
 @on_ranks(3)
 def test_a_rank_that_goes_another_way(mesh, way):
     part, executor, first, second = WAYS[way]
-    with _two_of(mesh) as two:
-        if two is None:
-            return
-        model = shard_all(seeded(Choosing), two)
-        call = compiled(model, executor) if executor else model
-        for _ in range(2):
-            _step(call)
-        if two.get_local_rank() == 1:
-            part(model)
-        text = _told(lambda: [_step(call) for _ in range(2)])
-        assert re.search(first, text) and re.search(second, text), text
-        assert f"rank {two.get_local_rank()} of 3" in text, text
+    model, rank = _of_two(mesh, Choosing)
+    if model is None:
+        return
+    call = compiled(model, executor) if executor else model
+    for _ in range(2):
+        _step(call)
+    if rank == 1:
+        part(model)
+    text = _told(lambda: [_step(call) for _ in range(2)])
+    assert re.search(first, text) and re.search(second, text), text
+    assert f"rank {rank} of 3" in text, text
 
 
 def _gather_one(model):
@@ -116,44 +118,41 @@ CALLS = [
 @on_ranks(3)
 def test_a_call_that_one_rank_makes(mesh, call):
     act, said = CALLS[call]
-    with _two_of(mesh) as two:
-        if two is None:
-            return
-        model = shard_all(seeded(Stack), two)
-        _step(model)
-        text = _told(lambda: act(model) if two.get_local_rank() == 1 else _step(model))
-        assert "rank 0 entered the all-gather of Stack in the forward" in text, text
-        assert re.search(rf"rank 1 entered [^;]*{said}", text), text
+    model, rank = _of_two(mesh, Stack)
+    if model is None:
+        return
+    _step(model)
+    text = _told(lambda: act(model) if rank == 1 else _step(model))
+    assert "rank 0 entered the all-gather of Stack in the forward" in text, text
+    assert re.search(rf"rank 1 entered [^;]*{said}", text), text
 
 
 @on_ranks(3)
 def test_ranks_without_common_memory_compare_through_the_store(mesh):
-    with _two_of(mesh) as two:
-        if two is None:
-            return
-        model = shard_all(seeded(Stack), two)
-        history_of(two.get_group().group_name)._board = None
-        _step(model)
-        text = _told(lambda: _clip(model) if two.get_local_rank() == 1 else _step(model))
-        assert "rank 0 entered the all-gather of Stack in the forward" in text, text
-        assert "rank 1 entered an all-reduce of " in text, text
+    model, rank = _of_two(mesh, Stack)
+    if model is None:
+        return
+    history_of(_group_of(model))._board = None
+    _step(model)
+    text = _told(lambda: _clip(model) if rank == 1 else _step(model))
+    assert "rank 0 entered the all-gather of Stack in the forward" in text, text
+    assert "rank 1 entered an all-reduce of " in text, text
 
 
 @on_ranks(3)
 def test_an_exception_of_another_rank_is_told(mesh):
-    with _two_of(mesh) as two:
-        if two is None:
-            return
-        model = shard_all(seeded(Stack), two)
-        _step(model)
-        if two.get_local_rank() == 1:
-            model.layers[0].register_forward_pre_hook(lambda *_: {}["my bug"])
-            with pytest.raises(KeyError):
-                _step(model)
-            compat.break_connections(two.get_group())  # as its end would
-        else:
-            with pytest.raises(RuntimeError, match="Rank 1 left with KeyError: 'my bug'"):
-                _step(model)
+    model, rank = _of_two(mesh, Stack)
+    if model is None:
+        return
+    _step(model)
+    if rank == 1:
+        model.layers[0].register_forward_pre_hook(lambda *_: {}["my bug"])
+        with pytest.raises(KeyError):
+            _step(model)
+        compat.break_connections(compat.resolve_group(_group_of(model)))  # as its end would
+    else:
+        with pytest.raises(RuntimeError, match="Rank 1 left with KeyError: 'my bug'"):
+            _step(model)
 
 
 @on_ranks(2)
