@@ -316,13 +316,14 @@ def _collectives_that_run(model, step) -> list[str]:
     """What the profiler sees of collectives in one step, in order."""
     with torch.profiler.profile() as profile:
         step()
-    names = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+    kinds = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+    names = {f"_c10d_functional::{kind}{form}": kind for kind in kinds for form in ("", "_out")}
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    outer = (getattr(event.cpu_parent, "name", None) for event in events)
     return [
-        name
-        for event in events
-        for name in names
-        if event.name in (f"_c10d_functional::{name}", f"_c10d_functional::{name}_out")
+        names[event.name]
+        for event, caller in zip(events, outer, strict=True)
+        if event.name in names and caller not in names  # one may be made of the other
     ]
 
 
