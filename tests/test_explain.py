@@ -379,5 +379,5 @@ def _explained_elsewhere(world_size: int) -> dict:
 
 
 def test_report_needs_something_compiled():
-    with pytest.raises(ValueError, match="takes a model that was sharded, got Stack"):
+    with pytest.raises(ValueError, match="takes a model that was sharded, got a Stack module"):
         shardc.report(Stack(1))
