@@ -24,12 +24,7 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         NotImplementedError: some of the parameters belong to a unit that is not inside.
     """
     inside = [m for m in module.modules() if "_shardc_slots" in vars(m) and id(m) not in memo]
-    units = dict.fromkeys(
-        bucket.owner
-        for m in inside
-        for bucket in m._shardc_buckets  # type: ignore[union-attr]
-        if id(bucket) not in memo
-    )
+    units = dict.fromkeys(unit for m in inside for unit in _units_of(m) if id(unit) not in memo)
     for unit in units:
         outside = [m for m in unit.modules if m not in inside]
         if outside:
@@ -51,6 +46,14 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         new.settle(is_root=unit.is_root or module in unit.modules)
     result: nn.Module = memo[id(module)]
     return result
+
+
+def _units_of(module: Any) -> list[Unit]:
+    """The unit that a sharded module is of, which may have no bucket, and those whose parameters it
+    holds."""
+    own = vars(module).get("_shardc_unit")
+    owners = [bucket.owner for bucket in module._shardc_buckets]
+    return owners if own is None else [own, *owners]
 
 
 def _forwards_copies(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import shardc
 from shardc import ShardTensor, fully_shard, register_fsdp_forward_method, units_of
 
 TIED = functools.partial(Stack, tied=True)
@@ -90,6 +92,20 @@ def test_a_copy_of_a_part(mesh):
     param = copy.deepcopy(model.head.weight)
     assert type(param.data) is ShardTensor and isinstance(param, nn.Parameter)
     assert torch.equal(full(param), plain.head.weight)
+
+
+@on_ranks(2)
+def test_a_copy_of_a_unit_without_parameters_of_its_own(mesh):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    other = copy.deepcopy(model)
+    expected = model(torch.ones(2, 4))
+    del model, module
+    gc.collect()
+    assert other._shardc_unit.modules == (other,)
+    with shardc.summon_full_params(other):
+        torch.testing.assert_close(other(torch.ones(2, 4)), expected)
 
 
 @EXECUTORS
