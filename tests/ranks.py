@@ -11,10 +11,8 @@ all of them. A failure on any rank fails the test with that rank's traceback. A 
 answer in time fails it too, with the stacks of its threads. The processes are then replaced.
 
 Where a rank is ended by SIGSEGV or SIGABRT the test runs once more in fresh processes, with a
-warning, and is counted in the last lines of the run. That is gloo's doing: after some ten thousand
-collectives, now and then, its TCP transport releases the control block of an `UnboundBuffer`'s
-shared pointer twice, and the heap is corrupted (seen in core dumps, torch 2.13; `tests/soak.py`
-meets it too). A test whose own code ends a process fails both times.
+warning, and is counted in the last lines of the run: memory of the process was corrupt, for which
+an earlier test may be to blame. A test whose own code ends a process fails both times.
 """
 
 import contextlib
