@@ -235,7 +235,10 @@ def test_fifty_models(mesh):
         if number in (9, 49):
             assert not _left(traces)
             sizes.append((_tables(), _bytes_of_tensors()))
-    assert sizes[0] == sizes[1]
+    # What tests before this one have left may come and go; an entry a model would be 40.
+    (tables, held), (tables_later, held_later) = sizes
+    assert all(size - tables.get(name, 0) < 40 for name, size in tables_later.items())
+    assert held_later - held < 40 * sum(p.to_local().nbytes for p in _made(mesh).parameters())
 
 
 # -- what must not be gone -------------------------------------------------------------------------

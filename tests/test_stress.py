@@ -59,7 +59,7 @@ def _micro_batch(seed, rank):
 
 
 @pytest.mark.parametrize("seed", range(1))
-@on_ranks(2, timeout=280)
+@on_ranks(2)
 def test_two_hundred_random_steps(mesh, seed):
     plain, model = seeded(lambda: Interrupted(3)), sharded(seeded(lambda: Interrupted(3)), mesh)
     ways, choice, rank = _ways(model), random.Random(seed), mesh.get_local_rank()
