@@ -17,7 +17,6 @@ from ranks import on_ranks
 from test_backend import Broken
 from test_memory import measured_peak
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from shardc import fully_shard
@@ -275,22 +274,6 @@ def test_blocks_compile_once(mesh):
 
 
 # -- the order of gathers --------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_ranks_that_gather_in_another_order_are_named(mesh):
-    group = torch.distributed.new_group()  # which is of no use afterwards
-    model = sharded(seeded(Choosing), DeviceMesh.from_group(group, "cpu"))
-    _step(model, model, 0)
-    model.order = (1, 1) if mesh.get_local_rank() else (0, 0)
-    with pytest.raises(
-        RuntimeError,
-        match=r"ranks have parted after \d+ collectives in common: "
-        r"rank 0 entered the all-gather of layers\.1 in the forward; "  # ahead, for what came last
-        r"rank 1 entered the comparison of the order in which an uncompiled forward gathers "
-        r"\(gather 1: bucket \d+ \(layers\.1\) ",
-    ):
-        _step(model, model, 1)
 
 
 @contextlib.contextmanager

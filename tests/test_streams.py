@@ -294,11 +294,11 @@ def test_inputs_are_moved_by_the_unit_that_is_called_first(mesh):
 def test_values_from_another_device_are_written_back(mesh, executor):
     model = sharded(seeded(Stack), mesh)
     call = _call(model, executor)
-    call(*_batch(0))
+    call(*_batch(0)).backward()
     value = torch.randn(31, 18, generator=torch.Generator().manual_seed(1))
-    model.head.weight.data = value.clone()  # on the CPU
-    logits = call(_batch(0)[0])
     param = model.head.weight
+    param.data = value.clone()  # on the CPU
+    logits = call(_batch(0)[0])
     assert param.to_local().device.type == "sim" and torch.equal(param.full_tensor().cpu(), value)
     plain = seeded(Stack)
     plain.head.weight.data = value

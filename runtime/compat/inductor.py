@@ -227,11 +227,14 @@ def _collectives_pass(gm: GraphModule, label_of: Callable[[torch.fx.Node], Any])
                 nodes[0].scheduler.compute_ancestors()
             return nodes if given is None else given(nodes)
 
-        def uuid(self) -> str | None:
+        def uuid(self) -> str:
             own = f"shardc: collectives, waits, calls in order; no donated buffers; {labels}"
-            return own if given is None else key and f"{own}; {key}"
+            return own if given is None else f"{own}; {key}"
 
-    return KeepOrder()
+    keep_order = KeepOrder()
+    if given is not None and not key:
+        return keep_order.__call__  # a plain function turns the graph cache off, a None key does not
+    return keep_order
 
 
 def _label_of_kernel(kernel: Any, label_of: Callable[[torch.fx.Node], Any]) -> Any:
