@@ -121,8 +121,8 @@ class PassContext:
         options: what the schedule is planned with; None leaves the graph in its order.
         units: per input of the Dynamo graph that is a segment, the number of its unit.
         labels: per such input, the name of its bucket.
-        cut: per node that cuts a bucket again in the forward, that input; the backward is given
-            what it made under the same name.
+        cut: per name of a `recut` node, the position of its segment among the inputs. The backward
+            graph has the node's result as an input of the same name.
         agree_on_seconds: given the collectives of a graph and the compute seconds between their
             events, the seconds that all ranks plan with.
         agree_on_count: given facts and a count, the smallest count of any rank.

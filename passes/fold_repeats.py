@@ -5,8 +5,8 @@
 
 Inductor compiles a body once, so the time it takes stops growing with the number of blocks. It is
 the very last pass: collectives stay where they were planned, outside of bodies, and so prefetch
-across the border of a block is what it was. Nothing of the trace depends on it, so no model has
-to be fit for it, and a graph without repeats stays as it is.
+across the border of a block is what it was. The trace does not depend on it: it needs no changes
+to the model, and a graph without repeats stays as it is.
 
 The price: no kernel is fused across the border of a call. What a call gives is memory of its own;
 views are taken anew outside, because the compiler does not see that a call's result aliases.

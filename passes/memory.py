@@ -41,7 +41,8 @@ class Liveness:
             and gradients on their way to be reduced, and reduced.
         inputs: bytes of the inputs at the start.
         outputs: bytes of what the graph returns and did not get.
-        kept: the names of what it returns of gathered buckets: a forward keeps it for the backward.
+        kept: names of the outputs that are gathered buckets or views of them: a forward saves
+            them for its backward.
     """
 
     nodes: tuple[Node, ...]

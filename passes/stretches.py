@@ -5,9 +5,10 @@ constants, how they feed each other, what values they are given, and which of th
 Two stretches with equal text are the same function of their operands.
 
 What a call cannot express ends a stretch: collectives and waits, higher-order ops, ops that write
-to what they are given. Matmuls that write a gradient are no such end: there are many, and Inductor
-is told to keep calls and collectives in order. Left whole are stretches that give or take values
-whose size is symbolic, that lie on several devices or less aligned than an allocation is.
+to what they are given. Matmuls that write a gradient do not end a stretch, although they mutate:
+there are many of them, and Inductor is told to keep calls and collectives in order. A stretch is
+not replaced by a call if it takes or gives values whose size is symbolic, that lie on several
+devices, or that are less aligned than an allocation is.
 """
 
 import operator

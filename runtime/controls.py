@@ -308,8 +308,8 @@ class Controls:
         """Gather this unit now and keep it gathered until `reshard()` or its next backward's end.
 
         Until then its modules read full parameters, in the dtype they are computed in. The next
-        forward does not gather again. Every rank must call it. With `async_op` it does not wait,
-        and returns a handle; what reads the parameters first waits, if the handle was not asked to.
+        forward does not gather again. Every rank must call it. With `async_op` it does not wait
+        and returns a handle. The handle's `wait()` waits; otherwise the first read waits.
         """
         for bucket in self._shardc_unit.buckets:
             bucket.gathered.hold(wait=not async_op)

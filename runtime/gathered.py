@@ -38,7 +38,7 @@ class Gathered:
         is_kept: whether `current` waits for a backward.
         is_shared: whether several graphs of one forward read the bucket, or one and eager code.
         expected: what backwards to come will gather again.
-        orders: where a pass began with this bucket, what it gathered, by phase.
+        orders: per phase, the gather order of the last pass that this bucket opened.
     """
 
     def __init__(self, bucket: Any) -> None:

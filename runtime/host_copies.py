@@ -3,8 +3,8 @@
 A segment on the host is copied in on one stream, and its gather starts behind that stream: compute
 waits for neither until it reads the result. A reduced gradient is copied out on the other, into
 pinned memory where the segment's is. Nobody waits for it there: the tensor that goes on to autograd
-has no values yet. What comes out at the other end is asked for by segment (`arriving`) when the
-backward ends: autograd may have copied the tensor on its way, or added up several.
+has no values yet. At the backward's end the copies are looked up by segment (`arriving`), not by
+tensor: autograd may have copied the tensor on its way, or added up several.
 
 Memory belongs to the stream that computes: a stream of ours first waits for what was queued there,
 and what it still reads is marked as in use (`record_stream`). Segments that are not pinned are

@@ -5,9 +5,9 @@ hosts, by what they show each other in the store while a wait is long. They rais
 the others end.
 
 A rank whose collective fails adds a line to a list in the group's store: what it waited for, and
-how many collectives it has started. Ranks that still wait see the list and add their own; a thread
-looks for it, which does nothing while waits are short. After a grace the list is read. Who has no
-line never came to the collective: it died, or is busy elsewhere.
+how many collectives it has started. Ranks that still wait see the list and add their own line: a
+thread of theirs polls the store, only during long waits. After a grace the list is read. A rank
+without a line never came to the collective: it died, or is busy elsewhere.
 
 None of it can hang: the store is asked on a thread that is left behind where it does not answer.
 Waits on CUDA do not block the host: there NCCL's own watchdog ends the process, and what is known

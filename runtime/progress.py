@@ -46,8 +46,9 @@ class Progress:
         since: when it began to, on the monotonic clock.
         thread: which thread waits.
         history: of the group whose collectives run now.
-        names: in a graph that was compiled for other buckets, the names of these by those.
-        next_names: the same of the graph that runs next.
+        names: for a graph that was compiled for other buckets, the name to display by the name
+            that was compiled in.
+        next_names: the same for the graph that runs next.
         shown: what the profiler was told about `inside`.
     """
 

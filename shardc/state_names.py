@@ -106,7 +106,7 @@ class _Same(dict[Any, Any]):
 
 
 def rekeyed(state_dict: Mapping[str, Any], table: Mapping[Any, Any]) -> dict[str, Any]:
-    """`state_dict` with its keys looked up in `table`; what says "same" may have one twice."""
+    """`state_dict`, its keys looked up in `table`; parameters that map to one key are merged."""
 
     def new(key: Any) -> Any:
         try:

@@ -39,7 +39,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
 
 
 def _each_once(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`fn` that gives a tensor that comes again (a tied parameter) the result it had."""
+    """`fn`, memoised by tensor identity: it is called once for a tied parameter."""
     done: dict[int, tuple[Tensor, Any]] = {}  # the tensor too, so that its id stays taken
 
     def call(value: Any) -> Any:

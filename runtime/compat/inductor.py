@@ -233,7 +233,8 @@ def _collectives_pass(gm: GraphModule, label_of: Callable[[torch.fx.Node], Any])
 
     keep_order = KeepOrder()
     if given is not None and not key:
-        return keep_order.__call__  # a plain function turns the graph cache off, a None key does not
+        # A plain function turns the graph cache off; a None key would not.
+        return keep_order.__call__
     return keep_order
 
 
@@ -270,7 +271,7 @@ def _run_within(kernel: Any, label: Any) -> None:
 def keep_output_strides(body: GraphModule) -> None:
     """Have Inductor give what a nested graph returns the strides it was traced with (2.11 to 2.15).
 
-    Inductor notes this for all nested graphs, but before those are made that shardc makes.
+    Inductor notes this for all nested graphs, but before `fold_repeats` creates ours.
     """
     result = body.graph.output_node()
     values = [node.meta["val"] for node in result.args[0]]  # type: ignore[union-attr]

@@ -16,7 +16,7 @@ EXPOSED_SHARE = 0.03
 """Communication that adds less than this share to a step is not worth a word."""
 PADDING_SHARE = 0.01
 FIXED_SHARE = 0.5
-"""A unit is small where more than this share of its gather's time would be there for no bytes."""
+"""A unit is small where more than this share of its gather's time is fixed latency."""
 LARGE_SHARE = 0.5
 """A unit is large where it has more than this share of all parameters, and others have some."""
 
@@ -154,7 +154,7 @@ def _units(record: Record, profile: Profile) -> Iterator[Finding]:
         yield Finding(
             "small units",
             f"{plural(len(small), 'unit')} so small that a gather is mostly latency "
-            f"({format_seconds(fixed)} of it is there for no bytes): {_some(small)}",
+            f"({format_seconds(fixed)} of it is fixed latency): {_some(small)}",
             "put several blocks into one unit: fully_shard([a, b]), or units= of a larger class",
         )
     large = [name for name, size in sizes.items() if size > LARGE_SHARE * total]
