@@ -205,7 +205,11 @@ def _collectives_pass(gm: GraphModule, label_of: Callable[[torch.fx.Node], Any])
 
     # 2.11 has no class of its own for passes of the scheduler.
     base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
-    labels = [repr(label) for label in map(label_of, gm.graph.nodes) if label is not None]
+    labels = [
+        f"{type(label).__module__}.{label!r}"  # the code imports it from there
+        for label in map(label_of, gm.graph.nodes)
+        if label is not None
+    ]
     given = config._pre_fusion_custom_pass
     key = given.uuid() if isinstance(given, base) else None
 
