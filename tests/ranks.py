@@ -18,6 +18,7 @@ an earlier test may be to blame. A test whose own code ends a process fails both
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import multiprocessing as mp
@@ -196,6 +197,7 @@ def _serve(rank: int, world: int, port: int, device: str, pipe: Any, stacks: str
         backend = "cpu:gloo,sim:simccl"
     dist.init_process_group(backend)
     mesh = init_device_mesh(device, (world,))
+    lasting = set(_groups())
     while True:
         try:
             module, name, kwargs = pipe.recv()
@@ -203,6 +205,7 @@ def _serve(rank: int, world: int, port: int, device: str, pipe: Any, stacks: str
             return
         try:
             torch._dynamo.reset()
+            _end_groups(lasting)
             torch.manual_seed(0)
             if device == "sim":
                 accelerator.configure()
@@ -211,3 +214,24 @@ def _serve(rank: int, world: int, port: int, device: str, pipe: Any, stacks: str
             pipe.send((True, result))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+
+
+def _groups() -> Any:
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._world.pg_map
+
+
+def _end_groups(lasting: set[Any]) -> None:
+    """End the groups that an earlier test made: each has a thread that wakes 130 times a second.
+
+    All ranks have left that test by now.
+    """
+    import torch
+
+    made = [group for group in _groups() if group not in lasting]
+    if made:
+        for group in made:
+            torch.distributed.destroy_process_group(group)
+        made.clear()
+        gc.collect()
