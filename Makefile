@@ -24,7 +24,7 @@ STAMP := .venv/setup-done
 HAS_TORCH := $(PY) -c 'from importlib.metadata import version; \
 	assert (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) <= (2, 15)' 2> /dev/null
 
-.PHONY: help setup test lint types format demo soak fuzz mutants clean FORCE
+.PHONY: help setup test lint types format docs demo soak fuzz mutants clean FORCE
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,7 +40,7 @@ $(STAMP): pyproject.toml $(if $(TORCH),FORCE)
 	@if [ -n "$(TORCH)" ] || ! $(HAS_TORCH); then $(PIP) "$(or $(TORCH),torch==2.13.0)"; fi
 	@$(PY) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
 		> .venv/torch-constraint.txt
-	@$(PIP) --constraint .venv/torch-constraint.txt --editable '.[test,bench,demo]'
+	@$(PIP) --constraint .venv/torch-constraint.txt --editable '.[test,bench,demo,docs]'
 	@mkdir -p .venv/types/shardc
 	@ln -sfn ../../../passes ../../../runtime .venv/types/shardc/
 	@touch $@
@@ -61,6 +61,12 @@ types: $(STAMP)  ## Check types only
 format: $(STAMP)  ## Format the code, and fix what ruff can fix
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+# mkdocstrings reads the source from one folder, laid out as Python imports it.
+docs: $(STAMP)  ## Build the documentation into build/docs
+	@rm -rf build/api && mkdir -p build/api/shardc
+	@cd build/api/shardc && ln -s ../../../shardc/* ../../../passes ../../../runtime .
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 demo: $(STAMP)  ## Train a small language model on two ranks, a few minutes
 	@$(if $(findstring --resume,$(DEMO_ARGS)),,rm -rf $(DEMO_DIR))

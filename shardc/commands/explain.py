@@ -33,7 +33,7 @@ examples:
   shardc explain {EXAMPLE} --world-size 1024 --mp bf16
   shardc explain {EXAMPLE} --world-size 64 --save step.html --save step.json
 
-Times come from a cost model of the hardware; the README says how far it was off.
+Times come from a cost model of the hardware; docs/guides/planning.md says how far it was off.
 exit code: 0, or 1 where the model cannot be compiled or does not fit the device's memory
 """
 

@@ -185,7 +185,7 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
 }
 
 LIMITS |= {
-    # what the README's limits say
+    # what docs/limits.md says
     "a retained graph's second backward, compiled, where gradients waited": lambda case: (
         _is_compiled(case)
         and any(s.waits and any(m.kind == "retained" for m in s.micro) for s in case.steps)
