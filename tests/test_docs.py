@@ -1,0 +1,204 @@
+"""README and docs: their Python runs, their commands exist, they name all there is to name.
+
+The Python blocks of a page run in order in one process and share their names. A page that makes a
+process group runs on two ranks of the pool, others run here. A block with a title is also a file of
+that name in the page's folder, which commands may use.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+import os
+import re
+import shlex
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from command_line import ended
+from ranks import run_on_ranks
+from torch.distributed import fsdp
+
+import shardc
+from shardc import backend
+from shardc.cli import _make_parser
+from shardc.options import Options
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SLOW = ("doctor", "calibrate", "explain examples", "compare examples", "plan examples")
+"""Commands that are parsed only: they take long, measure, or have a test of their own."""
+
+_FENCE = re.compile(r'^( *)```(\w+)(?: title="(.+)")?\n(.*?)^\1```$', re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Fence:
+    """A fenced block of a page; `line` is that of its first line of text."""
+
+    language: str
+    title: str | None
+    text: str
+    line: int
+
+
+def fences(page: Path) -> list[Fence]:
+    """All blocks of the page that name a language."""
+    text = page.read_text()
+    return [
+        Fence(m[2], m[3], textwrap.dedent(m[4]), text.count("\n", 0, m.start(4)) + 1)
+        for m in _FENCE.finditer(text)
+    ]
+
+
+def python_of(page: Path) -> list[Fence]:
+    return [fence for fence in fences(page) if fence.language == "python"]
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """The words of every line in the page's shell blocks."""
+    lines = (line for f in fences(page) if f.language == "sh" for line in f.text.splitlines())
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def _with(pages, what):
+    return pytest.mark.parametrize("page", [p for p in pages if what(p)], ids=_name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_block_has_a_known_language(page):
+    marks = re.findall(r"^ *```", page.read_text(), re.MULTILINE)
+    found = fences(page)
+    assert len(marks) == 2 * len(found)
+    assert {fence.language for fence in found} <= {"python", "sh", "text", "mermaid"}
+
+
+# -- Python ------------------------------------------------------------------------------------
+
+
+def run_page(mesh, path, folder):
+    """Run the page's Python in `folder`, on the group that there is, op by op."""
+    page, parse, where = Path(path), Options.parse, os.getcwd()
+    names = {"__name__": "__main__"}
+    with contextlib.ExitStack() as stack:
+        stack.callback(shardc.set_profile, None)
+        stack.callback(os.chdir, where)
+        os.chdir(folder)
+
+        def parsed(given):
+            return parse({"executor": "eager", **given} if given else {"executor": "eager"})
+
+        for target, name, value in (
+            (dist, "init_process_group", lambda *_, **__: None),
+            (dist, "destroy_process_group", lambda *_, **__: None),
+            (Options, "parse", staticmethod(parsed)),
+            (backend.shardc_backend, "check_options", parsed),
+        ):
+            if mesh is not None:
+                stack.enter_context(mock.patch.object(target, name, value))
+        stack.enter_context(mock.patch.dict(os.environ, XDG_CACHE_HOME=folder))
+        measuring = sys.modules["shardc.calibrate"]  # its name in `shardc` is that of the function
+        stack.enter_context(mock.patch.multiple(measuring, _ROUNDS=1, _IN_A_ROW=1))
+        for fence in python_of(page):
+            blank = "\n" * (fence.line - 1)  # so that a traceback has the page's lines
+            exec(compile(blank + fence.text, path, "exec"), names)
+
+
+@_with(PAGES, python_of)
+def test_python_of_a_page_runs(page, tmp_path):
+    if any("init_process_group(" in fence.text for fence in python_of(page)):
+        kwargs = {"path": str(page), "folder": str(tmp_path)}
+        run_on_ranks(2, __name__, "run_page", kwargs)
+    else:
+        run_page(None, str(page), str(tmp_path))
+
+
+# -- commands ----------------------------------------------------------------------------------
+
+
+@_with(PAGES, commands_of)
+def test_commands_of_a_page(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    titles = {fence.title: fence.text for fence in fences(page) if fence.title}
+    for title, text in titles.items():
+        (tmp_path / title).write_text(text)
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for words in commands_of(page):
+        if words[0] == "make":
+            assert words[1] in targets, words
+        elif words[0] == "torchrun":
+            script = next((word for word in words if word.endswith(".py")), None)
+            known = script in titles or (page.name == "tutorial.md" and script == "train.py")
+            assert known or "shardc" in words, words
+        else:
+            assert words[0] == "shardc", f"{page.name} runs '{words[0]}': say here how to test it"
+            _make_parser().parse_args(words[1:])
+            if not " ".join(words[1:]).startswith(SLOW):
+                code, _, err = ended(capsys, *words[1:])
+                assert code == 0, (words, err)
+
+
+# -- what there is to name -----------------------------------------------------------------------
+
+
+def _missing(page: str, names: list[str]) -> list[str]:
+    text = (ROOT / "docs" / page).read_text()
+    return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", text)]
+
+
+def _public(cls: type) -> list[str]:
+    return [name for name in vars(cls) if not name.startswith("_")]
+
+
+def test_the_tables_of_fsdp_have_every_argument_and_method():
+    two = [*inspect.signature(fsdp.fully_shard).parameters, *_public(fsdp.FSDPModule)]
+    assert _missing("from_fsdp2.md", two) == []
+    assert _missing("guides/precision.md", [f.name for f in _precision()]) == []
+    one = fsdp.FullyShardedDataParallel
+    arguments = list(inspect.signature(one.__init__).parameters)[1:]
+    assert _missing("from_fsdp1.md", [*arguments, *_public(one)]) == []
+    fields = [f.name for f in dataclasses.fields(fsdp.MixedPrecision)]
+    strategies = [strategy.name for strategy in fsdp.ShardingStrategy]
+    assert _missing("from_fsdp1.md", [*fields, *strategies]) == []
+
+
+def _precision():
+    return dataclasses.fields(shardc.MixedPrecisionPolicy)
+
+
+def test_the_reference_has_everything():
+    assert _missing("api.md", shardc.__all__) == []
+    known = [f.name for f in dataclasses.fields(Options) if f.name != "lower"]
+    assert _missing("options.md", known) == []
+
+
+def test_the_picture_is_drawn_from_a_report(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    from xml.etree import ElementTree
+
+    import draw_timeline
+
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(draw_timeline.Block(64) for _ in range(2)))
+        x = torch.zeros(8, 64)
+    report = shardc.explain(model, x, world_size=4, units=draw_timeline.Block)
+    picture = ElementTree.fromstring(draw_timeline.draw(report))
+    kept = ElementTree.parse(ROOT / "docs/assets/timeline.svg").getroot()
+    assert picture.tag == kept.tag
+    colours = [shape.get("fill") for shape in picture if shape.tag.endswith("rect")]
+    gathers = sum(row.kind == "all_gather" for row in report.collectives)
+    assert colours.count(draw_timeline.COLOURS["all_gather"]) == gathers + 1  # and the legend's
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 150
