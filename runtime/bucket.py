@@ -78,7 +78,6 @@ class Bucket:
         gradients: what becomes of its gradient.
         code: the spec of the code that unshards it now.
         serial: the number of the bucket in its group, equal on all ranks.
-        unit: the number of its unit, equal on all ranks.
         owner: its `Unit`.
         gather_group, reduce_group: communicators of its own; None for the mesh's (`group`).
         summoned: whether modules hold ordinary parameters in the place of `params`.
@@ -109,7 +108,6 @@ class Bucket:
         self.device = device or segment.device
         self.gather_group: str | None = None
         self.reduce_group: str | None = None
-        self.unit = -1
         self.owner: Any = None
         self.params: list[nn.Parameter] = []
         self.trainable = (layout.requires_grad,) * len(layout.slots)

@@ -46,7 +46,7 @@ class Unit:
         skipped: modules that are.
         is_root: whether no other unit is around it.
         name: the name of its first module in the outermost unit, for messages.
-        number: the same on all ranks.
+        number: in the order in which this process made units.
         on_meta: whether something below its modules may still be on the meta device.
         summoned: whether its modules hold full parameters, and so compute in their dtype.
         before_gathers: what its next gather waits for.
@@ -73,7 +73,7 @@ class Unit:
     def __post_init__(self, given: tuple[nn.Module, ...]) -> None:
         self._modules = tuple(weakref.ref(module) for module in given)
         for bucket in self.buckets:
-            bucket.unit, bucket.owner = self.number, self
+            bucket.owner = self
         gathered = tuple(weakref.ref(bucket.gathered) for bucket in self.buckets)
         for module in given:
             weakref.finalize(module, _forget_views, self._modules, gathered).atexit = False

@@ -8,7 +8,7 @@ import itertools
 import json
 import weakref
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -33,6 +33,7 @@ from shardc.runtime import compat
 from shardc.runtime.agreement import agree
 from shardc.runtime.bucket import Bucket, bucket_of
 from shardc.runtime.bucket_spec import is_elsewhere
+from shardc.runtime.unit import Unit
 
 _numbers = itertools.count()
 
@@ -60,7 +61,9 @@ class Plan:
         first = next(iter(buckets.values()), None)
         self._everyone = "" if first is None else first.ranks.everyone
         self._device = "cpu" if first is None else first.device.type
-        self._units = {position: bucket.unit for position, bucket in buckets.items()}
+        owners = dict.fromkeys(bucket.owner for bucket in buckets.values())
+        numbers = {unit: number for number, unit in enumerate(owners)}  # equal on all ranks
+        self._units = {position: numbers[b.owner] for position, b in buckets.items()}
         self._labels = {position: bucket.label for position, bucket in buckets.items()}
         self._open = frozenset(
             position
@@ -68,7 +71,7 @@ class Plan:
             if bucket.owner is not None and bucket.owner.asked_reshard is None
         )
         self._in_place = _reduces_in_place(buckets.values())
-        self._schedule = self._schedule_options(buckets.values())
+        self._schedule = self._schedule_options(numbers)
         self.joint = self.context("joint")
 
     def context(self, phase: str) -> PassContext:
@@ -119,21 +122,17 @@ class Plan:
             clones=not self._in_place,
         )
 
-    def _schedule_options(self, buckets: Collection[Bucket]) -> ScheduleOptions:
+    def _schedule_options(self, numbers: Mapping[Unit | None, int]) -> ScheduleOptions:
         options = self.options
-        units = {bucket.unit: bucket.owner for bucket in buckets if bucket.owner}
-        buffers = [unit.reduce_buffers for unit in units.values() if unit.reduce_buffers]
+        units = {unit: number for unit, number in numbers.items() if unit is not None}
+        buffers = [unit.reduce_buffers for unit in units if unit.reduce_buffers]
         backward = options.backward_prefetch
         return ScheduleOptions(
             profile=self.profile,
             prefetch=None if isinstance(options.prefetch, str) else options.prefetch,
             backward_prefetch=None if backward == "auto" else backward or "none",
-            forward_hints={
-                n: tuple(t.number for t in u.forward_prefetch) for n, u in units.items()
-            },
-            backward_hints={
-                n: tuple(t.number for t in u.backward_prefetch) for n, u in units.items()
-            },
+            forward_hints={n: _numbers_of(u.forward_prefetch, units) for u, n in units.items()},
+            backward_hints={n: _numbers_of(u.backward_prefetch, units) for u, n in units.items()},
             reduce_buffers=min(buffers, default=None),
             fused=options.executor == "inductor",
             coalesce=self._in_place if options.coalesce is None else options.coalesce,
@@ -203,6 +202,10 @@ def _reduces_in_place(buckets: Collection[Bucket]) -> bool:
         compat.backend_for(compat.resolve_group(group), device) != "gloo"
         for group, device in groups
     )
+
+
+def _numbers_of(wanted: Iterable[Unit], numbers: Mapping[Unit, int]) -> tuple[int, ...]:
+    return tuple(numbers[unit] for unit in wanted if unit in numbers)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from models import Choosing, Stack, compiled, seeded, shard_all, tokens
+import torch.distributed as dist
+from models import Choosing, Stack, check_parity, compiled, seeded, shard_all, tokens
 from ranks import on_ranks
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.runtime.agreement import agree
 
@@ -48,6 +50,22 @@ def test_another_collective_in_a_graph(mesh):
     assert "rank 2 has «layers.1: all_gather_into_tensor of 1440 float32 over 3 ranks (" in text, (
         text
     )
+
+
+@on_ranks(2)
+def test_a_rank_that_made_another_model_before(mesh):
+    if mesh.get_local_rank() == 1:
+        alone = dist.new_group([1], use_local_synchronization=True)
+        shard_all(seeded(Stack), DeviceMesh.from_group(alone, "cpu"))
+    plain, sharded = seeded(Stack), shard_all(seeded(Stack), mesh)
+    first, second = sharded.layers
+    first.set_modules_to_forward_prefetch([second])
+    second.set_modules_to_backward_prefetch([first])
+
+    def batch(seed):
+        return {"tokens": tokens(seed), "targets": tokens(seed + 1)}
+
+    check_parity(plain, sharded, compiled(sharded), batch, mesh)
 
 
 @on_ranks(3)
