@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardc.runtime import compat, lost_peers
@@ -153,7 +152,7 @@ def naming(group: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            if not _is_from_backend(error):
+            if not lost_peers.is_from_backend(error):
                 raise
             raise Failed(lost_peers.explain(group, error)) from error
 
@@ -197,17 +196,3 @@ def naming_failures(
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
-
-
-def _is_from_backend(error: RuntimeError) -> bool:
-    if isinstance(error, Failed):
-        return False
-    text = str(error).lower()
-    known = (
-        "gloo",
-        "nccl",
-        "pair closure",
-        "connection closed by peer",
-        "connection reset by peer",
-    )
-    return isinstance(error, dist.DistError) or any(word in text for word in known)

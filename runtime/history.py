@@ -5,9 +5,10 @@ backend, the rank writes both to memory that the ranks of its host share, and lo
 wrote at that count. Whoever comes second finds the difference: no message, no wait, and two
 different collectives never meet in the backend (gloo would mix their bytes, or abort).
 
-Ranks on other hosts see no such memory: they compare when a wait is long (`lost_peers`).
+Ranks on other hosts see no such memory: they compare when a wait is long (`elsewhere`).
 """
 
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Sequence
@@ -51,6 +52,7 @@ class History:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
         self.ranks = dist.get_process_group_ranks(group)
         self.rank = self.ranks[group.rank()]
         self.entries: deque[Entry] = deque(maxlen=RING)
@@ -58,6 +60,10 @@ class History:
         self.is_over = False
         self.count = self._chain = 0
         self._board = board_of(group)
+
+    def is_of(self, group: dist.ProcessGroup) -> bool:
+        """Whether it is of this very group, and not of an earlier one of its name."""
+        return self._group() is group
 
     def enter(self, digest: int, text: str) -> None:
         """Note what this rank is about to enter; `digest` is equal on all ranks.

@@ -1,12 +1,13 @@
 """Looks at waits while they last: says that one is long, and ends it where ranks have parted.
 
-A thread does it, which does nothing while waits are short. It answers ranks whose collective failed
-(`lost_peers`), and compares this rank's history with that of one other, through the store: ranks on
-different hosts, which share no memory, find out so that they have parted.
+A thread does it, which does nothing while waits are short and collectives are entered. It answers
+ranks whose collective failed (`lost_peers`), and compares this rank with the one before it in the
+group, through the store (`elsewhere`): ranks that share no memory find out so that they have
+parted. A rank that has entered nothing for a while looks, once a second, whether others wait; then
+it shows where it is.
 """
 
 import atexit
-import json
 import logging
 import sys
 import threading
@@ -18,15 +19,20 @@ import torch
 import torch.distributed as dist
 
 from shardc.runtime import compat
-from shardc.runtime.history import Entry, History, history_of
-from shardc.runtime.lost_peers import FAILED, append, leave, line_of, parted_where
-from shardc.runtime.progress import Label, progress
+from shardc.runtime.elsewhere import Shown, from_json, parted_from, this_rank
+from shardc.runtime.history import History, history_of
+from shardc.runtime.lost_peers import FAILED, append, leave, line_of, note_parting, said_parted
+from shardc.runtime.progress import Call, Label, progress
 
 log = logging.getLogger("shardc")
 
-_WAITS = "shardc/waits"
+_ASKED, _SHOWN = "shardc/asked", "shardc/shown"
 _TICK, _LONG = 0.25, 0.5
 """Seconds: how often waits are looked at, and from when on one is long enough to look further."""
+_STILL, _PACE = 2.0, 1.0
+"""Seconds: after which a rank that entered nothing may be waited for, and how often it looks."""
+_NOTICE = 1.5
+"""Seconds from what is said in the store to the end of the waits: others read it before."""
 _WARN = 0.1
 """The share of the timeout after which a wait is logged."""
 
@@ -37,17 +43,21 @@ def watch(group: str) -> History | None:
     Returns:
         The history of the group, which what is started from now on enters.
     """
-    if group not in _watched:
-        if not _watched:
-            thread = threading.Thread(target=_watch, name="shardc watch", daemon=True)
-            thread.start()
-            atexit.register(_stop, thread)
-            _tell_when_it_ends()
-        _watched.append(group)
-    return history_of(group)
+    global _thread
+    if _thread is None:
+        _thread = threading.Thread(target=_watch, name="shardc watch", daemon=True)
+        _thread.start()
+        atexit.register(_stop, _thread)
+        _tell_when_it_ends()
+    history = history_of(group)
+    if history is not None:
+        _watched[group] = history
+    return history
 
 
-_watched: list[str] = []
+_watched: dict[str, History] = {}
+"""By group, its history: made by the thread that enters it, which the watching one is not."""
+_thread: threading.Thread | None = None
 _ended = threading.Event()
 
 
@@ -63,73 +73,135 @@ def _tell_when_it_ends() -> None:
 
 
 def _watch() -> None:
-    """Look at the wait that goes on, if one does, until the process ends."""
-    looks: dict[str, _Look] = {}
+    """Look at the wait that goes on, or at what others wait for, until the process ends."""
+    looks: dict[str, _Look | _Still] = {}
     while not _ended.wait(_TICK):
         label, since = progress.inside, progress.since
-        if label is None or not label.waits or time.monotonic() - since < _LONG:
+        waits = label is not None and label.waits
+        if waits and time.monotonic() - since < _LONG:
             continue
-        for group in _watched:
-            with suppress(RuntimeError, ValueError):  # the group is gone, or its store
-                members = compat.resolve_group(group)
-                history = history_of(group)
-                if history is not None:
-                    look = looks.get(group)
-                    if look is None or look.since != since:
-                        look = looks[group] = _Look(members, history, since)
-                    look.look(label)
+        for group, history in list(_watched.items()):
+            members = _members_of(group, history)
+            if members is None:
+                _watched.pop(group, None)
+                looks.pop(group, None)
+                continue
+            with suppress(RuntimeError, ValueError):  # its store is gone
+                look = looks.get(group)
+                if look is None or not look.goes_on(history, since if waits else None):
+                    kind = _Look if waits else _Still
+                    look = looks[group] = kind(members, history, since)
+                look.look(label)
+
+
+def _members_of(group: str, history: History) -> dist.ProcessGroup | None:
+    """The group of this history; None where it is gone, or another one has its name."""
+    with suppress(RuntimeError):
+        members = compat.resolve_group(group)
+        return members if history.is_of(members) else None
+    return None
 
 
 class _Look:
     """What was done about one long wait, in view of one group."""
 
     def __init__(self, members: dist.ProcessGroup, history: History, since: float) -> None:
-        self._members, self._history, self.since = members, history, since
-        self._warned = self._answered = self._shown = False
+        self._members, self._history, self._since = members, history, since
+        self._timeout = compat.group_timeout(members, torch.device("cpu"))
+        self._warned = self._named = self._shown = False
+        self._answered: float | None = None
+        self._asks = 0.0
 
-    def look(self, label: Label) -> None:
+    def goes_on(self, history: History, since: float | None) -> bool:
+        """Whether it is still this wait."""
+        return history is self._history and since == self._since
+
+    def look(self, label: Label | None) -> None:
         """Warn, answer those that failed, and find out whether ranks have parted."""
+        assert label is not None
         members, history = self._members, self._history
-        seconds = time.monotonic() - self.since
-        timeout = compat.group_timeout(members, torch.device("cpu"))
-        if not self._warned and seconds > _WARN * timeout.total_seconds():
-            self._warned = True
-            log.warning(
-                "rank %d has waited %.0f s for %s; the timeout is %s",
-                dist.get_rank(), seconds, label.renamed(), timeout,
-            )  # fmt: skip
-        if self._answered or history.is_over:
+        waits_here = progress.history is history  # and not for a collective of another group
+        if waits_here:
+            self._warn(label)
+        if history.is_over:
             return
-        store = compat.group_store(members)
-        if history.parted is None:
-            history.parted = self._compared(store)
-        said = store.check([FAILED])
-        if said and history.parted is None:
-            lines = map(json.loads, store.get(FAILED).splitlines())
-            history.parted = parted_where(members, lines)
-        if said or history.parted is not None:
-            self._answered = True
-            append(members, line_of(members))
-        if history.parted is not None:
+        if self._answered is None:
+            store = compat.group_store(members)
+            if history.parted is None and waits_here:
+                history.parted = self._compared(store, label)
+            said = store.check([FAILED])
+            if said and history.parted is None:
+                history.parted = said_parted(members)
+            if said or history.parted is not None:
+                self._answered = time.monotonic()
+                append(members, line_of(members))
+        elif history.parted is not None and time.monotonic() - self._answered > _NOTICE:
             history.is_over = True
             compat.break_connections(members)
 
-    def _compared(self, store: dist.Store) -> str | None:
-        """Where this rank and the one before it in the group have parted, if both wait.
+    def _warn(self, label: Label) -> None:
+        seconds = time.monotonic() - self._since
+        if not self._warned and seconds > _WARN * self._timeout.total_seconds():
+            self._warned = True
+            log.warning(
+                "rank %d has waited %.0f s for %s; the timeout is %s",
+                dist.get_rank(), seconds, label.renamed(), self._timeout,
+            )  # fmt: skip
+
+    def _compared(self, store: dist.Store, label: Label) -> str | None:
+        """Where this rank and the one before it in the group have parted, if they have.
 
         Around the group each rank is compared with one other, so that it costs as much for
         thousands of ranks as for two.
         """
         history, place = self._history, self._members.rank()
+        before = (place or self._members.size()) - 1
         if not self._shown:
             self._shown = True
-            entries = list(history.entries)
-            store.set(f"{_WAITS}/{place}", json.dumps([history.rank, entries]))
-        before = f"{_WAITS}/{(place or self._members.size()) - 1}"
-        if not store.check([before]):
+            store.set(f"{_SHOWN}/{place}", this_rank(history).to_json())
+        if time.monotonic() > self._asks:
+            self._asks = time.monotonic() + _STILL
+            store.set(f"{_ASKED}/{before}", "")
+        if not store.check([f"{_SHOWN}/{before}"]):
             return None
-        rank, entries = json.loads(store.get(before))
-        return history.differs_from(rank, [Entry(*entry) for entry in entries])
+        theirs = from_json(store.get(f"{_SHOWN}/{before}"))
+        self._name(theirs)
+        return parted_from(history, compat.group_name(self._members), theirs, type(label) is Call)
+
+    def _name(self, theirs: Shown) -> None:
+        if self._warned and not self._named and theirs.at:
+            self._named = True
+            log.warning("rank %d, for which it may wait, is %s", theirs.rank, theirs.at)
+
+
+class _Still:
+    """A rank that waits for nothing of shardc's, as others of one group may see it."""
+
+    def __init__(self, members: dist.ProcessGroup, history: History, since: float) -> None:
+        self._members, self._history, self._count = members, history, history.count
+        self._next = time.monotonic() + _STILL
+        self._pace = _PACE * max(1.0, members.size() / 1000)  # for the sake of the store
+        self._answered = False
+
+    def goes_on(self, history: History, since: float | None) -> bool:
+        """Whether nothing was entered since."""
+        return history is self._history and since is None and history.count == self._count
+
+    def look(self, label: Label | None) -> None:
+        """Show where this rank is, if the next one in the group asks, or a failed one."""
+        members, place = self._members, self._members.rank()
+        if self._history.is_over or time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + self._pace
+        store = compat.group_store(members)
+        if store.check([f"{_ASKED}/{place}"]):
+            store.delete_key(f"{_ASKED}/{place}")
+            store.set(f"{_SHOWN}/{place}", this_rank(self._history).to_json())
+        if store.check([FAILED]):
+            note_parting(members)
+            if not self._answered:
+                self._answered = True
+                append(members, line_of(members))
 
 
 def _stop(thread: threading.Thread) -> None:

@@ -7,7 +7,7 @@ the others end.
 A rank whose collective fails adds a line to a list in the group's store: what it waited for, and
 how many collectives it has started. Ranks that still wait see the list and add their own line: a
 thread of theirs polls the store, only during long waits. After a grace the list is read. A rank
-without a line never came to the collective: it died, or is busy elsewhere.
+without a line died, or cannot answer; one that is busy elsewhere says where.
 
 None of it can hang: the store is asked on a thread that is left behind where it does not answer.
 Waits on CUDA do not block the host: there NCCL's own watchdog ends the process, and what is known
@@ -15,12 +15,14 @@ is what its flight recorder wrote.
 """
 
 import json
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -30,8 +32,10 @@ import torch.distributed as dist
 from shardc.runtime import compat
 from shardc.runtime.board import RING
 from shardc.runtime.history import Failed, Parted, histories, history_of
-from shardc.runtime.places import place_of_thread
+from shardc.runtime.places import own_collective_of, place_of_thread
 from shardc.runtime.progress import Call, progress
+
+log = logging.getLogger("shardc")
 
 FAILED, _LEFT = "shardc/failed", "shardc/left"
 _ASKED = 64
@@ -39,6 +43,21 @@ _ASKED = 64
 _GRACE = timedelta(seconds=3)
 """How long a failed rank waits for the lines of others, or a fifth of the timeout if that is less:
 ranks that wait for the same fail within moments, or answer."""
+
+
+def is_from_backend(error: BaseException) -> bool:
+    """Whether torch's backend of collectives raised it."""
+    if isinstance(error, Failed) or not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    known = (
+        "gloo",
+        "nccl",
+        "pair closure",
+        "connection closed by peer",
+        "connection reset by peer",
+    )
+    return isinstance(error, dist.DistError) or any(word in text for word in known)
 
 
 def explain(group: str, error: Exception) -> str:
@@ -87,6 +106,25 @@ def parted_where(members: dist.ProcessGroup, lines: Iterable[dict[str, Any]]) ->
     return history.parted or next(said, None) or history.differs_here()
 
 
+def said_parted(members: dist.ProcessGroup) -> str | None:
+    """Where ranks have parted, as those that failed say."""
+    store = compat.group_store(members)
+    lines = store.get(FAILED).splitlines() if store.check([FAILED]) else []
+    return parted_where(members, map(json.loads, lines))
+
+
+def note_parting(members: dist.ProcessGroup) -> None:
+    """Say so where others found that this rank has parted from them, as it waits for nothing of
+    shardc's: what it is in will fail with an error of the backend."""
+    history = history_of(compat.group_name(members))
+    assert history is not None
+    if history.parted is None:
+        history.parted = said_parted(members)
+        if history.parted is not None:
+            history.is_over = True
+            log.error("on rank %d of %d: %s", history.rank, dist.get_world_size(), history.parted)
+
+
 def _tell(
     members: dist.ProcessGroup, ends_waits: bool = False
 ) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
@@ -112,6 +150,9 @@ def leave(error: BaseException) -> None:
     for group, history in histories():
         with suppress(RuntimeError, ValueError):  # the group is gone, or its store
             history.leave(why)
+            if is_from_backend(error):
+                members = compat.resolve_group(group)
+                _within(1.0, partial(note_parting, members))
             store = compat.group_store(compat.resolve_group(group))
             store.set(f"{_LEFT}/{history.rank}", json.dumps([history.count, why]))
 
@@ -133,16 +174,18 @@ def _left(members: dist.ProcessGroup) -> dict[int, str]:
 def line_of(members: dist.ProcessGroup) -> dict[str, Any]:
     """What this rank tells the others."""
     label = progress.inside
+    own = own_collective_of(progress.main_thread)
     if label is not None:
         label = label.renamed()
         at = f"the wait for {label}" if label.waits else f"the start of {label}"
     else:
-        at = f"what follows {progress.last}" if progress.last else "the first"
+        at = f"what follows {progress.last}" if progress.last else "what comes first"
+        at = f"{own}, a collective of the program's own" if own else at
     return {
         "rank": _ranks(members)[members.rank()],
         "at": at,
         "started": progress.started,
-        "from": "" if isinstance(label, Call) else place_of_thread(progress.thread),
+        "from": "" if isinstance(label, Call) or own else place_of_thread(progress.main_thread),
         "parted": parted_where(members, ()),
     }
 
@@ -213,9 +256,7 @@ def compare(
     said = [f"Rank {rank} left with {why}." for rank, why in sorted(left.items())[:16]]
     said += [f"{_named(there)} elsewhere: {place}." for place, there in elsewhere.items()]
     if silent:
-        said.insert(
-            0, f"{_named(silent)} silent and never came to it: died, or busy with something else."
-        )
+        said.insert(0, f"{_named(silent)} silent and never came to it: died, or cannot answer.")
     if same:
         said.append(f"{_named(same)} at the same collective.")
     if not silent and not elsewhere and not left:

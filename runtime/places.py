@@ -1,10 +1,10 @@
-"""Where in the user's program a thread is: the call that led into torch or shardc."""
+"""Where in the user's program a thread is: the call that led into torch, shardc or Python's own."""
 
 import os
 import sys
 from types import FrameType
 
-_LIBRARIES = ("torch", "shardc", "contextlib", "functools")
+_LIBRARIES = {"torch", "shardc", *sys.stdlib_module_names}
 _WRAPPERS = {"wrapper", "decorate_context", "inner", "run", "call", "fn"}
 
 
@@ -32,6 +32,23 @@ def call_of_user() -> str:
 def place_of_thread(thread: int) -> str:
     """From where a thread called into a library ("train.py:12"), or ""."""
     return place_in(sys._current_frames().get(thread))[1]
+
+
+def own_collective_of(thread: int) -> str:
+    """The collective of the program's own that a thread is in ("barrier at train.py:12"), or "".
+
+    One of torch.distributed that blocks, called by code that is not shardc's.
+    """
+    frame = innermost = sys._current_frames().get(thread)
+    modules = []
+    while frame is not None and _is_library(frame):
+        modules.append(frame.f_globals.get("__name__") or "")
+        frame = frame.f_back
+    if "torch.distributed.distributed_c10d" not in modules or any(
+        module.split(".")[0] == "shardc" for module in modules
+    ):
+        return ""
+    return " at ".join(filter(None, place_in(innermost)))
 
 
 def _is_library(frame: FrameType) -> bool:

@@ -63,6 +63,11 @@ class Progress:
         self.next_names: dict[str, str] = {}
         self.shown: list[Any] = []
 
+    @property
+    def main_thread(self) -> int:
+        """The thread that does this process's collectives: the one that waited last."""
+        return self.thread or threading.main_thread().ident or 0
+
     def begin_graph(self) -> None:
         """A compiled graph begins to run."""
         self.names, self.next_names = self.next_names, {}

@@ -5,9 +5,12 @@ Two of three processes train over a group of their own, which such a test leaves
 
 import os
 import re
+import threading
+import time
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from models import Choosing, Stack, compiled, seeded, shard_all, tokens
 from ranks import on_ranks
@@ -15,20 +18,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc import StateDictOptions, get_model_state_dict, summon_full_params
-from shardc.runtime import compat, history
+from shardc.runtime import compat, elsewhere, history
 from shardc.runtime.board import RING, Board, word_of
 from shardc.runtime.history import history_of
 
 
 def _of_two(mesh, build):
-    """A model that the first two ranks train, and the rank; none on the third, which has made one
-    of its own: all ranks number their units alike."""
+    """A model that the first two ranks train, and the rank; none on the third."""
     rank = mesh.get_local_rank()
-    ranks = [2] if rank == 2 else [0, 1]
+    if rank == 2:
+        return None, rank
     timeout = timedelta(seconds=900)
-    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-    model = shard_all(seeded(build), DeviceMesh.from_group(group, "cpu"))
-    return (None if rank == 2 else model), rank
+    group = dist.new_group([0, 1], timeout=timeout, use_local_synchronization=True)
+    return shard_all(seeded(build), DeviceMesh.from_group(group, "cpu")), rank
 
 
 def _group_of(model):
@@ -127,6 +129,113 @@ def test_a_call_that_one_rank_makes(mesh, call):
     assert re.search(rf"rank 1 entered [^;]*{said}", text), text
 
 
+def _until(tells):
+    """What `tells` gives once it does."""
+    for _ in range(1200):
+        if found := tells():
+            return found
+        time.sleep(0.1)
+    raise AssertionError("it does not come")
+
+
+def _barrier(group, other):
+    dist.barrier(group)
+
+
+def _reduce(group, other):
+    dist.all_reduce(torch.ones(2), group=group)
+
+
+def _barrier_of_another_group(group, other):
+    dist.barrier(other)
+
+
+@pytest.mark.parametrize("executor", [None, "eager"])
+@pytest.mark.parametrize("own", [_barrier, _reduce, _barrier_of_another_group])
+@on_ranks(3)
+def test_a_collective_of_the_programs_own_on_one_rank(mesh, own, executor):
+    model, rank = _of_two(mesh, Stack)
+    if model is None:
+        return
+    call = compiled(model, executor) if executor else model
+    _step(call)
+    group = _group_of(model)
+    other = dist.new_group([0, 1], use_local_synchronization=True)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"[Cc]onnection|closure"):
+            own(compat.resolve_group(group), other)
+        text = _until(lambda: history_of(group).parted)
+    else:
+        text = _told(lambda: _step(call))
+    assert "rank 1 entered the all-gather of " in text, text
+    assert re.search(
+        "rank 0 entered (barrier|all_reduce) at test_parted.py:[0-9]+, a collective of the "
+        "program's own", text,
+    ), text  # fmt: skip
+
+
+def _shows(rank, count, own="", **records):
+    entries = [history.Entry(place, place, f"gather {place}") for place in range(1, count + 1)]
+    return elsewhere.Shown(rank, entries, own, own, records)
+
+
+def _parted(monkeypatch, mine, theirs, waits_for_last=False, ranks=(0, 1)):
+    known = {group: list(ranks) for group in "gh"}
+    monkeypatch.setattr(compat, "recorded_collectives", lambda: mine.records)
+    monkeypatch.setattr(compat, "ranks_of", known.get)
+    monkeypatch.setattr(dist, "get_rank", lambda: mine.rank)
+    here = object.__new__(history.History)
+    here.rank, here.entries = mine.rank, mine.entries
+    return elsewhere.parted_from(here, "g", theirs, waits_for_last)
+
+
+@pytest.mark.parametrize("waits_for_last", [False, True])
+def test_what_two_ranks_can_tell_of_each_other(monkeypatch, waits_for_last):
+    def of(number, name, is_done=True):
+        return compat.Recorded(number, name, is_done)
+
+    def parted(mine, theirs, **kwargs):
+        return _parted(monkeypatch, mine, theirs, waits_for_last, **kwargs)
+
+    gather, barrier = of(7, "gloo:all_gather", False), of(4, "gloo:barrier", False)
+    mine = _shows(1, 3, g=[of(6, "gloo:all_gather"), gather], h=[of(3, "gloo:barrier")])
+    before = [of(6, "gloo:all_gather")]
+    theirs = _shows(0, 2, "barrier at a.py:1", g=before, h=[barrier])
+    said = (
+        "rank 0 entered barrier at a.py:1, a collective of the program's own; rank 1 entered gath"
+    )
+    assert said in parted(mine, theirs)
+    same = _shows(0, 2, "barrier at a.py:1", g=[*before, of(7, "gloo:barrier", False)])
+    assert said in parted(mine, same)  # another one of the same group, at the same number
+    assert parted(mine, theirs, ranks=(0, 2)) is None  # of ranks without this one
+    for records in (
+        {"g": before, "h": [of(4, "gloo:broadcast", False)]},  # may be left before all came
+        {"g": before, "h": [of(4, "gloo:barrier")]},  # is left already
+        {"g": before, "h": [of(3, "gloo:barrier", False)]},  # this rank has entered it too
+        {},  # torch kept no record
+    ):
+        assert parted(mine, _shows(0, 2, "barrier at a.py:1", **records)) is None
+    assert parted(mine, _shows(0, 2)) is None  # reads data, writes a file
+    assert parted(mine, _shows(0, 3, "barrier at a.py:1", g=before, h=[barrier])) is None
+    came = _shows(0, 2, "barrier at a.py:1", g=[*before, gather], h=[barrier])
+    assert (parted(mine, came) is None) is not waits_for_last  # a third rank did not come
+
+
+@on_ranks(3)
+def test_a_rank_that_is_busy_is_waited_for(mesh):
+    model, rank = _of_two(mesh, Stack)
+    if model is None:
+        return
+    _step(model)
+    group = compat.resolve_group(_group_of(model))
+    if rank == 0:
+        _until(lambda: compat.group_store(group).check(["shardc/shown/0"]))
+        shown = elsewhere.from_json(compat.group_store(group).get("shardc/shown/0"))
+        assert shown.at.startswith("at test_parted.py:") and not shown.own
+    _step(model)
+    assert history_of(_group_of(model)).parted is None
+
+
 @on_ranks(3)
 def test_ranks_without_common_memory_compare_through_the_store(mesh):
     model, rank = _of_two(mesh, Stack)
@@ -164,7 +273,14 @@ def test_a_step_asks_no_store(mesh):
         _clip(model)
     asked = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compat, "group_store", lambda group: asked.append(group))
+        store_of = compat.group_store
+
+        def asks(group):
+            if threading.current_thread() is threading.main_thread():
+                asked.append(group)
+            return store_of(group)
+
+        patch.setattr(compat, "group_store", asks)
         before = history_of(mesh.get_group().group_name).count
         for call in calls:
             _step(call)

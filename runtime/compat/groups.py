@@ -2,13 +2,14 @@
 
 import atexit
 import os
+import pickle
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -115,6 +116,40 @@ def flight_record(group: dist.ProcessGroup) -> str | None:
     except OSError as error:
         return f"{path} (which could not be written: {error})"
     return str(path)
+
+
+class Recorded(NamedTuple):
+    """A collective in torch's flight record: its number in its group, its name, whether done."""
+
+    number: int
+    name: str
+    is_done: bool
+
+
+def recorded_collectives(last: int = 64) -> dict[str, list[Recorded]]:
+    """By group name, what this process gave to gloo last, the program's own too (2.11 to 2.15).
+
+    Empty where torch keeps no flight record.
+    """
+    c10d: Any = torch._C._distributed_c10d  # the stubs lack it
+    entries = pickle.loads(c10d._dump_fr_trace(includeStackTraces=False)).get("entries", ())
+    found: dict[str, list[Recorded]] = {}
+    for entry in entries:
+        if not entry["is_p2p"]:
+            number, name = entry["collective_seq_id"], entry["profiling_name"]
+            record = Recorded(number, name, entry["retired"])
+            found.setdefault(entry["process_group"][0], []).append(record)
+    return {group: records[-last:] for group, records in found.items()}
+
+
+def ranks_of(name: str) -> list[int]:
+    """The ranks of the group of that name; none where this rank has no such group."""
+    from torch.distributed import distributed_c10d
+
+    with suppress(RuntimeError):
+        group = distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+        return dist.get_process_group_ranks(group)
+    return []
 
 
 def high_priority_options(group: dist.ProcessGroup) -> Any:
