@@ -25,12 +25,15 @@ from shardc.runtime.history import history_of
 
 def _of_two(mesh, build):
     """A model that the first two ranks train, and the rank; none on the third."""
-    rank = mesh.get_local_rank()
+    rank, group = mesh.get_local_rank(), _group_of_two()
     if rank == 2:
         return None, rank
-    timeout = timedelta(seconds=900)
-    group = dist.new_group([0, 1], timeout=timeout, use_local_synchronization=True)
     return shard_all(seeded(build), DeviceMesh.from_group(group, "cpu")), rank
+
+
+def _group_of_two():
+    """Under a name that none had before it in the store, as all ranks call this."""
+    return dist.new_group([0, 1], timeout=timedelta(seconds=900))
 
 
 def _group_of(model):
@@ -154,13 +157,12 @@ def _barrier_of_another_group(group, other):
 @pytest.mark.parametrize("own", [_barrier, _reduce, _barrier_of_another_group])
 @on_ranks(3)
 def test_a_collective_of_the_programs_own_on_one_rank(mesh, own, executor):
-    model, rank = _of_two(mesh, Stack)
+    other, (model, rank) = _group_of_two(), _of_two(mesh, Stack)
     if model is None:
         return
     call = compiled(model, executor) if executor else model
     _step(call)
     group = _group_of(model)
-    other = dist.new_group([0, 1], use_local_synchronization=True)
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"[Cc]onnection|closure"):
             own(compat.resolve_group(group), other)
