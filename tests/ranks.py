@@ -18,7 +18,6 @@ an earlier test may be to blame. A test whose own code ends a process fails both
 import contextlib
 import faulthandler
 import functools
-import gc
 import importlib
 import inspect
 import multiprocessing as mp
@@ -175,6 +174,20 @@ def on_ranks(
     return decorate
 
 
+@functools.cache
+def mesh_of(
+    device: str, shape: tuple[int, ...], mesh_dim_names: tuple[str, ...] | None = None
+) -> Any:
+    """A mesh of all ranks, the same for the same arguments.
+
+    Its groups would stay if a test made one of its own: torch keeps meshes in caches. Every gloo
+    group has a thread that wakes 130 times a second, and hundreds of them slow all tests down.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device, shape, mesh_dim_names=mesh_dim_names)
+
+
 def _serve(rank: int, world: int, port: int, device: str, pipe: Any, stacks: str) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world),
@@ -183,7 +196,6 @@ def _serve(rank: int, world: int, port: int, device: str, pipe: Any, stacks: str
     sys.path.insert(0, str(Path(__file__).parent))
     import torch
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
 
     stacks_file = Path(stacks, str(rank)).open("w")  # noqa: SIM115, it stays open
     faulthandler.enable(stacks_file)  # a process that is killed by a signal says where it was
@@ -196,8 +208,7 @@ def _serve(rank: int, world: int, port: int, device: str, pipe: Any, stacks: str
         accelerator.load()
         backend = "cpu:gloo,sim:simccl"
     dist.init_process_group(backend)
-    mesh = init_device_mesh(device, (world,))
-    lasting = set(_groups())
+    mesh = mesh_of(device, (world,))
     while True:
         try:
             module, name, kwargs = pipe.recv()
@@ -205,7 +216,6 @@ def _serve(rank: int, world: int, port: int, device: str, pipe: Any, stacks: str
             return
         try:
             torch._dynamo.reset()
-            _end_groups(lasting)
             torch.manual_seed(0)
             if device == "sim":
                 accelerator.configure()
@@ -214,24 +224,3 @@ def _serve(rank: int, world: int, port: int, device: str, pipe: Any, stacks: str
             pipe.send((True, result))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-
-
-def _groups() -> Any:
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._world.pg_map
-
-
-def _end_groups(lasting: set[Any]) -> None:
-    """End the groups that an earlier test made: each has a thread that wakes 130 times a second.
-
-    All ranks have left that test by now.
-    """
-    import torch
-
-    made = [group for group in _groups() if group not in lasting]
-    if made:
-        for group in made:
-            torch.distributed.destroy_process_group(group)
-        made.clear()
-        gc.collect()

@@ -7,9 +7,8 @@ import torch
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
 from models import Stack as TwoBlocks
 from models import compiled, full, mean_over_ranks, seeded, tokens
-from ranks import on_ranks
+from ranks import mesh_of, on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from shardc import fully_shard
 
@@ -141,7 +140,7 @@ def test_two_forwards_before_the_backwards_add_what_waits_once(mesh):
 
 @on_ranks(4)
 def test_reductions_over_copies_can_wait(mesh):
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     theirs, ours = fsdp2(seeded(Stack), grid), sharded(seeded(Stack), grid)
 
     def step(model, call, number):
@@ -156,7 +155,7 @@ def test_reductions_over_copies_can_wait(mesh):
 @pytest.mark.parametrize("executor", ["eager", None])
 @on_ranks(4)
 def test_two_forwards_wait_to_be_reduced_over_copies(mesh, executor):
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     plain, model = seeded(Stack), sharded(seeded(Stack), grid)
     call = compiled(model, executor) if executor else model
     for run in (plain, call):

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
 from models import Stack, compiled, seeded, tokens
-from ranks import on_ranks
+from ranks import mesh_of, on_ranks
 from test_lifetime import Recomputed
-from torch.distributed.device_mesh import init_device_mesh
 
 from shardc import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -103,7 +102,7 @@ def _step(case, model, call, number):
 def test_combination(mesh, name):
     case = CASES[name]
     dims = ("replicate", "shard")[-len(case.shape) :]
-    mesh = init_device_mesh("cpu", case.shape, mesh_dim_names=dims)
+    mesh = mesh_of("cpu", case.shape, mesh_dim_names=dims)
     kwargs = {"reshard_after_forward": case.reshard, "mp_policy": case.precision}
     if case.offload:
         kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=False)

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
 from models import Stack as TwoBlocks
 from models import compiled, full, mean_over_ranks, seeded, tokens
-from ranks import on_ranks
-from torch.distributed.device_mesh import init_device_mesh
+from ranks import mesh_of, on_ranks
 from torch.distributed.fsdp import FSDPModule
 
 import shardc
@@ -70,7 +69,7 @@ def test_divide_factor_and_hook(mesh, executor):
 
 @on_ranks(4)
 def test_hook_runs_after_the_reduction_over_copies(mesh):
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     theirs, ours = _both(grid)
     for model in (theirs, ours):
         for module in _units(model):
@@ -201,7 +200,7 @@ def test_ablation_is_loud_and_leaves_out_the_wire(mesh):
 @on_ranks(2)
 def test_a_mesh_of_one_rank_sends_nothing(mesh, executor):
     """Nor does FSDP2; gradients of copies of the model are reduced all the same."""
-    grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    grid = mesh_of("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     for where, messages in ((grid["shard"], []), (grid, ["c10d::allreduce_"] * 2)):
         plain, ours = seeded(Stack), sharded(seeded(Stack), where)
         call = compiled(ours, executor) if executor else ours

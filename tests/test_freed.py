@@ -12,9 +12,8 @@ import weakref
 import pytest
 import torch
 from models import Block, Stack, compiled, full, seeded, shard_all, tokens
-from ranks import on_ranks
+from ranks import mesh_of, on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -188,7 +187,7 @@ class Tiny(nn.Module):
 
 @on_ranks(4)
 def test_tensor_parallel(mesh):
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     for in_place in (False, True):
         model = parallelize_module(seeded(Tiny), grid["tp"], plan)

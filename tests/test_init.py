@@ -6,9 +6,8 @@ from typing import ClassVar
 import pytest
 import torch
 from models import Block, Stack, check_parity, compiled, full, seeded, shard_all, tokens
-from ranks import on_ranks
+from ranks import mesh_of, on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
 from shardc import ShardTensor, fully_shard
@@ -131,7 +130,7 @@ def test_recurrent_layers_move_from_meta_and_change_dtype(mesh, kind):
 
 @on_ranks(4)
 def test_copies_of_the_model(mesh):
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     plain = _on_meta()
     torch.manual_seed(1)
     shardc.materialize(plain, "cpu")

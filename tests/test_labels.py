@@ -5,11 +5,10 @@ from collections import Counter
 import pytest
 import torch
 from models import Stack, compiled, seeded, shard_all, tokens
-from ranks import on_ranks
+from ranks import mesh_of, on_ranks
 from test_fold_repeats import Folds
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
 from shardc import fully_shard
@@ -116,7 +115,7 @@ def test_blocks_that_run_one_compiled_graph_show_their_own_names(mesh, executor)
 @pytest.mark.parametrize("executor", ["eager", None])
 @on_ranks(2)
 def test_copies_of_the_model_are_reduced_over_by_name(mesh, executor):
-    grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    grid = mesh_of("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = shard_all(seeded(Stack), grid)
     shown = _shown(model if executor is None else compiled(model, executor))
     for unit in ("Stack", "layers.0", "layers.1"):

@@ -10,9 +10,8 @@ import pytest
 import torch
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
 from models import Stack, seeded, tokens
-from ranks import on_ranks
+from ranks import mesh_of, on_ranks
 from tabulate import tabulate
-from torch.distributed.device_mesh import init_device_mesh
 
 from shardc import MixedPrecisionPolicy
 
@@ -81,7 +80,7 @@ def _cell(mesh, strategy, precision, accumulation, executor):
 def test_matrix(mesh, executor):
     rows, failed = [], []
     meshes = {
-        shape: init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        shape: mesh_of("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         for shape, _ in STRATEGIES.values()
     }
     for strategy, (shape, _) in STRATEGIES.items():

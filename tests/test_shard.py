@@ -11,9 +11,8 @@ import weakref
 import pytest
 import torch
 from models import Block, Stack, check_parity, compiled, full, seeded, shard_all, tokens
-from ranks import on_ranks
+from ranks import mesh_of, on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardc
@@ -185,7 +184,7 @@ def test_ignored_parameters(mesh):
 @on_ranks(4)
 def test_two_models_on_sub_meshes(mesh):
     rank = mesh.get_local_rank()
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
     mine = grid["shard"]
     plain, model = seeded(Stack, rank // 2), shard_all(seeded(Stack, rank // 2), mine)
     check_parity(plain, model, compiled(model), _batch, mine)
@@ -301,7 +300,7 @@ def test_refused_models(mesh):
 @on_ranks(4)
 def test_what_is_refused(mesh):
     model = Block()
-    cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    cube = mesh_of("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
     for kwargs, error, words in (
         ({"mesh": cube}, ValueError, "3-D mesh of shape"),
         ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.int8)}, ValueError, "param_dtype"),

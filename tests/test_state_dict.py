@@ -10,10 +10,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as theirs
 from fsdp2 import fsdp2
 from models import Stack, full, seeded, tokens
-from ranks import on_ranks
+from ranks import mesh_of, on_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import (
     DTensor,
     Replicate,
@@ -395,7 +394,7 @@ def on_the_whole_mesh(name, module, mesh):
 @on_ranks(4)
 def test_grids(mesh, kind):
     """On (replicate, shard), (dp, tp) and with `dp_mesh_dims`: rank 0 has all, and gives all."""
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain, model = seeded(Stack), seeded(Stack, 1)
     if kind == "copies":
         fully_shard(model, mesh=grid, units="auto")

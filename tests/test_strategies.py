@@ -6,11 +6,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp2 import sharded
 from models import Block, Stack, compiled, full, mean_over_ranks, seeded, tokens
-from ranks import on_ranks
+from ranks import mesh_of, on_ranks
 from test_backend import Graphs
 from test_memory import measured_peak
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
 from shardc.passes.context import kind_of, ranks_in
@@ -54,7 +53,7 @@ def test_the_backward_gathers_among_fewer(mesh):
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
 @on_ranks(4)
 def test_copies_are_reduced_behind_the_next_reduction(mesh, executor):
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(seeded(Stack), grid)
     with Graphs() as graphs:
         compiled(model, executor, fullgraph=True)(*_batch()).backward()
@@ -76,7 +75,7 @@ def test_the_default_mesh_of_nodes(mesh):
 
 @on_ranks(4)
 def test_a_checkpoint_of_copies_loads_without(mesh):
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, other = sharded(seeded(Stack), grid), sharded(seeded(Stack, 1), mesh)
     compiled(model)(*_batch()).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -110,7 +109,7 @@ def test_memory_is_in_the_order_it_should_be(mesh, tmp_path):
     ):
         torch._dynamo.reset()
         graph_plans.clear()
-        grid = init_device_mesh("cpu", shape)
+        grid = mesh_of("cpu", shape)
         model = sharded(seeded(Wide), grid, reshard_after_forward=reshard)
         step = compiled(model)
 

@@ -14,9 +14,8 @@ import pytest
 import torch
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
 from models import Stack, compiled, seeded, tokens
-from ranks import on_ranks
+from ranks import mesh_of, on_ranks
 from torch import nn
-from torch.distributed import init_device_mesh
 
 from shardc import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, summon_full_params
 from shardc.plan import graph_plans
@@ -127,7 +126,7 @@ def test_offload_equals_fsdp2(mesh, executor, low, name):
 @EXECUTORS
 @on_ranks(4, device="sim")
 def test_offload_of_copies_of_the_model(mesh, executor):
-    mesh = init_device_mesh("sim", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of("sim", (2, 2), mesh_dim_names=("replicate", "shard"))
     # FSDP2's own offload gives NaN here: it frees reduced gradients that are still being copied.
     theirs = fsdp2(seeded(Stack), mesh)
     ours = sharded(seeded(Stack), mesh, offload_policy=CPUOffloadPolicy())

@@ -7,10 +7,9 @@ import torch
 import torch.distributed as dist
 from fsdp2 import sharded
 from models import Block, Stack, compiled, full, mean_over_ranks, seeded, tokens
-from ranks import on_ranks
+from ranks import mesh_of, on_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 
 from shardc import (
     CPUOffloadPolicy,
@@ -36,7 +35,7 @@ def _locals(model):
 @pytest.mark.parametrize("shape", [(2,), (2, 1)])
 @on_ranks(2)
 def test_inside_are_ordinary_parameters(mesh, build, shape):
-    mesh = init_device_mesh("cpu", shape)
+    mesh = mesh_of("cpu", shape)
     plain, model = seeded(build), sharded(seeded(build), mesh)
     names, before = dict(model.named_parameters()), list(model.parameters())
     if shape == (2,):
@@ -210,7 +209,7 @@ def test_refused(mesh):
     twice = pytest.raises(RuntimeError, match="Block are summoned already")
     with summon_full_params(model.layers[0]), twice:
         _summon(model)
-    replicated = fully_shard(Block(8, 16), mesh=init_device_mesh("cpu", (2, 1)))
+    replicated = fully_shard(Block(8, 16), mesh=mesh_of("cpu", (2, 1)))
     with pytest.raises(NotImplementedError, match="replicated parameters"):
         _summon(replicated, offload_to_cpu=True, rank0_only=True, writeback=False)
     inside = fully_shard(seeded(lambda: Summons(8, 16)), mesh=mesh)

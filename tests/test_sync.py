@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Stack, full, seeded
-from ranks import on_ranks
+from ranks import mesh_of, on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardc
@@ -64,7 +63,7 @@ def _check_values(model, want, but=()):
 def test_all_ranks_start_from_rank_0(mesh, shape):
     rank = mesh.get_local_rank()
     names = ("replicate", "shard")[-len(shape) :]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = mesh_of("cpu", shape, mesh_dim_names=names)
     want = seeded(Buffered, 100)
     for elsewhere in ("meta", "other values"):
         _start_from_rank_0(mesh, rank, want, elsewhere)
@@ -180,7 +179,7 @@ def test_tensor_subclasses_are_sent_by_their_parts(mesh):
 
 @on_ranks(4)
 def test_tensor_parallel_parameters_are_sent(mesh):
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
     def build(seed):
         module = seeded(lambda: nn.Linear(6, 4), seed)
@@ -236,7 +235,7 @@ def test_differing_values_are_named(mesh):
     shardc.check_same_values(model)
     shardc.check_same_values(model, mesh)
     shardc.check_same_values(_on_meta(), mesh)
-    grid = init_device_mesh("cpu", (3, 1))
+    grid = mesh_of("cpu", (3, 1))
     for name, change in (
         ("parameter 'low'", lambda model: model.low.data[1].add_(1)),
         ("parameter 'complex'", lambda model: model.complex.data[1].add_(1)),

@@ -14,10 +14,9 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from fsdp2 import check_against_fsdp2, fsdp2, sharded, whole
 from models import check_parity, compiled, full, mean_over_ranks, seeded, tokens
-from ranks import on_ranks
+from ranks import mesh_of, on_ranks
 from torch import nn
 from torch.distributed import fsdp
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -82,7 +81,7 @@ class Odd(Uneven):
 
 
 def grid_of(*shape, names=("dp", "tp")):
-    return init_device_mesh("cpu", shape or (2, 2), mesh_dim_names=names)
+    return mesh_of("cpu", shape or (2, 2), mesh_dim_names=names)
 
 
 def sequence_parallel(model, tp):
@@ -476,7 +475,7 @@ def test_what_the_whole_mesh_needs(mesh):
 def only_mesh(shape):
     """FSDP2 compares meshes by identity, and DTensor may give a parameter an equal older one."""
     names, sizes = zip(*shape, strict=True)
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return mesh_of("cpu", sizes, mesh_dim_names=names)
 
 
 def whole_batch(local, grid, data):
