@@ -136,6 +136,13 @@ class Gathered:
             return self.current.written == self.bucket.version
         return self.held is not None and self._version == self.bucket.version
 
+    @property
+    def _is_behind(self) -> bool:
+        """Whether parameters were written since they were read outside of a forward."""
+        if self.current is None or self.depth > 0 or not self.opened or compat.in_backward():
+            return False
+        return self.current.written != self.bucket.version
+
     def read(self, index: int) -> Tensor:
         """The full parameter `index`; outside of a forward with its unreduced gradient, if there is
         one: a part of what `no_sync` has added up."""
@@ -146,7 +153,10 @@ class Gathered:
 
     @torch.compiler.disable
     def views(self) -> tuple[Tensor, ...]:
-        """The full parameters, gathered at the first read inside an eager forward."""
+        """The full parameters, gathered at the first read inside an eager forward; outside of one,
+        after `unshard()`, also at the first read behind a write to the parameters."""
+        if self._is_behind:
+            self._close()
         if self.current is None:
             bucket = self.bucket
             self._note_sharing()

@@ -181,6 +181,30 @@ def test_assigned_data_and_gradients_are_honoured(mesh, executor):
     torch.testing.assert_close(full(model.head.weight), plain.head.weight)
 
 
+@EXECUTORS
+@on_ranks(2)
+def test_data_assigned_while_gathered_is_read_from_then_on(mesh, executor):
+    plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
+    call = _call(model, executor)
+    for number in range(3):
+        if number < 2:
+            model.unshard()
+        else:  # what a backward leaves gathered
+            model.set_reshard_after_backward(False)
+            call(**_batch()).backward()
+            plain(**_batch()).backward()
+        if number == 1:
+            assert torch.equal(model.head.weight, plain.head.weight)
+        value = torch.full((31, 18), number + 2.0)
+        plain.head.weight.data = value.clone()
+        model.get_parameter("head.weight").data = value.clone()
+        if number < 2:
+            assert torch.equal(model.head.weight, value)
+        torch.testing.assert_close(call(**_batch()), plain(**_batch()))
+        model.reshard()
+        assert torch.equal(full(model.head.weight), value)
+
+
 @on_ranks(2)
 def test_reads_after_unshard(mesh):
     plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
