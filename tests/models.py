@@ -2,12 +2,13 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardc import ShardTensor, fully_shard
 from shardc.runtime import collectives, compat
@@ -82,6 +83,33 @@ def compiled(model: nn.Module, executor: str = "eager", **kwargs: Any) -> Callab
 def full(tensor: Tensor) -> Tensor:
     """The whole value of a parameter or gradient, sharded or not."""
     return (tensor.full_tensor() if isinstance(tensor, ShardTensor) else tensor).detach()
+
+
+class Message(NamedTuple):
+    """A collective: "all_gather", "reduce_scatter" or "all_reduce", among how many ranks."""
+
+    kind: str
+    ranks: int
+    dtype: torch.dtype
+
+
+class Wire(TorchDispatchMode):
+    """What shardc sends while it is entered, in order. Compile before."""
+
+    def __enter__(self) -> "Wire":
+        self.sent: list[Message] = []
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if op.namespace == "_c10d_functional" and "wait" not in op._opname:
+            kind = op._opname.removesuffix("_coalesced").split("_into")[0].removesuffix("_tensor")
+            inputs = args[0] if isinstance(args[0], list) else [args[0]]
+            group = next(given for given in reversed(args) if isinstance(given, str))
+            ranks = compat.resolve_group(group).size()
+            self.sent += [Message(kind, ranks, value.dtype) for value in inputs]
+        return op(*args, **(kwargs or {}))
 
 
 def mean_over_ranks(tensor: Tensor, mesh: DeviceMesh) -> Tensor:

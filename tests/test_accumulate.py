@@ -1,12 +1,13 @@
 """Gradient accumulation without sync: sums, what `.grad` shows meanwhile, refusals."""
 
+import contextlib
 import functools
 
 import pytest
 import torch
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
 from models import Stack as TwoBlocks
-from models import compiled, full, mean_over_ranks, seeded, tokens
+from models import Wire, compiled, full, mean_over_ranks, seeded, tokens
 from ranks import mesh_of, on_ranks
 from torch import nn
 
@@ -138,18 +139,30 @@ def test_two_forwards_before_the_backwards_add_what_waits_once(mesh):
         late.backward()
 
 
+@pytest.mark.parametrize("executor", ["eager", None])
 @on_ranks(4)
-def test_reductions_over_copies_can_wait(mesh):
+def test_reductions_over_copies_can_wait(mesh, executor):
     grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     theirs, ours = fsdp2(seeded(Stack), grid), sharded(seeded(Stack), grid)
+    buckets = [b for m in (ours, *ours.layers) for b in m._shardc_unit.buckets]
 
     def step(model, call, number):
         for index in range(3):
             model.set_requires_all_reduce(index == 2)
             model.set_is_last_backward(index == 2)
-            (_loss(call, 100 * number + 10 * index, mesh) / 3).backward()
+            with Wire() if number else contextlib.nullcontext() as wire:
+                (_loss(call, 100 * number + 10 * index, mesh) / 3).backward()
+            if model is ours:
+                assert all((p.grad is None) == (index < 2) for p in model.parameters())
+                partial = [b.gradients.waiting.partial for b in buckets]
+                shapes = [b.segment.shape if index < 2 else None for b in buckets]
+                assert [getattr(each, "shape", None) for each in partial] == shapes
+            if model is ours and number:
+                kinds = [message.kind for message in wire.sent]
+                assert kinds.count("reduce_scatter") == 2
+                assert kinds.count("all_reduce") == (2 if index == 2 else 0)
 
-    check_against_fsdp2(theirs, ours, compiled(ours), step, steps=2)
+    check_against_fsdp2(theirs, ours, compiled(ours, executor) if executor else ours, step, steps=2)
 
 
 @pytest.mark.parametrize("executor", ["eager", None])

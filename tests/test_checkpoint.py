@@ -135,7 +135,9 @@ def test_state_dict_is_sharded_and_shares_memory(mesh):
             assert value.to_local().data_ptr() == params[name].to_local().data_ptr()
     wanted = nn.Sequential(Parts(8, True), Parts(9, True)).state_dict()
     versions = [p.to_local()._version for p in params.values()]
+    places = [p.to_local().data_ptr() for p in params.values()]
     model.load_state_dict(wanted)  # a plain one: every rank takes its part
+    assert places == [p.to_local().data_ptr() for p in model.parameters()], "not copied in place"
     for name, value in model.state_dict().items():
         assert torch.equal(full(value), wanted[name]), name
     assert all(p.to_local()._version > v for p, v in zip(params.values(), versions, strict=True))

@@ -2,13 +2,14 @@
 
 import functools
 import inspect
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
 from models import Stack as TwoBlocks
-from models import compiled, full, mean_over_ranks, seeded, tokens
+from models import Wire, compiled, full, mean_over_ranks, seeded, tokens
 from ranks import mesh_of, on_ranks
 from torch.distributed.fsdp import FSDPModule
 
@@ -58,7 +59,7 @@ def test_divide_factor_and_hook(mesh, executor):
         module.set_all_reduce_hook(None)
     _loss(call, 9).backward()
     before = [full(p.grad) for p in ours.parameters()]
-    ours.set_gradient_divide_factor(6.0, recurse=True)
+    ours.set_reduce_scatter_divide_factor(6.0, recurse=True)  # its older name
     ours.zero_grad()
     _loss(call, 9).backward()
     for p, grad in zip(ours.parameters(), before, strict=True):
@@ -67,12 +68,15 @@ def test_divide_factor_and_hook(mesh, executor):
         ours.set_gradient_divide_factor(0)
 
 
+@pytest.mark.parametrize("forced", [False, True])
 @on_ranks(4)
-def test_hook_runs_after_the_reduction_over_copies(mesh):
+def test_hook_runs_after_the_reduction_over_copies(mesh, forced):
+    """With forced sums it is given the sum."""
     grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     theirs, ours = _both(grid)
     for model in (theirs, ours):
         for module in _units(model):
+            module.set_force_sum_reduction_for_comms(forced)
             module.set_all_reduce_hook(lambda grad: grad.clamp_(max=1e-3))
     check_against_fsdp2(theirs, ours, compiled(ours), _step, 2)
 
@@ -167,14 +171,15 @@ def test_what_objects_of_the_user_give_is_checked(mesh, wrong, executor):
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("executor", ["eager", None])
 @on_ranks(2)
-def test_unused_parameters_get_zeros_where_asked(mesh):
+def test_unused_parameters_get_zeros_where_asked(mesh, executor):
     class Part(TwoBlocks):
         def forward(self, tokens, targets):
             return self.embed(tokens).sum() + 0 * targets.sum()
 
     model = sharded(seeded(Part), mesh)
-    call = compiled(model)
+    call = compiled(model, executor) if executor else model
     _loss(call, 1).backward()
     assert model.head.weight.grad is None
     model.set_reduce_scatter_unused_params(True)
@@ -184,16 +189,25 @@ def test_unused_parameters_get_zeros_where_asked(mesh):
     assert full(model.embed.weight.grad).count_nonzero() > 0
 
 
+@pytest.mark.parametrize("executor", ["eager", None])
 @on_ranks(2)
-def test_ablation_is_loud_and_leaves_out_the_wire(mesh):
-    model = sharded(seeded(Stack), mesh)
-    with pytest.warns(UserWarning, match="gathers and reductions are left out.*NOT train"):
+def test_ablation_is_loud_and_leaves_out_the_wire(mesh, executor):
+    plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
+    call = compiled(model, executor) if executor else model
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         model.set_ablation(all_gather=True, reduce=True)
-    call = compiled(model)
-    _loss(call, 1).backward()
-    if mesh.get_local_rank() == 0:  # alone: no collective is entered
-        _loss(call, 2).backward()
+        _loss(call, 1).backward()
+        with Wire() as wire:
+            _loss(call, 2).backward()
+    assert not wire.sent
+    (said,) = [str(w.message) for w in caught if "set_ablation" in str(w.message)]
+    assert "gathers and reductions are left out" in said and "NOT train" in said
     model.set_ablation()
+    torch.testing.assert_close(_loss(call, 1), _loss(plain, 1))
+    with Wire() as wire:
+        _loss(call, 2).backward()
+    assert {message.kind for message in wire.sent} == {"all_gather", "reduce_scatter"}
 
 
 @pytest.mark.parametrize("executor", ["eager", None])
@@ -212,6 +226,36 @@ def test_a_mesh_of_one_rank_sends_nothing(mesh, executor):
             want = mean_over_ranks(p.grad, mesh) if messages else p.grad
             torch.testing.assert_close(full(q.grad), want)
         assert torch.equal(full(ours.head.weight), plain.head.weight)
+
+
+SETTERS = {
+    "set_requires_gradient_sync": (False, "sync"),
+    "set_requires_all_reduce": (False, "all_reduce"),
+    "set_gradient_divide_factor": (3.0, "divide_factor"),
+    "set_reduce_scatter_divide_factor": (3.0, "divide_factor"),
+    "set_force_sum_reduction_for_comms": (True, "force_sum"),
+    "set_reduce_scatter_unused_params": (True, "reduce_unused"),
+    "set_reshard_after_backward": (False, "reshard_after_backward"),
+    "set_all_reduce_hook": (torch.zero_, "hook"),
+    "set_custom_reduce": (shardc.compress_bf16, "reduce_function"),
+    "set_custom_all_gather": (Gather(), "all_gather"),
+    "set_custom_reduce_scatter": (Scatter(), "reduce_scatter"),
+    "set_allocate_memory_from_process_group_for_comm": (True, "memory"),
+}
+
+
+@on_ranks(2)
+def test_recurse_says_which_units(mesh):
+    for name, (value, attribute) in SETTERS.items():
+        model = sharded(seeded(Stack), mesh)
+        before = getattr(model._shardc_unit.settings, attribute)
+        for recurse in (False, True):
+            getattr(model, name)(value, recurse=recurse)
+            outer, inner = (
+                getattr(module._shardc_unit.settings, attribute) != before
+                for module in (model, model.layers[0])
+            )
+            assert (outer, inner) == (True, recurse), (name, recurse)
 
 
 @on_ranks(2)

@@ -1,6 +1,9 @@
 """Gradients of sharded parameters behave as unsharded ones do, averaged over ranks."""
 
+import gc
+import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -56,6 +59,24 @@ def test_zero_grad(mesh, before_forward, set_to_none, executor):
     plain(x, x).backward()
     for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh), msg=name)
+    flat = [weakref.ref(p.grad.to_local().untyped_storage()) for p in model.parameters()]
+    del p, q
+    model.zero_grad(set_to_none)
+    if set_to_none:
+        assert _are_gone(flat)
+    else:
+        assert all(storage() is not None for storage in flat)
+        assert not any(full(p.grad).any() for p in model.parameters())
+
+
+def _are_gone(storages):
+    """Whether none of them is held, once gloo's threads have let go of theirs."""
+    for _ in range(100):
+        gc.collect()
+        if not any(storage() is not None for storage in storages):
+            return True
+        time.sleep(0.02)
+    return False
 
 
 @pytest.mark.parametrize("eager", [True, False])

@@ -1,5 +1,6 @@
 """What stays gathered after an uncompiled forward: messages, reads and memory, as FSDP2's."""
 
+import contextlib
 import functools
 from unittest import mock
 
@@ -137,6 +138,62 @@ def test_a_unit_of_several_modules_is_gathered_once(mesh):
         assert events.alive() == 0
 
 
+@pytest.mark.parametrize("executor", ["eager", None])
+@pytest.mark.parametrize("waits", [True, False])
+@on_ranks(2)
+def test_what_is_unsharded_is_not_gathered_again(mesh, waits, executor):
+    plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
+    call = compiled(model, executor) if executor else model
+    for written in (None, False, True):  # at first it is compiled
+        counts = []
+        with torch.no_grad():
+            for _ in range(2):
+                with _Messages(counts):
+                    model.unshard(async_op=not waits)
+            for p in [*plain.parameters(), *model.parameters()] if written else []:
+                p.mul_(0.5)
+            with contextlib.nullcontext() if written is None else _Messages(counts):
+                loss = _loss(call)
+            torch.testing.assert_close(loss, _loss(plain))
+        for module in _units(model):
+            module.reshard()
+        gathers = [1, 0] if written is None else [1, 0, 3 if written else 2]
+        assert [gathered for gathered, _ in counts] == gathers
+
+
+class Alone(Stack):
+    """Its embedding is a unit, whose weights its backward does not read."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers.insert(0, self.embed)
+
+    def forward(self, tokens, targets):
+        x = tokens
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).logsumexp(-1).mean() + 0 * targets.sum()
+
+
+@on_ranks(2)
+def test_a_backward_gathers_what_it_reads_only(mesh):
+    """FSDP2 has to be told so."""
+    theirs, ours = _both(mesh, Alone)
+    counts = {theirs: [], ours: []}
+
+    def step(model, call, number):
+        with _Messages():
+            loss = call(tokens(number), tokens(number))
+        with _Messages(counts[model]):
+            loss.backward()
+
+    check_against_fsdp2(theirs, ours, ours, step, steps=1, tolerance=0)
+    for model in (theirs, ours):
+        model.layers[0].set_unshard_in_backward(False)
+    check_against_fsdp2(theirs, ours, ours, step, steps=1, tolerance=0)
+    assert (counts[theirs], counts[ours]) == ([(3, 4), (2, 4)], [(2, 4), (2, 4)])
+
+
 # -- what is read --------------------------------------------------------------------------------
 
 
@@ -165,6 +222,7 @@ def test_the_root_stays_gathered_and_others_do_not(mesh):
     assert isinstance(model.layers[0].up.weight, ShardTensor)
     assert not isinstance(model.head.weight, ShardTensor)
     assert all(isinstance(p, ShardTensor) for p in model.parameters())  # whatever stays gathered
+    assert all(isinstance(value, ShardTensor) for value in model.state_dict().values())
     loss.backward()
     with torch.no_grad():
         _loss(model)

@@ -105,6 +105,7 @@ def test_starts_and_segments_are_aligned(params, world):
 @given(params_of_one_dtype, worlds)
 def test_padding_is_bounded(params, world):
     layout = plan_bucket(params, world)
+    assert layout.numel == world * layout.segment == layout.used + layout.padding
     align = 16 // (min(layout.dtype.itemsize, 2) if layout.dtype.is_floating_point else
                    layout.dtype.itemsize)  # fmt: skip
     tight = (align - 1) * len(params) + align * world

@@ -86,6 +86,24 @@ def test_placement_on_the_mesh_and_several_devices(mesh):
     shard_all(Stack(), mesh)  # ranks are in step again
 
 
+@on_ranks(2, device="sim")
+def test_parameters_go_to_the_current_device_of_the_mesh(mesh):
+    plain, model = seeded(Stack), seeded(Stack)
+    here = torch.device("sim", torch.accelerator.current_device_index())
+    model.layers[0].to("sim")  # a part is there, the rest on the host
+    model.register_buffer("scale", torch.ones(2))
+    model.embed.weight.grad = torch.ones(31, 18)
+    assert {p.device.type for p in model.parameters()} == {"cpu", "sim"}
+    assert compute_device(mesh) == here
+    shard_all(model, mesh)
+    assert {p.to_local().device for p in model.parameters()} == {here} == {model.scale.device}
+    assert model.embed.weight.grad.to_local().device == here
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(full(q).cpu(), p)
+    x = tokens(0)
+    torch.testing.assert_close(model(x.to("sim")).cpu(), plain(x))
+
+
 @on_ranks(3)
 def test_a_refusal_on_one_rank_is_told_to_all(mesh):
     rank = mesh.get_local_rank()

@@ -10,7 +10,17 @@ import weakref
 
 import pytest
 import torch
-from models import Block, Stack, check_parity, compiled, full, seeded, shard_all, tokens
+from models import (
+    Block,
+    Stack,
+    check_parity,
+    compiled,
+    full,
+    mean_over_ranks,
+    seeded,
+    shard_all,
+    tokens,
+)
 from ranks import mesh_of, on_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -36,6 +46,10 @@ def _unchanged(module):
 def test_names_shapes_and_keys_stay(mesh):
     plain, model = seeded(Stack), shard_all(seeded(Stack), mesh)
     assert isinstance(model, Stack) and isinstance(model, ShardedModule)
+    model.layers[0].note = "mine"
+    assert model.layers[0].note == "mine" and model.layers[0].forward.__func__ is Block.forward
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = model.no_such_thing
     for kind in ("named_parameters", "named_modules", "named_buffers"):
         assert [n for n, _ in getattr(model, kind)()] == [n for n, _ in getattr(plain, kind)()]
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -119,6 +133,13 @@ def test_units(mesh):
     assert flags == {"": False} | dict.fromkeys(
         ["0.up", "0.down", "1.0.up", "1.0.down", "1.1.up", "1.1.down", "2"], False
     )
+    held = {
+        name: [slot.name for bucket in unit._shardc_unit.buckets for slot in bucket.layout.slots]
+        for name, unit in units_of(chosen).items()
+    }
+    assert held["1.0.up"] == ["weight", "bias"]
+    assert held[""] == [f"{block}.norm.{n}" for block in ("0", "1.0", "1.1") for n in
+                        ("weight", "bias")]  # fmt: skip
     with pytest.raises(ValueError, match="'auto', a module class"):
         fully_shard(build(), mesh=mesh, units="blocks")
     with pytest.raises(ValueError, match="option 'prefetch'; known: reshard"):
@@ -238,6 +259,49 @@ def test_describe(mesh):
         "bucket", "parameters", "dtype", "gathered", "padding", "%", "segment", "after", "forward"
     ]  # fmt: skip
     assert [line.split()[0] for line in table.split("\n")[2:]] == ["Stack", "layers.0", "layers.1"]
+
+
+@on_ranks(3)
+def test_where_every_parameter_lies(mesh):
+    plain, model, rank = seeded(Stack), shard_all(seeded(Stack), mesh), mesh.get_local_rank()
+    found = []
+    for unit, module in units_of(model).items():
+        for bucket in module._shardc_unit.buckets:
+            for index, slot in enumerate(bucket.layout.slots):
+                found.append(f"{unit}.{slot.name}".lstrip("."))
+                whole = plain.get_parameter(found[-1])
+                assert slot.shape == whole.shape and slot.start * 4 % 16 == 0
+                start, stop = bucket.layout.interval(index, rank)
+                part = whole.detach().flatten()[start:stop]
+                assert torch.equal(model.get_parameter(found[-1]).to_local(), part)
+                first = slot.start + start - rank * bucket.layout.segment
+                assert torch.equal(bucket.segment[first : first + stop - start], part)
+    assert sorted(found) == sorted(name for name, _ in plain.named_parameters())
+
+
+@pytest.mark.parametrize("executor", ["eager", None])
+@on_ranks(3)
+def test_ranks_that_hold_nothing_of_a_parameter(mesh, executor):
+    """Rank 0 has the weight, rank 1 the bias, rank 2 only padding."""
+    plain, model = (seeded(lambda: nn.Linear(2, 3)) for _ in range(2))
+    fully_shard(model, mesh=mesh)
+    held = [p.to_local().numel() for p in model.parameters()]
+    assert held == [[6, 0], [0, 3], [0, 0]][mesh.get_local_rank()]
+    call = compiled(model, executor) if executor else model
+    x = torch.ones(1, 2) + mesh.get_local_rank()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, model)]
+    for _ in range(2):
+        for run, optimizer in zip((plain, call), optimizers, strict=True):
+            run(x).square().sum().backward()
+            if run is plain:
+                for p in plain.parameters():
+                    p.grad = mean_over_ranks(p.grad, mesh)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(p is q for p, q in zip(optimizers[1].state, model.parameters(), strict=True))
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert q.shape == p.shape
+        torch.testing.assert_close(full(q), p.detach())
 
 
 # -- what it refuses -----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import io
 import time
 import weakref
 
+import accelerator
 import pytest
 import torch
 import torch.distributed as dist
@@ -189,6 +190,39 @@ def test_rank_0_gathers_one_parameter_at_a_time(mesh):
     assert (mesh.get_rank() == 0 or loading.peak >= max(sizes)) and loading.peak <= max(
         sizes
     ) + 4096
+
+
+def _places(state):
+    """The device types of a state dict's tensors, of their parts where they are sharded."""
+    if isinstance(state, dict):
+        return set().union(*map(_places, state.values()))
+    if not isinstance(state, torch.Tensor) or state.dim() == 0:
+        return set()
+    return {(state.to_local() if isinstance(state, ShardTensor) else state).device.type}
+
+
+@on_ranks(2, device="sim")
+def test_states_go_to_the_host_where_asked(mesh):
+    """Full on rank 0, and sharded; where nobody asked they stay on the device."""
+    model, plain = fully_shard(seeded(Stack), mesh=mesh, units="auto"), seeded(Stack)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    for options, place in (
+        (None, {"sim"}),
+        (FULL, {"sim"}),
+        (StateDictOptions(cpu_offload=True), {"cpu"}),
+        (ON_RANK_0, {"cpu"} if mesh.get_rank() == 0 else set()),
+    ):
+        state = get_model_state_dict(model, options=options)
+        assert _places(state) == place, options
+        assert _places(get_optimizer_state_dict(model, optimizer, options=options)) == place
+        for name, value in state.items():
+            assert torch.equal(full(value).cpu(), plain.state_dict()[name]), name
+        accelerator.synchronize()  # what rank 1 sends runs there when something waits for it
+    assert {p.to_local().device.type for p in model.parameters()} == {"sim"}
+    assert _places(optimizer.state_dict()) == {"sim"}
 
 
 @on_ranks(2)

@@ -1,19 +1,25 @@
 """Strategies: what is on the wire, in which order, and what it costs in memory."""
 
+import os
+from collections import Counter
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp2 import sharded
-from models import Block, Stack, compiled, full, mean_over_ranks, seeded, tokens
+from models import Block, Stack, Wire, compiled, full, mean_over_ranks, seeded, tokens
 from ranks import mesh_of, on_ranks
 from test_backend import Graphs
 from test_memory import measured_peak
 from torch import nn
 
 import shardc
+from shardc import fully_shard
 from shardc.passes.context import kind_of, ranks_in
 from shardc.plan import graph_plans
+from shardc.runtime import compat
 
 GATHER, REDUCE, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 
@@ -64,11 +70,54 @@ def test_copies_are_reduced_behind_the_next_reduction(mesh, executor):
     assert len(groups) == 2, "reductions over copies have no communicator of their own"
 
 
+WHOLE = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "reshard to 2": 2}
+ON_THE_WIRE = {
+    **{name: ((4,), reshard) for name, reshard in WHOLE.items()},
+    "HYBRID_SHARD": ((2, 2), True),
+    "_HYBRID_SHARD_ZERO2": ((2, 2), False),
+    "NO_SHARD": ((4, 1), True),
+}
+
+
+@pytest.mark.parametrize("executor", ["eager", None])
+@on_ranks(4)
+def test_what_each_strategy_sends(mesh, executor):
+    for name, (shape, reshard) in ON_THE_WIRE.items():
+        torch._dynamo.reset()
+        grid = mesh_of("cpu", shape)
+        model = sharded(seeded(Stack), grid, reshard_after_forward=reshard)
+        call = compiled(model, executor) if executor else model
+        call(*_batch()).backward()
+        with Wire() as forward:
+            loss = call(*_batch())
+        with Wire() as backward:
+            loss.backward()
+        sent = [Counter((m.kind, m.ranks) for m in wire.sent) for wire in (forward, backward)]
+        among = shape[-1]
+        gathers = {(GATHER, among): 3} if among > 1 else {}
+        again = {(GATHER, 2 if reshard == 2 else among): 3} if reshard and among > 1 else {}
+        reductions = {(REDUCE, among): 3} if among > 1 else {}
+        copies = {(ALL_REDUCE, shape[0]): 3} if len(shape) > 1 else {}
+        assert sent == [gathers, {**again, **reductions, **copies}], name
+        for module in (*model.layers, model):
+            (bucket,) = module._shardc_unit.buckets
+            assert bucket.segment.numel() == bucket.layout.numel // among, name
+
+
 @on_ranks(4)
 def test_the_default_mesh_of_nodes(mesh):
-    grid = shardc.hybrid_mesh(2)
-    assert grid.shape == (2, 2) and grid.mesh_dim_names == ("replicate", "shard")
-    assert grid.mesh.tolist() == [[0, 1], [2, 3]]
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+        by_default = shardc.hybrid_mesh()
+    for grid in (by_default, shardc.hybrid_mesh(2)):
+        assert grid.shape == (2, 2) and grid.mesh_dim_names == ("replicate", "shard")
+        assert grid.mesh.tolist() == [[0, 1], [2, 3]]
+    ranks = fully_shard(Block(), mesh=by_default)._shardc_unit.buckets[0].ranks
+    node, place = divmod(dist.get_rank(), 2)
+    for group, members in (
+        (ranks.shard, [2 * node, 2 * node + 1]),
+        (ranks.replicas, [place, place + 2]),
+    ):
+        assert dist.get_process_group_ranks(compat.resolve_group(group)) == members
     with pytest.raises(ValueError, match=r"4 ranks cannot be split into nodes of 3"):
         shardc.hybrid_mesh(3)
 

@@ -11,11 +11,12 @@ from unittest import mock
 import accelerator
 import pytest
 import torch
+import torch.distributed as dist
 from models import seeded
-from ranks import on_ranks
+from ranks import mesh_of, on_ranks
 from torch import nn
 
-from shardc import CPUOffloadPolicy, fully_shard
+from shardc import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from shardc.runtime import compat
 
 EXECUTORS = pytest.mark.parametrize("executor", ["eager", None])
@@ -64,7 +65,7 @@ def _units(model):
 
 def _collectives(log, kind=None):
     found = [entry for entry in log if entry.kind == "collective"]
-    return found if kind is None else [entry for entry in found if KINDS[entry.name] == kind]
+    return found if kind is None else [entry for entry in found if KINDS.get(entry.name) == kind]
 
 
 def _story(model, log):
@@ -133,6 +134,32 @@ def test_uncompiled_the_next_unit_is_gathered_while_one_computes(mesh):
         "backward 0", "wait reduce 1", "reduce 0", "wait reduce 0",
     ]  # fmt: skip
     assert _most_gathered(log) == 2  # the one that computes, and the next
+    with torch.no_grad(), accelerator.recording() as log:
+        model(torch.randn(4, DIMS[0], device="sim"))
+    assert _most_gathered(log) == 2  # and nothing stays after the last one
+
+
+@EXECUTORS
+@on_ranks(2, device="sim")
+def test_parts_in_low_precision_live_until_they_are_gathered(mesh, executor):
+    model = _chain(mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    call, x = _call(model, executor, prefetch=1), torch.randn(11, DIMS[0], device="sim")
+    with torch.no_grad():
+        call(x)
+        call(x)  # uncompiled, gathers go ahead from now on
+        with accelerator.recording() as log:
+            call(x)
+    sizes = {2 * layer._shardc_unit.buckets[0].layout.segment for layer in model}
+    filled, live, made = {entry.block for entry in _collectives(log)}, set(), 0
+    for entry in log:
+        if entry.kind == "allocate" and entry.bytes in sizes and entry.block not in filled:
+            live.add(entry.block)
+            made += 1
+        elif entry.kind == "free":
+            live.discard(entry.block)
+        elif entry.kind == "compute" and entry.name == "aten::mm":
+            assert len(live) <= 1, "more is held than the part that is gathered ahead"
+    assert made == UNITS and not live
 
 
 @on_ranks(2, device="sim")
@@ -149,6 +176,25 @@ def test_uncompiled_hints_change_what_is_gathered_ahead(mesh):
         "gather 4", "gather 3", "gather 2", "backward 4", "backward 3",
         "gather 1", "backward 2", "backward 1", "backward 0",
     ]  # fmt: skip
+
+
+@EXECUTORS
+@on_ranks(2, device="sim")
+def test_hints_for_what_is_over_or_never_comes_do_no_harm(mesh, executor):
+    model, stranger = _chain(mesh), _chain(mesh)
+    call, x = _call(model, executor), torch.randn(4, DIMS[0], device="sim")
+    call(x).sum().backward()
+    wanted = [p.grad.full_tensor().cpu() for p in model.parameters()]
+    for unit, forward, backward in ((1, model[0], model[4]), (2, stranger[3], stranger[1])):
+        model[unit].set_modules_to_forward_prefetch([forward])
+        model[unit].set_modules_to_backward_prefetch([backward])
+    for _ in range(2):
+        model.zero_grad()
+        with accelerator.recording() as log:
+            call(x).sum().backward()
+        for p, want in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(p.grad.full_tensor().cpu(), want)
+    _most_gathered(log)  # nothing stays
 
 
 def _line(text):
@@ -209,6 +255,35 @@ def _overlap(some, others):
     return any(a.start < b.end and b.start < a.end for a in some for b in others)
 
 
+_high_priority_options = compat.high_priority_options
+
+
+def _as_for_nccl(group):
+    """The options for a group of NCCL, of which this torch may have none."""
+    assert _high_priority_options(group) is None, "only NCCL has priorities"
+    nccl = SimpleNamespace(Options=SimpleNamespace)
+    with (
+        mock.patch.object(dist, "get_backend", lambda group: "cpu:gloo,cuda:nccl"),
+        mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True),
+    ):
+        return _high_priority_options(group)
+
+
+@EXECUTORS
+@on_ranks(4, device="sim")
+def test_reductions_over_copies_have_a_stream_of_their_own(mesh, executor):
+    mesh = mesh_of("sim", (2, 2), mesh_dim_names=("replicate", "shard"))
+    log = _step(_chain(mesh), executor, {"compute": 1.0, "comm": 4.0})
+    copies = [entry for entry in _collectives(log) if entry.name not in KINDS]
+    others = [entry for entry in _collectives(log) if entry.name in KINDS]
+    assert [entry.name for entry in copies] == UNITS * ["allreduce"]
+    for of in ("group", "stream"):
+        (own,) = {getattr(entry, of) for entry in copies}
+        assert own not in {getattr(entry, of) for entry in others}
+    assert _overlap(copies, _collectives(log, "reduce")) if executor is None else True
+    assert _overlap(copies, [entry for entry in log if entry.kind == "compute"])
+
+
 @EXECUTORS
 @on_ranks(2, device="sim")
 def test_gathers_and_reductions_on_groups_of_their_own(mesh, executor):
@@ -216,10 +291,12 @@ def test_gathers_and_reductions_on_groups_of_their_own(mesh, executor):
     model = _chain(mesh)
     log = _step(model, executor, costs)
     gathers, reductions = _collectives(log, "gather"), _collectives(log, "reduce")
+    compute = [entry for entry in log if entry.kind == "compute"]
+    assert not {entry.stream for entry in compute} & {e.stream for e in gathers + reductions}
+    assert _overlap(gathers, compute) and _overlap(reductions, compute)
     assert len({(entry.group, entry.stream) for entry in gathers + reductions}) == 1
     assert not _overlap(gathers, reductions), "one communicator does one thing at a time"
-    urgent = SimpleNamespace(is_high_priority_stream=True)
-    with mock.patch.object(compat, "high_priority_options", lambda group: urgent):
+    with mock.patch.object(compat, "high_priority_options", _as_for_nccl):
         model.set_separate_reduce_scatter_group(high_priority=True)
     model.set_separate_all_gather_group()
     log = _step(model, executor, costs)

@@ -118,9 +118,31 @@ def test_offload_equals_fsdp2(mesh, executor, low, name):
     theirs, ours = fsdp2(seeded(Stack), mesh, **kwargs), sharded(seeded(Stack), mesh, **kwargs)
     tolerance = 2e-2 if low else 1e-5
     check_against_fsdp2(theirs, ours, _call(ours, executor), STEPS[name], 2, tolerance)
-    segment = ours._shardc_unit.buckets[0].segment
-    assert segment.is_cpu and segment.is_pinned()
-    assert all(p.grad is None or p.grad.to_local().is_cpu for p in ours.parameters())
+    with accelerator.recording() as log:
+        _two_backwards(ours, _call(ours, executor), 9)
+    parts = [part.to_local() for p in ours.parameters() for part in (p, p.grad)]
+    assert all(part.is_cpu and part.is_pinned() for part in parts if part.numel())
+    numels = {b.layout.numel for u in (ours, *ours.layers) for b in u._shardc_unit.buckets}
+    for kind, width in (("gather", 2 if low else 4), ("reduce", 4)):
+        sent = {entry.bytes for entry in log if entry.kind == "collective" and kind in entry.name}
+        assert sent == {width * numel for numel in numels}, (kind, sent)
+
+
+@EXECUTORS
+@on_ranks(2, device="sim")
+def test_offloaded_gradients_that_wait_stay_on_the_device(mesh, executor):
+    model = sharded(seeded(Stack), mesh, offload_policy=CPUOffloadPolicy())
+    call = _call(model, executor)
+    buckets = [b for unit in (model, *model.layers) for b in unit._shardc_unit.buckets]
+    for waits in (True, True, False):
+        model.set_requires_gradient_sync(not waits)
+        with accelerator.recording() as log:
+            call(*_batch(waits)).backward()
+        to_host = sum(entry.kind == "copy" and entry.name == "to host" for entry in log)
+        assert to_host == (0 if waits else len(buckets))
+        pending = {getattr(b.gradients.waiting.pending, "device", None) for b in buckets}
+        assert pending == {torch.device("sim", 0) if waits else None}
+        assert all((p.grad is None) == waits for p in model.parameters())
 
 
 @EXECUTORS
@@ -202,16 +224,18 @@ def test_memory_of_the_strategies(mesh, executor):
         {"reshard_after_forward": True},
         {"offload_policy": CPUOffloadPolicy()},
     ):
+        if "offload_policy" in kwargs:
+            accelerator.configure(copy=1.0, comm=1.0, compute=1.0)
         peaks.append(_peak(mesh, executor, **kwargs))
         planned.append(max(plan.peak for plan in list(graph_plans)[-2:]) if executor else 0)
     zero2, zero3, offload = peaks
     # Segments, AdamW's states, and ZeRO-2's gathered weights: 0.8, 1.6 and 1.6 MB.
-    assert zero3 < 0.9 * zero2 and offload < 0.25 * zero3, peaks
+    assert zero3 < 0.9 * zero2 and offload < 0.4 * zero3, peaks
     if executor:
         for peak, plan in zip(peaks[:2], planned, strict=False):
             assert abs(plan - peak) < 0.05 * peak, (peaks, planned)
         # Copies that take time hold their layers; in the plan they do.
-        assert offload <= planned[2] <= offload + 2 * 4 * DIM**2, (peaks, planned)
+        assert abs(planned[2] - offload) < 0.1 * offload, (peaks, planned)
 
 
 @EXECUTORS
@@ -246,6 +270,21 @@ def test_full_parameters_have_what_was_queued_before(mesh):
     again = [param.full_tensor().cpu() for param in model.parameters()]
     for one, two in zip(gathered, again, strict=True):
         assert torch.equal(one, two) and not one.isnan().any()
+
+
+@pytest.mark.parametrize("host", [True, False])
+@on_ranks(2, device="sim")
+def test_where_full_parameters_are(mesh, host):
+    plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
+    first = torch.distributed.get_rank() == 0
+    with summon_full_params(model, writeback=False, rank0_only=True, offload_to_cpu=host):
+        inside = [p if first else p.to_local() for p in model.parameters()]
+        assert {p.device.type for p in inside} == {"cpu" if host and first else "sim"}
+        assert not first or all(
+            torch.equal(p.cpu(), q) for p, q in zip(inside, plain.parameters(), strict=True)
+        )
+    assert all(p.to_local().device.type == "sim" for p in model.parameters())
+    torch.testing.assert_close(model(*_batch(0)).cpu(), plain(*_on_host(0)))
 
 
 @EXECUTORS

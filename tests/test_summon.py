@@ -95,22 +95,31 @@ def test_gradients(mesh, writeback):
     plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
     for run in (plain, model):
         run(*_batch()).backward()
-    model.layers[0].up.weight.grad = None
+    model.layers[0].down.weight.grad = None
+    _, cut = model.get_parameter("layers.0.up.weight")._spec.interval(0)
     if dist.get_rank() == 0:
-        model.layers[0].down.weight.grad = None  # on one rank only: its part counts as zero
+        model.layers[0].up.weight.grad = None  # on one rank only: its part counts as zero
+    before = [None if p.grad is None else p.grad.to_local().clone() for p in model.parameters()]
     with summon_full_params(model, writeback=writeback, with_grads=True):
         for (name, p), q in zip(plain.named_parameters(), model.named_parameters(), strict=True):
             want = mean_over_ranks(p.grad, mesh)
-            if name == "layers.0.up.weight":
+            if name == "layers.0.down.weight":
                 assert q[1].grad is None
-            elif name != "layers.0.down.weight":
-                torch.testing.assert_close(q[1].grad, want, msg=name)
+                continue
+            if name == "layers.0.up.weight":
+                assert cut > 0, "rank 0 has none of it"
+                want.view(-1)[:cut] = 0
+            torch.testing.assert_close(q[1].grad, want, msg=name)
         model.head.weight.grad.fill_(7)
         model.layers[1].up.weight.grad = None
-        model.layers[0].up.weight.grad = torch.ones_like(model.layers[0].up.weight)
+        model.layers[0].down.weight.grad = torch.ones_like(model.layers[0].down.weight)
     assert (full(model.head.weight.grad) == 7).all() == writeback
     assert (model.layers[1].up.weight.grad is None) == writeback
-    assert (model.layers[0].up.weight.grad is not None) == writeback
+    assert (model.layers[0].down.weight.grad is not None) == writeback
+    if not writeback:
+        for part, p in zip(before, model.parameters(), strict=True):
+            assert (part is None) == (p.grad is None)
+            assert part is None or torch.equal(part, p.grad.to_local())
     torch.optim.AdamW(model.parameters()).step()
 
 

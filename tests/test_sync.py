@@ -1,5 +1,6 @@
 """Starting from rank 0's values, and finding out that ranks have others."""
 
+import accelerator
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,6 +93,22 @@ def _start_from_rank_0(mesh, rank, want, elsewhere):
         assert own.is_meta or not torch.equal(own, want.skip.own)
     x = torch.ones(4, 5)
     torch.testing.assert_close(model.eval()(x), want.eval()(x))
+
+
+@on_ranks(2, device="sim")
+def test_values_on_the_host_are_sent_from_the_device(mesh):
+    """FSDP1 refuses them, as its broadcasts take a tensor where it lies."""
+    want, model = seeded(Buffered), seeded(Buffered, dist.get_rank())
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cpu"}
+    with accelerator.recording() as log:
+        fully_shard(model, mesh=mesh, sync_module_states=True)
+    sent = [entry for entry in log if entry.kind == "collective"]
+    buckets = {b for unit in units_of(model).values() for b in unit._shardc_unit.buckets}
+    buffers = {buffer for buffer in want.buffers()}
+    assert len(sent) == len(buckets) + len(buffers)  # all of them over the device's backend
+    states = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, value in {**dict(want.named_parameters()), **dict(want.named_buffers())}.items():
+        assert torch.equal(full(states[name]).cpu(), value), name
 
 
 @on_ranks(2)

@@ -6,6 +6,7 @@ The grid is (dp, tp) = (2, 2). Ranks of one tp group get the same batch.
 import copy
 import functools
 import tempfile
+from collections import Counter
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from fsdp2 import check_against_fsdp2, fsdp2, sharded, whole
-from models import check_parity, compiled, full, mean_over_ranks, seeded, tokens
+from models import Wire, check_parity, compiled, full, mean_over_ranks, seeded, tokens
 from ranks import mesh_of, on_ranks
 from torch import nn
 from torch.distributed import fsdp
@@ -161,6 +162,20 @@ def test_it_is_fsdp2_compiled(mesh, reshard):
     assert all(map(torch.equal, first[ours], first[theirs]))
     assert min(norms[theirs]) > 0.3, "nothing was clipped"
     torch.testing.assert_close(norms[ours], norms[theirs])
+
+
+@on_ranks(4)
+def test_what_stays_gathered_is_not_gathered_again(mesh):
+    grid, counts = grid_of(), {}
+    for reshard in (True, False):
+        model = make(grid, reshard_after_forward=reshard)
+        model(**batch(0)).backward()
+        loss = model(**batch(0))
+        with Wire() as wire:
+            loss.backward()
+        counts[reshard] = Counter(message.kind for message in wire.sent)
+    assert counts[True] - counts[False] == {"all_gather": 3}  # the others are of tensor parallelism
+    assert not counts[False] - counts[True]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

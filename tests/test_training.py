@@ -4,6 +4,8 @@ import pytest
 from models import Stack, check_parity, compiled, seeded, shard_all, tokens
 from ranks import on_ranks
 
+from shardc import ShardTensor, units_of
+
 
 def _batch(seed):
     return {"tokens": tokens(seed), "targets": tokens(seed + 1)}
@@ -28,4 +30,11 @@ def test_parity_tied(mesh):
         seeded(lambda: Stack(tied=True)),
         shard_all(seeded(lambda: Stack(tied=True)), mesh),
     )
-    check_parity(plain, model, compiled(model, fullgraph=True), _batch, mesh)
+    call = compiled(model, fullgraph=True)
+    check_parity(plain, model, call, _batch, mesh)
+    call(**_batch(7)).backward()
+    head, embed = model.head.weight, model.embed.weight
+    assert head is embed and isinstance(head.grad, ShardTensor) and head.grad is embed.grad
+    buckets = [b for unit in units_of(model).values() for b in unit._shardc_unit.buckets]
+    names = [slot.name for bucket in buckets for slot in bucket.layout.slots]
+    assert len(names) == len(list(plain.parameters())), "a shared parameter has two places"
