@@ -103,7 +103,8 @@ class Wire(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if op.namespace == "_c10d_functional" and "wait" not in op._opname:
+        kinds = ("all_gather", "reduce_scatter", "all_reduce")
+        if op.namespace == "_c10d_functional" and op._opname.startswith(kinds):
             kind = op._opname.removesuffix("_coalesced").split("_into")[0].removesuffix("_tensor")
             inputs = args[0] if isinstance(args[0], list) else [args[0]]
             group = next(given for given in reversed(args) if isinstance(given, str))

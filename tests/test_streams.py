@@ -224,18 +224,16 @@ def test_memory_of_the_strategies(mesh, executor):
         {"reshard_after_forward": True},
         {"offload_policy": CPUOffloadPolicy()},
     ):
-        if "offload_policy" in kwargs:
-            accelerator.configure(copy=1.0, comm=1.0, compute=1.0)
         peaks.append(_peak(mesh, executor, **kwargs))
         planned.append(max(plan.peak for plan in list(graph_plans)[-2:]) if executor else 0)
     zero2, zero3, offload = peaks
     # Segments, AdamW's states, and ZeRO-2's gathered weights: 0.8, 1.6 and 1.6 MB.
-    assert zero3 < 0.9 * zero2 and offload < 0.4 * zero3, peaks
+    assert zero3 < 0.9 * zero2 and offload < 0.25 * zero3, peaks
     if executor:
         for peak, plan in zip(peaks[:2], planned, strict=False):
             assert abs(plan - peak) < 0.05 * peak, (peaks, planned)
         # Copies that take time hold their layers; in the plan they do.
-        assert abs(planned[2] - offload) < 0.1 * offload, (peaks, planned)
+        assert offload <= planned[2] <= offload + 2 * 4 * DIM**2, (peaks, planned)
 
 
 @EXECUTORS
