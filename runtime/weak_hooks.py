@@ -9,6 +9,7 @@ it.
 import weakref
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 
@@ -16,6 +17,7 @@ def weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     """A hook that calls a bound method for as long as something else holds its object."""
     reference = weakref.WeakMethod(method)
 
+    @torch.compiler.disable  # compiled autograd would trace it
     def hook(leaf: Tensor) -> None:
         target = reference()
         if target is not None:

@@ -273,28 +273,42 @@ def _noting_used_slots(compiled: Callable[..., Any], reads: list[_Read]) -> Call
         if torch.is_grad_enabled():
             nodes = {out.grad_fn for out in outputs if isinstance(out, Tensor)}
             lent = [read_from.gradients.lend() for read_from, _ in buckets]
-
-            begun: list[bool] = []
-
-            def note(grads: Any) -> None:
-                if begun:  # another node of the same backward
-                    return
-                begun.append(True)
-                compat.when_backward_ends(begun.clear)
-                flush_when_done()
-                progress.next_names = names
-                for (bucket, read), before, taken in zip(buckets, updates, lent, strict=True):
-                    bucket.gradients.begin_backward(taken)
-                    if bucket.updates() != before:  # a backward that saved the segment must fail
-                        torch.autograd.graph.increment_version(bucket.segment)
-                    bucket.gradients.note_used(read.slots, read.elsewhere)
-
+            begin = functools.partial(_begin_backward, [], names, buckets, updates, lent)
             for node in nodes:
                 if node is not None:
-                    node.register_prehook(note)
+                    node.register_prehook(begin)
         return outputs
 
     return run
+
+
+@torch.compiler.disable  # compiled autograd would trace it
+def _begin_backward(
+    begun: list[bool],
+    names: dict[str, str],
+    buckets: list[tuple[Bucket, _Read]],
+    updates: list[int],
+    lent: list[tuple[Tensor | None, Tensor | None]],
+    grads: Any,
+) -> None:
+    """A node that gave a graph's outputs is about to be differentiated; only the first counts.
+
+    Args:
+        begun: not empty once the backward has begun.
+        names, buckets, updates, lent: what the graph's forward read, by how it was then.
+        grads: of the node's outputs.
+    """
+    if begun:
+        return
+    begun.append(True)
+    compat.when_backward_ends(begun.clear)
+    flush_when_done()
+    progress.next_names = names
+    for (bucket, read), before, taken in zip(buckets, updates, lent, strict=True):
+        bucket.gradients.begin_backward(taken)
+        if bucket.updates() != before:  # a backward that saved the segment must fail
+            torch.autograd.graph.increment_version(bucket.segment)
+        bucket.gradients.note_used(read.slots, read.elsewhere)
 
 
 def _other_names(buckets: list[tuple[Bucket, _Read]]) -> dict[str, str]:

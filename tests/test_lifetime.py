@@ -12,6 +12,8 @@ from ranks import on_ranks
 from real_models import language, llama
 from test_backend import Graphs
 from torch import nn
+from torch._dynamo import compiled_autograd
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -109,8 +111,10 @@ def test_compiled_autograd(mesh):
     """The backward as a graph of its own, around what the backend made of it."""
     plain, model, call = _both(mesh)
     _loss(plain, 1).backward()
-    with torch._dynamo.config.patch(compiled_autograd=True):
+    counters.clear()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
         _loss(call, 1).backward()
+    assert counters["compiled_autograd"]["captures"] == 1, "the backward is no graph"
     _check(plain, model, mesh)
 
 
