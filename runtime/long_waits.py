@@ -12,7 +12,6 @@ import logging
 import sys
 import threading
 import time
-from contextlib import suppress
 from types import TracebackType
 
 import torch
@@ -77,29 +76,37 @@ def _watch() -> None:
     looks: dict[str, _Look | _Still] = {}
     while not _ended.wait(_TICK):
         label, since = progress.inside, progress.since
-        waits = label is not None and label.waits
-        if waits and time.monotonic() - since < _LONG:
-            continue
-        for group, history in list(_watched.items()):
+        if label is None or not label.waits:
+            _look_at_groups(looks, None, since)
+        elif time.monotonic() - since >= _LONG:
+            _look_at_groups(looks, label, since)
+
+
+def _look_at_groups(looks: "dict[str, _Look | _Still]", label: Label | None, since: float) -> None:
+    """Look once, in view of each group, at the wait for `label`, or at what others wait for.
+
+    A group that is gone, or its store, is looked at again once a collective of it is entered: each
+    question to a store that is gone would leave a trace on the screen.
+    """
+    for group, history in list(_watched.items()):
+        try:
             members = _members_of(group, history)
-            if members is None:
-                _watched.pop(group, None)
-                looks.pop(group, None)
-                continue
-            with suppress(RuntimeError, ValueError):  # its store is gone
-                look = looks.get(group)
-                if look is None or not look.goes_on(history, since if waits else None):
-                    kind = _Look if waits else _Still
-                    look = looks[group] = kind(members, history, since)
-                look.look(label)
+            look = looks.get(group)
+            if look is None or not look.goes_on(history, None if label is None else since):
+                kind = _Still if label is None else _Look
+                look = looks[group] = kind(members, history, since)
+            look.look(label)
+        except (RuntimeError, ValueError):
+            _watched.pop(group, None)
+            looks.pop(group, None)
 
 
-def _members_of(group: str, history: History) -> dist.ProcessGroup | None:
-    """The group of this history; None where it is gone, or another one has its name."""
-    with suppress(RuntimeError):
-        members = compat.resolve_group(group)
-        return members if history.is_of(members) else None
-    return None
+def _members_of(group: str, history: History) -> dist.ProcessGroup:
+    """The group of this history; raises where it is gone, or another one has its name."""
+    members = compat.resolve_group(group)
+    if not history.is_of(members):
+        raise ValueError(f"group '{group}' was made anew")
+    return members
 
 
 class _Look:

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc import StateDictOptions, get_model_state_dict, summon_full_params
-from shardc.runtime import compat, elsewhere, history
+from shardc.runtime import compat, elsewhere, history, long_waits
 from shardc.runtime.board import RING, Board, word_of
 from shardc.runtime.history import history_of
 
@@ -221,6 +222,26 @@ def test_what_two_ranks_can_tell_of_each_other(monkeypatch, waits_for_last):
     assert parted(mine, _shows(0, 3, "barrier at a.py:1", g=before, h=[barrier])) is None
     came = _shows(0, 2, "barrier at a.py:1", g=[*before, gather], h=[barrier])
     assert (parted(mine, came) is None) is not waits_for_last  # a third rank did not come
+
+
+def test_a_store_that_is_gone_is_asked_once(monkeypatch):
+    asked = []
+
+    def gone(group):
+        asked.append(group)
+        raise RuntimeError("Broken pipe")
+
+    members = mock.Mock(rank=lambda: 0, size=lambda: 2)
+    still = mock.Mock(count=3, is_over=False)
+    monkeypatch.setattr(long_waits, "_STILL", 0.0)
+    monkeypatch.setattr(long_waits, "_PACE", 0.0)
+    monkeypatch.setattr(long_waits, "_watched", {"g": still})
+    monkeypatch.setattr(compat, "resolve_group", lambda name: members)
+    monkeypatch.setattr(compat, "group_store", gone)
+    looks = {}
+    for _ in range(3):
+        long_waits._look_at_groups(looks, None, 0.0)
+    assert asked == [members] and not looks and not long_waits._watched
 
 
 @on_ranks(3)
