@@ -65,6 +65,11 @@ class History:
         """Whether it is of this very group, and not of an earlier one of its name."""
         return self._group() is group
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether its group does not exist any more."""
+        return self._group() is None
+
     def enter(self, digest: int, text: str) -> None:
         """Note what this rank is about to enter; `digest` is equal on all ranks.
 
@@ -148,7 +153,8 @@ def history_of(name: str) -> History | None:
     if dist.group.WORLD is not _world:  # groups were made anew
         _histories.clear()
         _world = dist.group.WORLD
-    if name not in _histories:
+    known = _histories.get(name)
+    if name not in _histories or (known is not None and known.is_gone):
         group = compat.resolve_group(name)
         alone = group.size() == 1 or compat.is_fake_group(group)
         _histories[name] = None if alone else History(group)

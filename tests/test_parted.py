@@ -224,6 +224,30 @@ def test_what_two_ranks_can_tell_of_each_other(monkeypatch, waits_for_last):
     assert (parted(mine, came) is None) is not waits_for_last  # a third rank did not come
 
 
+class Group:
+    """Of two ranks, without a backend."""
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 2
+
+
+def test_a_group_of_the_same_name_begins_anew(monkeypatch):
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(compat, "is_fake_group", lambda group: False)
+    monkeypatch.setattr(history, "board_of", lambda group: None)
+    monkeypatch.setattr(history, "_histories", {})
+    groups = [Group()]
+    monkeypatch.setattr(compat, "resolve_group", lambda name: groups[-1])
+    first = history_of("a name")
+    first.enter(1, "a gather")
+    assert history_of("a name") is first and first.count == 1
+    groups[:] = [Group()]
+    assert history_of("a name").count == 0 and history_of("a name").is_of(groups[0])
+
+
 def test_a_store_that_is_gone_is_asked_once(monkeypatch):
     asked = []
 
