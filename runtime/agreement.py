@@ -27,9 +27,14 @@ _PAUSE = 0.0005, 0.2
 """Seconds between looks at the store: at first, and at most."""
 
 
+_KEPT = 4096
+"""On how many facts a group remembers that it agreed. All ranks forget the same ones."""
+
+
 @dataclass
 class _History:
-    """What one group has agreed on: notes by digest of the facts, after how many rounds."""
+    """What one group has agreed on: notes by digest of the facts, oldest first; of how many
+    rounds."""
 
     rounds: int = 0
     notes: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -80,7 +85,10 @@ def agree(
             except dist.DistError:  # the store is gone
                 _raise_if_parted()
                 raise
-        history.notes[digest] = notes
+        if not every_time:
+            history.notes[digest] = notes
+        while len(history.notes) > _KEPT:
+            del history.notes[next(iter(history.notes))]
     return notes
 
 

@@ -142,9 +142,9 @@ class Controls:
         """
         if stream is not None:
             raise ValueError("set_all_reduce_hook: the hook runs in the graph; stream must be None")
-        key = None if hook is None else intern_object(hook)
+        known = None if hook is None else intern_object(hook)
         for unit in _own_units(self, recurse):
-            unit.change(hook=key)
+            unit.change(hook=known)
 
     @checked
     def set_custom_reduce(
@@ -156,9 +156,9 @@ class Controls:
         this rank's part of the sum, `(S,)`; `shardc.compress_bf16` and `shardc.compress_fp16` are
         two. It becomes part of the graph: scheduled and compiled. None takes it away.
         """
-        key = None if function is None else intern_object(function)
+        known = None if function is None else intern_object(function)
         for unit in _own_units(self, recurse):
-            unit.change(reduce_function=key)
+            unit.change(reduce_function=known)
 
     # -- communication -------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardc.runtime import compat
 
@@ -49,11 +50,13 @@ class Arrival:
     """A gradient on its way to the host.
 
     Attributes:
+        segment: the address of what it is the gradient of.
         part: where it goes, `(S,)`.
         done: the event after which it is there; None: it is.
         backward: the backward that made it (`compat.backward_number`).
     """
 
+    segment: int
     part: Tensor
     done: torch.Event | None
     backward: int
@@ -65,8 +68,8 @@ class Arrival:
         return self.part
 
 
-_arriving: dict[int, list[Arrival]] = {}
-"""By the address of the segment that they are gradients of."""
+_arriving = WeakIdKeyDictionary()
+"""`Arrival`s by the memory of the segment that they are gradients of; they go with it."""
 
 
 def arriving(segment: Tensor, part: Tensor) -> list[Arrival]:
@@ -74,12 +77,25 @@ def arriving(segment: Tensor, part: Tensor) -> list[Arrival]:
 
     Taken over: it is not given again.
     """
-    backward = compat.backward_number()
-    sent = [a for a in _arriving.pop(segment.data_ptr(), []) if a.backward == backward]
-    own = [arrival for arrival in sent if arrival.part.data_ptr() == part.data_ptr()]
-    if own and len(own) < len(sent):
-        _arriving[segment.data_ptr()] = [arrival for arrival in sent if arrival not in own]
-    return own or sent
+    sent, address = _sent(segment), segment.data_ptr()
+    mine = [arrival for arrival in sent if arrival.segment == address]
+    own = [arrival for arrival in mine if arrival.part.data_ptr() == part.data_ptr()] or mine
+    _keep(segment, [arrival for arrival in sent if arrival not in own])
+    return own
+
+
+def _sent(segment: Tensor) -> list[Arrival]:
+    """What the backward under way has sent for segments in this memory; others left theirs."""
+    backward, sent = compat.backward_number(), _arriving.get(segment.untyped_storage(), [])
+    return [arrival for arrival in sent if arrival.backward == backward]
+
+
+def _keep(segment: Tensor, arrivals: list[Arrival]) -> None:
+    storage = segment.untyped_storage()
+    if arrivals:
+        _arriving[storage] = arrivals
+    else:
+        _arriving.pop(storage, None)
 
 
 _library = torch.library.Library("shardc", "FRAGMENT")
@@ -103,11 +119,10 @@ def _to_host(part: Tensor, segment: Tensor) -> Tensor:
         staged.record_stream(stream)
     else:
         host.copy_(staged)
-    backward = compat.backward_number()
-    earlier = [a for a in _arriving.get(segment.data_ptr(), []) if a.backward == backward]
     # An alias: autograd takes a tensor over without a copy where nobody else has that very object,
     # and adds nothing into memory that somebody else has.
-    _arriving[segment.data_ptr()] = [*earlier, Arrival(host.detach(), done, backward)]
+    arrival = Arrival(segment.data_ptr(), host.detach(), done, compat.backward_number())
+    _keep(segment, [*_sent(segment), arrival])
     return host
 
 

@@ -1,12 +1,16 @@
 """What a user asked of one unit; its buckets turn it into the spec of their code."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from shardc.runtime.policy import MixedPrecisionPolicy
-from shardc.runtime.spec import divide_factors
+from shardc.runtime.spec import Interned, divide_factors
+
+_KEPT = 4
+"""How many objects of the user are kept for one setting."""
 
 
 @dataclass
@@ -23,6 +27,7 @@ class Settings:
         force_sum: sum and divide even where the backend can average.
         reduce_unused: a parameter that no rank used gets a gradient of zeros.
         reduce_function, all_gather, reduce_scatter, hook: keys of the user's objects.
+        objects: these, by setting, the last few: a backward to come may call an earlier one.
         memory: where buffers of collectives come from (`comm_buffers`).
         precision, offload: the policies given to `fully_shard`.
         host_is_apart: plan for a device that is not the host, though all is on the CPU (`explain`).
@@ -43,6 +48,15 @@ class Settings:
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     offload: OffloadPolicy = field(default_factory=OffloadPolicy)
     host_is_apart: bool = False
+    objects: dict[str, tuple[Interned, ...]] = field(default_factory=dict, repr=False)
+
+    def put(self, name: str, value: Any) -> None:
+        """Set one; an object of the user goes by its key, and is kept."""
+        if isinstance(value, Interned):
+            earlier = [known for known in self.objects.get(name, ()) if known is not value]
+            self.objects = {**self.objects, name: (*earlier, value)[-_KEPT:]}
+            value = value.key
+        setattr(self, name, value)
 
     @property
     def offloaded(self) -> bool:

@@ -6,7 +6,8 @@ identical code, and units that differ in anything that shapes the graph never sh
 
 import hashlib
 import itertools
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -146,18 +147,27 @@ def divide_factors(factor: float, dtype: torch.dtype) -> tuple[float, float]:
 
 # -- objects of the user that graphs call ---------------------------------------------------------
 
-_objects: dict[str, Any] = {}
+
+@dataclass(frozen=True, eq=False)
+class Interned:
+    """An object that graphs call by its key, as long as something holds this."""
+
+    key: str
+    thing: Any = field(repr=False)
+
+
+_objects: weakref.WeakValueDictionary[str, Interned] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def intern_object(thing: Any) -> str:
-    """A key for `thing`, the same on all ranks that intern in the same order."""
-    for key, known in _objects.items():
-        if known is thing:
-            return key
+def intern_object(thing: Any) -> Interned:
+    """`thing` with a key, the same on all ranks that intern in the same order."""
+    for known in _objects.values():
+        if known.thing is thing:
+            return known
     key = f"{getattr(thing, '__name__', type(thing).__name__)}:{next(_numbers)}"
-    _objects[key] = thing
-    return key
+    interned = _objects[key] = Interned(key, thing)
+    return interned
 
 
 def name_of_object(key: str) -> str:
@@ -167,4 +177,4 @@ def name_of_object(key: str) -> str:
 
 def object_of(key: str) -> Any:
     """What `intern_object` gave this key."""
-    return _objects[key]
+    return _objects[key].thing

@@ -64,7 +64,9 @@ class Placed:
 
     def __post_init__(self) -> None:
         if self.data_dims:
-            object.__setattr__(self, "key", intern_object(self))
+            interned = intern_object(self)
+            object.__setattr__(self, "key", interned.key)
+            object.__setattr__(self, "_interned", interned)  # no field: Dynamo would look into it
 
     @classmethod
     def of(cls, tensor: Tensor, spmd: Spmd | None = None) -> "Placed | None":

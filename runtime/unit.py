@@ -110,7 +110,7 @@ class Unit:
     def change(self, **settings: Any) -> None:
         """Set some of the settings."""
         for name, value in settings.items():
-            setattr(self.settings, name, value)
+            self.settings.put(name, value)
         self.refresh()
 
     def note_meta(self) -> None:

@@ -7,6 +7,7 @@ from models import Choosing, Stack, check_parity, compiled, seeded, shard_all, t
 from ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardc.runtime import agreement
 from shardc.runtime.agreement import agree
 
 
@@ -86,3 +87,21 @@ def test_what_differs_is_said_the_same_way_on_all_ranks(mesh):
         assert expected in str(caught.value), caught.value
     with pytest.raises(RuntimeError, match="rank 0 compares a test, rank 2 compares another"):
         agree(group, "another" if rank == 2 else "a test", ["a"], every_time=True)
+
+
+@on_ranks(2)
+def test_what_was_agreed_on_is_forgotten_in_the_order_of_rounds(mesh):
+    group = mesh.get_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_KEPT", 3)
+        for number in range(5):
+            agree(group, "a test of what is kept", [str(number)])
+            agree(group, "a test of what is compared every time", [str(number)], every_time=True)
+        history = agreement._histories[group]
+        rounds = history.rounds
+        assert len(history.notes) == 3
+        agree(group, "a test of what is kept", ["4"])
+        agree(group, "a test of what is kept", ["2"])
+        assert history.rounds == rounds
+        agree(group, "a test of what is kept", ["0"])
+        assert history.rounds == rounds + 1 and len(history.notes) == 3

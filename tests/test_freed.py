@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardc
 from shardc import MixedPrecisionPolicy, fully_shard, units_of
+from shardc.runtime import host_copies, spec
 
 
 def _made(mesh, **options):
@@ -238,6 +239,66 @@ def test_fifty_models(mesh):
     (tables, held), (tables_later, held_later) = sizes
     assert all(size - tables.get(name, 0) < 40 for name, size in tables_later.items())
     assert held_later - held < 40 * sum(p.to_local().nbytes for p in _made(mesh).parameters())
+
+
+class _Halving:
+    """A hook of `set_all_reduce_hook`, with a count of its calls."""
+
+    calls = 0
+
+    def __call__(self, part):
+        _Halving.calls += 1
+        part.mul_(0.5)
+
+
+@pytest.mark.parametrize("executor", [None, "eager"])
+@on_ranks(2)
+def test_objects_of_the_user_go_with_the_model(mesh, executor):
+    before, hooks = len(spec._objects), []
+    for _ in range(3):
+        model = _made(mesh)
+        hook = _Halving()
+        hooks.append(weakref.ref(hook))
+        model.set_all_reduce_hook(hook)
+        del hook
+        _step(model, compiled(model, executor) if executor else model)
+    for _ in range(20):  # of one model the last few are kept: a backward may still call them
+        hook = _Halving()
+        hooks.append(weakref.ref(hook))
+        model.set_all_reduce_hook(hook)
+        del hook
+    gc.collect()
+    assert sum(hook() is not None for hook in hooks) <= 4
+    del model
+    gc.collect()
+    assert not any(hook() for hook in hooks) and len(spec._objects) <= before
+
+
+@on_ranks(2)
+def test_a_hook_that_was_taken_away_is_there_for_the_backward(mesh):
+    model = _made(mesh)
+    model.set_all_reduce_hook(_Halving())
+    calls, loss = _Halving.calls, _loss(compiled(model))
+    model.set_all_reduce_hook(None)
+    gc.collect()
+    loss.backward()
+    assert _Halving.calls > calls
+
+
+def test_gradients_on_their_way_to_the_host_go_with_their_segment():
+    before = len(host_copies._arriving)
+    segments = [torch.zeros(4) for _ in range(3)]
+    for segment in segments:
+        for _ in range(2):  # of a backward that failed before it took them
+            torch.ops.shardc.to_host(torch.ones(4), segment)
+    assert len(host_copies._arriving) == before + 3
+    first = segments.pop(0)
+    assert len(host_copies.arriving(first, torch.ones(4))) == 2
+    assert not host_copies.arriving(first, torch.ones(4))
+    assert len(host_copies._arriving) == before + 2
+    del segment, segments
+    gc.collect()
+    assert len(host_copies._arriving) == before
 
 
 # -- what must not be gone -------------------------------------------------------------------------
