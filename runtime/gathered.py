@@ -271,7 +271,6 @@ class Gathered:
 
     def next_again(self) -> Again | None:
         """What the next backward that reads the bucket will gather again."""
-        self.expected = [r for r in self.expected if r() is not None]
         alive = (reference() for reference in reversed(self.expected))
         return next((again for again in alive if again is not None and again.full is None), None)
 

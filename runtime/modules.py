@@ -134,6 +134,14 @@ def _refuse_removing(module: Any, name: str) -> NoReturn:
     )
 
 
+def _check_weight_norm(module: nn.Module, name: str) -> None:
+    if name in vars(module).get("_shardc_slots", ()):
+        _refuse_removing(module, name)
+
+
+compat.check_weight_norm(_check_weight_norm)
+
+
 def _refuse_exporting(module: Any) -> NoReturn:
     raise NotImplementedError(
         f"torch.export cannot export a sharded {module._shardc_class.__name__}, whose values are "

@@ -448,6 +448,14 @@ OF_PARAMETERS = {
         lambda m: nn.utils.parametrizations.weight_norm(m[0]), NotImplementedError,
         ["'weight' of Linear is sharded", "before fully_shard"],
     ),
+    "old weight_norm": (
+        lambda m: nn.utils.weight_norm(m[0]), NotImplementedError,
+        ["'weight' of Linear is sharded", "before fully_shard"],
+    ),
+    "old spectral_norm": (
+        lambda m: nn.utils.spectral_norm(m[0]), NotImplementedError,
+        ["'weight' of Linear is sharded", "before fully_shard"],
+    ),
     "script": (
         lambda m: torch.jit.script(m), NotImplementedError,
         ["torch.jit.script", "sharded Sequential", "torch.compile"],

@@ -77,6 +77,20 @@ def forget_recomputed_weights(module: nn.Module) -> None:
             vars(module).pop(hook.name, None)
 
 
+def check_weight_norm(check: Callable[[nn.Module, str], None]) -> None:
+    """Have the old `weight_norm` call `check(module, name)` before it changes anything (2.11 to
+    2.15): it takes the parameter out of the module's dict, which no module notices."""
+    from torch.nn.utils.weight_norm import WeightNorm
+
+    apply = WeightNorm.apply
+
+    def checked(module: nn.Module, name: str, dim: int) -> WeightNorm:
+        check(module, name)
+        return apply(module, name, dim)
+
+    WeightNorm.apply = staticmethod(functools.wraps(apply)(checked))  # type: ignore[method-assign]
+
+
 def forget_rnn_weights(module: nn.Module) -> None:
     """Drop what `nn.LSTM` and friends cache of their weights (2.11 to 2.15)."""
     if isinstance(module, nn.RNNBase):
