@@ -36,6 +36,7 @@ from shardc.passes.context import (
     is_collective,
     spec_of_node,
 )
+from shardc.passes.copy_overwritten import copy_overwritten
 from shardc.passes.dump import dump_code
 from shardc.passes.fold_repeats import fold_repeats
 from shardc.passes.insert_unshard import insert_unshard
@@ -60,7 +61,7 @@ from shardc.runtime.progress import label_of, progress
 log = logging.getLogger("shardc")
 
 DYNAMO_PASSES = [take_gathered, insert_unshard]
-JOINT_PASSES = [find_used_slots, choose_kept, tag_reshard]
+JOINT_PASSES = [copy_overwritten, find_used_slots, choose_kept, tag_reshard]
 GRAPH_PASSES = [*SHAPING_PASSES, label_collectives, verify]
 
 
