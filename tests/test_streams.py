@@ -224,6 +224,8 @@ def test_memory_of_the_strategies(mesh, executor):
         {"reshard_after_forward": True},
         {"offload_policy": CPUOffloadPolicy()},
     ):
+        if "offload_policy" in kwargs:  # copies that take long hold their layers, as planned
+            accelerator.configure(copy=8.0, comm=8.0, compute=1.0, late=False)
         peaks.append(_peak(mesh, executor, **kwargs))
         planned.append(max(plan.peak for plan in list(graph_plans)[-2:]) if executor else 0)
     zero2, zero3, offload = peaks
@@ -232,8 +234,7 @@ def test_memory_of_the_strategies(mesh, executor):
     if executor:
         for peak, plan in zip(peaks[:2], planned, strict=False):
             assert abs(plan - peak) < 0.05 * peak, (peaks, planned)
-        # Copies that take time hold their layers; in the plan they do.
-        assert offload <= planned[2] <= offload + 2 * 4 * DIM**2, (peaks, planned)
+        assert abs(planned[2] - offload) < 0.1 * offload, (peaks, planned)
 
 
 @EXECUTORS
