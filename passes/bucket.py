@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from shardc.passes.context import PassContext, c10d, signatures_of, spec_of_node
+from shardc.passes.context import PassContext, c10d, moved_by, set_moved
 from shardc.passes.events import Transfer, read_events, read_problem
 from shardc.passes.reorder import reorder
 from shardc.passes.timeline import Gather, Problem, Reduce, plan_timeline, simulate
@@ -36,7 +36,7 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Merge collectives of `gm` into coalesced ones."""
     if ctx.options is None or not ctx.options.coalesce:
         return gm
-    events = read_events(gm, ctx)
+    events = read_events(gm)
     if len(events.transfers) < 2:
         return gm
     problem = read_problem(gm, ctx, events)
@@ -57,16 +57,15 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 def _kind(transfer: Transfer, ctx: PassContext) -> Any:
     """Only collectives of one kind may be merged: same op, group, dtype, not coalesced yet."""
-    spec, start = spec_of_node(transfer.start), transfer.start
+    start = transfer.start
     if start.target not in _COALESCED or (transfer.before and transfer.is_gather):
         return object()
-    assert spec is not None
     return (
         start.target,
-        spec.group,
+        moved_by(start)[0].spec.group,
         start.meta["val"].dtype,
         start.args[1:],
-        transfer.is_gather and ctx.reshards(start),
+        transfer.is_gather and ctx.kept.reshards(start),
     )
 
 
@@ -147,11 +146,8 @@ def _coalesce(gm: GraphModule, starts: list[Node]) -> None:
     with gm.graph.inserting_after(last):
         inputs = [start.args[0] for start in starts]
         together = gm.graph.call_function(target, (inputs, *last.args[1:]))
-    together.meta = {
-        **last.meta,
-        "val": [start.meta["val"] for start in starts],
-        "custom": {"shardc": "+".join(name for start in starts for name in signatures_of(start))},
-    }
+    together.meta = {**last.meta, "val": [start.meta["val"] for start in starts]}
+    set_moved(together, [moved for start in starts for moved in moved_by(start)])
     after = together
     for index, start in enumerate(starts):
         with gm.graph.inserting_after(after):

@@ -14,24 +14,27 @@ from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
 
+from shardc.passes import pipeline
 from shardc.passes.context import (
     UNITS_IN_FLIGHT,
     Budget,
+    Kept,
     PassContext,
     describe,
     is_all_gather,
     is_view,
-    is_wait,
-    position_of,
+    moved_by,
+    our_collectives,
     reach,
-    specs_of,
+    waits_for,
 )
 from shardc.passes.cost import collective_seconds, evaluate, symbol_hints, tensor_bytes
 from shardc.passes.events import read_events
-from shardc.passes.memory import Liveness, measure_liveness, segment_inputs
-from shardc.passes.reshard import tag_reshard
-from shardc.passes.shaping import SHAPING_PASSES
+from shardc.passes.memory import Liveness, measure_liveness
+from shardc.passes.runner import run_passes
+from shardc.passes.used_slots import differentiated
 from shardc.runtime import compat
+from shardc.runtime.spec import Moved
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,8 @@ class Candidate:
     backward: tuple[int, int]
 
 
-def choose_kept(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Set `ctx.kept` and `ctx.units_in_flight` within `ctx.budget`.
+def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
+    """What `ctx.budget` has room for.
 
     Raises:
         RuntimeError: the budget is less than the graph needs with everything resharded and
@@ -57,35 +60,34 @@ def choose_kept(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """
     budget = ctx.budget
     if budget is None or ctx.options is None:
-        return gm
-    ctx.kept = frozenset()
+        return Kept()
     room = budget.nbytes - budget.static
-    facts = [
-        str(budget),
-        *(describe(n) for n in gm.graph.nodes if is_all_gather(n) and specs_of(n)),
-    ]
+    facts = [str(budget), *(describe(n) for n in our_collectives(gm) if is_all_gather(n))]
     for ahead in range(UNITS_IN_FLIGHT, -1, -1):
-        trial = _try(gm, ctx, ahead)
+        kept = Kept(ctx.open_positions, ahead=ahead)
+        trial = _try(gm, ctx, kept)
         if trial.peak <= room:
             break
     else:
         raise RuntimeError(_too_small(budget, trial))
     if ctx.agree_on_count is not None and (agreed := ctx.agree_on_count(facts, ahead)) < ahead:
-        ahead, trial = agreed, _try(gm, ctx, agreed)
-    ctx.units_in_flight = ahead
+        kept = replace(kept, ahead=agreed)
+        trial = _try(gm, ctx, kept)
     candidates = sorted(
         _candidates(trial, ctx), key=lambda c: (-c.seconds / max(c.nbytes, 1), -c.forward[0])
     )
     count = choose_candidates(trial.before.live, trial.after.live, candidates, room)
-    while count:  # what is kept moves other gathers, too: try it
-        ctx.kept = frozenset(candidate.position for candidate in candidates[:count])
-        if _try(gm, ctx, ahead).peak <= room:
-            break
+    # What is kept moves other gathers, too: try it.
+    while count and _try(gm, ctx, _with_first(candidates, count, kept)).peak > room:
         count -= 1
     if ctx.agree_on_count is not None:
         count = ctx.agree_on_count([*facts, *(str(c.position) for c in candidates)], count)
-    ctx.kept = frozenset(candidate.position for candidate in candidates[:count])
-    return gm
+    return _with_first(candidates, count, kept)
+
+
+def _with_first(candidates: Sequence[Candidate], count: int, kept: Kept) -> Kept:
+    """`kept` with the first `count` of `candidates`."""
+    return replace(kept, positions=frozenset(c.position for c in candidates[:count]))
 
 
 @dataclass(frozen=True)
@@ -119,27 +121,21 @@ def choose_candidates(
     return len(candidates)
 
 
-def _try(gm: GraphModule, ctx: PassContext, ahead: int) -> Trial:
-    """Partition and schedule a copy of `gm`, with gathers at most `ahead` units ahead."""
+def _try(gm: GraphModule, ctx: PassContext, kept: Kept) -> Trial:
+    """Partition and schedule a copy of `gm`; ranks do not agree on what it is planned with."""
     assert ctx.budget is not None
-    joint = tag_reshard(GraphModule(gm, copy.deepcopy(gm.graph)), ctx)
-    outputs = gm.graph.output_node().args[0]
-    assert isinstance(outputs, (list, tuple))
-    primals = [n for n in gm.graph.find_nodes(op="placeholder") if "tangents" not in n.name]
-    forward, backward = compat.min_cut_partition(
-        joint, None, num_fwd_outputs=len(outputs) - len(primals)
-    )
-    trial = ctx.for_trial("forward", ahead)
-    for graph, context in ((forward, trial), (backward, replace(trial, phase="backward"))):
-        for step in SHAPING_PASSES:
-            step(graph, context)
+    joint = replace(ctx, kept=kept, number=None, agree_on_seconds=None, agree_on_count=None)
+    tagged = run_passes(GraphModule(gm, copy.deepcopy(gm.graph)), joint, pipeline.JOINT_PASSES)
+    results = differentiated(gm).results
+    forward, backward = compat.min_cut_partition(tagged, None, num_fwd_outputs=results)
+    for phase, graph in (("forward", forward), ("backward", backward)):
+        run_passes(graph, replace(joint, phase=phase, results=results), pipeline.GRAPH_PASSES)
     fused, clones = ctx.budget.fused, ctx.budget.clones
-    segments = segment_inputs(backward, ctx.units)
     return Trial(
         forward,
         backward,
         measure_liveness(forward, owns_inputs=False, fused=fused),
-        measure_liveness(backward, owns_inputs=True, fused=fused, clones=clones, ignored=segments),
+        measure_liveness(backward, owns_inputs=True, fused=fused, clones=clones),
     )
 
 
@@ -147,33 +143,29 @@ def _candidates(trial: Trial, ctx: PassContext) -> list[Candidate]:
     """The buckets of open units that the backward gathers again."""
     assert ctx.options is not None
     hints = symbol_hints(trial.forward)
-    again = {position: last for position, _, last in _gathered(trial.backward, ctx)}
+    again = {moved: last for moved, _, last in _gathered(trial.backward, ctx)}
     found = []
     end = len(trial.forward.graph.nodes)
-    for position, wait, last in _gathered(trial.forward, ctx):
-        if position in again:
+    for moved, wait, last in _gathered(trial.forward, ctx):
+        if moved in again:
             nbytes = int(evaluate(tensor_bytes(wait.meta["val"]), hints))
-            spec = next(
-                spec for n in reach(wait, lambda n: n.all_input_nodes) for spec in specs_of(n)
-            )
-            seconds = collective_seconds(nbytes, spec.world_size, ctx.options.profile)
-            found.append(
-                Candidate(position, nbytes, seconds, (last + 1, end), (0, again[position]))
-            )
+            seconds = collective_seconds(nbytes, moved.spec.world_size, ctx.options.profile)
+            held = ((last + 1, end), (0, again[moved]))
+            found.append(Candidate(moved.position, nbytes, seconds, *held))
     return found
 
 
-def _gathered(gm: GraphModule, ctx: PassContext) -> list[tuple[int, Node, int]]:
-    """Every gathered bucket of an open unit: its position, its wait, its last reader's index."""
+def _gathered(gm: GraphModule, ctx: PassContext) -> list[tuple[Moved, Node, int]]:
+    """Every gathered bucket of an open unit: its wait, and its last reader's index."""
     order = _index(gm)
     found = []
-    for transfer in read_events(gm, ctx).gathers:
-        for wait in filter(is_wait, transfer.after):
-            position = position_of(wait, ctx.open_positions)
-            if position is not None:
+    for transfer in read_events(gm).gathers:
+        waits = waits_for(transfer.start)
+        for moved, wait in zip(moved_by(transfer.start), waits, strict=True):
+            if moved.position in ctx.open_positions:
                 views = reach(wait, lambda n: [u for u in n.users if is_view(u)])
                 readers = [order[u] for view in views for u in view.users if u in order]
-                found.append((position, wait, max(readers, default=0)))
+                found.append((moved, wait, max(readers, default=0)))
     return found
 
 

@@ -1,9 +1,9 @@
 """What passes share: the context they are given and the predicates they ask of nodes."""
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from shardc.passes.profiles import Profile
 from shardc.runtime import comm_buffers  # noqa: F401 (registers its ops)
 from shardc.runtime.progress import in_short
-from shardc.runtime.spec import UnshardSpec, spec_of
+from shardc.runtime.spec import Moved, UnshardSpec
 
 c10d = torch.ops._c10d_functional
 
@@ -33,7 +33,8 @@ class ScheduleOptions:
     Attributes:
         profile: the device and its links.
         prefetch: how many units ahead gathers start; None leaves it to the cost model.
-        backward_prefetch: the same for the backward, in FSDP1's words: "pre", "post" or "none".
+        backward_prefetch: the same for the backward, in FSDP1's words: "pre", "post" or "none";
+            "auto" leaves it to `prefetch`.
         forward_hints, backward_hints: units to gather when another's forward or backward begins.
         reduce_buffers: how many reductions may be under way; None bounds their bytes only.
         coalesce: whether collectives may be merged.
@@ -42,7 +43,7 @@ class ScheduleOptions:
 
     profile: Profile
     prefetch: int | None = None
-    backward_prefetch: str | None = None
+    backward_prefetch: str = "auto"
     forward_hints: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     backward_hints: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     reduce_buffers: int | None = None
@@ -58,7 +59,7 @@ class ScheduleOptions:
         hints = self.backward_hints if phase == "backward" else self.forward_hints
         by_target = {t: unit for unit, targets in hints.items() for t in targets if unit in first}
         distance = self.prefetch
-        if phase == "backward" and self.backward_prefetch is not None:
+        if phase == "backward" and self.backward_prefetch != "auto":
             distance = 1 if self.backward_prefetch == "pre" else 0
         result: list[int | None] = []
         for unit, event in gathers:
@@ -95,137 +96,82 @@ UNITS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
-class Taken:
-    """A full parameter that a graph is given: `slot` of the bucket at input `position`."""
+class Kept:
+    """What a memory budget has room for.
 
-    position: int
-    slot: int
+    Attributes:
+        among: inputs that are segments of units whose reshard was left to the budget.
+        positions: those of them that stay gathered until the backward.
+        ahead: how many units may be under way or waiting to be read.
+    """
+
+    among: frozenset[int] = frozenset()
+    positions: frozenset[int] = frozenset()
+    ahead: int = UNITS_IN_FLIGHT
+
+    def reshards(self, gather: Node) -> bool:
+        """Whether the bucket that `gather` gathers is freed after the forward."""
+        moved = moved_by(gather)
+        if any(each.position in self.among for each in moved):
+            return all(each.position not in self.positions for each in moved)
+        return any(each.spec.reshard_after_forward for each in moved)
 
 
-@dataclass
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
 class PassContext:
-    """What a pass may know beside the graph.
+    """What is known beside the graph before its passes start.
 
     Attributes:
         phase: "dynamo", "joint", "forward" or "backward".
-        used: per placeholder name of a segment, the slots its graph reads (`insert_unshard`).
-        leaves: per placeholder name of a segment, the input that gets its gradient if it is another
-            (`insert_unshard`).
-        outside: inputs of the Dynamo graph that are segments of buckets which the eager runtime
-            gathers.
-        taken: the full parameters that come in as inputs, behind all others (`take_gathered`).
-        differentiated: per input of a joint graph, the slots that get a gradient
-            (`find_used_slots`).
-        results: how many outputs of the forward are the caller's; behind them is what it saves.
-            None where no backward follows (`find_used_slots`).
+        buckets: name and unit of the bucket, per input of the Dynamo graph that is a segment.
+        outside: those of these inputs whose buckets the eager runtime gathers.
         options: what the schedule is planned with; None leaves the graph in its order.
-        units: per input of the Dynamo graph that is a segment, the number of its unit.
-        labels: per such input, the name of its bucket.
-        cut: per name of a `recut` node, the position of its segment among the inputs. The backward
-            graph has the node's result as an input of the same name.
         agree_on_seconds: given the collectives of a graph and the compute seconds between their
             events, the seconds that all ranks plan with.
         agree_on_count: given facts and a count, the smallest count of any rank.
         budget: what memory the plan may use; None for no bound.
         open_positions: inputs that are segments of units whose reshard is left to the compiler.
-        kept: those of them that stay gathered until the backward (`choose_kept`).
-        units_in_flight: how many units may be under way or waiting to be read (`choose_kept`).
-        number: the number of the graph in this process (`run_passes`).
+        kept: what was decided within the budget.
+        results: how many outputs of the forward are the caller's; behind them is what it saves.
+            None where no backward follows.
+        number: the number of the graph in this process; None for one that is only tried.
     """
 
     phase: str
-    used: dict[str, frozenset[int]] = field(default_factory=dict)
-    leaves: dict[str, str] = field(default_factory=dict)
+    buckets: Mapping[int, tuple[str, int]] = field(default_factory=dict)
     outside: frozenset[int] = frozenset()
-    taken: list["Taken"] = field(default_factory=list)
-    differentiated: list[frozenset[int]] = field(default_factory=list)
-    results: int | None = None
     options: ScheduleOptions | None = None
-    units: dict[int, int] = field(default_factory=dict)
-    labels: dict[int, str] = field(default_factory=dict)
-    cut: dict[str, int] = field(default_factory=dict)
     agree_on_seconds: Callable[[list[str], list[float]], list[float]] | None = None
     agree_on_count: Callable[[list[str], int], int] | None = None
     budget: Budget | None = None
     open_positions: frozenset[int] = frozenset()
-    kept: frozenset[int] = frozenset()
-    units_in_flight: int = UNITS_IN_FLIGHT
-    number: int = -1
+    kept: Kept = Kept()
+    results: int | None = None
+    number: int | None = field(default_factory=_numbers.__next__)
 
     @property
     def stem(self) -> str:
         """What the names of dumps of the graph begin with."""
         return f"{self.number:03d}_{self.phase}"
 
-    def unit_of(self, transfer: Node) -> int:
-        """The number of the unit whose bucket a collective moves; -1 where it is not known."""
-        position = next(iter(self.positions_of(transfer)), None)
-        return -1 if position is None else self.units[position]
 
-    def labels_of(self, transfer: Node) -> tuple[str, ...]:
-        """The names of the buckets that a collective moves, in its order."""
-        return tuple(self.labels.get(position, "?") for position in self.positions_of(transfer))
-
-    def positions_of(self, transfer: Node) -> list[int]:
-        """The inputs of the Dynamo graph that are segments of the buckets a collective moves."""
-        if not is_all_gather(transfer):
-            found = [position_of(result, self.units) for result in results_of(transfer)]
-        else:
-            given = transfer.args[0]
-            parts = given if isinstance(given, (list, tuple)) else [given]
-            found = [self.position_behind(part) for part in parts if isinstance(part, Node)]
-        return [position for position in found if position is not None]
-
-    def position_behind(self, part: Node) -> int | None:
-        """Which input is the segment that `part` comes from."""
-        sources = {source.name for source in reach(part, lambda n: n.all_input_nodes)}
-        cut = next((self.cut[name] for name in sources if name in self.cut), None)
-        return cut if cut is not None else _segment_among(sources, self.units)
-
-    def reshards(self, node: Node) -> bool:
-        """Whether the bucket that `node` gathers is freed after the forward."""
-        position = position_of(node, self.units)
-        if self.budget is not None and position in self.open_positions:
-            return position not in self.kept
-        return any(spec.reshard_after_forward for spec in specs_of(node))
-
-    def for_trial(self, phase: str, units_in_flight: int) -> "PassContext":
-        """The context of a graph that is only tried: ranks do not agree on it."""
-        return replace(
-            self,
-            phase=phase,
-            units_in_flight=units_in_flight,
-            cut={},
-            agree_on_seconds=None,
-            agree_on_count=None,
-        )
+def moved_by(node: Node) -> tuple[Moved, ...]:
+    """The buckets that a collective moves: several if it is coalesced, none if it is not ours."""
+    facts: tuple[Moved, ...] = (node.meta.get("custom") or {}).get("shardc", ())
+    return facts
 
 
-def position_of(node: Node, positions: Iterable[int]) -> int | None:
-    """Which input of the Dynamo graph is the segment that a collective gathers or reduces to.
-
-    `node` may also be the wait for one of several buckets that are gathered together.
-    """
-    if is_wait(node):
-        result = node.args[0]
-        assert isinstance(result, Node)
-        node = result
-        if result.target is operator.getitem:
-            together, index = result.args
-            node = together.args[0][index]  # type: ignore[union-attr, index, assignment]
-    elif not is_all_gather(node):  # a gradient: at the place of its segment among the results
-        results = node.graph.output_node().args[0]
-        made = reach(node, lambda n: n.users)
-        assert isinstance(results, (list, tuple))
-        return next((i for i in positions if i < len(results) and results[i] in made), None)
-    return _segment_among(
-        {source.name for source in reach(node, lambda n: n.all_input_nodes)}, positions
-    )
+def labels_of(node: Node) -> tuple[str, ...]:
+    """The names of the buckets that a collective moves, in its order."""
+    return tuple(moved.label for moved in moved_by(node))
 
 
-def _segment_among(names: set[str], positions: Iterable[int]) -> int | None:
-    """Which of `positions` is among the inputs of these names."""
-    return next((i for i in positions if names & {f"primals_{i + 1}", f"arg{i}_1"}), None)
+def set_moved(node: Node, moved: Iterable[Moved]) -> None:
+    """Give a node the fact that `moved_by` reads."""
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), "shardc": tuple(moved)}
 
 
 def results_of(node: Node) -> list[Node]:
@@ -250,28 +196,10 @@ def reach(start: Node, neighbours: Callable[[Node], Iterable[Node]]) -> set[Node
     return found
 
 
-def signatures_of(node: Node) -> list[str]:
-    """The signatures of the buckets that a collective moves: several if it is coalesced."""
-    custom: dict[str, Any] = node.meta.get("custom") or {}
-    signature = custom.get("shardc")
-    return signature.split("+") if signature else []
-
-
-def specs_of(node: Node) -> list[UnshardSpec]:
-    """The specs of the buckets that a collective moves; none if it is not one of ours."""
-    return [spec_of(signature) for signature in signatures_of(node)]
-
-
-def spec_of_node(node: Node) -> UnshardSpec | None:
-    """The spec of the first of them: its group and world size are those of all."""
-    return next(iter(specs_of(node)), None)
-
-
 def ranks_in(node: Node) -> int:
     """Among how many ranks a collective goes."""
     given = [argument for argument in node.args if isinstance(argument, int)]
-    spec = spec_of_node(node)
-    return given[0] if given else spec.reduction.copies if spec is not None else 1
+    return given[0] if given else next((m.spec.reduction.copies for m in moved_by(node)), 1)
 
 
 def is_all_gather(node: Node) -> bool:
@@ -290,6 +218,11 @@ def is_collective(node: Node) -> bool:
 def is_wait(node: Node) -> bool:
     """Whether the node waits for a collective."""
     return node.op == "call_function" and node.target is c10d.wait_tensor.default
+
+
+def our_collectives(gm: GraphModule) -> list[Node]:
+    """The collectives of a graph that move buckets, in its order."""
+    return [node for node in gm.graph.nodes if is_collective(node) and moved_by(node)]
 
 
 def kind_of(node: Node) -> str:
@@ -316,11 +249,11 @@ WRITES = "shardc_writes"
 _ALIASES = (torch.ops.aten._unsafe_view.default,)
 
 
-def describe(node: Node, labels: Sequence[str] = ()) -> str:
-    """What a collective of ours moves, in one line; `labels` are the names of its buckets."""
-    name = getattr(node.target, "_opname", str(node.target))
-    unit = f"{in_short(labels)}: " if labels else ""
-    return f"{unit}{name} of {' and '.join(map(describe_spec, specs_of(node)))}"
+def describe(node: Node) -> str:
+    """What a collective of ours moves, in one line."""
+    name, moved = getattr(node.target, "_opname", str(node.target)), moved_by(node)
+    specs = " and ".join(describe_spec(each.spec) for each in moved)
+    return f"{in_short(labels_of(node))}: {name} of {specs}"
 
 
 def describe_spec(spec: UnshardSpec) -> str:

@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from shardc.passes.context import WRITES, c10d, is_view, spec_of_node
+from shardc.passes.context import WRITES, c10d, is_view, moved_by
 from shardc.passes.profiles import Profile
 from shardc.runtime import compat
 
@@ -220,8 +220,8 @@ def transfer_seconds(node: Node, world: Expr, profile: Profile) -> Expr:
     rounds = _ROUNDS.get(node.target, 1)
     seconds = collective_seconds(transfer_bytes(node), world, profile, rounds)
     if node.target is torch.ops.shardc.all_gather.default:
-        spec, segment = spec_of_node(node), node.args[0]
-        if spec is not None and spec.device is not None:
+        segment = node.args[0]
+        if any(moved.spec.device is not None for moved in moved_by(node)):
             read = tensor_bytes(segment.meta.get("val"))  # type: ignore[union-attr]
             seconds = seconds + read / profile.host_bandwidth
     return seconds

@@ -18,13 +18,13 @@ from shardc.passes.context import (
     PassContext,
     describe,
     is_all_gather,
-    is_collective,
     is_view,
     is_wait,
     kind_of,
+    moved_by,
+    our_collectives,
     ranks_in,
     reach,
-    spec_of_node,
 )
 from shardc.passes.cost import (
     evaluate,
@@ -83,12 +83,11 @@ class Events:
         return [transfer for transfer in self.transfers if not transfer.is_gather]
 
 
-def read_events(gm: GraphModule, ctx: PassContext) -> Events:
+def read_events(gm: GraphModule) -> Events:
     """Find the collectives of ours and the compute steps between which they may move."""
     nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
-    starts = [node for node in nodes if is_collective(node) and spec_of_node(node) is not None]
     attached: dict[Node, tuple[list[Node], list[Node]]] = {}
-    for start in starts:
+    for start in our_collectives(gm):
         before = _preparation(start)
         after = _result(start) if is_all_gather(start) else _tail(start)
         attached[start] = (before, after)
@@ -106,11 +105,10 @@ def read_events(gm: GraphModule, ctx: PassContext) -> Events:
                 index[i] for node in (start, *before) for i in node.all_input_nodes if i in index
             ]
             step = max(made, default=-1) + 1
-        unit = ctx.unit_of(start)
+        unit = moved_by(start)[0].unit
         transfers.append(Transfer(start, tuple(before), tuple(after), step, unit))
     transfers.sort(key=lambda t: t.step)
     transfers = _all_reduces_follow(transfers, len(steps))
-    # A gather that feeds another's preparation cannot come after it: keep what depends together.
     positions = sorted({0, *(t.step for t in transfers)})
     return Events(tuple(steps), tuple(transfers), tuple(positions))
 
@@ -187,10 +185,7 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
     bounds = [*events.positions, len(events.steps)]
     seconds = [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]
     if ctx.agree_on_seconds is not None:
-        sent = [
-            f"{describe(t.start, ctx.labels_of(t.start))} at event {events.of(t)}"
-            for t in events.transfers
-        ]
+        sent = [f"{describe(t.start)} at event {events.of(t)}" for t in events.transfers]
         seconds = ctx.agree_on_seconds([str(options), *sent], seconds)
 
     def wire(transfer: Transfer) -> float:
@@ -207,7 +202,7 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
         for g, w in zip(gathers, wanted, strict=True)
     ]
     made = [Reduce(events.of(r), nbytes(*r.start.all_input_nodes), wire(r)) for r in reduces]
-    ahead = ctx.units_in_flight
+    ahead = ctx.kept.ahead
     limits = Limits(
         ahead * _largest_unit((t.unit, g.nbytes) for t, g in zip(gathers, gathered, strict=True)),
         ahead * _largest_unit((t.unit, r.nbytes) for t, r in zip(reduces, made, strict=True)),

@@ -42,7 +42,7 @@ def fold_repeats(gm: GraphModule, ctx: PassContext) -> GraphModule:
         for stretch in group:
             twins |= _call(folded.graph, stretch, body, twins)
     calls = sum(map(len, groups))
-    log.debug("graph %d: %d stretches became calls of %d bodies", ctx.number, calls, len(groups))
+    log.debug("graph %s: %d stretches became calls of %d bodies", ctx.number, calls, len(groups))
     return folded if groups else gm
 
 

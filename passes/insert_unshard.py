@@ -10,40 +10,68 @@ higher-order ops (activation checkpointing) get their own, so that it is recompu
 
 import operator
 from collections import defaultdict
-from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from shardc.passes.context import PassContext, body_operands, graph_modules
+from shardc.passes.context import PassContext, body_operands
 from shardc.runtime import compat
-from shardc.runtime.spec import spec_of
+from shardc.runtime.spec import Moved, spec_of
 from shardc.runtime.unshard import unshard
+
+SLOTS = "shardc_slots"
+"""Where the meta of an input of a Dynamo graph has the slots that are read, if it is a segment."""
 
 
 def insert_unshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Replace all markers in `gm` and its bodies; note in `ctx.used` which slots are read.
+    """Replace all markers in `gm` and its bodies; inputs that are segments get their `SLOTS`.
 
     Raises:
         RuntimeError: the forward updates a parameter in place.
     """
-    reads = {
-        body: {segment: _insert(body.graph, markers) for segment, markers in _markers(body).items()}
-        for body in graph_modules(gm)
-    }
-    for segment, read in _collect(gm, reads).items():
-        ctx.used[segment.name] = read.slots
-        if read.leaf is not segment:
-            ctx.leaves[segment.name] = read.leaf.name
+    inputs = gm.graph.find_nodes(op="placeholder")
+    places: _Places = {gm: {node: {position} for position, node in enumerate(inputs)}}
+    _find_places(gm, places)
+    for body, segments in places.items():
+        for segment, markers in _markers(body).items():
+            positions = segments[segment]
+            slots = _insert(body.graph, markers, _moved(markers[0], positions, ctx))
+            for position in positions:
+                known: frozenset[int] = inputs[position].meta.get(SLOTS, frozenset())
+                inputs[position].meta[SLOTS] = known | slots
     return gm
 
 
-@dataclass(frozen=True)
-class _Read:
-    """How a graph reads a bucket: which slots, and which input gets the gradient."""
+def slots_read(gm: GraphModule) -> dict[int, frozenset[int]]:
+    """Which inputs of a Dynamo graph are segments that it reads, and which slots of each."""
+    inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
+    return {position: node.meta[SLOTS] for position, node in inputs if SLOTS in node.meta}
 
-    slots: frozenset[int]
-    leaf: Node
+
+_Places = dict[GraphModule, dict[Node, set[int]]]
+"""For the inputs of each graph, which inputs of the outermost one come in there."""
+
+
+def _find_places(gm: GraphModule, places: _Places) -> None:
+    """Add the bodies of `gm`."""
+    for node in gm.graph.find_nodes(op="get_attr"):
+        body = getattr(gm, str(node.target), None)
+        if not isinstance(body, GraphModule):
+            continue
+        known = places.setdefault(body, {})
+        for call in node.users:
+            for placeholder, operand in body_operands(call, body.graph):
+                known.setdefault(placeholder, set()).update(places[gm].get(operand, ()))
+        _find_places(body, places)
+
+
+def _moved(marker: Node, positions: set[int], ctx: PassContext) -> Moved:
+    """What `marker` reads; only its signature is known in a body that several calls share."""
+    signature = str(marker.args[1])
+    if len(positions) != 1:
+        return Moved(signature)
+    (position,) = positions
+    return Moved(signature, position, *ctx.buckets.get(position, ()))
 
 
 def _markers(gm: GraphModule) -> dict[Node, list[Node]]:
@@ -67,12 +95,12 @@ def is_marker(node: Node) -> bool:
     )
 
 
-def _insert(graph: Graph, markers: list[Node]) -> _Read:
-    """One `unshard` before the first marker."""
-    segment, signature, _, extras = markers[0].args
-    assert isinstance(segment, Node) and isinstance(extras, (list, tuple))
+def _insert(graph: Graph, markers: list[Node], moved: Moved) -> frozenset[int]:
+    """One `unshard` before the first marker; the slots that are read."""
+    segment, _, _, extras = markers[0].args
+    assert isinstance(extras, (list, tuple))
     with graph.inserting_before(_outside_regions(markers[0])):
-        full = graph.call_function(unshard, (segment, signature, *extras))
+        full = graph.call_function(unshard, (segment, moved, *extras))
     slots: set[int] = set()
     for marker in markers:
         refuse_in_place_update(marker)
@@ -83,10 +111,7 @@ def _insert(graph: Graph, markers: list[Node]) -> _Read:
         view.meta = dict(marker.meta)
         marker.replace_all_uses_with(view)
         graph.erase_node(marker)
-    given = dict(zip(spec_of(str(signature)).extras, extras, strict=True))
-    leaf = given.get("sink", segment)
-    assert isinstance(leaf, Node)
-    return _Read(frozenset(slots), leaf)
+    return frozenset(slots)
 
 
 def _outside_regions(marker: Node) -> Node:
@@ -120,20 +145,3 @@ def refuse_in_place_update(marker: Node) -> None:
             "is a temporary, so the update would be lost. Update it outside the forward, or make "
             f"it a buffer. It was read at:\n{marker.meta.get('stack_trace', '(unknown)')}"
         )
-
-
-def _collect(gm: GraphModule, reads: dict[GraphModule, dict[Node, _Read]]) -> dict[Node, _Read]:
-    """What `gm` and, through their calls, its bodies read, by segment node of `gm`."""
-    total = dict(reads[gm])
-    for node in gm.graph.find_nodes(op="get_attr"):
-        body = getattr(gm, str(node.target), None)
-        if not isinstance(body, GraphModule):
-            continue
-        inner = _collect(body, reads)
-        for call in node.users:
-            outside = dict(body_operands(call, body.graph))
-            for placeholder, read in inner.items():
-                segment, leaf = outside[placeholder], outside[read.leaf]
-                known = total[segment].slots if segment in total else frozenset()
-                total[segment] = _Read(known | read.slots, leaf)
-    return total

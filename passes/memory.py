@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from shardc.passes.context import (
-    c10d,
     is_all_gather,
     is_collective,
     is_view,
@@ -28,6 +27,7 @@ from shardc.passes.context import (
     waits_for,
 )
 from shardc.passes.cost import evaluate, stays_in_registers, symbol_hints, tensor_bytes
+from shardc.passes.used_slots import SEGMENT
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,15 @@ def measure_liveness(
     owns_inputs: bool,
     fused: bool = False,
     clones: bool = False,
-    ignored: Sequence[Node] = (),
     gathered: Collection[str] = (),
 ) -> Liveness:
-    """Bytes held after each node of `gm`, in its order.
+    """Bytes held after each node of `gm`, in its order; segments are there all the time.
 
     Args:
         gm: a forward or backward graph, scheduled.
         owns_inputs: whether inputs are freed after their last use (a backward graph).
         fused: leave out what Inductor keeps in registers.
         clones: the backend clones what it reduces, until the wait (gloo).
-        ignored: inputs that are not counted (segments: they are there all the time).
         gathered: the names of inputs that are gathered buckets, kept by the forward.
     """
     hints = symbol_hints(gm)
@@ -90,7 +88,7 @@ def measure_liveness(
     sizes = {
         root: 0 if fused and stays_in_registers(root) else int(evaluate(_own_bytes(root), hints))
         for root in roots.values()
-        if root not in ignored
+        if SEGMENT not in root.meta
     }
     inputs = {node for node in nodes if node.op == "placeholder"}
     counted = sizes if owns_inputs else {r: s for r, s in sizes.items() if r not in inputs}
@@ -188,12 +186,6 @@ def _kinds(
     return kinds
 
 
-def segment_inputs(gm: GraphModule, positions: Iterable[int]) -> list[Node]:
-    """The inputs of `gm` that are segments: those at `positions` of the Dynamo graph."""
-    names = {name for i in positions for name in (f"primals_{i + 1}", f"arg{i}_1")}
-    return [node for node in gm.graph.find_nodes(op="placeholder") if node.name in names]
-
-
 def storage_roots(gm: GraphModule) -> dict[Node, Node]:
     """For every node that gives a tensor, the node that made its storage."""
     roots: dict[Node, Node] = {}
@@ -222,7 +214,7 @@ def _last_uses(
         for user in node.users:
             last[root] = max(last[root], index.get(user, end))
     for node in nodes:  # the backend keeps what a collective reads until the wait
-        if is_collective(node) and node.target not in _KEEPS_NOTHING:
+        if is_collective(node):
             wait = max((index[w] for w in waits_for(node)), default=index[node])
             for operand in node.all_input_nodes:
                 if operand in roots:
@@ -232,8 +224,6 @@ def _last_uses(
 
 _COPIES = torch.ops.shardc.reduce_scatter.default
 """Copies what it reduces into a buffer of its own."""
-
-_KEEPS_NOTHING: set[Any] = {c10d.wait_tensor.default}
 
 
 def _own_bytes(node: Node) -> Any:

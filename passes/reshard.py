@@ -29,7 +29,7 @@ from shardc.passes.context import (
     is_random,
     is_view,
     is_wait,
-    spec_of_node,
+    moved_by,
 )
 
 _AC_GRAPH_ID = 10**9
@@ -45,9 +45,8 @@ def tag_reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
     for node in gm.graph.nodes:
         if node.op != "call_function" or node in parts:
             continue
-        spec = spec_of_node(node) if is_all_gather(node) else None
-        if spec is not None:
-            resharded[node] = ctx.reshards(node)
+        if is_all_gather(node) and moved_by(node):
+            resharded[node] = ctx.kept.reshards(node)
         elif node.all_input_nodes and all(
             i in resharded or i in parts for i in node.all_input_nodes
         ):
@@ -70,10 +69,10 @@ def _gather_among_fewer(gm: GraphModule) -> list[Node]:
     """After every gather of a bucket that is re-cut, cut and gather again; the `recut` nodes."""
     graph, parts = gm.graph, []
     for start in filter(is_all_gather, list(graph.nodes)):
-        spec = spec_of_node(start)
-        if spec is None or spec.recut is None:
+        recut = next((moved.spec.recut for moved in moved_by(start)), None)
+        if recut is None:
             continue
-        ranks, group = spec.recut
+        ranks, group = recut
         (wait,) = start.users
         readers = list(wait.users)
         with graph.inserting_after(wait):
@@ -99,9 +98,6 @@ def _facts(node: Node) -> dict[str, Any]:
 def drop_second_gathers(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Forward graph: read the first gather where a re-cut bucket is gathered again."""
     for part in gm.graph.find_nodes(op="call_function", target=torch.ops.shardc.recut.default):
-        position = ctx.position_behind(part)
-        if position is not None:
-            ctx.cut[part.name] = position
         for again in [user for user in part.users if is_all_gather(user)]:
             (ready,) = again.users
             ready.replace_all_uses_with(part.args[0])

@@ -3,7 +3,6 @@
 A pass owns only its rewrite. What dumps hold is in `dump`.
 """
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -16,29 +15,36 @@ from shardc.passes.dump import dump_change, dump_input
 Pass = Callable[[GraphModule, PassContext], GraphModule]
 
 log = logging.getLogger("shardc.passes")
-_graph_numbers = itertools.count()
 
 
 def run_passes(
     gm: GraphModule, ctx: PassContext, passes: Sequence[Pass], done: int = 0
 ) -> GraphModule:
-    """Apply `passes` in order; what comes back is linted and recompiled. Sets `ctx.number`.
+    """Apply `passes` in order; what comes back is linted and recompiled.
 
     Args:
         gm: the graph; passes may edit it.
-        ctx: the context that all of them get.
+        ctx: the context that all of them get. A graph without a number is only tried: nothing is
+            written about it.
         passes: what to apply.
         done: how many passes the same graph has gone through with the same context.
     """
-    if not done:
-        ctx.number = next(_graph_numbers)
+    if ctx.number is None:
+        for step in passes:
+            gm = step(gm, ctx)
+        return gm
     text = dump_input(gm, ctx.stem, written=done > 0)
     for index, step in enumerate(passes, done + 1):
-        start = time.perf_counter()
+        name, start = name_of(step), time.perf_counter()
         gm = step(gm, ctx)
         gm.graph.lint()
         elapsed = 1e3 * (time.perf_counter() - start)
-        log.debug("%s graph %d: %s took %.1f ms", ctx.phase, ctx.number, step.__name__, elapsed)
-        text = dump_change(gm, f"{ctx.stem}_{index}_{step.__name__}", text)
+        log.debug("%s graph %d: %s took %.1f ms", ctx.phase, ctx.number, name, elapsed)
+        text = dump_change(gm, f"{ctx.stem}_{index}_{name}", text)
     gm.recompile()
     return gm
+
+
+def name_of(step: Pass) -> str:
+    """What a pass is called in dumps; settings bound by `partial` do not change it."""
+    return str(getattr(getattr(step, "func", step), "__name__", type(step).__name__))

@@ -21,7 +21,7 @@ def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Reorder `gm` so that collectives run behind compute."""
     if ctx.options is None:
         return gm
-    events = read_events(gm, ctx)
+    events = read_events(gm)
     if not events.transfers:
         return gm
     problem = read_problem(gm, ctx, events)

@@ -8,11 +8,25 @@ before the piece begins. Those buckets are the runtime's: it gathers them ahead,
     after:   w = placeholder
 """
 
+from dataclasses import dataclass
+
 from torch.fx import GraphModule, Node
 
-from shardc.passes.context import PassContext, Taken, graph_modules
+from shardc.passes.context import PassContext, graph_modules
 from shardc.passes.insert_unshard import is_marker, refuse_in_place_update
 from shardc.runtime import compat
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A full parameter that a graph is given: `slot` of the bucket at input `position`."""
+
+    position: int
+    slot: int
+
+
+TAKEN = "shardc_taken"
+"""Where the meta of an input of a Dynamo graph has what it takes, if `take_gathered` made it."""
 
 
 def take_gathered(gm: GraphModule, ctx: PassContext) -> GraphModule:
@@ -40,10 +54,16 @@ def take_gathered(gm: GraphModule, ctx: PassContext) -> GraphModule:
             with gm.graph.inserting_after([*inputs, *taken.values()][-1]):
                 taken[place] = gm.graph.placeholder(f"full_{place.position}_{slot}")
             compat.make_input_without_source(taken[place], marker)
+            taken[place].meta[TAKEN] = place
         marker.replace_all_uses_with(taken[place])
         gm.graph.erase_node(marker)
-    ctx.taken.extend(taken)
     return gm
+
+
+def taken_by(gm: GraphModule) -> list[Taken]:
+    """The full parameters that come in as inputs, behind all others."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return [node.meta[TAKEN] for node in inputs if TAKEN in node.meta]
 
 
 def markers_of(gm: GraphModule) -> list[Node]:

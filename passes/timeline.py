@@ -10,7 +10,7 @@ than needed costs memory, never time. The plan depends on nothing but its argume
 agree on, so that the order of collectives is the same everywhere.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 
@@ -102,6 +102,35 @@ def plan_timeline(problem: Problem) -> Timeline:
     return Timeline(tuple(starts), _waits(problem.reduces, problem.limits, len(problem.seconds)))
 
 
+class Clock:
+    """Time in a step: compute goes on by itself, transfers queue on the one wire.
+
+    Attributes:
+        now: seconds of compute, stalls included.
+        wire: when the wire is done with all that was started.
+        arrived: when each transfer that was started is done.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.wire = 0.0
+        self.arrived: dict[Hashable, float] = {}
+
+    def start(self, transfer: Hashable, seconds: float) -> float:
+        """Send something, behind what is on the wire; when the wire begins to."""
+        begin = max(self.wire, self.now)
+        self.wire = self.arrived[transfer] = begin + seconds
+        return begin
+
+    def wait(self, transfer: Hashable) -> None:
+        """Stall until it has arrived."""
+        self.now = max(self.now, self.arrived[transfer])
+
+    @property
+    def end(self) -> float:
+        """When all compute and all transfers are done."""
+        return max(self.now, self.wire)
+
+
 def simulate(problem: Problem, timeline: Timeline, speed: float = 1.0) -> float:
     """Seconds from the first event until all compute and all transfers are done.
 
@@ -116,18 +145,19 @@ def simulate(problem: Problem, timeline: Timeline, speed: float = 1.0) -> float:
     for index, (reduce, wait) in enumerate(zip(problem.reduces, timeline.waits, strict=True)):
         ready[reduce.ready].append(index)
         waited[wait].append(index)
-    clock = wire = 0.0
-    arrived: dict[int, float] = {}
-    reduced: dict[int, float] = {}
+    clock = Clock()
     for event, interval in enumerate([*problem.seconds, 0.0]):
         for index in started[event]:
-            wire = arrived[index] = max(wire, clock) + problem.gathers[index].seconds
+            clock.start(index, problem.gathers[index].seconds)
         for index in ready[event]:
-            if event < end:
-                clock = max([clock, *(reduced[i] for i in waited[event] if i in reduced)])
-            wire = reduced[index] = max(wire, clock) + problem.reduces[index].seconds
-        clock = max([clock, *(arrived[index] for index in needed[event])]) + interval / speed
-    return max(clock, wire)
+            for earlier in waited[event]:
+                if event < end and ~earlier in clock.arrived:
+                    clock.wait(~earlier)
+            clock.start(~index, problem.reduces[index].seconds)  # ~: another key than a gather's
+        for index in needed[event]:
+            clock.wait(index)
+        clock.now += interval / speed
+    return clock.end
 
 
 def _latest(problem: Problem) -> list[int]:

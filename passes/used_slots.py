@@ -1,44 +1,61 @@
-"""Joint graph: which parameters of a bucket the backward differentiates.
+"""Joint graph: what later stages must know of it, and which parameters the backward differentiates.
 
 The gradient of a segment is a reduce-scatter of `shardc::pack`, whose parts are None where nothing
 flowed: parameters read under `no_grad`, detached, or not at all. Their gradient stays None, as
-without sharding. This pass reads; it changes nothing.
+without sharding.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from shardc.passes.context import PassContext, spec_of_node
+from shardc.passes.context import PassContext, graph_modules, moved_by
+
+SEGMENT = "shardc_segment"
+"""In the meta of the inputs of a joint graph, and of what it is cut into, that are segments."""
 
 
-def find_used_slots(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Set `ctx.differentiated`: for each primal, in order, the slots its gradient packs.
+@dataclass(frozen=True)
+class Differentiated:
+    """What is read off a joint graph.
 
-    And `ctx.results`, if there is a backward at all.
+    Attributes:
+        results: how many outputs of the forward are the caller's; None where no backward follows.
+        slots: per input of the Dynamo graph that is a segment, the slots that get a gradient; at -1
+            those of code that several calls share.
     """
+
+    results: int | None
+    slots: Mapping[int, frozenset[int]]
+
+    def slots_of(self, position: int, read: frozenset[int]) -> frozenset[int]:
+        """Those of the slots `read` of one segment that get a gradient, as far as known."""
+        return self.slots.get(position, read if -1 in self.slots else frozenset())
+
+
+def mark_segments(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """Mark the inputs that are segments of what is gathered or reduced."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    for position in {moved.position for node in gm.graph.nodes for moved in moved_by(node)} - {-1}:
+        inputs[position].meta[SEGMENT] = True
+    return gm
+
+
+def differentiated(gm: GraphModule) -> Differentiated:
+    """Which slots the gradients of `gm` pack."""
     inputs = gm.graph.find_nodes(op="placeholder")
     primals = [node for node in inputs if not str(node.target).startswith("tangents")]
     outputs = gm.graph.output_node().args[0]
     assert isinstance(outputs, (list, tuple))
-    results = len(outputs) - len(primals)
-    if len(primals) < len(inputs):
-        ctx.results = results
-    ctx.differentiated = [_packed(grad) for grad in outputs[results:]]
-    return gm
-
-
-def _packed(grad: object) -> frozenset[int]:
-    slots, todo, seen = set[int](), [grad], set[Node]()
-    while todo:
-        node = todo.pop()
-        if not isinstance(node, Node) or node in seen:
-            continue
-        seen.add(node)
-        if node.target is not torch.ops.shardc.pack.default:
-            todo += node.all_input_nodes
-            continue
-        spec, parts = spec_of_node(node), node.args[0]
-        assert spec is not None and isinstance(parts, (list, tuple))
-        pairs = zip(parts, spec.pieces, strict=True)
-        slots |= {slot for part, (_, slot) in pairs if part is not None and slot is not None}
-    return frozenset(slots)
+    slots: dict[int, frozenset[int]] = {}
+    for body in graph_modules(gm):
+        for pack in body.graph.find_nodes(op="call_function", target=torch.ops.shardc.pack.default):
+            (moved,), parts = moved_by(pack), pack.args[0]
+            assert isinstance(parts, (list, tuple))
+            pairs = zip(parts, moved.spec.pieces, strict=True)
+            packed = {slot for part, (_, slot) in pairs if part is not None and slot is not None}
+            slots[moved.position] = slots.get(moved.position, frozenset()) | packed
+    results = len(outputs) - len(primals) if len(primals) < len(inputs) else None
+    return Differentiated(results, slots)

@@ -14,25 +14,22 @@ from shardc.passes.context import (
     PassContext,
     describe,
     is_all_gather,
-    is_collective,
     is_random,
     is_wait,
+    labels_of,
+    moved_by,
+    our_collectives,
     results_of,
-    spec_of_node,
-    specs_of,
 )
-from shardc.runtime.progress import label_of
 
 
 def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Raise AssertionError if `gm` breaks an invariant."""
-    for node in gm.graph.nodes:
-        if is_collective(node) and spec_of_node(node) is not None:
-            for result in results_of(node):
-                users = list(result.users)
-                assert len(users) == 1 and is_wait(users[0]), (
-                    f"{result.name} must be read by one wait only, is read by {users}"
-                )
+    for result in (result for node in our_collectives(gm) for result in results_of(node)):
+        users = list(result.users)
+        assert len(users) == 1 and is_wait(users[0]), (
+            f"{result.name} must be read by one wait only, is read by {users}"
+        )
     if ctx.phase == "forward":
         _no_resharded_weight_is_saved(gm, ctx)
     return gm
@@ -45,8 +42,8 @@ def _no_resharded_weight_is_saved(gm: GraphModule, ctx: PassContext) -> None:
     assert isinstance(outputs, (list, tuple))
     made_of: dict[Node, Node] = {}  # from what is computed from weights alone to a gather of theirs
     for node in gm.graph.nodes:
-        if is_all_gather(node) and specs_of(node):
-            if ctx.reshards(node):
+        if is_all_gather(node) and moved_by(node):
+            if ctx.kept.reshards(node):
                 made_of[node] = node
         elif node.target is torch.ops.shardc.recut.default or is_random(node):
             continue
@@ -54,7 +51,7 @@ def _no_resharded_weight_is_saved(gm: GraphModule, ctx: PassContext) -> None:
             made_of[node] = made_of[node.all_input_nodes[0]]
     for saved in outputs[ctx.results :]:
         assert not isinstance(saved, Node) or saved not in made_of, (
-            f"{' and '.join(ctx.labels_of(made_of[saved]))} is resharded after the forward, which "
+            f"{' and '.join(labels_of(made_of[saved]))} is resharded after the forward, which "
             f"keeps its parameters all the same, as '{saved}': a pass or a partitioner among the "
             "settings of Inductor must have taken away the tags that have them recomputed"
         )
@@ -74,9 +71,4 @@ def check_collectives(planned: Sequence[str], graph: Graph) -> None:
 
 def collective_sequence(gm: GraphModule) -> list[str]:
     """One line per collective of ours, in graph order: what ranks must have in common."""
-    ours = [node for node in gm.graph.nodes if is_collective(node) and specs_of(node)]
-    labels = [label_of(node) for node in ours]
-    return [
-        describe(node, label.buckets if label else ())
-        for node, label in zip(ours, labels, strict=True)
-    ]
+    return list(map(describe, our_collectives(gm)))

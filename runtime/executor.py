@@ -4,7 +4,7 @@ What Inductor does not compile (by choice, for debugging, or because it failed) 
 memory behaviour of eager PyTorch: inputs are taken over in one list and dropped as they are used.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from shardc.runtime.progress import label_of
 _UNLABELLED = nullcontext()
 
 
-def eager_executor(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+def eager_executor(gm: GraphModule) -> Callable[[list[Any]], Any]:
     """A boxed callable that runs `gm`: it takes its inputs as one list and empties it."""
     nodes = [node for node in gm.graph.nodes if node.op != "placeholder"]
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]

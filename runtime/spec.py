@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -129,6 +129,28 @@ def intern_spec(spec: UnshardSpec) -> str:
 def spec_of(signature: str) -> UnshardSpec:
     """The spec that `intern_spec` gave this signature."""
     return _SPECS[signature]
+
+
+class Moved(NamedTuple):
+    """A bucket that a graph gathers and reduces: the fact that its collectives carry.
+
+    Attributes:
+        signature: of its spec.
+        position: the input of the Dynamo graph that is its segment; -1 in code that several calls
+            share, each with a bucket of its own.
+        label: its name.
+        unit: the number of its unit.
+    """
+
+    signature: str
+    position: int = -1
+    label: str = "?"
+    unit: int = -1
+
+    @property
+    def spec(self) -> UnshardSpec:
+        """What shapes the code for it."""
+        return spec_of(self.signature)
 
 
 def divide_factors(factor: float, dtype: torch.dtype) -> tuple[float, float]:

@@ -25,15 +25,16 @@ from shardc.runtime import (
     host_copies,  # noqa: F401 (registers its op)
 )
 from shardc.runtime.collectives import Started
-from shardc.runtime.spec import UnshardSpec, object_of, spec_of
+from shardc.runtime.spec import Moved, UnshardSpec, object_of, spec_of
 
 
-def unshard(segment: Tensor, signature: str, *extras: Tensor) -> tuple[Tensor, ...]:
+def unshard(segment: Tensor, moved: Moved, *extras: Tensor) -> tuple[Tensor, ...]:
     """Gather a bucket: `segment: (S,)` -> its full parameters, views of one `(W*S,)` tensor.
 
-    `extras` are what `UnshardSpec.extras` names.
+    `extras` are what `UnshardSpec.extras` names. What is traced of it, backward included, has
+    `(moved,)` under `node.meta["custom"]["shardc"]`.
     """
-    return _Unshard.apply(segment, signature, *extras)
+    return _Unshard.apply(segment, moved, *extras)
 
 
 Steps = Generator[Started, Tensor, Tensor]
@@ -143,19 +144,19 @@ def reducing(
 
 
 class _Unshard(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward; nodes carry the signature as a fact."""
+    """All-gather forward, reduce-scatter backward; nodes carry the bucket as a fact."""
 
     @staticmethod
-    def forward(ctx: Any, segment: Tensor, signature: str, *extras: Tensor) -> tuple[Tensor, ...]:
-        spec = spec_of(signature)
+    def forward(ctx: Any, segment: Tensor, moved: Moved, *extras: Tensor) -> tuple[Tensor, ...]:
+        spec = moved.spec
         given = dict(zip(spec.extras, extras, strict=True))
-        ctx.signature = signature
+        ctx.moved = moved
         if spec.device is not None:
             given["segment"] = segment
         ctx.saved = [name for name in ("pending", "partial", "segment") if name in given]
         ctx.save_for_backward(*(given[name] for name in ctx.saved))
         ctx.set_materialize_grads(False)
-        with compat.annotate({"shardc": signature}):
+        with compat.annotate({"shardc": (moved,)}):
             full = given["full"] if spec.held else gather(segment, spec)
         ordered = split_full(full, spec)
         ctx.mark_non_differentiable(
@@ -166,9 +167,9 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        spec = spec_of(ctx.signature)
+        spec = ctx.moved.spec
         added = dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
-        with compat.annotate({"shardc": ctx.signature}):
+        with compat.annotate({"shardc": (ctx.moved,)}):
             flat = pack_gradients(grads, spec, added.get("pending"))
             if not spec.reduction.sync:
                 return None, None, *(flat if name == "sink" else None for name in spec.extras)

@@ -1,20 +1,8 @@
-"""The torch.compile backend: from a captured graph to something that runs, in one visible list.
+"""The torch.compile backend: from a captured graph to something that runs.
 
-    Dynamo graph      take_gathered             what the eager runtime gathers comes in as inputs
-                      insert_unshard            markers become one gather a bucket
-    joint graph       find_used_slots           parameters without gradient keep None
-                      choose_kept               what stays gathered, within a memory budget
-                      tag_reshard               gathered weights are recomputed or saved
-    forward, backward drop_second_gathers       one gather in the forward of what is cut again
-                      bucket                    neighbours in one message where it costs nothing
-                      schedule                  collectives behind compute
-                      write_gradients           matmuls write into the reduction's input
-                      label_collectives         names for the profiler, and for what fails
-                      verify, agree             invariants; one sequence on all ranks
-                      fold_repeats              for Inductor: repeated blocks are compiled once
-    lowering          Inductor | eager executor
-
-The last two rows run inside `inner_compile`, so they also run where Inductor's graph cache hits.
+The stages and their passes are listed in `passes.pipeline`; between stages ranks agree on what they
+read and on what they send. Forward and backward graphs are finished inside `inner_compile`, so also
+where Inductor's graph cache hits; then Inductor lowers them, or the eager executor runs them.
 """
 
 import functools
@@ -30,25 +18,15 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from shardc.options import Options
-from shardc.passes.budget import choose_kept
-from shardc.passes.context import (
-    PassContext,
-    is_collective,
-    spec_of_node,
-)
-from shardc.passes.copy_overwritten import copy_overwritten
+from shardc.passes import pipeline
+from shardc.passes.context import PassContext, moved_by, our_collectives
 from shardc.passes.dump import dump_code
-from shardc.passes.fold_repeats import fold_repeats
-from shardc.passes.insert_unshard import insert_unshard
-from shardc.passes.label import label_collectives
-from shardc.passes.reshard import tag_reshard
-from shardc.passes.runner import run_passes
-from shardc.passes.shaping import SHAPING_PASSES
-from shardc.passes.take_gathered import take_gathered
-from shardc.passes.used_slots import find_used_slots
-from shardc.passes.verify import check_collectives, collective_sequence, verify
-from shardc.plan import Plan, agree_within, graph_plans
-from shardc.plan_text import say_compile, say_plan
+from shardc.passes.insert_unshard import slots_read
+from shardc.passes.runner import name_of, run_passes
+from shardc.passes.take_gathered import taken_by
+from shardc.passes.verify import check_collectives, collective_sequence
+from shardc.plan import Plan, agree_within, buckets_by_input, number_units
+from shardc.plan_text import say_compile
 from shardc.regional import buckets_of_the_runtime, giving, with_taken
 from shardc.repro import copy_graph, write_repro
 from shardc.runtime import compat
@@ -59,10 +37,6 @@ from shardc.runtime.executor import eager_executor, shapes_only
 from shardc.runtime.progress import label_of, progress
 
 log = logging.getLogger("shardc")
-
-DYNAMO_PASSES = [take_gathered, insert_unshard]
-JOINT_PASSES = [copy_overwritten, find_used_slots, choose_kept, tag_reshard]
-GRAPH_PASSES = [*SHAPING_PASSES, label_collectives, verify]
 
 
 def shardc_backend(
@@ -89,17 +63,24 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """The same with options that are checked already."""
     say_compile()
-    ctx = PassContext(phase="dynamo", outside=buckets_of_the_runtime(gm))
-    gm = run_passes(gm, ctx, DYNAMO_PASSES)
     _warn_if_nothing_is_sharded()
-    used = _agree_on_reads(gm, ctx, parsed)
-    lower = _compile_eager if parsed.executor == "eager" else _compile_inductor
-    plan = Plan.of(parsed, gm, ctx)
-    joint = plan.joint
-    compiled = lower(gm, with_taken(example_inputs, ctx.taken), plan, mode)
-    if len(joint.differentiated) == len(gm.graph.find_nodes(op="placeholder")):
-        used = [replace(r, slots=joint.differentiated[r.leaf]) for r in used]
-    return _noting_used_slots(giving(compiled, ctx.taken), used)
+    buckets = buckets_by_input(gm)
+    numbers = number_units(buckets)
+    names = {place: (bucket.label, numbers[bucket.owner]) for place, bucket in buckets.items()}
+    outside = buckets_of_the_runtime(gm, buckets)
+    gm = run_passes(gm, PassContext("dynamo", names, outside), pipeline.DYNAMO_PASSES)
+    slots, taken = slots_read(gm), taken_by(gm)
+    plan = Plan(parsed, {place: buckets[place] for place in slots}, slots, numbers)
+    reads = _agree_on_reads(plan)
+    inputs = with_taken(example_inputs, taken)
+    if parsed.executor == "eager":
+        compiled = _compile_eager(gm, inputs, plan)
+    else:
+        compiled = _compile_inductor(gm, inputs, plan, mode)
+    if plan.joint is not None:
+        slots_of = plan.joint.slots_of
+        reads = [replace(read, slots=slots_of(read.position, read.slots)) for read in reads]
+    return _noting_used_slots(giving(compiled, taken), reads)
 
 
 # -- lowering ------------------------------------------------------------------------------------
@@ -113,8 +94,8 @@ def _compile_inductor(
 ) -> Callable[..., Any]:
     patches = compat.mode_options(mode) | plan.options.inductor | compat.order_settings()
     patches[compat.JOINT_PASS] = compat.joint_pass(
-        lambda graph: run_passes(graph, plan.joint, JOINT_PASSES),
-        repr([step.__name__ for step in JOINT_PASSES]),
+        plan.finish_joint,
+        repr([name_of(step) for step in pipeline.JOINT_PASSES]),
         patches.get(compat.JOINT_PASS),
     )
 
@@ -132,7 +113,7 @@ def _compile_inductor(
                 error.args = (f"{error}\n\n{where}", *error.args[1:])
                 raise
             _warn_fallback(ctx.phase, error, where)
-            return _naming(graph)(eager_executor(graph, inputs))
+            return _naming(graph)(eager_executor(graph))
         dump_code(compiled, ctx.stem)
         return compat.wrap_compiled(compiled, _naming(graph, bool(kwargs.get("cudagraphs"))))
 
@@ -149,7 +130,7 @@ def _lower(
     """Inductor on a graph, folded where it repeats and Inductor takes it so."""
     check = functools.partial(check_collectives, collective_sequence(graph))
     if plan.options.fold and compat.takes_nested_graphs(kwargs):
-        folded = run_passes(graph, ctx, [fold_repeats], done=len(GRAPH_PASSES))
+        folded = run_passes(graph, ctx, pipeline.FOLD_PASSES, done=len(pipeline.GRAPH_PASSES))
         if folded is not graph:
             try:
                 return compat.compile_fx_inner(folded, inputs, label_of, check, **kwargs)
@@ -164,21 +145,18 @@ def _compile_eager(
     gm: GraphModule,
     example_inputs: Sequence[Any],
     plan: Plan,
-    mode: str | None,
 ) -> Callable[..., Any]:
     def compile_phase(phase: str) -> Callable[[GraphModule, Sequence[Any]], Any]:
         def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> Any:
             graph = _finish_graph(graph, plan.context(phase), plan)
             if not plan.options.lower:
                 return shapes_only(graph)
-            return _naming(graph)(eager_executor(graph, inputs))
+            return _naming(graph)(eager_executor(graph))
 
         return compile_graph
 
     def partition(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
-        return compat.min_cut_partition(
-            run_passes(graph, plan.joint, JOINT_PASSES), *args, **kwargs
-        )
+        return compat.min_cut_partition(plan.finish_joint(graph), *args, **kwargs)
 
     return compat.compile_aot(
         gm, example_inputs, compile_phase("forward"), compile_phase("backward"), partition
@@ -195,10 +173,9 @@ def _naming(
 
 def _finish_graph(gm: GraphModule, ctx: PassContext, plan: Plan) -> GraphModule:
     """What every forward and backward graph goes through before it is lowered."""
-    gm = run_passes(gm, ctx, GRAPH_PASSES)
+    gm = run_passes(gm, ctx, pipeline.GRAPH_PASSES)
     _agree_on_collectives(gm, ctx.phase, plan.options)
     plan.record(gm, ctx)
-    say_plan(ctx, plan, graph_plans[-1])
     return gm
 
 
@@ -209,36 +186,30 @@ def _finish_graph(gm: GraphModule, ctx: PassContext, plan: Plan) -> GraphModule:
 class _Read:
     """A graph's reading of one bucket: which input is its segment, and which slots it reads.
 
-    `elsewhere` are slots that only other ranks read: their gradient is zero here, not None. `leaf`
-    is the input that gets the gradient. `label` is the name of the bucket it was compiled for.
+    `elsewhere` are slots that only other ranks read: their gradient is zero here, not None.
+    `label` is the name of the bucket it was compiled for.
     """
 
     position: int
     label: str
-    leaf: int
     slots: frozenset[int]
     elsewhere: frozenset[int]
 
 
-def _agree_on_reads(gm: GraphModule, ctx: PassContext, options: Options) -> list[_Read]:
+def _agree_on_reads(plan: Plan) -> list[_Read]:
     """All ranks read the same buckets, in the same order; slots may differ and are united."""
-    inputs = [(i, node) for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))]
-    place = {node.name: position for position, node in inputs}
-    by_group: dict[str, list[tuple[int, int, Bucket, frozenset[int]]]] = {}
-    for position, node in inputs:
-        if node.name in ctx.used:
-            bucket: Bucket = bucket_of(compat.real_input(node))
-            leaf = place[ctx.leaves.get(node.name, node.name)]
-            read = (position, leaf, bucket, ctx.used[node.name])
-            by_group.setdefault(bucket.ranks.everyone, []).append(read)
+    by_group: dict[str, list[tuple[int, Bucket, frozenset[int]]]] = {}
+    for position, bucket in plan.buckets.items():
+        read = (position, bucket, plan.slots[position])
+        by_group.setdefault(bucket.ranks.everyone, []).append(read)
     reads = []
     for group, members in by_group.items():
-        facts = [str(bucket) for _, _, bucket, _ in members]
+        facts = [str(bucket) for _, bucket, _ in members]
         note = json.dumps([sorted(slots) for *_, slots in members])
-        notes = agree_within(group, "the buckets that a graph reads", facts, options, note)
-        for index, (position, leaf, bucket, slots) in enumerate(members):
+        notes = agree_within(group, "the buckets that a graph reads", facts, plan.options, note)
+        for index, (position, bucket, slots) in enumerate(members):
             union = frozenset(slot for other in notes for slot in json.loads(other)[index])
-            reads.append(_Read(position, bucket.label, leaf, slots, union - slots))
+            reads.append(_Read(position, bucket.label, slots, union - slots))
     return reads
 
 
@@ -249,8 +220,8 @@ def _agree_on_collectives(gm: GraphModule, phase: str, options: Options) -> None
 
 def _groups(gm: GraphModule) -> list[str]:
     """The process groups over which `gm` communicates."""
-    specs = [spec_of_node(node) for node in gm.graph.nodes if is_collective(node)]
-    return list(dict.fromkeys(spec.everyone or spec.group for spec in specs if spec is not None))
+    specs = [moved.spec for node in our_collectives(gm) for moved in moved_by(node)]
+    return list(dict.fromkeys(spec.everyone or spec.group for spec in specs))
 
 
 # -- what runs around a compiled graph -----------------------------------------------------------

@@ -8,27 +8,29 @@ import itertools
 import json
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
 
 from torch.fx import GraphModule
 
 from shardc.options import Options
+from shardc.passes import pipeline
+from shardc.passes.budget import choose_kept
 from shardc.passes.context import (
-    UNITS_IN_FLIGHT,
     Budget,
+    Kept,
     PassContext,
     ScheduleOptions,
     is_collective,
     is_wait,
     kind_of,
 )
-from shardc.passes.memory import Liveness, measure_liveness, segment_inputs
+from shardc.passes.memory import Liveness, measure_liveness
 from shardc.passes.profiles import Profile, as_profile, budget_bytes, current_profile
+from shardc.passes.runner import run_passes
+from shardc.passes.used_slots import Differentiated, differentiated
 from shardc.passes.verify import collective_sequence
-from shardc.reports.graph import GraphRows, read_graph
 from shardc.runtime import compat
 from shardc.runtime.agreement import agree
 from shardc.runtime.bucket import Bucket, bucket_of
@@ -41,9 +43,10 @@ _numbers = itertools.count()
 class Plan:
     """What the graphs of one Dynamo graph share.
 
-    Options, the bucket by input and which of its slots are read, the joint context. What depends on
-    buckets is read when the plan is made: compiled code outlives them, and equal ones run it, for
-    which its backward may yet have to be compiled.
+    Options, the bucket by input and which of its slots are read; once the joint graph is finished,
+    what was decided and found there (`kept`, `joint`). What depends on buckets is read when the
+    plan is made: compiled code outlives them, and equal ones run it, for which its backward may yet
+    have to be compiled.
     """
 
     def __init__(
@@ -51,20 +54,20 @@ class Plan:
         options: Options,
         buckets: dict[int, Bucket],
         slots: Mapping[int, frozenset[int]],
+        numbers: Mapping[Unit | None, int],
     ) -> None:
         self.options = options
         self.slots = slots
         self.number = next(_numbers)
-        self.kept = frozenset[str]()  # what the forward keeps gathered, by its results' names
+        self.kept = Kept()
+        self.joint: Differentiated | None = None
+        self._saved = frozenset[str]()  # names of gathered buckets that the forward saves
         self.references = {position: weakref.ref(bucket) for position, bucket in buckets.items()}
         self.static_bytes = _static_bytes(buckets.values(), options)
         first = next(iter(buckets.values()), None)
         self._everyone = "" if first is None else first.ranks.everyone
         self._device = "cpu" if first is None else first.device.type
-        owners = dict.fromkeys(bucket.owner for bucket in buckets.values())
-        numbers = {unit: number for number, unit in enumerate(owners)}  # equal on all ranks
-        self._units = {position: numbers[b.owner] for position, b in buckets.items()}
-        self._labels = {position: bucket.label for position, bucket in buckets.items()}
+        self.labels = {position: bucket.label for position, bucket in buckets.items()}
         self._open = frozenset(
             position
             for position, bucket in buckets.items()
@@ -72,32 +75,29 @@ class Plan:
         )
         self._in_place = _reduces_in_place(buckets.values())
         self._schedule = self._schedule_options(numbers)
-        self.joint = self.context("joint")
 
     def context(self, phase: str) -> PassContext:
         """The context of the passes over a graph of that phase."""
-        if not self.references:
-            return PassContext(phase)
-        names = PassContext(
-            phase,
-            units=dict(self._units),
-            labels=dict(self._labels),
-            cut={} if phase == "joint" else self.joint.cut,
-            results=None if phase == "joint" else self.joint.results,
-        )
-        if not self.options.schedule:
-            return names
+        results = None if self.joint is None else self.joint.results
+        if not self.references or not self.options.schedule:
+            return PassContext(phase, results=results)
         everyone = self._everyone
-        return replace(
-            names,
+        return PassContext(
+            phase,
+            results=results,
             budget=self._budget(),
             open_positions=self._open,
-            kept=frozenset() if phase == "joint" else self.joint.kept,
-            units_in_flight=UNITS_IN_FLIGHT if phase == "joint" else self.joint.units_in_flight,
+            kept=self.kept,
             agree_on_count=functools.partial(_agree_on_count, everyone, self.options),
             options=self._schedule,
             agree_on_seconds=functools.partial(_agree_on_seconds, everyone, self.options, phase),
         )
+
+    def finish_joint(self, gm: GraphModule) -> GraphModule:
+        """Decide what stays gathered, and run the passes over the joint graph."""
+        ctx = self.context("joint")
+        self.kept, self.joint = choose_kept(gm, ctx), differentiated(gm)
+        return run_passes(gm, replace(ctx, kept=self.kept), pipeline.JOINT_PASSES)
 
     @property
     def buckets(self) -> dict[int, Bucket]:
@@ -126,11 +126,10 @@ class Plan:
         options = self.options
         units = {unit: number for unit, number in numbers.items() if unit is not None}
         buffers = [unit.reduce_buffers for unit in units if unit.reduce_buffers]
-        backward = options.backward_prefetch
         return ScheduleOptions(
             profile=self.profile,
             prefetch=None if isinstance(options.prefetch, str) else options.prefetch,
-            backward_prefetch=None if backward == "auto" else backward or "none",
+            backward_prefetch=options.backward_prefetch or "none",
             forward_hints={n: _numbers_of(u.forward_prefetch, units) for u, n in units.items()},
             backward_hints={n: _numbers_of(u.backward_prefetch, units) for u, n in units.items()},
             reduce_buffers=min(buffers, default=None),
@@ -139,47 +138,44 @@ class Plan:
         )
 
     def record(self, gm: GraphModule, ctx: PassContext) -> None:
-        """Keep in `graph_plans` what was decided for a graph."""
+        """Keep in `graph_plans` what was decided for a graph, and tell the `listeners`."""
         liveness = measure_liveness(
             gm,
             owns_inputs=ctx.phase == "backward",
             fused=self.options.executor == "inductor",
             clones=not self._in_place,
-            ignored=segment_inputs(gm, self.references),
-            gathered=self.kept,
+            gathered=self._saved,
         )
         if ctx.phase == "forward":
-            self.kept = liveness.kept
+            self._saved = liveness.kept
         order = [kind_of(node) for node in gm.graph.nodes if is_collective(node) or is_wait(node)]
-        profile = self.profile
-        graph_plans.append(
-            GraphPlan(
-                ctx.phase,
-                self.static_bytes,
-                liveness,
-                collective_sequence(gm),
-                order,
-                read_graph(gm, ctx, profile, liveness, self.options.executor == "inductor"),
-                self.number,
-                tuple(self.references.values()),
-                tuple(self.slots[position] for position in self.references),
-                profile,
-                self.options,
-            )
+        plan = GraphPlan(
+            ctx.phase,
+            self.static_bytes,
+            liveness,
+            collective_sequence(gm),
+            order,
+            self.number,
+            tuple(self.references.values()),
+            tuple(self.slots[position] for position in self.references),
+            self.profile,
+            self.options,
         )
+        graph_plans.append(plan)
+        for tell in listeners:
+            tell(gm, ctx, self, plan)
 
-    @classmethod
-    def of(cls, options: Options, gm: GraphModule, ctx: PassContext) -> "Plan":
-        """The plan of a Dynamo graph, after the passes over it."""
-        read = {
-            position: node
-            for position, node in enumerate(gm.graph.find_nodes(op="placeholder"))
-            if node.name in ctx.used
-        }
-        buckets: dict[int, Any] = {
-            position: bucket_of(compat.real_input(node)) for position, node in read.items()
-        }
-        return cls(options, buckets, {i: ctx.used[node.name] for i, node in read.items()})
+
+def number_units(buckets: Mapping[int, Bucket]) -> dict[Unit | None, int]:
+    """Numbers that are equal on all ranks: by their first bucket among the inputs of a graph."""
+    owners = dict.fromkeys(bucket.owner for bucket in buckets.values())
+    return {unit: number for number, unit in enumerate(owners)}
+
+
+def buckets_by_input(gm: GraphModule) -> dict[int, Bucket]:
+    """The buckets whose segments are inputs of a Dynamo graph."""
+    tensors = map(compat.real_input, gm.graph.find_nodes(op="placeholder"))
+    return {i: bucket_of(t) for i, t in enumerate(tensors) if hasattr(t, "shardc_bucket")}
 
 
 def _static_bytes(buckets: Collection[Bucket], options: Options) -> int:
@@ -208,7 +204,7 @@ def _numbers_of(wanted: Iterable[Unit], numbers: Mapping[Unit, int]) -> tuple[in
     return tuple(numbers[unit] for unit in wanted if unit in numbers)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GraphPlan:
     """What was decided for one graph.
 
@@ -218,7 +214,6 @@ class GraphPlan:
         liveness: what the graph itself holds after each node.
         collectives: its collectives, in order.
         order: the kinds of its collectives and waits, in order.
-        rows: the same played through, for reports.
         number: that of its `Plan`, equal for the graphs of one Dynamo graph.
         buckets: those that the Dynamo graph reads.
         slots: which slots of each.
@@ -230,7 +225,6 @@ class GraphPlan:
     liveness: Liveness
     collectives: list[str]
     order: list[str]
-    rows: GraphRows
     number: int
     buckets: tuple[weakref.ref[Bucket], ...]
     slots: tuple[frozenset[int], ...]
@@ -245,6 +239,9 @@ class GraphPlan:
 
 graph_plans: deque[GraphPlan] = deque(maxlen=64)
 """The plans of the graphs compiled last in this process, newest last."""
+
+listeners: list[Callable[[GraphModule, PassContext, Plan, GraphPlan], None]] = []
+"""Called with every graph that is finished, before it is lowered, and with what was decided."""
 
 
 # -- agreement -----------------------------------------------------------------------------------

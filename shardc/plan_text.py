@@ -2,15 +2,17 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tabulate import tabulate
+from torch.fx import GraphModule
 
 from shardc.passes.context import PassContext
 from shardc.passes.dump import is_wanted, write_text
-from shardc.plan import GraphPlan, Plan
+from shardc.plan import GraphPlan, Plan, listeners
 from shardc.reports.assemble import bucket_row
 from shardc.reports.graph import GraphRows
+from shardc.reports.live import rows_of
 from shardc.reports.record import CollectiveRow
 from shardc.reports.text import bucket_table, collective_table
 from shardc.reports.words import format_bytes, format_seconds
@@ -20,17 +22,21 @@ from shardc.runtime.progress import in_short
 log = logging.getLogger("shardc")
 
 
-def say_plan(ctx: PassContext, plan: Plan, graph_plan: GraphPlan) -> None:
+def _say_plan(gm: GraphModule, ctx: PassContext, plan: Plan, graph_plan: GraphPlan) -> None:
     """Log what was decided for a finished graph, and dump it where that is asked for."""
     if not (log.isEnabledFor(logging.INFO) or is_wanted()):
         return
-    line = summary(ctx, graph_plan.rows, graph_plan.peak)
+    rows = rows_of(graph_plan)
+    line = summary(ctx, rows, graph_plan.peak)
     log.info("%s", line)
-    for decision in decisions(ctx, graph_plan.rows.collectives):
+    for decision in decisions(ctx, rows.collectives, plan.labels):
         log.debug("graph %d: %s", ctx.number, decision)
     if is_wanted():
         text = plan_text(ctx, plan, graph_plan)
         write_text(f"{ctx.stem}_plan.txt", "buckets, schedule, memory", f"{line}\n\n{text}")
+
+
+listeners.append(_say_plan)
 
 
 def summary(ctx: PassContext, rows: GraphRows, peak: int) -> str:
@@ -48,12 +54,14 @@ def summary(ctx: PassContext, rows: GraphRows, peak: int) -> str:
     )
 
 
-def decisions(ctx: PassContext, sent: Sequence[CollectiveRow]) -> Iterator[str]:
+def decisions(
+    ctx: PassContext, sent: Sequence[CollectiveRow], labels: Mapping[int, str]
+) -> Iterator[str]:
     """What was decided, one thing a line: what stays gathered, what travels together and when."""
     if ctx.budget is not None:
         yield (
-            f"within {format_bytes(ctx.budget.nbytes)}: kept gathered: {_kept(ctx)}; up to "
-            f"{ctx.units_in_flight} units are gathered ahead"
+            f"within {format_bytes(ctx.budget.nbytes)}: kept gathered: {_kept(ctx, labels)}; up to "
+            f"{ctx.kept.ahead} units are gathered ahead"
         )
     for row in sent:
         merged = ", one message" if len(row.buckets) > 1 else ""
@@ -66,7 +74,7 @@ def decisions(ctx: PassContext, sent: Sequence[CollectiveRow]) -> Iterator[str]:
 def plan_text(ctx: PassContext, plan: Plan, graph_plan: GraphPlan) -> str:
     """The tables of a graph: its buckets, its schedule, its memory."""
     buckets = bucket_table([bucket_row(bucket) for bucket in plan.buckets.values()], True)
-    schedule = collective_table(graph_plan.rows.collectives, True) or "no collectives"
+    schedule = collective_table(rows_of(graph_plan).collectives, True) or "no collectives"
     liveness = graph_plan.liveness
     rows = [
         ["segments and optimizer state", format_bytes(graph_plan.static)],
@@ -77,13 +85,13 @@ def plan_text(ctx: PassContext, plan: Plan, graph_plan: GraphPlan) -> str:
     ]
     memory = tabulate(rows, tablefmt="plain", disable_numparse=True)
     if ctx.budget is not None:
-        buckets += f"\n\nkept gathered within the budget: {_kept(ctx)}"
+        buckets += f"\n\nkept gathered within the budget: {_kept(ctx, plan.labels)}"
     return f"buckets\n\n{buckets}\n\nschedule\n\n{schedule}\n\nmemory\n\n{memory}\n"
 
 
-def _kept(ctx: PassContext) -> str:
+def _kept(ctx: PassContext, labels: Mapping[int, str]) -> str:
     """The buckets that stay gathered until the backward because the budget has room."""
-    return ", ".join(ctx.labels[position] for position in sorted(ctx.kept)) or "none"
+    return ", ".join(labels[position] for position in sorted(ctx.kept.positions)) or "none"
 
 
 def say_compile() -> None:

@@ -6,34 +6,30 @@ full parameters (`take_gathered`); a graph that holds several units whole gather
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from shardc.passes.context import Taken
-from shardc.passes.take_gathered import markers_of
+from shardc.passes.take_gathered import Taken, markers_of
 from shardc.runtime import compat
 from shardc.runtime.bucket import Bucket, bucket_of
 from shardc.runtime.eager import is_inside_other_unit
 from shardc.runtime.unsharded import saving_handles
 
 
-def buckets_of_the_runtime(gm: GraphModule) -> frozenset[int]:
-    """The inputs of a Dynamo graph that are segments of buckets which the runtime gathers.
+def buckets_of_the_runtime(gm: GraphModule, buckets: Mapping[int, Bucket]) -> frozenset[int]:
+    """The inputs of a Dynamo graph that are segments of `buckets` which the runtime gathers.
 
     Several graphs read these, or they are open already, or more graphs will read them, because this
     one ends at a break, or the graph is one unit of a model that runs eagerly around it. All that
     follows from the program alone: equal on all ranks.
     """
     segments = {marker.args[0] for marker in markers_of(gm)}
-    read: dict[int, Bucket] = {
-        position: bucket_of(compat.real_input(node))
-        for position, node in enumerate(gm.graph.find_nodes(op="placeholder"))
-        if node in segments
-    }
+    inputs = gm.graph.find_nodes(op="placeholder")
+    read = {p: bucket for p, bucket in buckets.items() if inputs[p] in segments}
     units = {bucket.owner for bucket in read.values()}
     is_one_unit = len(units) == 1 and is_inside_other_unit(*units)
     is_cut = compat.is_cut_by_break(gm)

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from shardc.passes import pipeline
 from shardc.passes.context import PassContext, graph_modules
 from shardc.passes.cost import evaluate, symbol_hints
 from shardc.passes.dump import dump_folder, note, rank_folder
-from shardc.passes.fold_repeats import fold_repeats
 from shardc.passes.runner import run_passes
 from shardc.runtime import compat
 from shardc.runtime.progress import label_of
@@ -251,7 +251,7 @@ def reproduce(
         gm = rebuild(graph, constants, inputs)
         values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
         if folded:
-            gm = run_passes(gm, PassContext("folded"), [fold_repeats])
+            gm = run_passes(gm, PassContext("folded"), pipeline.FOLD_PASSES)
         compat.compile_alone(gm, values, label_of, settings, arguments)
     print(f"Inductor compiles it here, with torch {torch.__version__}.")
 

@@ -14,13 +14,13 @@ from torch.fx import Graph, GraphModule
 
 from shardc.passes import dump
 from shardc.passes.bucket import _coalesce
-from shardc.passes.context import PassContext, is_all_gather
+from shardc.passes.context import PassContext, is_all_gather, set_moved
 from shardc.passes.memory import measure_liveness
 from shardc.passes.profiles import Link, Profile
 from shardc.passes.runner import run_passes
 from shardc.plan_text import decisions, summary
 from shardc.reports.graph import read_graph
-from shardc.runtime.spec import UnshardSpec, intern_spec
+from shardc.runtime.spec import Moved, UnshardSpec, intern_spec
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -107,7 +107,7 @@ def _two_gathers():
         size = 2 * segment.meta["val"].numel()
         start = graph.call_function(c10d.all_gather_into_tensor.default, (segment, 2, "0"))
         spec = UnshardSpec(torch.float32, 2, "0", ((size, 0),), ((size,),), (True,))
-        node(start, size).meta["custom"] = {"shardc": intern_spec(spec)}
+        set_moved(node(start, size), [Moved(intern_spec(spec), len(starts), "ab"[len(starts)])])
         starts.append(start)
 
     first = node(graph.call_function(c10d.wait_tensor.default, (starts[0],)), 8)
@@ -124,33 +124,32 @@ _SLOW = Profile(
 
 
 def test_a_graph_in_a_line_and_its_decisions():
-    labels = {0: "layers.0", 1: "layers.1[0]"}
-    ctx = PassContext("forward", units={0: 0, 1: 1}, labels=labels, number=7)
+    ctx = PassContext("forward", number=7)
     gm = _two_gathers()
-    rows = read_graph(gm, ctx, _SLOW, measure_liveness(gm, owns_inputs=False), fused=False)
+    rows = read_graph(gm, ctx.phase, _SLOW, measure_liveness(gm, owns_inputs=False), fused=False)
     assert [(r.kind, r.buckets, r.nbytes, r.ranks) for r in rows.collectives] == [
-        ("all_gather", ("layers.0",), 32, 2),
-        ("all_gather", ("layers.1[0]",), 64, 2),
+        ("all_gather", ("a",), 32, 2),
+        ("all_gather", ("b",), 64, 2),
     ]
     # The wire: 1 + 16 s, then 1 + 32 s; mul takes 6.4 s behind the second, add 16 s after it.
     assert summary(ctx, rows, 3 * 2**20) == (
         "forward graph 7: 2 all_gather, 96 B; planned 66 s: compute 22.4 s, exposed 43.6 s of "
         "50 s on the wire; peak 3 MiB"
     )
-    assert list(decisions(ctx, rows.collectives)) == [
-        "all_gather of layers.0 (32 B) starts before mul, and is waited for before mul",
-        "all_gather of layers.1[0] (64 B) starts before mul, and is waited for before add",
+    assert list(decisions(ctx, rows.collectives, {})) == [
+        "all_gather of a (32 B) starts before mul, and is waited for before mul",
+        "all_gather of b (64 B) starts before mul, and is waited for before add",
     ]
 
 
 def test_what_travels_in_one_message_is_one_row():
     gm = _two_gathers()
     _coalesce(gm, [node for node in gm.graph.nodes if is_all_gather(node)])
-    ctx = PassContext("forward", units={0: 0, 1: 1}, labels={0: "a", 1: "b"})
-    rows = read_graph(gm, ctx, _SLOW, measure_liveness(gm, owns_inputs=False), fused=False)
+    ctx = PassContext("forward")
+    rows = read_graph(gm, ctx.phase, _SLOW, measure_liveness(gm, owns_inputs=False), fused=False)
     (row,) = rows.collectives
     assert (row.buckets, row.nbytes, row.exposed) == (("a", "b"), 96, 49.0)
-    assert list(decisions(ctx, [row])) == [
+    assert list(decisions(ctx, [row], {})) == [
         "all_gather of a+b (96 B, one message) starts before mul, and is waited for before mul"
     ]
 

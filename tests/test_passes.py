@@ -5,14 +5,14 @@ import torch
 from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
-from shardc.passes.context import PassContext
-from shardc.passes.insert_unshard import insert_unshard
+from shardc.passes.context import PassContext, set_moved
+from shardc.passes.insert_unshard import insert_unshard, slots_read
 from shardc.passes.reshard import tag_reshard
 from shardc.passes.runner import run_passes
 from shardc.passes.verify import collective_sequence, verify
 from shardc.runtime.executor import eager_executor
 from shardc.runtime.layout import Param, plan_bucket
-from shardc.runtime.spec import UnshardSpec, intern_spec
+from shardc.runtime.spec import Moved, UnshardSpec, intern_spec
 from shardc.runtime.unshard import unshard
 
 c10d, aten = torch.ops._c10d_functional, torch.ops.aten
@@ -45,14 +45,17 @@ def _marked(reads):
 
 
 def test_one_unshard_a_bucket_before_its_first_marker():
-    ctx = PassContext("dynamo")
+    ctx = PassContext("dynamo", {1: ("block", 3)})
     gm = run_passes(_marked([(0, 0), (1, 1), (0, 1), (0, 0)]), ctx, [insert_unshard])
     calls = [n for n in gm.graph.nodes if n.op == "call_function"]
     assert [n.target is unshard for n in calls] == [True, False, True, False, False, False]
     assert [n.args[0].name for n in calls] == [
         "first", "unshard", "second", "unshard_1", "unshard", "unshard"
     ]  # fmt: skip
-    assert ctx.used == {"first": frozenset({0, 1}), "second": frozenset({1})}
+    assert [n.args[1] for n in calls if n.target is unshard] == [
+        Moved(_signature(), 0), Moved(_signature(), 1, "block", 3)
+    ]  # fmt: skip
+    assert slots_read(gm) == {0: frozenset({0, 1}), 1: frozenset({1})}
 
 
 def test_in_place_update_is_refused():
@@ -68,7 +71,7 @@ def _gathered(reshard=True, save=None):
     graph = Graph()
     x, segment = graph.placeholder("primals_1"), graph.placeholder("primals_2")
     gather = graph.call_function(c10d.all_gather_into_tensor.default, (segment, 2, "0"))
-    gather.meta["custom"] = {"shardc": _signature(reshard)}
+    set_moved(gather, [Moved(_signature(reshard), 1, "block")])
     wait = graph.call_function(c10d.wait_tensor.default, (gather,))
     view = graph.call_function(aten.view.default, (wait, [4, -1]))
     derived = graph.call_function(aten.exp.default, (view,))
@@ -93,7 +96,7 @@ def test_tags(reshard):
 
 
 def test_verify():
-    ctx = PassContext("forward", units={1: 0}, labels={1: "block"}, results=1)
+    ctx = PassContext("forward", results=1)
     run_passes(_gathered(), ctx, [verify])
     run_passes(_gathered(save="mm"), ctx, [verify])
     for name in ("wait", "view", "exp"):
@@ -107,7 +110,7 @@ def test_verify():
     with pytest.raises(AssertionError, match="must be read by one wait only"):
         run_passes(gm, ctx, [verify])
     assert collective_sequence(_gathered()) == [
-        "all_gather_into_tensor of 32 float32 over 2 ranks (4x4 4)"
+        "block: all_gather_into_tensor of 32 float32 over 2 ranks (4x4 4)"
     ]
 
 
@@ -133,7 +136,7 @@ def test_eager_executor_frees_what_it_no_longer_needs():
         value = graph.call_function(step(label), (value,))
     graph.call_function(step("unused"), (value,))
     graph.output((value,))
-    run = eager_executor(GraphModule(torch.nn.Module(), graph), [])
+    run = eager_executor(GraphModule(torch.nn.Module(), graph))
     inputs = [torch.zeros(2)]
     (result,) = run(inputs)
     assert inputs == [] and torch.equal(result.as_subclass(torch.Tensor), torch.full((2,), 3.0))

@@ -19,6 +19,7 @@ from shardc.passes.context import (
     ScheduleOptions,
     is_collective,
     is_wait,
+    set_moved,
 )
 from shardc.passes.events import read_events, read_problem
 from shardc.passes.profiles import PROFILES, Link, get_profile, set_profile
@@ -27,7 +28,7 @@ from shardc.passes.verify import verify
 from shardc.passes.write_gradients import write_gradients
 from shardc.plan import graph_plans
 from shardc.runtime.executor import eager_executor
-from shardc.runtime.spec import UnshardSpec, intern_spec
+from shardc.runtime.spec import Moved, UnshardSpec, intern_spec
 
 c10d, aten = torch.ops._c10d_functional, torch.ops.aten
 
@@ -51,11 +52,11 @@ def _graph(reads, world=2):
     x = last = graph.placeholder("x")
     x.meta["val"] = torch.empty(4, 8, device="meta")
 
-    def call(target, args, val, custom=None):
+    def call(target, args, val, moved=None):
         node = graph.call_function(target, args)
         node.meta["val"] = val
-        if custom:
-            node.meta["custom"] = {"shardc": custom}
+        if moved:
+            set_moved(node, [moved])
         return node
 
     full = {}
@@ -63,7 +64,7 @@ def _graph(reads, world=2):
         key = read if read >= 0 else -1 - read
         numel = 8 * (key + 1) * world
         whole, part = torch.empty(numel, device="meta"), segments[key].meta["val"]
-        name = _signature(numel, world)
+        name = Moved(_signature(numel, world), key, str(key), key)
         if read >= 0:
             if key not in full:
                 start = call(
@@ -87,10 +88,7 @@ def _graph(reads, world=2):
             grads[key] = call(c10d.wait_tensor.default, (start,), part)
     graph.output((last, *grads.values()))
     gm = GraphModule(torch.nn.Module(), graph)
-    context = PassContext(
-        "backward", options=ScheduleOptions(SLOW_WIRE), units={key: key for key in keys}
-    )
-    return gm, context
+    return gm, PassContext("backward", options=ScheduleOptions(SLOW_WIRE))
 
 
 def _local(gm):
@@ -112,7 +110,7 @@ def _local(gm):
 def _run(gm):
     torch.manual_seed(0)
     inputs = [torch.randn(n.meta["val"].shape) for n in gm.graph.find_nodes(op="placeholder")]
-    return eager_executor(gm, inputs)(inputs)
+    return eager_executor(gm)(inputs)
 
 
 READS = st.lists(st.integers(-6, 5), min_size=1, max_size=24)
@@ -133,7 +131,7 @@ def test_random_graphs_keep_their_results_and_their_limits(reads):
 
 def _check_in_flight(gm, ctx):
     """At no node are more bytes under way or unread than the limit, unless it is one message."""
-    events = read_events(gm, ctx)
+    events = read_events(gm)
     limit = read_problem(gm, ctx, events).limits.in_flight
     nodes = list(gm.graph.nodes)
     spans = []
@@ -178,7 +176,7 @@ def test_matmuls_write_into_the_buffer_that_is_reduced():
     graph.output((pack,))
     gm = GraphModule(torch.nn.Module(), graph)
     inputs = [torch.randn(4, 2), torch.randn(2, 3), torch.randn(6, 5)]
-    (want,) = eager_executor(gm, inputs)(list(inputs))
+    (want,) = eager_executor(gm)(list(inputs))
     gm = write_gradients(gm, PassContext("backward"))
     assert [n.target for n in gm.graph.nodes if n.op == "call_function"] == [
         aten.empty.memory_format,
@@ -186,7 +184,7 @@ def test_matmuls_write_into_the_buffer_that_is_reduced():
         aten.sum.dim_IntList,
         torch.ops.shardc.write_parts.default,
     ]
-    (got,) = eager_executor(gm, inputs)(list(inputs))
+    (got,) = eager_executor(gm)(list(inputs))
     assert torch.equal(got, want) and not got[12:16].any() and not got[21:].any()
 
 

@@ -1,8 +1,7 @@
 """One compiled graph, played through: when each op and each collective runs, by the cost model.
 
-The graph is in the order in which it runs. Compute goes op by op; collectives queue on one wire in
-the order in which they are started; a wait stops compute until its collective is done. So a plan
-can be read off as times, and what is exposed is where compute stood still.
+The graph is in the order in which it runs, and the `Clock` that it was planned with goes through it
+op by op. So a plan can be read off as times, and what is exposed is where compute stood still.
 """
 
 import bisect
@@ -14,12 +13,12 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from shardc.passes.context import (
-    PassContext,
     is_collective,
     is_wait,
     kind_of,
+    labels_of,
+    moved_by,
     ranks_in,
-    specs_of,
 )
 from shardc.passes.cost import (
     evaluate,
@@ -32,6 +31,7 @@ from shardc.passes.cost import (
 )
 from shardc.passes.memory import Liveness
 from shardc.passes.profiles import Profile
+from shardc.passes.timeline import Clock
 from shardc.reports.record import CollectiveRow, MemoryPoint, Op
 
 
@@ -88,46 +88,46 @@ class _Sent:
 
 
 def read_graph(
-    gm: GraphModule, ctx: PassContext, profile: Profile, liveness: Liveness, fused: bool
+    gm: GraphModule, phase: str, profile: Profile, liveness: Liveness, fused: bool
 ) -> GraphRows:
     """Play a scheduled graph through.
 
     Args:
         gm: a forward or backward graph, as it is lowered.
-        ctx: the context of its passes.
+        phase: "forward" or "backward".
         profile: what times are for.
         liveness: of the same graph, in the same order.
         fused: whether elementwise ops are fused.
     """
     hints = symbol_hints(gm)
-    clock = wire = 0.0
+    clock = Clock()
     sent: dict[Node, _Sent] = {}
     ops: list[Op] = []
     places: list[int] = []
     memory: list[MemoryPoint] = []
     flops: defaultdict[str, float] = defaultdict(float)
     for place, node in enumerate(liveness.nodes):
-        if is_collective(node) and specs_of(node):
+        before = clock.now
+        if is_collective(node) and moved_by(node):
             seconds = evaluate(transfer_seconds(node, ranks_in(node), profile), hints)
-            start = max(wire, clock)
-            wire = start + seconds
-            sent[node] = _Sent(node, place, clock, start, wire)
+            start = clock.start(node, seconds)
+            sent[node] = _Sent(node, place, before, start, clock.wire)
         elif is_wait(node) and (source := _started_by(node)) in sent:
             transfer = sent[source]
-            stall = max(0.0, transfer.end - clock)
+            clock.wait(source)
             if transfer.waited < 0:
-                transfer.waited, transfer.exposed, transfer.wait_place = clock, stall, place
-            clock += stall
+                transfer.waited, transfer.exposed = before, clock.now - before
+                transfer.wait_place = place
         else:
             seconds = evaluate(node_seconds(node, profile, fused), hints)
             if seconds > 0:
                 places.append(place)
-                ops.append(Op(ctx.phase, _name(node), module_of(node), clock, seconds))
+                ops.append(Op(phase, _name(node), module_of(node), before, seconds))
                 flops[dtype_of(node)] += evaluate(node_flops(node), hints)
-            clock += seconds
-        memory.append(_memory(liveness, place, clock, f"{ctx.phase}, {_in_words(node)}"))
-    rows = tuple(_row(transfer, ctx, ops, places, clock, hints) for transfer in sent.values())
-    return GraphRows(ctx.phase, max(clock, wire), rows, tuple(ops), _steps_of(memory), flops)
+            clock.now += seconds
+        memory.append(_memory(liveness, place, clock.now, f"{phase}, {_in_words(node)}"))
+    rows = tuple(_row(each, phase, ops, places, clock.now, hints) for each in sent.values())
+    return GraphRows(phase, clock.end, rows, tuple(ops), _steps_of(memory), flops)
 
 
 def _started_by(wait: Node) -> Node:
@@ -138,7 +138,7 @@ def _started_by(wait: Node) -> Node:
 
 def _row(
     transfer: _Sent,
-    ctx: PassContext,
+    phase: str,
     ops: list[Op],
     places: list[int],
     end: float,
@@ -146,9 +146,9 @@ def _row(
 ) -> CollectiveRow:
     node = transfer.node
     return CollectiveRow(
-        phase=ctx.phase,
+        phase=phase,
         kind=kind_of(node),
-        buckets=ctx.labels_of(node),
+        buckets=labels_of(node),
         ranks=ranks_in(node),
         nbytes=int(evaluate(transfer_bytes(node), hints)),
         before=_op_after(transfer.place, ops, places),

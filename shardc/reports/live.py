@@ -1,17 +1,21 @@
 """`report`: what was planned for a compiled model, read off its latest compiles."""
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.fx import GraphModule
 
 from shardc.options import Options
+from shardc.passes.context import PassContext
 from shardc.passes.profiles import Profile
-from shardc.plan import GraphPlan, graph_plans
+from shardc.plan import GraphPlan, Plan, graph_plans, listeners
 from shardc.reports.assemble import assemble
 from shardc.reports.findings import find, find_breaks, find_recompiles, find_unused
 from shardc.reports.formulas import rank_formulas
+from shardc.reports.graph import GraphRows, read_graph
 from shardc.reports.report import Report
 from shardc.runtime.bucket import Bucket
 from shardc.units import check_sharded, units_of
@@ -54,7 +58,7 @@ def report_of(
     """The report of `graphs`, those of one step of `model`, with its findings."""
     planned = assemble(
         model,
-        [graph.rows for graph in graphs],
+        [rows_of(graph) for graph in graphs],
         profile,
         options.optimizer_states,
         _settings(model, options),
@@ -67,6 +71,22 @@ def report_of(
         *find_unused(_unused(model, graphs)),
     )
     return replace(planned, findings=findings, formulas=rank_formulas(planned, profile))
+
+
+_rows = weakref.WeakKeyDictionary[GraphPlan, GraphRows]()
+
+
+def rows_of(plan: GraphPlan) -> GraphRows:
+    """A finished graph, played through."""
+    return _rows[plan]
+
+
+def _play(gm: GraphModule, ctx: PassContext, plan: Plan, finished: GraphPlan) -> None:
+    fused = finished.options.executor == "inductor"
+    _rows[finished] = read_graph(gm, ctx.phase, finished.profile, finished.liveness, fused)
+
+
+listeners.append(_play)
 
 
 def _alive(plan: GraphPlan) -> list[Bucket]:

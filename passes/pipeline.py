@@ -1,0 +1,45 @@
+"""The pipeline: the passes of each stage, in order. `run_passes` runs them.
+
+    Dynamo graph      take_gathered             what the eager runtime gathers comes in as inputs
+                      insert_unshard            markers become one gather a bucket
+    joint graph       choose_kept               what stays gathered, within a memory budget
+                      copy_overwritten          what the backward needs of inputs that change
+                      mark_segments             which inputs are segments
+                      tag_reshard               gathered weights are recomputed or saved
+    forward, backward drop_second_gathers       one gather in the forward of what is cut again
+                      bucket                    neighbours in one message where it costs nothing
+                      schedule                  collectives behind compute
+                      write_gradients           matmuls write into the reduction's input
+                      label_collectives         names for the profiler, and for what fails
+                      verify                    invariants
+    for Inductor      fold_repeats              repeated blocks are compiled once
+
+`choose_kept` decides and edits nothing: it runs the two stages that follow on copies, to try what
+it decides. What a stage made is read off its graph: `TAKEN` and `SLOTS` of the inputs of a Dynamo
+graph, `differentiated` of a joint graph.
+"""
+
+from shardc.passes.bucket import bucket
+from shardc.passes.copy_overwritten import copy_overwritten
+from shardc.passes.fold_repeats import fold_repeats
+from shardc.passes.insert_unshard import insert_unshard
+from shardc.passes.label import label_collectives
+from shardc.passes.reshard import drop_second_gathers, tag_reshard
+from shardc.passes.runner import Pass
+from shardc.passes.schedule import schedule
+from shardc.passes.take_gathered import take_gathered
+from shardc.passes.used_slots import mark_segments
+from shardc.passes.verify import verify
+from shardc.passes.write_gradients import write_gradients
+
+DYNAMO_PASSES: list[Pass] = [take_gathered, insert_unshard]
+JOINT_PASSES: list[Pass] = [copy_overwritten, mark_segments, tag_reshard]
+GRAPH_PASSES: list[Pass] = [
+    drop_second_gathers,
+    bucket,
+    schedule,
+    write_gradients,
+    label_collectives,
+    verify,
+]
+FOLD_PASSES: list[Pass] = [fold_repeats]
