@@ -16,8 +16,8 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from shardc.passes.cost import bucket_grain
-from shardc.passes.profiles import PROFILES, Profile
-from shardc.runtime.layout import BucketLayout, Param, plan_buckets
+from shardc.passes.hardware import PROFILES, Profile
+from shardc.runtime.layout.layout import BucketLayout, Param, plan_buckets
 
 WORLDS = (1, 8, 64, 512, 1024, 4096, 16384)
 

@@ -176,7 +176,7 @@ def allocated_peak(step: Callable[[], None]) -> int:
 
 def planned_peak() -> int:
     """Bytes at the worst moment of any graph that shardc compiled in this process."""
-    from shardc.plan import graph_plans
+    from shardc.backend.graph_plan import graph_plans
 
     return max(plan.peak for plan in graph_plans)
 

@@ -34,7 +34,7 @@ from shardc.passes.memory import Liveness, measure_liveness
 from shardc.passes.runner import run_passes
 from shardc.passes.used_slots import differentiated
 from shardc.runtime import compat
-from shardc.runtime.spec import Moved
+from shardc.runtime.layout.spec import Moved
 
 
 @dataclass(frozen=True)

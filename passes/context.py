@@ -9,10 +9,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from shardc.passes.profiles import Profile
-from shardc.runtime import comm_buffers  # noqa: F401 (registers its ops)
-from shardc.runtime.progress import in_short
-from shardc.runtime.spec import Moved, UnshardSpec
+from shardc.passes.hardware import Profile
+from shardc.runtime.comm import comm_buffers  # noqa: F401 (registers its ops)
+from shardc.runtime.comm.progress import in_short
+from shardc.runtime.layout.spec import Moved, UnshardSpec
 
 c10d = torch.ops._c10d_functional
 

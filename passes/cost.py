@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from shardc.passes.context import WRITES, c10d, is_view, moved_by
-from shardc.passes.profiles import Profile
+from shardc.passes.hardware import Profile
 from shardc.runtime import compat
 
 Expr = Any

@@ -16,8 +16,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from shardc.passes.context import PassContext, body_operands
 from shardc.runtime import compat
-from shardc.runtime.spec import Moved, spec_of
-from shardc.runtime.unshard import unshard
+from shardc.runtime.comm.unshard import unshard
+from shardc.runtime.layout.spec import Moved, spec_of
 
 SLOTS = "shardc_slots"
 """Where the meta of an input of a Dynamo graph has the slots that are read, if it is a segment."""

@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from shardc.passes.context import PassContext, kind_of, labels_of, our_collectives, waits_for
-from shardc.runtime.progress import OFFLOAD, Label, set_label
+from shardc.runtime.comm.progress import OFFLOAD, Label, set_label
 
 
 def label_collectives(gm: GraphModule, ctx: PassContext) -> GraphModule:

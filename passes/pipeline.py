@@ -19,7 +19,7 @@ it decides. What a stage made is read off its graph: `TAKEN` and `SLOTS` of the 
 graph, `differentiated` of a joint graph.
 """
 
-from shardc.passes.bucket import bucket
+from shardc.passes.coalesce import bucket
 from shardc.passes.copy_overwritten import copy_overwritten
 from shardc.passes.fold_repeats import fold_repeats
 from shardc.passes.insert_unshard import insert_unshard

@@ -23,10 +23,8 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from shardc.passes.context import is_collective, is_view, is_wait
-from shardc.runtime import (
-    compat,
-    gradient_ops,  # noqa: F401 (registers its ops)
-)
+from shardc.runtime import compat
+from shardc.runtime.comm import gradient_ops  # noqa: F401 (registers its ops)
 
 FEWEST_REPEATS = 3
 """A stretch that is there twice costs as much to fold as it saves."""

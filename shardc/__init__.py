@@ -8,23 +8,27 @@ model.compile(backend="shardc")
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from shardc.calibrate import calibrate
-from shardc.explain import explain
-from shardc.materialize import materialize
-from shardc.mesh import hybrid_mesh
-from shardc.passes.profiles import Profile, get_profile, set_profile
+from shardc.passes.hardware import Profile, get_profile, set_profile
+from shardc.reports import plan_text  # noqa: F401 (it listens for finished plans)
+from shardc.reports.explain import explain
 from shardc.reports.live import report
-from shardc.reports.profile import compare_with_profile
 from shardc.reports.report import Report
-from shardc.runtime.controls import share_comm_ctx
-from shardc.runtime.forward_method import register_fsdp_forward_method
-from shardc.runtime.modules import ShardedModule
-from shardc.runtime.policy import MixedPrecisionPolicy
-from shardc.runtime.reduce_functions import compress_bf16, compress_fp16
-from shardc.runtime.shard_tensor import ShardTensor
-from shardc.runtime.summon import summon_full_params
-from shardc.same_values import check_same_values
-from shardc.shard import fully_shard
-from shardc.state_dict import (
+from shardc.reports.table import describe
+from shardc.reports.trace import compare_with_profile
+from shardc.runtime.comm.reduce_functions import compress_bf16, compress_fp16
+from shardc.runtime.eager.policy import MixedPrecisionPolicy
+from shardc.runtime.modules.controls import share_comm_ctx
+from shardc.runtime.modules.forward_method import register_fsdp_forward_method
+from shardc.runtime.modules.modules import ShardedModule
+from shardc.runtime.modules.summon import summon_full_params
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.sharding.materialize import materialize
+from shardc.sharding.mesh import hybrid_mesh
+from shardc.sharding.same_values import check_same_values
+from shardc.sharding.shard import fully_shard
+from shardc.sharding.units import units_of
+from shardc.state.names import rekey_optimizer_state_dict
+from shardc.state.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -33,9 +37,6 @@ from shardc.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from shardc.state_names import rekey_optimizer_state_dict
-from shardc.table import describe
-from shardc.units import units_of
 
 __all__ = [
     "CPUOffloadPolicy",

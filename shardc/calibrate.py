@@ -20,10 +20,11 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardc.passes.profiles import Link, Profile, current_profile, set_profile
-from shardc.runtime import collectives, compat
-from shardc.runtime.agreement import agree
-from shardc.runtime.checked import checked
+from shardc.passes.hardware import Link, Profile, current_profile, set_profile
+from shardc.runtime import compat
+from shardc.runtime.checks.checked import checked
+from shardc.runtime.comm import collectives
+from shardc.runtime.comm.agreement import agree
 
 _MATMUL = 1024
 _COPIED = {"cpu": 2**24, "cuda": 2**28}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardc.cli import main
+from shardc.commands.cli import main
 
 
 def ended(capsys: Any, *arguments: str) -> tuple[Any, str, str]:

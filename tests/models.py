@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardc import ShardTensor, fully_shard
-from shardc.runtime import collectives, compat
+from shardc.runtime import compat
+from shardc.runtime.comm import collectives
 
 
 class Block(nn.Module):

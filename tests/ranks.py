@@ -43,9 +43,10 @@ TIMEOUT = float(os.environ.get("RANK_TIMEOUT", "600"))
 _GRACE = 20.0
 
 # Processes are forked from one that has imported what takes long, and has started no thread.
+# (There is one such process for all that is tested, also for copies of shardc: it has none.)
 # `RANK_START=fork` forks them from this one, which then must have started none.
 FORKS = mp.get_context(os.environ.get("RANK_START", "forkserver"))
-FORKS.set_forkserver_preload(["shardc", "torch._inductor.compile_fx", "torch.testing"])
+FORKS.set_forkserver_preload(["torch._inductor.compile_fx", "torch.testing"])
 
 reruns: list[str] = []  # a line for each test that ran again after a signal
 

@@ -7,8 +7,8 @@ from models import Choosing, Stack, check_parity, compiled, seeded, shard_all, t
 from ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardc.runtime import agreement
-from shardc.runtime.agreement import agree
+from shardc.runtime.comm import agreement
+from shardc.runtime.comm.agreement import agree
 
 
 def _refusal(step):

@@ -7,6 +7,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ORDER = {"runtime": 0, "passes": 1, "shardc": 2}
+ROOMS = {
+    "runtime": ["compat", "checks", "layout", "comm", "tensor", "eager", "bucket", "modules"],
+    "shardc": ["", "sharding", "backend", "state", "reports", "commands"],
+}
+"""The folders inside of two of them: each imports those before it, and from itself."""
 FILES = [path for folder in ORDER for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
@@ -29,6 +34,25 @@ def test_imports_go_one_way(path):
     for module, _ in _imports(path):
         if module.split(".")[0] == "shardc":
             assert _layer(module) <= own, f"{path} imports {module}"
+
+
+def _room(top, parts):
+    """The place of a module's folder among those of `top`."""
+    inner = parts[0] if (ROOT / top / parts[0]).is_dir() else ""
+    return ROOMS[top].index(inner)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_rooms_are_entered_one_way(path):
+    top, *parts = path.relative_to(ROOT).with_suffix("").parts
+    if top not in ROOMS or parts in (["__init__"], ["__main__"]):
+        return
+    for module, name in _imports(path):
+        here, *there = [*module.split("."), name]
+        if here != "shardc" or (there[0] in ORDER) != (top == "runtime"):
+            continue
+        there = there[1:] if top == "runtime" else there
+        assert _room(top, there) <= _room(top, parts), f"{path} imports {module}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))

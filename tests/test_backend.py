@@ -29,12 +29,12 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.nn.utils.parametrizations import weight_norm
 
-import shardc.backend
+import shardc.backend.compile
 from shardc import fully_shard
+from shardc.backend.graph_plan import graph_plans
 from shardc.passes import pipeline
 from shardc.passes.context import is_all_gather, is_collective, moved_by
 from shardc.passes.reshard import tag_reshard
-from shardc.plan import graph_plans
 from shardc.runtime import compat
 
 
@@ -316,7 +316,7 @@ BROKEN = {
 def test_falls_back_to_the_eager_executor(mesh, reason):
     plain, model = seeded(Block), fully_shard(seeded(Block), mesh=mesh)
     broken = {**BROKEN[reason], "force_disable_caches": True}
-    shardc.backend._warned.clear()
+    shardc.backend.compile._warned.clear()
     step = torch.compile(model, backend="shardc", options={"inductor": broken})
     x = torch.randn(3, 18)
     with warnings.catch_warnings(record=True) as caught:
@@ -413,9 +413,9 @@ def test_verify_notices_that_tags_are_lost():
 )
 def test_what_would_undo_the_plan_is_refused(name, value):
     with pytest.raises(ValueError, match=f"{name}.*leave it at (False|'none'|None)"):
-        shardc.backend.Options.parse({"inductor": {name: value}})
+        shardc.backend.compile.Options.parse({"inductor": {name: value}})
     default = compat.order_settings()[name]
-    shardc.backend.Options.parse({"inductor": {name: default}})
+    shardc.backend.compile.Options.parse({"inductor": {name: default}})
 
 
 def _move_first_gather_behind_the_second(graph):
@@ -451,9 +451,9 @@ def test_a_graph_without_any_op():
 
 def test_unknown_option():
     with pytest.raises(ValueError, match="'excutor'; did you mean 'executor'"):
-        shardc.backend.Options.parse({"excutor": "eager"})
+        shardc.backend.compile.Options.parse({"excutor": "eager"})
     with pytest.raises(ValueError, match="'inductor' or 'eager', got 'fast'"):
-        shardc.backend.Options.parse({"executor": "fast"})
+        shardc.backend.compile.Options.parse({"executor": "fast"})
 
 
 def test_nothing_sharded_warns_once_and_compiles():

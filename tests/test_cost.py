@@ -19,7 +19,7 @@ from shardc.passes.cost import (
     stays_in_registers,
     symbol_hints,
 )
-from shardc.passes.profiles import PROFILES, Link, Profile, current_profile, set_profile
+from shardc.passes.hardware import PROFILES, Link, Profile, current_profile, set_profile
 
 aten = torch.ops.aten
 FLAT = Profile(

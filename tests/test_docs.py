@@ -25,9 +25,9 @@ from ranks import run_on_ranks
 from torch.distributed import fsdp
 
 import shardc
-from shardc import backend
-from shardc.cli import _make_parser
-from shardc.options import Options
+from shardc.backend import compile as backend
+from shardc.backend.options import Options
+from shardc.commands.cli import _make_parser
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -13,7 +13,7 @@ from command_line import ended
 from shardc import set_profile
 from shardc.commands import doctor, machine, probes
 from shardc.commands.machine import Finding
-from shardc.passes.profiles import current_profile
+from shardc.passes.hardware import current_profile
 
 MODULE = sys.modules["shardc.calibrate"]  # `shardc.calibrate` is the function
 

@@ -13,14 +13,14 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from shardc.passes import dump
-from shardc.passes.bucket import _coalesce
+from shardc.passes.coalesce import _coalesce
 from shardc.passes.context import PassContext, is_all_gather, set_moved
+from shardc.passes.hardware import Link, Profile
 from shardc.passes.memory import measure_liveness
-from shardc.passes.profiles import Link, Profile
 from shardc.passes.runner import run_passes
-from shardc.plan_text import decisions, summary
 from shardc.reports.graph import read_graph
-from shardc.runtime.spec import Moved, UnshardSpec, intern_spec
+from shardc.reports.plan_text import decisions, summary
+from shardc.runtime.layout.spec import Moved, UnshardSpec, intern_spec
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 

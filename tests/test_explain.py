@@ -40,7 +40,7 @@ def test_explain_changes_nothing():
     assert type(model) is Stack
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
-    assert shardc.get_profile("cpu") is shardc.passes.profiles.current_profile("cpu")
+    assert shardc.get_profile("cpu") is shardc.passes.hardware.current_profile("cpu")
 
 
 def test_every_bucket_is_gathered_twice_and_reduced_once(stack_report):

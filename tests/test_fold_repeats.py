@@ -16,7 +16,7 @@ from shardc.passes import pipeline
 from shardc.passes.context import PassContext, is_collective, is_wait, kind_of
 from shardc.passes.fold_repeats import INVOKE, fold_repeats
 from shardc.runtime import compat
-from shardc.runtime.executor import eager_executor
+from shardc.runtime.eager.executor import eager_executor
 
 WRITE = torch.ops.shardc.write_matmul.default
 c10d, aten = torch.ops._c10d_functional, torch.ops.aten

@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardc
 from shardc import MixedPrecisionPolicy, fully_shard, units_of
-from shardc.runtime import host_copies, spec
+from shardc.runtime.comm import host_copies
+from shardc.runtime.layout import spec
 
 
 def _made(mesh, **options):

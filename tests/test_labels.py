@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 
 import shardc
 from shardc import fully_shard
-from shardc.passes.profiles import Link
-from shardc.runtime.progress import Label, in_short, progress
+from shardc.passes.hardware import Link
+from shardc.runtime.comm.progress import Label, in_short, progress
 
 
 def _step(call):

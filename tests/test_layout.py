@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardc.runtime.layout import (
+from shardc.runtime.layout.layout import (
     MAX_ROW_PADDING,
     BucketLayout,
     Param,

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from ranks import FORKS
 
-from shardc.runtime.lost_peers import compare
+from shardc.runtime.comm.lost_peers import compare
 
 TIMEOUT = 12  # seconds, of the group
 ANSWER = 400  # seconds after which a rank hangs, however busy the machine is

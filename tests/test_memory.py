@@ -13,12 +13,12 @@ from torch.fx import Graph, GraphModule
 
 import shardc
 from shardc import fully_shard
+from shardc.backend.graph_plan import graph_plans
 from shardc.passes import budget, pipeline
 from shardc.passes.budget import Candidate, choose_candidates
 from shardc.passes.context import is_all_gather
+from shardc.passes.hardware import PROFILES, budget_bytes
 from shardc.passes.memory import measure_liveness
-from shardc.passes.profiles import PROFILES, budget_bytes
-from shardc.plan import graph_plans
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 

@@ -11,8 +11,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardc import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, units_of
-from shardc.runtime.bucket_spec import is_elsewhere, spec_for
-from shardc.runtime.unshard import gather, reduce
+from shardc.runtime.bucket.bucket_spec import is_elsewhere, spec_for
+from shardc.runtime.comm.unshard import gather, reduce
 
 
 def _pair(mesh):

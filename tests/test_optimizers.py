@@ -30,7 +30,7 @@ from torch.optim import (
 )
 
 from shardc import ShardTensor, fully_shard
-from shardc.runtime import collectives
+from shardc.runtime.comm import collectives
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": partial(SGD, lr=0.1),

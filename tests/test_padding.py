@@ -9,8 +9,8 @@ from models import Stack, compiled, full, seeded, shard_all, tokens
 from ranks import on_ranks
 
 from shardc import MixedPrecisionPolicy, materialize, units_of
-from shardc.runtime.padding import padding_value
-from shardc.runtime.unshard import gather
+from shardc.runtime.comm.unshard import gather
+from shardc.runtime.layout.padding import padding_value
 
 
 def _buckets(model):

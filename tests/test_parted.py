@@ -19,9 +19,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc import StateDictOptions, get_model_state_dict, summon_full_params
-from shardc.runtime import compat, elsewhere, history, long_waits
-from shardc.runtime.board import RING, Board, word_of
-from shardc.runtime.history import history_of
+from shardc.runtime import compat
+from shardc.runtime.comm import elsewhere, history, long_waits
+from shardc.runtime.comm.board import RING, Board, word_of
+from shardc.runtime.comm.history import history_of
 
 
 def _of_two(mesh, build):

@@ -10,10 +10,10 @@ from shardc.passes.insert_unshard import insert_unshard, slots_read
 from shardc.passes.reshard import tag_reshard
 from shardc.passes.runner import run_passes
 from shardc.passes.verify import collective_sequence, verify
-from shardc.runtime.executor import eager_executor
-from shardc.runtime.layout import Param, plan_bucket
-from shardc.runtime.spec import Moved, UnshardSpec, intern_spec
-from shardc.runtime.unshard import unshard
+from shardc.runtime.comm.unshard import unshard
+from shardc.runtime.eager.executor import eager_executor
+from shardc.runtime.layout.layout import Param, plan_bucket
+from shardc.runtime.layout.spec import Moved, UnshardSpec, intern_spec
 
 c10d, aten = torch.ops._c10d_functional, torch.ops.aten
 

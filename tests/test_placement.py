@@ -15,8 +15,8 @@ from torch import nn
 
 import shardc
 from shardc import MixedPrecisionPolicy, ShardedModule, ShardTensor, fully_shard, units_of
-from shardc.placement import check_devices, compute_device
-from shardc.runtime.padding import PADDING
+from shardc.runtime.layout.padding import PADDING
+from shardc.sharding.placement import check_devices, compute_device
 
 
 def _batch(seed):
@@ -164,7 +164,7 @@ def test_padding_is_recognisable_and_reaches_nothing(mesh):
     model, padded = shard_all(seeded(Stack), mesh), 0
     for module in units_of(model).values():
         for bucket in module._shardc_unit.buckets:
-            flat = shardc.runtime.unshard.gather(bucket.segment.detach(), bucket.code)
+            flat = shardc.runtime.comm.unshard.gather(bucket.segment.detach(), bucket.code)
             cursor = 0
             for size, slot in bucket.layout.split_sizes():
                 if slot is None:

@@ -11,7 +11,7 @@ from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 import shardc
-from shardc.backend import shardc_backend
+from shardc.backend.compile import shardc_backend
 
 COMPILED = [name for name in MODELS if name != "mixtral-balanced"]  # captured as without balance
 INDUCTOR = {"gpt2": lambda: gpt2("ForCausalLM"), "llama": llama}

@@ -21,8 +21,9 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 from torch.utils._pytree import tree_leaves
 
-import shardc.backend
-from shardc import fully_shard, repro
+import shardc.backend.compile
+from shardc import fully_shard
+from shardc.backend import repro
 
 
 def _options(**inductor):
@@ -31,7 +32,7 @@ def _options(**inductor):
 
 def _steps(model, options, *inputs, **kwargs):
     """A forward and a backward, with the messages of warnings."""
-    shardc.backend._warned.clear()
+    shardc.backend.compile._warned.clear()
     step = torch.compile(model, backend="shardc", options=options, **kwargs)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -96,7 +97,9 @@ def test_the_script_holds_the_graph_op_by_op(mesh, dynamic):
     seen = []
     with tempfile.TemporaryDirectory() as folder:
         keep = mock.patch.object(
-            shardc.backend, "copy_graph", lambda gm: seen.append(repro.copy_graph(gm)) or seen[-1]
+            shardc.backend.compile,
+            "copy_graph",
+            lambda gm: seen.append(repro.copy_graph(gm)) or seen[-1],
         )
         with mock.patch.dict(os.environ, SHARDC_DUMP=folder), keep:
             broken = {**_options(**BROKEN["no code for this op"]), "fold": False}

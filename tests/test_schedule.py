@@ -12,8 +12,9 @@ from torch.fx import Graph, GraphModule
 
 import shardc
 from shardc import fully_shard, units_of
-from shardc.options import Options
-from shardc.passes.bucket import bucket
+from shardc.backend.graph_plan import graph_plans
+from shardc.backend.options import Options
+from shardc.passes.coalesce import bucket
 from shardc.passes.context import (
     PassContext,
     ScheduleOptions,
@@ -22,13 +23,12 @@ from shardc.passes.context import (
     set_moved,
 )
 from shardc.passes.events import read_events, read_problem
-from shardc.passes.profiles import PROFILES, Link, get_profile, set_profile
+from shardc.passes.hardware import PROFILES, Link, get_profile, set_profile
 from shardc.passes.schedule import schedule
 from shardc.passes.verify import verify
 from shardc.passes.write_gradients import write_gradients
-from shardc.plan import graph_plans
-from shardc.runtime.executor import eager_executor
-from shardc.runtime.spec import Moved, UnshardSpec, intern_spec
+from shardc.runtime.eager.executor import eager_executor
+from shardc.runtime.layout.spec import Moved, UnshardSpec, intern_spec
 
 c10d, aten = torch.ops._c10d_functional, torch.ops.aten
 

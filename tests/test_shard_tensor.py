@@ -13,7 +13,7 @@ from ranks import on_ranks
 from torch import Tensor, nn
 
 from shardc import ShardTensor, fully_shard
-from shardc.runtime.shard_tensor import ShardSpec
+from shardc.runtime.tensor.shard_tensor import ShardSpec
 
 SHAPES = {
     "conv": (8, 6, 3, 3), "matrix": (61, 37), "wide": (5, 300), "row": (1, 9), "vector": (23,),

@@ -18,8 +18,9 @@ from ranks import mesh_of, on_ranks
 from torch import nn
 
 from shardc import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, summon_full_params
-from shardc.plan import graph_plans
-from shardc.runtime import comm_buffers, compat, host_copies
+from shardc.backend.graph_plan import graph_plans
+from shardc.runtime import compat
+from shardc.runtime.comm import comm_buffers, host_copies
 
 EXECUTORS = pytest.mark.parametrize("executor", ["eager", None])
 

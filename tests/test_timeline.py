@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardc.passes.bucket import plan_groups
+from shardc.passes.coalesce import plan_groups
 from shardc.passes.context import ScheduleOptions
-from shardc.passes.profiles import PROFILES
+from shardc.passes.hardware import PROFILES
 from shardc.passes.timeline import Gather, Limits, Problem, Reduce, plan_timeline, simulate
 
 TIMES = st.floats(0.0, 3.0)

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import shardc
 from shardc import MixedPrecisionPolicy, ShardTensor, fully_shard
-from shardc.options import Options
-from shardc.passes.profiles import current_profile
+from shardc.backend.options import Options
+from shardc.passes.hardware import current_profile
 
 
 def _build():

@@ -8,7 +8,7 @@ import torch
 
 from shardc.commands.errors import UsageError
 from shardc.commands.target import EXAMPLE
-from shardc.passes.profiles import PROFILES
+from shardc.passes.hardware import PROFILES
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardc.calibrate import calibrate, calibration_file, is_calibration
 from shardc.commands.errors import FoundProblem, UsageError
-from shardc.passes.profiles import Profile
+from shardc.passes.hardware import Profile
 
 NAME = "calibrate"
 SUMMARY = "measure this machine, so that collectives are planned for it"

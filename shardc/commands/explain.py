@@ -13,10 +13,10 @@ from tqdm import tqdm
 from shardc.commands.arguments import DTYPES, add_step, add_target, example_inputs
 from shardc.commands.errors import FoundProblem, UsageError
 from shardc.commands.target import EXAMPLE, load_model
-from shardc.explain import explain
-from shardc.passes.profiles import PROFILES, current_profile
+from shardc.passes.hardware import PROFILES, current_profile
+from shardc.reports.explain import explain
 from shardc.reports.report import Report, write_as
-from shardc.runtime.policy import MixedPrecisionPolicy
+from shardc.runtime.eager.policy import MixedPrecisionPolicy
 
 NAME = "explain"
 SUMMARY = "show what a step would do and cost on any number of ranks, without running it"

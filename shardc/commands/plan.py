@@ -16,15 +16,15 @@ from tabulate import tabulate
 from torch import nn
 from torch.distributed.fsdp import OffloadPolicy
 
-from shardc.checks import check_ignored, check_model, check_modules
 from shardc.commands.arguments import DTYPES, add_precision, add_profile, add_target
 from shardc.commands.errors import FoundProblem
 from shardc.commands.target import EXAMPLE, load_model
-from shardc.passes.profiles import PROFILES, Profile, current_profile
+from shardc.passes.hardware import PROFILES, Profile, current_profile
 from shardc.reports.words import format_bytes
-from shardc.runtime.layout import BucketLayout
-from shardc.runtime.policy import MixedPrecisionPolicy
-from shardc.unit_plan import UnitPlan, plan_units
+from shardc.runtime.eager.policy import MixedPrecisionPolicy
+from shardc.runtime.layout.layout import BucketLayout
+from shardc.sharding.checks import check_ignored, check_model, check_modules
+from shardc.sharding.unit_plan import UnitPlan, plan_units
 
 NAME = "plan"
 SUMMARY = "show how a model would be sharded over any number of ranks, without running it"

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 from torch import nn
 
-from shardc.passes.profiles import PROFILES, Profile
+from shardc.passes.hardware import PROFILES, Profile
 from shardc.reports.graph import GraphRows
 from shardc.reports.record import BucketRow, MemoryPoint, Op
 from shardc.reports.report import Report
-from shardc.runtime.bucket import Bucket
-from shardc.runtime.bucket_spec import is_elsewhere
-from shardc.units import units_of
+from shardc.runtime.bucket.bucket import Bucket
+from shardc.runtime.bucket.bucket_spec import is_elsewhere
+from shardc.sharding.units import units_of
 
 
 def assemble(

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from shardc.passes.cost import collective_seconds
-from shardc.passes.profiles import Profile
+from shardc.passes.hardware import Profile
 from shardc.reports.record import BucketRow, CollectiveRow, Finding, Record
 from shardc.reports.words import format_bytes, format_seconds, plural
 

@@ -29,8 +29,8 @@ from shardc.passes.cost import (
     transfer_bytes,
     transfer_seconds,
 )
+from shardc.passes.hardware import Profile
 from shardc.passes.memory import Liveness
-from shardc.passes.profiles import Profile
 from shardc.passes.timeline import Clock
 from shardc.reports.record import CollectiveRow, MemoryPoint, Op
 

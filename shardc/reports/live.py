@@ -8,17 +8,17 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from shardc.options import Options
+from shardc.backend.graph_plan import GraphPlan, Plan, graph_plans, listeners
+from shardc.backend.options import Options
 from shardc.passes.context import PassContext
-from shardc.passes.profiles import Profile
-from shardc.plan import GraphPlan, Plan, graph_plans, listeners
+from shardc.passes.hardware import Profile
 from shardc.reports.assemble import assemble
 from shardc.reports.findings import find, find_breaks, find_recompiles, find_unused
 from shardc.reports.formulas import rank_formulas
 from shardc.reports.graph import GraphRows, read_graph
 from shardc.reports.report import Report
-from shardc.runtime.bucket import Bucket
-from shardc.units import check_sharded, units_of
+from shardc.runtime.bucket.bucket import Bucket
+from shardc.sharding.units import check_sharded, units_of
 
 
 def report(compiled: Any) -> Report:

@@ -7,7 +7,7 @@ from tabulate import tabulate
 
 from shardc.reports.record import KINDS, BucketRow, CollectiveRow, Record
 from shardc.reports.words import format_bytes, format_seconds, plural
-from shardc.runtime.progress import in_short
+from shardc.runtime.comm.progress import in_short
 
 _ENDS = 2
 """Of rows that are alike but for a number, as many are shown at each end."""

@@ -1,0 +1,197 @@
+"""Hardware profiles: the few numbers that the cost model needs of a device and its links, as data.
+
+Peaks are the vendors' (dense, no sparsity); what a real matmul or copy reaches of them is
+`matmul_efficiency` and `memory_efficiency`. Link bandwidth is what one rank receives in a ring
+(NCCL's "bus bandwidth"): across nodes all network cards of a node carry one ring together. Host
+links are PCIe x16, generation 4 on A100, else 5, at 80% of nominal.
+`calibrate` replaces these figures by measured ones.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+
+from shardc.runtime.checks.checked import Must, checked, shown
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one step of a ring costs: `latency` in s a step, `bandwidth` in bytes/s."""
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One device type and its links.
+
+    Attributes:
+        name: what `get_profile` and options call it.
+        source: where the figures come from.
+        flops: peak FLOP/s of matmuls by dtype name; other dtypes count as float32.
+        memory_bandwidth: peak bytes/s of the device's memory.
+        memory: bytes of the device's memory.
+        node_size: ranks that `inside` connects.
+        inside: the link within a node.
+        across: the link between nodes.
+        overhead: seconds every kernel costs at least.
+        message: seconds every collective costs beside its steps.
+        matmul_efficiency, memory_efficiency: the share of the peak that is reached.
+        transcendental: elements/s of tanh and its like, whose arithmetic a CPU feels.
+        overlaps: whether a kernel loads and stores while it computes; if not, the times add up.
+        attention_efficiency: the share of a matmul's rate that fused attention reaches.
+        host_bandwidth: bytes/s of a copy from pinned memory of the host.
+    """
+
+    name: str
+    source: str
+    flops: tuple[tuple[str, float], ...]
+    memory_bandwidth: float
+    memory: float
+    node_size: int
+    inside: Link
+    across: Link
+    overhead: float = 4e-6
+    message: float = 1e-5
+    matmul_efficiency: float = 0.7
+    memory_efficiency: float = 0.8
+    transcendental: float = 1e13
+    overlaps: bool = True
+    attention_efficiency: float = 0.6
+    host_bandwidth: float = 5e10
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """FLOP/s of a matmul in `dtype`, as reached."""
+        table = dict(self.flops)
+        name = str(dtype).removeprefix("torch.")
+        return self.matmul_efficiency * table.get(name, table["float32"])
+
+
+_NVLINK_STEP, _NETWORK_STEP = 3.4e-6, 14e-6
+"""Seconds a step of a ring with the Simple protocol takes (NCCL, src/graph/tuning.cc, hwLat)."""
+
+_GB = 1e9
+
+
+def _nvidia(
+    name: str, source: str, bf16: float, tf32: float, bandwidth: float, memory: float,
+    nvlink: float, network: float, host: float,
+) -> list[Profile]:  # fmt: skip
+    """A board's two profiles: `nvlink` and `network` in GB/s a rank receives in a ring, `host` in
+    GB/s of a copy from pinned memory."""
+    flops = (("bfloat16", bf16), ("float16", bf16), ("float32", tf32))
+    node = Profile(
+        f"{name}-nvlink", source, flops, bandwidth, memory, 8,
+        Link(_NVLINK_STEP, nvlink * _GB), Link(_NETWORK_STEP, network * _GB),
+        host_bandwidth=host * _GB,
+    )  # fmt: skip
+    # Every rank on a node of its own, with one network card.
+    alone = replace(
+        node, name=f"{name}-ib", node_size=1, across=Link(_NETWORK_STEP, network / 8 * _GB)
+    )
+    return [node, alone]
+
+
+PROFILES: dict[str, Profile] = {
+    profile.name: profile
+    for profile in [
+        *_nvidia("a100", "NVIDIA A100 80GB SXM data sheet (2021); NVLink 3, 8 x HDR 200 Gb/s; "
+                 "ring bandwidth as nccl-tests report, about 80% of nominal",
+                 312e12, 156e12, 2.039e12, 80e9, 230, 160, 25),
+        *_nvidia("h100", "NVIDIA H100 SXM data sheet (2023); NVLink 4, 8 x NDR 400 Gb/s; "
+                 "ring bandwidth as nccl-tests report, about 80% of nominal",
+                 989e12, 494e12, 3.35e12, 80e9, 360, 320, 50),
+        *_nvidia("h200", "NVIDIA H200 SXM data sheet (2024); NVLink 4, 8 x NDR 400 Gb/s; "
+                 "ring bandwidth as nccl-tests report, about 80% of nominal",
+                 989e12, 494e12, 4.8e12, 141e9, 360, 320, 50),
+        *_nvidia("b200", "NVIDIA DGX B200 data sheet (2024); NVLink 5, 8 x NDR 400 Gb/s; "
+                 "ring bandwidth assumed at 80% of nominal",
+                 2250e12, 1125e12, 8e12, 180e9, 720, 320, 50),
+        Profile("cpu", "one core of a server CPU with AVX2 and gloo over loopback, as measured on "
+                "the machines this was developed on; calibrate() measures yours",
+                (("float32", 100e9), ("bfloat16", 50e9), ("float64", 50e9)), 10e9, 16e9, 1,
+                Link(1e-4, 1e9), Link(1e-4, 1e9), overhead=2e-6, message=2e-4,
+                transcendental=6e8, overlaps=False),
+    ]
+}  # fmt: skip
+
+_BY_DEVICE_NAME = ("A100", "H100", "H200", "B200")
+_chosen: list[Profile] = []
+
+
+@checked
+def get_profile(name: str) -> Profile:
+    """The profile of that name.
+
+    Raises:
+        ValueError: no such profile; the message lists them.
+    """
+    if name not in PROFILES:
+        raise ValueError(f"unknown profile '{name}' (known: {', '.join(PROFILES)})")
+    return PROFILES[name]
+
+
+@checked
+def set_profile(profile: Profile | str | None) -> None:
+    """Plan with `profile` from now on, on every rank the same; None: by the device's name.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    _chosen[:] = [] if profile is None else [as_profile(profile)]
+
+
+@contextmanager
+def planning_for(profile: Profile) -> Iterator[None]:
+    """Plan with `profile` for a while."""
+    before = list(_chosen)
+    set_profile(profile)
+    try:
+        yield
+    finally:
+        _chosen[:] = before
+
+
+def as_profile(profile: Profile | str) -> Profile:
+    """A profile, or the one of that name. Raises ValueError for an unknown name."""
+    return get_profile(profile) if isinstance(profile, str) else profile
+
+
+def current_profile(device_type: str) -> Profile:
+    """What `set_profile` or `calibrate` set, else the profile of this device."""
+    if _chosen:
+        return _chosen[0]
+    if device_type == "cuda":
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        for known in _BY_DEVICE_NAME:
+            if known in name:
+                return PROFILES[f"{known.lower()}-nvlink"]
+        return PROFILES["h100-nvlink"]
+    return PROFILES["cpu"]
+
+
+_BUDGET = "bytes, a text such as '70GB' or '16GiB', or a fraction of the device's memory in (0, 1]"
+Budget = Annotated[int | float | str, Must(_BUDGET)]
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def budget_bytes(budget: Budget, profile: Profile) -> int:
+    """A memory budget in bytes: a count, a text such as "70GB", or a fraction of `profile.memory`.
+
+    Raises:
+        ValueError: none of these.
+    """
+    if isinstance(budget, str):
+        match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*)\s*([a-z]*)\s*", budget.lower())
+        if match and match[2] in _UNITS and float(match[1]):
+            return int(float(match[1]) * _UNITS[match[2]])
+    elif isinstance(budget, float) and 0 < budget <= 1:
+        return int(budget * profile.memory)
+    elif isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
+        return budget
+    raise ValueError(f"memory_budget must be {_BUDGET}, got {shown(budget)}")

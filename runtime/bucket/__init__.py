@@ -1,0 +1,1 @@
+"""Units and their buckets: segments, parameters, gradients, settings."""

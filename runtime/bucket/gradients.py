@@ -1,0 +1,215 @@
+"""A bucket's reduced gradient, dealt out to its parameters.
+
+A backward says which slots it differentiates before it computes the gradient of the segment, a flat
+tensor. Each of those parameters gets its part as a ShardTensor, through the hooks that users
+registered on it. Parameters that nothing used keep None, because zeros would let AdamW decay them.
+"""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.runtime import compat
+from shardc.runtime.bucket.selection import is_selected, runs_hooks
+from shardc.runtime.comm import host_copies
+from shardc.runtime.comm.unshard import reduce, split_full
+from shardc.runtime.eager.accumulate import Accumulated
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+
+
+class Gradients:
+    """The way of one bucket's gradient from a backward to the parameters.
+
+    Attributes:
+        waiting: gradients that wait to be reduced.
+        used, elsewhere: slots that the backward under way differentiates, here and on other ranks.
+        delivers: whether parameters are given their gradients now.
+    """
+
+    def __init__(self, bucket: Any) -> None:
+        self.bucket = bucket
+        self.waiting = Accumulated(bucket)
+        self.used: set[int] = set()
+        self.elsewhere: set[int] = set()
+        self.delivers = False
+        self._warned = False
+
+    def begin_backward(self, taken: Sequence[Tensor | None]) -> None:
+        """The backward of a forward that was given `taken`, (pending, partial), begins."""
+        if any(value is not None for value in taken):
+            waiting = self.waiting
+            used, elsewhere = waiting.used, waiting.elsewhere
+            waiting.release(*taken)
+            self.note_used(used, elsewhere)
+
+    def lend(self) -> tuple[Tensor | None, Tensor | None]:
+        """What a forward that runs now is given to add: (pending, partial); no other is."""
+        waiting = self.waiting
+        if waiting.is_empty:
+            return None, None
+        reduction = self.bucket.code.reduction
+        lent = (
+            waiting.pending if reduction.pending else None,
+            waiting.partial if reduction.partial else None,
+        )
+        if reduction.pending or reduction.partial:
+            waiting.take()
+        return lent
+
+    def note_used(self, slots: Iterable[int], elsewhere: Iterable[int] = ()) -> None:
+        """A backward that is about to run differentiates `slots`; other ranks `elsewhere` too."""
+        into = (self.used, self.elsewhere)
+        if not self.bucket.settings.sync:
+            into = (self.waiting.used, self.waiting.elsewhere)
+        for noted, given in zip(into, (slots, elsewhere), strict=True):
+            noted.update(slot for slot in given if is_selected(self.bucket, slot))
+
+    def unreduced(self, index: int, dtype: torch.dtype) -> Tensor | None:
+        """What waits of the gradient of the full parameter `index`, in its dtype; None if nothing.
+
+        Where it waits in that dtype it is no copy: a write changes what will be reduced.
+        """
+        waiting, bucket = self.waiting, self.bucket
+        if waiting.pending is None or index not in waiting.used:
+            return None
+        part = split_full(waiting.pending, bucket.code)[index].to(dtype)
+        placed = bucket.placed[index]
+        return part if placed is None else placed.wrap(part)
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Reduce what has waited and was in no backward that synced. Every rank must call it."""
+        waiting, layout = self.waiting, self.bucket.layout
+        if waiting.is_empty or not self.bucket.settings.sync:
+            return
+        waiting.taken = False
+        self.bucket.refresh_signature()
+        spec = self.bucket.code
+        if waiting.pending is not None:
+            part = reduce(waiting.pending, spec, waiting.partial, self.bucket.segment)
+        elif spec.reduction.all_reduce:
+            nothing = torch.zeros(
+                layout.numel, dtype=spec.reduction.dtype, device=self.bucket.device
+            )
+            part = reduce(nothing, spec, waiting.partial, self.bucket.segment)
+        else:
+            return
+        used, elsewhere = waiting.used, waiting.elsewhere
+        waiting.clear()
+        self.deliver(part, used, elsewhere)
+
+    @torch.no_grad()
+    def receive(self, segment: Tensor) -> None:
+        """The hook of the segment: a backward has computed its gradient."""
+        part, segment.grad = segment.grad, None
+        used, elsewhere, self.used, self.elsewhere = self.used, self.elsewhere, set(), set()
+        if part is not None:  # else read, but nothing that was differentiated depends on it
+            self.deliver(part, used, elsewhere)
+            self.bucket.end_backward()
+
+    def deliver(
+        self, part: Tensor, used: set[int], elsewhere: set[int], eager: bool = False
+    ) -> None:
+        """Deal a reduced gradient, `(S,)`, out to the parameters that a rank used.
+
+        One that is on its way to the host is dealt out when the backward ends.
+        """
+        arriving = host_copies.arriving(self.bucket.segment, part)
+        if not arriving:
+            self._deal_out(part, used, elsewhere, eager)
+            return
+
+        def deal_out() -> None:
+            first, *others = (arrival.wait() for arrival in arriving)
+            for other in others:
+                first.add_(other)
+            with torch.no_grad():
+                self._deal_out(first, used, elsewhere, eager)
+
+        if compat.in_backward():
+            compat.when_backward_ends(deal_out)
+        else:
+            deal_out()
+
+    def _deal_out(self, part: Tensor, used: set[int], elsewhere: set[int], eager: bool) -> None:
+        """What `deliver` does with values.
+
+        Of an eager backward ranks do not tell each other which they used: what this one did not,
+        and has a gradient here, others did.
+        """
+        bucket, settings = self.bucket, self.bucket.settings
+        if not settings.all_reduce and bucket.ranks.replicas is not None:
+            self.waiting.used |= used
+            self.waiting.elsewhere |= elsewhere
+            self.waiting.keep_partial(part)
+            return
+        factor = bucket.code.reduction.divide_later
+        if factor != 1:
+            part.div_(factor)
+        if settings.precision.keep_low_precision_grads:
+            _, reduced = settings.dtypes(bucket.segment.dtype, evaluating=False)
+            part = part.to(reduced)
+        grads = {
+            index: bucket.view(index, part)
+            for index, trained in enumerate(bucket.trainable)
+            if trained and is_selected(bucket, index)
+        }
+        missing = (elsewhere - used) & set(grads)
+        if settings.reduce_unused:
+            used = set(grads)
+        elif eager:
+            missing |= {i for i in set(grads) - used if bool(grads[i].to_local().any())}
+        self._warn_of(missing - used)
+        self.delivers = True
+        try:
+            for index in sorted((used | missing) & set(grads)):
+                self._give(index, grads[index])
+        finally:
+            self.delivers = False
+
+    def _warn_of(self, missing: set[int]) -> None:
+        """Say once that slots are used on other ranks only."""
+        if missing and not self._warned:
+            self._warned = True
+            names = [self.bucket.layout.slots[index].name for index in sorted(missing)]
+            warnings.warn(
+                f"parameters {names} are used on some ranks but not on rank {self.bucket.rank}, "
+                "whose part of their gradient counts as zero",
+                stacklevel=2,
+            )
+
+    def _give(self, index: int, grad: ShardTensor) -> None:
+        """Add `grad` to parameter `index`, through the hooks that users registered on it."""
+        param = self.bucket.params[index]
+        if grad.dtype != param.dtype:
+            compat.leave_gradient_dtype(param)
+        for hook in compat.grad_hooks(param):
+            grad = _checked(hook(grad), grad)
+        if param.grad is not None and not isinstance(param.grad, ShardTensor):
+            param.grad = self.bucket.cut(index, param.grad)  # a whole one, which the user assigned
+        if param.grad is None:
+            param.grad = grad
+        else:
+            param.grad.add_(grad)
+        for after in compat.post_accumulate_hooks(param) if runs_hooks() else ():
+            after(param)
+
+    def reset(self) -> None:
+        """Forget a backward that was interrupted."""
+        self.used, self.elsewhere = set(), set()
+        self.waiting.clear()
+
+
+def _checked(replacement: Tensor | None, grad: ShardTensor) -> ShardTensor:
+    """A gradient hook's result, as autograd takes it."""
+    if replacement is None:
+        return grad
+    if not isinstance(replacement, ShardTensor):
+        raise TypeError(
+            f"a hook on a sharded parameter returned {type(replacement).__name__} of shape "
+            f"{tuple(replacement.shape)}; return a ShardTensor (compute with the gradient given)"
+        )
+    return replacement

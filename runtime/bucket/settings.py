@@ -1,0 +1,89 @@
+"""What a user asked of one unit; its buckets turn it into the spec of their code."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+from shardc.runtime.eager.policy import MixedPrecisionPolicy
+from shardc.runtime.layout.spec import Interned, divide_factors
+
+_KEPT = 4
+"""How many objects of the user are kept for one setting."""
+
+
+@dataclass
+class Settings:
+    """The settings that all buckets of a unit share; a change has its graphs compiled anew.
+
+    Attributes:
+        reshard_after_forward: free the gathered bucket after the forward; a number: keep the part
+            that so many ranks share, and gather among them in the backward.
+        reshard_after_backward: False keeps the bucket gathered until the next step's backward.
+        sync: reduce gradients; False adds them up unreduced.
+        all_reduce: reduce over copies of the model too; False adds up what was not.
+        divide_factor: what gradients are divided by; None: the number of ranks.
+        force_sum: sum and divide even where the backend can average.
+        reduce_unused: a parameter that no rank used gets a gradient of zeros.
+        reduce_function, all_gather, reduce_scatter, hook: keys of the user's objects.
+        objects: these, by setting, the last few: a backward to come may call an earlier one.
+        memory: where buffers of collectives come from (`comm_buffers`).
+        precision, offload: the policies given to `fully_shard`.
+        host_is_apart: plan for a device that is not the host, though all is on the CPU (`explain`).
+    """
+
+    reshard_after_forward: bool | int = True
+    reshard_after_backward: bool = True
+    sync: bool = True
+    all_reduce: bool = True
+    divide_factor: float | None = None
+    force_sum: bool = False
+    reduce_unused: bool = False
+    reduce_function: str | None = None
+    all_gather: str | None = None
+    reduce_scatter: str | None = None
+    hook: str | None = None
+    memory: str | None = None
+    precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
+    host_is_apart: bool = False
+    objects: dict[str, tuple[Interned, ...]] = field(default_factory=dict, repr=False)
+
+    def put(self, name: str, value: Any) -> None:
+        """Set one; an object of the user goes by its key, and is kept."""
+        if isinstance(value, Interned):
+            earlier = [known for known in self.objects.get(name, ()) if known is not value]
+            self.objects = {**self.objects, name: (*earlier, value)[-_KEPT:]}
+            value = value.key
+        setattr(self, name, value)
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether segments lie on the host."""
+        return isinstance(self.offload, CPUOffloadPolicy)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether they lie in pinned memory there, from which copies overlap compute."""
+        return isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory
+
+    def dtypes(self, stored: torch.dtype, evaluating: bool) -> tuple[torch.dtype, torch.dtype]:
+        """What a bucket stored in `stored` is computed and reduced in."""
+        policy = self.precision
+        if not stored.is_floating_point or (evaluating and policy.full_precision_in_eval):
+            return stored, stored
+        computed = policy.param_dtype or stored
+        return computed, policy.reduce_dtype or computed
+
+    def division(self, ranks: int, dtype: torch.dtype, mean_op: str) -> tuple[str, float, float]:
+        """How gradients of `ranks` ranks are averaged: the op, and what to divide before and after.
+
+        `mean_op` is "avg" where the backend averages by itself.
+        """
+        exact = dtype in (torch.float32, torch.bfloat16)
+        own = self.reduce_function is None and self.reduce_scatter is None
+        if mean_op == "avg" and self.divide_factor is None and exact and own and not self.force_sum:
+            return "avg", 1.0, 1.0
+        factor = ranks if self.divide_factor is None else self.divide_factor
+        return "sum", *divide_factors(factor, dtype)

@@ -1,0 +1,181 @@
+"""A unit: what one call of `fully_shard` made, modules that are gathered and reduced together."""
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardc.runtime.bucket.bucket import Bucket
+from shardc.runtime.bucket.settings import Settings
+from shardc.runtime.checks.meta import states_on_meta
+from shardc.runtime.eager.eager import is_inside_other_unit
+from shardc.runtime.eager.full_parameters import Gathered
+from shardc.runtime.eager.policy import cast_to, map_tensors, moved_to
+
+
+class Once:
+    """A call that several units may make, and only the first does."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call: Callable[[], Any] | None = call
+
+    def __call__(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call()
+
+
+@dataclass(eq=False)
+class Unit:
+    """What one call of `fully_shard` made: modules that are gathered and reduced together.
+
+    Modules hold their unit and its buckets, never the other way round: a graph that a module keeps
+    (an auxiliary loss, say) holds buckets, and would keep the module that it is kept by.
+
+    Attributes:
+        given: its modules.
+        asked_reshard: `reshard_after_forward` as the user gave it; None is settled by `is_root`.
+        settings: what else was asked; shared with the buckets.
+        device: where the unit is computed.
+        ignored: parameters that are left alone by calls on outer modules too.
+        skipped: modules that are.
+        is_root: whether no other unit is around it.
+        name: the name of its first module in the outermost unit, for messages.
+        number: in the order in which this process made units.
+        on_meta: whether something below its modules may still be on the meta device.
+        summoned: whether its modules hold full parameters, and so compute in their dtype.
+        before_gathers: what its next gather waits for.
+    """
+
+    given: InitVar[tuple[nn.Module, ...]]
+    buckets: tuple[Bucket, ...]
+    mesh: DeviceMesh
+    asked_reshard: bool | int | None
+    settings: Settings
+    device: torch.device
+    ignored: frozenset[nn.Parameter]
+    skipped: frozenset[nn.Module] = frozenset()
+    is_root: bool = True
+    name: str = ""
+    number: int = field(default_factory=itertools.count().__next__)
+    forward_prefetch: tuple["Unit", ...] = ()
+    backward_prefetch: tuple["Unit", ...] = ()
+    reduce_buffers: int | None = None
+    on_meta: bool = False
+    summoned: bool = False
+    before_gathers: "Once | None" = None
+
+    def __post_init__(self, given: tuple[nn.Module, ...]) -> None:
+        self._modules = tuple(weakref.ref(module) for module in given)
+        for bucket in self.buckets:
+            bucket.owner = self
+        gathered = tuple(weakref.ref(bucket.gathered) for bucket in self.buckets)
+        for module in given:
+            weakref.finalize(module, _forget_views, self._modules, gathered).atexit = False
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Those of its modules that still exist."""
+        return tuple(module for ref in self._modules if (module := ref()) is not None)
+
+    @property
+    def training(self) -> bool:
+        """Whether its first module is in training mode."""
+        module = self._modules[0]()
+        return module is None or module.training
+
+    @property
+    def hints(self) -> tuple[object, ...]:
+        """The user's wishes for the schedule; targets as distances, equal for equal blocks."""
+        ahead = tuple(unit.number - self.number for unit in self.forward_prefetch)
+        back = tuple(unit.number - self.number for unit in self.backward_prefetch)
+        return (ahead, back, self.reduce_buffers) if ahead or back or self.reduce_buffers else ()
+
+    def await_updates(self) -> None:
+        """A gather is about to start: wait for what it shall wait for."""
+        if self.before_gathers is not None:
+            self.before_gathers()
+            self.before_gathers = None
+
+    def refresh(self) -> None:
+        """Have graphs that use the unit compiled anew."""
+        for bucket in self.buckets:
+            bucket.refresh_signature()
+
+    def change(self, **settings: Any) -> None:
+        """Set some of the settings."""
+        for name, value in settings.items():
+            self.settings.put(name, value)
+        self.refresh()
+
+    def note_meta(self) -> None:
+        """Look again for what is on meta, after states were moved."""
+        self.on_meta = any(states_on_meta(module) for module in self.modules)
+
+    def settle(self, is_root: bool) -> None:
+        """Decide what None means, as FSDP2 does: reshard, except the outermost unit."""
+        self.is_root = is_root
+        asked = self.asked_reshard
+        self.change(reshard_after_forward=(not is_root) if asked is None else asked)
+
+    # -- inputs and outputs ------------------------------------------------------------------
+
+    @property
+    def converts(self) -> bool:
+        """Whether inputs or outputs of the unit's modules may need a cast or a move."""
+        policy = self.settings.precision
+        casts = policy.cast_forward_inputs and policy.param_dtype is not None
+        moves = self.device.type != "cpu"
+        return casts or moves or policy.output_dtype is not None
+
+    def prepare_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments of the forward on the unit's device (where no other unit is around) and in its
+        dtype."""
+        policy = self.settings.precision
+        steps: list[Callable[[Tensor], Tensor]] = []
+        if self._moves_inputs():
+            steps.append(moved_to(self.device))
+        casts = policy.cast_forward_inputs and not self._in_full_precision(module)
+        if policy.param_dtype is not None and casts:
+            steps.append(cast_to(policy.param_dtype))
+        for step in steps:
+            args = tuple(map_tensors(step, value) for value in args)
+            kwargs = {name: map_tensors(step, value) for name, value in kwargs.items()}
+        return args, kwargs
+
+    def _moves_inputs(self) -> bool:
+        if self.device.type == "cpu":
+            return False
+        called_alone = not torch.compiler.is_compiling() and not is_inside_other_unit(self)
+        return self.is_root or called_alone
+
+    def finish_outputs(self, module: nn.Module, outputs: Any) -> Any:
+        """What the forward returns, in `output_dtype`."""
+        dtype = self.settings.precision.output_dtype
+        if dtype is None or self._in_full_precision(module):
+            return outputs
+        return map_tensors(cast_to(dtype), outputs)
+
+    def _in_full_precision(self, module: nn.Module) -> bool:
+        if self.summoned:
+            return True
+        return self.settings.precision.full_precision_in_eval and not module.training
+
+
+def _forget_views(
+    modules: Sequence[weakref.ref[nn.Module]], all_gathered: Sequence[weakref.ref[Gathered]]
+) -> None:
+    """With the last module of a unit go the full parameters that it gave: their graph has buckets.
+
+    A cycle through autograd, which the garbage collector does not see.
+    """
+    if all(module() is None for module in modules):
+        for reference in all_gathered:
+            gathered = reference()
+            if gathered is not None:
+                gathered.reset()

@@ -1,0 +1,220 @@
+"""Ranks compare what must be equal through the store, before any collective could hang on it.
+
+Every rank states its facts as lines of text; all compare with rank 0's, and one verdict goes back
+to all. It costs three store operations a rank. A rank that differs or does not answer is named on
+every rank. Facts already agreed on are not compared again, so that a rank may recompile alone for
+its own shapes, as long as its sequence of collectives stays the same.
+"""
+
+import difflib
+import hashlib
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from shardc.runtime import compat
+from shardc.runtime.comm.collectives import in_history
+from shardc.runtime.comm.history import Parted
+from shardc.runtime.comm.progress import Call, progress
+
+_PAUSE = 0.0005, 0.2
+"""Seconds between looks at the store: at first, and at most."""
+
+
+_KEPT = 4096
+"""On how many facts a group remembers that it agreed. All ranks forget the same ones."""
+
+
+@dataclass
+class _History:
+    """What one group has agreed on: notes by digest of the facts, oldest first; of how many
+    rounds."""
+
+    rounds: int = 0
+    notes: dict[str, frozenset[str]] = field(default_factory=dict)
+
+
+_histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
+
+
+def agree(
+    group: dist.ProcessGroup,
+    what: str,
+    facts: Sequence[str],
+    timeout: timedelta | None = None,
+    note: str = "",
+    first_note_stands: bool = False,
+    every_time: bool = False,
+) -> frozenset[str]:
+    """Raise on every rank of `group` unless all state the same facts.
+
+    Args:
+        group: the ranks that compare.
+        what: what is compared, for the error.
+        facts: lines of text that must be equal.
+        timeout: how long to wait for the others (default: the group's timeout).
+        note: a text that may differ from rank to rank.
+        first_note_stands: once agreed on, the same facts give the same notes for good; else a new
+            note starts another round, which all ranks must enter.
+        every_time: compare even what was agreed on before: all ranks call this together.
+
+    Returns:
+        The notes of all ranks.
+
+    Raises:
+        RuntimeError: a rank states something else, or does not answer in time.
+    """
+    if group.size() == 1 or compat.is_fake_group(group):
+        return frozenset([note])
+    history = _histories.setdefault(group, _History())
+    text = "\n".join([what, *facts])
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    notes = frozenset[str]() if every_time else history.notes.get(digest, frozenset())
+    if note not in notes and not (notes and first_note_stands):
+        timeout = timeout or compat.group_timeout(group, torch.device("cpu"))
+        store = _next_round(group)
+        with in_history(compat.group_name(group)), _entry(what, facts):
+            try:
+                notes |= _exchange(store, group.rank(), group.size(), what, text, timeout, note)
+            except dist.DistError:  # the store is gone
+                _raise_if_parted()
+                raise
+        if not every_time:
+            history.notes[digest] = notes
+        while len(history.notes) > _KEPT:
+            del history.notes[next(iter(history.notes))]
+    return notes
+
+
+def decline(group: dist.ProcessGroup, what: str, why: str) -> None:
+    """Have the others raise at their `agree` on `what`: this rank cannot go on. Never waits.
+
+    Takes the place of this rank's call of `agree` with `every_time`.
+    """
+    if group.size() == 1 or compat.is_fake_group(group):
+        return
+    store, rank = _next_round(group), group.rank()
+    with suppress(Parted), in_history(compat.group_name(group)):
+        _entry(what, [why]).__enter__()
+    store.set(f"rank{rank}", "1")
+    _rule(store, f"rank {rank} refuses {what}: {why}")
+    if rank == 0:  # for which the others wait
+        store.set("note", "")
+        store.set("text", "")
+
+
+def _entry(what: str, facts: Sequence[str]) -> Call:
+    """What the group's history says of a comparison: its facts are compared through the store."""
+    first = f" ({facts[0][:100]})" if facts else ""
+    return Call("a comparison", f"the comparison of {what}{first}")
+
+
+def _raise_if_parted() -> None:
+    history = progress.history
+    parted = history and (history.parted or history.differs_here())
+    if parted:
+        raise Parted(parted) from None
+
+
+def _next_round(group: dist.ProcessGroup) -> dist.Store:
+    history = _histories.setdefault(group, _History())
+    history.rounds += 1
+    return dist.PrefixStore(f"shardc/{history.rounds}", compat.group_store(group))
+
+
+def _exchange(
+    store: dist.Store, rank: int, world: int, what: str, text: str, timeout: timedelta, note: str
+) -> frozenset[str]:
+    """One round: rank 0 gives the reference; who agrees last, differs or gives up, the verdict.
+
+    The first verdict stands, so that whoever comes late learns that the others have given up.
+    """
+    store.set(f"rank{rank}", "1")
+    if rank == 0:
+        store.set("note", note)
+        store.set("text", text)
+    if _wait(store, "text", what, rank, world, timeout):
+        reference, first_note = store.get("text").decode(), store.get("note").decode()
+        if note != first_note:
+            store.append("notes", f"{note}\n")  # type: ignore[attr-defined]
+        if reference != text:
+            _rule(store, _difference(what, rank, text.split("\n"), reference.split("\n")))
+        elif store.add("agreed", 1) == world:
+            _rule(store, "ok")
+        _wait(store, "verdict", what, rank, world, timeout)
+    verdict = store.get("verdict").decode()
+    if verdict != "ok":
+        raise RuntimeError(verdict)
+    others = store.get("notes").decode().split("\n")[:-1] if store.check(["notes"]) else []
+    return frozenset([first_note, *others])
+
+
+def _rule(store: dist.Store, verdict: str) -> None:
+    store.compare_set("verdict", "", verdict)
+
+
+def _wait(
+    store: dist.Store, key: str, what: str, rank: int, world: int, timeout: timedelta
+) -> bool:
+    """Whether `key` was set in time; if not, there is a verdict.
+
+    Raises:
+        Parted: a rank went another way.
+    """
+    began, pause = time.monotonic(), _PAUSE[0]
+    while not store.check([key]):  # not `wait`, in which no other thread could ask the store
+        if time.monotonic() - began > timeout.total_seconds():
+            silent = [peer for peer in range(world) if not store.check([f"rank{peer}"])]
+            _rule(
+                store,
+                f"agreeing on {what}: rank(s) {silent} did not answer rank {rank} within {timeout} "
+                "(the process group's timeout). They died, are still busy, or run another program",
+            )
+            return False
+        _raise_if_parted()
+        time.sleep(pause)
+        pause = min(1.5 * pause, _PAUSE[1])
+    return True
+
+
+def _difference(what: str, rank: int, mine: list[str], reference: list[str]) -> str:
+    """What is told to all ranks: the first line in which two differ; `what` is the line above."""
+    if mine[0] != reference[0]:
+        return (
+            f"ranks disagree on what comes next: rank 0 compares {reference[0]}, "
+            f"rank {rank} compares {mine[0]}"
+        )
+    for number, (own, other) in enumerate(zip(mine[1:], reference[1:], strict=False)):
+        if own != other:
+            return (
+                f"ranks disagree on {what}, entry {number}: rank 0 has «{other}», "
+                f"rank {rank} has «{own}»{_parting(other, own)}"
+            )
+    number = min(len(mine), len(reference)) - 1
+    longer, more = (0, reference) if len(reference) > len(mine) else (rank, mine)
+    return (
+        f"ranks disagree on {what}: rank 0 has {len(reference) - 1} entries, "
+        f"rank {rank} has {len(mine) - 1}. Those they both have are the same; "
+        f"rank {longer} goes on with «{more[number + 1]}»"
+    )
+
+
+def _parting(first: str, second: str) -> str:
+    """In which words two long lines differ, up to four places."""
+    if max(len(first), len(second)) < 100:
+        return ""
+    a, b = first.split(" "), second.split(" ")
+    changes = difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes()
+    places = [
+        f"{' '.join(a[i:j]).strip(',:') or 'nothing'} against "
+        f"{' '.join(b[k:n]).strip(',:') or 'nothing'}"
+        for kind, i, j, k, n in changes
+        if kind != "equal"
+    ]
+    return f". They differ in {'; '.join(places[:4])}"

@@ -1,0 +1,199 @@
+"""Collectives as plain tensor functions, the same under tracing and eagerly.
+
+Each issues torch's functional collective and waits for it; among one rank it is a copy. In a
+compiled graph the pair shows as two nodes, which passes move apart; the eager runtime takes the two
+steps apart itself. Groups go by name, because a name is all that a graph can carry.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.runtime import compat
+from shardc.runtime.comm import lost_peers
+from shardc.runtime.comm.history import Failed, Parted
+from shardc.runtime.comm.long_waits import watch
+from shardc.runtime.comm.progress import Call, progress
+
+ops = torch.ops._c10d_functional
+compat.let_backend_threads_finish()
+compat.gather_under_short_names()
+
+_CARRIED_AS_IS = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int8, torch.uint8,
+}  # fmt: skip
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class Started:
+    """A collective under way, or what was waited for already.
+
+    Attributes:
+        raw: the tensor that it fills.
+        then: what makes the result of it, by views only.
+        done: whether it is filled.
+    """
+
+    raw: Tensor
+    then: Callable[[Tensor], Tensor] = _same
+    done: bool = False
+
+    def wait(self) -> Tensor:
+        """The result."""
+        return self.then(self.raw if self.done else ops.wait_tensor(self.raw))
+
+    @property
+    def early(self) -> Tensor:
+        """The same tensor before it has its values; not for graphs."""
+        return self.then(self.raw)
+
+
+def start_all_gather(segment: Tensor, world_size: int, group: str) -> Started:
+    """Start to concatenate the segments of all ranks: `(S,)` -> `(world_size * S,)`."""
+    if world_size == 1:
+        return Started(segment.clone(), done=True)
+    if segment.is_complex():
+        started = start_all_gather(torch.view_as_real(segment).flatten(), world_size, group)
+        return Started(started.raw, lambda raw: _as_complex(started.then(raw)))
+    if segment.dtype not in _CARRIED_AS_IS:
+        started, dtype = (
+            start_all_gather(segment.view(torch.uint8), world_size, group),
+            segment.dtype,
+        )
+        return Started(started.raw, lambda raw: started.then(raw).view(dtype))
+    return Started(ops.all_gather_into_tensor(segment, world_size, group))
+
+
+def start_reduce_scatter(flat: Tensor, op: str, world_size: int, group: str) -> Started:
+    """Start to reduce over ranks, keeping this rank's part: `(world_size * S,)` -> `(S,)`."""
+    if world_size == 1:
+        return Started(flat.clone(), done=True)
+    if flat.is_complex():
+        started = start_reduce_scatter(torch.view_as_real(flat).flatten(), op, world_size, group)
+        return Started(started.raw, lambda raw: _as_complex(started.then(raw)))
+    return Started(ops.reduce_scatter_tensor(flat, op, world_size, group))
+
+
+def start_all_gather_into(full: Tensor, part: Tensor, world_size: int, group: str) -> None:
+    """Start to gather in place: `part: (S,)` is this rank's place in `full: (world_size * S,)`."""
+    if part.is_complex():
+        full, part = (torch.view_as_real(value).flatten() for value in (full, part))
+    elif part.dtype not in _CARRIED_AS_IS:
+        full, part = full.view(torch.uint8), part.view(torch.uint8)
+    ops.all_gather_into_tensor_out(part, world_size, group, out=full)
+
+
+def start_reduce_scatter_into(
+    part: Tensor, flat: Tensor, op: str, world_size: int, group: str
+) -> None:
+    """Start to reduce `flat: (world_size * S,)`, which the backend holds, into `part: (S,)`."""
+    if flat.is_complex():
+        flat, part = (torch.view_as_real(value).flatten() for value in (flat, part))
+    ops.reduce_scatter_tensor_out(flat, op, world_size, group, out=part)
+
+
+def start_all_reduce(value: Tensor, op: str, group: str) -> Started:
+    """Start to reduce `value` over ranks; the input is left alone."""
+    return Started(ops.all_reduce(value, op, group))
+
+
+def _as_complex(real: Tensor) -> Tensor:
+    return torch.view_as_complex(real.view(-1, 2))
+
+
+def all_gather(segment: Tensor, world_size: int, group: str) -> Tensor:
+    """Concatenate the segments of all ranks: `(S,)` -> `(world_size * S,)`."""
+    with entering(f"an all-gather of {segment.numel()} {segment.dtype}", group, segment):
+        return start_all_gather(segment, world_size, group).wait()
+
+
+def reduce_scatter(flat: Tensor, op: str, world_size: int, group: str) -> Tensor:
+    """Reduce over ranks, keep this rank's part: `(world_size * S,)` -> `(S,)`."""
+    return start_reduce_scatter(flat, op, world_size, group).wait()
+
+
+def all_reduce(value: Tensor, op: str, group: str) -> Tensor:
+    """Reduce `value` over ranks; the input is left alone."""
+    with entering(f"an all-reduce of {value.numel()} {value.dtype}", group, value):
+        return start_all_reduce(value, op, group).wait()
+
+
+def labelled(name: str) -> AbstractContextManager[Any]:
+    """Show what runs inside under `name` in the PyTorch profiler."""
+    return torch.profiler.record_function(name)
+
+
+@contextmanager
+def in_history(group: str) -> Iterator[None]:
+    """What is started inside enters the history of `group`; where ranks part, all are told."""
+    outer, progress.history = progress.history, watch(group)
+    try:
+        yield
+    except Parted as error:
+        lost_peers.tell(group, error)
+        raise
+    finally:
+        progress.inside = None
+        progress.history = outer
+
+
+@contextmanager
+def naming(group: str) -> Iterator[None]:
+    """Have a failure of a collective over `group` say which it is, and which ranks are missing."""
+    with in_history(group):
+        try:
+            yield
+        except RuntimeError as error:
+            if not lost_peers.is_from_backend(error):
+                raise
+            raise Failed(lost_peers.explain(group, error)) from error
+
+
+@contextmanager
+def entering(what: str, group: str, value: Tensor | None = None) -> Iterator[None]:
+    """A collective for a call of the user, waited for inside; nothing where `value` is traced.
+
+    Args:
+        what: the collective, the same on all ranks.
+    """
+    if value is not None and type(value) is not Tensor:
+        yield
+    else:
+        with naming(group), Call(what):
+            yield
+
+
+def naming_failures(
+    call: Callable[[list[Any]], Any], groups: Sequence[str], replayed: bool = False
+) -> Callable[[list[Any]], Any]:
+    """`call`, a boxed graph with collectives over `groups`, within `naming`.
+
+    Where it is `replayed` (a CUDA graph), Python does not see its collectives: it enters histories
+    as one.
+    """
+    others = groups if replayed else groups[1:]
+
+    def run(inputs: list[Any]) -> Any:
+        for group in others:
+            with naming(group):
+                progress.enter_graph()
+        with naming(groups[0]):
+            if replayed:
+                progress.history = None
+            progress.begin_graph()
+            try:
+                return call(inputs)
+            finally:
+                progress.end_graph()
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

@@ -1,0 +1,87 @@
+"""Collectives that see to the memory they work in: a segment on the host, or buffers of the group.
+
+    shardc::all_gather(segment, dtype, device, ranks, group, memory)
+    shardc::reduce_scatter(flat, op, ranks, group, memory)
+
+They start a collective, as the functional ones do, and are waited for in the same way; in a graph
+the passes move them like those. The gather is in place: the segment is copied, from wherever it is,
+to where its part lies in the result. `memory` says where buffers come from: "group", the process
+group's own allocator (NCCL: registered memory, for transfers without copies); "symmetric", torch's
+symmetric memory; None, the device's allocator. Among one rank they are copies, without a message.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from shardc.runtime import compat
+from shardc.runtime.comm import collectives
+from shardc.runtime.comm.host_copies import copy_in
+
+
+def _allocate(
+    numel: int, dtype: torch.dtype, device: torch.device, group: str, memory: str | None
+) -> Tensor:
+    """A buffer for a collective over `group`: `(numel,)`."""
+    if memory == "group":
+        return compat.allocate_from_group(numel, dtype, device, group)
+    if memory == "symmetric":
+        return compat.allocate_symmetric(numel, dtype, device, group)
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def _all_gather(
+    segment: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: int,
+    group: str,
+    memory: str | None,
+) -> Tensor:
+    """Gather `segment: (S,)`, as `dtype`, on `device`: `(ranks * S,)`."""
+    size, rank = segment.numel(), compat.resolve_group(group).rank()
+    full = _allocate(ranks * size, dtype, device, group, memory)
+    part = full.narrow(0, rank * size, size)
+    behind: AbstractContextManager[object] = nullcontext()
+    if segment.device.type == device.type:
+        part.copy_(segment)
+    else:
+        behind = copy_in(segment, part)
+    if ranks > 1:
+        with behind:
+            collectives.start_all_gather_into(full, part, ranks, group)
+    return full
+
+
+def _reduce_scatter(flat: Tensor, op: str, ranks: int, group: str, memory: str | None) -> Tensor:
+    """Reduce `flat: (ranks * S,)` over the ranks: this rank's part, `(S,)`."""
+    if ranks == 1:
+        return flat.clone()
+    given = _allocate(flat.numel(), flat.dtype, flat.device, group, memory)
+    part = _allocate(flat.numel() // ranks, flat.dtype, flat.device, group, memory)
+    given.copy_(flat)
+    collectives.start_reduce_scatter_into(part, given, op, ranks, group)
+    return part
+
+
+_library = torch.library.Library("shardc", "FRAGMENT")
+_library.define(
+    "all_gather(Tensor segment, ScalarType dtype, Device device, int ranks, str group, "
+    "str? memory) -> Tensor"
+)
+_library.define("reduce_scatter(Tensor flat, str op, int ranks, str group, str? memory) -> Tensor")
+_library.impl("all_gather", _all_gather, "CompositeExplicitAutograd")
+_library.impl("reduce_scatter", _reduce_scatter, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "shardc::all_gather",
+    lambda segment, dtype, device, ranks, group, memory: segment.new_empty(
+        ranks * segment.numel(), dtype=dtype, device=device
+    ),
+    lib=_library,
+)
+torch.library.register_fake(
+    "shardc::reduce_scatter",
+    lambda flat, op, ranks, group, memory: flat.new_empty(flat.numel() // ranks),
+    lib=_library,
+)

@@ -1,0 +1,100 @@
+"""Ops that call what users plug in: communication objects with FSDP2's interface, and hooks.
+
+A graph names the object by key (`intern_object`); what it does there is opaque to the passes, so it
+runs where it stands and is waited for at once.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardc.runtime import compat
+from shardc.runtime.layout.spec import name_of_object, object_of
+
+_library = torch.library.Library("shardc", "FRAGMENT")
+_library.define("custom_all_gather(Tensor segment, int ranks, str group, str key) -> Tensor")
+_library.define(
+    "custom_reduce_scatter(Tensor flat, str op, int ranks, str group, str key) -> Tensor"
+)
+_library.define("call_hook(Tensor part, str key) -> Tensor")
+
+
+def _custom_all_gather(segment: Tensor, ranks: int, group: str, key: str) -> Tensor:
+    """An all-gather by an object with FSDP2's interface (`torch.distributed.fsdp` AllGather)."""
+    comm = object_of(key)
+    numel = ranks * segment.numel()
+    full = comm.allocate([numel], dtype=segment.dtype, device=segment.device)
+    check_result(full, numel, segment, "set_custom_all_gather", key, "allocate()")
+    _wait(comm(full, segment.contiguous(), compat.resolve_group(group), async_op=False))
+    return full
+
+
+def _custom_reduce_scatter(flat: Tensor, op: str, ranks: int, group: str, key: str) -> Tensor:
+    """A reduce-scatter by an object with FSDP2's interface (ReduceScatter)."""
+    comm = object_of(key)
+    numel = flat.numel() // ranks
+    part = comm.allocate([numel], dtype=flat.dtype, device=flat.device)
+    check_result(part, numel, flat, "set_custom_reduce_scatter", key, "allocate()")
+    reduce_op = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}[op]
+    _wait(comm(part, flat, compat.resolve_group(group), reduce_op, async_op=False))
+    return part
+
+
+def _call_hook(part: Tensor, key: str) -> Tensor:
+    """Let the user's hook change a reduced gradient, `(S,)`, in place."""
+    changed = part.clone()
+    returned = object_of(key)(changed)
+    if isinstance(returned, Tensor) and returned is not changed:
+        raise RuntimeError(
+            f"the hook of set_all_reduce_hook, {name_of_object(key)}, returned a tensor, which "
+            "nothing reads: it must change the gradient that it is given in place"
+        )
+    check_result(changed, part.numel(), part, "set_all_reduce_hook", key, "the gradient it changed")
+    return changed
+
+
+def check_result(
+    given: Any, numel: int, like: Tensor, setter: str, key: str, what: str = "its result"
+) -> None:
+    """Raise RuntimeError unless what an object of the user gave is `(numel,)`, else like `like`.
+
+    Args:
+        given: what it gave.
+        numel: how many elements it must have.
+        like: what has the dtype and the device that it must have.
+        setter: the method with which the object was set.
+        key: the object's.
+        what: what `given` is, in words.
+    """
+    wanted = f"a tensor of shape ({numel},), {like.dtype}, on {like.device}"
+    if not isinstance(given, Tensor):
+        found = f"{type(given).__name__}"
+    elif given.shape == (numel,) and (given.dtype, given.device) == (like.dtype, like.device):
+        return
+    else:
+        found = f"a tensor of shape {tuple(given.shape)}, {given.dtype}, on {given.device}"
+    raise RuntimeError(f"{setter}: {what} of {name_of_object(key)} is {found}; it must be {wanted}")
+
+
+def _wait(work: Any) -> None:
+    if work is not None:
+        work.wait()
+
+
+for _name, _implementation, _fake in (
+    (
+        "custom_all_gather",
+        _custom_all_gather,
+        lambda segment, ranks, group, key: segment.new_empty(ranks * segment.numel()),
+    ),
+    (
+        "custom_reduce_scatter",
+        _custom_reduce_scatter,
+        lambda flat, op, ranks, group, key: flat.new_empty(flat.numel() // ranks),
+    ),
+    ("call_hook", _call_hook, lambda part, key: torch.empty_like(part)),
+):
+    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardc::{_name}", _fake, lib=_library)

@@ -1,0 +1,161 @@
+"""What the ranks of a group have entered, in order: where two of them part is found at once.
+
+Each rank counts the collectives it enters and chains their hashes. Before one is handed to the
+backend, the rank writes both to memory that the ranks of its host share, and looks what the others
+wrote at that count. Whoever comes second finds the difference: no message, no wait, and two
+different collectives never meet in the backend (gloo would mix their bytes, or abort).
+
+Ranks on other hosts see no such memory: they compare when a wait is long (`elsewhere`).
+"""
+
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from shardc.runtime import compat
+from shardc.runtime.comm.board import RING, board_of, word_of
+
+
+class Entry(NamedTuple):
+    """The entry at a place of a history; `word` stands for all entries up to this one."""
+
+    place: int
+    word: int
+    text: str
+
+
+class Failed(RuntimeError):
+    """A collective of shardc failed, or cannot be entered; the message names ranks and places."""
+
+
+class Parted(Failed):
+    """Ranks of a group have entered different collectives; `told`: the others know."""
+
+    told = False
+
+
+class History:
+    """Of one group, on this rank.
+
+    Attributes:
+        ranks: its ranks, as numbers of the whole job.
+        rank: this one of them.
+        entries: the last `RING` entries.
+        count: how many there were.
+        parted: what is known of ranks that parted.
+        is_over: whether a collective of the group failed here, or its waits were ended.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self.ranks = dist.get_process_group_ranks(group)
+        self.rank = self.ranks[group.rank()]
+        self.entries: deque[Entry] = deque(maxlen=RING)
+        self.parted: str | None = None
+        self.is_over = False
+        self.count = self._chain = 0
+        self._board = board_of(group)
+
+    def is_of(self, group: dist.ProcessGroup) -> bool:
+        """Whether it is of this very group, and not of an earlier one of its name."""
+        return self._group() is group
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its group does not exist any more."""
+        return self._group() is None
+
+    def enter(self, digest: int, text: str) -> None:
+        """Note what this rank is about to enter; `digest` is equal on all ranks.
+
+        Raises:
+            Parted: a rank of this host entered something else at this place.
+        """
+        self.count += 1
+        self._chain = hash((self._chain, digest))  # of numbers: the same in every process
+        entry = Entry(self.count, word_of(self.count, self._chain), text)
+        self.entries.append(entry)
+        if self._board is not None and self._board.post(*entry[:2], text.encode()):
+            self.parted = self._difference(self.count)
+            raise Parted(self.parted)
+
+    def leave(self, why: str) -> None:
+        """Tell ranks of this host that an exception took this one out of its program."""
+        if self._board is not None:
+            self._board.leave(self.count, why)
+
+    def left_here(self) -> dict[int, tuple[int, str]]:
+        """By rank of this host, after how many entries it left, and why."""
+        left = self._board.left() if self._board is not None else {}
+        return {self.ranks[rank]: why for rank, why in left.items()}
+
+    def differs_here(self) -> str | None:
+        """Where ranks of this host have parted, if they have."""
+        counts = [entry.place for entry in self.entries] if self._board is not None else []
+        return next(filter(None, map(self._difference, counts)), None)
+
+    def _difference(self, count: int) -> str | None:
+        assert self._board is not None
+        found = self._board.at(count)
+        if len({word for word, _ in found.values()}) < 2:
+            return None
+        return say_parted(count, {self.ranks[rank]: text for rank, (_, text) in found.items()})
+
+    def differs_from(self, rank: int, theirs: Sequence[Entry]) -> str | None:
+        """Where this rank and another one have parted, if they have."""
+        by_count = {entry.place: entry for entry in theirs}
+        for mine in self.entries:
+            other = by_count.get(mine.place)
+            if other is not None and other.word != mine.word:
+                return say_parted(mine.place, {self.rank: mine.text, rank: other.text})
+        return None
+
+
+def say_parted(count: int, texts: dict[int, str]) -> str:
+    """In words, that ranks entered these at their `count`-th place."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        by_text.setdefault(text, []).append(rank)
+    ways = "; ".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} entered {text}"
+        for text, ranks in by_text.items()
+    )
+    return (
+        f"ranks have parted after {count - 1} collectives in common: {ways}. All ranks must enter "
+        "the same ones in the same order: look for a branch, a call or a setting (no_sync, "
+        "requires_grad, ...) that not all of them have"
+    )
+
+
+@lru_cache(4096)
+def digest_of(*facts: object) -> int:
+    """A number for facts, the same in every process."""
+    return zlib.crc32(repr(facts).encode())
+
+
+_histories: dict[str, History | None] = {}
+_world: object = None
+
+
+def histories() -> list[tuple[str, History]]:
+    """Of all groups that have one, by name."""
+    return [(name, history) for name, history in _histories.items() if history is not None]
+
+
+def history_of(name: str) -> History | None:
+    """Of the group of that name; None where it has no peers."""
+    global _world
+    if dist.group.WORLD is not _world:  # groups were made anew
+        _histories.clear()
+        _world = dist.group.WORLD
+    known = _histories.get(name)
+    if name not in _histories or (known is not None and known.is_gone):
+        group = compat.resolve_group(name)
+        alone = group.size() == 1 or compat.is_fake_group(group)
+        _histories[name] = None if alone else History(group)
+    return _histories[name]

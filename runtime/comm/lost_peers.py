@@ -1,0 +1,283 @@
+"""What a failed collective says: which one, of which unit, and which ranks are missing.
+
+Ranks that part from each other find out as they enter a collective (`history`), or, on different
+hosts, by what they show each other in the store while a wait is long. They raise, and the waits of
+the others end.
+
+A rank whose collective fails adds a line to a list in the group's store: what it waited for, and
+how many collectives it has started. Ranks that still wait see the list and add their own line: a
+thread of theirs polls the store, only during long waits. After a grace the list is read. A rank
+without a line died, or cannot answer; one that is busy elsewhere says where.
+
+None of it can hang: the store is asked on a thread that is left behind where it does not answer.
+Waits on CUDA do not block the host: there NCCL's own watchdog ends the process, and what is known
+is what its flight recorder wrote.
+"""
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardc.runtime import compat
+from shardc.runtime.checks.places import own_collective_of, place_of_thread
+from shardc.runtime.comm.board import RING
+from shardc.runtime.comm.history import Failed, Parted, histories, history_of
+from shardc.runtime.comm.progress import Call, progress
+
+log = logging.getLogger("shardc")
+
+FAILED, _LEFT = "shardc/failed", "shardc/left"
+_ASKED = 64
+"""Why they left is asked of so many ranks."""
+_GRACE = timedelta(seconds=3)
+"""How long a failed rank waits for the lines of others, or a fifth of the timeout if that is less:
+ranks that wait for the same fail within moments, or answer."""
+
+
+def is_from_backend(error: BaseException) -> bool:
+    """Whether torch's backend of collectives raised it."""
+    if isinstance(error, Failed) or not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    known = (
+        "gloo",
+        "nccl",
+        "pair closure",
+        "connection closed by peer",
+        "connection reset by peer",
+    )
+    return isinstance(error, dist.DistError) or any(word in text for word in known)
+
+
+def explain(group: str, error: Exception) -> str:
+    """The message for `error`, which a collective over `group` raised on this rank."""
+    members = compat.resolve_group(group)
+    timeout = compat.group_timeout(members, torch.device("cpu"))
+    line, lines = _tell(members)
+    where = (
+        f"a collective of shardc failed on rank {line['rank']} of {dist.get_world_size()}, at "
+        f"{line['at']}{_called_from(line)}"
+    )
+    parted = parted_where(members, lines or [])
+    if parted is not None:
+        return f"{where}: {parted}. The backend says: {error}"
+    left = _within(1.0, lambda: _left(members)) or {}
+    if lines is None and not left:
+        others = _store_is_gone()
+    else:
+        others = compare(line, lines or [], _ranks(members), left)
+    return " ".join(
+        [
+            f"{where}: a peer died or did not take part in time (the group's timeout is "
+            f"{timeout}).",
+            others,
+            *_flight_record(members),
+            f"The backend says: {error}",
+        ]
+    )
+
+
+def tell(group: str, error: Parted) -> None:
+    """This rank has found that it parted from others: they are told, and their waits end."""
+    if not error.told:
+        members = compat.resolve_group(group)
+        error.told = True
+        line, _ = _tell(members, ends_waits=True)
+        error.args = (f"on rank {line['rank']} of {dist.get_world_size()}: {error}",)
+
+
+def parted_where(members: dist.ProcessGroup, lines: Iterable[dict[str, Any]]) -> str | None:
+    """Where ranks have parted: as known here, as others say, as the ranks of this host see it."""
+    history = history_of(compat.group_name(members))
+    if history is None:
+        return None
+    said = (line["parted"] for line in lines if line["parted"])
+    return history.parted or next(said, None) or history.differs_here()
+
+
+def said_parted(members: dist.ProcessGroup) -> str | None:
+    """Where ranks have parted, as those that failed say."""
+    store = compat.group_store(members)
+    lines = store.get(FAILED).splitlines() if store.check([FAILED]) else []
+    return parted_where(members, map(json.loads, lines))
+
+
+def note_parting(members: dist.ProcessGroup) -> None:
+    """Say so where others found that this rank has parted from them, as it waits for nothing of
+    shardc's: what it is in will fail with an error of the backend."""
+    history = history_of(compat.group_name(members))
+    assert history is not None
+    if history.parted is None:
+        history.parted = said_parted(members)
+        if history.parted is not None:
+            history.is_over = True
+            log.error("on rank %d of %d: %s", history.rank, dist.get_world_size(), history.parted)
+
+
+def _tell(
+    members: dist.ProcessGroup, ends_waits: bool = False
+) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
+    """What this rank tells the others, and what those tell that answer in time; None where the
+    store does not answer."""
+    timeout = compat.group_timeout(members, torch.device("cpu"))
+    grace = min(_GRACE, timeout / 5).total_seconds()
+    line = line_of(members)
+    _within(grace, lambda: append(members, line))
+    history = history_of(compat.group_name(members))
+    assert history is not None
+    history.is_over = True
+    if ends_waits:
+        _within(grace, lambda: compat.break_connections(members))
+    return line, _within(grace + 1, lambda: _lines(members, grace))
+
+
+def leave(error: BaseException) -> None:
+    """An exception takes this rank out of its program: its peers may ask why it does not come."""
+    if isinstance(error, Failed):
+        return
+    why = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+    for group, history in histories():
+        with suppress(RuntimeError, ValueError):  # the group is gone, or its store
+            history.leave(why)
+            if is_from_backend(error):
+                members = compat.resolve_group(group)
+                _within(1.0, partial(note_parting, members))
+            store = compat.group_store(compat.resolve_group(group))
+            store.set(f"{_LEFT}/{history.rank}", json.dumps([history.count, why]))
+
+
+def _left(members: dist.ProcessGroup) -> dict[int, str]:
+    """By rank, why it left, where it did so a short while ago."""
+    history = history_of(compat.group_name(members))
+    assert history is not None
+    left = history.left_here()
+    with suppress(RuntimeError):
+        store = compat.group_store(members)
+        for rank in [rank for rank in history.ranks if rank not in left][:_ASKED]:
+            if store.check([f"{_LEFT}/{rank}"]):
+                left[rank] = tuple(json.loads(store.get(f"{_LEFT}/{rank}")))
+    left.pop(history.rank, None)
+    return {rank: why for rank, (count, why) in left.items() if history.count - count < RING}
+
+
+def line_of(members: dist.ProcessGroup) -> dict[str, Any]:
+    """What this rank tells the others."""
+    label = progress.inside
+    own = own_collective_of(progress.main_thread)
+    if label is not None:
+        label = label.renamed()
+        at = f"the wait for {label}" if label.waits else f"the start of {label}"
+    else:
+        at = f"what follows {progress.last}" if progress.last else "what comes first"
+        at = f"{own}, a collective of the program's own" if own else at
+    return {
+        "rank": _ranks(members)[members.rank()],
+        "at": at,
+        "started": progress.started,
+        "from": "" if isinstance(label, Call) or own else place_of_thread(progress.main_thread),
+        "parted": parted_where(members, ()),
+    }
+
+
+def _called_from(line: dict[str, Any]) -> str:
+    return f" (called from {line['from']})" if line.get("from") else ""
+
+
+def append(members: dist.ProcessGroup, line: dict[str, Any]) -> None:
+    store = compat.group_store(members)
+    store.append(FAILED, json.dumps(line) + "\n")  # type: ignore[attr-defined]
+
+
+def _ranks(members: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(members)
+
+
+def _lines(members: dist.ProcessGroup, grace: float) -> list[Any]:
+    """The lines of this rank and of all others that come in time."""
+    store, deadline, pause = compat.group_store(members), time.monotonic() + grace, 0.05
+    while True:
+        lines = {line["rank"]: line for line in map(json.loads, store.get(FAILED).splitlines())}
+        left = deadline - time.monotonic()
+        if len(lines) >= members.size() or left <= 0:
+            return list(lines.values())
+        time.sleep(min(pause, left))
+        pause *= 2
+
+
+def _within(seconds: float, call: Callable[[], Any]) -> Any:
+    """What `call` gives; None if it fails or takes longer."""
+    results: list[Any] = []
+
+    def run() -> None:
+        with suppress(RuntimeError):  # errors of stores are all of this kind
+            results.append(call())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
+
+
+def compare(
+    mine: dict[str, Any],
+    lines: Iterable[dict[str, Any]],
+    ranks: list[int],
+    left: Mapping[int, str] = MappingProxyType({}),
+) -> str:
+    """In words, what the other `ranks` do, given the lines of those that answered, and why others
+    have `left`."""
+    by_rank = {line["rank"]: line for line in lines}
+    others = [rank for rank in ranks if rank != mine["rank"]]
+    same: list[int] = []
+    elsewhere: dict[str, list[int]] = {}
+    for rank in others:
+        line = by_rank.get(rank)
+        if line is None:
+            continue
+        if (line["at"], line["started"]) == (mine["at"], mine["started"]):
+            same.append(rank)
+        else:
+            place = f"at {line['at']}{_called_from(line)}"
+            if line["started"] != mine["started"]:
+                place += f", having started {line['started']} collectives ({mine['started']} here)"
+            elsewhere.setdefault(place, []).append(rank)
+    silent = [rank for rank in others if rank not in by_rank and rank not in left]
+    said = [f"Rank {rank} left with {why}." for rank, why in sorted(left.items())[:16]]
+    said += [f"{_named(there)} elsewhere: {place}." for place, there in elsewhere.items()]
+    if silent:
+        said.insert(0, f"{_named(silent)} silent and never came to it: died, or cannot answer.")
+    if same:
+        said.append(f"{_named(same)} at the same collective.")
+    if not silent and not elsewhere and not left:
+        said.append("So no rank is missing: look at the network between them.")
+    return " ".join(said)
+
+
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" * (len(ranks) > 16))
+    return f"Rank {shown} is" if len(ranks) == 1 else f"Ranks {shown} are"
+
+
+def _store_is_gone() -> str:
+    launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    holder = "the launcher" if launcher else "rank 0"
+    return (
+        f"Other ranks cannot be asked, because the group's store does not answer: {holder}, which "
+        "holds it, died or ended."
+    )
+
+
+def _flight_record(members: dist.ProcessGroup) -> list[str]:
+    path = compat.flight_record(members)
+    return [f"What it had under way is in {path} (read it with torchfrtrace)."] if path else []

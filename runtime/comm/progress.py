@@ -1,0 +1,232 @@
+"""What this process does with collectives right now: a name in the profiler, and for a hang.
+
+    with Label("all_gather", ("layers.3",), "forward"): ...               # start it
+    with Label("all_gather", ("layers.3",), "forward", waits=True): ...   # wait for it
+    with Call("an all-reduce of 3 numbers"): ...                          # both, for a user's call
+
+A label costs less than a microsecond where no profiler runs, so every collective of a graph has its
+own. Where one fails it is not taken back: `progress` then says what this rank was waiting for.
+What is started enters the history of its group, which says so where ranks part.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from shardc.runtime import compat
+from shardc.runtime.checks.places import call_of_user
+from shardc.runtime.comm.history import History, digest_of
+
+OFFLOAD = "to_host"
+"""The kind of a copy of a gradient to the host."""
+
+VERBS = {
+    "all_gather": "gather",
+    "reduce_scatter": "reduce",
+    "all_reduce": "all-reduce",
+    OFFLOAD: "offload",
+}
+"""What collectives and copies are called in the profiler, by kind."""
+
+_PREFIX = "shardc: "
+
+
+class Progress:
+    """Of this process.
+
+    Attributes:
+        started: how many collectives it has started.
+        last: the label of the last of them.
+        inside: the label of what it starts or waits for now, or of what failed.
+        since: when it began to, on the monotonic clock.
+        thread: which thread waits.
+        history: of the group whose collectives run now.
+        names: for a graph that was compiled for other buckets, the name to display by the name
+            that was compiled in.
+        next_names: the same for the graph that runs next.
+        shown: what the profiler was told about `inside`.
+    """
+
+    def __init__(self) -> None:
+        self.started = 0
+        self.last: Label | None = None
+        self.inside: Label | None = None
+        self.since = 0.0
+        self.thread = 0
+        self.history: History | None = None
+        self.names: dict[str, str] = {}
+        self.next_names: dict[str, str] = {}
+        self.shown: list[Any] = []
+
+    @property
+    def main_thread(self) -> int:
+        """The thread that does this process's collectives: the one that waited last."""
+        return self.thread or threading.main_thread().ident or 0
+
+    def begin_graph(self) -> None:
+        """A compiled graph begins to run."""
+        self.names, self.next_names = self.next_names, {}
+
+    def enter_graph(self) -> None:
+        """Note a graph as a whole in the history of its group."""
+        if self.history is not None:
+            self.history.enter(digest_of("graph"), "a compiled graph")
+
+    def end_graph(self) -> None:
+        """It returned or raised. What failed in it has no more labels to leave."""
+        self._close()
+        if self.names:
+            self.inside = self.inside and self.inside.renamed()
+            self.last = self.last and self.last.renamed()
+            self.names = {}
+
+    def _close(self) -> None:
+        while self.shown:
+            self.shown.pop().__exit__(None, None, None)
+
+
+progress = Progress()
+
+
+class Label:
+    """The start of a collective, or the wait for it, around the call that does it.
+
+    Attributes:
+        kind: "all_gather", "reduce_scatter", "all_reduce", or `OFFLOAD`, which is no collective.
+        buckets: the names of the buckets it moves.
+        phase: "forward" or "backward".
+        waits: whether it is the wait.
+        name: what the profiler shows: "shardc: wait gather layers.3".
+    """
+
+    __slots__ = ("buckets", "kind", "name", "phase", "waits")
+
+    def __init__(self, kind: str, buckets: Sequence[str], phase: str, waits: bool = False) -> None:
+        self.kind, self.buckets, self.phase, self.waits = kind, tuple(buckets), phase, waits
+        verb = f"wait {VERBS.get(kind, kind)}" if waits else VERBS.get(kind, kind)
+        self.name = f"{_PREFIX}{verb} {in_short(self.buckets)}"
+
+    def renamed(self) -> "Label":
+        """The label with the names of the buckets that the graph which runs is given."""
+        if not progress.names:
+            return self
+        names = tuple(progress.names.get(name, name) for name in self.buckets)
+        return _made(self.kind, names, self.phase, self.waits)
+
+    def __str__(self) -> str:
+        kind = self.kind.replace("_", "-")
+        return f"the {kind} of {in_short(self.buckets)} in the {self.phase}"
+
+    def __repr__(self) -> str:
+        return f"Label({self.kind!r}, {self.buckets!r}, {self.phase!r}, {self.waits!r})"
+
+    def __enter__(self) -> None:
+        if self.kind != OFFLOAD:
+            self._note()
+        if compat.is_profiled():
+            shown = torch.profiler.record_function(self.renamed().name)
+            shown.__enter__()
+            progress.shown.append(shown)
+
+    def _note(self) -> None:
+        progress.inside = self
+        if self.waits:
+            progress.since = time.monotonic()
+            progress.thread = threading.get_ident()
+        else:
+            progress.started += 1
+            progress.last = self
+            if progress.history is not None:
+                label = self.renamed()
+                progress.history.enter(*_fact(label.kind, label.buckets, label.phase))
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if progress.shown:
+            progress.shown.pop().__exit__(None, None, None)
+        if kind is None:
+            progress.inside = None
+
+
+@lru_cache(4096)
+def _made(kind: str, buckets: tuple[str, ...], phase: str, waits: bool) -> Label:
+    return Label(kind, buckets, phase, waits)
+
+
+@lru_cache(4096)
+def _fact(kind: str, buckets: tuple[str, ...], phase: str) -> tuple[int, str]:
+    """What a history keeps of a label: the same on all ranks, and in words."""
+    return digest_of(kind, buckets, phase), str(Label(kind, buckets, phase))
+
+
+class Call(Label):
+    """A collective that is waited for at once, for a call of the user; not shown in the profiler.
+
+    Attributes:
+        what: the collective, the same on all ranks.
+        text: the call, with its place in the user's program.
+    """
+
+    __slots__ = ("text", "what")
+
+    def __init__(self, what: str, text: str = "") -> None:
+        super().__init__("call", (), "", waits=True)
+        self.what = what
+        self.text = text or f"{what} for {call_of_user()}"
+
+    def renamed(self) -> Label:
+        return self
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __enter__(self) -> None:
+        self._note()  # as a wait
+        progress.started += 1
+        progress.last = self
+        if progress.history is not None:
+            progress.history.enter(digest_of(self.what), self.text)
+
+
+def in_short(buckets: Sequence[str]) -> str:
+    """Names of buckets in one word: those of one unit by their numbers, "layers.3[0,1]+head"."""
+    numbers: dict[str, list[str]] = {}
+    for name in buckets:
+        unit, _, number = name.removesuffix("]").partition("[")
+        numbers.setdefault(unit, []).extend([number] if number else [])
+    return "+".join(f"{u}[{','.join(n)}]" if n else u for u, n in numbers.items())
+
+
+def read_name(name: str) -> tuple[str, tuple[str, ...], bool] | None:
+    """Kind, buckets and `waits` of the label that has this name; None for other names."""
+    text = name.removeprefix(_PREFIX)
+    waits = text.startswith("wait ")
+    verb, _, units = text.removeprefix("wait ").partition(" ")
+    kind = next((kind for kind in VERBS if VERBS[kind] == verb), None)
+    if kind is None or text == name:
+        return None
+    buckets: list[str] = []
+    for part in units.split("+"):
+        unit, _, numbers = part.removesuffix("]").partition("[")
+        buckets += [f"{unit}[{n}]" for n in numbers.split(",")] if numbers else [unit]
+    return kind, tuple(buckets), waits
+
+
+# -- on nodes --------------------------------------------------------------------------------------
+
+
+def set_label(node: Node, label: Label) -> None:
+    """Have what runs the graph of `node` show it as `label`."""
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), _FACT: label}
+
+
+def label_of(node: Node) -> Label | None:
+    """What `set_label` gave a node."""
+    return (node.meta.get("custom") or {}).get(_FACT)
+
+
+_FACT = "shardc_label"

@@ -1,0 +1,43 @@
+"""The ranks a unit is spread over: those that share its segments, and the copies of the model."""
+
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardc.runtime import compat
+from shardc.runtime.comm.communicators import group_over, own_group
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Process groups by name, as graphs know them.
+
+    Attributes:
+        shard: the ranks among which a bucket is cut; `world_size` of them, this one is `rank`.
+        replicas: the ranks that hold the same segment, `copies` of them; None without copies.
+        everyone: all of them.
+    """
+
+    shard: str
+    world_size: int
+    rank: int
+    replicas: str | None
+    copies: int
+    everyone: str
+
+
+def ranks_of(mesh: DeviceMesh) -> Ranks:
+    """The ranks of a mesh (shard) or (replicate, shard). All of its ranks must call it."""
+    shard = compat.group_name(mesh.get_group(mesh.ndim - 1))
+    size, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+    if mesh.ndim == 1:
+        return Ranks(shard, size, rank, None, 1, shard)
+    copies = mesh.size(0)
+    replicas = compat.group_name(mesh.get_group(0)) if copies > 1 else None
+    everyone = shard if copies == 1 else group_over(mesh.mesh.flatten().tolist())
+    return Ranks(shard, size, rank, replicas, copies, everyone)
+
+
+def part_of(group: str, size: int) -> str:
+    """The name of a group of `size` consecutive ranks of `group`, this one among them."""
+    return own_group(group, f"of_{size}", size=size)

@@ -1,0 +1,215 @@
+"""From a segment to full parameters and back: the tensor functions that graphs are made of.
+
+`unshard` is what `insert_unshard` splices into a captured graph: cast the segment, one all-gather
+of the bucket, one split (padding included: the backward of a split is a single `cat`), views. Its
+autograd brings the bucket's gradient back: cast, reduce-scatter, for copies of the model an
+all-reduce, divide. With `sync` off the whole unreduced gradient goes to a leaf of its own instead,
+the sink. The eager runtime (`unsharded`, `backward_pass`) is made of the same functions.
+
+Under Dynamo a parameter reads as the marker op `shardc::unshard_slot`, which is never executed.
+"""
+
+from collections.abc import Generator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardc.runtime import compat
+from shardc.runtime.comm import (
+    collectives,
+    comm_buffers,  # noqa: F401 (registers its ops)
+    custom_comm,
+    gradient_ops,  # noqa: F401 (registers its ops)
+    host_copies,  # noqa: F401 (registers its op)
+)
+from shardc.runtime.comm.collectives import Started
+from shardc.runtime.layout.spec import Moved, UnshardSpec, object_of, spec_of
+
+
+def unshard(segment: Tensor, moved: Moved, *extras: Tensor) -> tuple[Tensor, ...]:
+    """Gather a bucket: `segment: (S,)` -> its full parameters, views of one `(W*S,)` tensor.
+
+    `extras` are what `UnshardSpec.extras` names. What is traced of it, backward included, has
+    `(moved,)` under `node.meta["custom"]["shardc"]`.
+    """
+    return _Unshard.apply(segment, moved, *extras)
+
+
+Steps = Generator[Started, Tensor, Tensor]
+"""Collectives that follow each other: each is started and yielded, and goes on with its result."""
+
+
+def gather(segment: Tensor, spec: UnshardSpec) -> Tensor:
+    """The whole bucket, `(W*S,)`, in the dtype it is computed in."""
+    return start_gather(segment, spec).wait()
+
+
+def start_gather(segment: Tensor, spec: UnshardSpec, part: Tensor | None = None) -> Started:
+    """Start `gather`; with `part`, what `recut` kept, among the ranks that share that."""
+    if part is not None:
+        assert spec.recut is not None
+        return collectives.start_all_gather(part, *spec.recut)
+    own = spec.device is not None or spec.memory is not None or spec.world_size == 1
+    if spec.gather is None and own:
+        device = torch.device(spec.device or segment.device)
+        sees_to_memory = torch.ops.shardc.all_gather
+        dtype, ranks = spec.compute_dtype, spec.world_size
+        return Started(sees_to_memory(segment, dtype, device, ranks, spec.group, spec.memory))
+    local = segment if spec.device is None else segment.to(spec.device)
+    if spec.param_dtype is not None:
+        local = local.to(spec.param_dtype)
+    if spec.gather is not None:
+        full = torch.ops.shardc.custom_all_gather(local, spec.world_size, spec.group, spec.gather)
+        return Started(full, done=True)
+    return collectives.start_all_gather(local, spec.world_size, spec.group)
+
+
+def split_full(full: Tensor, spec: UnshardSpec) -> tuple[Tensor, ...]:
+    """The parameters, one a slot, as views of the gathered bucket, `(W*S,)`."""
+    pieces = torch.split(full, [size for size, _ in spec.pieces])
+    views = {
+        slot: piece.view(spec.shapes[slot])
+        for piece, (_, slot) in zip(pieces, spec.pieces, strict=True)
+        if slot is not None
+    }
+    return tuple(views[slot] for slot in range(len(spec.shapes)))
+
+
+def pack_gradients(
+    grads: Sequence[Tensor | None], spec: UnshardSpec, pending: Tensor | None
+) -> Tensor:
+    """The gradients of full parameters as one flat tensor, `(W*S,)`, with `pending` added."""
+    parts = [
+        None if slot is None or not spec.trainable[slot] else grads[slot] for _, slot in spec.pieces
+    ]
+    dtype = spec.reduction.dtype or spec.compute_dtype
+    return torch.ops.shardc.pack(parts, [size for size, _ in spec.pieces], dtype, pending)
+
+
+def reduce(
+    flat: Tensor, spec: UnshardSpec, partial: Tensor | None = None, segment: Tensor | None = None
+) -> Tensor:
+    """This rank's part of the reduced gradient: `flat: (W*S,)` -> `(S,)`, in the segment's dtype.
+
+    With `all_reduce` off it is reduced over this copy of the model only, and not divided. Where the
+    `segment` lies on the host, which must be given then, it is on its way there.
+    """
+    steps = reducing(flat, spec, partial, segment)
+    started = next(steps)
+    try:
+        while True:
+            started = steps.send(started.wait())
+    except StopIteration as done:
+        return done.value
+
+
+def reducing(
+    flat: Tensor, spec: UnshardSpec, partial: Tensor | None = None, segment: Tensor | None = None
+) -> Steps:
+    """The steps of `reduce`."""
+    r, world = spec.reduction, spec.world_size
+    group = r.group or spec.group
+    if r.predivide != 1:
+        flat = flat / r.predivide
+    if r.function is not None:
+        part = object_of(r.function)(flat, r.op, world, group)
+        custom_comm.check_result(part, flat.numel() // world, flat, "set_custom_reduce", r.function)
+        started = Started(part, done=True)
+    elif r.scatter is not None:
+        custom = torch.ops.shardc.custom_reduce_scatter
+        started = Started(custom(flat, r.op, world, group, r.scatter), done=True)
+    elif r.memory is not None or world == 1:
+        started = Started(torch.ops.shardc.reduce_scatter(flat, r.op, world, group, r.memory))
+    else:
+        started = collectives.start_reduce_scatter(flat, r.op, world, group)
+    del flat
+    part = yield started
+    if partial is not None:
+        part = part + partial.to(part.device, part.dtype)
+    if r.all_reduce:
+        if r.replicas is not None:
+            part = yield collectives.start_all_reduce(part, r.op, r.replicas)
+        if r.hook is not None and not r.hook_sees_mean:
+            part = torch.ops.shardc.call_hook(part, r.hook)
+        if r.postdivide != 1:
+            part = part / r.postdivide
+        if r.hook is not None and r.hook_sees_mean:
+            part = torch.ops.shardc.call_hook(part, r.hook)
+    if spec.device is None:
+        return part.to(spec.dtype)
+    assert segment is not None
+    return torch.ops.shardc.to_host(part, segment)
+
+
+class _Unshard(torch.autograd.Function):
+    """All-gather forward, reduce-scatter backward; nodes carry the bucket as a fact."""
+
+    @staticmethod
+    def forward(ctx: Any, segment: Tensor, moved: Moved, *extras: Tensor) -> tuple[Tensor, ...]:
+        spec = moved.spec
+        given = dict(zip(spec.extras, extras, strict=True))
+        ctx.moved = moved
+        if spec.device is not None:
+            given["segment"] = segment
+        ctx.saved = [name for name in ("pending", "partial", "segment") if name in given]
+        ctx.save_for_backward(*(given[name] for name in ctx.saved))
+        ctx.set_materialize_grads(False)
+        with compat.annotate({"shardc": (moved,)}):
+            full = given["full"] if spec.held else gather(segment, spec)
+        ordered = split_full(full, spec)
+        ctx.mark_non_differentiable(
+            *(view for view, flag in zip(ordered, spec.trainable, strict=True) if not flag)
+        )
+        return ordered
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        spec = ctx.moved.spec
+        added = dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
+        with compat.annotate({"shardc": (ctx.moved,)}):
+            flat = pack_gradients(grads, spec, added.get("pending"))
+            if not spec.reduction.sync:
+                return None, None, *(flat if name == "sink" else None for name in spec.extras)
+            part = reduce(flat, spec, added.get("partial"), added.get("segment"))
+            return part, None, *(None for _ in spec.extras)
+
+
+_library = torch.library.Library("shardc", "FRAGMENT")
+_library.define("recut(Tensor full, int ranks, str group) -> Tensor")
+
+
+def recut(full: Tensor, ranks: int, group: str) -> Tensor:
+    """This rank's part of a gathered bucket among the `ranks` of `group`, as a copy."""
+    size = full.numel() // ranks
+    return full.narrow(0, compat.resolve_group(group).rank() * size, size).clone()
+
+
+_library.impl("recut", recut, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "shardc::recut",
+    lambda full, ranks, group: full.new_empty(full.numel() // ranks),
+    lib=_library,
+)
+
+
+@torch.library.custom_op("shardc::unshard_slot", mutates_args=())
+def unshard_slot(segment: Tensor, signature: str, slot: int, extras: Sequence[Tensor]) -> Tensor:
+    """Mark the use of one parameter of a bucket in a Dynamo graph, for `insert_unshard`."""
+    raise RuntimeError("shardc::unshard_slot is a marker: compile the model with backend='shardc'")
+
+
+@unshard_slot.register_fake
+def _(segment: Tensor, signature: str, slot: int, extras: Sequence[Tensor]) -> Tensor:
+    spec = spec_of(signature)
+    device = spec.device or segment.device
+    return segment.new_empty(spec.shapes[slot], dtype=spec.compute_dtype, device=device)
+
+
+def _no_backward(ctx: Any, grad: Tensor) -> NoReturn:
+    raise RuntimeError("shardc::unshard_slot is a marker: compile the model with backend='shardc'")
+
+
+unshard_slot.register_autograd(_no_backward)

@@ -1,0 +1,1 @@
+"""The eager runtime: gathers and reductions around modules that no graph contains."""

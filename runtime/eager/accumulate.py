@@ -1,0 +1,161 @@
+"""Gradients that wait: unreduced ones of `no_sync`, and those not yet reduced over copies.
+
+A bucket that does not sync differentiates to a leaf of its own, the sink: `(W*S,)`, expanded from
+one element, so it holds no data. Its gradient, in the dtype of the reduction, is where autograd
+adds up the unreduced gradients. The next backward that syncs is given the sum (`take`) and adds its
+own to it before the reduce-scatter. What no such backward took, because it did not use the bucket,
+is reduced when that backward ends.
+"""
+
+import itertools
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardc.runtime import compat
+from shardc.runtime.eager.weak_hooks import weak_hook
+
+
+class Accumulated:
+    """What one bucket has added up.
+
+    Attributes:
+        number: the same on all ranks.
+        sink: the leaf whose gradient is the sum of unreduced gradients, once there was one.
+        partial: the sum of what was reduced over one copy of the model only, `(S,)`.
+        used, elsewhere: slots that have part in the sums, here and on other ranks only.
+        taken: whether a forward was given them, so that another does not add them again.
+    """
+
+    def __init__(self, bucket: Any) -> None:
+        self.bucket = bucket
+        self.number = next(_numbers)
+        self.sink: Tensor | None = None
+        self.partial: Tensor | None = None
+        self.used: set[int] = set()
+        self.elsewhere: set[int] = set()
+        self.taken = False
+
+    def make_sink(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Have a sink of that size and dtype."""
+        if self.sink is None or self.sink.dtype != dtype:
+            self.sink = torch.zeros(1, dtype=dtype, device=device).expand(numel)
+            self.sink.requires_grad_()
+            self.sink.register_post_accumulate_grad_hook(weak_hook(self._end_backward))
+            _watch(self)
+
+    def _end_backward(self, sink: Tensor) -> None:
+        """The hook of the sink."""
+        self.bucket.end_backward()
+
+    def keep_partial(self, part: Tensor) -> None:
+        """Keep `part: (S,)` until copies are reduced, beside what another backward left there."""
+        self.partial = part if self.partial is None else self.partial + part
+        _watch(self)
+        self.bucket.refresh_signature()
+
+    def add(self, flat: Tensor, used: Iterable[int]) -> None:
+        """Have `flat: (W*S,)`, which has all that waited in it, wait; an eager backward used
+        `used`."""
+        assert self.sink is not None
+        self.bucket.gathered.hide_gradients()
+        self.sink.grad = flat
+        self.used.update(used)
+        self.bucket.end_backward()
+
+    @property
+    def pending(self) -> Tensor | None:
+        """The sum of unreduced gradients, `(W*S,)`."""
+        return None if self.sink is None else self.sink.grad
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits."""
+        return self.pending is None and self.partial is None
+
+    def take(self) -> None:
+        """A forward was given the sums: another one will not be."""
+        self.taken = True
+        self.bucket.refresh_signature()
+
+    def release(self, pending: Tensor | None, partial: Tensor | None) -> None:
+        """The backward of the forward that took these begins.
+
+        Raises:
+            RuntimeError: they are not what waits now.
+        """
+        if (pending is not None and pending is not self.pending) or partial is not self.partial:
+            raise RuntimeError(
+                "the gradients that were accumulated without sync when this forward ran have been "
+                "reduced or discarded since: run its backward before, or run the forward again"
+            )
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing waits any more."""
+        if self.sink is not None:
+            self.bucket.gathered.hide_gradients()
+            self.sink.grad = None
+        self.partial, self.taken = None, False
+        self.used, self.elsewhere = set(), set()
+        self.bucket.refresh_signature()
+
+
+_numbers = itertools.count()
+_accumulating: "weakref.WeakSet[Accumulated]" = weakref.WeakSet()
+_watching = False
+
+
+def _watch(accumulated: Accumulated) -> None:
+    """From the first accumulation on, see `zero_grad`, optimizer steps and ends of backwards."""
+    global _watching
+    _accumulating.add(accumulated)
+    if not _watching:
+        _watching = True
+        compat.after_zero_grad(_discard)
+        register_optimizer_step_pre_hook(_refuse_step)
+
+
+def accumulating() -> list[Accumulated]:
+    """All in which something waits, or has waited, in the same order on all ranks."""
+    return sorted(_accumulating, key=lambda waiting: waiting.number)
+
+
+def flush_when_done() -> None:
+    """From within a backward: reduce at its end what waits in buckets that it does not use."""
+    if any(not waiting.is_empty for waiting in _accumulating):
+        compat.when_backward_ends(_flush)
+
+
+def _flush() -> None:
+    for waiting in accumulating():
+        if not waiting.is_empty:
+            waiting.bucket.gradients.flush()
+
+
+def _of(params: Iterable[Any]) -> dict[Any, None]:
+    slots = (getattr(param, "_slot", None) for param in params)
+    return dict.fromkeys(slot.bucket for slot in slots if slot is not None)
+
+
+def _discard(params: Iterable[Tensor]) -> None:
+    for bucket in _of(params):
+        if not bucket.gradients.waiting.is_empty:
+            bucket.gradients.waiting.clear()
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if all(waiting.is_empty for waiting in _accumulating):
+        return
+    for bucket in _of(p for group in optimizer.param_groups for p in group["params"]):
+        if not bucket.gradients.waiting.is_empty:
+            names = [slot.name for slot in bucket.layout.slots]
+            raise RuntimeError(
+                f"optimizer.step() with gradients of {names} accumulated but not reduced: run the "
+                "last micro-batch with gradient sync on (outside no_sync, or after "
+                "set_requires_gradient_sync(True)), or discard them with zero_grad()"
+            )

@@ -1,0 +1,113 @@
+"""What runs around a call of a sharded module that no graph contains.
+
+The buckets of the module's unit are open while it runs: reading a parameter gathers them. The
+outermost call is the forward whose gathers are agreed on and started ahead.
+"""
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.runtime import compat
+from shardc.runtime.comm import collectives, lost_peers
+from shardc.runtime.eager.backward_pass import backward_pass
+from shardc.runtime.eager.gather_order import Gathers
+from shardc.runtime.eager.policy import map_tensors
+from shardc.runtime.eager.regather import saving_handles
+
+_running: list["EagerCall"] = []
+_gathers: Gathers | None = None
+_staying: dict[Any, None] = {}
+
+
+@dataclass(eq=False)
+class EagerCall:
+    """A call of a sharded module, while it runs."""
+
+    module: Any
+    hooks: torch.autograd.graph.saved_tensors_hooks | None
+    label: AbstractContextManager[Any]
+
+
+@torch.compiler.disable
+def begin_call(module: Any) -> EagerCall:
+    """A sharded module is about to run eagerly."""
+    global _gathers
+    hooks = saving_handles() if module._shardc_slots else None
+    if hooks is not None:
+        hooks.__enter__()
+    if not _running:
+        _gathers = Gathers("forward")
+    for bucket in module._shardc_buckets:
+        bucket.gathered.enter()
+    unit = getattr(module, "_shardc_unit", None)
+    label = collectives.labelled(f"shardc: forward {unit.name}") if unit else nullcontext()
+    label.__enter__()
+    call = EagerCall(module, hooks, label)
+    _running.append(call)
+    return call
+
+
+@torch.compiler.disable
+def end_call(call: EagerCall, outputs: Any, raised: bool) -> None:
+    """It returned `outputs`, or raised (then this runs while the exception is handled)."""
+    global _gathers
+    _running.pop()
+    call.label.__exit__(None, None, None)
+    for bucket in call.module._shardc_buckets:
+        if bucket.gathered.leave(call.module, raised):
+            _staying[bucket] = None
+    if call.hooks is not None:
+        call.hooks.__exit__()
+    error = sys.exc_info()[1] if raised else None
+    if not _running and error is not None:
+        lost_peers.leave(error)
+    if not _running and _gathers is not None:
+        done, _gathers = _gathers, None
+        done.close(raised)
+        _end_forward(outputs, raised)
+
+
+def _end_forward(outputs: Any, raised: bool) -> None:
+    """The outermost call is done: what stays gathered for its backward is freed when that ends."""
+    buckets = list(_staying)
+    _staying.clear()
+    if compat.in_backward():  # it was recomputed
+        backward_pass().opened.extend(buckets)
+        return
+    for bucket in buckets:
+        bucket.gathered.end_forward(raised)
+    kept = [bucket.gathered for bucket in buckets if bucket.gathered.is_kept]
+    if not kept:
+        return
+
+    def end_backward() -> None:
+        for gathered in kept:
+            gathered.end_backward()
+
+    def begin_backward(_: Any) -> None:
+        compat.when_backward_ends(end_backward)
+
+    def note(output: Tensor) -> Tensor:
+        if output.grad_fn is not None:
+            output.grad_fn.register_prehook(begin_backward)
+        return output
+
+    map_tensors(note, outputs)
+
+
+def gathers() -> Gathers:
+    """Those of the pass that runs: a backward (where it recomputes a forward), a forward, or one
+    read outside of both."""
+    if compat.in_backward():
+        return backward_pass().gathers
+    return _gathers or Gathers("forward")
+
+
+def is_inside_other_unit(unit: Any) -> bool:
+    """Whether a module of a unit other than `unit` runs eagerly."""
+    return any(getattr(call.module, "_shardc_unit", unit) is not unit for call in _running)

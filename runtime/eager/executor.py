@@ -1,0 +1,68 @@
+"""The eager executor: runs an ATen graph op by op, freeing every value after its last use.
+
+What Inductor does not compile (by choice, for debugging, or because it failed) runs here, with the
+memory behaviour of eager PyTorch: inputs are taken over in one list and dropped as they are used.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from shardc.runtime.comm.progress import label_of
+
+_UNLABELLED = nullcontext()
+
+
+def eager_executor(gm: GraphModule) -> Callable[[list[Any]], Any]:
+    """A boxed callable that runs `gm`: it takes its inputs as one list and empties it."""
+    nodes = [node for node in gm.graph.nodes if node.op != "placeholder"]
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    constants = {n: getattr(gm, str(n.target)) for n in nodes if n.op == "get_attr"}
+    steps = [node for node in nodes if node.op == "call_function"]
+    labels = {node: label for node in steps if (label := label_of(node)) is not None}
+    last_use: dict[Node, list[Node]] = {}
+    seen: set[Node] = set(gm.graph.output_node().all_input_nodes)
+    for node in reversed([*placeholders, *steps]):
+        if node not in seen:  # never read: free as soon as it exists
+            last_use.setdefault(node, []).append(node)
+            seen.add(node)
+        for operand in node.all_input_nodes:
+            if operand not in seen and operand not in constants:
+                seen.add(operand)
+                last_use.setdefault(node, []).append(operand)
+    unread = [node for node in placeholders if node in last_use]
+    result = gm.graph.output_node().args[0]
+
+    def run(inputs: list[Any]) -> Any:
+        env: dict[Node, Any] = {**constants, **dict(zip(placeholders, inputs, strict=True))}
+        inputs.clear()
+        for node in unread:
+            del env[node]
+        look_up = env.__getitem__
+        for node in steps:
+            assert callable(node.target)
+            with labels.get(node, _UNLABELLED):
+                env[node] = node.target(
+                    *map_arg(node.args, look_up), **map_arg(node.kwargs, look_up)
+                )
+            for dead in last_use.get(node, ()):
+                del env[dead]
+        return map_arg(result, look_up)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def shapes_only(gm: GraphModule) -> Callable[[list[Any]], Any]:
+    """A boxed callable that computes nothing: it gives the fake tensors of the trace."""
+    results = gm.graph.output_node().args[0]
+
+    def run(inputs: list[Any]) -> Any:
+        inputs.clear()
+        return map_arg(results, lambda node: node.meta["val"])
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

@@ -1,0 +1,145 @@
+"""The gathers of one eager forward or backward, in order: agreed on, and started ahead of need.
+
+What a pass gathered is remembered; as long as the next one goes the same way, the bucket that comes
+next is gathered while the current one is computed with. Before a gather that was not seen at this
+place, ranks compare which one it is: a rank that goes another way is named, instead of meeting the
+others in the wrong collective.
+"""
+
+import hashlib
+import itertools
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardc.runtime import compat
+from shardc.runtime.comm import collectives
+from shardc.runtime.comm.agreement import agree
+from shardc.runtime.comm.progress import Label
+from shardc.runtime.comm.unshard import start_gather
+from shardc.runtime.layout.spec import UnshardSpec
+
+log = logging.getLogger("shardc")
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """A gather under way, and of what."""
+
+    code: UnshardSpec
+    written: object
+    started: collectives.Started
+
+
+class Gathers:
+    """One pass.
+
+    Attributes:
+        phase: "forward" or "backward".
+        done: the buckets it has gathered.
+    """
+
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
+        self.done: list[Any] = []
+        self._known: tuple[Any, ...] = ()
+        self._ahead: dict[Any, _Gather] = {}
+        self._path = hashlib.sha256(phase.encode())
+
+    def gather(self, bucket: Any, again: Any = None) -> Tensor:
+        """The gathered bucket, `(W*S,)`; `again`: as the backward needs it. All ranks call it."""
+        self._note(bucket)
+        code = bucket.reading_code() if again is None else again.code
+        gather = self._ahead.pop(bucket, None)
+        if gather is None or (gather.code, gather.written) != (code, bucket.version):
+            gather = _start(bucket, code, again, self.phase)
+        with (
+            collectives.naming(bucket.ranks.everyone),
+            Label("all_gather", (bucket.label,), self.phase, waits=True),
+        ):
+            full = gather.started.wait()
+        for following, later in self._following(bucket):
+            if following not in self._ahead:
+                self._ahead[following] = _start(following, later and later.code, later, self.phase)
+        return full
+
+    def close(self, raised: bool = False) -> None:
+        """The pass is done: drop what was gathered in vain, remember the order.
+
+        After an exception nothing is waited for: other ranks may never join.
+        """
+        while self._ahead:
+            _, gather = self._ahead.popitem()
+            if not raised:
+                gather.started.wait()
+        if self.done and self._known[: len(self.done)] != tuple(self.done):
+            self.done[0].gathered.remember(self.phase, self.done)
+
+    def _note(self, bucket: Any) -> None:
+        """Another bucket is about to be gathered.
+
+        Raises:
+            RuntimeError: other ranks gather another one, or none.
+        """
+        place = len(self.done)
+        self.done.append(bucket)
+        if place == 0:
+            self._known = bucket.gathered.remembered(self.phase)
+        self._path.update(f"{bucket.serial} {bucket.label}\n".encode())
+        if self._known[place : place + 1] == (bucket,):
+            return
+        if place < len(self._known):
+            message = (
+                f"the {self.phase} gathers {bucket.label} where the last one gathered "
+                f"{self._known[place].label}: nothing is gathered ahead"
+            )
+            log.info(message)
+            if dist.get_debug_level() != dist.DebugLevel.OFF:  # TORCH_DISTRIBUTED_DEBUG
+                warnings.warn(message, stacklevel=2)
+        self._known = ()
+        agree(
+            compat.resolve_group(bucket.ranks.everyone),
+            f"the order in which an uncompiled {self.phase} gathers",
+            [f"gather {place}: {bucket}", f"after {self._path.hexdigest()}"],
+        )
+
+    def _following(self, bucket: Any) -> Iterator[tuple[Any, Any]]:
+        """What to gather ahead now: pairs of a bucket and what its backward expects, or None."""
+        unit, place = bucket.owner, len(self.done)
+        hints = unit.backward_prefetch if self.phase == "backward" else unit.forward_prefetch
+        if hints:
+            following = [later for target in hints for later in target.buckets]
+        else:
+            following = _to_next_unit(unit, self._known[place:])
+        for later in following:
+            gathered = later.gathered
+            if gathered.is_held or gathered.current is not None:
+                continue
+            again = gathered.next_again() if self.phase == "backward" else None
+            if hints and self.phase == "backward" and again is None:
+                continue  # its backward is done, or needs none
+            yield later, again
+
+
+def _to_next_unit(unit: Any, buckets: Sequence[Any]) -> list[Any]:
+    """The first of `buckets`: what is left of `unit`, and the unit that comes then."""
+    others = (bucket.owner for bucket in buckets if bucket.owner is not unit)
+    wanted = (unit, next(others, unit))
+    return list(itertools.takewhile(lambda bucket: bucket.owner in wanted, buckets))
+
+
+def _start(bucket: Any, code: UnshardSpec | None, again: Any, phase: str) -> _Gather:
+    log.debug("gather %s", bucket.label)
+    bucket.owner.await_updates()
+    code = code or bucket.reading_code()
+    part = None if again is None else again.part
+    label = Label("all_gather", (bucket.label,), phase)
+    with torch.no_grad(), collectives.naming(bucket.ranks.everyone), label:
+        started = start_gather(bucket.segment.detach(), code, part)
+    return _Gather(code, bucket.version, started)

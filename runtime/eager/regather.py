@@ -1,0 +1,233 @@
+"""A bucket's full parameters in one eager forward, and again in its backward.
+
+What autograd saves of a gathered bucket would keep all of it until the backward. While a module
+that holds parameters runs, saved-tensor hooks put a handle in the place of each such tensor. The
+bucket is gathered again when the backward unpacks the first of its handles, and freed with the
+last: autograd drops each when its node is done.
+
+Only modules with parameters of their own are covered: torch refuses function transforms (`vmap`)
+under such hooks, and models use them between their layers. A weight that is read from outside the
+module that holds it is saved as it is: right, but its bucket stays until the backward.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardc.runtime import compat
+from shardc.runtime.comm.unshard import recut, split_full
+from shardc.runtime.eager.backward_pass import backward_pass
+from shardc.runtime.layout.spec import UnshardSpec
+
+_by_storage: "weakref.WeakValueDictionary[int, Unsharded]" = weakref.WeakValueDictionary()
+
+
+class Unsharded:
+    """What one eager forward reads of a bucket.
+
+    Attributes:
+        written: the bucket's version when it was gathered.
+        stays: whether it stays gathered after the forward.
+        views: the full parameters, one a slot.
+        local_views: the same without tensor parallelism around them.
+    """
+
+    def __init__(self, bucket: Any, code: UnshardSpec, full: Tensor) -> None:
+        self.bucket = bucket
+        self.code = code
+        self.full = full
+        self.version = full._version
+        self.written = bucket.version
+        self.stays = code.held or not code.reshard_after_forward
+        self._again: Again | None = None
+        self._storage = compat.storage_id(full)
+        if self._storage is not None:
+            _by_storage[self._storage] = self
+        # The first read may lie inside `no_grad` or `vmap` and a later one outside: what is kept
+        # serves both.
+        with compat.outside_function_transforms(), torch.enable_grad():
+            views: tuple[Tensor, ...] = _Read.apply(bucket.segment, full, bucket, code)
+            self.local_views = views
+            self.views: tuple[Tensor, ...] = tuple(
+                view if placed is None else placed.wrap(view)
+                for view, placed in zip(views, bucket.placed, strict=True)
+            )
+
+    def state(self) -> object:
+        """Differs after a write to the full parameters, but for those in place through `.data`."""
+        return self.full._version, [view.data_ptr() for view in self.local_views]
+
+    def close(self, at_once: bool) -> None:
+        """Nothing reads it any more. Backwards to come gather again what is freed `at_once`."""
+        if self._storage is not None:
+            _by_storage.pop(self._storage, None)
+        if self._again is not None and at_once:
+            self._again.full = None
+        self.views, self.local_views, self._again = (), (), None
+        del self.full
+
+    def handle(self, tensor: Tensor) -> "Handle | None":
+        """A stand-in for `tensor`, which views the gathered bucket; None if it cannot have one."""
+        if tensor._version != self.version or tensor.dtype != self.full.dtype:
+            return None  # written to in the forward, or another view of the bytes
+        if tensor.is_conj() or tensor.is_neg():
+            return None
+        if self._again is None:
+            at_once = compat.in_backward()  # recomputed for it
+            self._again = Again(
+                self.bucket, self.code, self.full, self.written, self.stays or at_once
+            )
+        return Handle(self._again, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+
+class _Read(torch.autograd.Function):
+    """The parameters as views of the gathered bucket; their gradients go to the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, segment: Tensor, full: Tensor, bucket: Any, code: UnshardSpec
+    ) -> tuple[Tensor, ...]:
+        ctx.bucket = weakref.ref(bucket)  # which may hold these views until a backward
+        ctx.set_materialize_grads(False)
+        views = split_full(full, code)
+        ctx.mark_non_differentiable(
+            *(view for view, flag in zip(views, code.trainable, strict=True) if not flag)
+        )
+        return views
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        bucket = ctx.bucket()  # None: the model and its parameters are gone
+        if bucket is not None and any(grad is not None for grad in grads):
+            backward_pass().reduce(bucket, grads)
+        return None, None, None, None
+
+
+class Again:
+    """A bucket for a backward, gathered again if it did not stay; lives as long as the handles."""
+
+    def __init__(
+        self, bucket: Any, code: UnshardSpec, full: Tensor, written: object, stays: bool
+    ) -> None:
+        self.bucket = bucket
+        self.code = code
+        self.written = written
+        self.part = None if code.recut is None else recut(full, *code.recut)
+        self.full: Tensor | None = full if stays else None
+        self._version = full._version
+        bucket.gathered.expect(self)
+
+    def get(self) -> Tensor:
+        """The gathered bucket, `(W*S,)`.
+
+        Raises:
+            RuntimeError: the parameters were written since the forward.
+        """
+        if self.full is None or self.full._version != self._version:
+            if self.written != self.bucket.version:
+                raise RuntimeError(
+                    f"parameters of {self.bucket.label} were written (by an optimizer step, a load "
+                    "or a copy) between the forward and its backward, which needs the values that "
+                    "the forward used: run the backward first"
+                )
+            self.full = backward_pass().gather(self.bucket, self)
+            self._version = self.full._version
+        return self.full
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """What autograd saves in place of a view of a gathered bucket."""
+
+    again: Again
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        """The tensor, gathered again."""
+        return self.again.get().as_strided(self.size, self.stride, self.offset)
+
+
+# -- saved-tensor hooks ---------------------------------------------------------------------------
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def saving_handles() -> "torch.autograd.graph.saved_tensors_hooks | None":
+    """Hooks that save handles, to be entered; None where nothing is saved, or all is recomputed.
+
+    What is no part of a gathered bucket goes on to the hooks that are in force.
+    """
+    if not torch.is_grad_enabled() or not compat.saved_tensors_hooks_allowed():
+        return None
+    outer = compat.top_saved_tensors_hooks()
+    if outer is not None and (
+        hasattr(outer[0], "saves_handles") or compat.is_checkpoint_hook(outer[0])
+    ):
+        return None
+    if outer is None:
+        return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+    return torch.autograd.graph.saved_tensors_hooks(*_handing_on(*outer))
+
+
+def _pack(tensor: Tensor) -> Any:
+    # Never the tensor itself: it may be an output of the node that saves it, a cycle.
+    return _handle(tensor) or (tensor.detach(), tensor._version)
+
+
+_pack.saves_handles = True  # type: ignore[attr-defined]
+
+
+def _unpack(packed: Any) -> Tensor:
+    if not isinstance(packed, tuple):
+        return packed.tensor()
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: {tensor.dtype} of shape {tuple(tensor.shape)} is at version "
+            f"{tensor._version}; expected version {version} instead"
+        )
+    return tensor
+
+
+def _handing_on(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Hooks:
+    def own_pack(tensor: Tensor) -> Any:
+        return _handle(tensor) or (pack(tensor),)
+
+    def own_unpack(packed: Any) -> Tensor:
+        return unpack(packed[0]) if isinstance(packed, tuple) else packed.tensor()
+
+    own_pack.saves_handles = True  # type: ignore[attr-defined]
+    return own_pack, own_unpack
+
+
+def _handle(tensor: Tensor) -> Any:
+    """A handle for a view of a gathered bucket, also inside a DTensor; None for other tensors."""
+    if not _by_storage:
+        return None
+    parts = compat.dtensor_parts(tensor)
+    if parts is not None:
+        inner = _handle(parts[0])
+        return None if inner is None else _Placed(inner, parts[1])
+    storage = compat.storage_id(tensor)
+    unsharded = None if storage is None else _by_storage.get(storage)
+    return None if unsharded is None else unsharded.handle(tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """The same of a DTensor."""
+
+    inner: Handle
+    spec: Any
+
+    def tensor(self) -> Tensor:
+        return compat.make_dtensor(self.inner.tensor(), self.spec)

@@ -1,0 +1,1 @@
+"""Sharded modules: their class, the methods users call, summoning, copying."""

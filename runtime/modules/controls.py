@@ -1,0 +1,484 @@
+"""The methods of FSDP2's `FSDPModule` on sharded modules, and FSDP1's `no_sync`.
+
+Each changes the settings of units; graphs that were compiled with the old ones stay in Dynamo's
+cache, so every combination of flags costs one compile. What shapes the code of a forward and its
+backward is read when the forward runs: set it before.
+
+`recurse` defaults to what FSDP2 does: some act on all units inside, some on this one only.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from torch import Tensor
+
+from shardc.runtime import compat
+from shardc.runtime.bucket.unit import Once, Unit
+from shardc.runtime.checks.checked import Count, Must, Positive, check_value, checked, shown
+from shardc.runtime.comm.communicators import own_group
+from shardc.runtime.comm.reduce_functions import LeaveOutGather, leave_out_reduce
+from shardc.runtime.layout.spec import intern_object
+
+Comm = Annotated[
+    Any,
+    Must(
+        "an object that can be called and has allocate() (FSDP2's AllGather, ReduceScatter)",
+        lambda comm: callable(comm) and callable(getattr(comm, "allocate", None)),
+    ),
+]
+Event = Annotated[
+    Any, Must("a recorded torch.Event", lambda event: callable(getattr(event, "wait", None)))
+]
+Reshard = Annotated[
+    bool | int | None, Must("True, False, None or a divisor of the number of ranks")
+]
+_MODULES = Annotated[
+    Iterable[Any],
+    Must("a list of sharded modules", lambda given: not isinstance(given, (Controls, str))),
+]
+
+
+class Controls:
+    """What a user can set on a sharded module after `fully_shard`."""
+
+    _shardc_unit: Unit
+
+    # -- gradients -----------------------------------------------------------------------------
+
+    @checked
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """With False, backwards add up unreduced gradients instead of reducing them.
+
+        In the dtype of the reduction, one flat buffer of the whole size a bucket; the next backward
+        with True reduces their sum. Set it before the forward.
+        """
+        for unit in _own_units(self, recurse):
+            unit.change(sync=bool(requires_gradient_sync))
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, forwards and their backwards do not reduce gradients; nests and restores.
+
+        Raises:
+            RuntimeError: not the outermost unit.
+        """
+        if not self._shardc_unit.is_root:
+            raise RuntimeError(
+                "no_sync() is for the outermost sharded module; for one inside use "
+                "set_requires_gradient_sync(False)"
+            )
+        before = [(unit, unit.settings.sync) for unit in _own_units(self, recurse=True)]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit, sync in before:
+                unit.change(sync=sync)
+
+    @checked
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """With False (HSDP), gradients are reduced within each copy of the model and added up.
+
+        The next backward with True reduces the sum over the copies.
+        """
+        for unit in _own_units(self, recurse):
+            unit.change(all_reduce=bool(requires_all_reduce))
+
+    @checked
+    def set_is_last_backward(self, is_last_backward: bool, *, recurse: bool = True) -> None:
+        """FSDP2's hint that other backwards follow; nothing waits for it here."""
+
+    @checked
+    def set_gradient_divide_factor(self, factor: Positive, *, recurse: bool = False) -> None:
+        """Divide the sum of gradients by `factor` instead of the number of ranks.
+
+        Raises:
+            TypeError, ValueError: not a positive number.
+        """
+        for unit in _own_units(self, recurse):
+            unit.change(divide_factor=float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: Positive, *, recurse: bool = False) -> None:
+        """FSDP2's older name for `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor, recurse=recurse)
+
+    @checked
+    def set_force_sum_reduction_for_comms(self, enable: bool, *, recurse: bool = False) -> None:
+        """Only ever sum on the wire, and divide apart, where the backend could average."""
+        for unit in _own_units(self, recurse):
+            unit.change(force_sum=bool(enable))
+
+    @checked
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """With True, parameters that no rank used get gradients of zeros instead of None.
+
+        Parameters that only some ranks use need no setting: they count as zero on the others.
+        """
+        for unit in _own_units(self, recurse):
+            unit.change(reduce_unused=bool(reduce_scatter_unused_params))
+
+    @checked
+    def set_all_reduce_hook(
+        self,
+        hook: Callable[[Tensor], None] | None,
+        *,
+        stream: Any = None,
+        recurse: bool = False,
+    ) -> None:
+        """Have `hook` change each reduced gradient, `(S,)` in the dtype of the reduction, in place.
+
+        Called after the reduce-scatter, or with copies of the model (HSDP) after their all-reduce;
+        it sees the mean, or the sum where FSDP2's does (float16, forced sums). It may communicate.
+        None takes it away.
+
+        Raises:
+            ValueError: a `stream`: the hook runs where the graph puts it.
+        """
+        if stream is not None:
+            raise ValueError("set_all_reduce_hook: the hook runs in the graph; stream must be None")
+        known = None if hook is None else intern_object(hook)
+        for unit in _own_units(self, recurse):
+            unit.change(hook=known)
+
+    @checked
+    def set_custom_reduce(
+        self, function: Callable[[Tensor, str, int, str], Tensor] | None, *, recurse: bool = True
+    ) -> None:
+        """Put a function that FX can trace in the place of the reduce-scatter.
+
+        `function(flat, op, world_size, group)` takes the unreduced gradient, `(W*S,)`, and gives
+        this rank's part of the sum, `(S,)`; `shardc.compress_bf16` and `shardc.compress_fp16` are
+        two. It becomes part of the graph: scheduled and compiled. None takes it away.
+        """
+        known = None if function is None else intern_object(function)
+        for unit in _own_units(self, recurse):
+            unit.change(reduce_function=known)
+
+    # -- communication -------------------------------------------------------------------------
+
+    @checked
+    def set_custom_all_gather(self, comm: Comm | None, *, recurse: bool = False) -> None:
+        """Gather with an object of FSDP2's `AllGather` interface; None takes it away.
+
+        It is opaque to the compiler, so it does not overlap compute.
+
+        Raises:
+            ValueError: buffers are taken from elsewhere (`set_symm_mem_for_comm` and its like).
+        """
+        for unit in _own_units(self, recurse):
+            _allocates_itself(unit.settings.memory, comm)
+        for unit in _own_units(self, recurse):
+            unit.change(all_gather=None if comm is None else intern_object(comm))
+
+    @checked
+    def set_custom_reduce_scatter(self, comm: Comm | None, *, recurse: bool = False) -> None:
+        """Reduce with an object of FSDP2's `ReduceScatter` interface; None takes it away.
+
+        Raises:
+            ValueError: as for `set_custom_all_gather`.
+        """
+        for unit in _own_units(self, recurse):
+            _allocates_itself(unit.settings.memory, comm)
+        for unit in _own_units(self, recurse):
+            unit.change(reduce_scatter=None if comm is None else intern_object(comm))
+
+    @checked
+    def set_ablation(
+        self, *, all_gather: bool = False, reduce: bool = False, recurse: bool = True
+    ) -> None:
+        """Leave out gathers or reductions, to measure what they cost. RESULTS ARE WRONG.
+
+        With `all_gather`, the parameters of all ranks are taken to be this rank's; with `reduce`,
+        gradients are those of this rank. Called without either, all is as before.
+        """
+        if all_gather or reduce:
+            left_out = [n for n, flag in (("gathers", all_gather), ("reductions", reduce)) if flag]
+            warnings.warn(
+                f"set_ablation: {' and '.join(left_out)} are left out. The model does NOT train "
+                "correctly; this is for measuring only",
+                stacklevel=2,
+            )
+        for unit in _own_units(self, recurse):
+            unit.change(
+                all_gather=intern_object(LeaveOutGather.only) if all_gather else None,
+                reduce_function=intern_object(leave_out_reduce) if reduce else None,
+            )
+
+    @checked
+    def set_allocate_memory_from_process_group_for_comm(
+        self, enable: bool, *, recurse: bool = False
+    ) -> None:
+        """Have the process group allocate what gathers and reductions work in, if it can.
+
+        NCCL then transfers without copies where the network can (SHARP). No effect where the
+        backend has no allocator (gloo). What is reduced is copied into such a buffer first.
+
+        Raises:
+            ValueError: a custom all-gather or reduce-scatter is set, which allocates by itself.
+        """
+        self._change_memory("group" if enable else None, recurse)
+
+    def _change_memory(self, memory: str | None, recurse: bool) -> None:
+        units = _own_units(self, recurse)
+        for unit in units:
+            for comm in (unit.settings.all_gather, unit.settings.reduce_scatter):
+                _allocates_itself(memory, comm)
+        for unit in units:
+            unit.change(memory=memory)
+
+    @checked
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Refused: a gathered bucket is memory of the compiled graph, at no fixed address."""
+        if keep:
+            raise NotImplementedError(
+                "shardc does not keep the storage of gathered parameters between steps: they are "
+                "part of the compiled graph, whose memory the compiler plans"
+            )
+
+    @checked
+    def set_symm_mem_for_comm(
+        self, backend: Literal["NCCL", "CUDA", "NVSHMEM"] = "NCCL", *, recurse: bool = False
+    ) -> None:
+        """Have gathers work in symmetric memory; reductions too, where sums are forced.
+
+        NCCL then gathers by its copy engines or symmetric kernels. Every rank must call it.
+
+        Args:
+            backend: what provides it: "NCCL", "CUDA" or "NVSHMEM".
+            recurse: whether it is for units inside too.
+
+        Raises:
+            ValueError: another backend, or a custom all-gather or reduce-scatter is set.
+            NotImplementedError: the mesh is not of CUDA devices.
+        """
+        buckets = [bucket for unit in _own_units(self, recurse) for bucket in unit.buckets]
+        for bucket in buckets:
+            if bucket.device.type != "cuda":
+                raise NotImplementedError(
+                    f"set_symm_mem_for_comm: torch has symmetric memory for 'cuda' devices only, "
+                    f"and {bucket.label or 'the root'} is sharded over '{bucket.device.type}'"
+                )
+        self._change_memory("symmetric", recurse)
+        for group in dict.fromkeys(bucket.group for bucket in buckets):
+            compat.use_symmetric_memory(backend, group)
+
+    # -- what stays gathered -------------------------------------------------------------------
+
+    @checked
+    def set_reshard_after_forward(
+        self, reshard_after_forward: Reshard, recurse: bool = True
+    ) -> None:
+        """As the argument of `fully_shard`.
+
+        Raises:
+            TypeError, ValueError: neither a bool nor a divisor of the number of ranks.
+        """
+        for unit in _own_units(self, recurse):
+            for bucket in unit.buckets:
+                check_reshard(reshard_after_forward, bucket.layout.world_size)
+        for unit in _own_units(self, recurse):
+            world = unit.mesh.size(unit.mesh.ndim - 1)
+            unit.asked_reshard = check_reshard(reshard_after_forward, world)
+            unit.settle(unit.is_root)
+
+    @checked
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """With False, buckets stay gathered after the backward, so the next forward need not.
+
+        For micro-batches between optimizer steps; a step writes the parameters, and what is held
+        is then gathered anew before the next forward.
+        """
+        for unit in _own_units(self, recurse):
+            unit.change(reshard_after_backward=bool(reshard_after_backward))
+
+    @checked
+    def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
+        """FSDP2's way to spare a gather that the backward does not need; here it never is made."""
+
+    @checked
+    def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
+        """Gather this unit now and keep it gathered until `reshard()` or its next backward's end.
+
+        Until then its modules read full parameters, in the dtype they are computed in. The next
+        forward does not gather again. Every rank must call it. With `async_op` it does not wait
+        and returns a handle. The handle's `wait()` waits; otherwise the first read waits.
+        """
+        for bucket in self._shardc_unit.buckets:
+            bucket.gathered.hold(wait=not async_op)
+            bucket.gathered.opened = True
+        return UnshardHandle(self._shardc_unit.buckets) if async_op else None
+
+    def reshard(self) -> None:
+        """Free what `unshard()` gathered."""
+        for bucket in self._shardc_unit.buckets:
+            bucket.gathered.drop()
+
+    def reset_iter_state(self) -> None:
+        """Forget a step that was interrupted: free what is gathered, drop what its backward had
+        noted, and gradients that wait to be reduced.
+
+        Raises:
+            RuntimeError: not the outermost unit.
+        """
+        if not self._shardc_unit.is_root:
+            raise RuntimeError("reset_iter_state() is for the outermost sharded module")
+        for unit in _own_units(self, recurse=True):
+            for bucket in unit.buckets:
+                bucket.reset()
+
+    @checked
+    def set_post_optim_event(self, event: Event | None) -> None:
+        """Have the gathers of the next forward wait for `event`, recorded after an optimizer step
+        on another stream; what is queued before them does not. None takes it back."""
+        after = None if event is None else Once(event.wait)
+        for unit in _own_units(self, recurse=True):
+            unit.before_gathers = after
+
+    # -- hints for the schedule ----------------------------------------------------------------
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
+        """Gather these units when this one's forward begins, whatever the cost model says.
+
+        A hint for the next compile, as FSDP2's method of that name is for the next forward.
+
+        Raises:
+            TypeError, ValueError: no list, or something in it is not sharded.
+        """
+        units = _units("set_modules_to_forward_prefetch", modules)
+        self._shardc_unit.forward_prefetch = units
+        self._shardc_unit.refresh()
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
+        """The same for the backward."""
+        units = _units("set_modules_to_backward_prefetch", modules)
+        self._shardc_unit.backward_prefetch = units
+        self._shardc_unit.refresh()
+
+    @checked
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: Count, *, recurse: bool = True
+    ) -> None:
+        """Let at most so many reductions be under way, each with its unreduced gradients.
+
+        Without a number their bytes are bounded, by those of two units.
+
+        Raises:
+            TypeError, ValueError: no whole number, or less than one.
+        """
+        for unit in _own_units(self, recurse):
+            unit.reduce_buffers = max_input_buffers
+            unit.refresh()
+
+    @checked
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True, high_priority: bool = False
+    ) -> None:
+        """Reduce on a communicator of its own, so that it can overlap gathers on the wire.
+
+        Every rank of the mesh calls it. `high_priority` puts its kernels on such a stream (NCCL).
+        """
+        for unit in _own_units(self, recurse):
+            for bucket in unit.buckets:
+                bucket.reduce_group = (
+                    own_group(bucket.group, "reduce", high_priority) if enable else None
+                )
+            unit.refresh()
+
+    @checked
+    def set_separate_all_gather_group(
+        self, enable: bool = True, *, recurse: bool = True, high_priority: bool = False
+    ) -> None:
+        """Gather on a communicator of its own; as `set_separate_reduce_scatter_group`."""
+        for unit in _own_units(self, recurse):
+            for bucket in unit.buckets:
+                bucket.gather_group = (
+                    own_group(bucket.group, "gather", high_priority) if enable else None
+                )
+            unit.refresh()
+
+
+class UnshardHandle:
+    """What `unshard(async_op=True)` returns."""
+
+    def __init__(self, buckets: Sequence[Any]) -> None:
+        self._buckets = buckets
+
+    def wait(self) -> None:
+        """Wait until the parameters are there; the next forward does so by itself."""
+        for bucket in self._buckets:
+            bucket.gathered.finish()
+
+
+def check_reshard(value: Any, world_size: int) -> bool | int | None:
+    """`reshard_after_forward` with 1 as False and the world size as True.
+
+    Raises:
+        ValueError: neither None, a bool nor a divisor of the world size.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int) or value < 1 or world_size % value:
+        raise ValueError(
+            f"reshard_after_forward must be a bool, None or a divisor of the world size "
+            f"{world_size}, got {value!r}"
+        )
+    return value == world_size if value in (1, world_size) else value
+
+
+def _allocates_itself(memory: str | None, comm: Any) -> None:
+    """Raise where buffers shall come from `memory` and from a custom object too."""
+    if memory is not None and comm is not None:
+        raise ValueError(
+            "a custom all-gather or reduce-scatter allocates its buffers by itself: take it away "
+            "(None), or do without set_allocate_memory_from_process_group_for_comm and "
+            "set_symm_mem_for_comm"
+        )
+
+
+def share_comm_ctx(modules: Sequence[Controls]) -> None:
+    """FSDP2's call for pipeline stages on one device: they shall share streams and buffers.
+
+    Units over the same ranks share a communicator. Those that the first of `modules` has for its
+    gathers or its reductions alone become those of all, as does its limit on reductions.
+
+    Raises:
+        TypeError, ValueError: no list, or something in it is not sharded.
+    """
+    units = _units("share_comm_ctx", modules)
+    if not units:
+        return
+    first = units[0]
+    own = {bucket.group: bucket for bucket in first.buckets}
+    for unit in [unit for module in modules for unit in _own_units(module, recurse=True)]:
+        for bucket in unit.buckets:
+            like = own.get(bucket.group)
+            if like is not None:
+                bucket.gather_group, bucket.reduce_group = like.gather_group, like.reduce_group
+        unit.reduce_buffers = first.reduce_buffers
+        unit.refresh()
+
+
+def _units(where: str, modules: Iterable[Any]) -> tuple[Unit, ...]:
+    check_value(f"{where}: modules", modules, _MODULES)
+    given = list(modules)
+    for index, module in enumerate(given):
+        if not isinstance(module, Controls):
+            raise ValueError(
+                f"{where}: modules must have been given to fully_shard, and modules[{index}] is "
+                f"{shown(module)} that was not"
+            )
+    return tuple(module._shardc_unit for module in given)
+
+
+def _own_units(module: Any, recurse: bool) -> list[Unit]:
+    inside = module.modules() if recurse else [module]
+    found = [m._shardc_unit for m in inside if isinstance(m, Controls)]
+    return list(dict.fromkeys(found))

@@ -1,0 +1,103 @@
+"""`copy.deepcopy` of sharded modules: new buckets with copies of the segments, no communication.
+
+`copy.deepcopy` looks into its memo before it copies anything. So the buckets, parameters, units and
+empty shells of the modules are made first and put there, then each shell is filled as usual.
+Gradients, and what was gathered or has accumulated, stay with the original, as those of ordinary
+parameters do.
+"""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from shardc.runtime.bucket.bucket import Bucket
+from shardc.runtime.bucket.settings import Settings
+from shardc.runtime.bucket.unit import Unit
+
+
+def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of a module that holds sharded parameters. Every rank must make it.
+
+    Raises:
+        NotImplementedError: some of the parameters belong to a unit that is not inside.
+    """
+    inside = [m for m in module.modules() if "_shardc_slots" in vars(m) and id(m) not in memo]
+    units = dict.fromkeys(unit for m in inside for unit in _units_of(m) if id(unit) not in memo)
+    for unit in units:
+        outside = [m for m in unit.modules if m not in inside]
+        if outside:
+            raise NotImplementedError(
+                f"deepcopy of {type(module).__name__}, which holds parameters of the sharded "
+                f"{type(outside[0]).__name__} around it: copy that one"
+            )
+    shells = inside + [m for m in module.modules() if _forwards_copies(m) and id(m) not in memo]
+    for m in shells:
+        memo[id(m)] = object.__new__(type(m))
+    copies = [_copy_unit(unit, memo) for unit in units]
+    for m in shells:
+        shell = memo[id(m)]
+        for name, value in vars(m).items():
+            vars(shell)[name] = copy.deepcopy(value, memo)
+    for unit, new in zip(units, copies, strict=True):
+        new.forward_prefetch = tuple(memo.get(id(u), u) for u in unit.forward_prefetch)
+        new.backward_prefetch = tuple(memo.get(id(u), u) for u in unit.backward_prefetch)
+        new.settle(is_root=unit.is_root or module in unit.modules)
+    result: nn.Module = memo[id(module)]
+    return result
+
+
+def _units_of(module: Any) -> list[Unit]:
+    """The unit that a sharded module is of, which may have no bucket, and those whose parameters it
+    holds."""
+    own = vars(module).get("_shardc_unit")
+    owners = [bucket.owner for bucket in module._shardc_buckets]
+    return owners if own is None else [own, *owners]
+
+
+def _forwards_copies(module: nn.Module) -> bool:
+    """Whether `copy` would take the `__deepcopy__` of the module inside for that of `module`.
+
+    torch's `checkpoint_wrapper` hands on every attribute that it lacks.
+    """
+    return hasattr(module, "__deepcopy__") and not hasattr(type(module), "__deepcopy__")
+
+
+def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
+    settings = replace(unit.settings)
+    modules = tuple(memo[id(m)] for m in unit.modules)
+    new = Unit(
+        modules,
+        tuple(_copy_bucket(bucket, settings, modules, memo) for bucket in unit.buckets),
+        unit.mesh,
+        unit.asked_reshard,
+        settings,
+        unit.device,
+        frozenset(copy.deepcopy(param, memo) for param in unit.ignored),
+        frozenset(copy.deepcopy(m, memo) for m in unit.skipped),
+        reduce_buffers=unit.reduce_buffers,
+        on_meta=unit.on_meta,
+    )
+    memo[id(unit)] = new
+    return new
+
+
+def _copy_bucket(
+    bucket: Bucket, settings: Settings, modules: tuple[nn.Module, ...], memo: dict[int, Any]
+) -> Bucket:
+    segment = bucket.segment.detach().clone()
+    if bucket.segment.is_pinned():
+        segment = segment.pin_memory()
+    new = Bucket(
+        bucket.layout, bucket.ranks, settings, segment, modules, bucket.device, bucket.placed
+    )
+    new.gather_group, new.reduce_group = bucket.gather_group, bucket.reduce_group
+    memo[id(bucket)] = new
+    for index, (param, flag) in enumerate(zip(bucket.params, bucket.trainable, strict=True)):
+        copied = new.make_param(index, param)
+        new.params.append(copied)
+        memo[id(param)], memo[id(param._slot)] = copied, copied._slot  # type: ignore[attr-defined]
+        if flag != new.trainable[index]:
+            new.set_trainable(index, flag)
+    return new

@@ -1,0 +1,52 @@
+"""Methods other than `forward` as ways into a sharded module: `encode`, `generate`, ..."""
+
+import functools
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardc.runtime.checks.checked import checked
+from shardc.runtime.checks.meta import require_values
+from shardc.runtime.eager.eager import begin_call, end_call
+from shardc.runtime.modules.modules import ShardedModule
+
+
+@checked
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have `module.method_name` read full parameters and convert inputs, as `forward` does.
+
+    FSDP2's function of that name; it does nothing for a module that is not sharded. The module's
+    own bucket is gathered while the method runs, inner units as they are called.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    function = getattr(type(module), method_name, None)
+    if not callable(function):
+        raise ValueError(
+            f"register_fsdp_forward_method: method_name must be that of a method, and "
+            f"{type(module).__name__} has no method '{method_name}'"
+        )
+    if not isinstance(module, ShardedModule):
+        return
+
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        unit = self._shardc_unit
+        if unit.on_meta:
+            require_values(self)
+        if unit.converts:
+            args, kwargs = unit.prepare_inputs(self, args, kwargs)
+        call = None if torch.compiler.is_compiling() else begin_call(self)
+        outputs, raised = None, True
+        try:
+            outputs = function(self, *args, **kwargs)
+            raised = False
+        finally:
+            if call is not None:
+                end_call(call, outputs, raised)
+        return unit.finish_outputs(self, outputs) if unit.converts else outputs
+
+    setattr(module, method_name, types.MethodType(method, module))

@@ -1,0 +1,340 @@
+"""Sharded modules: the same objects under a subclass whose parameters read through their bucket.
+
+A module that holds sharded parameters gets a cached subclass of its class with one property a
+parameter (never one class an instance: compiled code is shared by class). `_parameters`,
+`named_parameters()` and `state_dict()` stay as they were; only attribute access goes to the bucket.
+The methods overridden here are those that would otherwise detach a parameter from its segment
+without a word.
+"""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from shardc.runtime import compat
+from shardc.runtime.bucket.bucket import Bucket, SlotRef
+from shardc.runtime.bucket.unit import Unit
+from shardc.runtime.checks.meta import require_values
+from shardc.runtime.eager.eager import begin_call, end_call
+from shardc.runtime.modules.controls import Controls
+from shardc.runtime.modules.copying import copy_sharded
+from shardc.runtime.modules.summon import summon_full_params
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+
+_classes: dict[tuple[type, tuple[str, ...], type], type] = {}
+
+
+class ShardedParameters:
+    """Mixin of every module that holds sharded parameters of its own."""
+
+    _shardc_class: type[nn.Module]
+    _shardc_slots: dict[str, SlotRef]
+    _shardc_buckets: tuple[Bucket, ...]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Constructing the class again (slicing a Sequential does) gives the plain module."""
+        if not hasattr(cls, "_shardc_class"):
+            raise TypeError(f"{cls.__name__} has no constructor: fully_shard(module) makes one")
+        return cls._shardc_class(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # In one `try`, also while it is traced: a graph break inside then leaves all of this frame
+        # to Python, where the buckets are open.
+        call = None if torch.compiler.is_compiling() else begin_call(self)
+        outputs, raised = None, True
+        try:
+            outputs = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            raised = False
+            return outputs
+        finally:
+            if call is not None:
+                end_call(call, outputs, raised)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As `nn.Module.register_parameter`; over a sharded parameter, `param` is cut in place.
+
+        Raises:
+            NotImplementedError: None, a parameter that several modules share, or a sharded one
+                under a new name.
+            ValueError: `param` has another shape.
+            RuntimeError: inside a forward, or before the unit was materialised.
+        """
+        slot = self._shardc_slots.get(name)
+        if slot is not None and not slot.bucket.summoned:
+            if param is None:
+                _refuse_removing(self, name)
+            if param is slot.bucket.params[slot.index]:
+                return
+            _check_assigned(self, name, param)
+            if isinstance(param, ShardTensor):
+                with torch.no_grad():
+                    slot.bucket.params[slot.index].copy_(param)
+                return
+            slot.bucket.adopt(slot.index, param)
+            param = slot.bucket.params[slot.index]
+        elif slot is None and hasattr(param, "_slot"):  # `prune` would, and fail half-way
+            raise NotImplementedError(
+                f"'{param._slot.name}' is sharded and cannot be registered in "  # type: ignore[union-attr]
+                f"{self._shardc_class.__name__} as '{name}' too: prune, tie or reparametrize "
+                "before fully_shard"
+            )
+        super().register_parameter(name, param)  # type: ignore[misc]
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """As `nn.Module.get_parameter`: what `parameters()` gives, whatever a read gives now."""
+        path, _, name = target.rpartition(".")
+        module: Any = self.get_submodule(path)  # type: ignore[attr-defined]
+        if name in vars(module).get("_shardc_slots", ()):
+            return module._parameters[name]
+        return super().get_parameter(target)  # type: ignore[misc]
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._shardc_slots:
+            _refuse_removing(self, name)
+        super().__delattr__(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy_sharded(self, memo)  # type: ignore[arg-type]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"a sharded {self._shardc_class.__name__} cannot be pickled: save its state_dict() "
+            "with torch.distributed.checkpoint"
+        )
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise NotImplementedError(
+            f"torch.jit.script cannot compile a sharded {self._shardc_class.__name__}: script an "
+            "unsharded copy with the values of get_model_state_dict, or use torch.compile"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        return apply_to_segments(self, fn, recurse)  # type: ignore[arg-type]
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        """As `nn.Module.to_empty`; on part of a unit, its bucket is taken along if it is on meta.
+
+        A bucket that is on `device` already stays as it is there, so that a function may call this
+        on each module of a unit in turn.
+        """
+        return apply_to_segments(
+            self,  # type: ignore[arg-type]
+            lambda tensor: torch.empty_like(tensor, device=device),
+            recurse,
+            emptied_on=torch.device(device),
+        )
+
+
+def _refuse_removing(module: Any, name: str) -> NoReturn:
+    raise NotImplementedError(
+        f"'{name}' of {module._shardc_class.__name__} is sharded and cannot be removed; remove it "
+        "before fully_shard"
+    )
+
+
+def _check_weight_norm(module: nn.Module, name: str) -> None:
+    if name in vars(module).get("_shardc_slots", ()):
+        _refuse_removing(module, name)
+
+
+compat.check_weight_norm(_check_weight_norm)
+
+
+def _refuse_exporting(module: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"torch.export cannot export a sharded {module._shardc_class.__name__}, whose values are "
+        "on all ranks: export an unsharded copy with the values of get_model_state_dict"
+    )
+
+
+def _check_assigned(module: Any, name: str, param: nn.Parameter) -> None:
+    slot = module._shardc_slots[name]
+    bucket, old = slot.bucket, slot.bucket.params[slot.index]
+    label = f"'{name}' of {module._shardc_class.__name__}"
+    if param.shape != old.shape:
+        raise ValueError(
+            f"{label} has shape {tuple(old.shape)} and is sharded; it cannot become a parameter of "
+            f"shape {tuple(param.shape)}"
+        )
+    if bucket.gathered.depth or torch.compiler.is_compiling():
+        raise RuntimeError(f"{label} is sharded and cannot be assigned inside a forward")
+    if bucket.segment.is_meta or param.is_meta:
+        raise RuntimeError(
+            f"{label} is sharded and cannot be assigned on the meta device: call "
+            "model.to_empty(device=...) first"
+        )
+    tied = {
+        (holder, attribute)
+        for root in bucket.unit_modules
+        for holder in root.modules()
+        for attribute, other in vars(holder).get("_shardc_slots", {}).items()
+        if other.bucket is bucket and other.index == slot.index
+    }
+    if len(tied) > 1:
+        raise NotImplementedError(
+            f"{label} is sharded and shared by {len(tied)} modules; assigning one would part them. "
+            "Write its values in place: param.copy_(full_tensor)"
+        )
+
+
+def make_unit(unit: "Unit") -> None:
+    """Make `unit.modules` sharded modules, and give properties to all that hold sharded parameters.
+
+    Units inside become inner ones: what they left to the compiler is settled anew.
+    """
+    for root in unit.modules:
+        compat.mark_as_sharded(root)
+        for name, module in root.named_modules():
+            _install_properties(module, unit if module in unit.modules else None)
+            inner = vars(module).get("_shardc_unit", unit)
+            if inner is not unit:
+                inner.settle(is_root=False)
+                if module is inner.modules[0]:
+                    inner.name = name
+    unit.name = type(unit.modules[0]).__name__
+    unit.settle(is_root=True)
+    unit.note_meta()
+
+
+def _install_properties(module: nn.Module, unit: "Unit | None") -> None:
+    slots = {
+        name: param._slot
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False)
+        if hasattr(param, "_slot")
+    }
+    if unit is None and not slots:
+        return
+    own = unit or vars(module).get("_shardc_unit")
+    buckets = [slot.bucket for slot in slots.values()]
+    state = vars(module)
+    state["_shardc_slots"] = slots
+    state["_shardc_buckets"] = tuple(dict.fromkeys([*(own.buckets if own else ()), *buckets]))
+    if own is not None:
+        state["_shardc_unit"] = own
+    mixin = ShardedModule if own is not None else ShardedParameters
+    original = getattr(type(module), "_shardc_class", type(module))
+    module.__class__ = _subclass(original, tuple(slots), mixin)
+
+
+def _subclass(cls: type, names: tuple[str, ...], mixin: type) -> type:
+    key = (cls, names, mixin)
+    if key not in _classes:
+        body: dict[str, Any] = {name: _parameter(name) for name in names}
+        if issubclass(cls, nn.RNNBase):
+            body |= compat.rnn_attributes()
+        # The original's name, too: transformers looks up by it what a model records, and saves it.
+        for attribute in ("__module__", "__qualname__", "__doc__"):
+            body[attribute] = getattr(cls, attribute)
+        body["_shardc_class"] = cls
+        _classes[key] = type(cls.__name__, (mixin, cls), body)
+    return _classes[key]
+
+
+def _parameter(name: str) -> property:
+    def read(self: ShardedParameters) -> Tensor:
+        slot = self._shardc_slots[name]
+        if torch.compiler.is_exporting():
+            _refuse_exporting(self)
+        if not torch.compiler.is_compiling():
+            own = slot.bucket.params[slot.index]
+            held = self._parameters.get(name, own)  # type: ignore[attr-defined]
+            if held is not own:  # `functional_call` swapped it in
+                return held
+        return slot.value()
+
+    return property(compat.inline_only(read))
+
+
+class ShardedModule(Controls, ShardedParameters):
+    """Mixin of every module that `fully_shard` was called on."""
+
+    _shardc_unit: Unit
+    _compiled_call_impl: Callable[..., Any] | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit = self._shardc_unit
+        if unit.on_meta:
+            require_values(self)
+        if not unit.converts:
+            return super().__call__(*args, **kwargs)
+        args, kwargs = unit.prepare_inputs(self, args, kwargs)  # type: ignore[arg-type]
+        return unit.finish_outputs(self, super().__call__(*args, **kwargs))  # type: ignore[arg-type]
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As `nn.Module.compile`; a container of torch (`nn.Sequential`) becomes one graph, too.
+
+        Raises:
+            TypeError, ValueError: options that the backend (`shardc`) does not take.
+        """
+        compat.check_backend_options(kwargs.get("backend"), kwargs.get("options"))
+        call = compat.in_own_frame(self._call_impl, self.forward)  # type: ignore[attr-defined]
+        self._compiled_call_impl = torch.compile(call, *args, **kwargs)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """As `nn.Module.apply`; `fn` sees full parameters, of one unit at a time.
+
+        Every rank must call it, and draw the same random numbers. On the meta device `fn` sees
+        shards.
+        """
+        if any(bucket.segment.is_meta for bucket in self._shardc_unit.buckets):
+            return super().apply(fn)  # type: ignore[misc]
+        with summon_full_params(self, recurse=False):  # type: ignore[arg-type]
+            return super().apply(fn)  # type: ignore[misc]
+
+
+# -- .to(), .double(), .to_empty() ---------------------------------------------------------------
+
+_applied: set[Bucket] | None = None
+_emptied_on: torch.device | None = None
+
+
+def apply_to_segments(
+    module: nn.Module,
+    fn: Callable[[Tensor], Tensor],
+    recurse: bool,
+    emptied_on: torch.device | None = None,
+) -> Any:
+    """`module._apply(fn)` where segments take the place of the parameters that view them.
+
+    Raises:
+        NotImplementedError: `module` is only a part of a unit; its bucket has one dtype and device.
+    """
+    global _applied, _emptied_on
+    outermost = _applied is None
+    if outermost:
+        _applied, _emptied_on = set(), emptied_on
+    try:
+        _apply_to_buckets(module, fn, recurse)
+        with compat.without_parameters(module, module._shardc_slots):  # type: ignore[arg-type]
+            super(ShardedParameters, module)._apply(fn, recurse)  # type: ignore[misc]
+    finally:
+        if outermost:
+            _applied = _emptied_on = None
+    if outermost:
+        for unit in {m._shardc_unit for m in module.modules() if isinstance(m, ShardedModule)}:
+            unit.note_meta()
+    return module
+
+
+def _apply_to_buckets(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
+    assert _applied is not None
+    inside = set(module.modules()) if recurse else {module}
+    buckets = dict.fromkeys(
+        bucket for m in inside if isinstance(m, ShardedParameters) for bucket in m._shardc_buckets
+    )
+    todo = [bucket for bucket in buckets if bucket not in _applied]
+    is_part = not recurse and any(True for _ in module.children())
+    for bucket in [b for b in todo if is_part or not b.unit_modules & inside]:
+        where = bucket.segment.device
+        if _emptied_on is not None and torch.empty(0, device=_emptied_on).device == where:
+            todo.remove(bucket)
+        elif _emptied_on is None or not bucket.segment.is_meta:
+            raise NotImplementedError(
+                f"{module._shardc_class.__name__} is part of a sharded unit whose parameters "  # type: ignore[union-attr]
+                "share one dtype and device: convert the unit's module instead"
+            )
+    for bucket in todo:
+        _applied.add(bucket)
+        bucket.apply(fn)

@@ -1,0 +1,251 @@
+"""Full parameters on demand: inside `summon_full_params` a model holds ordinary parameters.
+
+A bucket is gathered in the parameters' own dtype, whatever the precision policy says, and each
+parameter is replaced by an ordinary one, a view of the gathered bucket, in every module that holds
+it. What such a module reads, also in a forward, is then what is registered there. Compiled
+functions run uncompiled meanwhile, because their code gathers for itself. At the end every rank
+keeps its part of what is registered by then; no communication is needed for that.
+
+The semantics and the refusals are those of FSDP1's `summon_full_params`
+(torch/distributed/fsdp/_unshard_param_utils.py).
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardc.runtime import compat
+from shardc.runtime.bucket.bucket import Bucket
+from shardc.runtime.bucket.unit import Unit
+from shardc.runtime.checks.checked import checked
+from shardc.runtime.comm import collectives
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+
+
+@checked
+@contextlib.contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Inside, the sharded units in `module` hold their full parameters, as ordinary ones.
+
+    Every rank must enter it. Forwards inside use these values. After an exception the model is
+    sharded again as after a normal end, and what was written is treated alike.
+
+    Args:
+        module: a sharded module, or one that contains some.
+        recurse: also units inside; else only `module` itself, if it is one.
+        writeback: keep what was written to the parameters (each rank its part), or assigned to
+            the modules; False drops it.
+        rank0_only: only the first rank of the mesh gets full parameters, the others keep shards.
+        offload_to_cpu: the full parameters are on the CPU.
+        with_grads: also the gradients, and what is written to them is kept with `writeback`.
+
+    Raises:
+        NotImplementedError: `writeback` with `rank0_only`, `with_grads` with `offload_to_cpu`,
+            `offload_to_cpu` of replicated parameters.
+        RuntimeError: inside a forward, a backward, or another `summon_full_params`.
+        ValueError: parameters on the meta device; at the end, an assigned one of another shape.
+    """
+    units = _units_in(module, recurse)
+    _check_arguments(units, writeback, rank0_only, offload_to_cpu, with_grads)
+    for unit in units:
+        check_idle(unit)
+    with contextlib.ExitStack() as stack:
+        for unit in units:
+            if rank0_only and not _is_first(unit):
+                for bucket in unit.buckets:
+                    _take_part(bucket, with_grads)
+            else:
+                unit.summoned = True
+                stack.callback(setattr, unit, "summoned", False)
+                for bucket in unit.buckets:
+                    device = torch.device("cpu") if offload_to_cpu else unit.device
+                    stack.enter_context(
+                        _summoned_bucket(bucket, module, device, writeback, with_grads)
+                    )
+        if units:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+def check_idle(unit: Unit) -> None:
+    """Raise RuntimeError where the parameters of `unit` are in use, ValueError where on meta."""
+    name = type(unit.modules[0]).__name__
+    if torch.compiler.is_compiling() or any(bucket.gathered.depth for bucket in unit.buckets):
+        raise RuntimeError(f"full parameters of {name} cannot be summoned inside its forward")
+    if compat.in_backward():
+        raise RuntimeError(f"full parameters of {name} cannot be summoned inside a backward")
+    for bucket in unit.buckets:
+        if bucket.summoned:
+            raise RuntimeError(f"full parameters of {name} are summoned already")
+        if bucket.segment.is_meta:
+            raise ValueError(
+                f"{bucket} is on the meta device: call to_empty(device=...) and initialise it first"
+            )
+
+
+def _units_in(module: nn.Module, recurse: bool) -> list[Unit]:
+    inside = module.modules() if recurse else [module]
+    return list(dict.fromkeys(vars(m)["_shardc_unit"] for m in inside if "_shardc_unit" in vars(m)))
+
+
+def _check_arguments(
+    units: list[Unit], writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+) -> None:
+    if writeback and rank0_only:
+        raise NotImplementedError(
+            "writeback=True with rank0_only=True: the other ranks have no full parameters to take "
+            "their part of; give writeback=False"
+        )
+    if with_grads and offload_to_cpu:
+        raise NotImplementedError(
+            "with_grads=True with offload_to_cpu=True: a gradient must be where its parameter is "
+            "trained; leave one of them out"
+        )
+    copies = [unit for unit in units if any(b.layout.world_size == 1 for b in unit.buckets)]
+    if offload_to_cpu and copies:
+        raise NotImplementedError(
+            f"offload_to_cpu=True with replicated parameters ({type(copies[0].modules[0]).__name__}"
+            "): they are whole on every rank as they are"
+        )
+    if offload_to_cpu and not rank0_only:
+        warnings.warn(
+            "summon_full_params(offload_to_cpu=True, rank0_only=False) has every rank of a machine "
+            "hold all parameters in its memory; add rank0_only=True, writeback=False",
+            stacklevel=4,
+        )
+
+
+def _is_first(unit: Unit) -> bool:
+    return int(unit.mesh.mesh.flatten()[0]) == dist.get_rank()
+
+
+# -- one bucket ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Where a module holds a parameter of the bucket."""
+
+    owner: nn.Module
+    name: str
+    index: int
+
+
+@contextlib.contextmanager
+def _summoned_bucket(
+    bucket: Bucket, module: nn.Module, device: torch.device, writeback: bool, with_grads: bool
+) -> Iterator[None]:
+    with torch.no_grad():
+        values = _gather(bucket, bucket.segment.detach(), device)
+        grads = _gather_gradients(bucket) if with_grads else [None] * len(values)
+    full = [
+        _ordinary(value, grad, param)
+        for value, grad, param in zip(values, grads, bucket.params, strict=True)
+    ]
+    holders = _holders(bucket, module)
+    for held in holders:
+        held.owner._parameters[held.name] = full[held.index]
+    bucket.summoned = True
+    try:
+        yield
+    finally:
+        bucket.summoned = False
+        found = [(held, held.owner._parameters.get(held.name)) for held in reversed(holders)]
+        for held in holders:
+            held.owner._parameters[held.name] = bucket.params[held.index]
+        if writeback:
+            _write_back(bucket, found, full, with_grads)
+
+
+def _take_part(bucket: Bucket, with_grads: bool) -> None:
+    """Take part in gathering what other ranks want."""
+    with torch.no_grad():
+        _gather(bucket, bucket.segment.detach(), bucket.device)
+        if with_grads:
+            _gather_gradients(bucket)
+
+
+def _gather(bucket: Bucket, segment: Tensor, device: torch.device) -> list[Tensor]:
+    """`segment: (S,)`, of the parameters or of gradients, as full tensors of their own shapes."""
+    layout, ranks = bucket.layout, bucket.ranks
+    flat = collectives.all_gather(segment.to(bucket.device), ranks.world_size, ranks.shard)
+    flat = flat.to(device)
+    views = [flat[s.start : s.start + s.numel].view(s.shape) for s in layout.slots]
+    return [
+        view if placed is None else placed.wrap(view)
+        for view, placed in zip(views, bucket.placed, strict=True)
+    ]
+
+
+def _gather_gradients(bucket: Bucket) -> list[Tensor | None]:
+    """Full gradients; a rank without one, where others have it, counts as zero."""
+    have = torch.tensor([param.grad is not None for param in bucket.params], dtype=torch.int32)
+    have = have.to(bucket.device)
+    group = bucket.ranks.shard
+    some = collectives.all_reduce(have, "max", group).tolist()
+    if not any(some):
+        return [None] * len(some)
+    flat = torch.zeros_like(bucket.segment)
+    for index, param in enumerate(bucket.params):
+        if isinstance(param.grad, ShardTensor):
+            bucket.view(index, flat).to_local().copy_(param.grad.to_local())
+    grads = _gather(bucket, flat, bucket.device)
+    return [grad if flag else None for grad, flag in zip(grads, some, strict=True)]
+
+
+def _ordinary(value: Tensor, grad: Tensor | None, like: nn.Parameter) -> nn.Parameter:
+    """A parameter with the attributes and flags of the sharded one `like`."""
+    param = nn.Parameter(value, like.requires_grad)
+    own = {"_local", "_spec", "_slot"}
+    param.__dict__.update({k: v for k, v in like.__dict__.items() if k not in own})
+    param.grad = grad
+    return param
+
+
+def _holders(bucket: Bucket, module: nn.Module) -> list[_Held]:
+    """Every place in `module` that holds a parameter of the bucket."""
+    return [
+        _Held(owner, name, slot.index)
+        for owner in module.modules()
+        for name, slot in vars(owner).get("_shardc_slots", {}).items()
+        if slot.bucket is bucket
+    ]
+
+
+@torch.no_grad()
+def _write_back(
+    bucket: Bucket,
+    found: list[tuple[_Held, Any]],
+    full: list[nn.Parameter],
+    with_grads: bool,
+) -> None:
+    """Keep this rank's part of what is registered now."""
+    now = dict(enumerate(full))
+    now |= {held.index: value for held, value in found if value is not full[held.index]}
+    for index, value in now.items():
+        name, param = bucket.layout.slots[index].name, bucket.params[index]
+        if not isinstance(value, Tensor) or value.shape != param.shape:
+            what = tuple(value.shape) if isinstance(value, Tensor) else value
+            raise ValueError(
+                f"parameter '{name}' of shape {tuple(param.shape)} was {what} when "
+                "summon_full_params ended: its shape cannot change, and it cannot be removed"
+            )
+    for index, value in now.items():
+        param = bucket.params[index]
+        param.copy_(value.detach())
+        if with_grads:
+            grad = value.grad
+            param.grad = None if grad is None else bucket.cut(index, grad)

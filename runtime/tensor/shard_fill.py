@@ -1,0 +1,103 @@
+"""Filling a ShardTensor in place: initialisers, random methods, assignment to parts.
+
+What draws or computes whole values runs on a temporary full tensor, of which this rank keeps its
+interval. That costs the memory of one full parameter for a moment, and gives exactly the values,
+and the generator state, of the unsharded run.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.runtime.tensor.shard_operands import bump, cut, empty_full, refuse
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+
+RANDOM: tuple[str, ...] = (
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_",
+    "uniform_",
+)  # fmt: skip
+RANDOM_LIKE: tuple[str, ...] = ("rand_like", "randint_like", "randn_like")
+
+
+def draw_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
+    """`tensor.normal_()` and its like."""
+    target = args[0]
+    if not isinstance(target, ShardTensor) or any(isinstance(x, ShardTensor) for x in args[1:]):
+        refuse(func)
+    _store(target, func(empty_full(target), *args[1:], **kwargs))
+    return target
+
+
+def draw_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
+    """`torch.randn_like` and its like."""
+    like: ShardTensor = args[0]
+    if not isinstance(like, ShardTensor) or "out" in kwargs:
+        refuse(func)
+    full = func(empty_full(like), *args[1:], **kwargs)
+    return ShardTensor(cut(full, like).clone(), like.shape, like._spec)
+
+
+def fill_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
+    """An op on plain tensors that only writes to `out` (`torch.eye`)."""
+    target = kwargs["out"]
+    others = [*args, *(value for key, value in kwargs.items() if key != "out")]
+    inputs = [x for item in others for x in (item if isinstance(item, (list, tuple)) else [item])]
+    if not isinstance(target, ShardTensor) or any(isinstance(x, ShardTensor) for x in inputs):
+        refuse(func)
+    full = func(*args, **{**kwargs, "out": empty_full(target)})
+    if full.shape != target.shape:
+        refuse(func, f"its result has shape {tuple(full.shape)}, `out` has {tuple(target.shape)}")
+    _store(target, full)
+    return target
+
+
+def set_items(target: ShardTensor, index: Any, value: Any) -> None:
+    """`target[index] = value` without communication: what is written is known on every rank.
+
+    Memory and time go by the number of elements that `index` selects, not by those of `target`.
+    """
+    if isinstance(value, ShardTensor):
+        raise NotImplementedError("assigning a ShardTensor to a part of another is not supported")
+    if isinstance(index, ShardTensor):  # a mask, as Rprop makes it
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise NotImplementedError("only one value can be assigned where a sharded mask is set")
+        target.masked_fill_(index, value)
+    elif type(index) is int or (isinstance(index, slice) and index.step in (None, 1)):
+        rows = target[index]
+        rows.copy_(torch.as_tensor(value, dtype=rows.dtype, device=rows.device).expand(rows.shape))
+    else:
+        _scatter(target, index, value)
+
+
+def _scatter(target: ShardTensor, index: Any, value: Any) -> None:
+    if torch.is_grad_enabled() and target.requires_grad:
+        raise RuntimeError("assigning to parts of a parameter needs torch.no_grad()")
+    if target._spec.tp is not None:
+        raise NotImplementedError(
+            "assigning to parts of a parameter that is also cut by tensor parallelism is not "
+            "supported: param.copy_(full_tensor) writes all of it"
+        )
+    flat = _flat_positions(target.shape, index)
+    start, stop = target._spec.interval()
+    held = (flat >= start) & (flat < stop)
+    values = torch.as_tensor(value, dtype=target.dtype, device=flat.device)
+    if values.dim() > flat.dim():  # leading ones are dropped, as indexing does
+        values = values.reshape(values.shape[values.dim() - flat.dim() :])
+    target._local[flat[held] - start] = values.expand(flat.shape)[held].to(target.device)
+    bump([target._local])
+
+
+def _flat_positions(shape: torch.Size, index: Any) -> Tensor:
+    """Where in the flattened tensor the elements of `tensor[index]` lie, in that shape."""
+    positions, stride = torch.zeros((), dtype=torch.int64), 1
+    for dim in reversed(range(len(shape))):
+        along = torch.arange(shape[dim]).view(-1, *[1] * (len(shape) - dim - 1)).expand(shape)
+        positions = positions + along[index] * stride  # expanded: holds shape[dim] elements
+        stride *= shape[dim]
+    return positions
+
+
+def _store(target: ShardTensor, full: Tensor) -> None:
+    target._local.copy_(cut(full, target))
+    bump([target._local])

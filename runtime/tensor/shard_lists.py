@@ -1,0 +1,95 @@
+"""List ops on ShardTensors: `_foreach_*` and the fused optimizers.
+
+Entry i of every list belongs together and is cut as the first sharded one among them; entries may
+be plain (ignored parameters, step counters) or sharded.
+"""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+from torch import Tensor
+
+from shardc.runtime.comm.collectives import all_reduce
+from shardc.runtime.tensor.shard_operands import (
+    PLAIN_TARGET,
+    bump,
+    local_part,
+    refuse,
+    wrap,
+    written_operands,
+)
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+
+_FUSED = {"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"}
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+_NOT_ELEMENTWISE = {"_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_powsum"}
+
+Refs = list[ShardTensor | None]
+
+
+def is_list_op(func: Any, name: str) -> bool:
+    """Whether `func` works on lists, entry by entry and elementwise."""
+    if name.startswith("_foreach_"):
+        return name not in _NOT_ELEMENTWISE and "out" not in func._overloadname
+    return name in _FUSED or name == _UNSCALE
+
+
+def run_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` on the local parts of its lists' entries."""
+    like = _first_shards(args)
+    if any(isinstance(arg, ShardTensor) for arg in (*args, *kwargs.values())):
+        refuse(func, "a list cannot be combined with one sharded tensor")
+    written: list[Tensor] = []
+    for index in written_operands(func):
+        assert isinstance(index, int)
+        if isinstance(args[index], (list, tuple)):
+            _note_written(func, args[index], like, written)
+    parts = [_parts(func, arg, like) if _is_list(arg) else arg for arg in args]
+    result = func(*parts, **kwargs)
+    bump(written)
+    if func._schema.name == f"aten::{_UNSCALE}":
+        _agree_on_found_inf(args[1], like)
+    if result is None:
+        return None
+    return [
+        out if ref is None else wrap(func, out, ref) for out, ref in zip(result, like, strict=True)
+    ]
+
+
+def _is_list(arg: Any) -> bool:
+    return isinstance(arg, (list, tuple)) and len(arg) > 0 and isinstance(arg[0], Tensor)
+
+
+def _first_shards(args: Sequence[Any]) -> Refs:
+    """For every index, the first ShardTensor at it in any of the lists."""
+    lists = [arg for arg in args if _is_list(arg)]
+    if all(isinstance(item, ShardTensor) for item in lists[0]):
+        return list(lists[0])
+    return [
+        next((item for item in items if isinstance(item, ShardTensor)), None)
+        for items in zip_longest(*lists)
+    ]
+
+
+def _parts(func: Any, items: Sequence[Tensor], like: Refs) -> list[Tensor]:
+    return [
+        item if ref is None else ref._local if item is ref else local_part(func, item, ref)
+        for item, ref in zip(items, like, strict=True)
+    ]
+
+
+def _note_written(func: Any, items: Sequence[Tensor], like: Refs, written: list[Tensor]) -> None:
+    for item, ref in zip(items, like, strict=False):  # an empty list: a state that is not used
+        if ref is None:
+            continue
+        if isinstance(item, ShardTensor):
+            written.append(item._local)
+        elif func._schema.name != "aten::_fused_adagrad_" or item.dim():  # its steps are "written"
+            refuse(func, PLAIN_TARGET)
+
+
+def _agree_on_found_inf(found: Tensor, like: Refs) -> None:
+    """One rank's non-finite gradient makes all skip the step."""
+    for group in dict.fromkeys(g for ref in like if ref is not None for g in ref._spec.groups):
+        found.copy_(all_reduce(found, "max", group))

@@ -1,0 +1,95 @@
+"""Reductions that clipping, GradScaler and initialisers need: local, then one all-reduce.
+
+Norms are accumulated in fp32 at least, and combined across ranks in fp64, where p-th powers fit.
+A list's norms take one all-reduce for each process group, however many tensors there are.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.runtime.comm.collectives import all_reduce
+from shardc.runtime.tensor.shard_operands import refuse
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+
+aten = torch.ops.aten
+
+
+def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """`linalg_vector_norm` and `norm` over all elements."""
+    tensor, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    if any(args[2:4]) or kwargs.get("dim") or kwargs.get("keepdim") or "out" in kwargs:
+        refuse(func, "only the norm over all elements is known")
+    return _norms([tensor], 2 if order is None else order, kwargs.get("dtype"))[0]
+
+
+def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The norms of a list; plain entries count as they are."""
+    if "out" in kwargs:
+        refuse(func)
+    tensors, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    return _norms(tensors, order, args[2] if len(args) > 2 else kwargs.get("dtype"))
+
+
+def any_or_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """`any()` and `all()` over all elements: a 0-dim bool, equal on all ranks."""
+    if len(args) > 1 or kwargs:
+        refuse(func, "only over all elements")
+    tensor: ShardTensor = args[0]
+    op = "max" if func._schema.name == "aten::any" else "min"
+    value = func(tensor._local).to(torch.int32)
+    for group in tensor._spec.groups:
+        value = all_reduce(value, op, group)
+    return value.bool()
+
+
+def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
+    """The p-norms of full tensors, 0-dim each."""
+    order = float(order)
+    wide = [torch.promote_types(dtype or t.dtype, torch.float32) for t in tensors]
+    parts = [t._local if isinstance(t, ShardTensor) else t for t in tensors]
+    values = _shares(parts, order, wide)
+    groups_of = [t._spec.groups if isinstance(t, ShardTensor) else () for t in tensors]
+    for group in dict.fromkeys(group for groups in groups_of for group in groups):
+        combined = _combine(values, order, group)
+        mine = [group in groups for groups in groups_of]
+        if not all(mine):
+            combined = torch.where(torch.tensor(mine, device=values.device), combined, values)
+        values = combined
+    if not math.isinf(order) and order != 0:
+        values = values ** (1 / order)
+    return [value.to(d.to_real()) for value, d in zip(values.unbind(), wide, strict=True)]
+
+
+def _shares(parts: Sequence[Tensor], order: float, wide: Sequence[torch.dtype]) -> Tensor:
+    """What each part gives to its norm: an extremum, a count, or a sum of p-th powers, in fp64."""
+    empty = torch.full(
+        (), math.inf if order < 0 else 0.0, dtype=torch.float64, device=parts[0].device
+    )
+    norms = [empty] * len(parts)
+    for dtype in dict.fromkeys(wide):
+        chosen = [i for i, part in enumerate(parts) if part.numel() and wide[i] == dtype]
+        if chosen:
+            own = aten._foreach_norm.Scalar([parts[i] for i in chosen], order, dtype)
+            for index, norm in zip(chosen, torch.stack(own).double().unbind(), strict=True):
+                norms[index] = norm
+    values = torch.stack(norms)
+    return values if math.isinf(order) or order == 0 else values**order
+
+
+def _combine(values: Tensor, order: float, group: str) -> Tensor:
+    """Over ranks: a sum, or for infinite orders an extremum that keeps NaN.
+
+    A backend's maximum may drop NaN on some ranks and not on others, which would then clip
+    differently; it goes along as a flag.
+    """
+    if not math.isinf(order):
+        return all_reduce(values, "sum", group)
+    sign = 1.0 if order > 0 else -1.0
+    flags = values.isnan()
+    sent = torch.cat([(sign * values).masked_fill(flags, -math.inf), flags.double()])
+    extremum, flagged = all_reduce(sent, "max", group).chunk(2)
+    return (sign * extremum).masked_fill(flagged > 0, math.nan)

@@ -1,0 +1,201 @@
+"""What each op does on ShardTensors: one table, a few rules, and a refusal for the rest.
+
+Elementwise ops (`torch.Tag.pointwise`) run on the local parts, list ops (`shard_lists`) too; norms
+and `any` are finished by one all-reduce (`shard_norms`); what fills a tensor in place is run on a
+temporary full one, of which the interval is kept (`shard_fill`). Views of consecutive elements are
+the same interval under another shape, or a part of it.
+
+An op is looked up once and remembered: an optimizer step makes hundreds of these calls.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.runtime.tensor import shard_fill, shard_lists, shard_norms
+from shardc.runtime.tensor.shard_operands import (
+    PLAIN_TARGET,
+    bump,
+    local_part,
+    refuse,
+    view_local,
+    wrap,
+    written_operands,
+)
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+
+aten = torch.ops.aten
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+_ELEMENTWISE = {
+    "_to_copy", "copy_", "empty_like", "fill", "fill_", "full_like", "masked_fill", "masked_fill_",
+    "ones_like", "threshold_", "zero_", "zeros_like", "_pin_memory",
+}  # fmt: skip
+"""Elementwise ops without the tag. Neither has `eq_` and its like: those go by the tag of `eq`."""
+_VIEWS = {
+    "_unsafe_view", "expand", "permute", "reshape", "select", "slice", "split", "split_with_sizes",
+    "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
+}  # fmt: skip
+_NEW = {"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"}
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` as `ShardTensor.__torch_dispatch__` is asked to.
+
+    Raises:
+        NotImplementedError: the op, or this mix of operands, has no meaning on parts.
+    """
+    return rule_of(func)(func, args, kwargs)
+
+
+@cache
+def rule_of(func: Any) -> Rule:
+    """The function that runs `func`; one that raises where there is none."""
+    if not hasattr(func, "_schema"):  # a higher-order op
+        return _refuse
+    name = func._schema.name.removeprefix("aten::")
+    if name in _TABLE:
+        return _TABLE[name]
+    if shard_lists.is_list_op(func, name):
+        return shard_lists.run_lists
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return shard_fill.fill_out if "out" in written_operands(func) else _refuse
+    if name in _ELEMENTWISE or _is_pointwise(func, name):
+        return run_elementwise
+    if "out" in written_operands(func):
+        return shard_fill.fill_out
+    return _refuse
+
+
+def _is_pointwise(func: Any, name: str) -> bool:
+    """Whether `func` is tagged so, or is the in-place form of an op that is."""
+    if not all(str(result.type) == "Tensor" for result in func._schema.returns):
+        return False  # aten.equal is tagged pointwise, and gives a bool
+    if torch.Tag.pointwise in func.tags:
+        return True
+    functional = getattr(getattr(aten, name.removesuffix("_"), None), func._overloadname, None)
+    return functional is not None and torch.Tag.pointwise in functional.tags
+
+
+def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    refuse(func)
+
+
+def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` on the local parts; what it writes to must be sharded."""
+    like = args[0] if args else None
+    if not isinstance(like, ShardTensor):
+        like = next((x for x in (*args, *kwargs.values()) if isinstance(x, ShardTensor)), None)
+        if like is None:
+            refuse(func)
+    written = [args[key] if isinstance(key, int) else kwargs[key] for key in written_operands(func)]
+    for target in written:
+        if not isinstance(target, ShardTensor):
+            refuse(func, PLAIN_TARGET)
+    parts = [local_part(func, x, like) if isinstance(x, Tensor) else x for x in args]
+    named = {
+        key: local_part(func, x, like) if isinstance(x, Tensor) else x
+        for key, x in kwargs.items()
+        if key != "memory_format"  # of the full shape; the local part is 1-D
+    }
+    result = func(*parts, **named)
+    if written:
+        bump([target._local for target in written])
+        return written[0] if len(written) == 1 else tuple(written)
+    if isinstance(result, Tensor):
+        return wrap(func, result, like)
+    return tuple(wrap(func, part, like) for part in result)
+
+
+# -- views and new tensors ------------------------------------------------------------------------
+
+
+def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
+    source: ShardTensor = args[0]
+    return ShardTensor(source._local, source.shape, source._spec)
+
+
+def _detach_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
+    return args[0]  # autograd has done it
+
+
+def _ask_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(args[0]._local, *args[1:], **kwargs)
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Views of consecutive elements: a part of the interval, under the view's shape.
+
+    Any view of a tensor without data tells which elements it takes: `p[3]`, `p[2:5]`, `p.view(-1)`
+    and the pieces of `p.chunk(3)` are contiguous, a transposed matrix is not.
+    """
+    source: ShardTensor = args[0]
+    if func is aten.view.dtype:
+        refuse(func)
+    views = func(torch.empty(source.shape, device="meta"), *args[1:], **kwargs)
+    if isinstance(views, Tensor):
+        return _interval_of(func, source, views)
+    return [_interval_of(func, source, view) for view in views]
+
+
+def _interval_of(func: Any, source: ShardTensor, view: Tensor) -> ShardTensor:
+    if not view.is_contiguous():
+        refuse(func, "it takes elements that are not consecutive")
+    if view.numel() == source.numel():
+        if view.shape != source.shape:
+            _refuse_placed(func, source)
+        return ShardTensor(source._local, view.shape, source._spec)
+    _refuse_placed(func, source)
+    spec = source._spec.narrowed(int(view.storage_offset()) if view.numel() else 0, view.numel())
+    start, stop = spec.interval()
+    held, _ = source._spec.interval()
+    first = spec.offset - source._spec.offset + start - held if stop > start else 0
+    part = view_local(source._local, lambda local: local[first : first + stop - start])
+    return ShardTensor(part, view.shape, spec)
+
+
+def _refuse_placed(func: Any, source: ShardTensor) -> None:
+    if source._spec.tp is not None:
+        refuse(func, "it is also cut by tensor parallelism, so its parts have another shape")
+
+
+def _view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
+    source: ShardTensor = args[0]
+    _refuse_placed(func, source)
+    part = view_local(source._local, lambda local: torch.view_as_real(local).view(-1))
+    return ShardTensor(part, (*source.shape, 2), source._spec.doubled())
+
+
+def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """`new_*`: sharded alike for the same shape, plain otherwise.
+
+    `p.new_empty(p.shape)` is plain too: `orthogonal_` draws into it and needs the whole value.
+    With a device it is sharded: `dcp.async_save` makes its copies so.
+    """
+    source, size = args[0], tuple(args[1])
+    local = source._local
+    if func is aten.new_empty_strided.default:
+        func, args = aten.new_empty.default, args[:2]
+    if size != source.shape or (func is aten.new_empty.default and "device" not in kwargs):
+        plain: Tensor = func(local, size, *args[2:], **kwargs)
+        return plain
+    return ShardTensor(func(local, [local.numel()], *args[2:], **kwargs), size, source._spec)
+
+
+_TABLE: dict[str, Rule] = {
+    "alias": _detach,
+    "detach": _detach,
+    "detach_": _detach_in_place,
+    "is_pinned": _ask_local,
+    "view_as_real": _view_as_real,
+    **dict.fromkeys(_VIEWS, _view),
+    **dict.fromkeys(_NEW, _new),
+    **dict.fromkeys(shard_fill.RANDOM, shard_fill.draw_in_place),
+    **dict.fromkeys(shard_fill.RANDOM_LIKE, shard_fill.draw_like),
+    **dict.fromkeys(("linalg_vector_norm", "norm"), shard_norms.norm),
+    **dict.fromkeys(("any", "all"), shard_norms.any_or_all),
+    "_foreach_norm": shard_norms.foreach_norm,
+}

@@ -1,0 +1,322 @@
+"""The torch.compile backend: from a captured graph to something that runs.
+
+The stages and their passes are listed in `passes.pipeline`; between stages ranks agree on what they
+read and on what they send. Forward and backward graphs are finished inside `inner_compile`, so also
+where Inductor's graph cache hits; then Inductor lowers them, or the eager executor runs them.
+"""
+
+import functools
+import json
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from shardc.backend.graph_plan import Plan, agree_within, buckets_by_input, number_units
+from shardc.backend.options import Options
+from shardc.backend.regional import buckets_of_the_runtime, giving, with_taken
+from shardc.backend.repro import copy_graph, write_repro
+from shardc.passes import pipeline
+from shardc.passes.context import PassContext, moved_by, our_collectives
+from shardc.passes.dump import dump_code
+from shardc.passes.insert_unshard import slots_read
+from shardc.passes.runner import name_of, run_passes
+from shardc.passes.take_gathered import taken_by
+from shardc.passes.verify import check_collectives, collective_sequence
+from shardc.runtime import compat
+from shardc.runtime.bucket.bucket import Bucket, bucket_of
+from shardc.runtime.comm.collectives import naming_failures
+from shardc.runtime.comm.progress import label_of, progress
+from shardc.runtime.eager.accumulate import flush_when_done
+from shardc.runtime.eager.executor import eager_executor, shapes_only
+
+log = logging.getLogger("shardc")
+
+
+def shardc_backend(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph; what `torch.compile(model, backend="shardc")` calls.
+
+    Raises:
+        ValueError: an unknown option.
+        RuntimeError: ranks disagree on the collectives, or the forward updates a parameter.
+    """
+    return compile_graph(gm, example_inputs, Options.parse(options), mode)
+
+
+shardc_backend.check_options = Options.parse  # type: ignore[attr-defined]
+
+
+def compile_graph(
+    gm: GraphModule, example_inputs: Sequence[Any], parsed: Options, mode: str | None = None
+) -> Callable[..., Any]:
+    """The same with options that are checked already."""
+    _say_compile()
+    _warn_if_nothing_is_sharded()
+    buckets = buckets_by_input(gm)
+    numbers = number_units(buckets)
+    names = {place: (bucket.label, numbers[bucket.owner]) for place, bucket in buckets.items()}
+    outside = buckets_of_the_runtime(gm, buckets)
+    gm = run_passes(gm, PassContext("dynamo", names, outside), pipeline.DYNAMO_PASSES)
+    slots, taken = slots_read(gm), taken_by(gm)
+    plan = Plan(parsed, {place: buckets[place] for place in slots}, slots, numbers)
+    reads = _agree_on_reads(plan)
+    inputs = with_taken(example_inputs, taken)
+    if parsed.executor == "eager":
+        compiled = _compile_eager(gm, inputs, plan)
+    else:
+        compiled = _compile_inductor(gm, inputs, plan, mode)
+    if plan.joint is not None:
+        slots_of = plan.joint.slots_of
+        reads = [replace(read, slots=slots_of(read.position, read.slots)) for read in reads]
+    return _noting_used_slots(giving(compiled, taken), reads)
+
+
+# -- lowering ------------------------------------------------------------------------------------
+
+
+def _compile_inductor(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    plan: Plan,
+    mode: str | None,
+) -> Callable[..., Any]:
+    patches = compat.mode_options(mode) | plan.options.inductor | compat.order_settings()
+    patches[compat.JOINT_PASS] = compat.joint_pass(
+        plan.finish_joint,
+        repr([name_of(step) for step in pipeline.JOINT_PASSES]),
+        patches.get(compat.JOINT_PASS),
+    )
+
+    def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        ctx = plan.context("backward" if kwargs.get("is_backward") else "forward")
+        graph = _finish_graph(graph, ctx, plan)
+        if not plan.options.lower:
+            return shapes_only(graph)
+        original = copy_graph(graph)
+        try:
+            compiled = _lower(graph, inputs, ctx, plan, kwargs)
+        except compat.InductorError as error:
+            where = write_repro(original, ctx.stem, kwargs, error)
+            if not plan.options.fallback:
+                error.args = (f"{error}\n\n{where}", *error.args[1:])
+                raise
+            _warn_fallback(ctx.phase, error, where)
+            return _naming(graph)(eager_executor(graph))
+        dump_code(compiled, ctx.stem)
+        return compat.wrap_compiled(compiled, _naming(graph, bool(kwargs.get("cudagraphs"))))
+
+    return compat.compile_fx(gm, example_inputs, inner_compile, patches)
+
+
+def _lower(
+    graph: GraphModule,
+    inputs: Sequence[Any],
+    ctx: PassContext,
+    plan: Plan,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Inductor on a graph, folded where it repeats and Inductor takes it so."""
+    check = functools.partial(check_collectives, collective_sequence(graph))
+    if plan.options.fold and compat.takes_nested_graphs(kwargs):
+        folded = run_passes(graph, ctx, pipeline.FOLD_PASSES, done=len(pipeline.GRAPH_PASSES))
+        if folded is not graph:
+            try:
+                return compat.compile_fx_inner(folded, inputs, label_of, check, **kwargs)
+            except compat.InductorError as error:
+                where = write_repro(copy_graph(graph), f"{ctx.stem}_folded", kwargs, error, True)
+                said = "Inductor could not compile a folded %s graph: %s (%s)"
+                log.warning(said, ctx.phase, error, where)
+    return compat.compile_fx_inner(graph, inputs, label_of, check, **kwargs)
+
+
+def _compile_eager(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    plan: Plan,
+) -> Callable[..., Any]:
+    def compile_phase(phase: str) -> Callable[[GraphModule, Sequence[Any]], Any]:
+        def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> Any:
+            graph = _finish_graph(graph, plan.context(phase), plan)
+            if not plan.options.lower:
+                return shapes_only(graph)
+            return _naming(graph)(eager_executor(graph))
+
+        return compile_graph
+
+    def partition(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        return compat.min_cut_partition(plan.finish_joint(graph), *args, **kwargs)
+
+    return compat.compile_aot(
+        gm, example_inputs, compile_phase("forward"), compile_phase("backward"), partition
+    )
+
+
+def _naming(
+    gm: GraphModule, replayed: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Have what runs `gm` say what is missing where a collective fails."""
+    groups = _groups(gm)
+    return lambda call: naming_failures(call, groups, replayed) if groups else call
+
+
+def _finish_graph(gm: GraphModule, ctx: PassContext, plan: Plan) -> GraphModule:
+    """What every forward and backward graph goes through before it is lowered."""
+    gm = run_passes(gm, ctx, pipeline.GRAPH_PASSES)
+    _agree_on_collectives(gm, ctx.phase, plan.options)
+    plan.record(gm, ctx)
+    return gm
+
+
+# -- agreement -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A graph's reading of one bucket: which input is its segment, and which slots it reads.
+
+    `elsewhere` are slots that only other ranks read: their gradient is zero here, not None.
+    `label` is the name of the bucket it was compiled for.
+    """
+
+    position: int
+    label: str
+    slots: frozenset[int]
+    elsewhere: frozenset[int]
+
+
+def _agree_on_reads(plan: Plan) -> list[_Read]:
+    """All ranks read the same buckets, in the same order; slots may differ and are united."""
+    by_group: dict[str, list[tuple[int, Bucket, frozenset[int]]]] = {}
+    for position, bucket in plan.buckets.items():
+        read = (position, bucket, plan.slots[position])
+        by_group.setdefault(bucket.ranks.everyone, []).append(read)
+    reads = []
+    for group, members in by_group.items():
+        facts = [str(bucket) for _, bucket, _ in members]
+        note = json.dumps([sorted(slots) for *_, slots in members])
+        notes = agree_within(group, "the buckets that a graph reads", facts, plan.options, note)
+        for index, (position, bucket, slots) in enumerate(members):
+            union = frozenset(slot for other in notes for slot in json.loads(other)[index])
+            reads.append(_Read(position, bucket.label, slots, union - slots))
+    return reads
+
+
+def _agree_on_collectives(gm: GraphModule, phase: str, options: Options) -> None:
+    for group in _groups(gm):
+        agree_within(group, f"the collectives of a {phase} graph", collective_sequence(gm), options)
+
+
+def _groups(gm: GraphModule) -> list[str]:
+    """The process groups over which `gm` communicates."""
+    specs = [moved.spec for node in our_collectives(gm) for moved in moved_by(node)]
+    return list(dict.fromkeys(spec.everyone or spec.group for spec in specs))
+
+
+# -- what runs around a compiled graph -----------------------------------------------------------
+
+
+def _noting_used_slots(compiled: Callable[..., Any], reads: list[_Read]) -> Callable[..., Any]:
+    """Have the backward of each call tell the buckets which parameters it differentiates."""
+    if not reads:
+        return compiled
+
+    def run(*args: Any) -> Any:
+        buckets = [(bucket_of(args[read.position]), read) for read in reads]
+        names = _other_names(buckets)
+        progress.next_names = names
+        updates = [bucket.updates() for bucket, _ in buckets]
+        for read_from, _ in buckets:
+            read_from.owner.await_updates()
+            read_from.gathered.renew()
+            read_from.gathered.note_graph()
+        outputs = compiled(*args)
+        if torch.is_grad_enabled():
+            nodes = {out.grad_fn for out in outputs if isinstance(out, Tensor)}
+            lent = [read_from.gradients.lend() for read_from, _ in buckets]
+            begin = functools.partial(_begin_backward, [], names, buckets, updates, lent)
+            for node in nodes:
+                if node is not None:
+                    node.register_prehook(begin)
+        return outputs
+
+    return run
+
+
+@torch.compiler.disable  # compiled autograd would trace it
+def _begin_backward(
+    begun: list[bool],
+    names: dict[str, str],
+    buckets: list[tuple[Bucket, _Read]],
+    updates: list[int],
+    lent: list[tuple[Tensor | None, Tensor | None]],
+    grads: Any,
+) -> None:
+    """A node that gave a graph's outputs is about to be differentiated; only the first counts.
+
+    Args:
+        begun: not empty once the backward has begun.
+        names, buckets, updates, lent: what the graph's forward read, by how it was then.
+        grads: of the node's outputs.
+    """
+    if begun:
+        return
+    begun.append(True)
+    compat.when_backward_ends(begun.clear)
+    flush_when_done()
+    progress.next_names = names
+    for (bucket, read), before, taken in zip(buckets, updates, lent, strict=True):
+        bucket.gradients.begin_backward(taken)
+        if bucket.updates() != before:  # a backward that saved the segment must fail
+            torch.autograd.graph.increment_version(bucket.segment)
+        bucket.gradients.note_used(read.slots, read.elsewhere)
+
+
+def _other_names(buckets: list[tuple[Bucket, _Read]]) -> dict[str, str]:
+    """Where equal blocks run one compiled graph: the names of its buckets by those in its code."""
+    labels = [(read.label, bucket.label) for bucket, read in buckets]
+    return {} if all(old == new for old, new in labels) else dict(labels)
+
+
+def _warn_fallback(phase: str, error: Exception, where: str) -> None:
+    reason = f"{' '.join(str(error).split())[:500]} ({where})"
+    log.warning("Inductor could not compile a %s graph: %s", phase, reason)
+    if _FALLBACK not in _warned:
+        _warned.add(_FALLBACK)
+        warnings.warn(
+            f"Inductor could not compile a {phase} graph; it runs op by op instead: {reason}",
+            stacklevel=2,
+        )
+
+
+_FALLBACK, _NOTHING_SHARDED = "fallback", "nothing sharded"
+_warned: set[str] = set()
+
+
+def _warn_if_nothing_is_sharded() -> None:
+    if not Bucket.made and _NOTHING_SHARDED not in _warned:
+        _warned.add(_NOTHING_SHARDED)
+        warnings.warn(
+            "backend='shardc' compiles a model with nothing sharded, as Inductor would: call "
+            "fully_shard on it first",
+            stacklevel=2,
+        )
+
+
+def _say_compile() -> None:
+    """Log that Dynamo hands over a graph, and whether it did before."""
+    known = compat.compile_id()
+    if known is not None:
+        frame, before = known
+        again = f"compiled {before} times before; TORCH_LOGS=recompiles says why"
+        log.debug("compiling frame %d (%s)", frame, again if before else "its first graph")

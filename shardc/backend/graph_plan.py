@@ -1,0 +1,277 @@
+"""What the graphs of one Dynamo graph share: the contexts of their passes, and what was decided.
+
+Ranks agree here on what the passes ask to be the same everywhere.
+"""
+
+import functools
+import itertools
+import json
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+from torch.fx import GraphModule
+
+from shardc.backend.options import Options
+from shardc.passes import pipeline
+from shardc.passes.budget import choose_kept
+from shardc.passes.context import (
+    Budget,
+    Kept,
+    PassContext,
+    ScheduleOptions,
+    is_collective,
+    is_wait,
+    kind_of,
+)
+from shardc.passes.hardware import Profile, as_profile, budget_bytes, current_profile
+from shardc.passes.memory import Liveness, measure_liveness
+from shardc.passes.runner import run_passes
+from shardc.passes.used_slots import Differentiated, differentiated
+from shardc.passes.verify import collective_sequence
+from shardc.runtime import compat
+from shardc.runtime.bucket.bucket import Bucket, bucket_of
+from shardc.runtime.bucket.bucket_spec import is_elsewhere
+from shardc.runtime.bucket.unit import Unit
+from shardc.runtime.comm.agreement import agree
+
+_numbers = itertools.count()
+
+
+class Plan:
+    """What the graphs of one Dynamo graph share.
+
+    Options, the bucket by input and which of its slots are read; once the joint graph is finished,
+    what was decided and found there (`kept`, `joint`). What depends on buckets is read when the
+    plan is made: compiled code outlives them, and equal ones run it, for which its backward may yet
+    have to be compiled.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        buckets: dict[int, Bucket],
+        slots: Mapping[int, frozenset[int]],
+        numbers: Mapping[Unit | None, int],
+    ) -> None:
+        self.options = options
+        self.slots = slots
+        self.number = next(_numbers)
+        self.kept = Kept()
+        self.joint: Differentiated | None = None
+        self._saved = frozenset[str]()  # names of gathered buckets that the forward saves
+        self.references = {position: weakref.ref(bucket) for position, bucket in buckets.items()}
+        self.static_bytes = _static_bytes(buckets.values(), options)
+        first = next(iter(buckets.values()), None)
+        self._everyone = "" if first is None else first.ranks.everyone
+        self._device = "cpu" if first is None else first.device.type
+        self.labels = {position: bucket.label for position, bucket in buckets.items()}
+        self._open = frozenset(
+            position
+            for position, bucket in buckets.items()
+            if bucket.owner is not None and bucket.owner.asked_reshard is None
+        )
+        self._in_place = _reduces_in_place(buckets.values())
+        self._schedule = self._schedule_options(numbers)
+
+    def context(self, phase: str) -> PassContext:
+        """The context of the passes over a graph of that phase."""
+        results = None if self.joint is None else self.joint.results
+        if not self.references or not self.options.schedule:
+            return PassContext(phase, results=results)
+        everyone = self._everyone
+        return PassContext(
+            phase,
+            results=results,
+            budget=self._budget(),
+            open_positions=self._open,
+            kept=self.kept,
+            agree_on_count=functools.partial(_agree_on_count, everyone, self.options),
+            options=self._schedule,
+            agree_on_seconds=functools.partial(_agree_on_seconds, everyone, self.options, phase),
+        )
+
+    def finish_joint(self, gm: GraphModule) -> GraphModule:
+        """Decide what stays gathered, and run the passes over the joint graph."""
+        ctx = self.context("joint")
+        self.kept, self.joint = choose_kept(gm, ctx), differentiated(gm)
+        return run_passes(gm, replace(ctx, kept=self.kept), pipeline.JOINT_PASSES)
+
+    @property
+    def buckets(self) -> dict[int, Bucket]:
+        """Those that still exist, by input."""
+        found = {position: reference() for position, reference in self.references.items()}
+        return {position: bucket for position, bucket in found.items() if bucket is not None}
+
+    @property
+    def profile(self) -> Profile:
+        """The hardware to plan for."""
+        given = self.options.profile
+        return current_profile(self._device) if given is None else as_profile(given)
+
+    def _budget(self) -> Budget | None:
+        options = self.options
+        if options.memory_budget is None:
+            return None
+        return Budget(
+            nbytes=budget_bytes(options.memory_budget, self.profile),
+            static=self.static_bytes,
+            fused=options.executor == "inductor",
+            clones=not self._in_place,
+        )
+
+    def _schedule_options(self, numbers: Mapping[Unit | None, int]) -> ScheduleOptions:
+        options = self.options
+        units = {unit: number for unit, number in numbers.items() if unit is not None}
+        buffers = [unit.reduce_buffers for unit in units if unit.reduce_buffers]
+        return ScheduleOptions(
+            profile=self.profile,
+            prefetch=None if isinstance(options.prefetch, str) else options.prefetch,
+            backward_prefetch=options.backward_prefetch or "none",
+            forward_hints={n: _numbers_of(u.forward_prefetch, units) for u, n in units.items()},
+            backward_hints={n: _numbers_of(u.backward_prefetch, units) for u, n in units.items()},
+            reduce_buffers=min(buffers, default=None),
+            fused=options.executor == "inductor",
+            coalesce=self._in_place if options.coalesce is None else options.coalesce,
+        )
+
+    def record(self, gm: GraphModule, ctx: PassContext) -> None:
+        """Keep in `graph_plans` what was decided for a graph, and tell the `listeners`."""
+        liveness = measure_liveness(
+            gm,
+            owns_inputs=ctx.phase == "backward",
+            fused=self.options.executor == "inductor",
+            clones=not self._in_place,
+            gathered=self._saved,
+        )
+        if ctx.phase == "forward":
+            self._saved = liveness.kept
+        order = [kind_of(node) for node in gm.graph.nodes if is_collective(node) or is_wait(node)]
+        plan = GraphPlan(
+            ctx.phase,
+            self.static_bytes,
+            liveness,
+            collective_sequence(gm),
+            order,
+            self.number,
+            tuple(self.references.values()),
+            tuple(self.slots[position] for position in self.references),
+            self.profile,
+            self.options,
+        )
+        graph_plans.append(plan)
+        for tell in listeners:
+            tell(gm, ctx, self, plan)
+
+
+def number_units(buckets: Mapping[int, Bucket]) -> dict[Unit | None, int]:
+    """Numbers that are equal on all ranks: by their first bucket among the inputs of a graph."""
+    owners = dict.fromkeys(bucket.owner for bucket in buckets.values())
+    return {unit: number for number, unit in enumerate(owners)}
+
+
+def buckets_by_input(gm: GraphModule) -> dict[int, Bucket]:
+    """The buckets whose segments are inputs of a Dynamo graph."""
+    tensors = map(compat.real_input, gm.graph.find_nodes(op="placeholder"))
+    return {i: bucket_of(t) for i, t in enumerate(tensors) if hasattr(t, "shardc_bucket")}
+
+
+def _static_bytes(buckets: Collection[Bucket], options: Options) -> int:
+    """Bytes of segments and the optimizer's states on the device.
+
+    Gradients are what the backward gives.
+    """
+    states = 1 + options.optimizer_states
+    return sum(
+        int(bucket.segment.nbytes * (states if any(bucket.trainable) else 1))
+        for bucket in buckets
+        if not is_elsewhere(bucket)
+    )
+
+
+def _reduces_in_place(buckets: Collection[Bucket]) -> bool:
+    """Whether reductions are free of copies: gloo clones what it reduces."""
+    groups = {(bucket.group, bucket.device.type) for bucket in buckets}
+    return all(
+        compat.backend_for(compat.resolve_group(group), device) != "gloo"
+        for group, device in groups
+    )
+
+
+def _numbers_of(wanted: Iterable[Unit], numbers: Mapping[Unit, int]) -> tuple[int, ...]:
+    return tuple(numbers[unit] for unit in wanted if unit in numbers)
+
+
+@dataclass(frozen=True, eq=False)
+class GraphPlan:
+    """What was decided for one graph.
+
+    Attributes:
+        phase: "forward" or "backward".
+        static: bytes of segments and optimizer state.
+        liveness: what the graph itself holds after each node.
+        collectives: its collectives, in order.
+        order: the kinds of its collectives and waits, in order.
+        number: that of its `Plan`, equal for the graphs of one Dynamo graph.
+        buckets: those that the Dynamo graph reads.
+        slots: which slots of each.
+        profile, options: what it was planned with.
+    """
+
+    phase: str
+    static: int
+    liveness: Liveness
+    collectives: list[str]
+    order: list[str]
+    number: int
+    buckets: tuple[weakref.ref[Bucket], ...]
+    slots: tuple[frozenset[int], ...]
+    profile: Profile
+    options: Options
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the worst moment of the graph, everything counted."""
+        return self.static + self.liveness.peak
+
+
+graph_plans: deque[GraphPlan] = deque(maxlen=64)
+"""The plans of the graphs compiled last in this process, newest last."""
+
+listeners: list[Callable[[GraphModule, PassContext, Plan, GraphPlan], None]] = []
+"""Called with every graph that is finished, before it is lowered, and with what was decided."""
+
+
+# -- agreement -----------------------------------------------------------------------------------
+
+
+def _agree_on_seconds(
+    group: str, options: Options, phase: str, facts: list[str], seconds: list[float]
+) -> list[float]:
+    """The compute times that all ranks plan with: the slowest rank's, from the first compile on."""
+    what = f"the collectives of a {phase} graph, before they are scheduled"
+    notes = agree_within(group, what, facts, options, json.dumps(seconds), first_note_stands=True)
+    return [max(times) for times in zip(*map(json.loads, notes), strict=True)]
+
+
+def _agree_on_count(group: str, options: Options, facts: list[str], count: int) -> int:
+    """The smallest count of any rank, from the first compile on."""
+    what = "the buckets that may stay gathered"
+    notes = agree_within(group, what, facts, options, str(count), first_note_stands=True)
+    return min(int(note) for note in notes)
+
+
+def agree_within(
+    group: str,
+    what: str,
+    facts: list[str],
+    options: Options,
+    note: str = "",
+    first_note_stands: bool = False,
+) -> frozenset[str]:
+    """`agree` by a group's name, with the timeout of `options`."""
+    seconds = options.agreement_timeout
+    timeout = None if seconds is None else timedelta(seconds=seconds)
+    return agree(compat.resolve_group(group), what, facts, timeout, note, first_note_stands)

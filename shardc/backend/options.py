@@ -1,0 +1,108 @@
+"""What `torch.compile(..., backend="shardc", options={...})` takes, checked."""
+
+import difflib
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal
+
+from shardc.passes.hardware import Budget, Profile, as_profile, budget_bytes, current_profile
+from shardc.runtime import compat
+from shardc.runtime.checks.checked import Must, NotNegative, check_value, hints_of
+
+Seconds = Annotated[float, Must("a positive number of seconds", lambda s: 0 < s < math.inf)]
+Settings = Annotated[dict[str, Any], Must("a dict of settings of torch._inductor.config")]
+Units = Annotated[int, Must("a count of units", lambda count: count >= 0)]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `torch.compile(..., backend="shardc", options={...})` takes.
+
+    Attributes:
+        executor: "inductor", or "eager" to run the same graphs op by op.
+        fallback: run a graph that Inductor cannot compile in the eager executor, with a warning.
+        fold: whether Inductor compiles once what repeats from block to block.
+        inductor: settings of `torch._inductor.config` for this compile. Passes among them run
+            before those of shardc; what moves or merges collectives is refused.
+        schedule: False leaves collectives where they are used.
+        profile: the hardware to plan for, by name or as a `Profile`; default: what `calibrate` or
+            `set_profile` set, else the device's.
+        prefetch: "auto", or how many units ahead gathers start (0: none).
+        backward_prefetch: FSDP1's, for the backward: "auto", "pre", "post" or None.
+        coalesce: whether small collectives may travel in one message; default: where the backend
+            does not copy them for it (gloo does).
+        memory_budget: bytes a step may use on this device, segments, gradients and optimizer state
+            included: a count, a text such as "70GB" or "16GiB", or a fraction of the device's
+            memory. Units whose `reshard_after_forward` is None stay gathered where there is room.
+        optimizer_states: copies of the parameters that the optimizer keeps (2: Adam).
+        agreement_timeout: seconds ranks wait for each other when they compare their sequences of
+            collectives; default: the process group's timeout.
+        lower: False stops at the planned graphs, which then give fake tensors (`explain`); it is
+            not for users.
+    """
+
+    executor: Literal["inductor", "eager"] = "inductor"
+    fallback: bool = True
+    fold: bool = True
+    inductor: Settings = field(default_factory=dict)
+    schedule: bool = True
+    profile: Profile | str | None = None
+    prefetch: Literal["auto"] | Units = "auto"
+    backward_prefetch: Literal["auto", "pre", "post"] | None = "auto"
+    coalesce: bool | None = None
+    memory_budget: Budget | None = None
+    optimizer_states: NotNegative = 2.0
+    agreement_timeout: Seconds | None = None
+    lower: bool = True
+
+    @staticmethod
+    def parse(given: dict[str, Any] | None) -> "Options":
+        """Check a user's dict.
+
+        Raises:
+            ValueError: an option that is not known, or has no such choice.
+            TypeError: a value of another type.
+        """
+        check_value("options", given, dict | None)
+        given, hints = given or {}, hints_of(Options)
+        known = [f.name for f in fields(Options) if f.name != "lower"]
+        check_known(given, known, "shardc option")
+        for name, value in given.items():
+            check_value(f"option '{name}'", value, hints[name])
+        options = Options(**given)
+        if options.inductor:
+            settings = compat.inductor_settings()
+            check_known(options.inductor, settings, "setting of torch._inductor.config")
+            _check_order(options.inductor)
+        profile = as_profile(options.profile) if options.profile is not None else None
+        if options.memory_budget is not None:
+            if not options.schedule:
+                raise ValueError(
+                    f"memory_budget={options.memory_budget!r} needs schedule=True, not "
+                    f"{options.schedule!r}: the budget is kept by the schedule"
+                )
+            budget_bytes(options.memory_budget, profile or current_profile("cpu"))
+        return options
+
+
+def _check_order(inductor: dict[str, Any]) -> None:
+    """Raise ValueError where a setting of Inductor would undo the planned order of collectives."""
+    for name, value in compat.order_settings().items():
+        if inductor.get(name, value) != value:
+            raise ValueError(
+                f"options={{'inductor': {{'{name}': {inductor[name]!r}}}}} would have Inductor "
+                "move or merge the collectives that shardc has planned and that all ranks have "
+                f"agreed on: leave it at {value!r}. What shardc plans with are the options "
+                "'prefetch', 'coalesce' and 'profile'"
+            )
+
+
+def check_known(given: Iterable[Any], known: Collection[str], what: str) -> None:
+    """Raise ValueError for a name in `given` that is not `known`, with the closest one."""
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, 1)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            listed = f" (known: {', '.join(known)})" if len(known) < 20 else ""
+            raise ValueError(f"unknown {what} {name!r}{hint}{listed}")

@@ -1,0 +1,247 @@
+"""`explain`: what a sharded step would do and cost, on any number of ranks, without running it.
+
+The model is copied to fake tensors (shapes only), sharded over torch's fake process group, compiled
+like any other, and stopped before anything is lowered: the passes have planned every gather and
+reduction by then. So it needs no GPU, no peers, and memory for graphs only; and what it shows is
+what a real run would do, because the same code decides.
+
+Left out: what a kernel loses to its neighbours, the optimizer's own choices (a fused step is
+assumed), and allocators that fragment.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
+
+from shardc.backend.compile import compile_graph
+from shardc.backend.graph_plan import GraphPlan, graph_plans
+from shardc.backend.options import Options
+from shardc.passes.hardware import Profile, as_profile, planning_for
+from shardc.reports.formulas import token_formulas
+from shardc.reports.live import report_of
+from shardc.reports.report import Report
+from shardc.runtime import compat
+from shardc.runtime.checks.checked import Count, checked
+from shardc.runtime.eager.policy import map_tensors
+from shardc.sharding.shard import fully_shard
+from shardc.sharding.units import units_of
+
+MAX_WORLD = 16384
+
+
+@checked
+def explain(
+    model: nn.Module,
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    world_size: Count | None = None,
+    mesh: DeviceMesh | Sequence[int] | None = None,
+    profile: Profile | str = "h100-nvlink",
+    options: dict[str, Any] | None = None,
+    train: bool = True,
+    symbolic: bool = False,
+    progress: Callable[[str], object] = str,
+    **sharding: Any,
+) -> Report:
+    """What a step of `model` would do and cost on one of many ranks.
+
+    The model and its inputs are not changed, and need no values: build them under
+    `torch.device("meta")`. A model that is sharded already (over a fake process group) is taken as
+    it is. Forgets what `torch.compile` has compiled in this process.
+
+    Args:
+        model: what is given to `fully_shard` and `torch.compile`.
+        args, kwargs: example inputs of one rank's step; tensors may be on meta.
+        world_size: ranks to shard over (default 8), up to 16,384.
+        mesh: instead of it: sizes (replicate, shard) for HSDP, or a mesh over a fake process group.
+        profile: the hardware to plan for: a name (see `get_profile`) or a `Profile`.
+        options: as for `torch.compile(..., options=)`.
+        train: whether a backward follows; else the forward under `no_grad` only.
+        symbolic: compile a second time, with twice the batch (the first dim of every input), so
+            that `report.formulas` has what depends on the number of tokens.
+        progress: called with what is begun, in words.
+        sharding: other arguments of `fully_shard`: `units` (default "auto"), `mp_policy`, ...
+
+    Returns:
+        The report: print it, `to_dict()`, `compare(other)`, `save(path)`.
+
+    Raises:
+        ValueError: bad arguments, what `fully_shard` refuses, or a real process group.
+        RuntimeError: the model cannot be compiled; says why.
+    """
+    hardware = as_profile(profile)
+    parsed = replace(Options.parse({**(options or {}), "profile": hardware}), lower=False)
+    sizes = _sizes(model, world_size, mesh, sharding)
+    named = dict(kwargs or {})
+    with _fake_ranks(sizes) as made, planning_for(hardware):
+        progress("sharding")
+        sharded = _on_meta(model)
+        if not units_of(sharded):
+            given: Any = mesh if made is None else made
+            fully_shard(sharded, mesh=given, **{"units": "auto", **sharding})
+
+        def report_on(make: Callable[[Tensor], Tensor]) -> Report:
+            given, by_name = map_tensors(make, (args, named))
+            graphs, breaks = _compile(sharded, given, by_name, parsed, train, progress)
+            return report_of(sharded, graphs, hardware, parsed, _tokens([given, by_name]), breaks)
+
+        with compat.fake_tensors() as fake:
+            _give_fakes(sharded, fake)
+            report = report_on(fake)
+            if not symbolic:
+                return report
+            doubled = report_on(lambda tensor: torch.cat([fake(tensor)] * 2))
+        return replace(report, formulas={**report.formulas, **token_formulas(report, doubled)})
+
+
+# -- the ranks -----------------------------------------------------------------------------------
+
+
+def _sizes(
+    model: nn.Module,
+    world_size: int | None,
+    mesh: DeviceMesh | Sequence[int] | None,
+    sharding: Mapping[str, Any],
+) -> tuple[int, ...] | None:
+    """The sizes of the mesh to make; None where there is one. Raises ValueError."""
+    if compat.has_real_group():
+        raise ValueError(
+            "explain works without peers, and this process has a process group with some: call it "
+            "before init_process_group or in a process of its own, or use shardc.report(model) "
+            "after the first step"
+        )
+    sharded = bool(units_of(model))
+    if sharded and (world_size is not None or mesh is not None or sharding):
+        raise ValueError(
+            "the model is sharded already: leave out world_size, mesh and arguments of fully_shard"
+        )
+    if sharded or isinstance(mesh, DeviceMesh):
+        if not dist.is_initialized():
+            raise ValueError("a mesh needs its process group, which is gone")
+        if world_size is not None:
+            raise ValueError("give world_size or mesh, not both")
+        return None
+    if mesh is not None and world_size is not None:
+        raise ValueError("give world_size or mesh, not both")
+    sizes = tuple(mesh) if mesh is not None else (8 if world_size is None else world_size,)
+    whole = all(isinstance(size, int) and size >= 1 for size in sizes)
+    if not whole or len(sizes) not in (1, 2):
+        raise ValueError(
+            f"mesh must be sizes (shard,) or (replicate, shard) of at least 1, got {sizes}"
+        )
+    ranks = sizes[0] * sizes[-1] if len(sizes) == 2 else sizes[0]
+    if ranks > MAX_WORLD:
+        raise ValueError(f"at most {MAX_WORLD:,} ranks can be explained, got {ranks:,}")
+    if dist.is_initialized() and dist.get_world_size() != ranks:
+        raise ValueError(
+            f"this process has a fake process group of {dist.get_world_size()} ranks, and {ranks} "
+            "are asked for: destroy_process_group() first"
+        )
+    return sizes
+
+
+@contextmanager
+def _fake_ranks(sizes: tuple[int, ...] | None) -> Iterator[DeviceMesh | None]:
+    """A mesh of these sizes over a fake process group, which ends with the context."""
+    if sizes is None:
+        yield None
+        return
+    own = not dist.is_initialized()
+    if own:
+        ranks = sizes[0] * sizes[-1] if len(sizes) == 2 else sizes[0]
+        compat.join_fake_group(ranks)
+    try:
+        names = ("replicate", "shard")[-len(sizes) :]
+        yield init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    finally:
+        if own:
+            dist.destroy_process_group()
+
+
+# -- the model -----------------------------------------------------------------------------------
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """A copy of `model` whose parameters and buffers have no values; tied ones stay tied."""
+    if units_of(model):
+        return copy.deepcopy(model)
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        twin = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+        memo[id(param)] = twin
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def _give_fakes(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> None:
+    """Replace what the model holds by fake tensors: segments, what is not sharded, buffers."""
+    for unit in units_of(model).values():
+        for bucket in unit._shardc_unit.buckets:
+            bucket.apply(fake)
+        unit._shardc_unit.change(host_is_apart=True)
+    for module in model.modules():
+        for name, param in list(module._parameters.items()):
+            if param is not None and not hasattr(param, "_slot"):
+                setattr(module, name, nn.Parameter(fake(param.detach()), param.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, fake(buffer))
+
+
+def _compile(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    train: bool,
+    progress: Callable[[str], object],
+) -> tuple[list[GraphPlan], list[str]]:
+    """Compile a step under fake tensors: the plans of its graphs, and why it broke where it did.
+
+    Raises:
+        RuntimeError: nothing was compiled.
+    """
+
+    def backend(gm: GraphModule, inputs: Sequence[Any], **ignored: Any) -> Callable[..., Any]:
+        progress("planning")
+        return compile_graph(gm, inputs, options)
+
+    progress("tracing")
+    before = graph_plans[-1] if graph_plans else None
+    compat.forget_compiled()
+    try:
+        with compat.compiling_backward_at_once(), torch.set_grad_enabled(train):
+            model.train(train)
+            torch.compile(model, backend=backend)(*args, **kwargs)
+        breaks = compat.graph_break_reasons()
+    finally:
+        compat.forget_compiled()
+    plans = list(graph_plans)
+    start = next((i + 1 for i in reversed(range(len(plans))) if plans[i] is before), 0)
+    if not plans[start:]:
+        raise RuntimeError(
+            "nothing of the model was compiled: its forward cannot be traced at all, see "
+            "TORCH_LOGS=graph_breaks"
+        )
+    return plans[start:], breaks
+
+
+def _tokens(inputs: Any) -> int:
+    """Tokens of a step: elements of the first integer tensor, else rows of the first tensor."""
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+    for tensor in tensors:
+        if not tensor.is_floating_point():
+            return tensor.numel()
+    first = next(iter(tensors), None)
+    if first is None:
+        return 0
+    return first.numel() // first.shape[-1] if first.ndim > 1 else first.shape[0]

@@ -1,0 +1,93 @@
+"""What was decided for a graph, for people: a line for the log, tables for the dump."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from tabulate import tabulate
+from torch.fx import GraphModule
+
+from shardc.backend.graph_plan import GraphPlan, Plan, listeners
+from shardc.passes.context import PassContext
+from shardc.passes.dump import is_wanted, write_text
+from shardc.reports.assemble import bucket_row
+from shardc.reports.graph import GraphRows
+from shardc.reports.live import rows_of
+from shardc.reports.record import CollectiveRow
+from shardc.reports.text import bucket_table, collective_table
+from shardc.reports.words import format_bytes, format_seconds
+from shardc.runtime.comm.progress import in_short
+
+log = logging.getLogger("shardc")
+
+
+def _say_plan(gm: GraphModule, ctx: PassContext, plan: Plan, graph_plan: GraphPlan) -> None:
+    """Log what was decided for a finished graph, and dump it where that is asked for."""
+    if not (log.isEnabledFor(logging.INFO) or is_wanted()):
+        return
+    rows = rows_of(graph_plan)
+    line = summary(ctx, rows, graph_plan.peak)
+    log.info("%s", line)
+    for decision in decisions(ctx, rows.collectives, plan.labels):
+        log.debug("graph %d: %s", ctx.number, decision)
+    if is_wanted():
+        text = plan_text(ctx, plan, graph_plan)
+        write_text(f"{ctx.stem}_plan.txt", "buckets, schedule, memory", f"{line}\n\n{text}")
+
+
+listeners.append(_say_plan)
+
+
+def summary(ctx: PassContext, rows: GraphRows, peak: int) -> str:
+    """A graph in a line: what it sends, how long it is planned to take, its peak of memory."""
+    sent = rows.collectives
+    kinds = Counter(row.kind for row in sent)
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    nbytes = format_bytes(sum(row.nbytes for row in sent))
+    compute, wire = sum(op.seconds for op in rows.ops), sum(row.seconds for row in sent)
+    return (
+        f"{ctx.phase} graph {ctx.number}: {f'{counts}, {nbytes}' if sent else 'no collectives'}; "
+        f"planned {format_seconds(rows.seconds)}: compute {format_seconds(compute)}, exposed "
+        f"{format_seconds(max(0.0, rows.seconds - compute))} of {format_seconds(wire)} on the "
+        f"wire; peak {format_bytes(peak)}"
+    )
+
+
+def decisions(
+    ctx: PassContext, sent: Sequence[CollectiveRow], labels: Mapping[int, str]
+) -> Iterator[str]:
+    """What was decided, one thing a line: what stays gathered, what travels together and when."""
+    if ctx.budget is not None:
+        yield (
+            f"within {format_bytes(ctx.budget.nbytes)}: kept gathered: {_kept(ctx, labels)}; up to "
+            f"{ctx.kept.ahead} units are gathered ahead"
+        )
+    for row in sent:
+        merged = ", one message" if len(row.buckets) > 1 else ""
+        yield (
+            f"{row.kind} of {in_short(row.buckets)} ({format_bytes(row.nbytes)}{merged}) starts "
+            f"before {row.before}, and is waited for before {row.needed_by}"
+        )
+
+
+def plan_text(ctx: PassContext, plan: Plan, graph_plan: GraphPlan) -> str:
+    """The tables of a graph: its buckets, its schedule, its memory."""
+    buckets = bucket_table([bucket_row(bucket) for bucket in plan.buckets.values()], True)
+    schedule = collective_table(rows_of(graph_plan).collectives, True) or "no collectives"
+    liveness = graph_plan.liveness
+    rows = [
+        ["segments and optimizer state", format_bytes(graph_plan.static)],
+        ["inputs that the graph frees", format_bytes(liveness.inputs)],
+        [f"peak of the graph, at {liveness.peak_node}", format_bytes(liveness.peak)],
+        ["what it returns", format_bytes(liveness.outputs)],
+        ["peak with segments and optimizer state", format_bytes(graph_plan.peak)],
+    ]
+    memory = tabulate(rows, tablefmt="plain", disable_numparse=True)
+    if ctx.budget is not None:
+        buckets += f"\n\nkept gathered within the budget: {_kept(ctx, plan.labels)}"
+    return f"buckets\n\n{buckets}\n\nschedule\n\n{schedule}\n\nmemory\n\n{memory}\n"
+
+
+def _kept(ctx: PassContext, labels: Mapping[int, str]) -> str:
+    """The buckets that stay gathered until the backward because the budget has room."""
+    return ", ".join(labels[position] for position in sorted(ctx.kept.positions)) or "none"

@@ -1,0 +1,1 @@
+"""`fully_shard`: which modules become units, on which mesh, from which values."""

@@ -1,0 +1,294 @@
+"""What `fully_shard` refuses, and why: checks that only read, before anything is changed."""
+
+import gc
+import warnings
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from shardc.runtime import compat
+from shardc.runtime.checks.checked import Dtype, check_value, shown
+from shardc.runtime.modules.modules import ShardedModule
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.tensor.tensor_parallel import Spmd, unsupported
+
+
+def check_modules(module: Any) -> tuple[nn.Module, ...]:
+    """The modules of one unit. Raises where they are none, sharded already, or given twice."""
+    modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
+    if not modules:
+        raise ValueError(f"fully_shard: module must be a module or a list of some, got {module}")
+    for item in modules:
+        if not isinstance(item, nn.Module):
+            raise TypeError(
+                f"fully_shard: module must be a module or a list of modules, got {shown(item)}"
+            )
+        if isinstance(item, ShardedModule):
+            raise ValueError(
+                f"fully_shard was already called on this {item._shardc_class.__name__}; "
+                "call it once a module, inner modules first"
+            )
+        around = _unit_around(item)
+        if around is not None:
+            raise ValueError(
+                f"fully_shard was already called on the {type(around).__name__} around this "
+                f"{type(item).__name__}, whose parameters are in that unit: call it on inner "
+                "modules first, or once with units="
+            )
+    if len(set(modules)) != len(modules):
+        raise ValueError("fully_shard got the same module twice in one list")
+    return modules
+
+
+def _unit_around(module: nn.Module) -> nn.Module | None:
+    """The unit outside of `module` that has taken its parameters, where none is left to take."""
+    params = list(module.parameters())
+    if not all(isinstance(param, ShardTensor) for param in params):
+        return None
+    roots = {root for param in params for root in param._slot.bucket.unit_modules}  # type: ignore[attr-defined]
+    return next((root for root in roots if module in set(root.modules())), None)
+
+
+def check_placement(placement: Any) -> None:
+    """Raise NotImplementedError for a placement, which flat segments do not have."""
+    if placement is not None:
+        raise NotImplementedError(
+            f"shard_placement_fn={shown(placement)} is not supported: shardc shards flat segments, "
+            "which have no tensor dim to place; leave it out"
+        )
+
+
+def check_policies(mp: Any, offload: Any) -> None:
+    """Raise TypeError or ValueError for what is no policy."""
+    for policy, given, kind in (
+        ("mp_policy", mp, MixedPrecisionPolicy),
+        ("offload_policy", offload, OffloadPolicy),
+    ):
+        check_value(policy, given, kind)
+        for name, value in vars(given).items():
+            check_value(f"{policy}: {name}", value, Dtype | None if "dtype" in name else bool)
+
+
+def check_initialized(modules: tuple[nn.Module, ...]) -> None:
+    """Raise ValueError for the parameters of a lazy module."""
+    for root in modules:
+        for name, param in root.named_parameters():
+            if isinstance(param, nn.parameter.UninitializedParameter):
+                raise ValueError(
+                    f"parameter '{name}' of a lazy module is not initialized: run a forward first"
+                )
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """The parameters and modules below those given to `fully_shard` that stay as they are."""
+
+    params: frozenset[nn.Parameter]
+    modules: frozenset[nn.Module]
+
+
+def check_ignored(
+    modules: tuple[nn.Module, ...], ignored: Any, whole_model: bool = False
+) -> LeftAlone:
+    """What `ignored` says to leave alone (FSDP1's checks), and what is left to others anyway.
+
+    That is what an earlier call on an inner module ignored, and modules that DDP or torch's
+    `replicate` keeps equal by itself. Calls on one part of a model each are often given all that is
+    ignored in it, so strangers are an error only where `modules` are the `whole_model`.
+
+    Raises:
+        TypeError: `ignored` is not an iterable of parameters or of modules.
+        ValueError: it contains a sharded module, or one that is not in the model, or one of
+            `modules` itself is replicated.
+    """
+    params, skipped = _read_ignored(modules, ignored)
+    if whole_model:
+        _check_known(modules, params, skipped)
+    for module in (m for root in modules for m in root.modules()):
+        if isinstance(module, ShardedModule):
+            params |= module._shardc_unit.ignored
+            skipped |= module._shardc_unit.skipped
+        elif compat.is_replicated(module):
+            if module in modules:
+                raise ValueError(
+                    f"the {type(module).__name__} given to fully_shard is replicated by DDP or "
+                    "replicate() already: use one of the two"
+                )
+            skipped |= set(module.modules())
+            params |= set(module.parameters())
+    return LeftAlone(frozenset(params), frozenset(skipped))
+
+
+def _read_ignored(
+    modules: tuple[nn.Module, ...], ignored: Any
+) -> tuple[set[nn.Parameter], set[nn.Module]]:
+    """The parameters, and the modules, that `ignored` names."""
+    if ignored is None:
+        return set(), set()
+    if isinstance(ignored, (nn.Module, Tensor, str)) or not isinstance(ignored, Iterable):
+        raise TypeError(
+            f"ignored_params must be a list of parameters or of modules, got {shown(ignored)}"
+        )
+    items = list(ignored)
+    if all(isinstance(item, nn.Parameter) for item in items):
+        return set(items), set()
+    if not all(isinstance(item, nn.Module) for item in items):
+        kinds = sorted({type(item).__name__ for item in items})
+        raise TypeError(
+            f"ignored_params must be all parameters or all modules, got {kinds}: look names up by "
+            "model.get_parameter(name) or model.get_submodule(name)"
+        )
+    inside = {m for item in items for m in item.modules()}
+    for item in inside:
+        if isinstance(item, ShardedModule):
+            raise ValueError(
+                f"ignored_params contains {item._shardc_class.__name__}, which is sharded already"
+            )
+    for module in inside & set(modules):
+        warnings.warn(
+            f"ignored_params contains the {type(module).__name__} given to fully_shard: none of "
+            "its parameters will be sharded",
+            stacklevel=4,
+        )
+    return {param for item in inside for param in item.parameters(recurse=False)}, inside
+
+
+def _check_known(
+    modules: tuple[nn.Module, ...], params: Iterable[nn.Parameter], skipped: Iterable[nn.Module]
+) -> None:
+    inside = {m for root in modules for m in root.modules()}
+    held = {param for module in inside for param in module.parameters(recurse=False)}
+    for item in (*(m for m in skipped if m not in inside), *(p for p in params if p not in held)):
+        raise ValueError(
+            f"ignored_params contains {shown(item)} that is not in the "
+            f"{type(modules[0]).__name__} given to fully_shard: take it out"
+        )
+
+
+def check_model(
+    modules: tuple[nn.Module, ...],
+    params: list[nn.Parameter],
+    ranks: Sequence[int],
+    spmd: Spmd | None,
+) -> None:
+    """Raise where parameters cannot be cut over global `ranks`, or something else holds them."""
+    names = {p: n for root in modules for n, p in root.named_parameters(remove_duplicate=False)}
+    known = {
+        id(ref)
+        for root in modules
+        for m in root.modules()
+        for ref in compat.rnn_weight_references(m)
+    }
+    for param in params:
+        _check_parameter(names[param], param, ranks, spmd)
+        if _is_held(param, known) and _is_held_after_collection(param, known):
+            raise ValueError(
+                f"parameter '{names[param]}' is in use by an autograd graph, a weak reference or a "
+                "compiled function: shard before the model's first forward, or drop its outputs"
+            )
+    managed: dict[int, nn.Parameter] = {}
+    for param in params:
+        managed.setdefault(compat.storage_id(param) or -1, param)
+    for root in modules:
+        for prefix, module in root.named_modules():
+            for attribute, tensor, registered in _held_tensors(module):
+                _check_sole_owner(
+                    f"{prefix}.{attribute}".lstrip("."), tensor, registered, managed, names
+                )
+
+
+def _is_held(param: nn.Parameter, known: Collection[int]) -> bool:
+    """Whether a live graph leads to `param`, or a weak reference that is not `known` by id."""
+    foreign = [ref for ref in weakref.getweakrefs(param) if id(ref) not in known]
+    return bool(foreign) or compat.is_in_graph(param)
+
+
+def _is_held_after_collection(param: nn.Parameter, known: Collection[int]) -> bool:
+    """The same, but not by garbage: whether that was found yet is chance."""
+    gc.collect()
+    return _is_held(param, known)
+
+
+def _check_sole_owner(
+    name: str,
+    tensor: Tensor,
+    registered: bool,
+    managed: dict[int, nn.Parameter],
+    names: dict[nn.Parameter, str],
+) -> None:
+    storage = compat.storage_id(tensor)
+    param = managed.get(storage) if storage is not None else None
+    if param is None:
+        return
+    if param is not tensor:
+        raise ValueError(
+            f"'{name}' shares its storage with parameter '{names[param]}': sharding would part "
+            "them. Register one of them only, or clone it"
+        )
+    if not registered:
+        raise ValueError(
+            f"'{name}' keeps a reference to parameter '{names[param]}' outside the module's "
+            "parameters, which would not see gathered values: read it from its module instead"
+        )
+
+
+def _check_parameter(
+    name: str, param: nn.Parameter, ranks: Sequence[int], spmd: Spmd | None
+) -> None:
+    kind = type(param.data).__name__
+    if isinstance(param, DTensor):
+        why = unsupported(param, ranks, spmd)
+        if why is not None:
+            raise NotImplementedError(
+                f"parameter '{name}' is a {kind} and cannot be sharded: {why}"
+            )
+    elif type(param.data) is not Tensor:
+        gathers = any(hasattr(param, f"fsdp_{when}_all_gather") for when in ("pre", "post"))
+        extra = ", and calls no fsdp_pre_all_gather or fsdp_post_all_gather" if gathers else ""
+        raise NotImplementedError(
+            f"parameter '{name}' is a {kind}; shardc shards plain tensors and DTensors{extra}"
+        )
+    elif spmd is not None:
+        raise ValueError(
+            f"parameter '{name}' is a plain tensor; with dp_mesh_dims all must be DTensors on the "
+            "whole mesh: use torch.distributed.tensor.distribute_module"
+        )
+    if param.layout != torch.strided:
+        raise NotImplementedError(
+            f"parameter '{name}' has the layout {param.layout}; shardc shards torch.strided ones: "
+            "name it in ignored_params"
+        )
+    if not param.is_contiguous():
+        raise NotImplementedError(
+            f"parameter '{name}' is not contiguous (stride {tuple(param.stride())}); make it so: "
+            "param.data = param.data.contiguous()"
+        )
+
+
+def _held_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor, bool]]:
+    """(name, tensor, whether registered): parameters, buffers, tensors in plain attributes."""
+    for name, param in module.named_parameters(recurse=False):
+        yield name, param, True
+    for name, buffer in module.named_buffers(recurse=False):
+        yield name, buffer, True
+    if isinstance(module, nn.RNNBase):  # keeps `_flat_weights`, which gets a property of its own
+        return
+    for name, value in vars(module).items():
+        if name not in ("_parameters", "_buffers"):
+            yield from ((name, tensor, False) for tensor in _tensors_in(value, set()))
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """The tensors in `value`, also in containers within containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict, set)) and id(value) not in seen:
+        seen.add(id(value))
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(entry, seen)

@@ -1,0 +1,220 @@
+"""Values for a model that was built on the meta device, of which each rank only makes its part.
+
+Sharding comes first: it costs nothing on meta. Then segments and buffers get memory, and each
+module initialises itself. A random initialiser draws one full parameter at a time, of which the
+rank keeps its interval, so with equal seeds all ranks together hold, bit by bit, what one process
+would have made, and none ever holds more than its part of the model and one full parameter.
+
+The order is FSDP1's: breadth first, parents before children, so a child's own initialiser has the
+last word. Models whose parents adjust what children drew (transformers' GPT-2) have a function of
+their own that knows the order: call that after `model.to_empty(device=...)`.
+"""
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc.runtime import compat
+from shardc.runtime.bucket.bucket import Bucket
+from shardc.runtime.bucket.unit import Unit
+from shardc.runtime.checks.checked import Must, check_value
+from shardc.runtime.comm.agreement import agree, decline
+from shardc.runtime.modules.modules import ShardedModule
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+
+InitFn = Annotated[
+    Callable[[nn.Module], Any],
+    Must("a function (it is given each module that owns meta parameters)"),
+]
+
+
+def materialize(
+    model: nn.Module,
+    device: torch.device | str | None = None,
+    init_fn: InitFn | None = None,
+) -> nn.Module:
+    """Allocate and initialise what is on the meta device in `model`, sharded or not.
+
+    Each module that owns meta parameters or buffers is initialised once, parents first, under
+    `torch.no_grad()`. Others, and what `fully_shard` was told to ignore, are left alone. Tied
+    parameters stay tied; a module that owns nothing but what a module before it initialised is
+    passed over.
+
+    Args:
+        model: usually what was given to `fully_shard`; every rank of its mesh calls this, with the
+            same random seed. On a model that is not sharded it gives the values whole.
+        device: where to; None: what the model was sharded for (with CPU offload, the host).
+        init_fn: called with each of those modules; None: its `reset_parameters()`.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: `model` is no module, or `init_fn` cannot be called.
+        ValueError: modules without `reset_parameters`, by name; nothing has changed then.
+        RuntimeError: ranks differ in what is on meta or, with copies of the model (HSDP), in the
+            state of their random generators; or an initialiser failed: it names the module.
+    """
+    check_value("materialize: model", model, nn.Module)
+    initialise((model,), init_fn, None if device is None else torch.device(device))
+    return model
+
+
+def initialise(
+    modules: Sequence[nn.Module],
+    init_fn: InitFn | None,
+    device: torch.device | None = None,
+    seeds_may_differ: bool = False,
+) -> None:
+    """`materialize` for the modules of one call of `fully_shard`.
+
+    `seeds_may_differ` where copies of the model are made equal afterwards.
+    """
+    inside = dict.fromkeys(m for root in modules for m in root.modules())
+    units = list(dict.fromkeys(m._shardc_unit for m in inside if isinstance(m, ShardedModule)))
+    _agree_on_work(modules, units, init_fn, seeds_may_differ)
+    todo = list(_owners_of_meta(modules, units))
+    _allocate(todo, units, device)
+    initialised: set[int] = set()
+    for owner in todo:
+        keys = {id(state) for state in owner.states.values()}
+        if not keys <= initialised:
+            initialised |= keys
+            _initialise(owner, init_fn)
+    for unit in units:
+        unit.note_meta()
+
+
+# -- what there is to do -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """A module that has states of its own on meta, by attribute."""
+
+    name: str
+    module: nn.Module
+    states: dict[str, Tensor]
+
+    def __str__(self) -> str:
+        return (
+            f"'{self.name}' ({getattr(self.module, '_shardc_class', type(self.module)).__name__})"
+        )
+
+
+def _owners_of_meta(modules: Sequence[nn.Module], units: list[Unit]) -> Iterator[_Owner]:
+    """Breadth first, each module once, not into those that are ignored."""
+    skipped = {m for unit in units for m in unit.skipped}
+    ignored = {param for unit in units for param in unit.ignored}
+    queue, seen = deque(("", module) for module in modules), set(modules)
+    while queue:
+        name, module = queue.popleft()
+        states: dict[str, Tensor] = {
+            **dict(module.named_parameters(recurse=False, remove_duplicate=False)),
+            **dict(module.named_buffers(recurse=False, remove_duplicate=False)),
+        }
+        on_meta = {n: t for n, t in states.items() if t.is_meta and t not in ignored}
+        if on_meta:
+            yield _Owner(name, module, on_meta)
+        for child_name, child in module.named_children():
+            if child not in seen and child not in skipped:
+                seen.add(child)
+                queue.append((f"{name}.{child_name}".lstrip("."), child))
+
+
+def _agree_on_work(
+    modules: Sequence[nn.Module], units: list[Unit], init_fn: Any, seeds_may_differ: bool
+) -> None:
+    """Raise on every rank if one cannot initialise its model, or if they differ in what to do."""
+    what = "what materialize initialises"
+    of_group = {bucket.ranks.everyone: bucket.ranks for unit in units for bucket in unit.buckets}
+    left = list(of_group)
+    try:
+        check_value("materialize: init_fn", init_fn, InitFn | None)
+        owners = list(_owners_of_meta(modules, units))
+        if init_fn is None:
+            _check_resettable(owners)
+        while left:
+            group = left.pop(0)
+            facts = [f"{owner}: {sorted(owner.states)}" for owner in owners]
+            if of_group[group].copies > 1 and owners and not seeds_may_differ:
+                facts.append(generator_fact(units[0].device))
+            agree(compat.resolve_group(group), what, facts, every_time=True)
+    except (TypeError, ValueError, RuntimeError) as error:
+        for group in left:
+            decline(compat.resolve_group(group), what, str(error))
+        raise
+
+
+def _check_resettable(owners: list[_Owner]) -> None:
+    missing = [
+        str(owner)
+        for owner in owners
+        if not callable(getattr(owner.module, "reset_parameters", None))
+    ]
+    if missing:
+        raise ValueError(
+            f"modules with parameters or buffers on meta have no reset_parameters(): "
+            f"{', '.join(missing)}. Define it, or give an init_fn"
+        )
+
+
+def generator_fact(device: torch.device) -> str:
+    """The state of this rank's generators, where copies of the model would drift apart."""
+    state = torch.get_rng_state().numpy().tobytes()
+    if device.type != "cpu":
+        state += torch.get_device_module(device).get_rng_state(device).numpy().tobytes()
+    return f"random state {hashlib.sha256(state).hexdigest()[:12]} (seed all ranks alike)"
+
+
+# -- doing it ------------------------------------------------------------------------------------
+
+
+def _allocate(todo: list[_Owner], units: list[Unit], device: torch.device | None) -> None:
+    for unit in units:
+        for bucket in unit.buckets:
+            if bucket.segment.is_meta:
+                _allocate_bucket(bucket, unit, device)
+    default = device or (units[0].device if units else torch.get_default_device())
+    made: dict[int, Tensor] = {}  # tied ones once
+    for owner in todo:
+        for name, state in owner.states.items():
+            if not isinstance(state, ShardTensor):
+                if id(state) not in made:
+                    made[id(state)] = _like(state, default)
+                setattr(owner.module, name, made[id(state)])
+
+
+def _like(state: Tensor, device: torch.device) -> Tensor:
+    new = torch.empty_like(state.detach(), device=device)
+    if isinstance(state, nn.Parameter):
+        new = nn.Parameter(new, state.requires_grad)
+        new.__dict__.update(state.__dict__)
+    return new
+
+
+def _allocate_bucket(bucket: Bucket, unit: Unit, device: torch.device | None) -> None:
+    home = device or (torch.device("cpu") if unit.settings.offloaded else unit.device)
+    pin = unit.settings.pinned and unit.device.type != "cpu" and home.type == "cpu"
+
+    def allocate(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=home, pin_memory=pin)
+
+    bucket.apply(allocate)
+
+
+def _initialise(owner: _Owner, init_fn: InitFn | None) -> None:
+    try:
+        with torch.no_grad():
+            if init_fn is None:
+                owner.module.reset_parameters()  # type: ignore[operator]
+            else:
+                init_fn(owner.module)
+    except Exception as error:
+        called = "reset_parameters()" if init_fn is None else "the given function"
+        raise RuntimeError(f"initialising {owner} by {called} failed: {error}") from error

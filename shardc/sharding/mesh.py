@@ -1,0 +1,136 @@
+"""The mesh that `fully_shard` shards over: all ranks, nodes, or dims of a larger mesh."""
+
+import os
+import weakref
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardc.runtime import compat
+from shardc.runtime.checks.checked import Count, Must, checked
+from shardc.runtime.tensor.tensor_parallel import Spmd
+
+MeshDims = Annotated[
+    Any,
+    Must(
+        "a DataParallelMeshDims of torch.distributed.fsdp",
+        lambda dims: hasattr(dims, "shard_names") and hasattr(dims, "replicate_names"),
+    ),
+]
+"""What `dp_mesh_dims=` takes; not every supported torch has the class."""
+
+_default_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh]
+_default_meshes = weakref.WeakKeyDictionary()  # one for each life of the process group
+
+
+def data_parallel_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
+    """The mesh (shard) or (replicate, shard) to shard over, by default all ranks.
+
+    Args:
+        mesh: what the user gave.
+        dims: None, or torch's `DataParallelMeshDims`: the dims of `mesh` that are data-parallel.
+
+    Raises:
+        RuntimeError: no process group.
+        ValueError, NotImplementedError: a mesh that cannot be sharded over.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "fully_shard needs a process group: start the script with torchrun and call "
+            "torch.distributed.init_process_group() first"
+        )
+    if mesh is None:
+        world = dist.distributed_c10d.GroupMember.WORLD
+        assert world is not None
+        if world not in _default_meshes:
+            _default_meshes[world] = init_device_mesh(
+                _default_device_type(), (dist.get_world_size(),)
+            )
+        mesh = _default_meshes[world]
+    if spmd_of(mesh, dims) is not None:
+        mesh = _named_dims(mesh, tuple(dims.replicate_names), tuple(dims.shard_names))
+    if mesh.ndim > 2:
+        raise ValueError(
+            "fully_shard takes a mesh of one dim (shard) or two (replicate, shard), got a "
+            f"{mesh.ndim}-D mesh of shape {tuple(mesh.shape)}"
+        )
+    accelerator = torch.accelerator.current_accelerator()
+    known = dict.fromkeys(["cpu", "cuda", *([accelerator.type] if accelerator else [])])
+    if mesh.device_type not in known:
+        raise NotImplementedError(
+            f"shardc runs on meshes of {' and '.join(map(repr, known))} here, got one of "
+            f"'{mesh.device_type}'"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
+    for group in mesh.get_all_groups():
+        if not compat.backend_for(group, mesh.device_type):
+            raise ValueError(
+                f"the mesh is of '{mesh.device_type}', but its process group has no backend for "
+                f"tensors there, only {dist.get_backend_config(group)}: name one in "
+                "init_process_group(backend='cpu:gloo,cuda:nccl'), or give a mesh of the device "
+                "that the group serves"
+            )
+    return mesh
+
+
+def spmd_of(mesh: DeviceMesh | None, dims: Any) -> Spmd | None:
+    """What `dp_mesh_dims` says of the mesh; None if it was not given."""
+    if dims is None:
+        return None
+    if mesh is None or not mesh.mesh_dim_names:
+        raise ValueError("dp_mesh_dims needs a mesh whose dims have names")
+    names = (*dims.replicate_names, *dims.shard_names)
+    known = mesh.mesh_dim_names
+    if not names or not {*names} <= {*known} or len({*names}) < len(names):
+        raise ValueError(
+            f"dp_mesh_dims names {list(names)}; the mesh has the dims {list(known)}: name each "
+            "once, and at least one"
+        )
+    return Spmd(mesh, frozenset(known.index(name) for name in names))
+
+
+def _named_dims(mesh: DeviceMesh, replicate: tuple[str, ...], shard: tuple[str, ...]) -> DeviceMesh:
+    """(shard) or (replicate, shard) of the named dims, each flattened; (W, 1) without shard."""
+    copies, parts = (compat.flat_dims(mesh, names) for names in (replicate, shard))
+    if copies is None:
+        assert parts is not None
+        return parts
+    if parts is None:
+        return compat.with_last_dim_of_one(copies)
+    return compat.concatenate_meshes(copies, parts)
+
+
+@checked
+def hybrid_mesh(devices_per_node: Count | None = None) -> DeviceMesh:
+    """A mesh (replicate, shard) for HSDP: sharded within each node, replicated across nodes.
+
+    Args:
+        devices_per_node: ranks on one node; default: what torchrun says (LOCAL_WORLD_SIZE), else
+            the accelerators of this machine.
+
+    Raises:
+        RuntimeError: no process group.
+        TypeError, ValueError: not a whole number, or the world size is no multiple of it.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("hybrid_mesh needs a process group: call init_process_group() first")
+    size = devices_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    size = size or torch.accelerator.device_count()
+    world = dist.get_world_size()
+    if size < 1 or world % size:
+        raise ValueError(
+            f"{world} ranks cannot be split into nodes of {size}; give devices_per_node"
+        )
+    kind = _default_device_type()
+    return init_device_mesh(kind, (world // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def _default_device_type() -> str:
+    """That of the accelerator, if the process group has a backend for it beside gloo."""
+    device, world = torch.accelerator.current_accelerator(), dist.distributed_c10d.GroupMember.WORLD
+    assert world is not None
+    has_own = device is not None and compat.backend_for(world, device.type) not in ("", "gloo")
+    return device.type if device is not None and has_own else "cpu"

@@ -1,0 +1,234 @@
+"""`fully_shard`: turn a module's parameters into shards, in place.
+
+Three steps, and nothing is changed before the first two have passed on every rank: check the
+arguments and the model, plan the buckets and agree on the plan, then cut bucket by bucket.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from shardc.passes.hardware import current_profile
+from shardc.runtime import compat
+from shardc.runtime.bucket.bucket import Bucket
+from shardc.runtime.bucket.unit import Unit
+from shardc.runtime.checks.checked import check_arguments
+from shardc.runtime.comm.agreement import agree, decline
+from shardc.runtime.comm.ranks import Ranks, ranks_of
+from shardc.runtime.eager.policy import keep_buffers_in
+from shardc.runtime.modules.controls import Reshard
+from shardc.runtime.modules.modules import make_unit
+from shardc.runtime.tensor.tensor_parallel import Placed, Spmd, restore_ties
+from shardc.sharding.checks import (
+    LeftAlone,
+    check_ignored,
+    check_model,
+    check_modules,
+    check_placement,
+)
+from shardc.sharding.materialize import InitFn, generator_fact, initialise
+from shardc.sharding.mesh import MeshDims, data_parallel_mesh, spmd_of
+from shardc.sharding.placement import check_devices, compute_device, move_buffers, new_segment
+from shardc.sharding.sync import (
+    buffer_facts,
+    can_scatter,
+    sync_buffers,
+    sync_copies,
+    unsynced_buffers,
+    what_has_values,
+)
+from shardc.sharding.unit_plan import UnitPlan, plan_units
+from shardc.sharding.units import UnitPolicy
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: Reshard = None,
+    shard_placement_fn: Any = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: Any = None,
+    dp_mesh_dims: MeshDims | None = None,
+    units: UnitPolicy | None = None,
+    param_init_fn: InitFn | None = None,
+    sync_module_states: bool = False,
+) -> Any:
+    """Shard the parameters of `module` over the ranks of `mesh`, in place.
+
+    The signature of `torch.distributed.fsdp.fully_shard`. One call makes one unit of the parameters
+    in `module` that no earlier call took, so it is called bottom-up; `units` does that in one call.
+
+    Args:
+        module: a module, or a list of modules that form one unit.
+        mesh: the ranks to shard over (default: all). With two dims, (replicate, shard), segments
+            are cut along the second, and gradients are reduced over both (HSDP; `hybrid_mesh`
+            makes one). A shard dim of 1 replicates (FSDP1's NO_SHARD). Parameters that are DTensors
+            on other dims of the mesh (tensor parallelism: call `parallelize_module` first) are
+            sharded too, come back as DTensors in the forward, and are new objects: make the
+            optimizer after this call.
+        reshard_after_forward: True frees gathered parameters after the forward and gathers again
+            in the backward; False keeps them; None is True except for the outermost unit. A number
+            that divides the ranks: after the forward each keeps the part that so many ranks share,
+            and the backward gathers among those only.
+        shard_placement_fn: refused: flat segments have no dim to place.
+        mp_policy: precision (`shardc.MixedPrecisionPolicy`, or torch's).
+        offload_policy: torch's `CPUOffloadPolicy` keeps segments, gradients and so the optimizer's
+            state on the host.
+        ignored_params: parameters, or modules whose parameters, stay as they are.
+        dp_mesh_dims: torch's `DataParallelMeshDims`, the names of the dims of `mesh` to shard and
+            to replicate over. Every parameter is then a DTensor on the whole mesh, replicated over
+            those.
+        units: inner modules to make units of: "auto" (the elements of every `ModuleList` or
+            `Sequential` of two or more modules of one class), a class, a tuple of classes, or a
+            callable `module -> bool | dict`, whose dict overrides options for that unit.
+        param_init_fn: initialises a module that was built on meta, as `shardc.materialize` does
+            with it; without it a model on meta stays there until it is materialised.
+        sync_module_states: start from the parameters and buffers of rank 0 of the mesh; on other
+            ranks the model may be on meta.
+
+    Returns:
+        What was given, each module now also a `ShardedModule`.
+
+    Raises:
+        ValueError: bad arguments, a module that is sharded already, aliased or cached parameters.
+        TypeError: an argument of another type.
+        NotImplementedError: an option that is not built yet, by name.
+        RuntimeError: no process group, ranks that call with different models, another rank that
+            refuses its own, or a `param_init_fn` that failed.
+    """
+    arguments = dict(locals())
+    check_arguments(fully_shard, arguments, only=("mesh", "dp_mesh_dims"))
+    given = {
+        "reshard_after_forward": reshard_after_forward,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+    }
+    spmd = spmd_of(mesh, dp_mesh_dims)
+    mesh = data_parallel_mesh(mesh, dp_mesh_dims)
+    ranks, what = ranks_of(mesh), "the parameters given to fully_shard"
+    everyone = compat.resolve_group(ranks.everyone)
+    try:
+        modules = check_modules(module)
+        check_placement(shard_placement_fn)
+        check_arguments(fully_shard, arguments)
+        alone = check_ignored(modules, ignored_params, whole_model=units is not None)
+        world_size, profile = mesh.size(mesh.ndim - 1), current_profile(mesh.device_type)
+        plans = plan_units(modules, units, given, alone, world_size, profile)
+        check_model(modules, _params(plans), mesh.mesh.flatten().tolist(), spmd)
+        _check_devices(modules, plans, compute_device(mesh), mixed=sync_module_states)
+        init, sync = param_init_fn is not None, sync_module_states
+        buffers = list(unsynced_buffers(modules, alone.modules)) if sync else []
+        facts = _facts(modules, plans, ranks, compute_device(mesh), init, sync)
+        facts += buffer_facts(buffers)
+        note = what_has_values(ranks, _params(plans), buffers, init) if sync else ""
+    except Exception as error:
+        decline(everyone, what, f"{type(error).__name__}: {error}")
+        raise
+    notes = agree(everyone, what, facts, note=note, every_time=True)
+    scatter = sync and can_scatter(notes)
+    made = [_apply(plan, mesh, ranks, alone, spmd, scatter) for plan in plans]
+    if init and not scatter:
+        initialise(modules, param_init_fn, seeds_may_differ=sync)
+    if sync:
+        if not scatter:
+            sync_copies([bucket for unit in made for bucket in unit.buckets])
+        sync_buffers(modules, alone.modules, ranks, compute_device(mesh))
+    return module
+
+
+# -- check ---------------------------------------------------------------------------------------
+
+
+def _params(plans: list[UnitPlan]) -> list[nn.Parameter]:
+    return [param for plan in plans for param in plan.params.values()]
+
+
+def _check_devices(
+    modules: tuple[nn.Module, ...], plans: list[UnitPlan], device: torch.device, mixed: bool
+) -> None:
+    """Raise for parameters that cannot be brought to `device`; unless `mixed`, on meta in part."""
+    names = {p: n for root in modules for n, p in root.named_parameters(remove_duplicate=False)}
+    for plan in plans:
+        check_devices({names[param]: param for param in plan.params.values()}, device, mixed)
+
+
+def _facts(
+    modules: tuple[nn.Module, ...],
+    plans: list[UnitPlan],
+    ranks: Ranks,
+    device: torch.device,
+    init: bool,
+    synced: bool,
+) -> list[str]:
+    """What all ranks must have equal: the buckets, and how they get values if none are sent."""
+    facts = [f"sync_module_states={synced}"]
+    if not synced and any(param.is_meta for param in _params(plans)):
+        facts.append(f"on meta, param_init_fn={'given' if init else None}")
+        if init and ranks.copies > 1:
+            facts.append(generator_fact(device))
+    names = {module: name for root in modules for name, module in root.named_modules()}
+    for plan in plans:
+        unit = names[plan.modules[0]] or type(plan.modules[0]).__name__
+        on_meta = not synced and any(param.is_meta for param in plan.params.values())
+        where = ", on meta" if on_meta else ""
+        for layout in plan.layouts:
+            facts.append(
+                f"{unit}: {layout.dtype} bucket of {layout.numel}, "
+                f"requires_grad={layout.requires_grad}{where}: {layout.contents} ({plan.settings})"
+            )
+    return facts
+
+
+# -- apply ---------------------------------------------------------------------------------------
+
+
+def _apply(
+    plan: UnitPlan,
+    mesh: DeviceMesh,
+    ranks: Ranks,
+    alone: LeftAlone,
+    spmd: Spmd | None,
+    scatter: bool,
+) -> Unit:
+    """Make one unit: cut its buckets, free the full parameters, give its modules properties.
+
+    With `scatter`, the segments come from rank 0.
+    """
+    device = compute_device(mesh)
+    _forget_rnn_weights(plan)
+    buckets = []
+    for layout in plan.layouts:
+        params = [plan.params.pop(slot.name) for slot in layout.slots]
+        segment = new_segment(layout, params, plan.settings, device, ranks if scatter else None)
+        placed = [Placed.of(param, spmd) for param in params]
+        bucket = Bucket(layout, ranks, plan.settings, segment, plan.modules, device, placed)
+        bucket.take(params, filled=scatter)
+        buckets.append(bucket)
+        restore_ties(plan.modules)
+    move_buffers(plan.modules, alone.modules, device)
+    keep_buffers_in(plan.settings.precision.buffer_dtype, plan.modules, alone.modules)
+    unit = Unit(
+        plan.modules,
+        tuple(buckets),
+        mesh,
+        plan.reshard_after_forward,
+        plan.settings,
+        device,
+        frozenset(alone.params),
+        frozenset(alone.modules),
+    )
+    make_unit(unit)
+    return unit
+
+
+def _forget_rnn_weights(plan: UnitPlan) -> None:
+    """Drop what recurrent layers cache of the parameters that the unit takes."""
+    taken = set(plan.params.values())
+    for module in dict.fromkeys(module for root in plan.modules for module in root.modules()):
+        if not taken.isdisjoint(module.parameters(recurse=False)):
+            compat.forget_rnn_weights(module)

@@ -1,0 +1,94 @@
+"""`plan_units`: which units a model is cut into, and how the buckets of each are laid out.
+
+What `fully_shard` applies, and what `shardc plan` prints: it depends on shapes, dtypes, options,
+the number of ranks and a hardware profile only, so it needs neither a mesh nor a process group.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardc.passes.cost import bucket_grain
+from shardc.passes.hardware import Profile
+from shardc.runtime import compat
+from shardc.runtime.bucket.settings import Settings
+from shardc.runtime.eager.policy import MixedPrecisionPolicy as Precision
+from shardc.runtime.layout.layout import BucketLayout, Param, plan_buckets
+from shardc.runtime.modules.controls import check_reshard
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.tensor.tensor_parallel import local_value, restore_ties
+from shardc.sharding.checks import LeftAlone, check_initialized, check_policies
+from shardc.sharding.units import UnitPolicy, UnitRequest, find_inner_units, owned_parameters
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """One unit to be made: what it takes and how it is laid out."""
+
+    modules: tuple[nn.Module, ...]
+    params: dict[str, nn.Parameter]
+    layouts: tuple[BucketLayout, ...]
+    reshard_after_forward: bool | int | None
+    settings: Settings
+
+
+def plan_units(
+    modules: tuple[nn.Module, ...],
+    units: UnitPolicy | None,
+    options: Mapping[str, Any],
+    alone: LeftAlone,
+    world_size: int,
+    profile: Profile,
+) -> list[UnitPlan]:
+    """The units of `modules`, inner ones first, the one of `modules` itself last.
+
+    Args:
+        modules: what is given to `fully_shard`.
+        units: which inner modules become units.
+        options: `reshard_after_forward`, `mp_policy` and `offload_policy` of the call.
+        alone: what stays as it is.
+        world_size: ranks that share each bucket.
+        profile: the links that buckets are split for.
+
+    Raises:
+        TypeError, ValueError: bad options, or a lazy module that has no shapes yet.
+    """
+    check_initialized(modules)
+    for root in modules:
+        for child in root.modules():
+            compat.forget_recomputed_weights(child)
+    restore_ties(modules)
+    requests = [
+        *(request for root in modules for request in find_inner_units(root, units, alone.modules)),
+        UnitRequest(modules, {}),
+    ]
+    plans: list[UnitPlan] = []
+    taken = set(alone.params)
+    grain = bucket_grain(world_size, profile)
+    for request in requests:
+        asked = {**options, **request.options}
+        mp, offload = asked["mp_policy"], asked["offload_policy"]
+        check_policies(mp, offload)
+        owned = owned_parameters(request.modules, alone.modules)
+        params = {
+            owners[0].name: param
+            for param, owners in owned.items()
+            if param not in taken and not isinstance(param, ShardTensor)
+        }
+        taken |= set(params.values())
+        described = [
+            Param(name, tuple(local_value(param).shape), param.dtype, param.requires_grad)
+            for name, param in params.items()
+        ]
+        plans.append(
+            UnitPlan(
+                request.modules,
+                params,
+                plan_buckets(described, world_size, grain),
+                check_reshard(asked["reshard_after_forward"], world_size),
+                Settings(precision=Precision.of(mp), offload=offload),
+            )
+        )
+    return plans

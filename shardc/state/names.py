@@ -1,0 +1,201 @@
+"""What entries of a state dict are called: names as in the unsharded, uncompiled model.
+
+An optimizer's state dict comes keyed by ids (positions, as `Optimizer.state_dict`) or by names, and
+nested or flat (`{"state.fc.weight.exp_avg": ...}`). All of this only renames: values stay the same
+objects, dicts are new.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shardc.runtime.checks.checked import checked, shown
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What `torch.compile` and `checkpoint_wrapper` put into names."""
+
+
+def canonical_name(model: nn.Module, key: str) -> str:
+    """The name without what wrappers add (`torch.compile`, `checkpoint_wrapper`, DDP)."""
+    at: nn.Module | None = model
+    kept = []
+    for part in key.split("."):
+        of_ddp = part == "module" and isinstance(at, DistributedDataParallel)
+        if part not in _WRAPPERS and not of_ddp:
+            kept.append(part)
+        at = _child(at, part)
+    return ".".join(kept)
+
+
+def _child(module: nn.Module | None, name: str) -> nn.Module | None:
+    """The submodule, also through a wrapper that leaves its own name out of keys."""
+    while module is not None and name not in module._modules:
+        module = next((module._modules[w] for w in _WRAPPERS if w in module._modules), None)
+    return None if module is None else module._modules[name]
+
+
+def parameter_names(model: nn.Module) -> dict[Tensor, list[str]]:
+    """All names of every parameter, the first one first; a tied one has several."""
+    names: dict[Tensor, list[str]] = {}
+    for key, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(canonical_name(model, key))
+    return names
+
+
+def prefixes_of(model: nn.Module, submodules: Iterable[nn.Module]) -> tuple[str, ...]:
+    """What the names of the entries of `submodules` start with."""
+    wanted = set(submodules)
+    return tuple(
+        f"{canonical_name(model, name)}."
+        for name, module in model.named_modules()
+        if module in wanted
+    )
+
+
+# -- ids and names -------------------------------------------------------------------------------
+
+
+@checked
+def rekey_optimizer_state_dict(
+    state_dict: Mapping[str, Any],
+    keys: Literal["names", "ids"],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+) -> dict[str, Any]:
+    """An optimizer's state dict keyed by parameter names, or by ids as `load_state_dict` takes it.
+
+    FSDP1's `rekey_optim_state_dict`. Neither the model nor the optimizer need be sharded. A tied
+    parameter is one entry, under its first name; any of its names is understood.
+
+    Args:
+        state_dict: `{"state": ..., "param_groups": ...}`, keyed either way.
+        keys: what the result is keyed by.
+        model: whose names are used.
+        optimizer: whose ids are used; without it they count `model.parameters()`.
+
+    Raises:
+        ValueError: a key that is no parameter's, by name; or a dict without the two entries.
+    """
+    for entry in ("state", "param_groups"):
+        if entry not in state_dict:
+            raise ValueError(
+                f"rekey_optimizer_state_dict: state_dict has no '{entry}', got "
+                f"{shown(list(state_dict))}: give what optimizer.state_dict() returns"
+            )
+    if keys == ("ids" if is_keyed_by_id(state_dict) else "names"):
+        return rekeyed(state_dict, _Same())
+    names = parameter_names(model)
+    params = list(model.parameters()) if optimizer is None else parameters_of(optimizer)
+    check_in_model(params, names)
+    table: dict[Any, Any] = {}
+    for index, param in enumerate(params):
+        for name in names[param]:
+            if keys == "ids":
+                table[name] = index
+            else:
+                table.setdefault(index, name)
+    return rekeyed(state_dict, table)
+
+
+class _Same(dict[Any, Any]):
+    def __missing__(self, key: Any) -> Any:
+        return key
+
+
+def rekeyed(state_dict: Mapping[str, Any], table: Mapping[Any, Any]) -> dict[str, Any]:
+    """`state_dict`, its keys looked up in `table`; parameters that map to one key are merged."""
+
+    def new(key: Any) -> Any:
+        try:
+            return table[key]
+        except KeyError:
+            raise ValueError(
+                f"the optimizer state dict has an entry for {key!r}, which is not a parameter of "
+                f"this model and optimizer ({len(set(table.values()))} parameters); rename or "
+                "remove it"
+            ) from None
+
+    return {
+        **state_dict,
+        "state": {new(key): value for key, value in state_dict["state"].items()},
+        "param_groups": [
+            {**group, "params": list(dict.fromkeys(new(key) for key in group["params"]))}
+            for group in state_dict["param_groups"]
+        ],
+    }
+
+
+def is_keyed_by_id(state_dict: Mapping[str, Any]) -> bool:
+    """Whether the keys are positions, as in `Optimizer.state_dict`."""
+    keys = [*state_dict["state"], *(k for g in state_dict["param_groups"] for k in g["params"])]
+    return any(isinstance(key, int) for key in keys)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The optimizer's parameters; the position of each is its id."""
+    return list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
+
+
+def check_in_model(params: Sequence[Tensor], names: Mapping[Tensor, Any]) -> None:
+    """Raise ValueError for a parameter without a name."""
+    for index, param in enumerate(params):
+        if param not in names:
+            raise ValueError(
+                f"parameter {index} of the optimizer, of shape {tuple(param.shape)}, is not in the "
+                "model: give the whole model, and an optimizer made with its parameters (after "
+                "fully_shard, if they are DTensors)"
+            )
+
+
+# -- flat and nested -----------------------------------------------------------------------------
+
+
+def flattened(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"state.NAME.KEY": ..., "param_groups.NAME.KEY": ...}`, as torch flattens it."""
+    flat: dict[str, Any] = {}
+
+    def add(prefix: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                add(f"{prefix}.{key}", inner)
+        else:
+            flat[prefix] = value
+
+    for name, state in state_dict["state"].items():
+        add(f"state.{name}", state)
+    for group in state_dict["param_groups"]:
+        for name in group["params"]:
+            for key, value in group.items():
+                if key not in ("params", "param_names"):
+                    flat[f"param_groups.{name}.{key}"] = value
+    return flat
+
+
+def unflattened(flat: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The nested form of `flattened`, with one group a parameter; `names` are the known ones.
+
+    Entries of other parameters are left out.
+    """
+    known = set(names)
+    state: dict[str, Any] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        kind, _, rest = key.partition(".")
+        parts = rest.split(".")
+        lengths = range(len(parts) - 1, 0, -1)
+        at = next((n for n in lengths if ".".join(parts[:n]) in known), None)
+        if at is None:
+            continue
+        name, path = ".".join(parts[:at]), parts[at:]
+        group = groups.setdefault(name, {"params": [name]})
+        if kind == "param_groups":
+            group[".".join(path)] = value
+            continue
+        inner = state.setdefault(name, {})
+        for part in path[:-1]:
+            inner = inner.setdefault(part, {})
+        inner[path[-1]] = value
+    return {"state": state, "param_groups": list(groups.values())}

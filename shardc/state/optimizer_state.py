@@ -1,0 +1,301 @@
+"""An optimizer's state by parameter names, and loading it into the form the optimizer uses.
+
+Whether a state is sharded as its parameter, or whole on every rank, is the optimizer's choice and
+not always to be seen from a full tensor (a scalar parameter's step count). So a state is loaded
+into one that is there; an optimizer that has none yet shows what it makes in a step with zero
+gradients and learning rate.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.state.model_state import differences, raise_for
+from shardc.state.names import (
+    canonical_name,
+    check_in_model,
+    is_keyed_by_id,
+    parameter_names,
+    parameters_of,
+    rekeyed,
+    unflattened,
+)
+from shardc.state.values import Values, map_leaves, part_like, whole, write
+
+_OWN = ("params", "param_names")
+"""What a parameter group says of its parameters; the rest are hyperparameters."""
+
+
+# -- get -----------------------------------------------------------------------------------------
+
+
+def optimizer_state(
+    model: nn.Module, optimizers: Iterable[Optimizer], given: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The state of all optimizers in one dict, by canonical names; `given` in place of their own.
+
+    Raises:
+        ValueError: a parameter that is not in the model, or `given` with several optimizers.
+    """
+    optimizers = tuple(optimizers)
+    if given is not None and len(optimizers) != 1:
+        raise ValueError(
+            f"optim_state_dict= is the state dict of one optimizer, got {len(optimizers)} "
+            "optimizers; call it for each"
+        )
+    merged: dict[str, Any] = {"state": {}, "param_groups": []}
+    for optimizer in optimizers:
+        named = by_name(given if given is not None else _state_dict(optimizer), model, optimizer)
+        merged["state"].update(named.pop("state"))
+        merged["param_groups"] += named.pop("param_groups")
+        merged.update(named)
+    return merged
+
+
+def _state_dict(optimizer: Optimizer) -> dict[str, Any]:
+    if optimizer.state:
+        return optimizer.state_dict()
+    optimizer.state.update(first_state(optimizer))
+    try:
+        return optimizer.state_dict()
+    finally:
+        optimizer.state.clear()
+
+
+def by_name(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """A state dict of `optimizer` keyed by canonical names, from ids or from other names."""
+    names, params = parameter_names(model), parameters_of(optimizer)
+    check_in_model(params, names)
+    if is_keyed_by_id(state):
+        table: dict[Any, str] = {index: names[param][0] for index, param in enumerate(params)}
+        table |= {key: key for key in state["state"] if not isinstance(key, int)}
+    else:
+        keys = [*state["state"], *(key for g in state["param_groups"] for key in g["params"])]
+        first = {name: several[0] for several in names.values() for name in several}
+        clean = {key: canonical_name(model, key) for key in keys}
+        table = {key: first.get(name, name) for key, name in clean.items()}
+    named = rekeyed(state, table)
+    for group in named["param_groups"]:
+        if "param_names" in group:
+            group["param_names"] = [canonical_name(model, name) for name in group["param_names"]]
+    return named
+
+
+@torch.no_grad()
+def first_state(optimizer: Optimizer) -> dict[Any, Any]:
+    """What `optimizer.state` holds after a step with zero gradients, steps counted as none.
+
+    The optimizer keeps no state, and gradients and learning rates are put back. Every rank must
+    call it.
+    """
+    params = parameters_of(optimizer)
+    grads = [param.grad for param in params]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    try:
+        for param in params:
+            param.grad = torch.zeros_like(param) if param.requires_grad else None
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+        type(optimizer).step(optimizer)
+        made = {key: state for key, state in optimizer.state.items() if state}
+    finally:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate
+        optimizer.state.clear()
+    for state in made.values():
+        if isinstance(state, dict) and "step" in state:
+            state["step"] = state["step"] * 0
+    return made
+
+
+# -- set -----------------------------------------------------------------------------------------
+
+
+class OptimizerLoad:
+    """An optimizer's state dict that was checked and can be loaded.
+
+    Args:
+        existing: the optimizer's state, or its `first_state`; it is written to.
+        values: of all optimizers, keyed by names or ids, nested or flat.
+
+    Raises:
+        RuntimeError: it cannot be loaded; says which entries and why.
+        ValueError: a parameter that is not in the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        existing: Mapping[Any, Any],
+        values: Values,
+        strict: bool,
+        local: bool,
+    ) -> None:
+        self.model, self.optimizer, self.existing = model, optimizer, existing
+        self.values, self.strict, self.local = values, strict, local
+        self.params = parameters_of(optimizer)
+        self.names = parameter_names(model)
+        check_in_model(self.params, self.names)
+        tree = values.tree
+        if not tree:
+            raise RuntimeError(
+                "the optimizer state dict is empty; if rank 0 has it, use full_state_dict=True and "
+                "broadcast_from_rank0=True"
+            )
+        if "state" not in tree:
+            known = [name for param in self.params for name in self.names[param]]
+            tree = unflattened(tree, known)
+        self.tree = by_name(tree, model, optimizer)
+        self.group_of = {
+            name: group for group in self.tree["param_groups"] for name in group["params"]
+        }
+        what = f"loading the state of {type(optimizer).__name__}"
+        raise_for(what, self._problems())
+
+    def _name(self, param: Tensor) -> str:
+        return self.names[param][0]
+
+    def _problems(self) -> list[str]:
+        found: list[str] = []
+        missing = [self._name(p) for p in self.params if self._name(p) not in self.group_of]
+        if self.strict and missing:
+            found.append(
+                f"no parameter group has '{missing[0]}' ({len(missing)} in all are missing; "
+                "strict=False leaves them without state)"
+            )
+        for number, group in enumerate(self.optimizer.param_groups):
+            found += self._contradictions(number, self._sources(group))
+        for param in self.params:
+            name = self._name(param)
+            given = self.tree["state"].get(name, {})
+            found += self._misfits(name, self.existing.get(param, {}), given)
+        return found
+
+    def _sources(self, group: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """The given groups that hold parameters of `group`, each once."""
+        named = [self._name(p) for p in group["params"]]
+        found = {id(self.group_of[n]): self.group_of[n] for n in named if n in self.group_of}
+        return list(found.values())
+
+    def _contradictions(self, number: int, sources: list[Mapping[str, Any]]) -> list[str]:
+        for source in sources[1:]:
+            for key, value in source.items():
+                first = sources[0].get(key)
+                plain = not isinstance(value, Tensor) and not isinstance(first, Tensor)
+                if key not in _OWN and plain and value != first:
+                    return [
+                        f"parameter group {number} takes parameters from groups with {key}={first} "
+                        f"('{sources[0]['params'][0]}') and {key}={value} "
+                        f"('{source['params'][0]}'): build the optimizer with groups as saved"
+                    ]
+        return []
+
+    def _misfits(self, path: str, existing: Any, given: Any) -> list[str]:
+        if isinstance(given, (Mapping, list, tuple)):
+            pairs = _beside(existing, given)
+            return [t for key, old, new in pairs for t in self._misfits(f"{path}.{key}", old, new)]
+        if isinstance(existing, (ShardTensor, DTensor)):
+            return differences(path, existing, given, self.local)
+        return []
+
+    def apply(self) -> None:
+        """Load the state. Every rank must call it."""
+        state: dict[Any, Any] = {}
+        given = self.tree["state"]
+        for index, param in enumerate(self.params):
+            if self._name(param) in given:
+                existing = self.existing.get(param, {})
+                fitted = self._fitted(param, existing, given[self._name(param)])
+                if not _has_not_stepped(fitted):
+                    state[index] = fitted
+        for key in self.existing:
+            if not isinstance(key, Tensor) and key in given:
+                state[key] = map_leaves(self.values.fetch, given[key])
+        loaded: dict[str, Any] = {"state": state, "param_groups": self._groups()}
+        own = self.optimizer.state_dict()
+        if not is_keyed_by_id(own) and own["param_groups"]:  # it names its parameters itself
+            loaded = rekeyed(loaded, self._own_names(own))
+        self.optimizer.load_state_dict(loaded)
+
+    def _own_names(self, own: Mapping[str, Any]) -> dict[int, str]:
+        """What an optimizer that knows names calls the parameters, by position."""
+        keys = [key for group in own["param_groups"] for key in group["params"]]
+        called = {canonical_name(self.model, key): key for key in keys}
+        return {
+            index: called[name]
+            for index, param in enumerate(self.params)
+            for name in self.names[param]
+            if name in called
+        }
+
+    def _groups(self) -> list[dict[str, Any]]:
+        index = {param: number for number, param in enumerate(self.params)}
+        groups = []
+        for group in self.optimizer.param_groups:
+            new = {key: value for key, value in group.items() if key not in _OWN}
+            for source in self._sources(group)[:1]:
+                for key, value in source.items():
+                    if key not in _OWN:
+                        value = map_leaves(self.values.fetch, value)
+                        like = new.get(key)
+                        if isinstance(like, Tensor) and isinstance(value, Tensor):
+                            value = value.to(like.device)
+                        new[key] = value
+            groups.append({**new, "params": [index[param] for param in group["params"]]})
+        return groups
+
+    def _fitted(self, param: Tensor, existing: Any, given: Any) -> Any:
+        """`given` in the form of `existing`, into whose tensors it is written."""
+        if isinstance(given, (Mapping, list, tuple)):
+            new = {k: self._fitted(param, *pair) for k, *pair in _beside(existing, given)}
+            return new if isinstance(given, Mapping) else type(given)(new.values())
+        value = self.values.fetch(given)
+        if isinstance(existing, Tensor) and isinstance(value, Tensor):
+            return self._written(existing, value)
+        if self.local and isinstance(value, Tensor):
+            return self._local_like(param, value)
+        return part_like(param, value)
+
+    def _written(self, existing: Tensor, value: Tensor) -> Tensor:
+        sharded = isinstance(existing, (ShardTensor, DTensor))
+        if not sharded:
+            value = whole(value, existing.device)
+            if value.shape != existing.shape or value.dtype != existing.dtype:
+                return value.to(existing.device, copy=True)
+        write(existing, value, self.local)
+        return existing
+
+    def _local_like(self, param: Tensor, value: Tensor) -> Tensor:
+        if isinstance(param, ShardTensor) and value.shape == param.to_local().shape:
+            return ShardTensor(value.clone(), tuple(param.shape), param._spec)
+        return value
+
+
+def _has_not_stepped(state: Any) -> bool:
+    """Whether it is the state of a parameter before its first step: it has none then.
+
+    What `first_state` makes has the right form; its values need not be those of a start (Rprop
+    starts with the learning rate, which was zero).
+    """
+    step = state.get("step") if isinstance(state, Mapping) else None
+    return step is not None and float(step) == 0
+
+
+def _beside(existing: Any, given: Any) -> list[tuple[Any, Any, Any]]:
+    """(key, what is there, what is given) for the entries of a given dict, list or tuple."""
+    if isinstance(given, Mapping):
+        there: Any = existing if isinstance(existing, Mapping) else {}
+        return [(key, there.get(key), value) for key, value in given.items()]
+    same = isinstance(existing, (list, tuple)) and len(existing) == len(given)
+    old = existing if same else [None] * len(given)
+    return [(index, *pair) for index, pair in enumerate(zip(old, given, strict=True))]

@@ -1,0 +1,99 @@
+"""The ranks that hold a model, for state dicts that one of them gives, or keeps, for all.
+
+A model lies on a grid: data-parallel ranks, times tensor-parallel ones. What one rank tells the
+others goes along one axis of the grid after the other.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardc.runtime import compat
+from shardc.runtime.comm.collectives import entering
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+
+
+@dataclass(frozen=True)
+class ModelRanks:
+    """The ranks that hold a model.
+
+    Attributes:
+        groups: the axes of the grid; none in a single process.
+        device: where tensors travel from.
+    """
+
+    groups: tuple[dist.ProcessGroup, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "ModelRanks":
+        """Those over which `model` is sharded; all of them for an unsharded one."""
+        params = list(model.parameters())
+        first = next((p.device for p in params if not p.is_meta), torch.device("cpu"))
+        device = next((p._slot.bucket.device for p in params if hasattr(p, "_slot")), first)
+        if not dist.is_initialized():
+            return cls((), device)
+        names = dict.fromkeys(name for param in params for name in _groups_of(param))
+        groups = tuple(compat.resolve_group(name) for name in names)
+        if not any(isinstance(param, ShardTensor) for param in params):
+            groups = (dist.group.WORLD,)  # type: ignore[assignment]
+        return cls(tuple(g for g in groups if not compat.is_fake_group(g)), device)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that keeps and gives full state dicts: rank 0, as a rule."""
+        return all(group.rank() == 0 for group in self.groups)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Give every rank the first one's `tensor`, in place."""
+        for group in self.groups:
+            with entering(f"a broadcast of {tensor.numel()}", compat.group_name(group)):
+                dist.broadcast(tensor, group=group, group_src=0)
+
+    def broadcast_object(self, value: Any) -> Any:
+        """The first rank's `value`, pickled."""
+        box = [value]
+        for group in self.groups:
+            with entering("a broadcast of an object", compat.group_name(group)):
+                dist.broadcast_object_list(box, group=group, group_src=0)
+        return box[0]
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise on every rank if one has an error: its own, or what the others say.
+
+        Raises:
+            RuntimeError: another rank has an error, and this one has none.
+        """
+        told: list[str] = []
+        if error is not None:
+            told = [f"rank {dist.get_rank() if self.groups else 0}: {error}"]
+        for group in self.groups:
+            everyone: list[list[str]] = [[] for _ in range(group.size())]
+            with entering("a check of all ranks", compat.group_name(group)):
+                dist.all_gather_object(everyone, told, group=group)
+            told = [message for messages in everyone for message in messages]
+        if error is not None:
+            raise error
+        if told:
+            raise RuntimeError(f"nothing was loaded, because not every rank can. {told[0]}")
+
+
+def _groups_of(param: Tensor) -> Iterator[str]:
+    """The names of the process groups along which `param` lies."""
+    mesh, skipped = None, frozenset[int]()
+    if isinstance(param, DTensor):
+        mesh = param.device_mesh
+    elif isinstance(param, ShardTensor):
+        slot = getattr(param, "_slot", None)
+        yield param._spec.group if slot is None else slot.bucket.ranks.everyone
+        if param._spec.tp is not None:
+            mesh, skipped = param._spec.tp.mesh, param._spec.tp.data_dims
+    if mesh is not None:
+        for dim in range(mesh.ndim):
+            if dim not in skipped:
+                yield compat.group_name(mesh.get_group(dim))

@@ -1,0 +1,233 @@
+"""Values of state dicts: gathered, moved, taken apart; and written back, whatever form they have.
+
+One full tensor exists at a time. It is put together by adding integers: every rank has a buffer of
+the full size that is zero but for its own part, so that the sum has the bits of all parts. That
+needs exactly one full tensor on the device, however unevenly the parts are cut, and moves twice
+what an all-gather moves.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shardc.runtime import compat
+from shardc.runtime.comm.collectives import entering
+from shardc.runtime.tensor.shard_operands import cut
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.state.ranks import ModelRanks
+
+Tree = Any
+"""Dicts, lists and tuples of values."""
+
+CPU = torch.device("cpu")
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
+    """`tree` with `fn` applied to all that is not a dict, list or tuple."""
+    if isinstance(tree, Mapping):
+        return {key: map_leaves(fn, value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_leaves(fn, value) for value in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_leaves(fn, value) for value in tree)
+    return fn(tree)
+
+
+def _each_once(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`fn`, memoised by tensor identity: it is called once for a tied parameter."""
+    done: dict[int, tuple[Tensor, Any]] = {}  # the tensor too, so that its id stays taken
+
+    def call(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in done:
+            done[id(value)] = (value, fn(value))
+        return done[id(value)][1]
+
+    return call
+
+
+# -- out of the model ----------------------------------------------------------------------------
+
+
+def whole(value: Any, device: torch.device) -> Any:
+    """A full, plain tensor on `device` for a sharded one. Every rank that holds a part calls it."""
+    if isinstance(value, DTensor):
+        return value.full_tensor().detach()
+    if not isinstance(value, ShardTensor):
+        return value
+    tp = value._spec.tp
+    if tp is None:
+        return _put_together(value, tuple(value.shape), device)
+    return tp.wrap(_put_together(value, tp.local_shape, device)).full_tensor()
+
+
+def _put_together(value: ShardTensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    spec, local = value._spec, value._local
+    size = spec.numel * local.element_size()
+    buffer = torch.zeros(-(-size // 8), dtype=torch.int64, device=device)
+    flat = buffer.view(torch.uint8)[:size].view(local.dtype)
+    start, stop = spec.interval()
+    flat[start:stop].copy_(local)
+    if spec.numel:
+        with entering(f"an all-reduce of {size} bytes", spec.group):
+            dist.all_reduce(buffer, group=compat.resolve_group(spec.group))
+    return flat.view(shape)
+
+
+def gathered(tree: Tree, ranks: ModelRanks, offload: bool) -> Tree:
+    """`tree` with full tensors; with `offload` on the host of the first rank, `{}` elsewhere."""
+    keep = ranks.is_first or not offload
+
+    def gather(value: Tensor) -> Tensor | None:
+        full = whole(value, ranks.device)
+        if not keep:
+            return None
+        return full.detach().to(CPU if offload else full.device, copy=full is value)
+
+    result = map_leaves(_each_once(gather), tree)
+    return result if keep else {}
+
+
+def on_host(tree: Tree) -> Tree:
+    """`tree` with copies of all tensors in host memory, sharded as they were."""
+    return map_leaves(_each_once(lambda value: value.detach().to(CPU, copy=True)), tree)
+
+
+def local_parts(tree: Tree) -> Tree:
+    """`tree` with a plain copy of this rank's part, 1-D, for each sharded tensor."""
+
+    def part(value: Tensor) -> Tensor:
+        if isinstance(value, (ShardTensor, DTensor)):
+            return value.to_local().detach().clone()
+        return value
+
+    return map_leaves(_each_once(part), tree)
+
+
+# -- from one rank to all ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Announced:
+    """A tensor that the first rank will send: entry `index` of what it has."""
+
+    index: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@dataclass
+class Values:
+    """A state dict to load, and how its tensors are had.
+
+    Attributes:
+        tree: the dict; from the first rank, with an `Announced` for each tensor.
+        ranks: who loads it.
+    """
+
+    tree: Tree
+    ranks: ModelRanks
+    _sent: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def from_first(cls, tree: Tree, ranks: ModelRanks) -> "Values":
+        """What the first rank has; `tree` is ignored on the others."""
+        values = cls({}, ranks)
+        skeleton: Any = None
+        if ranks.is_first:
+            skeleton = _failing(lambda: map_leaves(values._announce, tree))
+        values.tree = ranks.broadcast_object(skeleton)
+        if isinstance(values.tree, Exception):
+            raise values.tree
+        return values
+
+    def _announce(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if isinstance(value, (ShardTensor, DTensor)):
+            raise ValueError(
+                f"broadcast_from_rank0 sends full tensors, and rank 0 has a {type(value).__name__} "
+                f"of shape {tuple(value.shape)}: get the state dict with full_state_dict=True, or "
+                "give the sharded one on every rank without broadcast_from_rank0"
+            )
+        self._sent.append(value)
+        return Announced(len(self._sent) - 1, value.shape, value.dtype)
+
+    def fetch(self, value: Any) -> Any:
+        """The tensor itself for one that was announced; every rank must ask in the same order."""
+        if not isinstance(value, Announced):
+            return value
+        if self.ranks.is_first:
+            tensor = self._sent[value.index].detach().to(self.ranks.device).contiguous()
+        else:
+            tensor = torch.empty(value.shape, dtype=value.dtype, device=self.ranks.device)
+        if tensor.numel():
+            self.ranks.broadcast(tensor.reshape(-1).view(torch.uint8))
+        return tensor
+
+
+def _failing(call: Callable[[], Any]) -> Any:
+    """What `call` returns, or the ValueError it raises."""
+    try:
+        return call()
+    except ValueError as error:
+        return error
+
+
+# -- into the model ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def write(target: Tensor, value: Tensor, local: bool = False) -> None:
+    """Write `value` into `target`, sharded or not, from any form; with `local`, from its part.
+
+    A sharded value that is cut otherwise is gathered: every rank must call it.
+    """
+    if local and isinstance(target, ShardTensor):
+        value = ShardTensor(value, target.shape, target._spec)
+    elif local and isinstance(target, DTensor):
+        target = target.to_local()
+    elif not _same_form(target, value):
+        value = whole(value, target.device)
+        if isinstance(target, DTensor):
+            mesh, placements = target.device_mesh, target.placements
+            value = distribute_tensor(value.to(target.device), mesh, placements, src_data_rank=None)
+    target.copy_(value)
+
+
+def _same_form(target: Tensor, value: Tensor) -> bool:
+    if isinstance(target, ShardTensor):
+        if isinstance(value, ShardTensor):
+            return value._spec == target._spec
+        return not isinstance(value, DTensor)  # a full one is cut by copy_
+    return type(target) is type(value) if isinstance(target, DTensor) else _is_plain(value)
+
+
+def _is_plain(value: Tensor) -> bool:
+    return not isinstance(value, (ShardTensor, DTensor))
+
+
+def part_like(param: Tensor, value: Any) -> Any:
+    """`value`, a new state of `param`, sharded as `param` where it has its shape.
+
+    A number, also a 0-dim tensor, and a tensor of another shape stay whole.
+    """
+    if not isinstance(value, Tensor) or not isinstance(param, (ShardTensor, DTensor)):
+        return whole(value, param.device)
+    if value.dim() == 0 or value.shape != param.shape:
+        return whole(value, param.device)
+    if isinstance(param, DTensor):
+        made = torch.empty_like(param, dtype=value.dtype)
+        write(made, value)
+        return made
+    if isinstance(value, ShardTensor) and value._spec == param._spec:
+        return value
+    full = whole(value, param.device)
+    part = cut(full, param).to(param.device, copy=True)
+    return ShardTensor(part, tuple(param.shape), param._spec)
