@@ -21,7 +21,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from shardc.passes.context import PassContext
-from shardc.passes.stretches import Stretch, find_repeats
+from shardc.passes.repeated_stretches import Stretch, find_repeats
 from shardc.runtime import compat
 
 log = logging.getLogger("shardc.passes")

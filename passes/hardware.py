@@ -15,7 +15,7 @@ from typing import Annotated
 
 import torch
 
-from shardc.runtime.checks.checked import Must, checked, shown
+from shardc.runtime.checks.arguments import Must, checked, shown
 
 
 @dataclass(frozen=True)

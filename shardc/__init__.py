@@ -16,7 +16,7 @@ from shardc.reports.report import Report
 from shardc.reports.table import describe
 from shardc.reports.trace import compare_with_profile
 from shardc.runtime.comm.reduce_functions import compress_bf16, compress_fp16
-from shardc.runtime.eager.policy import MixedPrecisionPolicy
+from shardc.runtime.eager.precision import MixedPrecisionPolicy
 from shardc.runtime.modules.controls import share_comm_ctx
 from shardc.runtime.modules.forward_method import register_fsdp_forward_method
 from shardc.runtime.modules.modules import ShardedModule

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.passes.hardware import Link, Profile, current_profile, set_profile
 from shardc.runtime import compat
-from shardc.runtime.checks.checked import checked
+from shardc.runtime.checks.arguments import checked
 from shardc.runtime.comm import collectives
 from shardc.runtime.comm.agreement import agree
 

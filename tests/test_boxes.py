@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardc.runtime.layout.boxes import Box, boxes_of
+from shardc.runtime.layout.interval_boxes import Box, boxes_of
 
 settings.register_profile("shardc", deadline=None)  # rank processes may keep all cores busy
 settings.load_profile("shardc")

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardc import fully_shard, units_of
 from shardc.commands.plan import group_units, plan_model, total
 from shardc.passes.hardware import PROFILES
-from shardc.runtime.eager.policy import MixedPrecisionPolicy as Precision
+from shardc.runtime.eager.precision import MixedPrecisionPolicy as Precision
 
 ROOT = Path(__file__).parent.parent
 

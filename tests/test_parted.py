@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardc import StateDictOptions, get_model_state_dict, summon_full_params
 from shardc.runtime import compat
-from shardc.runtime.comm import elsewhere, history, long_waits
-from shardc.runtime.comm.board import RING, Board, word_of
+from shardc.runtime.comm import history, long_waits
+from shardc.runtime.comm import program_collectives as elsewhere
+from shardc.runtime.comm.entry_board import RING, Board, word_of
 from shardc.runtime.comm.history import history_of
 
 

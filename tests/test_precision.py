@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from shardc import MixedPrecisionPolicy, fully_shard
 from shardc.runtime.bucket.settings import Settings
-from shardc.runtime.eager.policy import cast_to, map_tensors, moved_to
+from shardc.runtime.eager.precision import cast_to, map_tensors, moved_to
 from shardc.runtime.layout.spec import divide_factors
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32

@@ -2,7 +2,7 @@
 
 The segment is the autograd leaf: a graph takes it as its one input for the whole bucket, and its
 gradient is one flat tensor, which a hook deals out to the parameters (`gradients`). What is
-gathered outside of graphs is in `gathered`.
+gathered outside of graphs is in `eager.full_parameters`.
 
 What a bucket's code looks like follows from the settings of its unit and from what waits in it: the
 spec, whose signature every read of a parameter carries.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from shardc.runtime.eager.policy import MixedPrecisionPolicy
+from shardc.runtime.eager.precision import MixedPrecisionPolicy
 from shardc.runtime.layout.spec import Interned, divide_factors
 
 _KEPT = 4

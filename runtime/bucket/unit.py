@@ -15,7 +15,7 @@ from shardc.runtime.bucket.settings import Settings
 from shardc.runtime.checks.meta import states_on_meta
 from shardc.runtime.eager.eager import is_inside_other_unit
 from shardc.runtime.eager.full_parameters import Gathered
-from shardc.runtime.eager.policy import cast_to, map_tensors, moved_to
+from shardc.runtime.eager.precision import cast_to, map_tensors, moved_to
 
 
 class Once:

@@ -5,7 +5,7 @@ backend, the rank writes both to memory that the ranks of its host share, and lo
 wrote at that count. Whoever comes second finds the difference: no message, no wait, and two
 different collectives never meet in the backend (gloo would mix their bytes, or abort).
 
-Ranks on other hosts see no such memory: they compare when a wait is long (`elsewhere`).
+Ranks on other hosts see no such memory: they compare when a wait is long (`program_collectives`).
 """
 
 import weakref
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from shardc.runtime import compat
-from shardc.runtime.comm.board import RING, board_of, word_of
+from shardc.runtime.comm.entry_board import RING, board_of, word_of
 
 
 class Entry(NamedTuple):

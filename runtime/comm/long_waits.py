@@ -2,9 +2,9 @@
 
 A thread does it, which does nothing while waits are short and collectives are entered. It answers
 ranks whose collective failed (`lost_peers`), and compares this rank with the one before it in the
-group, through the store (`elsewhere`): ranks that share no memory find out so that they have
-parted. A rank that has entered nothing for a while looks, once a second, whether others wait; then
-it shows where it is.
+group, through the store (`program_collectives`): ranks that share no memory find out so that they
+have parted. A rank that has entered nothing for a while looks, once a second, whether others wait;
+then it shows where it is.
 """
 
 import atexit
@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from shardc.runtime import compat
-from shardc.runtime.comm.elsewhere import Shown, from_json, parted_from, this_rank
 from shardc.runtime.comm.history import History, history_of
 from shardc.runtime.comm.lost_peers import FAILED, append, leave, line_of, note_parting, said_parted
+from shardc.runtime.comm.program_collectives import Shown, from_json, parted_from, this_rank
 from shardc.runtime.comm.progress import Call, Label, progress
 
 log = logging.getLogger("shardc")

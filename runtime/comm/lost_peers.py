@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 
 from shardc.runtime import compat
-from shardc.runtime.checks.places import own_collective_of, place_of_thread
-from shardc.runtime.comm.board import RING
+from shardc.runtime.checks.call_sites import own_collective_of, place_of_thread
+from shardc.runtime.comm.entry_board import RING
 from shardc.runtime.comm.history import Failed, Parted, histories, history_of
 from shardc.runtime.comm.progress import Call, progress
 

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from shardc.runtime import compat
-from shardc.runtime.checks.places import call_of_user
+from shardc.runtime.checks.call_sites import call_of_user
 from shardc.runtime.comm.history import History, digest_of
 
 OFFLOAD = "to_host"

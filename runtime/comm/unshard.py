@@ -4,7 +4,7 @@
 of the bucket, one split (padding included: the backward of a split is a single `cat`), views. Its
 autograd brings the bucket's gradient back: cast, reduce-scatter, for copies of the model an
 all-reduce, divide. With `sync` off the whole unreduced gradient goes to a leaf of its own instead,
-the sink. The eager runtime (`unsharded`, `backward_pass`) is made of the same functions.
+the sink. The eager runtime (`regather`, `backward_pass`) is made of the same functions.
 
 Under Dynamo a parameter reads as the marker op `shardc::unshard_slot`, which is never executed.
 """

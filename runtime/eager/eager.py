@@ -16,7 +16,7 @@ from shardc.runtime import compat
 from shardc.runtime.comm import collectives, lost_peers
 from shardc.runtime.eager.backward_pass import backward_pass
 from shardc.runtime.eager.gather_order import Gathers
-from shardc.runtime.eager.policy import map_tensors
+from shardc.runtime.eager.precision import map_tensors
 from shardc.runtime.eager.regather import saving_handles
 
 _running: list["EagerCall"] = []

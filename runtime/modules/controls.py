@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardc.runtime import compat
 from shardc.runtime.bucket.unit import Once, Unit
-from shardc.runtime.checks.checked import Count, Must, Positive, check_value, checked, shown
+from shardc.runtime.checks.arguments import Count, Must, Positive, check_value, checked, shown
 from shardc.runtime.comm.communicators import own_group
 from shardc.runtime.comm.reduce_functions import LeaveOutGather, leave_out_reduce
 from shardc.runtime.layout.spec import intern_object

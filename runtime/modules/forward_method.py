@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardc.runtime.checks.checked import checked
+from shardc.runtime.checks.arguments import checked
 from shardc.runtime.checks.meta import require_values
 from shardc.runtime.eager.eager import begin_call, end_call
 from shardc.runtime.modules.modules import ShardedModule

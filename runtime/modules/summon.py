@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket
 from shardc.runtime.bucket.unit import Unit
-from shardc.runtime.checks.checked import checked
+from shardc.runtime.checks.arguments import checked
 from shardc.runtime.comm import collectives
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardc.runtime import compat
 from shardc.runtime.checks.refusal import caller_and_way_out
 from shardc.runtime.comm.collectives import all_gather
-from shardc.runtime.layout.boxes import Box, boxes_of
+from shardc.runtime.layout.interval_boxes import Box, boxes_of
 from shardc.runtime.layout.layout import interval
 from shardc.runtime.tensor.tensor_parallel import Placed
 

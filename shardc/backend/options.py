@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from shardc.passes.hardware import Budget, Profile, as_profile, budget_bytes, current_profile
 from shardc.runtime import compat
-from shardc.runtime.checks.checked import Must, NotNegative, check_value, hints_of
+from shardc.runtime.checks.arguments import Must, NotNegative, check_value, hints_of
 
 Seconds = Annotated[float, Must("a positive number of seconds", lambda s: 0 < s < math.inf)]
 Settings = Annotated[dict[str, Any], Must("a dict of settings of torch._inductor.config")]

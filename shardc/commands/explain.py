@@ -16,7 +16,7 @@ from shardc.commands.target import EXAMPLE, load_model
 from shardc.passes.hardware import PROFILES, current_profile
 from shardc.reports.explain import explain
 from shardc.reports.report import Report, write_as
-from shardc.runtime.eager.policy import MixedPrecisionPolicy
+from shardc.runtime.eager.precision import MixedPrecisionPolicy
 
 NAME = "explain"
 SUMMARY = "show what a step would do and cost on any number of ranks, without running it"

@@ -21,7 +21,7 @@ from shardc.commands.errors import FoundProblem
 from shardc.commands.target import EXAMPLE, load_model
 from shardc.passes.hardware import PROFILES, Profile, current_profile
 from shardc.reports.words import format_bytes
-from shardc.runtime.eager.policy import MixedPrecisionPolicy
+from shardc.runtime.eager.precision import MixedPrecisionPolicy
 from shardc.runtime.layout.layout import BucketLayout
 from shardc.sharding.checks import check_ignored, check_model, check_modules
 from shardc.sharding.unit_plan import UnitPlan, plan_units

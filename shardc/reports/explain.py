@@ -30,8 +30,8 @@ from shardc.reports.formulas import token_formulas
 from shardc.reports.live import report_of
 from shardc.reports.report import Report
 from shardc.runtime import compat
-from shardc.runtime.checks.checked import Count, checked
-from shardc.runtime.eager.policy import map_tensors
+from shardc.runtime.checks.arguments import Count, checked
+from shardc.runtime.eager.precision import map_tensors
 from shardc.sharding.shard import fully_shard
 from shardc.sharding.units import units_of
 

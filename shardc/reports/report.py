@@ -9,7 +9,7 @@ from shardc.reports.html import save_html
 from shardc.reports.perfetto import save_trace
 from shardc.reports.record import Record
 from shardc.reports.text import report_text
-from shardc.runtime.checks.checked import check_value
+from shardc.runtime.checks.arguments import check_value
 
 
 def write_as(path: str | Path) -> Callable[[Record, Path], None]:

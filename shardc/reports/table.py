@@ -4,7 +4,7 @@ from torch import nn
 
 from shardc.reports.assemble import bucket_row
 from shardc.reports.text import bucket_table
-from shardc.runtime.checks.checked import checked
+from shardc.runtime.checks.arguments import checked
 from shardc.sharding.units import check_sharded, units_of
 
 

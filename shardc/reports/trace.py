@@ -23,7 +23,7 @@ from typing import Any
 from tabulate import tabulate
 
 from shardc.reports.record import CollectiveRow, Record
-from shardc.runtime.checks.checked import checked
+from shardc.runtime.checks.arguments import checked
 from shardc.runtime.comm.progress import OFFLOAD, VERBS, in_short, read_name
 
 _WORST = 5

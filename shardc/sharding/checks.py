@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from shardc.runtime import compat
-from shardc.runtime.checks.checked import Dtype, check_value, shown
+from shardc.runtime.checks.arguments import Dtype, check_value, shown
 from shardc.runtime.modules.modules import ShardedModule
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import Spmd, unsupported

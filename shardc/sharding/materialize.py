@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket
 from shardc.runtime.bucket.unit import Unit
-from shardc.runtime.checks.checked import Must, check_value
+from shardc.runtime.checks.arguments import Must, check_value
 from shardc.runtime.comm.agreement import agree, decline
 from shardc.runtime.modules.modules import ShardedModule
 from shardc.runtime.tensor.shard_tensor import ShardTensor

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardc.runtime import compat
-from shardc.runtime.checks.checked import Count, Must, checked
+from shardc.runtime.checks.arguments import Count, Must, checked
 from shardc.runtime.tensor.tensor_parallel import Spmd
 
 MeshDims = Annotated[

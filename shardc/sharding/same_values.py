@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.runtime import compat
-from shardc.runtime.checks.checked import checked
+from shardc.runtime.checks.arguments import checked
 from shardc.runtime.comm.collectives import entering
 from shardc.runtime.comm.communicators import group_over
 from shardc.runtime.tensor.shard_tensor import ShardTensor

@@ -15,10 +15,10 @@ from shardc.passes.hardware import current_profile
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket
 from shardc.runtime.bucket.unit import Unit
-from shardc.runtime.checks.checked import check_arguments
+from shardc.runtime.checks.arguments import check_arguments
 from shardc.runtime.comm.agreement import agree, decline
 from shardc.runtime.comm.ranks import Ranks, ranks_of
-from shardc.runtime.eager.policy import keep_buffers_in
+from shardc.runtime.eager.precision import keep_buffers_in
 from shardc.runtime.modules.controls import Reshard
 from shardc.runtime.modules.modules import make_unit
 from shardc.runtime.tensor.tensor_parallel import Placed, Spmd, restore_ties

@@ -14,7 +14,7 @@ from shardc.passes.cost import bucket_grain
 from shardc.passes.hardware import Profile
 from shardc.runtime import compat
 from shardc.runtime.bucket.settings import Settings
-from shardc.runtime.eager.policy import MixedPrecisionPolicy as Precision
+from shardc.runtime.eager.precision import MixedPrecisionPolicy as Precision
 from shardc.runtime.layout.layout import BucketLayout, Param, plan_buckets
 from shardc.runtime.modules.controls import check_reshard
 from shardc.runtime.tensor.shard_tensor import ShardTensor

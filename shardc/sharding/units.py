@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from torch import nn
 
-from shardc.runtime.checks.checked import Must, check_value, checked, shown
+from shardc.runtime.checks.arguments import Must, check_value, checked, shown
 from shardc.runtime.modules.modules import ShardedModule
 
 UnitPolicy = Annotated[

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardc.runtime.checks.checked import checked, shown
+from shardc.runtime.checks.arguments import checked, shown
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """What `torch.compile` and `checkpoint_wrapper` put into names."""

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions as TorchOptions
 from torch.optim import Optimizer
 
-from shardc.runtime.checks.checked import check_value, checked
+from shardc.runtime.checks.arguments import check_value, checked
 from shardc.state.model_state import ModelLoad, model_state
 from shardc.state.names import flattened, prefixes_of
 from shardc.state.optimizer_state import OptimizerLoad, first_state, optimizer_state

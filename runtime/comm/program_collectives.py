@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 import torch.distributed as dist
 
 from shardc.runtime import compat
-from shardc.runtime.checks.places import own_collective_of, place_of_thread
+from shardc.runtime.checks.call_sites import own_collective_of, place_of_thread
 from shardc.runtime.comm.history import Entry, History, say_parted
 from shardc.runtime.comm.progress import progress
 from shardc.runtime.compat import Recorded
