@@ -12,7 +12,7 @@ import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from shardc.runtime.layout.padding import padding_value
 from shardc.runtime.layout.spec import UnshardSpec, intern_spec, spec_of
 from shardc.runtime.tensor.shard_tensor import ShardSpec, ShardTensor
 from shardc.runtime.tensor.tensor_parallel import Placed, local_value
+
+if TYPE_CHECKING:
+    from shardc.runtime.bucket.unit import Unit
 
 _serials: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
@@ -59,9 +62,9 @@ class SlotRef:
             return bucket.gathered.read(self.index)
         return bucket.params[self.index]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SlotRef":
+    def __deepcopy__(self, memo: dict[int, object]) -> "SlotRef":
         bucket = memo.get(id(self.bucket))  # of the unit that is being copied, if one is
-        return self if bucket is None else SlotRef(bucket, self.index)
+        return SlotRef(bucket, self.index) if isinstance(bucket, Bucket) else self
 
 
 class Bucket:
@@ -78,7 +81,7 @@ class Bucket:
         gradients: what becomes of its gradient.
         code: the spec of the code that unshards it now.
         serial: the number of the bucket in its group, equal on all ranks.
-        owner: its `Unit`.
+        unit: its `Unit`, once it is made.
         gather_group, reduce_group: communicators of its own; None for the mesh's (`group`).
         summoned: whether modules hold ordinary parameters in the place of `params`.
         made: whether any bucket exists in this process.
@@ -108,7 +111,7 @@ class Bucket:
         self.device = device or segment.device
         self.gather_group: str | None = None
         self.reduce_group: str | None = None
-        self.owner: Any = None
+        self.unit: Unit | None = None
         self.params: list[nn.Parameter] = []
         self.trainable = (layout.requires_grad,) * len(layout.slots)
         self.gathered = Gathered(self)
@@ -130,9 +133,15 @@ class Bucket:
         self.set_segment(segment)
 
     def __str__(self) -> str:
-        unit = f" ({self.label})" if self.owner is not None else ""
+        unit = f" ({self.label})" if self.unit is not None else ""
         size = f"{self.layout.numel} {self.segment.dtype}"
         return f"bucket {self.serial}{unit} of {size}: {self.layout.contents}"
+
+    @property
+    def owner(self) -> "Unit":
+        """Its unit, which has been made."""
+        assert self.unit is not None
+        return self.unit
 
     # -- the segment and what shapes the graph -----------------------------------------------
 
@@ -319,8 +328,8 @@ class Bucket:
         return param
 
 
-def bucket_of(segment: Any) -> Bucket:
+def bucket_of(segment: Tensor) -> Bucket:
     """The bucket of a segment, which something else must hold: a module, a parameter, a graph."""
-    bucket: Bucket | None = segment.shardc_bucket()
+    bucket: Bucket | None = segment.shardc_bucket()  # type: ignore[attr-defined]
     assert bucket is not None
     return bucket

@@ -37,7 +37,7 @@ def spec_for(bucket: "Bucket", evaluating: bool = False) -> UnshardSpec:
         outside=bucket.gathered.is_shared,
         gather=settings.all_gather,
         memory=memory,
-        hints=bucket.owner.hints if bucket.owner is not None else (),
+        hints=bucket.unit.hints if bucket.unit is not None else (),
     )
 
 

@@ -7,7 +7,7 @@ registered on it. Parameters that nothing used keep None, because zeros would le
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from shardc.runtime.comm.unshard import reduce, split_full
 from shardc.runtime.eager.accumulate import Accumulated
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
+if TYPE_CHECKING:
+    from shardc.runtime.bucket.bucket import Bucket
+
 
 class Gradients:
     """The way of one bucket's gradient from a backward to the parameters.
@@ -29,7 +32,7 @@ class Gradients:
         delivers: whether parameters are given their gradients now.
     """
 
-    def __init__(self, bucket: Any) -> None:
+    def __init__(self, bucket: "Bucket") -> None:
         self.bucket = bucket
         self.waiting = Accumulated(bucket)
         self.used: set[int] = set()

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from shardc.runtime import compat
 from shardc.runtime.eager import accumulate
+from shardc.runtime.eager.needs import EagerBucket
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
-Slots = Mapping[Any, set[int]]
+Slots = Mapping[EagerBucket, set[int]]
 """Slots by bucket."""
 
 
@@ -35,7 +36,7 @@ class Selection:
 _current: Selection | None = None
 
 
-def is_selected(bucket: Any, slot: int) -> bool:
+def is_selected(bucket: EagerBucket, slot: int) -> bool:
     """Whether the backward under way shall give this parameter a gradient."""
     return _current is None or slot in _current.slots.get(bucket, ())
 
@@ -51,12 +52,12 @@ def is_sharded(value: object) -> bool:
 
 
 def run_for_inputs(
-    run: Callable[[Sequence[Any], bool], Any],
+    run: Callable[[Sequence[Any], bool], object],
     inputs: Sequence[Any],
     accumulates: bool,
     create_graph: bool,
     allow_unused: bool,
-) -> Any:
+) -> object:
     """What torch's engine does for `inputs`, some of them sharded.
 
     Args:
@@ -69,7 +70,7 @@ def run_for_inputs(
     Raises:
         RuntimeError: what is asked cannot be done for a bucket; says what can.
     """
-    slots: defaultdict[Any, set[int]] = defaultdict(set)
+    slots: defaultdict[EagerBucket, set[int]] = defaultdict(set)
     for param in filter(is_sharded, inputs):
         if not param.requires_grad:
             raise RuntimeError("One of the differentiated Tensors does not require grad")
@@ -77,7 +78,7 @@ def run_for_inputs(
     _refuse_parts(slots, accumulates)
     others = [value for value in inputs if not is_sharded(value)]
     waiting = [bucket.gradients.waiting for bucket in slots]
-    leaves = [bucket.segment for bucket in slots]
+    leaves: list[Tensor] = [bucket.segment for bucket in slots]
     leaves += [each.sink for each in waiting if each.sink is not None]
     if accumulates:
         with _selecting(Selection(slots, hooks=True)):

@@ -1,7 +1,6 @@
 """What a user asked of one unit; its buckets turn it into the spec of their code."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -50,7 +49,7 @@ class Settings:
     host_is_apart: bool = False
     objects: dict[str, tuple[Interned, ...]] = field(default_factory=dict, repr=False)
 
-    def put(self, name: str, value: Any) -> None:
+    def put(self, name: str, value: object) -> None:
         """Set one; an object of the user goes by its key, and is kept."""
         if isinstance(value, Interned):
             earlier = [known for known in self.objects.get(name, ()) if known is not value]

@@ -4,7 +4,6 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +20,8 @@ from shardc.runtime.eager.precision import cast_to, map_tensors, moved_to
 class Once:
     """A call that several units may make, and only the first does."""
 
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._call: Callable[[], Any] | None = call
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call: Callable[[], object] | None = call
 
     def __call__(self) -> None:
         call, self._call = self._call, None
@@ -73,7 +72,7 @@ class Unit:
     def __post_init__(self, given: tuple[nn.Module, ...]) -> None:
         self._modules = tuple(weakref.ref(module) for module in given)
         for bucket in self.buckets:
-            bucket.owner = self
+            bucket.unit = self
         gathered = tuple(weakref.ref(bucket.gathered) for bucket in self.buckets)
         for module in given:
             weakref.finalize(module, _forget_views, self._modules, gathered).atexit = False
@@ -107,7 +106,7 @@ class Unit:
         for bucket in self.buckets:
             bucket.refresh_signature()
 
-    def change(self, **settings: Any) -> None:
+    def change(self, **settings: object) -> None:
         """Set some of the settings."""
         for name, value in settings.items():
             self.settings.put(name, value)
@@ -133,7 +132,9 @@ class Unit:
         moves = self.device.type != "cpu"
         return casts or moves or policy.output_dtype is not None
 
-    def prepare_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def prepare_inputs(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """Arguments of the forward on the unit's device (where no other unit is around) and in its
         dtype."""
         policy = self.settings.precision
@@ -154,7 +155,7 @@ class Unit:
         called_alone = not torch.compiler.is_compiling() and not is_inside_other_unit(self)
         return self.is_root or called_alone
 
-    def finish_outputs(self, module: nn.Module, outputs: Any) -> Any:
+    def finish_outputs(self, module: nn.Module, outputs: object) -> object:
         """What the forward returns, in `output_dtype`."""
         dtype = self.settings.precision.output_dtype
         if dtype is None or self._in_full_precision(module):

@@ -8,7 +8,6 @@ steps apart itself. Groups go by name, because a name is all that a graph can ca
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,9 @@ from shardc.runtime.comm import lost_peers
 from shardc.runtime.comm.history import Failed, Parted
 from shardc.runtime.comm.long_waits import watch
 from shardc.runtime.comm.progress import Call, progress
+
+BoxedGraph = Callable[[list[object]], object]
+"""A compiled graph: it takes its inputs as one list and empties it."""
 
 ops = torch.ops._c10d_functional
 compat.let_backend_threads_finish()
@@ -127,7 +129,7 @@ def all_reduce(value: Tensor, op: str, group: str) -> Tensor:
         return start_all_reduce(value, op, group).wait()
 
 
-def labelled(name: str) -> AbstractContextManager[Any]:
+def labelled(name: str) -> AbstractContextManager[object]:
     """Show what runs inside under `name` in the PyTorch profiler."""
     return torch.profiler.record_function(name)
 
@@ -172,9 +174,7 @@ def entering(what: str, group: str, value: Tensor | None = None) -> Iterator[Non
             yield
 
 
-def naming_failures(
-    call: Callable[[list[Any]], Any], groups: Sequence[str], replayed: bool = False
-) -> Callable[[list[Any]], Any]:
+def naming_failures(call: BoxedGraph, groups: Sequence[str], replayed: bool = False) -> BoxedGraph:
     """`call`, a boxed graph with collectives over `groups`, within `naming`.
 
     Where it is `replayed` (a CUDA graph), Python does not see its collectives: it enters histories
@@ -182,7 +182,7 @@ def naming_failures(
     """
     others = groups if replayed else groups[1:]
 
-    def run(inputs: list[Any]) -> Any:
+    def run(inputs: list[object]) -> object:
         for group in others:
             with naming(group):
                 progress.enter_graph()

@@ -3,10 +3,17 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+FunctionContext: TypeAlias = Any
+"""What torch gives the methods of an autograd Function: any attribute may be set on it."""
+
+PackHook = Callable[[Tensor], Any]
+UnpackHook = Callable[[Any], Tensor]
+SavedTensorsHooks = tuple[PackHook, UnpackHook]
 
 
 def grad_hooks(param: Tensor) -> Iterable[Callable[[Tensor], Tensor | None]]:
@@ -72,7 +79,7 @@ def in_backward() -> bool:
     return backward_number() != -1
 
 
-def top_saved_tensors_hooks() -> Any:
+def top_saved_tensors_hooks() -> SavedTensorsHooks | None:
     """The innermost saved-tensor hooks, (pack, unpack); None if there are none (2.11 to 2.15)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
@@ -82,12 +89,12 @@ def saved_tensors_hooks_allowed() -> bool:
     return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
 
 
-def is_checkpoint_hook(pack: Callable[[Tensor], Any]) -> bool:
+def is_checkpoint_hook(pack: PackHook) -> bool:
     """Whether a pack hook is that of `torch.utils.checkpoint`, which recomputes (2.11 to 2.15)."""
     return pack.__module__ == "torch.utils.checkpoint"
 
 
-def outside_function_transforms() -> AbstractContextManager[Any]:
+def outside_function_transforms() -> AbstractContextManager[object]:
     """Inside, `vmap`, `grad` and their like around the caller do not apply (2.11 to 2.15)."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 
 NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
 """A tensor subclass that only wants `__torch_dispatch__` (2.11 to 2.15)."""
@@ -96,11 +97,11 @@ def swap_tensors(param: Tensor, new: Tensor) -> None:
     torch._C._swap_tensor_impl(param, new)
 
 
-def dtensor_parts(tensor: Tensor) -> tuple[Tensor, Any] | None:
+def dtensor_parts(tensor: Tensor) -> tuple[Tensor, DTensorSpec] | None:
     """The local value and the spec of a DTensor; None for other tensors (2.11 to 2.15)."""
     return (tensor._local_tensor, tensor._spec) if isinstance(tensor, DTensor) else None
 
 
-def make_dtensor(local: Tensor, spec: Any) -> Tensor:
+def make_dtensor(local: Tensor, spec: DTensorSpec) -> Tensor:
     """A DTensor of a local value and a spec (2.11 to 2.15)."""
     return DTensor(local, spec, requires_grad=False)

@@ -10,13 +10,13 @@ is reduced when that backward ends.
 import itertools
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardc.runtime import compat
+from shardc.runtime.eager.needs import EagerBucket
 from shardc.runtime.eager.weak_hooks import weak_hook
 
 
@@ -31,7 +31,7 @@ class Accumulated:
         taken: whether a forward was given them, so that another does not add them again.
     """
 
-    def __init__(self, bucket: Any) -> None:
+    def __init__(self, bucket: EagerBucket) -> None:
         self.bucket = bucket
         self.number = next(_numbers)
         self.sink: Tensor | None = None
@@ -137,7 +137,7 @@ def _flush() -> None:
             waiting.bucket.gradients.flush()
 
 
-def _of(params: Iterable[Any]) -> dict[Any, None]:
+def _of(params: Iterable[Tensor]) -> dict[EagerBucket, None]:
     slots = (getattr(param, "_slot", None) for param in params)
     return dict.fromkeys(slot.bucket for slot in slots if slot is not None)
 
@@ -148,7 +148,7 @@ def _discard(params: Iterable[Tensor]) -> None:
             bucket.gradients.waiting.clear()
 
 
-def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if all(waiting.is_empty for waiting in _accumulating):
         return
     for bucket in _of(p for group in optimizer.param_groups for p in group["params"]):

@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ from shardc.runtime.comm.progress import Label
 from shardc.runtime.comm.unshard import Steps, pack_gradients, reducing
 from shardc.runtime.eager.accumulate import flush_when_done
 from shardc.runtime.eager.gather_order import Gathers
+from shardc.runtime.eager.needs import EagerBucket
+
+if TYPE_CHECKING:
+    from shardc.runtime.eager.regather import Again
 
 log = logging.getLogger("shardc")
 
@@ -42,7 +46,9 @@ def backward_pass() -> "BackwardPass":
 class _Reduction:
     """The gradient of one bucket on its way: collectives that follow each other."""
 
-    def __init__(self, bucket: Any, used: set[int], elsewhere: set[int], steps: Steps) -> None:
+    def __init__(
+        self, bucket: EagerBucket, used: set[int], elsewhere: set[int], steps: Steps
+    ) -> None:
         self.bucket, self.used, self.elsewhere = bucket, used, elsewhere
         self._steps = steps
         r = bucket.code.reduction
@@ -52,7 +58,7 @@ class _Reduction:
         with collectives.naming(bucket.ranks.everyone), self._label():
             self._started = next(steps)
 
-    def _label(self, waits: bool = False) -> AbstractContextManager[Any]:
+    def _label(self, waits: bool = False) -> AbstractContextManager[object]:
         if not self._kinds:
             return nullcontext()
         return Label(self._kinds[0], (self.bucket.label,), "backward", waits)
@@ -84,11 +90,11 @@ class BackwardPass:
 
     def __init__(self) -> None:
         self.gathers = Gathers("backward")
-        self.opened: list[Any] = []
+        self.opened: list[EagerBucket] = []
         self._reductions: deque[_Reduction] = deque()
-        self._gathered: list[weakref.ref[Any]] = []
+        self._gathered: list[weakref.ref[Again]] = []
 
-    def gather(self, bucket: Any, again: Any) -> Tensor:
+    def gather(self, bucket: EagerBucket, again: "Again") -> Tensor:
         """The bucket that `again` stands for, `(W*S,)`."""
         self._gathered.append(weakref.ref(again))
         full = self.gathers.gather(bucket, again)
@@ -97,7 +103,7 @@ class BackwardPass:
         return full
 
     @torch.no_grad()
-    def reduce(self, bucket: Any, grads: Sequence[Tensor | None]) -> None:
+    def reduce(self, bucket: EagerBucket, grads: Sequence[Tensor | None]) -> None:
         """Reduce the gradients of a bucket's full parameters, or add them up where it does not sync
         now."""
         waiting, spec = bucket.gradients.waiting, bucket.code
@@ -120,7 +126,7 @@ class BackwardPass:
         steps = reducing(flat, bucket.code, partial, bucket.segment)
         self._reductions.append(_Reduction(bucket, used, elsewhere, steps))
 
-    def _make_room(self, bucket: Any) -> None:
+    def _make_room(self, bucket: EagerBucket) -> None:
         """Before another reduction starts: those of so many units may have inputs in memory."""
         units = list(dict.fromkeys(r.bucket.owner for r in self._reductions))
         before = [unit for unit in units if unit is not bucket.owner]

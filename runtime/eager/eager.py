@@ -7,7 +7,6 @@ outermost call is the forward whose gathers are agreed on and started ahead.
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,25 +15,26 @@ from shardc.runtime import compat
 from shardc.runtime.comm import collectives, lost_peers
 from shardc.runtime.eager.backward_pass import backward_pass
 from shardc.runtime.eager.gather_order import Gathers
+from shardc.runtime.eager.needs import EagerBucket, EagerModule, EagerUnit
 from shardc.runtime.eager.precision import map_tensors
 from shardc.runtime.eager.regather import saving_handles
 
 _running: list["EagerCall"] = []
 _gathers: Gathers | None = None
-_staying: dict[Any, None] = {}
+_staying: dict[EagerBucket, None] = {}
 
 
 @dataclass(eq=False)
 class EagerCall:
     """A call of a sharded module, while it runs."""
 
-    module: Any
+    module: EagerModule
     hooks: torch.autograd.graph.saved_tensors_hooks | None
-    label: AbstractContextManager[Any]
+    label: AbstractContextManager[object]
 
 
 @torch.compiler.disable
-def begin_call(module: Any) -> EagerCall:
+def begin_call(module: EagerModule) -> EagerCall:
     """A sharded module is about to run eagerly."""
     global _gathers
     hooks = saving_handles() if module._shardc_slots else None
@@ -53,7 +53,7 @@ def begin_call(module: Any) -> EagerCall:
 
 
 @torch.compiler.disable
-def end_call(call: EagerCall, outputs: Any, raised: bool) -> None:
+def end_call(call: EagerCall, outputs: object, raised: bool) -> None:
     """It returned `outputs`, or raised (then this runs while the exception is handled)."""
     global _gathers
     _running.pop()
@@ -72,7 +72,7 @@ def end_call(call: EagerCall, outputs: Any, raised: bool) -> None:
         _end_forward(outputs, raised)
 
 
-def _end_forward(outputs: Any, raised: bool) -> None:
+def _end_forward(outputs: object, raised: bool) -> None:
     """The outermost call is done: what stays gathered for its backward is freed when that ends."""
     buckets = list(_staying)
     _staying.clear()
@@ -89,7 +89,7 @@ def _end_forward(outputs: Any, raised: bool) -> None:
         for gathered in kept:
             gathered.end_backward()
 
-    def begin_backward(_: Any) -> None:
+    def begin_backward(_: object) -> None:
         compat.when_backward_ends(end_backward)
 
     def note(output: Tensor) -> Tensor:
@@ -108,6 +108,6 @@ def gathers() -> Gathers:
     return _gathers or Gathers("forward")
 
 
-def is_inside_other_unit(unit: Any) -> bool:
+def is_inside_other_unit(unit: EagerUnit) -> bool:
     """Whether a module of a unit other than `unit` runs eagerly."""
     return any(getattr(call.module, "_shardc_unit", unit) is not unit for call in _running)

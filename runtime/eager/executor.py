@@ -4,19 +4,19 @@ What Inductor does not compile (by choice, for debugging, or because it failed) 
 memory behaviour of eager PyTorch: inputs are taken over in one list and dropped as they are used.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from shardc.runtime.comm.collectives import BoxedGraph
 from shardc.runtime.comm.progress import label_of
 
 _UNLABELLED = nullcontext()
 
 
-def eager_executor(gm: GraphModule) -> Callable[[list[Any]], Any]:
+def eager_executor(gm: GraphModule) -> BoxedGraph:
     """A boxed callable that runs `gm`: it takes its inputs as one list and empties it."""
     nodes = [node for node in gm.graph.nodes if node.op != "placeholder"]
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -36,7 +36,7 @@ def eager_executor(gm: GraphModule) -> Callable[[list[Any]], Any]:
     unread = [node for node in placeholders if node in last_use]
     result = gm.graph.output_node().args[0]
 
-    def run(inputs: list[Any]) -> Any:
+    def run(inputs: list[object]) -> object:
         env: dict[Node, Any] = {**constants, **dict(zip(placeholders, inputs, strict=True))}
         inputs.clear()
         for node in unread:
@@ -56,11 +56,11 @@ def eager_executor(gm: GraphModule) -> Callable[[list[Any]], Any]:
     return run
 
 
-def shapes_only(gm: GraphModule) -> Callable[[list[Any]], Any]:
+def shapes_only(gm: GraphModule) -> BoxedGraph:
     """A boxed callable that computes nothing: it gives the fake tensors of the trace."""
     results = gm.graph.output_node().args[0]
 
-    def run(inputs: list[Any]) -> Any:
+    def run(inputs: list[object]) -> object:
         inputs.clear()
         return map_arg(results, lambda node: node.meta["val"])
 

@@ -12,7 +12,6 @@ is gathered again where the parameters were written since.
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from shardc.runtime.comm.progress import Label
 from shardc.runtime.comm.unshard import start_gather
 from shardc.runtime.eager.backward_pass import backward_pass
 from shardc.runtime.eager.eager import gathers
+from shardc.runtime.eager.needs import EagerBucket
 from shardc.runtime.eager.regather import Again, Unsharded
 
 
@@ -41,7 +41,7 @@ class Gathered:
         orders: per phase, the gather order of the last pass that this bucket opened.
     """
 
-    def __init__(self, bucket: Any) -> None:
+    def __init__(self, bucket: EagerBucket) -> None:
         self.bucket = bucket
         self.held: Tensor | None = None
         self.depth = 0
@@ -50,10 +50,10 @@ class Gathered:
         self.is_kept = False
         self.is_shared = False
         self._graphs = 0
-        self._ran: set[Any] = set()
+        self._ran: set[object] = set()
         self._kept_state: object = None
         self.expected: list[weakref.ref[Again]] = []
-        self.orders: dict[str, tuple[weakref.ref[Any], ...]] = {}
+        self.orders: dict[str, tuple[weakref.ref[EagerBucket], ...]] = {}
         self._version: object = None
         self._started: Started | None = None
 
@@ -208,7 +208,7 @@ class Gathered:
             self.is_shared = True
             self.bucket.refresh_signature()
 
-    def leave(self, module: Any = None, raised: bool = False) -> bool:
+    def leave(self, module: object = None, raised: bool = False) -> bool:
         """A module that counted itself in `depth` ends; the last one frees what was gathered.
 
         It stays until a backward where the unit does not reshard, and until all modules of a unit
@@ -255,14 +255,15 @@ class Gathered:
             self.keep(self.current.full, self.current.written)
         self._close(at_once=True)
 
-    def remember(self, phase: str, gathered: Sequence[Any]) -> None:
+    def remember(self, phase: str, gathered: Sequence[EagerBucket]) -> None:
         """A pass that began with this bucket gathered these."""
         self.orders[phase] = tuple(weakref.ref(bucket) for bucket in gathered)
 
-    def remembered(self, phase: str) -> tuple[Any, ...]:
+    def remembered(self, phase: str) -> tuple[EagerBucket, ...]:
         """What the last such pass gathered; nothing, where a model that took part is gone."""
-        buckets = tuple(reference() for reference in self.orders.get(phase, ()))
-        return () if None in buckets else buckets
+        known = self.orders.get(phase, ())
+        buckets = tuple(bucket for ref in known if (bucket := ref()) is not None)
+        return buckets if len(buckets) == len(known) else ()
 
     def expect(self, again: Again) -> None:
         """A backward to come needs the bucket."""

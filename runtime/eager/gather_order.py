@@ -12,7 +12,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,11 @@ from shardc.runtime.comm import collectives
 from shardc.runtime.comm.agreement import agree
 from shardc.runtime.comm.progress import Label
 from shardc.runtime.comm.unshard import start_gather
+from shardc.runtime.eager.needs import EagerBucket, EagerUnit
 from shardc.runtime.layout.spec import UnshardSpec
+
+if TYPE_CHECKING:
+    from shardc.runtime.eager.regather import Again
 
 log = logging.getLogger("shardc")
 
@@ -47,18 +51,18 @@ class Gathers:
 
     def __init__(self, phase: str) -> None:
         self.phase = phase
-        self.done: list[Any] = []
-        self._known: tuple[Any, ...] = ()
-        self._ahead: dict[Any, _Gather] = {}
+        self.done: list[EagerBucket] = []
+        self._known: tuple[EagerBucket, ...] = ()
+        self._ahead: dict[EagerBucket, _Gather] = {}
         self._path = hashlib.sha256(phase.encode())
 
-    def gather(self, bucket: Any, again: Any = None) -> Tensor:
+    def gather(self, bucket: EagerBucket, again: "Again | None" = None) -> Tensor:
         """The gathered bucket, `(W*S,)`; `again`: as the backward needs it. All ranks call it."""
         self._note(bucket)
         code = bucket.reading_code() if again is None else again.code
         gather = self._ahead.pop(bucket, None)
         if gather is None or (gather.code, gather.written) != (code, bucket.version):
-            gather = _start(bucket, code, again, self.phase)
+            gather = _start(bucket, again, self.phase)
         with (
             collectives.naming(bucket.ranks.everyone),
             Label("all_gather", (bucket.label,), self.phase, waits=True),
@@ -66,7 +70,7 @@ class Gathers:
             full = gather.started.wait()
         for following, later in self._following(bucket):
             if following not in self._ahead:
-                self._ahead[following] = _start(following, later and later.code, later, self.phase)
+                self._ahead[following] = _start(following, later, self.phase)
         return full
 
     def close(self, raised: bool = False) -> None:
@@ -81,7 +85,7 @@ class Gathers:
         if self.done and self._known[: len(self.done)] != tuple(self.done):
             self.done[0].gathered.remember(self.phase, self.done)
 
-    def _note(self, bucket: Any) -> None:
+    def _note(self, bucket: EagerBucket) -> None:
         """Another bucket is about to be gathered.
 
         Raises:
@@ -109,7 +113,7 @@ class Gathers:
             [f"gather {place}: {bucket}", f"after {self._path.hexdigest()}"],
         )
 
-    def _following(self, bucket: Any) -> Iterator[tuple[Any, Any]]:
+    def _following(self, bucket: EagerBucket) -> Iterator[tuple[EagerBucket, "Again | None"]]:
         """What to gather ahead now: pairs of a bucket and what its backward expects, or None."""
         unit, place = bucket.owner, len(self.done)
         hints = unit.backward_prefetch if self.phase == "backward" else unit.forward_prefetch
@@ -127,18 +131,17 @@ class Gathers:
             yield later, again
 
 
-def _to_next_unit(unit: Any, buckets: Sequence[Any]) -> list[Any]:
+def _to_next_unit(unit: EagerUnit, buckets: Sequence[EagerBucket]) -> list[EagerBucket]:
     """The first of `buckets`: what is left of `unit`, and the unit that comes then."""
     others = (bucket.owner for bucket in buckets if bucket.owner is not unit)
     wanted = (unit, next(others, unit))
     return list(itertools.takewhile(lambda bucket: bucket.owner in wanted, buckets))
 
 
-def _start(bucket: Any, code: UnshardSpec | None, again: Any, phase: str) -> _Gather:
+def _start(bucket: EagerBucket, again: "Again | None", phase: str) -> _Gather:
     log.debug("gather %s", bucket.label)
     bucket.owner.await_updates()
-    code = code or bucket.reading_code()
-    part = None if again is None else again.part
+    code, part = (bucket.reading_code(), None) if again is None else (again.code, again.part)
     label = Label("all_gather", (bucket.label,), phase)
     with torch.no_grad(), collectives.naming(bucket.ranks.everyone), label:
         started = start_gather(bucket.segment.detach(), code, part)

@@ -117,7 +117,11 @@ def keep_buffers_in(
 
 
 def _save_as_stored(
-    stored: Mapping[str, torch.dtype], module: nn.Module, state: Any, prefix: str, _: Any
+    stored: Mapping[str, torch.dtype],
+    module: nn.Module,
+    state: dict[str, Tensor],
+    prefix: str,
+    _: object,
 ) -> None:
     for name, dtype in stored.items():
         if prefix + name in state:

@@ -11,9 +11,7 @@ module that holds it is saved as it is: right, but its bucket stays until the ba
 """
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from shardc.runtime import compat
 from shardc.runtime.comm.unshard import recut, split_full
 from shardc.runtime.eager.backward_pass import backward_pass
+from shardc.runtime.eager.needs import EagerBucket
 from shardc.runtime.layout.spec import UnshardSpec
 
 _by_storage: "weakref.WeakValueDictionary[int, Unsharded]" = weakref.WeakValueDictionary()
@@ -37,7 +36,7 @@ class Unsharded:
         local_views: the same without tensor parallelism around them.
     """
 
-    def __init__(self, bucket: Any, code: UnshardSpec, full: Tensor) -> None:
+    def __init__(self, bucket: EagerBucket, code: UnshardSpec, full: Tensor) -> None:
         self.bucket = bucket
         self.code = code
         self.full = full
@@ -90,7 +89,11 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, segment: Tensor, full: Tensor, bucket: Any, code: UnshardSpec
+        ctx: compat.FunctionContext,
+        segment: Tensor,
+        full: Tensor,
+        bucket: EagerBucket,
+        code: UnshardSpec,
     ) -> tuple[Tensor, ...]:
         ctx.bucket = weakref.ref(bucket)  # which may hold these views until a backward
         ctx.set_materialize_grads(False)
@@ -102,7 +105,7 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: compat.FunctionContext, *grads: Tensor | None) -> tuple[None, ...]:
         bucket = ctx.bucket()  # None: the model and its parameters are gone
         if bucket is not None and any(grad is not None for grad in grads):
             backward_pass().reduce(bucket, grads)
@@ -113,7 +116,7 @@ class Again:
     """A bucket for a backward, gathered again if it did not stay; lives as long as the handles."""
 
     def __init__(
-        self, bucket: Any, code: UnshardSpec, full: Tensor, written: object, stays: bool
+        self, bucket: EagerBucket, code: UnshardSpec, full: Tensor, written: object, stays: bool
     ) -> None:
         self.bucket = bucket
         self.code = code
@@ -155,9 +158,21 @@ class Handle:
         return self.again.get().as_strided(self.size, self.stride, self.offset)
 
 
-# -- saved-tensor hooks ---------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """The same of a DTensor."""
 
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+    inner: "Packed"
+    spec: compat.DTensorSpec
+
+    def tensor(self) -> Tensor:
+        return compat.make_dtensor(self.inner.tensor(), self.spec)
+
+
+Packed = Handle | _Placed
+
+
+# -- saved-tensor hooks ---------------------------------------------------------------------------
 
 
 def saving_handles() -> "torch.autograd.graph.saved_tensors_hooks | None":
@@ -177,7 +192,7 @@ def saving_handles() -> "torch.autograd.graph.saved_tensors_hooks | None":
     return torch.autograd.graph.saved_tensors_hooks(*_handing_on(*outer))
 
 
-def _pack(tensor: Tensor) -> Any:
+def _pack(tensor: Tensor) -> Packed | tuple[Tensor, int]:
     # Never the tensor itself: it may be an output of the node that saves it, a cycle.
     return _handle(tensor) or (tensor.detach(), tensor._version)
 
@@ -185,7 +200,7 @@ def _pack(tensor: Tensor) -> Any:
 _pack.saves_handles = True  # type: ignore[attr-defined]
 
 
-def _unpack(packed: Any) -> Tensor:
+def _unpack(packed: Packed | tuple[Tensor, int]) -> Tensor:
     if not isinstance(packed, tuple):
         return packed.tensor()
     tensor, version = packed
@@ -198,18 +213,18 @@ def _unpack(packed: Any) -> Tensor:
     return tensor
 
 
-def _handing_on(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Hooks:
-    def own_pack(tensor: Tensor) -> Any:
+def _handing_on(pack: compat.PackHook, unpack: compat.UnpackHook) -> compat.SavedTensorsHooks:
+    def own_pack(tensor: Tensor) -> Packed | tuple[object]:
         return _handle(tensor) or (pack(tensor),)
 
-    def own_unpack(packed: Any) -> Tensor:
+    def own_unpack(packed: Packed | tuple[object]) -> Tensor:
         return unpack(packed[0]) if isinstance(packed, tuple) else packed.tensor()
 
     own_pack.saves_handles = True  # type: ignore[attr-defined]
     return own_pack, own_unpack
 
 
-def _handle(tensor: Tensor) -> Any:
+def _handle(tensor: Tensor) -> Packed | None:
     """A handle for a view of a gathered bucket, also inside a DTensor; None for other tensors."""
     if not _by_storage:
         return None
@@ -220,14 +235,3 @@ def _handle(tensor: Tensor) -> Any:
     storage = compat.storage_id(tensor)
     unsharded = None if storage is None else _by_storage.get(storage)
     return None if unsharded is None else unsharded.handle(tensor)
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """The same of a DTensor."""
-
-    inner: Handle
-    spec: Any
-
-    def tensor(self) -> Tensor:
-        return compat.make_dtensor(self.inner.tensor(), self.spec)

@@ -69,9 +69,7 @@ class Plan:
         self._device = "cpu" if first is None else first.device.type
         self.labels = {position: bucket.label for position, bucket in buckets.items()}
         self._open = frozenset(
-            position
-            for position, bucket in buckets.items()
-            if bucket.owner is not None and bucket.owner.asked_reshard is None
+            position for position, bucket in buckets.items() if bucket.owner.asked_reshard is None
         )
         self._in_place = _reduces_in_place(buckets.values())
         self._schedule = self._schedule_options(numbers)
@@ -174,8 +172,8 @@ def number_units(buckets: Mapping[int, Bucket]) -> dict[Unit | None, int]:
 
 def buckets_by_input(gm: GraphModule) -> dict[int, Bucket]:
     """The buckets whose segments are inputs of a Dynamo graph."""
-    tensors = map(compat.real_input, gm.graph.find_nodes(op="placeholder"))
-    return {i: bucket_of(t) for i, t in enumerate(tensors) if hasattr(t, "shardc_bucket")}
+    tensors = enumerate(map(compat.real_input, gm.graph.find_nodes(op="placeholder")))
+    return {i: bucket_of(t) for i, t in tensors if t is not None and hasattr(t, "shardc_bucket")}
 
 
 def _static_bytes(buckets: Collection[Bucket], options: Options) -> int:

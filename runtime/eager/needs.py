@@ -1,0 +1,146 @@
+"""What the eager runtime needs of units, of their buckets and of the modules that hold them.
+
+They are made of it, in rooms that come after it: it knows them by what it uses of them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardc.runtime.comm.ranks import Ranks
+from shardc.runtime.layout.layout import BucketLayout
+from shardc.runtime.layout.spec import UnshardSpec
+from shardc.runtime.tensor.tensor_parallel import Placed
+
+if TYPE_CHECKING:
+    from shardc.runtime.eager.accumulate import Accumulated
+    from shardc.runtime.eager.full_parameters import Gathered
+
+
+class EagerUnit(Protocol):
+    """A unit, as eager code sees it.
+
+    Attributes:
+        name: for messages.
+        reduce_buffers: how many reductions may be under way at once; None: as few as overlap.
+    """
+
+    name: str
+    reduce_buffers: int | None
+
+    @property
+    def buckets(self) -> Sequence["EagerBucket"]:
+        """Its buckets."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """Those of its modules that still exist."""
+
+    @property
+    def forward_prefetch(self) -> Sequence["EagerUnit"]:
+        """Units to gather when its forward begins."""
+
+    @property
+    def backward_prefetch(self) -> Sequence["EagerUnit"]:
+        """Units to gather when its backward begins."""
+
+    def await_updates(self) -> None:
+        """A gather is about to start: wait for what it shall wait for."""
+
+
+class EagerSettings(Protocol):
+    """What a user asked of a unit: see `Settings`."""
+
+    reshard_after_backward: bool
+    sync: bool
+    all_reduce: bool
+
+
+class EagerGradients(Protocol):
+    """The way of a bucket's gradient to its parameters.
+
+    Attributes:
+        waiting: gradients that wait to be reduced.
+        delivers: whether parameters are given their gradients now.
+    """
+
+    waiting: "Accumulated"
+    delivers: bool
+
+    def flush(self) -> None:
+        """Reduce what has waited."""
+
+    def deliver(
+        self, part: Tensor, used: set[int], elsewhere: set[int], eager: bool = False
+    ) -> None:
+        """Deal a reduced gradient, `(S,)`, out to the parameters that a rank used."""
+
+    def unreduced(self, index: int, dtype: torch.dtype) -> Tensor | None:
+        """What waits of the gradient of the full parameter `index`."""
+
+
+class EagerBucket(Protocol):
+    """A bucket, as eager code sees it.
+
+    Attributes:
+        layout: its plan.
+        ranks: who shares it.
+        group: the name of their process group.
+        serial: its number in the group, equal on all ranks.
+        segment: this rank's part, `(S,)`.
+        trainable: which parameters require gradients.
+        placed: how each parameter lies on a tensor-parallel mesh, if it does.
+        code: the spec of the code that unshards it now.
+        gathered: its full parameters, where they are at hand.
+    """
+
+    layout: BucketLayout
+    ranks: Ranks
+    group: str
+    serial: int
+    segment: nn.Parameter
+    trainable: tuple[bool, ...]
+    placed: tuple[Placed | None, ...]
+    code: UnshardSpec
+    gathered: "Gathered"
+
+    @property
+    def owner(self) -> EagerUnit:
+        """Its unit."""
+
+    @property
+    def settings(self) -> EagerSettings:
+        """Those of its unit."""
+
+    @property
+    def gradients(self) -> EagerGradients:
+        """What becomes of its gradient."""
+
+    @property
+    def label(self) -> str:
+        """Its name, for messages."""
+
+    @property
+    def version(self) -> object:
+        """Differs after any write to the parameters."""
+
+    def reading_code(self) -> UnshardSpec:
+        """The spec of the code that a read needs now."""
+
+    def refresh_signature(self) -> None:
+        """Name the code it needs now."""
+
+    def end_backward(self) -> None:
+        """A backward has differentiated it: free it, or keep it for the next step."""
+
+
+class EagerModule(Protocol):
+    """A module that holds sharded parameters, by name in `_shardc_slots`."""
+
+    @property
+    def _shardc_slots(self) -> Mapping[str, object]: ...
+
+    @property
+    def _shardc_buckets(self) -> Iterable[EagerBucket]: ...
