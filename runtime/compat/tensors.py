@@ -3,12 +3,21 @@
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+
+Op: TypeAlias = "OpOverload[..., Any]"
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+"""What torch gives `__torch_dispatch__`: an op, and arguments of any kind."""
+
+Index: TypeAlias = Any
+"""What a tensor takes between brackets, which torch has no type for."""
 
 NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
 """A tensor subclass that only wants `__torch_dispatch__` (2.11 to 2.15)."""

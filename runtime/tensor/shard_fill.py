@@ -5,11 +5,10 @@ interval. That costs the memory of one full parameter for a moment, and gives ex
 and the generator state, of the unsharded run.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from shardc.runtime import compat
 from shardc.runtime.tensor.shard_operands import bump, cut, empty_full, refuse
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
@@ -20,7 +19,7 @@ RANDOM: tuple[str, ...] = (
 RANDOM_LIKE: tuple[str, ...] = ("rand_like", "randint_like", "randn_like")
 
 
-def draw_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
+def draw_in_place(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> ShardTensor:
     """`tensor.normal_()` and its like."""
     target = args[0]
     if not isinstance(target, ShardTensor) or any(isinstance(x, ShardTensor) for x in args[1:]):
@@ -29,7 +28,7 @@ def draw_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> S
     return target
 
 
-def draw_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
+def draw_like(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> ShardTensor:
     """`torch.randn_like` and its like."""
     like: ShardTensor = args[0]
     if not isinstance(like, ShardTensor) or "out" in kwargs:
@@ -38,7 +37,7 @@ def draw_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
     return ShardTensor(cut(full, like).clone(), like.shape, like._spec)
 
 
-def fill_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
+def fill_out(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> ShardTensor:
     """An op on plain tensors that only writes to `out` (`torch.eye`)."""
     target = kwargs["out"]
     others = [*args, *(value for key, value in kwargs.items() if key != "out")]
@@ -52,7 +51,7 @@ def fill_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardT
     return target
 
 
-def set_items(target: ShardTensor, index: Any, value: Any) -> None:
+def set_items(target: ShardTensor, index: compat.Index, value: Tensor | complex) -> None:
     """`target[index] = value` without communication: what is written is known on every rank.
 
     Memory and time go by the number of elements that `index` selects, not by those of `target`.
@@ -70,7 +69,7 @@ def set_items(target: ShardTensor, index: Any, value: Any) -> None:
         _scatter(target, index, value)
 
 
-def _scatter(target: ShardTensor, index: Any, value: Any) -> None:
+def _scatter(target: ShardTensor, index: compat.Index, value: Tensor | complex) -> None:
     if torch.is_grad_enabled() and target.requires_grad:
         raise RuntimeError("assigning to parts of a parameter needs torch.no_grad()")
     if target._spec.tp is not None:
@@ -88,7 +87,7 @@ def _scatter(target: ShardTensor, index: Any, value: Any) -> None:
     bump([target._local])
 
 
-def _flat_positions(shape: torch.Size, index: Any) -> Tensor:
+def _flat_positions(shape: torch.Size, index: compat.Index) -> Tensor:
     """Where in the flattened tensor the elements of `tensor[index]` lie, in that shape."""
     positions, stride = torch.zeros((), dtype=torch.int64), 1
     for dim in reversed(range(len(shape))):

@@ -6,10 +6,10 @@ be plain (ignored parameters, step counters) or sharded.
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
 
 from torch import Tensor
 
+from shardc.runtime import compat
 from shardc.runtime.comm.collectives import all_reduce
 from shardc.runtime.tensor.shard_operands import (
     PLAIN_TARGET,
@@ -28,14 +28,14 @@ _NOT_ELEMENTWISE = {"_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_po
 Refs = list[ShardTensor | None]
 
 
-def is_list_op(func: Any, name: str) -> bool:
+def is_list_op(func: compat.Op, name: str) -> bool:
     """Whether `func` works on lists, entry by entry and elementwise."""
     if name.startswith("_foreach_"):
         return name not in _NOT_ELEMENTWISE and "out" not in func._overloadname
     return name in _FUSED or name == _UNSCALE
 
 
-def run_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_lists(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> list[Tensor] | None:
     """Run `func` on the local parts of its lists' entries."""
     like = _first_shards(args)
     if any(isinstance(arg, ShardTensor) for arg in (*args, *kwargs.values())):
@@ -57,11 +57,11 @@ def run_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ]
 
 
-def _is_list(arg: Any) -> bool:
+def _is_list(arg: object) -> bool:
     return isinstance(arg, (list, tuple)) and len(arg) > 0 and isinstance(arg[0], Tensor)
 
 
-def _first_shards(args: Sequence[Any]) -> Refs:
+def _first_shards(args: compat.Args) -> Refs:
     """For every index, the first ShardTensor at it in any of the lists."""
     lists = [arg for arg in args if _is_list(arg)]
     if all(isinstance(item, ShardTensor) for item in lists[0]):
@@ -72,14 +72,16 @@ def _first_shards(args: Sequence[Any]) -> Refs:
     ]
 
 
-def _parts(func: Any, items: Sequence[Tensor], like: Refs) -> list[Tensor]:
+def _parts(func: compat.Op, items: Sequence[Tensor], like: Refs) -> list[Tensor]:
     return [
         item if ref is None else ref._local if item is ref else local_part(func, item, ref)
         for item, ref in zip(items, like, strict=True)
     ]
 
 
-def _note_written(func: Any, items: Sequence[Tensor], like: Refs, written: list[Tensor]) -> None:
+def _note_written(
+    func: compat.Op, items: Sequence[Tensor], like: Refs, written: list[Tensor]
+) -> None:
     for item, ref in zip(items, like, strict=False):  # an empty list: a state that is not used
         if ref is None:
             continue

@@ -6,11 +6,11 @@ A list's norms take one all-reduce for each process group, however many tensors 
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardc.runtime import compat
 from shardc.runtime.comm.collectives import all_reduce
 from shardc.runtime.tensor.shard_operands import refuse
 from shardc.runtime.tensor.shard_tensor import ShardTensor
@@ -18,7 +18,7 @@ from shardc.runtime.tensor.shard_tensor import ShardTensor
 aten = torch.ops.aten
 
 
-def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def norm(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Tensor:
     """`linalg_vector_norm` and `norm` over all elements."""
     tensor, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2)
     if any(args[2:4]) or kwargs.get("dim") or kwargs.get("keepdim") or "out" in kwargs:
@@ -26,7 +26,7 @@ def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return _norms([tensor], 2 if order is None else order, kwargs.get("dtype"))[0]
 
 
-def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def foreach_norm(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> list[Tensor]:
     """The norms of a list; plain entries count as they are."""
     if "out" in kwargs:
         refuse(func)
@@ -34,7 +34,7 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     return _norms(tensors, order, args[2] if len(args) > 2 else kwargs.get("dtype"))
 
 
-def any_or_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def any_or_all(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Tensor:
     """`any()` and `all()` over all elements: a 0-dim bool, equal on all ranks."""
     if len(args) > 1 or kwargs:
         refuse(func, "only over all elements")

@@ -7,7 +7,7 @@ is refused: `shard * row` on the local part would be silently wrong.
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ PLAIN_TARGET = (
 )
 
 
-def local_part(func: Any, operand: Tensor, like: ShardTensor) -> Tensor:
+def local_part(func: compat.Op, operand: Tensor, like: ShardTensor) -> Tensor:
     """What an elementwise op on `like`'s local part sees of `operand`.
 
     Raises:
@@ -57,7 +57,7 @@ def cut(full: Tensor, like: ShardTensor) -> Tensor:
     return full.reshape(-1)[start:stop]
 
 
-def wrap(func: Any, local: Tensor, like: ShardTensor) -> ShardTensor:
+def wrap(func: compat.Op, local: Tensor, like: ShardTensor) -> ShardTensor:
     """A result on local parts as a ShardTensor; `func` must have kept their length."""
     if local.shape != like._local.shape:
         refuse(func)
@@ -70,7 +70,7 @@ def empty_full(like: ShardTensor) -> Tensor:
 
 
 @cache
-def written_operands(func: Any) -> tuple[int | str, ...]:
+def written_operands(func: compat.Op) -> tuple[int | str, ...]:
     """Which arguments `func` writes to: positions, or names of keyword-only ones."""
     return tuple(
         argument.name if argument.kwarg_only else index
@@ -100,7 +100,7 @@ def bump(locals_: Iterable[Tensor]) -> None:
     torch.autograd.graph.increment_version(written)
 
 
-def refuse(func: Any, why: str = "it needs more than this rank's part") -> NoReturn:
+def refuse(func: compat.Op, why: str = "it needs more than this rank's part") -> NoReturn:
     """Raise for an op that has no meaning on parts."""
     name = str(func)
     caller, way_out = caller_and_way_out()

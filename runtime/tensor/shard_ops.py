@@ -10,11 +10,11 @@ An op is looked up once and remembered: an optimizer step makes hundreds of thes
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardc.runtime import compat
 from shardc.runtime.tensor import shard_fill, shard_lists, shard_norms
 from shardc.runtime.tensor.shard_operands import (
     PLAIN_TARGET,
@@ -28,7 +28,7 @@ from shardc.runtime.tensor.shard_operands import (
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
 aten = torch.ops.aten
-Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Rule = Callable[[compat.Op, compat.Args, compat.Kwargs], object]
 
 _ELEMENTWISE = {
     "_to_copy", "copy_", "empty_like", "fill", "fill_", "full_like", "masked_fill", "masked_fill_",
@@ -42,7 +42,7 @@ _VIEWS = {
 _NEW = {"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"}
 
 
-def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dispatch(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
     """Run `func` as `ShardTensor.__torch_dispatch__` is asked to.
 
     Raises:
@@ -52,7 +52,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @cache
-def rule_of(func: Any) -> Rule:
+def rule_of(func: compat.Op) -> Rule:
     """The function that runs `func`; one that raises where there is none."""
     if not hasattr(func, "_schema"):  # a higher-order op
         return _refuse
@@ -70,7 +70,7 @@ def rule_of(func: Any) -> Rule:
     return _refuse
 
 
-def _is_pointwise(func: Any, name: str) -> bool:
+def _is_pointwise(func: compat.Op, name: str) -> bool:
     """Whether `func` is tagged so, or is the in-place form of an op that is."""
     if not all(str(result.type) == "Tensor" for result in func._schema.returns):
         return False  # aten.equal is tagged pointwise, and gives a bool
@@ -80,11 +80,11 @@ def _is_pointwise(func: Any, name: str) -> bool:
     return functional is not None and torch.Tag.pointwise in functional.tags
 
 
-def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _refuse(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
     refuse(func)
 
 
-def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_elementwise(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
     """Run `func` on the local parts; what it writes to must be sharded."""
     like = args[0] if args else None
     if not isinstance(like, ShardTensor):
@@ -113,20 +113,20 @@ def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 # -- views and new tensors ------------------------------------------------------------------------
 
 
-def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
+def _detach(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> ShardTensor:
     source: ShardTensor = args[0]
     return ShardTensor(source._local, source.shape, source._spec)
 
 
-def _detach_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
+def _detach_in_place(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> ShardTensor:
     return args[0]  # autograd has done it
 
 
-def _ask_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _ask_local(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
     return func(args[0]._local, *args[1:], **kwargs)
 
 
-def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _view(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
     """Views of consecutive elements: a part of the interval, under the view's shape.
 
     Any view of a tensor without data tells which elements it takes: `p[3]`, `p[2:5]`, `p.view(-1)`
@@ -141,7 +141,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [_interval_of(func, source, view) for view in views]
 
 
-def _interval_of(func: Any, source: ShardTensor, view: Tensor) -> ShardTensor:
+def _interval_of(func: compat.Op, source: ShardTensor, view: Tensor) -> ShardTensor:
     if not view.is_contiguous():
         refuse(func, "it takes elements that are not consecutive")
     if view.numel() == source.numel():
@@ -157,19 +157,19 @@ def _interval_of(func: Any, source: ShardTensor, view: Tensor) -> ShardTensor:
     return ShardTensor(part, view.shape, spec)
 
 
-def _refuse_placed(func: Any, source: ShardTensor) -> None:
+def _refuse_placed(func: compat.Op, source: ShardTensor) -> None:
     if source._spec.tp is not None:
         refuse(func, "it is also cut by tensor parallelism, so its parts have another shape")
 
 
-def _view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
+def _view_as_real(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> ShardTensor:
     source: ShardTensor = args[0]
     _refuse_placed(func, source)
     part = view_local(source._local, lambda local: torch.view_as_real(local).view(-1))
     return ShardTensor(part, (*source.shape, 2), source._spec.doubled())
 
 
-def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _new(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Tensor:
     """`new_*`: sharded alike for the same shape, plain otherwise.
 
     `p.new_empty(p.shape)` is plain too: `orthogonal_` draws into it and needs the whole value.

@@ -12,7 +12,7 @@ Only the local part and an immutable spec live on the object: checkpoints copy `
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from shardc.runtime.comm.collectives import all_gather
 from shardc.runtime.layout.interval_boxes import Box, boxes_of
 from shardc.runtime.layout.layout import interval
 from shardc.runtime.tensor.tensor_parallel import Placed
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import metadata, planner
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class ShardTensor(Tensor):
         parts = [row[: stop - start] for row, (start, stop) in zip(rows, cuts, strict=True)]
         return torch.cat(parts).view(shape)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         start, stop = self._spec.interval()
         return (
             f"ShardTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
@@ -181,10 +184,10 @@ class ShardTensor(Tensor):
             f"{caller}. {way_out}"
         )
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: compat.Index, value: Tensor | complex) -> None:
         shard_fill.set_items(self, index, value)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         """A copy of its own, which no bucket knows; that of a whole model has buckets."""
         copied = self.detach().clone()
         memo[id(self)] = copied
@@ -193,7 +196,7 @@ class ShardTensor(Tensor):
         memo[id(self)] = param = nn.Parameter(copied, self.requires_grad)
         return param
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RuntimeError(
             f"{self._label()} cannot be pickled (torch.save): one rank holds only a part of it. "
             "Save model.state_dict() with torch.distributed.checkpoint, or save .full_tensor()"
@@ -208,8 +211,12 @@ class ShardTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: compat.Op,
+        types: object,
+        args: compat.Args = (),
+        kwargs: compat.Kwargs | None = None,
+    ) -> object:
         return shard_ops.dispatch(func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], ShardSpec]:
@@ -240,7 +247,7 @@ class ShardTensor(Tensor):
             return list(boxes_of(tuple(self.shape), *self._spec.interval()))
         return [box.moved(tp.offsets) for box in boxes_of(tp.local_shape, *self._spec.interval())]
 
-    def __create_write_items__(self, fqn: str, tensor: Tensor) -> list[Any]:
+    def __create_write_items__(self, fqn: str, tensor: Tensor) -> list["planner.WriteItem"]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -257,7 +264,7 @@ class ShardTensor(Tensor):
             for chunk in self.__create_chunk_list__()
         ]
 
-    def __create_chunk_list__(self) -> list[Any]:
+    def __create_chunk_list__(self) -> list["metadata.ChunkStorageMetadata"]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [
@@ -265,7 +272,7 @@ class ShardTensor(Tensor):
             for box in self._boxes()
         ]
 
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
+    def __get_tensor_shard__(self, index: "metadata.MetadataIndex") -> Tensor:
         first, _ = self._spec.interval()
         for box in self._boxes():
             if index.offset is not None and tuple(index.offset) == box.offsets:

@@ -18,7 +18,6 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,7 +106,7 @@ class Placed:
             tensor = tensor.narrow(dim, start, size)
         return tensor
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Placed":
+    def __deepcopy__(self, memo: dict[int, object]) -> "Placed":
         return self
 
 
@@ -115,13 +114,13 @@ class _WrapSpmd(torch.autograd.Function):
     """A local value as a DTensor; back, the gradient's own local value on data-parallel dims."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, key: str) -> DTensor:
+    def forward(ctx: compat.FunctionContext, local: Tensor, key: str) -> DTensor:
         ctx.placed = object_of(key)
         return ctx.placed._wrap(local)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
+    def backward(ctx: compat.FunctionContext, grad: DTensor) -> tuple[Tensor, None]:
         placed = ctx.placed
         target = tuple(
             have if dim in placed.data_dims else want
@@ -201,7 +200,7 @@ def restore_ties(modules: Sequence[torch.nn.Module]) -> None:
 _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def _refuse_what_became_another(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _refuse_what_became_another(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Before an optimizer's first step: the DTensors it was made with would never be trained."""
     if optimizer in _checked:
         return
