@@ -2,21 +2,38 @@
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import torch
 from models import full
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fully_shard
 
 from shardc import ShardTensor, fully_shard
 
 
 def fsdp2(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
     """`model` sharded by torch, every block of `model.layers` and the rest."""
-    for layer in model.layers:
-        fsdp.fully_shard(layer, mesh=mesh, **kwargs)
-    return fsdp.fully_shard(model, mesh=mesh, **kwargs)
+    with mock.patch.object(_fully_shard, "_get_post_forward_mesh_info", _post_forward_mesh_info):
+        for layer in model.layers:
+            fsdp.fully_shard(layer, mesh=mesh, **kwargs)
+        return fsdp.fully_shard(model, mesh=mesh, **kwargs)
+
+
+def _post_forward_mesh_info(reshard_after_forward: Any, mesh_info: Any) -> Any:
+    """What torch makes anew for each module, groups and their threads included (`mesh_of`)."""
+    if isinstance(reshard_after_forward, bool):
+        return _made(reshard_after_forward, mesh_info)
+    key = reshard_after_forward, mesh_info.mesh
+    if key not in _post_forward:
+        _post_forward[key] = _made(reshard_after_forward, mesh_info)
+    return _post_forward[key]
+
+
+_made = _fully_shard._get_post_forward_mesh_info
+_post_forward: dict[tuple[int, DeviceMesh], Any] = {}
 
 
 def sharded(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
