@@ -4,8 +4,6 @@ A graph names the object by key (`intern_object`); what it does there is opaque 
 runs where it stands and is waited for at once.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -56,7 +54,7 @@ def _call_hook(part: Tensor, key: str) -> Tensor:
 
 
 def check_result(
-    given: Any, numel: int, like: Tensor, setter: str, key: str, what: str = "its result"
+    given: object, numel: int, like: Tensor, setter: str, key: str, what: str = "its result"
 ) -> None:
     """Raise RuntimeError unless what an object of the user gave is `(numel,)`, else like `like`.
 
@@ -78,7 +76,7 @@ def check_result(
     raise RuntimeError(f"{setter}: {what} of {name_of_object(key)} is {found}; it must be {wanted}")
 
 
-def _wait(work: Any) -> None:
+def _wait(work: dist.Work | None) -> None:
     if work is not None:
         work.wait()
 

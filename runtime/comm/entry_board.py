@@ -12,7 +12,6 @@ import os
 import secrets
 import tempfile
 from contextlib import suppress
-from typing import Any
 
 import torch.distributed as dist
 
@@ -47,7 +46,7 @@ class Board:
             if os.fstat(file).st_size < size:
                 os.ftruncate(file, size)  # pages that nobody writes to take no memory
             self._memory = mmap.mmap(file, size)
-            self._words: Any = memoryview(self._memory).cast("Q")
+            self._words = memoryview(self._memory).cast("Q")
             self._sign_in(path)
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)  # the mapping keeps the file open

@@ -24,7 +24,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,15 @@ _ASKED = 64
 _GRACE = timedelta(seconds=3)
 """How long a failed rank waits for the lines of others, or a fifth of the timeout if that is less:
 ranks that wait for the same fail within moments, or answer."""
+
+
+T = TypeVar("T")
+
+Line = TypedDict(
+    "Line", {"rank": int, "at": str, "started": int, "from": str, "parted": str | None}
+)
+"""What a rank tells: where it is, how many collectives it has started, the place in the program
+that called, and where ranks have parted if it knows."""
 
 
 def is_from_backend(error: BaseException) -> bool:
@@ -97,7 +106,7 @@ def tell(group: str, error: Parted) -> None:
         error.args = (f"on rank {line['rank']} of {dist.get_world_size()}: {error}",)
 
 
-def parted_where(members: dist.ProcessGroup, lines: Iterable[dict[str, Any]]) -> str | None:
+def parted_where(members: dist.ProcessGroup, lines: Iterable[Line]) -> str | None:
     """Where ranks have parted: as known here, as others say, as the ranks of this host see it."""
     history = history_of(compat.group_name(members))
     if history is None:
@@ -125,9 +134,7 @@ def note_parting(members: dist.ProcessGroup) -> None:
             log.error("on rank %d of %d: %s", history.rank, dist.get_world_size(), history.parted)
 
 
-def _tell(
-    members: dist.ProcessGroup, ends_waits: bool = False
-) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
+def _tell(members: dist.ProcessGroup, ends_waits: bool = False) -> tuple[Line, list[Line] | None]:
     """What this rank tells the others, and what those tell that answer in time; None where the
     store does not answer."""
     timeout = compat.group_timeout(members, torch.device("cpu"))
@@ -171,7 +178,7 @@ def _left(members: dist.ProcessGroup) -> dict[int, str]:
     return {rank: why for rank, (count, why) in left.items() if history.count - count < RING}
 
 
-def line_of(members: dist.ProcessGroup) -> dict[str, Any]:
+def line_of(members: dist.ProcessGroup) -> Line:
     """What this rank tells the others."""
     label = progress.inside
     own = own_collective_of(progress.main_thread)
@@ -190,11 +197,11 @@ def line_of(members: dist.ProcessGroup) -> dict[str, Any]:
     }
 
 
-def _called_from(line: dict[str, Any]) -> str:
+def _called_from(line: Line) -> str:
     return f" (called from {line['from']})" if line.get("from") else ""
 
 
-def append(members: dist.ProcessGroup, line: dict[str, Any]) -> None:
+def append(members: dist.ProcessGroup, line: Line) -> None:
     store = compat.group_store(members)
     store.append(FAILED, json.dumps(line) + "\n")  # type: ignore[attr-defined]
 
@@ -203,7 +210,7 @@ def _ranks(members: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(members)
 
 
-def _lines(members: dist.ProcessGroup, grace: float) -> list[Any]:
+def _lines(members: dist.ProcessGroup, grace: float) -> list[Line]:
     """The lines of this rank and of all others that come in time."""
     store, deadline, pause = compat.group_store(members), time.monotonic() + grace, 0.05
     while True:
@@ -215,9 +222,9 @@ def _lines(members: dist.ProcessGroup, grace: float) -> list[Any]:
         pause *= 2
 
 
-def _within(seconds: float, call: Callable[[], Any]) -> Any:
+def _within(seconds: float, call: Callable[[], T]) -> T | None:
     """What `call` gives; None if it fails or takes longer."""
-    results: list[Any] = []
+    results: list[T] = []
 
     def run() -> None:
         with suppress(RuntimeError):  # errors of stores are all of this kind
@@ -230,8 +237,8 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def compare(
-    mine: dict[str, Any],
-    lines: Iterable[dict[str, Any]],
+    mine: Line,
+    lines: Iterable[Line],
     ranks: list[int],
     left: Mapping[int, str] = MappingProxyType({}),
 ) -> str:

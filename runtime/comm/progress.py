@@ -12,8 +12,8 @@ What is started enters the history of its group, which says so where ranks part.
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -61,7 +61,7 @@ class Progress:
         self.history: History | None = None
         self.names: dict[str, str] = {}
         self.next_names: dict[str, str] = {}
-        self.shown: list[Any] = []
+        self.shown: list[AbstractContextManager[object]] = []
 
     @property
     def main_thread(self) -> int:

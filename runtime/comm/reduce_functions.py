@@ -5,7 +5,7 @@ their group by name, and gives this rank's part of the reduced gradient, `(S,)`.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -44,7 +44,9 @@ class LeaveOutGather:
         """A tensor for the result."""
         return torch.empty(size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, *_: object, **__: object
+    ) -> None:
         output_tensor.view(-1, input_tensor.numel()).copy_(input_tensor)
 
 

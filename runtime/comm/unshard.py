@@ -10,7 +10,7 @@ Under Dynamo a parameter reads as the marker op `shardc::unshard_slot`, which is
 """
 
 from collections.abc import Generator, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -147,7 +147,9 @@ class _Unshard(torch.autograd.Function):
     """All-gather forward, reduce-scatter backward; nodes carry the bucket as a fact."""
 
     @staticmethod
-    def forward(ctx: Any, segment: Tensor, moved: Moved, *extras: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: compat.FunctionContext, segment: Tensor, moved: Moved, *extras: Tensor
+    ) -> tuple[Tensor, ...]:
         spec = moved.spec
         given = dict(zip(spec.extras, extras, strict=True))
         ctx.moved = moved
@@ -166,7 +168,7 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: compat.FunctionContext, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         spec = ctx.moved.spec
         added = dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
         with compat.annotate({"shardc": (ctx.moved,)}):
@@ -208,7 +210,7 @@ def _(segment: Tensor, signature: str, slot: int, extras: Sequence[Tensor]) -> T
     return segment.new_empty(spec.shapes[slot], dtype=spec.compute_dtype, device=device)
 
 
-def _no_backward(ctx: Any, grad: Tensor) -> NoReturn:
+def _no_backward(ctx: compat.FunctionContext, grad: Tensor) -> NoReturn:
     raise RuntimeError("shardc::unshard_slot is a marker: compile the model with backend='shardc'")
 
 

@@ -175,14 +175,14 @@ class Interned:
     """An object that graphs call by its key, as long as something holds this."""
 
     key: str
-    thing: Any = field(repr=False)
+    thing: object = field(repr=False)
 
 
 _objects: weakref.WeakValueDictionary[str, Interned] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def intern_object(thing: Any) -> Interned:
+def intern_object(thing: object) -> Interned:
     """`thing` with a key, the same on all ranks that intern in the same order."""
     for known in _objects.values():
         if known.thing is thing:
