@@ -68,7 +68,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_arguments(
-    function: Callable[..., Any], given: Mapping[str, Any], only: Iterable[str] = ()
+    function: Callable[..., object], given: Mapping[str, object], only: Iterable[str] = ()
 ) -> None:
     """Raise for those of `given`, or of them `only` some, that `function` does not take.
 
@@ -82,12 +82,12 @@ def check_arguments(
 
 
 @functools.cache
-def hints_of(annotated: Any) -> dict[str, Any]:
+def hints_of(annotated: Callable[..., object]) -> dict[str, object]:
     """The annotations of a function or class, with what `Annotated` adds."""
     return typing.get_type_hints(annotated, include_extras=True)
 
 
-def check_value(name: str, value: Any, hint: Any) -> None:
+def check_value(name: str, value: object, hint: object) -> None:
     """Raise unless `value` is what `hint` says.
 
     Raises:
@@ -99,7 +99,7 @@ def check_value(name: str, value: Any, hint: Any) -> None:
         raise kind(f"{name} must be {in_words(hint)}, got {shown(value)}")
 
 
-def _fits(value: Any, hint: Any, any_value: bool = False) -> bool:
+def _fits(value: object, hint: object, any_value: bool = False) -> bool:
     """Whether `value` is what `hint` says; with `any_value`, of its type at least."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
@@ -113,10 +113,12 @@ def _fits(value: Any, hint: Any, any_value: bool = False) -> bool:
         return isinstance(value, type) and issubclass(value, parts[0])
     if hint in _OF_KIND:
         return _OF_KIND[hint](value)
-    return isinstance(value, origin or hint)
+    kind = origin or hint
+    assert isinstance(kind, type), hint
+    return isinstance(value, kind)
 
 
-_OF_KIND: dict[Any, Callable[[Any], bool]] = {
+_OF_KIND: dict[object, Callable[[object], bool]] = {
     Any: lambda value: True,
     bool: lambda value: (
         isinstance(value, (bool, np.bool_)) or (isinstance(value, int) and value in (0, 1))
@@ -124,7 +126,7 @@ _OF_KIND: dict[Any, Callable[[Any], bool]] = {
     int: lambda value: isinstance(value, Integral) and not isinstance(value, bool),
     float: lambda value: isinstance(value, Real) and not isinstance(value, bool),
 }
-_WORDS = {
+_WORDS: dict[object, list[str]] = {
     bool: ["True", "False"],
     int: ["a whole number"],
     float: ["a number"],
@@ -133,14 +135,14 @@ _WORDS = {
 }
 
 
-def in_words(hint: Any) -> str:
+def in_words(hint: object) -> str:
     """What `hint` takes: "'auto' or a whole number"."""
     words = list(dict.fromkeys(_each_in_words(hint)))
     words.sort(key="None".__eq__)
     return " or ".join([*([", ".join(words[:-1])] if len(words) > 1 else []), words[-1]])
 
 
-def _each_in_words(hint: Any) -> list[str]:
+def _each_in_words(hint: object) -> list[str]:
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         said = [part.be for part in parts[1:] if isinstance(part, Must)]
@@ -153,11 +155,13 @@ def _each_in_words(hint: Any) -> list[str]:
         return [f"a subclass of {parts[0].__name__}"]
     if hint in _WORDS:
         return _WORDS[hint]
-    name = (origin or hint).__name__
+    kind = origin or hint
+    assert isinstance(kind, type), hint
+    name = kind.__name__
     return ["a function" if name == "Callable" else f"{'an' if name[0] in 'AEIO' else 'a'} {name}"]
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """`value` in a few words: tensors and modules by class, others as they print."""
     if isinstance(value, Tensor):
         return f"a {type(value).__name__} of shape {tuple(value.shape)}"

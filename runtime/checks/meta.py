@@ -5,14 +5,14 @@ meta, so that a model with values pays for one flag.
 """
 
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import nn
 
 
 def states_on_meta(module: nn.Module) -> list[str]:
     """The names of the parameters and buffers below `module` that are on meta, ignored ones not."""
-    units: list[Any] = [m._shardc_unit for m in module.modules() if "_shardc_unit" in vars(m)]
+    units = [vars(m)["_shardc_unit"] for m in module.modules() if "_shardc_unit" in vars(m)]
     ignored = {id(param) for unit in units for param in unit.ignored}
     skipped = {id(m) for unit in units for m in unit.skipped}
     found = []
@@ -26,7 +26,7 @@ def states_on_meta(module: nn.Module) -> list[str]:
     return found
 
 
-def require_values(module: Any) -> None:
+def require_values(module: nn.Module) -> None:
     """Raise unless all below the sharded `module` has left the meta device.
 
     Raises:
@@ -35,7 +35,7 @@ def require_values(module: Any) -> None:
     names = states_on_meta(module)
     if names:
         refuse_meta(names)
-    module._shardc_unit.on_meta = False
+    vars(module)["_shardc_unit"].on_meta = False
 
 
 def refuse_meta(names: Iterable[str]) -> NoReturn:

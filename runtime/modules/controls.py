@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from torch import Tensor
 
 from shardc.runtime import compat
+from shardc.runtime.bucket.bucket import Bucket
 from shardc.runtime.bucket.unit import Once, Unit
 from shardc.runtime.checks.arguments import Count, Must, Positive, check_value, checked, shown
 from shardc.runtime.comm.communicators import own_group
@@ -35,7 +36,7 @@ Reshard = Annotated[
     bool | int | None, Must("True, False, None or a divisor of the number of ranks")
 ]
 _MODULES = Annotated[
-    Iterable[Any],
+    Iterable[object],
     Must("a list of sharded modules", lambda given: not isinstance(given, (Controls, str))),
 ]
 
@@ -128,7 +129,7 @@ class Controls:
         self,
         hook: Callable[[Tensor], None] | None,
         *,
-        stream: Any = None,
+        stream: object = None,
         recurse: bool = False,
     ) -> None:
         """Have `hook` change each reduced gradient, `(S,)` in the dtype of the reduction, in place.
@@ -344,7 +345,7 @@ class Controls:
 
     # -- hints for the schedule ----------------------------------------------------------------
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: "Sequence[Controls]") -> None:
         """Gather these units when this one's forward begins, whatever the cost model says.
 
         A hint for the next compile, as FSDP2's method of that name is for the next forward.
@@ -356,7 +357,7 @@ class Controls:
         self._shardc_unit.forward_prefetch = units
         self._shardc_unit.refresh()
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: "Sequence[Controls]") -> None:
         """The same for the backward."""
         units = _units("set_modules_to_backward_prefetch", modules)
         self._shardc_unit.backward_prefetch = units
@@ -408,7 +409,7 @@ class Controls:
 class UnshardHandle:
     """What `unshard(async_op=True)` returns."""
 
-    def __init__(self, buckets: Sequence[Any]) -> None:
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets
 
     def wait(self) -> None:
@@ -417,7 +418,7 @@ class UnshardHandle:
             bucket.gathered.finish()
 
 
-def check_reshard(value: Any, world_size: int) -> bool | int | None:
+def check_reshard(value: object, world_size: int) -> bool | int | None:
     """`reshard_after_forward` with 1 as False and the world size as True.
 
     Raises:
@@ -433,7 +434,7 @@ def check_reshard(value: Any, world_size: int) -> bool | int | None:
     return value == world_size if value in (1, world_size) else value
 
 
-def _allocates_itself(memory: str | None, comm: Any) -> None:
+def _allocates_itself(memory: str | None, comm: object) -> None:
     """Raise where buffers shall come from `memory` and from a custom object too."""
     if memory is not None and comm is not None:
         raise ValueError(
@@ -466,7 +467,7 @@ def share_comm_ctx(modules: Sequence[Controls]) -> None:
         unit.refresh()
 
 
-def _units(where: str, modules: Iterable[Any]) -> tuple[Unit, ...]:
+def _units(where: str, modules: "Iterable[Controls]") -> tuple[Unit, ...]:
     check_value(f"{where}: modules", modules, _MODULES)
     given = list(modules)
     for index, module in enumerate(given):

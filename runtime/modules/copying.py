@@ -48,11 +48,11 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return result
 
 
-def _units_of(module: Any) -> list[Unit]:
+def _units_of(module: nn.Module) -> list[Unit]:
     """The unit that a sharded module is of, which may have no bucket, and those whose parameters it
     holds."""
     own = vars(module).get("_shardc_unit")
-    owners = [bucket.owner for bucket in module._shardc_buckets]
+    owners: list[Unit] = [bucket.owner for bucket in vars(module)["_shardc_buckets"]]
     return owners if own is None else [own, *owners]
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import types
-from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +32,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
 
     @functools.wraps(function)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: ShardedModule, *args: object, **kwargs: object) -> object:
         unit = self._shardc_unit
         if unit.on_meta:
             require_values(self)

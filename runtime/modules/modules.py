@@ -8,7 +8,7 @@ without a word.
 """
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,29 +23,36 @@ from shardc.runtime.modules.copying import copy_sharded
 from shardc.runtime.modules.summon import summon_full_params
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
+if TYPE_CHECKING:
+    _Mixed = nn.Module
+else:
+    _Mixed = object
+
+Sharded = TypeVar("Sharded", bound="ShardedParameters")
+
 _classes: dict[tuple[type, tuple[str, ...], type], type] = {}
 
 
-class ShardedParameters:
+class ShardedParameters(_Mixed):
     """Mixin of every module that holds sharded parameters of its own."""
 
     _shardc_class: type[nn.Module]
     _shardc_slots: dict[str, SlotRef]
     _shardc_buckets: tuple[Bucket, ...]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: object, **kwargs: object) -> Any:
         """Constructing the class again (slicing a Sequential does) gives the plain module."""
         if not hasattr(cls, "_shardc_class"):
             raise TypeError(f"{cls.__name__} has no constructor: fully_shard(module) makes one")
         return cls._shardc_class(*args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         # In one `try`, also while it is traced: a graph break inside then leaves all of this frame
         # to Python, where the buckets are open.
         call = None if torch.compiler.is_compiling() else begin_call(self)
         outputs, raised = None, True
         try:
-            outputs = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            outputs = super().__call__(*args, **kwargs)
             raised = False
             return outputs
         finally:
@@ -74,31 +81,35 @@ class ShardedParameters:
                 return
             slot.bucket.adopt(slot.index, param)
             param = slot.bucket.params[slot.index]
-        elif slot is None and hasattr(param, "_slot"):  # `prune` would, and fail half-way
+        elif (
+            slot is None and param is not None and hasattr(param, "_slot")
+        ):  # `prune` would, and fail half-way
             raise NotImplementedError(
-                f"'{param._slot.name}' is sharded and cannot be registered in "  # type: ignore[union-attr]
+                f"'{param._slot.name}' is sharded and cannot be registered in "
                 f"{self._shardc_class.__name__} as '{name}' too: prune, tie or reparametrize "
                 "before fully_shard"
             )
-        super().register_parameter(name, param)  # type: ignore[misc]
+        super().register_parameter(name, param)
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """As `nn.Module.get_parameter`: what `parameters()` gives, whatever a read gives now."""
         path, _, name = target.rpartition(".")
-        module: Any = self.get_submodule(path)  # type: ignore[attr-defined]
+        module = self.get_submodule(path)
         if name in vars(module).get("_shardc_slots", ()):
-            return module._parameters[name]
-        return super().get_parameter(target)  # type: ignore[misc]
+            param = module._parameters[name]
+            assert param is not None
+            return param
+        return super().get_parameter(target)
 
     def __delattr__(self, name: str) -> None:
         if name in self._shardc_slots:
             _refuse_removing(self, name)
         super().__delattr__(name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy_sharded(self, memo)  # type: ignore[arg-type]
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy_sharded(self, memo)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise NotImplementedError(
             f"a sharded {self._shardc_class.__name__} cannot be pickled: save its state_dict() "
             "with torch.distributed.checkpoint"
@@ -110,24 +121,24 @@ class ShardedParameters:
             "unsharded copy with the values of get_model_state_dict, or use torch.compile"
         )
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        return apply_to_segments(self, fn, recurse)  # type: ignore[arg-type]
+    def _apply(self: Sharded, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Sharded:
+        return apply_to_segments(self, fn, recurse)
 
-    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+    def to_empty(self: Sharded, *, device: Any, recurse: bool = True) -> Sharded:
         """As `nn.Module.to_empty`; on part of a unit, its bucket is taken along if it is on meta.
 
         A bucket that is on `device` already stays as it is there, so that a function may call this
         on each module of a unit in turn.
         """
         return apply_to_segments(
-            self,  # type: ignore[arg-type]
+            self,
             lambda tensor: torch.empty_like(tensor, device=device),
             recurse,
             emptied_on=torch.device(device),
         )
 
 
-def _refuse_removing(module: Any, name: str) -> NoReturn:
+def _refuse_removing(module: ShardedParameters, name: str) -> NoReturn:
     raise NotImplementedError(
         f"'{name}' of {module._shardc_class.__name__} is sharded and cannot be removed; remove it "
         "before fully_shard"
@@ -135,21 +146,21 @@ def _refuse_removing(module: Any, name: str) -> NoReturn:
 
 
 def _check_weight_norm(module: nn.Module, name: str) -> None:
-    if name in vars(module).get("_shardc_slots", ()):
+    if isinstance(module, ShardedParameters) and name in module._shardc_slots:
         _refuse_removing(module, name)
 
 
 compat.check_weight_norm(_check_weight_norm)
 
 
-def _refuse_exporting(module: Any) -> NoReturn:
+def _refuse_exporting(module: ShardedParameters) -> NoReturn:
     raise NotImplementedError(
         f"torch.export cannot export a sharded {module._shardc_class.__name__}, whose values are "
         "on all ranks: export an unsharded copy with the values of get_model_state_dict"
     )
 
 
-def _check_assigned(module: Any, name: str, param: nn.Parameter) -> None:
+def _check_assigned(module: ShardedParameters, name: str, param: nn.Parameter) -> None:
     slot = module._shardc_slots[name]
     bucket, old = slot.bucket, slot.bucket.params[slot.index]
     label = f"'{name}' of {module._shardc_class.__name__}"
@@ -221,7 +232,7 @@ def _install_properties(module: nn.Module, unit: "Unit | None") -> None:
 def _subclass(cls: type, names: tuple[str, ...], mixin: type) -> type:
     key = (cls, names, mixin)
     if key not in _classes:
-        body: dict[str, Any] = {name: _parameter(name) for name in names}
+        body: dict[str, object] = {name: _parameter(name) for name in names}
         if issubclass(cls, nn.RNNBase):
             body |= compat.rnn_attributes()
         # The original's name, too: transformers looks up by it what a model records, and saves it.
@@ -233,13 +244,13 @@ def _subclass(cls: type, names: tuple[str, ...], mixin: type) -> type:
 
 
 def _parameter(name: str) -> property:
-    def read(self: ShardedParameters) -> Tensor:
+    def read(self: ShardedParameters) -> Tensor | None:
         slot = self._shardc_slots[name]
         if torch.compiler.is_exporting():
             _refuse_exporting(self)
         if not torch.compiler.is_compiling():
             own = slot.bucket.params[slot.index]
-            held = self._parameters.get(name, own)  # type: ignore[attr-defined]
+            held = self._parameters.get(name, own)
             if held is not own:  # `functional_call` swapped it in
                 return held
         return slot.value()
@@ -251,16 +262,16 @@ class ShardedModule(Controls, ShardedParameters):
     """Mixin of every module that `fully_shard` was called on."""
 
     _shardc_unit: Unit
-    _compiled_call_impl: Callable[..., Any] | None
+    _compiled_call_impl: Callable[..., object] | None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         unit = self._shardc_unit
         if unit.on_meta:
             require_values(self)
         if not unit.converts:
             return super().__call__(*args, **kwargs)
-        args, kwargs = unit.prepare_inputs(self, args, kwargs)  # type: ignore[arg-type]
-        return unit.finish_outputs(self, super().__call__(*args, **kwargs))  # type: ignore[arg-type]
+        args, kwargs = unit.prepare_inputs(self, args, kwargs)
+        return unit.finish_outputs(self, super().__call__(*args, **kwargs))
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As `nn.Module.compile`; a container of torch (`nn.Sequential`) becomes one graph, too.
@@ -269,19 +280,19 @@ class ShardedModule(Controls, ShardedParameters):
             TypeError, ValueError: options that the backend (`shardc`) does not take.
         """
         compat.check_backend_options(kwargs.get("backend"), kwargs.get("options"))
-        call = compat.in_own_frame(self._call_impl, self.forward)  # type: ignore[attr-defined]
+        call = compat.in_own_frame(self._call_impl, self.forward)
         self._compiled_call_impl = torch.compile(call, *args, **kwargs)
 
-    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+    def apply(self, fn: Callable[[nn.Module], None]) -> "ShardedModule":
         """As `nn.Module.apply`; `fn` sees full parameters, of one unit at a time.
 
         Every rank must call it, and draw the same random numbers. On the meta device `fn` sees
         shards.
         """
         if any(bucket.segment.is_meta for bucket in self._shardc_unit.buckets):
-            return super().apply(fn)  # type: ignore[misc]
-        with summon_full_params(self, recurse=False):  # type: ignore[arg-type]
-            return super().apply(fn)  # type: ignore[misc]
+            return super().apply(fn)
+        with summon_full_params(self, recurse=False):
+            return super().apply(fn)
 
 
 # -- .to(), .double(), .to_empty() ---------------------------------------------------------------
@@ -291,11 +302,11 @@ _emptied_on: torch.device | None = None
 
 
 def apply_to_segments(
-    module: nn.Module,
+    module: Sharded,
     fn: Callable[[Tensor], Tensor],
     recurse: bool,
     emptied_on: torch.device | None = None,
-) -> Any:
+) -> Sharded:
     """`module._apply(fn)` where segments take the place of the parameters that view them.
 
     Raises:
@@ -307,8 +318,8 @@ def apply_to_segments(
         _applied, _emptied_on = set(), emptied_on
     try:
         _apply_to_buckets(module, fn, recurse)
-        with compat.without_parameters(module, module._shardc_slots):  # type: ignore[arg-type]
-            super(ShardedParameters, module)._apply(fn, recurse)  # type: ignore[misc]
+        with compat.without_parameters(module, module._shardc_slots):
+            super(ShardedParameters, module)._apply(fn, recurse)
     finally:
         if outermost:
             _applied = _emptied_on = None
@@ -318,7 +329,9 @@ def apply_to_segments(
     return module
 
 
-def _apply_to_buckets(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
+def _apply_to_buckets(
+    module: ShardedParameters, fn: Callable[[Tensor], Tensor], recurse: bool
+) -> None:
     assert _applied is not None
     inside = set(module.modules()) if recurse else {module}
     buckets = dict.fromkeys(
@@ -332,7 +345,7 @@ def _apply_to_buckets(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse
             todo.remove(bucket)
         elif _emptied_on is None or not bucket.segment.is_meta:
             raise NotImplementedError(
-                f"{module._shardc_class.__name__} is part of a sharded unit whose parameters "  # type: ignore[union-attr]
+                f"{module._shardc_class.__name__} is part of a sharded unit whose parameters "
                 "share one dtype and device: convert the unit's module instead"
             )
     for bucket in todo:
