@@ -23,7 +23,7 @@ from shardc.runtime.modules.copying import copy_sharded
 from shardc.runtime.modules.summon import summon_full_params
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what the mixins stand before
     _Mixed = nn.Module
 else:
     _Mixed = object
@@ -81,9 +81,8 @@ class ShardedParameters(_Mixed):
                 return
             slot.bucket.adopt(slot.index, param)
             param = slot.bucket.params[slot.index]
-        elif (
-            slot is None and param is not None and hasattr(param, "_slot")
-        ):  # `prune` would, and fail half-way
+        elif slot is None and param is not None and hasattr(param, "_slot"):
+            # `prune` would, and fail half-way
             raise NotImplementedError(
                 f"'{param._slot.name}' is sharded and cannot be registered in "
                 f"{self._shardc_class.__name__} as '{name}' too: prune, tie or reparametrize "
