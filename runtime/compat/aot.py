@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.fx.node import Argument
 
 
 def size_expr(size: Any) -> Any:
@@ -42,7 +43,7 @@ def flop_formulas() -> dict[Any, Callable[..., Any]]:
     }
 
 
-def op_arguments(node: torch.fx.Node) -> dict[str, Any]:
+def op_arguments(node: torch.fx.Node) -> dict[str, Argument]:
     """The arguments of a call of an op, by name; none for what is no op (2.11 to 2.15)."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return {}
@@ -61,10 +62,10 @@ def fake_tensors() -> Iterator[Callable[[Tensor], Tensor]]:
 
 def compile_aot(
     gm: GraphModule,
-    example_inputs: Sequence[Any],
-    forward: Callable[..., Any],
-    backward: Callable[..., Any],
-    partition: Callable[..., Any],
+    example_inputs: Sequence[object],
+    forward: Callable[..., object],
+    backward: Callable[..., object],
+    partition: Callable[..., object],
 ) -> Callable[..., Any]:
     """AOT autograd with our compilers and no decompositions (2.11 to 2.15)."""
     from torch._dynamo.backends.common import aot_autograd
@@ -80,14 +81,16 @@ def compile_aot(
         )(gm, example_inputs)
 
 
-def min_cut_partition(joint: GraphModule, *args: Any, **kwargs: Any) -> Any:
+def min_cut_partition(
+    joint: GraphModule, *args: Any, **kwargs: Any
+) -> tuple[GraphModule, GraphModule]:
     """Cut a joint graph in two, saving as little as possible (2.11 to 2.15)."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
 
-def compiling_backward_at_once() -> AbstractContextManager[Any]:
+def compiling_backward_at_once() -> AbstractContextManager[object]:
     """Inside, AOT autograd compiles a backward with its forward (2.11 to 2.15)."""
     return functorch_config().patch(force_non_lazy_backward_lowering=True)
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
-def annotate(facts: dict[str, Any]) -> AbstractContextManager[None]:
+def annotate(facts: dict[str, object]) -> AbstractContextManager[None]:
     """Put `facts` under `meta["custom"]` of the nodes traced meanwhile (2.11 to 2.15)."""
     return torch.fx.traceback.annotate(facts)
 
@@ -27,7 +27,7 @@ def inline_only(fn: F) -> F:
     return fn
 
 
-def in_own_frame(call: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+def in_own_frame(call: Callable[..., Any], forward: Callable[..., object]) -> Callable[..., Any]:
     """`call`, within a frame that Dynamo traces where it skips that of `forward` (2.11 to 2.15).
 
     It skips torch's own modules; `torch.compile(module)` does the same for them.
@@ -76,7 +76,7 @@ def is_cut_by_break(gm: GraphModule) -> bool:
     return reason is not None and bool(reason.graph_break)
 
 
-def region_nodes() -> tuple[set[Any], set[Any]]:
+def region_nodes() -> tuple[set[object], set[object]]:
     """What opens and closes a function transform in a Dynamo graph (2.11 to 2.15)."""
     from torch._C import _functorch
     from torch._functorch import predispatch
@@ -142,7 +142,7 @@ def trace_artifact(name: str, text: str) -> None:
     )
 
 
-def check_backend_options(backend: Any, options: Any) -> None:
+def check_backend_options(backend: object, options: object) -> None:
     """Have the backend of that name check `options`, if it has a `check_options` (2.11 to 2.15).
 
     `torch.compile` hands them over only when a first graph is compiled.

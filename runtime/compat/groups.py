@@ -152,7 +152,7 @@ def ranks_of(name: str) -> list[int]:
     return []
 
 
-def high_priority_options(group: dist.ProcessGroup) -> Any:
+def high_priority_options(group: dist.ProcessGroup) -> object:
     """Options for a group like `group` on a high-priority stream; None where there is none."""
     if "nccl" not in dist.get_backend(group):
         return None

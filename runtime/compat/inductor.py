@@ -9,12 +9,15 @@ from torch.fx import GraphModule
 
 from shardc.runtime.compat.aot import functorch_config
 
+LabelOf = Callable[[torch.fx.Node], object]
+"""Gives a node the context in which it runs, or None."""
+
 
 def compile_fx(
     gm: GraphModule,
     example_inputs: Sequence[Any],
     inner_compile: Callable[..., Any],
-    patches: dict[str, Any],
+    patches: dict[str, object],
 ) -> Callable[..., Any]:
     """Inductor, with `inner_compile` lowering each partitioned graph (2.11 to 2.15).
 
@@ -37,7 +40,7 @@ def inductor_settings() -> list[str]:
     return list(config._config)  # type: ignore[attr-defined]
 
 
-def mode_options(mode: str | None) -> dict[str, Any]:
+def mode_options(mode: str | None) -> dict[str, object]:
     """The Inductor settings behind `torch.compile(mode=...)` (2.11 to 2.15)."""
     return dict(torch._inductor.list_mode_options(mode)) if mode else {}
 
@@ -52,7 +55,7 @@ def cpp_compiler() -> str:
 def compile_fx_inner(
     gm: GraphModule,
     inputs: Sequence[Any],
-    label_of: Callable[[torch.fx.Node], Any],
+    label_of: LabelOf,
     check: Callable[[torch.fx.Graph], None] | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -83,7 +86,7 @@ def changed_inductor_settings() -> dict[str, Any]:
 def compile_alone(
     gm: GraphModule,
     inputs: Sequence[Any],
-    label_of: Callable[[torch.fx.Node], Any],
+    label_of: LabelOf,
     settings: Mapping[str, Any],
     arguments: Mapping[str, Any],
 ) -> Any:
@@ -164,7 +167,7 @@ def _graph_pass(given: Sequence[Any], apply: Callable[[torch.fx.Graph], None], k
     return Chain()
 
 
-def order_settings() -> dict[str, Any]:
+def order_settings() -> dict[str, object]:
     """The settings with which Inductor leaves collectives alone: as they are and where they are.
 
     With others it would merge them or move them, by what each rank measures. Some are missing in
@@ -187,7 +190,7 @@ def order_settings() -> dict[str, Any]:
     return {name: value for name, value in wanted.items() if name in known}
 
 
-def _collectives_pass(gm: GraphModule, label_of: Callable[[torch.fx.Node], Any]) -> Any:
+def _collectives_pass(gm: GraphModule, label_of: LabelOf) -> Any:
     """A pass of Inductor's scheduler for the collectives and waits of `gm` (2.11 to 2.15).
 
     It keeps them in the order of the graph. Without that, a kernel fused from an early and a late
@@ -242,14 +245,14 @@ def _collectives_pass(gm: GraphModule, label_of: Callable[[torch.fx.Node], Any])
     return keep_order
 
 
-def _label_of_kernel(kernel: Any, label_of: Callable[[torch.fx.Node], Any]) -> Any:
+def _label_of_kernel(kernel: Any, label_of: LabelOf) -> object:
     """The label of the node that became a call of an op as it is; else None (2.11 to 2.15)."""
     op = getattr(kernel, "op_overload", None)
     nodes = [] if op is None else [node for node in kernel.get_origins() if node.target is op]
     return label_of(nodes[0]) if len(nodes) == 1 else None
 
 
-def _run_within(kernel: Any, label: Any) -> None:
+def _run_within(kernel: Any, label: object) -> None:
     """Have the Python code for a kernel enter and leave a label (2.11 to 2.15)."""
     from torch._inductor.virtualized import V
 
@@ -283,7 +286,7 @@ def keep_output_strides(body: GraphModule) -> None:
     result.meta["original_output_strides"] = [value.stride() for value in values]
 
 
-def takes_nested_graphs(kwargs: dict[str, Any]) -> bool:
+def takes_nested_graphs(kwargs: Mapping[str, object]) -> bool:
     """Whether `compile_fx_inner`, given these, may see calls of nested graphs (2.11 to 2.15).
 
     Its C++ wrapper has no code for them, and CUDA graphs are cut at other places.

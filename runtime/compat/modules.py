@@ -30,15 +30,17 @@ def after_zero_grad(call: Callable[[Iterable[Tensor]], None]) -> None:
     There is no hook for it; the two methods are wrapped.
     """
 
-    def wrapped(method: Callable[..., None], params: Callable[[Any], Iterable[Tensor]]) -> Any:
+    def wrapped(
+        method: Callable[..., None], params: Callable[[Any], Iterable[Tensor]]
+    ) -> Callable[..., None]:
         @functools.wraps(method)
-        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        def zero_grad(self: Any, *args: object, **kwargs: object) -> None:
             method(self, *args, **kwargs)
             call(params(self))
 
         return zero_grad
 
-    def held_by(optimizer: Any) -> Iterable[Tensor]:
+    def held_by(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
         return (param for group in optimizer.param_groups for param in group["params"])
 
     optimizer: Any = torch.optim.Optimizer
@@ -98,19 +100,19 @@ def forget_rnn_weights(module: nn.Module) -> None:
         module._flat_weight_refs = []
 
 
-def rnn_attributes() -> dict[str, Any]:
+def rnn_attributes() -> dict[str, object]:
     """Read the cached weights of `nn.LSTM` and friends through their attributes (2.11 to 2.15).
 
     They are not flattened for cuDNN: the weights lie in the flat memory of a bucket.
     """
 
-    def weights(rnn: Any) -> list[Any]:
+    def weights(rnn: nn.RNNBase) -> list[Tensor | None]:
         return [getattr(rnn, name, None) for name in rnn._flat_weights_names]
 
-    def references(rnn: Any) -> list[None]:
+    def references(rnn: nn.RNNBase) -> list[None]:
         return [None] * len(rnn._flat_weights_names)
 
-    def ignore(rnn: Any, value: Any) -> None: ...
+    def ignore(rnn: nn.RNNBase, value: object) -> None: ...
 
     return {
         "_flat_weights": property(weights, ignore),
