@@ -163,7 +163,7 @@ def _gathered(gm: GraphModule, ctx: PassContext) -> list[tuple[Moved, Node, int]
         waits = waits_for(transfer.start)
         for moved, wait in zip(moved_by(transfer.start), waits, strict=True):
             if moved.position in ctx.open_positions:
-                views = reach(wait, lambda n: [u for u in n.users if is_view(u)])
+                views = reach(lambda n: [u for u in n.users if is_view(u)], wait)
                 readers = [order[u] for view in views for u in view.users if u in order]
                 found.append((moved, wait, max(readers, default=0)))
     return found

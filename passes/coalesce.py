@@ -119,21 +119,19 @@ def plan_groups(
 
 def _merged_gather(problem: Problem, group: list[int], message: float) -> Gather:
     members = [problem.gathers[index] for index in group]
-    return Gather(
-        min(member.needed for member in members),
-        sum(member.nbytes for member in members),
-        sum(member.seconds for member in members) - message * (len(members) - 1),
-        members[0].wanted,
-    )
+    needed = min(member.needed for member in members)
+    return Gather(needed, *_together(members, message), members[0].wanted)
 
 
 def _merged_reduce(problem: Problem, group: list[int], message: float) -> Reduce:
     members = [problem.reduces[index] for index in group]
-    return Reduce(
-        max(member.ready for member in members),
-        sum(member.nbytes for member in members),
-        sum(member.seconds for member in members) - message * (len(members) - 1),
-    )
+    return Reduce(max(member.ready for member in members), *_together(members, message))
+
+
+def _together(members: Sequence[Gather] | Sequence[Reduce], message: float) -> tuple[int, float]:
+    """Bytes and seconds of one message in the place of several."""
+    seconds = sum(member.seconds for member in members) - message * (len(members) - 1)
+    return sum(member.nbytes for member in members), seconds
 
 
 # -- editing -------------------------------------------------------------------------------------

@@ -185,9 +185,9 @@ def waits_for(node: Node) -> list[Node]:
     return [user for result in results_of(node) for user in result.users if is_wait(user)]
 
 
-def reach(start: Node, neighbours: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    """All nodes that can be reached from `start`, itself included."""
-    found, todo = {start}, [start]
+def reach(neighbours: Callable[[Node], Iterable[Node]], *starts: Node) -> set[Node]:
+    """All nodes that can be reached from `starts`, themselves included."""
+    found, todo = set(starts), list(starts)
     while todo:
         for node in neighbours(todo.pop()):
             if node not in found:

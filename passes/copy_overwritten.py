@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from shardc.passes.context import PassContext
+from shardc.passes.context import PassContext, reach
 
 
 def copy_overwritten(gm: GraphModule, ctx: PassContext) -> GraphModule:
@@ -22,14 +22,16 @@ def copy_overwritten(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """
     graph = gm.graph
     writes = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    if not writes:
+        return gm
     placeholders = graph.find_nodes(op="placeholder")
-    backward = _all_below(node for node in placeholders if "tangents" in str(node.target))
+    backward = reach(_users, *(node for node in placeholders if "tangents" in str(node.target)))
     for node in placeholders:
         is_written = any(w.args[0] is node and w not in backward for w in writes)
         if not is_written or node in backward:
             continue
         readers = [user for user in node.users if user not in writes and user.op != "output"]
-        if not _all_below(readers).isdisjoint(backward):
+        if not reach(_users, *readers).isdisjoint(backward):
             _read_copy(node, readers)
     return gm
 
@@ -43,12 +45,6 @@ def _read_copy(node: Node, readers: Iterable[Node]) -> None:
         reader.replace_input_with(node, copy)
 
 
-def _all_below(nodes: Iterable[Node]) -> set[Node]:
-    """These, and all that is computed from them."""
-    found, todo = set[Node](), list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += [user for user in node.users if user.op != "output"]
-    return found
+def _users(node: Node) -> list[Node]:
+    """What is computed from a node."""
+    return [user for user in node.users if user.op != "output"]

@@ -132,7 +132,7 @@ def _give_to_all_reduces(attached: dict[Node, tuple[list[Node], list[Node]]]) ->
     tails = [tail for s, (_, tail) in attached.items() if kind_of(s) == "reduce_scatter"]
     for start, (before, after) in attached.items():
         if kind_of(start) == "all_reduce":
-            feeding = reach(start, lambda n: n.all_input_nodes) - {start}
+            feeding = reach(lambda n: n.all_input_nodes, start) - {start}
             for tail in tails:
                 if feeding & set(tail):
                     before[:] = sorted({*before, *(node for node in tail if node in feeding)})
@@ -146,7 +146,7 @@ def _all_reduces_follow(transfers: list[Transfer], end: int) -> list[Transfer]:
     result = []
     for transfer in transfers:
         if kind_of(transfer.start) == "all_reduce":
-            inputs = reach(transfer.start, lambda n: n.all_input_nodes)
+            inputs = reach(lambda n: n.all_input_nodes, transfer.start)
             own = next((t.start for t in scatters if t.start in inputs), None)
             transfer = replace(transfer, step=following.get(own, end))  # type: ignore[arg-type]
         result.append(transfer)
@@ -155,7 +155,7 @@ def _all_reduces_follow(transfers: list[Transfer], end: int) -> list[Transfer]:
 
 def _tail(start: Node) -> list[Node]:
     """All that depends on a reduction: its wait, casts, divisions; it leads to outputs only."""
-    return sorted(reach(start, lambda n: n.users) - {start, start.graph.output_node()})
+    return sorted(reach(lambda n: n.users, start) - {start, start.graph.output_node()})
 
 
 def _is_pack(node: Node) -> bool:

@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardc import StateDictOptions, get_model_state_dict, summon_full_params
 from shardc.runtime import compat
-from shardc.runtime.comm import history, long_waits
-from shardc.runtime.comm import program_collectives as elsewhere
+from shardc.runtime.comm import history, long_waits, program_collectives
 from shardc.runtime.comm.entry_board import RING, Board, word_of
 from shardc.runtime.comm.history import history_of
 
@@ -181,7 +180,7 @@ def test_a_collective_of_the_programs_own_on_one_rank(mesh, own, executor):
 
 def _shows(rank, count, own="", **records):
     entries = [history.Entry(place, place, f"gather {place}") for place in range(1, count + 1)]
-    return elsewhere.Shown(rank, entries, own, own, records)
+    return program_collectives.Shown(rank, entries, own, own, records)
 
 
 def _parted(monkeypatch, mine, theirs, waits_for_last=False, ranks=(0, 1)):
@@ -191,7 +190,7 @@ def _parted(monkeypatch, mine, theirs, waits_for_last=False, ranks=(0, 1)):
     monkeypatch.setattr(dist, "get_rank", lambda: mine.rank)
     here = object.__new__(history.History)
     here.rank, here.entries = mine.rank, mine.entries
-    return elsewhere.parted_from(here, "g", theirs, waits_for_last)
+    return program_collectives.parted_from(here, "g", theirs, waits_for_last)
 
 
 @pytest.mark.parametrize("waits_for_last", [False, True])
@@ -279,7 +278,7 @@ def test_a_rank_that_is_busy_is_waited_for(mesh):
     group = compat.resolve_group(_group_of(model))
     if rank == 0:
         _until(lambda: compat.group_store(group).check(["shardc/shown/0"]))
-        shown = elsewhere.from_json(compat.group_store(group).get("shardc/shown/0"))
+        shown = program_collectives.from_json(compat.group_store(group).get("shardc/shown/0"))
         assert shown.at.startswith("at test_parted.py:") and not shown.own
     _step(model)
     assert history_of(_group_of(model)).parted is None

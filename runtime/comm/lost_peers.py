@@ -157,11 +157,12 @@ def leave(error: BaseException) -> None:
     for group, history in histories():
         with suppress(RuntimeError, ValueError):  # the group is gone, or its store
             history.leave(why)
+            members = compat.resolve_group(group)
             if is_from_backend(error):
-                members = compat.resolve_group(group)
                 _within(1.0, partial(note_parting, members))
-            store = compat.group_store(compat.resolve_group(group))
-            store.set(f"{_LEFT}/{history.rank}", json.dumps([history.count, why]))
+            compat.group_store(members).set(
+                f"{_LEFT}/{history.rank}", json.dumps([history.count, why])
+            )
 
 
 def _left(members: dist.ProcessGroup) -> dict[int, str]:

@@ -144,11 +144,8 @@ def recorded_collectives(last: int = 64) -> dict[str, list[Recorded]]:
 
 def ranks_of(name: str) -> list[int]:
     """The ranks of the group of that name; none where this rank has no such group."""
-    from torch.distributed import distributed_c10d
-
     with suppress(RuntimeError):
-        group = distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-        return dist.get_process_group_ranks(group)
+        return dist.get_process_group_ranks(resolve_group(name))
     return []
 
 

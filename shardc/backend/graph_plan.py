@@ -54,7 +54,7 @@ class Plan:
         options: Options,
         buckets: dict[int, Bucket],
         slots: Mapping[int, frozenset[int]],
-        numbers: Mapping[Unit | None, int],
+        numbers: Mapping[Unit, int],
     ) -> None:
         self.options = options
         self.slots = slots
@@ -120,16 +120,17 @@ class Plan:
             clones=not self._in_place,
         )
 
-    def _schedule_options(self, numbers: Mapping[Unit | None, int]) -> ScheduleOptions:
+    def _schedule_options(self, numbers: Mapping[Unit, int]) -> ScheduleOptions:
         options = self.options
-        units = {unit: number for unit, number in numbers.items() if unit is not None}
-        buffers = [unit.reduce_buffers for unit in units if unit.reduce_buffers]
+        buffers = [unit.reduce_buffers for unit in numbers if unit.reduce_buffers]
         return ScheduleOptions(
             profile=self.profile,
             prefetch=None if isinstance(options.prefetch, str) else options.prefetch,
             backward_prefetch=options.backward_prefetch or "none",
-            forward_hints={n: _numbers_of(u.forward_prefetch, units) for u, n in units.items()},
-            backward_hints={n: _numbers_of(u.backward_prefetch, units) for u, n in units.items()},
+            forward_hints={n: _numbers_of(u.forward_prefetch, numbers) for u, n in numbers.items()},
+            backward_hints={
+                n: _numbers_of(u.backward_prefetch, numbers) for u, n in numbers.items()
+            },
             reduce_buffers=min(buffers, default=None),
             fused=options.executor == "inductor",
             coalesce=self._in_place if options.coalesce is None else options.coalesce,
@@ -164,7 +165,7 @@ class Plan:
             tell(gm, ctx, self, plan)
 
 
-def number_units(buckets: Mapping[int, Bucket]) -> dict[Unit | None, int]:
+def number_units(buckets: Mapping[int, Bucket]) -> dict[Unit, int]:
     """Numbers that are equal on all ranks: by their first bucket among the inputs of a graph."""
     owners = dict.fromkeys(bucket.owner for bucket in buckets.values())
     return {unit: number for number, unit in enumerate(owners)}

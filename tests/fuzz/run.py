@@ -8,7 +8,7 @@ import warnings
 
 import ranks
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from fuzz.case import Case, mesh_shape
 from fuzz.script import script
@@ -16,17 +16,12 @@ from fuzz.script import script
 TIMEOUT = 600.0
 """Seconds that the ranks have for a case; one that hangs has failed."""
 
-_meshes: dict[tuple[int, ...], DeviceMesh] = {}
-
 
 def run_text(mesh: DeviceMesh, text: str, shape: tuple[int, ...]) -> None:
     """On a rank: run a program's `main`."""
     shape = tuple(shape)
     if len(shape) == 2:
-        if shape not in _meshes:
-            names = ("replicate", "shard")
-            _meshes[shape] = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        mesh = _meshes[shape]
+        mesh = ranks.mesh_of("cpu", shape, mesh_dim_names=("replicate", "shard"))
     name = "fuzz_case"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     module = types.ModuleType(name)
