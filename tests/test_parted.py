@@ -65,6 +65,10 @@ def _sync_no_more(model):
     model.set_requires_gradient_sync(False)
 
 
+def _widen(model):
+    model.to(torch.float64)
+
+
 _IN_A_GRAPH = "rank 1 entered the comparison of the buckets that a graph reads"
 _IN_AN_ORDER = "rank 1 entered the comparison of the order in which an uncompiled forward gathers"
 WAYS = [
@@ -75,6 +79,8 @@ WAYS = [
      "rank 1 entered the comparison of the order in which an uncompiled backward gathers"),
     (_sync_no_more, None, "rank 0 entered the reduce-scatter of layers.1 in the backward",
      "rank 1 entered the all-gather of Choosing in the forward"),
+    (_widen, None, r"rank 0 entered the all-gather of Choosing in the forward \(float32\)",
+     r"rank 1 entered the all-gather of Choosing in the forward \(float64\)"),
     (_sync_no_more, "eager", "rank 0 entered the ", "rank 1 entered the comparison of "),
 ]  # fmt: skip
 

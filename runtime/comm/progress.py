@@ -101,13 +101,22 @@ class Label:
         buckets: the names of the buckets it moves.
         phase: "forward" or "backward".
         waits: whether it is the wait.
+        dtype: of what it moves, where no compiled graph has made sure that ranks agree on it.
         name: what the profiler shows: "shardc: wait gather layers.3".
     """
 
-    __slots__ = ("buckets", "kind", "name", "phase", "waits")
+    __slots__ = ("buckets", "dtype", "kind", "name", "phase", "waits")
 
-    def __init__(self, kind: str, buckets: Sequence[str], phase: str, waits: bool = False) -> None:
+    def __init__(
+        self,
+        kind: str,
+        buckets: Sequence[str],
+        phase: str,
+        waits: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.kind, self.buckets, self.phase, self.waits = kind, tuple(buckets), phase, waits
+        self.dtype = dtype
         verb = f"wait {VERBS.get(kind, kind)}" if waits else VERBS.get(kind, kind)
         self.name = f"{_PREFIX}{verb} {in_short(self.buckets)}"
 
@@ -143,7 +152,7 @@ class Label:
             progress.last = self
             if progress.history is not None:
                 label = self.renamed()
-                progress.history.enter(*_fact(label.kind, label.buckets, label.phase))
+                progress.history.enter(*_fact(label.kind, label.buckets, label.phase, self.dtype))
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if progress.shown:
@@ -158,9 +167,12 @@ def _made(kind: str, buckets: tuple[str, ...], phase: str, waits: bool) -> Label
 
 
 @lru_cache(4096)
-def _fact(kind: str, buckets: tuple[str, ...], phase: str) -> tuple[int, str]:
+def _fact(
+    kind: str, buckets: tuple[str, ...], phase: str, dtype: torch.dtype | None
+) -> tuple[int, str]:
     """What a history keeps of a label: the same on all ranks, and in words."""
-    return digest_of(kind, buckets, phase), str(Label(kind, buckets, phase))
+    of = "" if dtype is None else f" ({str(dtype).removeprefix('torch.')})"
+    return digest_of(kind, buckets, phase, dtype), str(Label(kind, buckets, phase)) + of
 
 
 class Call(Label):

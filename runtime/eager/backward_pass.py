@@ -47,9 +47,15 @@ class _Reduction:
     """The gradient of one bucket on its way: collectives that follow each other."""
 
     def __init__(
-        self, bucket: EagerBucket, used: set[int], elsewhere: set[int], steps: Steps
+        self,
+        bucket: EagerBucket,
+        used: set[int],
+        elsewhere: set[int],
+        steps: Steps,
+        dtype: torch.dtype,
     ) -> None:
         self.bucket, self.used, self.elsewhere = bucket, used, elsewhere
+        self._dtype = dtype
         self._steps = steps
         r = bucket.code.reduction
         self._kinds = ["reduce_scatter"]
@@ -61,7 +67,7 @@ class _Reduction:
     def _label(self, waits: bool = False) -> AbstractContextManager[object]:
         if not self._kinds:
             return nullcontext()
-        return Label(self._kinds[0], (self.bucket.label,), "backward", waits)
+        return Label(self._kinds[0], (self.bucket.label,), "backward", waits, self._dtype)
 
     def advance(self) -> bool:
         """Wait for the collective under way and start the next; False once the gradient is dealt
@@ -124,7 +130,7 @@ class BackwardPass:
         self._make_room(bucket)
         flat = pack_gradients(grads, spec, pending)
         steps = reducing(flat, bucket.code, partial, bucket.segment)
-        self._reductions.append(_Reduction(bucket, used, elsewhere, steps))
+        self._reductions.append(_Reduction(bucket, used, elsewhere, steps, flat.dtype))
 
     def _make_room(self, bucket: EagerBucket) -> None:
         """Before another reduction starts: those of so many units may have inputs in memory."""

@@ -97,12 +97,12 @@ class Gathered:
             self._version = self.bucket.version
 
     def _start(self) -> Started:
-        self.bucket.owner.await_updates()
-        with (
-            naming(self.bucket.ranks.everyone),
-            Label("all_gather", (self.bucket.label,), "forward"),
-        ):
-            return start_gather(self.bucket.segment.detach(), self.bucket.code)
+        bucket = self.bucket
+        bucket.owner.await_updates()
+        dtype = bucket.code.compute_dtype
+        label = Label("all_gather", (bucket.label,), "forward", dtype=dtype)
+        with naming(bucket.ranks.everyone), label:
+            return start_gather(bucket.segment.detach(), bucket.code)
 
     def _wait(self, started: Started) -> Tensor:
         label = Label("all_gather", (self.bucket.label,), "forward", waits=True)

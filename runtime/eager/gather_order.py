@@ -142,7 +142,7 @@ def _start(bucket: EagerBucket, again: "Again | None", phase: str) -> _Gather:
     log.debug("gather %s", bucket.label)
     bucket.owner.await_updates()
     code, part = (bucket.reading_code(), None) if again is None else (again.code, again.part)
-    label = Label("all_gather", (bucket.label,), phase)
+    label = Label("all_gather", (bucket.label,), phase, dtype=code.compute_dtype)
     with torch.no_grad(), collectives.naming(bucket.ranks.everyone), label:
         started = start_gather(bucket.segment.detach(), code, part)
     return _Gather(code, bucket.version, started)
