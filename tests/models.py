@@ -1,14 +1,17 @@
 """Small models and the parity check that tests share."""
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shardc import ShardTensor, fully_shard
 from shardc.runtime import compat
@@ -112,6 +115,48 @@ class Wire(TorchDispatchMode):
             ranks = compat.resolve_group(group).size()
             self.sent += [Message(kind, ranks, value.dtype) for value in inputs]
         return op(*args, **(kwargs or {}))
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of the storages that operations make and that still exist.
+
+    Args:
+        limit: more than this counts only if it stays: a thread of gloo may hold the tensors of the
+            last collective for a moment longer than this thread.
+
+    Attributes:
+        peak: the most bytes at a time.
+    """
+
+    def __init__(self, limit: float = float("inf")) -> None:
+        super().__init__()
+        self.limit, self.peak = limit, 0
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def _now(self) -> int:
+        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
+        return sum(size for _, size in self._made.values())
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if ShardTensor in types:
+            return NotImplemented  # what it does inside is seen then
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        result = op(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            if storage._cdata not in given:
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        patience = time.monotonic() + 5
+        while self._now() > self.limit and time.monotonic() < patience:
+            time.sleep(0.001)
+        self.peak = max(self.peak, self._now())
+        return result
+
+
+def _storages(values: Any) -> list[UntypedStorage]:
+    plain = [value for value in tree_leaves(values) if type(value) is Tensor]
+    return [value.untyped_storage() for value in plain if value.device.type != "meta"]
 
 
 def mean_over_ranks(tensor: Tensor, mesh: DeviceMesh) -> Tensor:

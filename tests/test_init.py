@@ -1,11 +1,10 @@
 """Models built on meta: every rank makes its part of what one process would have made."""
 
-import json
 from typing import ClassVar
 
 import pytest
 import torch
-from models import Block, Stack, check_parity, compiled, full, seeded, shard_all, tokens
+from models import Block, Live, Stack, check_parity, compiled, full, seeded, shard_all, tokens
 from ranks import mesh_of, on_ranks
 from torch import nn
 
@@ -170,32 +169,18 @@ class Wide(nn.Module):
 
 
 @on_ranks(4)
-def test_no_rank_holds_more_than_one_full_parameter(mesh, tmp_path):
+def test_no_rank_holds_more_than_one_full_parameter(mesh):
     each, total = 128 * 128 * 4, 16 * 128 * 128 * 4
-
-    def peak(run):
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-            run()
-        path = tmp_path / f"{mesh.get_local_rank()}.json"
-        profile.export_chrome_trace(str(path))
-        events = [e for e in json.loads(path.read_text())["traceEvents"] if e["name"] == "[memory]"]
-        live = most = 0
-        for event in sorted(events, key=lambda event: event["ts"]):
-            live += event["args"]["Bytes"]
-            most = max(most, live)
-        return most
-
-    whole = peak(lambda: shardc.materialize(_on_meta(Wide), "cpu"))
-    assert total <= whole < 1.1 * total
+    with Live() as whole:
+        plain = shardc.materialize(_on_meta(Wide), "cpu")
+    assert total <= whole.peak < 1.1 * total and plain is not None
     for units in (None, "auto"):
-        made = []
-        part = peak(
-            lambda units=units, made=made: made.append(
-                fully_shard(_on_meta(Wide), mesh=mesh, units=units, param_init_fn=_to_empty_each)
+        with Live(limit=total / 4 + 1.1 * each) as part:
+            model = fully_shard(
+                _on_meta(Wide), mesh=mesh, units=units, param_init_fn=_to_empty_each
             )
-        )
-        assert total / 4 + each <= part < total / 4 + 1.1 * each, (part, total / 4, each)
+        assert total / 4 + each <= part.peak <= part.limit, (part.peak, total / 4, each)
+        assert all(isinstance(p, ShardTensor) for p in model.parameters())
 
 
 # -- which modules, in which order -----------------------------------------------------------------
