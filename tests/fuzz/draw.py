@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 from fuzz.case import PRECISIONS, Block, Case, Micro, Step, Unit, all_blocks
 from fuzz.kinds import KINDS, LINEAR, RECOMPUTE
@@ -12,7 +11,7 @@ Choice = random.Random
 
 
 def draw(seed: int, number: int) -> Case:
-    """Case `number` of the sequence that `seed` begins; those of KNOWN are passed over."""
+    """Case `number` of the sequence that `seed` begins; those of LIMITS are passed over."""
     chance = Choice(f"{seed}/{number}")
     while True:
         case = _case(chance)
@@ -119,23 +118,6 @@ def _is_all(block: Block, flag: str) -> bool:
     return getattr(block, flag) or inside
 
 
-def _recomputes(case: Case, kinds: tuple[str, ...]) -> bool:
-    return _any(
-        case, lambda b: bool(b.recompute) and any(c.kind in kinds for c in all_blocks((b,)))
-    )
-
-
-READERS = (
-    "list",
-    "dict",
-    "attention",
-    "outside",
-    "reads",
-    "second_order",
-    "weight_norm",
-    "spectral_norm",
-)
-
 LIMITS: dict[str, Callable[[Case], bool]] = {
     # what torch refuses, sharded or not
     "nothing to train": lambda case: all(_is_all(block, "frozen") for block in case.blocks),
@@ -161,9 +143,6 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
         case.start == "meta" and (not case.root or _any(case, lambda b: b.ignored))
     ),
     "nothing to shard": lambda case: all(_is_all(block, "ignored") for block in case.blocks),
-    "torch: compiled, a changed buffer's old value is recomputed from its new one": lambda case: (
-        _is_compiled(case) and _any(case, lambda b: b.kind == "counted")
-    ),
     "torch: selective checkpoints refuse changes in place": lambda case: _any(
         case,
         lambda b: (
@@ -182,9 +161,6 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
         any(m.kind == "penalty" for s in case.steps for m in s.micro)
         and _any(case, lambda b: b.recompute == "reentrant")
     ),
-}
-
-LIMITS |= {
     # what docs/limits.md says
     "a retained graph's second backward, compiled, where gradients waited": lambda case: (
         _is_compiled(case)
@@ -192,15 +168,7 @@ LIMITS |= {
     ),
 }
 
-KNOWN: dict[str, Callable[[Case], bool]] = {
-    # failures that are being worked on
-    "recomputed code that reads others' parameters": lambda case: (
-        case.way != "eager" and _recomputes(case, READERS)
-    ),
-}
-
 
 def why_not(case: Case) -> str | None:
     """The name of what keeps `case` from being drawn."""
-    rules: dict[str, Any] = LIMITS | KNOWN
-    return next((name for name, applies in rules.items() if applies(case)), None)
+    return next((name for name, applies in LIMITS.items() if applies(case)), None)
