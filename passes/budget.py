@@ -32,7 +32,6 @@ from shardc.passes.cost import collective_seconds, evaluate, symbol_hints, tenso
 from shardc.passes.events import read_events
 from shardc.passes.memory import Liveness, measure_liveness
 from shardc.passes.runner import run_passes
-from shardc.passes.used_slots import differentiated
 from shardc.runtime import compat
 from shardc.runtime.layout.spec import Moved
 
@@ -126,10 +125,9 @@ def _try(gm: GraphModule, ctx: PassContext, kept: Kept) -> Trial:
     assert ctx.budget is not None
     joint = replace(ctx, kept=kept, number=None, agree_on_seconds=None, agree_on_count=None)
     tagged = run_passes(GraphModule(gm, copy.deepcopy(gm.graph)), joint, pipeline.JOINT_PASSES)
-    results = differentiated(gm).results
-    forward, backward = compat.min_cut_partition(tagged, None, num_fwd_outputs=results)
+    forward, backward = compat.min_cut_partition(tagged, None, num_fwd_outputs=ctx.results)
     for phase, graph in (("forward", forward), ("backward", backward)):
-        run_passes(graph, replace(joint, phase=phase, results=results), pipeline.GRAPH_PASSES)
+        run_passes(graph, replace(joint, phase=phase), pipeline.GRAPH_PASSES)
     fused, clones = ctx.budget.fused, ctx.budget.clones
     return Trial(
         forward,

@@ -32,7 +32,7 @@ _TOLERANCE = 1e-6
 """Seconds that a merged step may be longer: less than the model can tell."""
 
 
-def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
+def coalesce(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Merge collectives of `gm` into coalesced ones."""
     if ctx.options is None or not ctx.options.coalesce:
         return gm
@@ -49,7 +49,7 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
     for transfers, groups in zip((events.gathers, events.reduces), merged, strict=True):
         for group in groups:
             if len(group) > 1:
-                _coalesce(gm, [transfers[index].start for index in group])
+                _merge(gm, [transfers[index].start for index in group])
     calls = gm.graph.nodes
     reorder(gm, {n: (i,) for i, n in enumerate(calls) if n.op == "call_function"})
     return gm
@@ -137,7 +137,7 @@ def _together(members: Sequence[Gather] | Sequence[Reduce], message: float) -> t
 # -- editing -------------------------------------------------------------------------------------
 
 
-def _coalesce(gm: GraphModule, starts: list[Node]) -> None:
+def _merge(gm: GraphModule, starts: list[Node]) -> None:
     """One coalesced op in place of the last of `starts`."""
     last = max(starts)
     target = _COALESCED[last.target]  # type: ignore[index]

@@ -7,7 +7,7 @@
                       mark_segments             which inputs are segments
                       tag_reshard               gathered weights are recomputed or saved
     forward, backward drop_second_gathers       one gather in the forward of what is cut again
-                      bucket                    neighbours in one message where it costs nothing
+                      coalesce                  neighbours in one message where it costs nothing
                       schedule                  collectives behind compute
                       write_gradients           matmuls write into the reduction's input
                       label_collectives         names for the profiler, and for what fails
@@ -19,7 +19,7 @@ it decides. What a stage made is read off its graph: `TAKEN` and `SLOTS` of the 
 graph, `differentiated` of a joint graph.
 """
 
-from shardc.passes.coalesce import bucket
+from shardc.passes.coalesce import coalesce
 from shardc.passes.copy_overwritten import copy_overwritten
 from shardc.passes.fold_repeats import fold_repeats
 from shardc.passes.insert_unshard import insert_unshard
@@ -36,7 +36,7 @@ DYNAMO_PASSES: list[Pass] = [take_gathered, insert_unshard]
 JOINT_PASSES: list[Pass] = [copy_overwritten, mark_segments, tag_reshard]
 GRAPH_PASSES: list[Pass] = [
     drop_second_gathers,
-    bucket,
+    coalesce,
     schedule,
     write_gradients,
     label_collectives,

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from shardc.passes import dump
-from shardc.passes.coalesce import _coalesce
+from shardc.passes.coalesce import _merge
 from shardc.passes.context import PassContext, is_all_gather, set_moved
 from shardc.passes.hardware import Link, Profile
 from shardc.passes.memory import measure_liveness
@@ -144,7 +144,7 @@ def test_a_graph_in_a_line_and_its_decisions():
 
 def test_what_travels_in_one_message_is_one_row():
     gm = _two_gathers()
-    _coalesce(gm, [node for node in gm.graph.nodes if is_all_gather(node)])
+    _merge(gm, [node for node in gm.graph.nodes if is_all_gather(node)])
     ctx = PassContext("forward")
     rows = read_graph(gm, ctx.phase, _SLOW, measure_liveness(gm, owns_inputs=False), fused=False)
     (row,) = rows.collectives

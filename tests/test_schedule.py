@@ -14,7 +14,7 @@ import shardc
 from shardc import fully_shard, units_of
 from shardc.backend.graph_plan import graph_plans
 from shardc.backend.options import Options
-from shardc.passes.coalesce import bucket
+from shardc.passes.coalesce import coalesce
 from shardc.passes.context import (
     PassContext,
     ScheduleOptions,
@@ -121,7 +121,7 @@ READS = st.lists(st.integers(-6, 5), min_size=1, max_size=24)
 def test_random_graphs_keep_their_results_and_their_limits(reads):
     gm, ctx = _graph(reads)
     want = _run(_local(_graph(reads)[0]))
-    for step in (bucket, schedule, write_gradients, verify):
+    for step in (coalesce, schedule, write_gradients, verify):
         gm = step(gm, ctx)
         gm.graph.lint()
     _check_in_flight(gm, ctx)

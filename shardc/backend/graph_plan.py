@@ -93,8 +93,9 @@ class Plan:
 
     def finish_joint(self, gm: GraphModule) -> GraphModule:
         """Decide what stays gathered, and run the passes over the joint graph."""
+        self.joint = differentiated(gm)
         ctx = self.context("joint")
-        self.kept, self.joint = choose_kept(gm, ctx), differentiated(gm)
+        self.kept = choose_kept(gm, ctx)
         return run_passes(gm, replace(ctx, kept=self.kept), pipeline.JOINT_PASSES)
 
     @property
