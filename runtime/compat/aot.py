@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.node import Argument
+
+_T = TypeVar("_T")
 
 
 def size_expr(size: Any) -> Any:
@@ -70,15 +72,32 @@ def compile_aot(
     """AOT autograd with our compilers and no decompositions (2.11 to 2.15)."""
     from torch._dynamo.backends.common import aot_autograd
 
-    with functorch_config().patch(enable_autograd_cache=False, donated_buffer=False):
+    with functorch_config().patch(enable_autograd_cache=False):
         return aot_autograd(
-            fw_compiler=forward,
+            fw_compiler=donating_nothing(forward),
             bw_compiler=backward,
             inference_compiler=forward,
             partition_fn=partition,
             decompositions={},
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
+
+
+def donating_nothing(compile_graph: Callable[..., _T]) -> Callable[..., _T]:
+    """`compile_graph`, called for a forward, after which no backward writes into what that saves.
+
+    A backward which does that can run once: AOT autograd refuses `retain_graph=True` then, in 2.11
+    to 2.15 also where its setting `donated_buffer` was off while it compiled, but is on later.
+    """
+
+    def compiled(*args: Any, **kwargs: Any) -> _T:
+        context = torch._guards.TracingContext.try_get()
+        donated = context and context.fw_metadata and context.fw_metadata.bw_donated_idxs
+        if donated:
+            donated.clear()
+        return compile_graph(*args, **kwargs)
+
+    return compiled
 
 
 def min_cut_partition(

@@ -7,7 +7,7 @@ import torch
 from torch._inductor.exc import InductorError as InductorError
 from torch.fx import GraphModule
 
-from shardc.runtime.compat.aot import functorch_config
+from shardc.runtime.compat.aot import donating_nothing, functorch_config
 
 LabelOf = Callable[[torch.fx.Node], object]
 """Gives a node the context in which it runs, or None."""
@@ -22,14 +22,17 @@ def compile_fx(
     """Inductor, with `inner_compile` lowering each partitioned graph (2.11 to 2.15).
 
     `patches` hold until the backward graph is compiled, which may be after this returns. AOT
-    autograd's own cache is off: a hit would skip the passes. Donated buffers are off: a backward
-    writes into them, and with `retain_graph=True` the next one would read what it wrote.
+    autograd's own cache is off: a hit would skip the passes. A backward does not write into what
+    the forward saved: with `retain_graph=True` the next one reads it.
     """
     from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
 
-    with functorch_config().patch(enable_autograd_cache=False, donated_buffer=False):
+    with functorch_config().patch(enable_autograd_cache=False):
         return inductor_compile_fx(  # type: ignore[return-value]
-            gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches
+            gm,
+            list(example_inputs),
+            inner_compile=donating_nothing(inner_compile),
+            config_patches=patches,
         )
 
 

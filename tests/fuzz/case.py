@@ -49,6 +49,7 @@ class Block:
         recompute: how the caller checkpoints it: a name in `kinds.RECOMPUTE`, or "".
         breaks: the graph breaks before it.
         gives: what its output is inside of: "tuple", "dict" or "".
+        hooked: hooks of the user before and after its forward change what it takes and gives.
     """
 
     kind: str = "linear"
@@ -62,6 +63,7 @@ class Block:
     ignored: bool = False
     breaks: bool = False
     gives: str = ""
+    hooked: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ class Case:
         way: a name in `training.WAYS`.
         precision: a name in PRECISIONS.
         root: the model itself is a unit, its `reshard_after_forward` as in `Unit`.
-        made: how units are made: by "calls" of `fully_shard` or by a "policy" given to it.
+        made: how units are made: by "calls" of `fully_shard`, by a "policy" given to it, or by
+            its own choice ("auto").
         start: where the sharded model's values come from: "meta" (built without, then loaded),
             "sync" (from rank 0), or "" (the same on all ranks).
         split: units are split into several buckets where they can.

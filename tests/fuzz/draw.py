@@ -34,7 +34,7 @@ def _case(chance: Choice) -> Case:
     count = chance.choice([1, 2, 2, 3, 3, 4] if not small else [1, 2])
     blocks = tuple(_block(chance, depth=0, plain=plain) for _ in range(count))
     root = None if plain and chance.random() < 0.06 else _unit(chance)
-    made = "policy" if root and chance.random() < 0.25 else "calls"
+    made = _weighted(chance, calls=70, policy=22, auto=8) if root else "calls"
     return Case(
         world=world,
         replicas=chance.choice(divisors) if chance.random() < 0.3 else 0,
@@ -72,6 +72,7 @@ def _block(chance: Choice, depth: int, plain: bool) -> Block:
         ignored=plain and chance.random() < 0.03,
         breaks=chance.random() < 0.06,
         gives=chance.choice(["tuple", "dict"]) if chance.random() < 0.06 else "",
+        hooked=chance.random() < 0.05,
     )
 
 

@@ -62,6 +62,17 @@ def _model(case: Case) -> str:
         text.append(TIMES)
     text += [source.replace("CLASS", name) for source, name in classes.items()]
     text.append(top)
+    hooked = [
+        line
+        for path, block in paths(case.blocks)
+        if block.hooked and not block.gives and block.recompute != "wrapper"
+        for line in (
+            f"    model.{path}.register_forward_pre_hook(before_it)",
+            f"    model.{path}.register_forward_hook(after_it)",
+        )
+    ]
+    if hooked:
+        text.append(HOOKS)
     frozen = [
         f"    for parameter in model.{path}.parameters():\n        parameter.requires_grad_(False)"
         for path, block in paths(case.blocks)
@@ -76,6 +87,7 @@ def _model(case: Case) -> str:
         "    torch.set_default_dtype(before)",
         *ties,
         *frozen,
+        *hooked,
         "    return model",
     ]
     return "\n\n\n".join([*text, "\n".join(build)])
@@ -91,6 +103,14 @@ TIMES = """class Times(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         return grad @ weight.t(), x.t() @ grad"""
+
+
+HOOKS = """def before_it(module, args):
+    return (0.9 * args[0], *args[1:])
+
+
+def after_it(module, args, output):
+    return output + 0.1 * args[0]"""
 
 
 def _class_of(block: Block, classes: dict[str, str]) -> str:
@@ -171,6 +191,8 @@ def _ties(case: Case) -> list[str]:
 def _is_open(used: str, user: str, case: Case) -> bool:
     """Whether the parameters of block `used` are gathered while block `user` runs uncompiled: those
     of units around it are; another unit's are not, as in FSDP2."""
+    if case.made == "auto":
+        return False
     units = [path for path, block in paths(case.blocks) if block.unit]
     around = [path for path in units if f"{used}.".startswith(f"{path}.")]
     return all(f"{user}.".startswith(f"{path}.") for path in around)
@@ -195,7 +217,7 @@ def _shard(case: Case) -> str:
     lines = ["def shard(model, mesh):"]
     if case.split:
         lines.append("    shardc.set_profile(QUICK)")
-    lines += _units_by_policy(case, options) if case.made == "policy" else _units(case, options)
+    lines += _UNITS[case.made](case, options)
     if case.split:
         lines.append("    shardc.set_profile(None)")
     text = "\n".join([*lines, "    return model"])
@@ -243,6 +265,14 @@ def _units_by_policy(case: Case, options: str) -> list[str]:
         f"    chosen = {{{', '.join(chosen)}}}",
         f"    fully_shard(model, {options}{root}, units=lambda m: chosen.get(m, False))",
     ]
+
+
+def _units_by_size(case: Case, options: str) -> list[str]:
+    root = _reshard(case.root or Unit(), case)
+    return [f'    fully_shard(model, {options}{root}, units="auto")']
+
+
+_UNITS = {"calls": _units, "policy": _units_by_policy, "auto": _units_by_size}
 
 
 def _reshard_value(unit: Unit, case: Case) -> bool | int | None:

@@ -63,6 +63,13 @@ START = {
 
 THEN = {
     # name: what is done with the sharded model, its call and its optimizer after a step
+    "keep": "for unit in roots(ours):\n    unit.set_reshard_after_forward(False)",
+    "reshard": "for unit in roots(ours):\n    unit.set_reshard_after_forward(True)",
+    "divide": "for unit in roots(ours):\n"
+    "    unit.set_gradient_divide_factor(float(dist.get_world_size()))",
+    "freeze": "for model in (plain, ours):\n"
+    "    for parameter in [p for p in model.parameters() if p.requires_grad][1::2]:\n"
+    "        parameter.requires_grad_(False)",
     "save": "share_buffers(plain, ours)\npath = save(ours, optimizer)\nspoil(ours)\n"
     "load(ours, optimizer, path)",
     "reload": "share_buffers(plain, ours)\npath = save(ours, optimizer)\n"
