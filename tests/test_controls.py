@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import shardc
 from shardc.runtime import compat
+from shardc.runtime.bucket.bucket_spec import groups_for, spec_for
 
 Stack = functools.partial(TwoBlocks, 1)
 
@@ -307,6 +308,20 @@ def test_a_flag_costs_one_compile_a_combination(mesh):
     assert counters["stats"]["unique_graphs"] == 2  # without sync; with what waited
 
 
+@on_ranks(2)
+def test_a_spec_is_computed_and_nothing_made(mesh):
+    model = sharded(seeded(Stack), mesh)
+    bucket = model._shardc_unit.buckets[0]
+    groups = groups_for(bucket)
+    before = spec_for(bucket, groups)
+    assert before == bucket.key.code
+    bucket.settings.sync = False  # not by a control, which also makes what the spec names
+    spec = spec_for(bucket, groups)
+    assert spec != before and spec.extras == ("sink",) and bucket.gradients.waiting.sink is None
+    model.set_requires_gradient_sync(False)
+    assert bucket.key.code == spec and bucket.gradients.waiting.sink is not None
+
+
 class _Comm:
     def allocate(self, size, *, dtype, device):
         raise AssertionError("it is set only")
@@ -319,9 +334,9 @@ class _Comm:
 def test_memory_that_a_backend_has_not(mesh):
     model = sharded(seeded(Stack), mesh)
     bucket = model._shardc_unit.buckets[0]
-    before = bucket.code
+    before = bucket.key.code
     model.set_allocate_memory_from_process_group_for_comm(True, recurse=True)
-    assert bucket.settings.memory == "group" and bucket.code == before  # gloo has no allocator
+    assert bucket.settings.memory == "group" and bucket.key.code == before  # gloo has no allocator
     with pytest.raises(ValueError, match="allocates its buffers by itself"):
         model.set_custom_all_gather(_Comm())
     model.set_allocate_memory_from_process_group_for_comm(False, recurse=True)
@@ -333,7 +348,7 @@ def test_memory_that_a_backend_has_not(mesh):
         model.set_symm_mem_for_comm()
     with pytest.raises(ValueError, match="got 'gloo'"):
         model.set_symm_mem_for_comm("gloo")
-    assert bucket.settings.memory is None and bucket.code == before
+    assert bucket.settings.memory is None and bucket.key.code == before
 
 
 @on_ranks(2)

@@ -463,14 +463,14 @@ def test_communicators_and_limits_are_shared(mesh):
     first, second = (sharded(seeded(Stack), mesh) for _ in range(2))
     first.set_separate_reduce_scatter_group()
     first.set_reduce_scatter_max_input_buffers(2)
-    own = first._shardc_unit.buckets[0].reduce_group
+    own = first._shardc_unit.buckets[0].key.code.reduction.group
     assert own is not None
     shardc.share_comm_ctx([])
     shardc.share_comm_ctx([first, second])
     for module in _units(second):
-        assert [b.reduce_group for b in module._shardc_unit.buckets] == [own]
-        assert module._shardc_unit.reduce_buffers == 2
+        assert [b.key.code.reduction.group for b in module._shardc_unit.buckets] == [own]
+        assert module._shardc_unit.settings.reduce_buffers == 2
     _loss(second).backward()
     with pytest.raises(ValueError, match="was not"):
         shardc.share_comm_ctx([first, nn.Linear(2, 2)])
-    assert all(b.reduce_group == own for b in second._shardc_unit.buckets)
+    assert all(b.key.code.reduction.group == own for b in second._shardc_unit.buckets)

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardc import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, units_of
-from shardc.runtime.bucket.bucket_spec import is_elsewhere, spec_for
+from shardc.runtime.bucket.bucket_spec import groups_for, is_elsewhere, spec_for
 from shardc.runtime.comm.unshard import gather, reduce
 
 
@@ -72,7 +72,7 @@ def test_the_graph_copies_in_before_the_gather_and_out_after_the_reduction(mesh)
     bucket = model._shardc_unit.buckets[0]
     bucket.device = torch.device("cuda", 0)  # as with a mesh of GPUs
     assert is_elsewhere(bucket)
-    spec = spec_for(bucket)
+    spec = spec_for(bucket, groups_for(bucket))
     assert spec.device == "cuda"
     spec = dataclasses.replace(spec, device="cuda:0")
 

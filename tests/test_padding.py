@@ -26,7 +26,7 @@ def _padding_of(flat, bucket):
 
 def _gathered_padding(model):
     with torch.no_grad():
-        return torch.cat([_padding_of(gather(b.segment, b.code), b) for b in _buckets(model)])
+        return torch.cat([_padding_of(gather(b.segment, b.key.code), b) for b in _buckets(model)])
 
 
 def _train(mesh, padding, executor, **policy):

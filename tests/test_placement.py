@@ -164,7 +164,7 @@ def test_padding_is_recognisable_and_reaches_nothing(mesh):
     model, padded = shard_all(seeded(Stack), mesh), 0
     for module in units_of(model).values():
         for bucket in module._shardc_unit.buckets:
-            flat = shardc.runtime.comm.unshard.gather(bucket.segment.detach(), bucket.code)
+            flat = shardc.runtime.comm.unshard.gather(bucket.segment.detach(), bucket.key.code)
             cursor = 0
             for size, slot in bucket.layout.split_sizes():
                 if slot is None:

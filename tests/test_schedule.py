@@ -282,10 +282,11 @@ def test_hints_groups_and_buffers(mesh):
     sharded.set_separate_all_gather_group()
     check_parity(plain, sharded, step, _batch, mesh, steps=1)
     assert len(graph_plans) == compiles + 2  # compiled anew, once
-    groups = {b.reduce_group for m in units_of(sharded).values() for b in m._shardc_unit.buckets}
+    buckets = [b for m in units_of(sharded).values() for b in m._shardc_unit.buckets]
+    groups = {bucket.key.code.reduction.group for bucket in buckets}
     assert len(groups) == 1 and None not in groups
     sharded.set_separate_reduce_scatter_group(False)
-    assert first._shardc_unit.buckets[0].reduce_group is None
+    assert first._shardc_unit.buckets[0].key.code.reduction.group is None
     shardc.share_comm_ctx([first, second])
     for call in (first.set_modules_to_forward_prefetch, shardc.share_comm_ctx):
         with pytest.raises(ValueError, match=r"modules\[0\] is a Linear module that was not"):

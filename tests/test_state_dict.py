@@ -34,6 +34,7 @@ from shardc import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from shardc.runtime.bucket.params import view
 
 FULL = StateDictOptions(full_state_dict=True)
 THEIR_FULL = theirs.StateDictOptions(full_state_dict=True)
@@ -81,8 +82,8 @@ def check_equal(model: nn.Module, plain: nn.Module) -> None:
     for name, param in model.named_parameters():
         if isinstance(param, ShardTensor):
             bucket = param._slot.bucket
-            view = bucket.view(param._slot.index, bucket.segment)
-            assert view.to_local().data_ptr() == param.to_local().data_ptr(), name
+            own = view(bucket, param._slot.index, bucket.segment)
+            assert own.to_local().data_ptr() == param.to_local().data_ptr(), name
 
 
 def check_sharded(model: nn.Module) -> None:

@@ -302,9 +302,10 @@ def test_gathers_and_reductions_on_groups_of_their_own(mesh, executor):
     log = _step(model, executor, costs)
     gathers, reductions = _collectives(log, "gather"), _collectives(log, "reduce")
     bucket = model[0]._shardc_unit.buckets[0]
-    assert {entry.group for entry in gathers} == {bucket.gather_group}
-    assert {entry.group for entry in reductions} == {bucket.reduce_group}
-    assert len({bucket.gather_group, bucket.reduce_group, bucket.group}) == 3
+    code = bucket.key.code
+    assert {entry.group for entry in gathers} == {code.group}
+    assert {entry.group for entry in reductions} == {code.reduction.group}
+    assert len({code.group, code.reduction.group, bucket.ranks.shard}) == 3
     assert {entry.priority for entry in gathers} == {0}
     assert {entry.priority for entry in reductions} == {-1}
     assert _overlap(gathers, reductions)

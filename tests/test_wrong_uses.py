@@ -41,10 +41,7 @@ def _looks(model):
     return (
         [type(module) for module in model.modules()],
         [(name, type(param), id(param)) for name, param in model.named_parameters()],
-        [
-            (repr(u.settings), u.asked_reshard, u.reduce_buffers, u.forward_prefetch)
-            for u in units.values()
-        ],
+        [(repr(u.settings), u.asked_reshard, u.settings.forward_prefetch) for u in units.values()],
         current_profile("cpu"),
     )
 

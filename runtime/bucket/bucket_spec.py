@@ -1,38 +1,71 @@
-"""From what a bucket is and was asked to the spec of the code that gathers and reduces it."""
+"""From what a bucket is and was asked to the spec of the code that gathers and reduces it.
 
+`groups_for` makes what the spec names, and `spec_for` only computes.
+"""
+
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from shardc.runtime import compat
-from shardc.runtime.comm.ranks import part_of
+from shardc.runtime.comm.communicators import own_group
 from shardc.runtime.layout.spec import Reduction, UnshardSpec
 
 if TYPE_CHECKING:
     from shardc.runtime.bucket.bucket import Bucket
 
 
-def spec_for(bucket: "Bucket", evaluating: bool = False) -> UnshardSpec:
-    """The spec of the code that `bucket` needs now; where it must not sync, it gets a sink."""
+@dataclass(frozen=True)
+class Groups:
+    """The names of the groups that a bucket communicates in.
+
+    Attributes:
+        gather, reduce: for gathers; for reductions, if that is not the mesh's own.
+        recut: (ranks, group) among which the backward gathers, where not among all.
+        mean_op: "avg" where reductions average by themselves, else "sum".
+    """
+
+    gather: str
+    reduce: str | None
+    recut: tuple[int, str] | None
+    mean_op: str
+
+
+def groups_for(bucket: "Bucket") -> Groups:
+    """Those that its settings ask for, made at first use; every rank of the bucket must call it."""
+    settings, shared = bucket.settings, bucket.ranks.shard
+    own = {
+        purpose: own_group(shared, purpose, on == "urgent")
+        for purpose, on in (("gather", settings.gathers_on), ("reduce", settings.reduces_on))
+        if on != "shared"
+    }
+    size = settings.reshard_after_forward
+    part = None if isinstance(size, bool) else (size, own_group(shared, f"of_{size}", size=size))
+    mean_op = compat.mean_op(shared, bucket.device.type)
+    return Groups(own.get("gather", shared), own.get("reduce"), part, mean_op)
+
+
+def spec_for(bucket: "Bucket", groups: Groups, evaluating: bool = False) -> UnshardSpec:
+    """The spec of the code that `bucket` needs now."""
     layout, ranks, settings = bucket.layout, bucket.ranks, bucket.settings
     stored = bucket.segment.dtype
     computed, _ = settings.dtypes(stored, evaluating)
     _, reduced = settings.dtypes(stored, evaluating=False)
-    reshard = settings.reshard_after_forward
     memory, _ = _memory(bucket)
     return UnshardSpec(
         dtype=stored,
         world_size=layout.world_size,
-        group=bucket.gather_group or bucket.group,
+        group=groups.gather,
         pieces=tuple(layout.split_sizes()),
         shapes=tuple(slot.shape for slot in layout.slots),
         trainable=bucket.trainable,
-        reshard_after_forward=bool(reshard),
-        reduction=_reduction(bucket, reduced),
+        reshard_after_forward=bool(settings.reshard_after_forward),
+        reduction=_reduction(bucket, groups, reduced),
         everyone=ranks.everyone if ranks.copies > 1 else None,
         param_dtype=None if computed == stored else computed,
         device=bucket.device.type if is_elsewhere(bucket) else None,
-        recut=None if isinstance(reshard, bool) else (reshard, part_of(bucket.group, reshard)),
+        recut=groups.recut,
         held=bucket.gathered.is_held and computed == settings.dtypes(stored, evaluating=False)[0],
         outside=bucket.gathered.is_shared,
         gather=settings.all_gather,
@@ -55,26 +88,23 @@ def _memory(bucket: "Bucket") -> tuple[str | None, str | None]:
     As with FSDP2, the process group's allocator is asked only where it has one for the device, and
     reductions use symmetric memory only with forced sums (NCCL's symmetric kernels have no mean).
     """
-    memory, group = bucket.settings.memory, bucket.group
+    memory, group = bucket.settings.memory, bucket.ranks.shard
     if memory == "group" and not compat.group_allocates(group, bucket.device):
         memory = None
     return memory, None if memory == "symmetric" and not bucket.settings.force_sum else memory
 
 
-def _reduction(bucket: "Bucket", dtype: torch.dtype) -> Reduction:
+def _reduction(bucket: "Bucket", groups: Groups, dtype: torch.dtype) -> Reduction:
     settings, ranks, waiting = bucket.settings, bucket.ranks, bucket.gradients.waiting
     if not settings.sync:
-        if not any(bucket.trainable):
-            return Reduction(dtype=dtype)
-        waiting.make_sink(bucket.layout.numel, dtype, bucket.device)
-        return Reduction(dtype=dtype, sync=False)
+        return Reduction(dtype=dtype, sync=not any(bucket.trainable))
     last = dtype == bucket.segment.dtype and settings.hook is None and not is_elsewhere(bucket)
     _, memory = _memory(bucket)
-    op, before, after = settings.division(ranks.world_size * ranks.copies, dtype, bucket.mean_op)
+    op, before, after = settings.division(ranks.world_size * ranks.copies, dtype, groups.mean_op)
     return Reduction(
         op=op,
         dtype=dtype,
-        group=bucket.reduce_group,
+        group=groups.reduce,
         predivide=before,
         postdivide=1.0 if last else after,
         divide_later=after if last else 1.0,

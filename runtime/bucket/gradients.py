@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from shardc.runtime import compat
+from shardc.runtime.bucket.params import cut, view
 from shardc.runtime.bucket.selection import is_selected, runs_hooks
 from shardc.runtime.comm import host_copies
 from shardc.runtime.comm.unshard import reduce, split_full
 from shardc.runtime.eager.accumulate import Accumulated
 from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.tensor.tensor_parallel import wrapped
 
 if TYPE_CHECKING:
     from shardc.runtime.bucket.bucket import Bucket
@@ -53,7 +55,7 @@ class Gradients:
         waiting = self.waiting
         if waiting.is_empty:
             return None, None
-        reduction = self.bucket.code.reduction
+        reduction = self.bucket.key.code.reduction
         lent = (
             waiting.pending if reduction.pending else None,
             waiting.partial if reduction.partial else None,
@@ -78,9 +80,8 @@ class Gradients:
         waiting, bucket = self.waiting, self.bucket
         if waiting.pending is None or index not in waiting.used:
             return None
-        part = split_full(waiting.pending, bucket.code)[index].to(dtype)
-        placed = bucket.placed[index]
-        return part if placed is None else placed.wrap(part)
+        part = split_full(waiting.pending, bucket.key.code)[index].to(dtype)
+        return wrapped(part, bucket.placed[index])
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -88,9 +89,8 @@ class Gradients:
         waiting, layout = self.waiting, self.bucket.layout
         if waiting.is_empty or not self.bucket.settings.sync:
             return
-        waiting.taken = False
-        self.bucket.refresh_signature()
-        spec = self.bucket.code
+        waiting.take(False)
+        spec = self.bucket.key.code
         if waiting.pending is not None:
             part = reduce(waiting.pending, spec, waiting.partial, self.bucket.segment)
         elif spec.reduction.all_reduce:
@@ -149,14 +149,14 @@ class Gradients:
             self.waiting.elsewhere |= elsewhere
             self.waiting.keep_partial(part)
             return
-        factor = bucket.code.reduction.divide_later
+        factor = bucket.key.code.reduction.divide_later
         if factor != 1:
             part.div_(factor)
         if settings.precision.keep_low_precision_grads:
             _, reduced = settings.dtypes(bucket.segment.dtype, evaluating=False)
             part = part.to(reduced)
         grads = {
-            index: bucket.view(index, part)
+            index: view(bucket, index, part)
             for index, trained in enumerate(bucket.trainable)
             if trained and is_selected(bucket, index)
         }
@@ -178,8 +178,9 @@ class Gradients:
         if missing and not self._warned:
             self._warned = True
             names = [self.bucket.layout.slots[index].name for index in sorted(missing)]
+            rank = self.bucket.ranks.rank
             warnings.warn(
-                f"parameters {names} are used on some ranks but not on rank {self.bucket.rank}, "
+                f"parameters {names} are used on some ranks but not on rank {rank}, "
                 "whose part of their gradient counts as zero",
                 stacklevel=2,
             )
@@ -192,7 +193,7 @@ class Gradients:
         for hook in compat.grad_hooks(param):
             grad = _checked(hook(grad), grad)
         if param.grad is not None and not isinstance(param.grad, ShardTensor):
-            param.grad = self.bucket.cut(index, param.grad)  # a whole one, which the user assigned
+            param.grad = cut(self.bucket, index, param.grad)  # a whole one, which the user assigned
         if param.grad is None:
             param.grad = grad
         else:

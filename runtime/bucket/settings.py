@@ -1,12 +1,19 @@
 """What a user asked of one unit; its buckets turn it into the spec of their code."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from shardc.runtime.eager.precision import MixedPrecisionPolicy
 from shardc.runtime.layout.spec import Interned, divide_factors
+
+if TYPE_CHECKING:
+    from shardc.runtime.bucket.unit import Unit
+
+Communicator = Literal["shared", "own", "urgent"]
+"""The mesh's own, one for one purpose, or such a one whose kernels have priority (NCCL)."""
 
 _KEPT = 4
 """How many objects of the user are kept for one setting."""
@@ -28,6 +35,10 @@ class Settings:
         reduce_function, all_gather, reduce_scatter, hook: keys of the user's objects.
         objects: these, by setting, the last few: a backward to come may call an earlier one.
         memory: where buffers of collectives come from (`comm_buffers`).
+        gathers_on, reduces_on: the communicator of gathers and that of reductions.
+        reduce_buffers: how many reductions may be under way; None: as the schedule finds best.
+        forward_prefetch, backward_prefetch: units to gather when the unit's forward or backward
+            begins.
         precision, offload: the policies given to `fully_shard`.
         host_is_apart: plan for a device that is not the host, though all is on the CPU (`explain`).
     """
@@ -44,6 +55,11 @@ class Settings:
     reduce_scatter: str | None = None
     hook: str | None = None
     memory: str | None = None
+    gathers_on: Communicator = "shared"
+    reduces_on: Communicator = "shared"
+    reduce_buffers: int | None = None
+    forward_prefetch: tuple["Unit", ...] = field(default=(), repr=False)
+    backward_prefetch: tuple["Unit", ...] = field(default=(), repr=False)
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     offload: OffloadPolicy = field(default_factory=OffloadPolicy)
     host_is_apart: bool = False

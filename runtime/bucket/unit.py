@@ -62,9 +62,6 @@ class Unit:
     is_root: bool = True
     name: str = ""
     number: int = field(default_factory=itertools.count().__next__)
-    forward_prefetch: tuple["Unit", ...] = ()
-    backward_prefetch: tuple["Unit", ...] = ()
-    reduce_buffers: int | None = None
     on_meta: bool = False
     summoned: bool = False
     before_gathers: "Once | None" = None
@@ -91,9 +88,11 @@ class Unit:
     @property
     def hints(self) -> tuple[object, ...]:
         """The user's wishes for the schedule; targets as distances, equal for equal blocks."""
-        ahead = tuple(unit.number - self.number for unit in self.forward_prefetch)
-        back = tuple(unit.number - self.number for unit in self.backward_prefetch)
-        return (ahead, back, self.reduce_buffers) if ahead or back or self.reduce_buffers else ()
+        settings = self.settings
+        ahead = tuple(unit.number - self.number for unit in settings.forward_prefetch)
+        back = tuple(unit.number - self.number for unit in settings.backward_prefetch)
+        buffers = settings.reduce_buffers
+        return (ahead, back, buffers) if ahead or back or buffers else ()
 
     def await_updates(self) -> None:
         """A gather is about to start: wait for what it shall wait for."""
@@ -101,16 +100,12 @@ class Unit:
             self.before_gathers()
             self.before_gathers = None
 
-    def refresh(self) -> None:
-        """Have graphs that use the unit compiled anew."""
-        for bucket in self.buckets:
-            bucket.refresh_signature()
-
     def change(self, **settings: object) -> None:
-        """Set some of the settings."""
+        """Set some of the settings, and have graphs that use the unit compiled anew."""
         for name, value in settings.items():
             self.settings.put(name, value)
-        self.refresh()
+        for bucket in self.buckets:
+            bucket.key.follow_settings()
 
     def note_meta(self) -> None:
         """Look again for what is on meta, after states were moved."""

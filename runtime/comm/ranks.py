@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.runtime import compat
-from shardc.runtime.comm.communicators import group_over, own_group
+from shardc.runtime.comm.communicators import group_over
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,3 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
     replicas = compat.group_name(mesh.get_group(0)) if copies > 1 else None
     everyone = shard if copies == 1 else group_over(mesh.mesh.flatten().tolist())
     return Ranks(shard, size, rank, replicas, copies, everyone)
-
-
-def part_of(group: str, size: int) -> str:
-    """The name of a group of `size` consecutive ranks of `group`, this one among them."""
-    return own_group(group, f"of_{size}", size=size)

@@ -56,7 +56,7 @@ class Accumulated:
         """Keep `part: (S,)` until copies are reduced, beside what another backward left there."""
         self.partial = part if self.partial is None else self.partial + part
         _watch(self)
-        self.bucket.refresh_signature()
+        self.bucket.key.refresh()
 
     def add(self, flat: Tensor, used: Iterable[int]) -> None:
         """Have `flat: (W*S,)`, which has all that waited in it, wait; an eager backward used
@@ -77,10 +77,10 @@ class Accumulated:
         """Whether nothing waits."""
         return self.pending is None and self.partial is None
 
-    def take(self) -> None:
-        """A forward was given the sums: another one will not be."""
-        self.taken = True
-        self.bucket.refresh_signature()
+    def take(self, taken: bool = True) -> None:
+        """A forward was given the sums: another one will not be, until they are not `taken`."""
+        self.taken = taken
+        self.bucket.key.refresh()
 
     def release(self, pending: Tensor | None, partial: Tensor | None) -> None:
         """The backward of the forward that took these begins.
@@ -102,7 +102,7 @@ class Accumulated:
             self.sink.grad = None
         self.partial, self.taken = None, False
         self.used, self.elsewhere = set(), set()
-        self.bucket.refresh_signature()
+        self.bucket.key.refresh()
 
 
 _numbers = itertools.count()

@@ -57,7 +57,7 @@ class _Reduction:
         self.bucket, self.used, self.elsewhere = bucket, used, elsewhere
         self._dtype = dtype
         self._steps = steps
-        r = bucket.code.reduction
+        r = bucket.key.code.reduction
         self._kinds = ["reduce_scatter"]
         if r.all_reduce and r.replicas is not None:
             self._kinds.append("all_reduce")
@@ -112,7 +112,7 @@ class BackwardPass:
     def reduce(self, bucket: EagerBucket, grads: Sequence[Tensor | None]) -> None:
         """Reduce the gradients of a bucket's full parameters, or add them up where it does not sync
         now."""
-        waiting, spec = bucket.gradients.waiting, bucket.code
+        waiting, spec = bucket.gradients.waiting, bucket.key.code
         used = {slot for slot, grad in enumerate(grads) if grad is not None}
         flush_when_done()
         bucket.gathered.end_backward()
@@ -129,14 +129,14 @@ class BackwardPass:
         log.debug("reduce %s", bucket.label)
         self._make_room(bucket)
         flat = pack_gradients(grads, spec, pending)
-        steps = reducing(flat, bucket.code, partial, bucket.segment)
+        steps = reducing(flat, bucket.key.code, partial, bucket.segment)
         self._reductions.append(_Reduction(bucket, used, elsewhere, steps, flat.dtype))
 
     def _make_room(self, bucket: EagerBucket) -> None:
         """Before another reduction starts: those of so many units may have inputs in memory."""
         units = list(dict.fromkeys(r.bucket.owner for r in self._reductions))
         before = [unit for unit in units if unit is not bucket.owner]
-        late = before[: max(0, len(before) - (bucket.owner.reduce_buffers or 1) + 1)]
+        late = before[: max(0, len(before) - (bucket.settings.reduce_buffers or 1) + 1)]
         for reduction in list(self._reductions):
             if reduction.bucket.owner in late and not reduction.advance():
                 self._reductions.remove(reduction)

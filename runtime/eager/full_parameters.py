@@ -70,17 +70,18 @@ class Gathered:
         """
         if self.held is None:
             self._started = self._start()
-            self.held = self._started.early
-            self._version = self.bucket.version
-            self.bucket.refresh_signature()
+            self._hold(self._started.early, self.bucket.version)
         if wait:
             self.finish()
 
     def keep(self, full: Tensor, written: object) -> None:
         """Hold `full: (W*S,)`, the bucket as it was gathered when its version was `written`."""
-        if self.held is None and full.dtype == self.bucket.code.compute_dtype:
-            self.held, self._version = full, written
-            self.bucket.refresh_signature()
+        if self.held is None and full.dtype == self.bucket.key.code.compute_dtype:
+            self._hold(full, written)
+
+    def _hold(self, full: Tensor | None, written: object) -> None:
+        self.held, self._version = full, written
+        self.bucket.key.refresh()
 
     def finish(self) -> None:
         """Wait for what `hold` started."""
@@ -99,10 +100,10 @@ class Gathered:
     def _start(self) -> Started:
         bucket = self.bucket
         bucket.owner.await_updates()
-        dtype = bucket.code.compute_dtype
+        dtype = bucket.key.code.compute_dtype
         label = Label("all_gather", (bucket.label,), "forward", dtype=dtype)
         with naming(bucket.ranks.everyone), label:
-            return start_gather(bucket.segment.detach(), bucket.code)
+            return start_gather(bucket.segment.detach(), bucket.key.code)
 
     def _wait(self, started: Started) -> Tensor:
         label = Label("all_gather", (self.bucket.label,), "forward", waits=True)
@@ -116,8 +117,7 @@ class Gathered:
         if self.depth == 0:
             self._close(at_once=True)
         if self.held is not None:
-            self.held = None
-            self.bucket.refresh_signature()
+            self._hold(None, None)
 
     def reset(self) -> None:
         """Forget a step that was interrupted, and free what is gathered."""
@@ -162,9 +162,9 @@ class Gathered:
             self._note_sharing()
             if bucket.segment.is_meta:
                 refuse_meta(slot.name for slot in bucket.layout.slots)
-            compat.resolve_group(bucket.group)  # says so if it is gone
+            compat.resolve_group(bucket.ranks.shard)  # says so if it is gone
             self.renew()
-            code = bucket.reading_code()
+            code = bucket.key.reading_code()
             with (
                 compat.outside_selective_checkpoints(),
                 compat.outside_function_transforms(),
@@ -192,7 +192,7 @@ class Gathered:
             return False
         if not (self.is_kept or self._ran or compat.in_backward()):
             return False
-        code = self.bucket.reading_code()
+        code = self.bucket.key.reading_code()
         return bool(replace(self.current.code, reduction=code.reduction) == code)
 
     def note_graph(self) -> None:
@@ -206,7 +206,7 @@ class Gathered:
         all of them from now on."""
         if self._graphs > 0 and not self.is_shared:
             self.is_shared = True
-            self.bucket.refresh_signature()
+            self.bucket.key.refresh()
 
     def leave(self, module: object = None, raised: bool = False) -> bool:
         """A module that counted itself in `depth` ends; the last one frees what was gathered.

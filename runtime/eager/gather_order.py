@@ -59,7 +59,7 @@ class Gathers:
     def gather(self, bucket: EagerBucket, again: "Again | None" = None) -> Tensor:
         """The gathered bucket, `(W*S,)`; `again`: as the backward needs it. All ranks call it."""
         self._note(bucket)
-        code = bucket.reading_code() if again is None else again.code
+        code = bucket.key.reading_code() if again is None else again.code
         gather = self._ahead.pop(bucket, None)
         if gather is None or (gather.code, gather.written) != (code, bucket.version):
             gather = _start(bucket, again, self.phase)
@@ -116,7 +116,8 @@ class Gathers:
     def _following(self, bucket: EagerBucket) -> Iterator[tuple[EagerBucket, "Again | None"]]:
         """What to gather ahead now: pairs of a bucket and what its backward expects, or None."""
         unit, place = bucket.owner, len(self.done)
-        hints = unit.backward_prefetch if self.phase == "backward" else unit.forward_prefetch
+        wishes, in_backward = bucket.settings, self.phase == "backward"
+        hints = wishes.backward_prefetch if in_backward else wishes.forward_prefetch
         if hints:
             following = [later for target in hints for later in target.buckets]
         else:
@@ -141,7 +142,7 @@ def _to_next_unit(unit: EagerUnit, buckets: Sequence[EagerBucket]) -> list[Eager
 def _start(bucket: EagerBucket, again: "Again | None", phase: str) -> _Gather:
     log.debug("gather %s", bucket.label)
     bucket.owner.await_updates()
-    code, part = (bucket.reading_code(), None) if again is None else (again.code, again.part)
+    code, part = (bucket.key.reading_code(), None) if again is None else (again.code, again.part)
     label = Label("all_gather", (bucket.label,), phase, dtype=code.compute_dtype)
     with torch.no_grad(), collectives.naming(bucket.ranks.everyone), label:
         started = start_gather(bucket.segment.detach(), code, part)

@@ -24,11 +24,9 @@ class EagerUnit(Protocol):
 
     Attributes:
         name: for messages.
-        reduce_buffers: how many reductions may be under way at once; None: as few as overlap.
     """
 
     name: str
-    reduce_buffers: int | None
 
     @property
     def buckets(self) -> Sequence["EagerBucket"]:
@@ -37,14 +35,6 @@ class EagerUnit(Protocol):
     @property
     def modules(self) -> Sequence[nn.Module]:
         """Those of its modules that still exist."""
-
-    @property
-    def forward_prefetch(self) -> Sequence["EagerUnit"]:
-        """Units to gather when its forward begins."""
-
-    @property
-    def backward_prefetch(self) -> Sequence["EagerUnit"]:
-        """Units to gather when its backward begins."""
 
     def await_updates(self) -> None:
         """A gather is about to start: wait for what it shall wait for."""
@@ -56,6 +46,13 @@ class EagerSettings(Protocol):
     reshard_after_backward: bool
     sync: bool
     all_reduce: bool
+    reduce_buffers: int | None
+
+    @property
+    def forward_prefetch(self) -> Sequence[EagerUnit]: ...
+
+    @property
+    def backward_prefetch(self) -> Sequence[EagerUnit]: ...
 
 
 class EagerGradients(Protocol):
@@ -81,34 +78,50 @@ class EagerGradients(Protocol):
         """What waits of the gradient of the full parameter `index`."""
 
 
+class EagerKey(Protocol):
+    """The key of the graphs that read a bucket.
+
+    Attributes:
+        code: the spec of the code that unshards it now, while its unit trains.
+    """
+
+    code: UnshardSpec
+
+    def reading_code(self) -> UnshardSpec:
+        """The spec of the code that a read needs now."""
+
+    def refresh(self) -> None:
+        """Name the code that the bucket needs now."""
+
+
 class EagerBucket(Protocol):
     """A bucket, as eager code sees it.
 
     Attributes:
         layout: its plan.
         ranks: who shares it.
-        group: the name of their process group.
         serial: its number in the group, equal on all ranks.
         segment: this rank's part, `(S,)`.
         trainable: which parameters require gradients.
         placed: how each parameter lies on a tensor-parallel mesh, if it does.
-        code: the spec of the code that unshards it now.
         gathered: its full parameters, where they are at hand.
     """
 
     layout: BucketLayout
     ranks: Ranks
-    group: str
     serial: int
     segment: nn.Parameter
     trainable: tuple[bool, ...]
     placed: tuple[Placed | None, ...]
-    code: UnshardSpec
     gathered: "Gathered"
 
     @property
     def owner(self) -> EagerUnit:
         """Its unit."""
+
+    @property
+    def key(self) -> EagerKey:
+        """What the graphs that read it were compiled for."""
 
     @property
     def settings(self) -> EagerSettings:
@@ -125,12 +138,6 @@ class EagerBucket(Protocol):
     @property
     def version(self) -> object:
         """Differs after any write to the parameters."""
-
-    def reading_code(self) -> UnshardSpec:
-        """The spec of the code that a read needs now."""
-
-    def refresh_signature(self) -> None:
-        """Name the code it needs now."""
 
     def end_backward(self) -> None:
         """A backward has differentiated it: free it, or keep it for the next step."""

@@ -22,6 +22,7 @@ from shardc.runtime.comm.unshard import recut, split_full
 from shardc.runtime.eager.backward_pass import backward_pass
 from shardc.runtime.eager.needs import EagerBucket
 from shardc.runtime.layout.spec import UnshardSpec
+from shardc.runtime.tensor.tensor_parallel import wrapped
 
 _by_storage: "weakref.WeakValueDictionary[int, Unsharded]" = weakref.WeakValueDictionary()
 
@@ -53,8 +54,7 @@ class Unsharded:
             views: tuple[Tensor, ...] = _Read.apply(bucket.segment, full, bucket, code)
             self.local_views = views
             self.views: tuple[Tensor, ...] = tuple(
-                view if placed is None else placed.wrap(view)
-                for view, placed in zip(views, bucket.placed, strict=True)
+                wrapped(view, placed) for view, placed in zip(views, bucket.placed, strict=True)
             )
 
     def state(self) -> object:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket
+from shardc.runtime.bucket.settings import Communicator
 from shardc.runtime.bucket.unit import Once, Unit
 from shardc.runtime.checks.arguments import Count, Must, Positive, check_value, checked, shown
-from shardc.runtime.comm.communicators import own_group
 from shardc.runtime.comm.reduce_functions import LeaveOutGather, leave_out_reduce
 from shardc.runtime.layout.spec import intern_object
 
@@ -266,7 +266,7 @@ class Controls:
                     f"and {bucket.label or 'the root'} is sharded over '{bucket.device.type}'"
                 )
         self._change_memory("symmetric", recurse)
-        for group in dict.fromkeys(bucket.group for bucket in buckets):
+        for group in dict.fromkeys(bucket.ranks.shard for bucket in buckets):
             compat.use_symmetric_memory(backend, group)
 
     # -- what stays gathered -------------------------------------------------------------------
@@ -354,14 +354,12 @@ class Controls:
             TypeError, ValueError: no list, or something in it is not sharded.
         """
         units = _units("set_modules_to_forward_prefetch", modules)
-        self._shardc_unit.forward_prefetch = units
-        self._shardc_unit.refresh()
+        self._shardc_unit.change(forward_prefetch=units)
 
     def set_modules_to_backward_prefetch(self, modules: "Sequence[Controls]") -> None:
         """The same for the backward."""
         units = _units("set_modules_to_backward_prefetch", modules)
-        self._shardc_unit.backward_prefetch = units
-        self._shardc_unit.refresh()
+        self._shardc_unit.change(backward_prefetch=units)
 
     @checked
     def set_reduce_scatter_max_input_buffers(
@@ -375,8 +373,7 @@ class Controls:
             TypeError, ValueError: no whole number, or less than one.
         """
         for unit in _own_units(self, recurse):
-            unit.reduce_buffers = max_input_buffers
-            unit.refresh()
+            unit.change(reduce_buffers=max_input_buffers)
 
     @checked
     def set_separate_reduce_scatter_group(
@@ -387,11 +384,7 @@ class Controls:
         Every rank of the mesh calls it. `high_priority` puts its kernels on such a stream (NCCL).
         """
         for unit in _own_units(self, recurse):
-            for bucket in unit.buckets:
-                bucket.reduce_group = (
-                    own_group(bucket.group, "reduce", high_priority) if enable else None
-                )
-            unit.refresh()
+            unit.change(reduces_on=_communicator(enable, high_priority))
 
     @checked
     def set_separate_all_gather_group(
@@ -399,11 +392,11 @@ class Controls:
     ) -> None:
         """Gather on a communicator of its own; as `set_separate_reduce_scatter_group`."""
         for unit in _own_units(self, recurse):
-            for bucket in unit.buckets:
-                bucket.gather_group = (
-                    own_group(bucket.group, "gather", high_priority) if enable else None
-                )
-            unit.refresh()
+            unit.change(gathers_on=_communicator(enable, high_priority))
+
+
+def _communicator(own: bool, high_priority: bool) -> Communicator:
+    return ("urgent" if high_priority else "own") if own else "shared"
 
 
 class UnshardHandle:
@@ -457,14 +450,11 @@ def share_comm_ctx(modules: Sequence[Controls]) -> None:
     if not units:
         return
     first = units[0]
-    own = {bucket.group: bucket for bucket in first.buckets}
+    groups, settings = {bucket.ranks.shard for bucket in first.buckets}, first.settings
     for unit in [unit for module in modules for unit in _own_units(module, recurse=True)]:
-        for bucket in unit.buckets:
-            like = own.get(bucket.group)
-            if like is not None:
-                bucket.gather_group, bucket.reduce_group = like.gather_group, like.reduce_group
-        unit.reduce_buffers = first.reduce_buffers
-        unit.refresh()
+        if any(bucket.ranks.shard in groups for bucket in unit.buckets):
+            unit.change(gathers_on=settings.gathers_on, reduces_on=settings.reduces_on)
+        unit.change(reduce_buffers=settings.reduce_buffers)
 
 
 def _units(where: str, modules: "Iterable[Controls]") -> tuple[Unit, ...]:

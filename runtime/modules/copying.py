@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from shardc.runtime.bucket.bucket import Bucket
+from shardc.runtime.bucket.params import make_param
 from shardc.runtime.bucket.settings import Settings
 from shardc.runtime.bucket.unit import Unit
 
@@ -41,8 +42,8 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for name, value in vars(m).items():
             vars(shell)[name] = copy.deepcopy(value, memo)
     for unit, new in zip(units, copies, strict=True):
-        new.forward_prefetch = tuple(memo.get(id(u), u) for u in unit.forward_prefetch)
-        new.backward_prefetch = tuple(memo.get(id(u), u) for u in unit.backward_prefetch)
+        for name in ("forward_prefetch", "backward_prefetch"):
+            new.settings.put(name, tuple(memo.get(id(u), u) for u in getattr(unit.settings, name)))
         new.settle(is_root=unit.is_root or module in unit.modules)
     result: nn.Module = memo[id(module)]
     return result
@@ -66,36 +67,29 @@ def _forwards_copies(module: nn.Module) -> bool:
 
 def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     settings = replace(unit.settings)
-    modules = tuple(memo[id(m)] for m in unit.modules)
     new = Unit(
-        modules,
-        tuple(_copy_bucket(bucket, settings, modules, memo) for bucket in unit.buckets),
+        tuple(memo[id(m)] for m in unit.modules),
+        tuple(_copy_bucket(bucket, settings, memo) for bucket in unit.buckets),
         unit.mesh,
         unit.asked_reshard,
         settings,
         unit.device,
         frozenset(copy.deepcopy(param, memo) for param in unit.ignored),
         frozenset(copy.deepcopy(m, memo) for m in unit.skipped),
-        reduce_buffers=unit.reduce_buffers,
         on_meta=unit.on_meta,
     )
     memo[id(unit)] = new
     return new
 
 
-def _copy_bucket(
-    bucket: Bucket, settings: Settings, modules: tuple[nn.Module, ...], memo: dict[int, Any]
-) -> Bucket:
+def _copy_bucket(bucket: Bucket, settings: Settings, memo: dict[int, Any]) -> Bucket:
     segment = bucket.segment.detach().clone()
     if bucket.segment.is_pinned():
         segment = segment.pin_memory()
-    new = Bucket(
-        bucket.layout, bucket.ranks, settings, segment, modules, bucket.device, bucket.placed
-    )
-    new.gather_group, new.reduce_group = bucket.gather_group, bucket.reduce_group
+    new = Bucket(bucket.layout, bucket.ranks, settings, segment, bucket.device, bucket.placed)
     memo[id(bucket)] = new
     for index, (param, flag) in enumerate(zip(bucket.params, bucket.trainable, strict=True)):
-        copied = new.make_param(index, param)
+        copied = make_param(new, index, param)
         new.params.append(copied)
         memo[id(param)], memo[id(param._slot)] = copied, copied._slot  # type: ignore[attr-defined]
         if flag != new.trainable[index]:

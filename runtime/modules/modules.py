@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from shardc.runtime import compat
-from shardc.runtime.bucket.bucket import Bucket, SlotRef
+from shardc.runtime.bucket.bucket import Bucket
+from shardc.runtime.bucket.params import SlotRef, adopt, convert
 from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.meta import require_values
 from shardc.runtime.eager.eager import begin_call, end_call
@@ -69,7 +70,7 @@ class ShardedParameters(_Mixed):
             RuntimeError: inside a forward, or before the unit was materialised.
         """
         slot = self._shardc_slots.get(name)
-        if slot is not None and not slot.bucket.summoned:
+        if slot is not None and not slot.bucket.owner.summoned:
             if param is None:
                 _refuse_removing(self, name)
             if param is slot.bucket.params[slot.index]:
@@ -79,7 +80,7 @@ class ShardedParameters(_Mixed):
                 with torch.no_grad():
                     slot.bucket.params[slot.index].copy_(param)
                 return
-            slot.bucket.adopt(slot.index, param)
+            adopt(slot.bucket, slot.index, param)
             param = slot.bucket.params[slot.index]
         elif slot is None and param is not None and hasattr(param, "_slot"):
             # `prune` would, and fail half-way
@@ -177,7 +178,7 @@ def _check_assigned(module: ShardedParameters, name: str, param: nn.Parameter) -
         )
     tied = {
         (holder, attribute)
-        for root in bucket.unit_modules
+        for root in bucket.owner.modules
         for holder in root.modules()
         for attribute, other in vars(holder).get("_shardc_slots", {}).items()
         if other.bucket is bucket and other.index == slot.index
@@ -338,7 +339,7 @@ def _apply_to_buckets(
     )
     todo = [bucket for bucket in buckets if bucket not in _applied]
     is_part = not recurse and any(True for _ in module.children())
-    for bucket in [b for b in todo if is_part or not b.unit_modules & inside]:
+    for bucket in [b for b in todo if is_part or inside.isdisjoint(b.owner.modules)]:
         where = bucket.segment.device
         if _emptied_on is not None and torch.empty(0, device=_emptied_on).device == where:
             todo.remove(bucket)
@@ -349,4 +350,4 @@ def _apply_to_buckets(
             )
     for bucket in todo:
         _applied.add(bucket)
-        bucket.apply(fn)
+        convert(bucket, fn)

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket
+from shardc.runtime.bucket.params import cut, view
 from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.arguments import checked
 from shardc.runtime.comm import collectives
 from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.tensor.tensor_parallel import wrapped
 
 
 @checked
@@ -88,7 +90,7 @@ def check_idle(unit: Unit) -> None:
     if compat.in_backward():
         raise RuntimeError(f"full parameters of {name} cannot be summoned inside a backward")
     for bucket in unit.buckets:
-        if bucket.summoned:
+        if unit.summoned:
             raise RuntimeError(f"full parameters of {name} are summoned already")
         if bucket.segment.is_meta:
             raise ValueError(
@@ -158,11 +160,9 @@ def _summoned_bucket(
     holders = _holders(bucket, module)
     for held in holders:
         held.owner._parameters[held.name] = full[held.index]
-    bucket.summoned = True
     try:
         yield
     finally:
-        bucket.summoned = False
         found = [(held, held.owner._parameters.get(held.name)) for held in reversed(holders)]
         for held in holders:
             held.owner._parameters[held.name] = bucket.params[held.index]
@@ -184,10 +184,7 @@ def _gather(bucket: Bucket, segment: Tensor, device: torch.device) -> list[Tenso
     flat = collectives.all_gather(segment.to(bucket.device), ranks.world_size, ranks.shard)
     flat = flat.to(device)
     views = [flat[s.start : s.start + s.numel].view(s.shape) for s in layout.slots]
-    return [
-        view if placed is None else placed.wrap(view)
-        for view, placed in zip(views, bucket.placed, strict=True)
-    ]
+    return [wrapped(full, placed) for full, placed in zip(views, bucket.placed, strict=True)]
 
 
 def _gather_gradients(bucket: Bucket) -> list[Tensor | None]:
@@ -201,7 +198,7 @@ def _gather_gradients(bucket: Bucket) -> list[Tensor | None]:
     flat = torch.zeros_like(bucket.segment)
     for index, param in enumerate(bucket.params):
         if isinstance(param.grad, ShardTensor):
-            bucket.view(index, flat).to_local().copy_(param.grad.to_local())
+            view(bucket, index, flat).to_local().copy_(param.grad.to_local())
     grads = _gather(bucket, flat, bucket.device)
     return [grad if flag else None for grad, flag in zip(grads, some, strict=True)]
 
@@ -248,4 +245,4 @@ def _write_back(
         param.copy_(value.detach())
         if with_grads:
             grad = value.grad
-            param.grad = None if grad is None else bucket.cut(index, grad)
+            param.grad = None if grad is None else cut(bucket, index, grad)

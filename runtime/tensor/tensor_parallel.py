@@ -110,6 +110,11 @@ class Placed:
         return self
 
 
+def wrapped(local: Tensor, placed: Placed | None) -> Tensor:
+    """`local` as it is, or the DTensor of which it is this rank's value."""
+    return local if placed is None else placed.wrap(local)
+
+
 class _WrapSpmd(torch.autograd.Function):
     """A local value as a DTensor; back, the gradient's own local value on data-parallel dims."""
 

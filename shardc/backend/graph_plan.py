@@ -123,14 +123,15 @@ class Plan:
 
     def _schedule_options(self, numbers: Mapping[Unit, int]) -> ScheduleOptions:
         options = self.options
-        buffers = [unit.reduce_buffers for unit in numbers if unit.reduce_buffers]
+        wishes = {n: unit.settings for unit, n in numbers.items()}
+        buffers = [each.reduce_buffers for each in wishes.values() if each.reduce_buffers]
         return ScheduleOptions(
             profile=self.profile,
             prefetch=None if isinstance(options.prefetch, str) else options.prefetch,
             backward_prefetch=options.backward_prefetch or "none",
-            forward_hints={n: _numbers_of(u.forward_prefetch, numbers) for u, n in numbers.items()},
+            forward_hints={n: _numbers_of(s.forward_prefetch, numbers) for n, s in wishes.items()},
             backward_hints={
-                n: _numbers_of(u.backward_prefetch, numbers) for u, n in numbers.items()
+                n: _numbers_of(s.backward_prefetch, numbers) for n, s in wishes.items()
             },
             reduce_buffers=min(buffers, default=None),
             fused=options.executor == "inductor",
@@ -193,7 +194,7 @@ def _static_bytes(buckets: Collection[Bucket], options: Options) -> int:
 
 def _reduces_in_place(buckets: Collection[Bucket]) -> bool:
     """Whether reductions are free of copies: gloo clones what it reduces."""
-    groups = {(bucket.group, bucket.device.type) for bucket in buckets}
+    groups = {(bucket.ranks.shard, bucket.device.type) for bucket in buckets}
     return all(
         compat.backend_for(compat.resolve_group(group), device) != "gloo"
         for group, device in groups

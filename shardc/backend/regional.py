@@ -50,7 +50,7 @@ def with_taken(example_inputs: Sequence[Any], taken: Sequence[Taken]) -> list[An
     examples = list(example_inputs)
     for take in taken:
         bucket: Bucket = bucket_of(example_inputs[take.position])
-        code = bucket.reading_code()
+        code = bucket.key.reading_code()
         example = torch.empty(
             code.shapes[take.slot], dtype=code.compute_dtype, device=bucket.device
         )

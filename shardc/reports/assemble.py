@@ -69,7 +69,7 @@ def assemble(
 
 def bucket_row(bucket: Bucket) -> BucketRow:
     """A bucket as a row of the report."""
-    layout, code = bucket.layout, bucket.code
+    layout, code = bucket.layout, bucket.key.code
     return BucketRow(
         name=bucket.label or "(root)",
         unit=bucket.owner.name or "(root)",

@@ -30,6 +30,7 @@ from shardc.reports.formulas import token_formulas
 from shardc.reports.live import report_of
 from shardc.reports.report import Report
 from shardc.runtime import compat
+from shardc.runtime.bucket.params import convert
 from shardc.runtime.checks.arguments import Count, checked
 from shardc.runtime.eager.precision import map_tensors
 from shardc.sharding.shard import fully_shard
@@ -187,7 +188,7 @@ def _give_fakes(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> None:
     """Replace what the model holds by fake tensors: segments, what is not sharded, buffers."""
     for unit in units_of(model).values():
         for bucket in unit._shardc_unit.buckets:
-            bucket.apply(fake)
+            convert(bucket, fake)
         unit._shardc_unit.change(host_is_apart=True)
     for module in model.modules():
         for name, param in list(module._parameters.items()):

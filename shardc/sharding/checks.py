@@ -51,7 +51,7 @@ def _unit_around(module: nn.Module) -> nn.Module | None:
     params = list(module.parameters())
     if not all(isinstance(param, ShardTensor) for param in params):
         return None
-    roots = {root for param in params for root in param._slot.bucket.unit_modules}  # type: ignore[attr-defined]
+    roots = {root for param in params for root in param._slot.bucket.owner.modules}  # type: ignore[attr-defined]
     return next((root for root in roots if module in set(root.modules())), None)
 
 

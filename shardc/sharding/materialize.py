@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket
+from shardc.runtime.bucket.params import convert
 from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.arguments import Must, check_value
 from shardc.runtime.comm.agreement import agree, decline
@@ -205,7 +206,7 @@ def _allocate_bucket(bucket: Bucket, unit: Unit, device: torch.device | None) ->
     def allocate(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=home, pin_memory=pin)
 
-    bucket.apply(allocate)
+    convert(bucket, allocate)
 
 
 def _initialise(owner: _Owner, init_fn: InitFn | None) -> None:

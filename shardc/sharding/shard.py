@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from shardc.passes.hardware import current_profile
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket
+from shardc.runtime.bucket.params import take
 from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.arguments import check_arguments
 from shardc.runtime.comm.agreement import agree, decline
@@ -206,8 +207,8 @@ def _apply(
         params = [plan.params.pop(slot.name) for slot in layout.slots]
         segment = new_segment(layout, params, plan.settings, device, ranks if scatter else None)
         placed = [Placed.of(param, spmd) for param in params]
-        bucket = Bucket(layout, ranks, plan.settings, segment, plan.modules, device, placed)
-        bucket.take(params, filled=scatter)
+        bucket = Bucket(layout, ranks, plan.settings, segment, device, placed)
+        take(bucket, params, filled=scatter)
         buckets.append(bucket)
         restore_ties(plan.modules)
     move_buffers(plan.modules, alone.modules, device)

@@ -1,0 +1,68 @@
+"""What the graphs that read a bucket were compiled for: the signature of its code, and its inputs.
+
+Dynamo guards on the signature, so the key is renewed where something changes on which the code
+depends, never when it is read: a read is traced, and would be guarded on all of that.
+"""
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from shardc.runtime.bucket.bucket_spec import groups_for, spec_for
+from shardc.runtime.layout.spec import UnshardSpec, intern_spec, spec_of
+
+if TYPE_CHECKING:
+    from shardc.runtime.bucket.bucket import Bucket
+
+
+class GraphKey:
+    """The key of one bucket.
+
+    Attributes:
+        groups: those that the settings ask for.
+        code: the spec of the code that unshards the bucket now, while its unit trains.
+    """
+
+    code: UnshardSpec
+    _train: tuple[str, list[Tensor]]
+    _eval: tuple[str, list[Tensor]] | None
+
+    def __init__(self, bucket: "Bucket") -> None:
+        self.bucket = bucket
+        self.groups = groups_for(bucket)
+
+    def follow_settings(self) -> None:
+        """The settings have changed: make the groups that they ask for, and refresh the key."""
+        self.groups = groups_for(self.bucket)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Name the code that the bucket needs now; a change recompiles the graphs that use it."""
+        bucket = self.bucket
+        self.code = spec_for(bucket, self.groups)
+        if not self.code.reduction.sync:
+            _, reduced = bucket.settings.dtypes(bucket.segment.dtype, evaluating=False)
+            bucket.gradients.waiting.make_sink(bucket.layout.numel, reduced, bucket.device)
+        self._train, self._eval = self._reading(self.code), None
+        if bucket.settings.precision.full_precision_in_eval:
+            self._eval = self._reading(spec_for(bucket, self.groups, evaluating=True))
+
+    def _reading(self, code: UnshardSpec) -> tuple[str, list[Tensor]]:
+        waiting = self.bucket.gradients.waiting
+        values = {
+            "full": self.bucket.gathered.held,
+            "sink": waiting.sink,
+            "pending": waiting.pending,
+            "partial": waiting.partial,
+        }
+        return intern_spec(code), [values[name] for name in code.extras]  # type: ignore[misc]
+
+    def reading(self) -> tuple[str, list[Tensor]]:
+        """What a read needs now: the signature of its code, and what that is given."""
+        if self._eval is None:
+            return self._train
+        return self._train if self.bucket.owner.training else self._eval
+
+    def reading_code(self) -> UnshardSpec:
+        """The spec of the code that a read needs now."""
+        return spec_of(self.reading()[0])

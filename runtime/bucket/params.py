@@ -1,0 +1,139 @@
+"""The parameters of a bucket: ShardTensors that are views of its segment.
+
+A user's `nn.Parameter` stays the same object when it becomes one, so that optimizers and tied
+modules keep holding it. A DTensor cannot, and gets a successor.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardc.runtime import compat
+from shardc.runtime.layout.padding import padding_value
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.tensor.tensor_parallel import local_value, wrapped
+
+if TYPE_CHECKING:
+    from shardc.runtime.bucket.bucket import Bucket
+
+
+class SlotRef:
+    """A parameter's way to its bucket; `value` is what reading the parameter gives a module."""
+
+    def __init__(self, bucket: "Bucket", index: int) -> None:
+        self.bucket = bucket
+        self.index = index
+
+    @property
+    def name(self) -> str:
+        """The parameter's name within its unit."""
+        return self.bucket.layout.slots[self.index].name
+
+    @compat.inline_only
+    def value(self) -> Tensor:
+        """A marker under Dynamo, the full tensor in an eager forward, else the ShardTensor."""
+        bucket = self.bucket
+        if torch.compiler.is_compiling():
+            signature, extras = bucket.key.reading()
+            full = torch.ops.shardc.unshard_slot(bucket.segment, signature, self.index, extras)
+            return wrapped(full, bucket.placed[self.index])
+        if bucket.gathered.is_readable:
+            return bucket.gathered.read(self.index)
+        return bucket.params[self.index]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SlotRef":
+        bucket: Bucket | None = memo.get(id(self.bucket))  # of the unit that is copied, if one is
+        return self if bucket is None else SlotRef(bucket, self.index)
+
+
+def view(bucket: "Bucket", index: int, flat: Tensor) -> ShardTensor:
+    """Parameter `index` as a view of `flat: (S,)`, the segment or its gradient."""
+    spec, placed = bucket.specs[index], bucket.placed[index]
+    start, stop = spec.interval()
+    first = spec.offset + start - spec.rank * spec.segment if stop > start else 0
+    shape = bucket.layout.slots[index].shape if placed is None else placed.shape
+    return ShardTensor(flat.detach()[first : first + stop - start], shape, spec)
+
+
+def cut(bucket: "Bucket", index: int, full: Tensor) -> ShardTensor:
+    """This rank's part of `full`, a tensor of the shape of parameter `index`, as a copy."""
+    spec, placed = bucket.specs[index], bucket.placed[index]
+    start, stop = spec.interval()
+    local = full.detach() if placed is None else placed.local_of(full)
+    part = local.reshape(-1)[start:stop].to(bucket.segment.device, copy=True)
+    return ShardTensor(part, tuple(full.shape), spec)
+
+
+@torch.no_grad()
+def take(bucket: "Bucket", params: Sequence[nn.Parameter], filled: bool = False) -> None:
+    """Cut full parameters, one a slot, into the segment; each is freed as soon as it is cut.
+
+    If the segment is `filled`, it has the values already. DTensors are not freed here:
+    `bucket.params` has other objects for them.
+    """
+    for index, param in enumerate(params):
+        grad = None if param.grad is None else cut(bucket, index, param.grad)
+        if not param.is_meta and not filled:
+            start, stop = bucket.specs[index].interval()
+            part = view(bucket, index, bucket.segment)._local
+            part.copy_(local_value(param).reshape(-1)[start:stop])
+        bucket.params.append(_point(bucket, index, param, grad))
+
+
+@torch.no_grad()
+def convert(bucket: "Bucket", fn: Callable[[Tensor], Tensor]) -> None:
+    """Convert the segment (dtype, device) and point the parameters to the new one."""
+    segment = fn(bucket.segment.detach())
+    if bucket.segment.is_meta and not segment.is_meta:  # no value yet, so no padding either
+        segment.fill_(padding_value(segment.dtype))
+    bucket.set_segment(segment)
+    for index, param in enumerate(bucket.params):
+        grad = param.grad
+        if isinstance(grad, ShardTensor):
+            grad = ShardTensor(fn(grad._local), tuple(grad.shape), grad._spec)
+        _point(bucket, index, param, grad)
+
+
+def make_param(bucket: "Bucket", index: int, like: nn.Parameter) -> nn.Parameter:
+    """Parameter `index`, a view of the segment, with the flag and attributes of `like`."""
+    sharded = nn.Parameter(view(bucket, index, bucket.segment), like.requires_grad)
+    own = {"_local", "_spec", "_slot"}
+    sharded.__dict__.update({k: v for k, v in like.__dict__.items() if k not in own})
+    sharded._slot = SlotRef(bucket, index)  # type: ignore[attr-defined]
+    return sharded
+
+
+@torch.no_grad()
+def adopt(bucket: "Bucket", index: int, param: nn.Parameter) -> None:
+    """Have `param`, whole and of the slot's shape, be parameter `index`: cut it, in place.
+
+    The parameter that it replaces keeps its values and is no part of the bucket any more.
+    """
+    old = bucket.params[index]
+    value, grad = param.detach(), None if param.grad is None else cut(bucket, index, param.grad)
+    left = old.to_local().clone()  # type: ignore[attr-defined]
+    old.copy_(value)
+    bucket.params[index] = _point(bucket, index, param, grad)
+    old._local = left  # type: ignore[attr-defined]
+    del old._slot  # type: ignore[attr-defined]
+    if param.requires_grad != bucket.trainable[index]:
+        bucket.set_trainable(index, param.requires_grad)
+
+
+def _point(bucket: "Bucket", index: int, param: nn.Parameter, grad: Tensor | None) -> nn.Parameter:
+    """Make `param`, the same object, a view of the segment.
+
+    A DTensor has another layout in memory and stays what it is; it remembers what it became.
+    """
+    sharded = make_param(bucket, index, param)
+    if isinstance(param, DTensor):
+        param._shardc_became = sharded  # type: ignore[attr-defined]
+        sharded.grad = grad
+        return sharded
+    param.grad = None
+    compat.swap_tensors(param, sharded)
+    param.grad = grad
+    return param
