@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 ROOT = Path(__file__).parent.parent
 ORDER = {"runtime": 0, "passes": 1, "shardc": 2}
@@ -63,6 +64,53 @@ def test_private_torch_modules_are_imported_by_compat_only(path):
         if module.split(".")[0] == "torch":
             private = [p for p in [*module.split("."), name] if p.startswith("_")]
             assert private in ([], ["_pytree"]), f"{path} imports {module}.{name}"
+
+
+TORCH = {"torch", "nn", "dist"}
+OPS = {"_c10d_functional", "_unsafe_view", "_foreach_copy_", "__version__"}
+"""What begins with an underscore and is called so in public: ops, and the version."""
+HELD = {name for name in dir(nn.Module()) if name.startswith("_")} - {"_version", "_modules"}
+"""What a module of torch holds or does in private; two of them other classes have as well."""
+
+
+def _chain(node):
+    """The names of `a.b[0].c`, the first one first."""
+    names = []
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        names += [node.attr] if isinstance(node, ast.Attribute) else []
+        node = node.value
+    return [node.id if isinstance(node, ast.Name) else "", *names[::-1]]
+
+
+def _changes_torch(node):
+    """Whether a node reaches private names of torch, or assigns to torch's modules or privates."""
+    if isinstance(node, ast.Attribute):
+        first, *names = _chain(node)
+        if first in TORCH and any(n.startswith("_") for n in names if n not in OPS):
+            return True
+    if not isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)):
+        return False
+    first, *names = _chain(node)
+    return bool(names) and (first in TORCH or not HELD.isdisjoint(names))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_torch_is_changed_by_compat_only(path):
+    if path.parent.name != "compat":
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if _changes_torch(node)]
+        assert nodes == [], [f"{path}:{node.lineno} {ast.unparse(node)}" for node in nodes]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch.optim.Optimizer.step = step", "torch._dynamo.reset()", "module.__class__ = Other",
+        "held.owner._parameters['a'] = b", "del module._buffers['a']", "dist.all_gather = mine",
+        "module._compiled_call_impl = call",
+    ],
+)  # fmt: skip
+def test_a_change_of_torch_is_seen(text):
+    assert any(map(_changes_torch, ast.walk(ast.parse(text))))
 
 
 def test_every_behaviour_of_fsdp_names_a_test_that_exists():

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -27,14 +27,17 @@ def inline_only(fn: F) -> F:
     return fn
 
 
-def in_own_frame(call: Callable[..., Any], forward: Callable[..., object]) -> Callable[..., Any]:
-    """`call`, within a frame that Dynamo traces where it skips that of `forward` (2.11 to 2.15).
+def compile_calls(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """As `nn.Module.compile`, also where Dynamo skips the module's `forward` (2.11 to 2.15).
 
-    It skips torch's own modules; `torch.compile(module)` does the same for them.
+    It skips those of torch's own modules; `torch.compile(module)` gives them a frame, too.
     """
     from torch._dynamo import external_utils, trace_rules
 
-    return external_utils.wrap_inline(call) if trace_rules.check(forward) else call
+    call: Callable[..., Any] = module._call_impl
+    if trace_rules.check(module.forward):
+        call = external_utils.wrap_inline(call)
+    module._compiled_call_impl = torch.compile(call, *args, **kwargs)
 
 
 def copy_dynamo_graph(gm: GraphModule) -> GraphModule:

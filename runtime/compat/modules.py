@@ -49,6 +49,16 @@ def after_zero_grad(call: Callable[[Iterable[Tensor]], None]) -> None:
     module.zero_grad = wrapped(module.zero_grad, nn.Module.parameters)
 
 
+def become(module: nn.Module, cls: type) -> None:
+    """Make a module an instance of `cls`, a subclass of the class that it was made of."""
+    module.__class__ = cls
+
+
+def put_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    """Have a module hold `param`, past its properties and checks (2.11 to 2.15)."""
+    module._parameters[name] = param
+
+
 @contextmanager
 def without_parameters(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
     """Hide some of a module's parameters from its own methods for a while (2.11 to 2.15)."""

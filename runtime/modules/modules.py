@@ -226,7 +226,7 @@ def _install_properties(module: nn.Module, unit: "Unit | None") -> None:
         state["_shardc_unit"] = own
     mixin = ShardedModule if own is not None else ShardedParameters
     original = getattr(type(module), "_shardc_class", type(module))
-    module.__class__ = _subclass(original, tuple(slots), mixin)
+    compat.become(module, _subclass(original, tuple(slots), mixin))
 
 
 def _subclass(cls: type, names: tuple[str, ...], mixin: type) -> type:
@@ -262,7 +262,6 @@ class ShardedModule(Controls, ShardedParameters):
     """Mixin of every module that `fully_shard` was called on."""
 
     _shardc_unit: Unit
-    _compiled_call_impl: Callable[..., object] | None
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         unit = self._shardc_unit
@@ -280,8 +279,7 @@ class ShardedModule(Controls, ShardedParameters):
             TypeError, ValueError: options that the backend (`shardc`) does not take.
         """
         compat.check_backend_options(kwargs.get("backend"), kwargs.get("options"))
-        call = compat.in_own_frame(self._call_impl, self.forward)
-        self._compiled_call_impl = torch.compile(call, *args, **kwargs)
+        compat.compile_calls(self, *args, **kwargs)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "ShardedModule":
         """As `nn.Module.apply`; `fn` sees full parameters, of one unit at a time.

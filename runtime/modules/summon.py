@@ -159,13 +159,13 @@ def _summoned_bucket(
     ]
     holders = _holders(bucket, module)
     for held in holders:
-        held.owner._parameters[held.name] = full[held.index]
+        compat.put_parameter(held.owner, held.name, full[held.index])
     try:
         yield
     finally:
         found = [(held, held.owner._parameters.get(held.name)) for held in reversed(holders)]
         for held in holders:
-            held.owner._parameters[held.name] = bucket.params[held.index]
+            compat.put_parameter(held.owner, held.name, bucket.params[held.index])
         if writeback:
             _write_back(bucket, found, full, with_grads)
 

@@ -14,6 +14,7 @@ Left out: `_StridedShard` and Partial placements, and DTensors on a mesh that in
 data-parallel ranks otherwise.
 """
 
+import functools
 import math
 import weakref
 from collections.abc import Sequence
@@ -134,7 +135,7 @@ class _WrapSpmd(torch.autograd.Function):
         return grad.redistribute(placements=target).to_local(), None
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 def _wrap_spmd(local: Tensor, key: str) -> DTensor:
     """Left to AOT autograd: Dynamo does not know the placements that a gradient will have."""
     return _WrapSpmd.apply(local, key)
@@ -200,6 +201,7 @@ def restore_ties(modules: Sequence[torch.nn.Module]) -> None:
                 if hasattr(param, "_shardc_became"):
                     setattr(module, name, param._shardc_became)
     _checked.clear()
+    _watch_optimizers()
 
 
 _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -220,4 +222,7 @@ def _refuse_what_became_another(optimizer: torch.optim.Optimizer, *_: object) ->
     _checked.add(optimizer)
 
 
-register_optimizer_step_pre_hook(_refuse_what_became_another)
+@functools.cache
+def _watch_optimizers() -> None:
+    """From the first sharding on."""
+    register_optimizer_step_pre_hook(_refuse_what_became_another)
