@@ -30,12 +30,15 @@ from shardc.passes.take_gathered import taken_by
 from shardc.passes.verify import check_collectives, collective_sequence
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket, bucket_of
-from shardc.runtime.comm.collectives import naming_failures
+from shardc.runtime.comm.collectives import BoxedGraph, naming_failures
 from shardc.runtime.comm.progress import label_of, progress
 from shardc.runtime.eager.accumulate import flush_when_done
-from shardc.runtime.eager.executor import eager_executor, shapes_only
+from shardc.runtime.eager.executor import eager_executor
 
 log = logging.getLogger("shardc")
+
+Run = Callable[[GraphModule], BoxedGraph]
+"""What makes a finished graph run."""
 
 
 def shardc_backend(
@@ -58,9 +61,13 @@ shardc_backend.check_options = Options.parse  # type: ignore[attr-defined]
 
 
 def compile_graph(
-    gm: GraphModule, example_inputs: Sequence[Any], parsed: Options, mode: str | None = None
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    parsed: Options,
+    mode: str | None = None,
+    run: Run | None = None,
 ) -> Callable[..., Any]:
-    """The same with options that are checked already."""
+    """The same with options that are checked already; `run` takes the place of the executor."""
     _say_compile()
     _warn_if_nothing_is_sharded()
     buckets = buckets_by_input(gm)
@@ -73,9 +80,9 @@ def compile_graph(
     reads = _agree_on_reads(plan)
     inputs = with_taken(example_inputs, taken)
     if parsed.executor == "eager":
-        compiled = _compile_eager(gm, inputs, plan)
+        compiled = _compile_eager(gm, inputs, plan, run or _run_eagerly)
     else:
-        compiled = _compile_inductor(gm, inputs, plan, mode)
+        compiled = _compile_inductor(gm, inputs, plan, mode, run)
     if plan.joint is not None:
         slots_of = plan.joint.slots_of
         reads = [replace(read, slots=slots_of(read.position, read.slots)) for read in reads]
@@ -90,6 +97,7 @@ def _compile_inductor(
     example_inputs: Sequence[Any],
     plan: Plan,
     mode: str | None,
+    run: Run | None,
 ) -> Callable[..., Any]:
     patches = compat.mode_options(mode) | plan.options.inductor | compat.order_settings()
     patches[compat.JOINT_PASS] = compat.joint_pass(
@@ -101,8 +109,8 @@ def _compile_inductor(
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         ctx = plan.context("backward" if kwargs.get("is_backward") else "forward")
         graph = _finish_graph(graph, ctx, plan)
-        if not plan.options.lower:
-            return shapes_only(graph)
+        if run is not None:
+            return run(graph)
         original = copy_graph(graph)
         try:
             compiled = _lower(graph, inputs, ctx, plan, kwargs)
@@ -112,7 +120,7 @@ def _compile_inductor(
                 error.args = (f"{error}\n\n{where}", *error.args[1:])
                 raise
             _warn_fallback(ctx.phase, error, where)
-            return _naming(graph)(eager_executor(graph))
+            return _run_eagerly(graph)
         dump_code(compiled, ctx.stem)
         return compat.wrap_compiled(compiled, _naming(graph, bool(kwargs.get("cudagraphs"))))
 
@@ -141,18 +149,10 @@ def _lower(
 
 
 def _compile_eager(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    plan: Plan,
+    gm: GraphModule, example_inputs: Sequence[Any], plan: Plan, run: Run
 ) -> Callable[..., Any]:
     def compile_phase(phase: str) -> Callable[[GraphModule, Sequence[Any]], Any]:
-        def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> Any:
-            graph = _finish_graph(graph, plan.context(phase), plan)
-            if not plan.options.lower:
-                return shapes_only(graph)
-            return _naming(graph)(eager_executor(graph))
-
-        return compile_graph
+        return lambda graph, _: run(_finish_graph(graph, plan.context(phase), plan))
 
     def partition(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
         return compat.min_cut_partition(plan.finish_joint(graph), *args, **kwargs)
@@ -160,6 +160,10 @@ def _compile_eager(
     return compat.compile_aot(
         gm, example_inputs, compile_phase("forward"), compile_phase("backward"), partition
     )
+
+
+def _run_eagerly(graph: GraphModule) -> BoxedGraph:
+    return _naming(graph)(eager_executor(graph))
 
 
 def _naming(

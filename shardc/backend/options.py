@@ -38,8 +38,6 @@ class Options:
         optimizer_states: copies of the parameters that the optimizer keeps (2: Adam).
         agreement_timeout: seconds ranks wait for each other when they compare their sequences of
             collectives; default: the process group's timeout.
-        lower: False stops at the planned graphs, which then give fake tensors (`explain`); it is
-            not for users.
     """
 
     executor: Literal["inductor", "eager"] = "inductor"
@@ -54,7 +52,6 @@ class Options:
     memory_budget: Budget | None = None
     optimizer_states: NotNegative = 2.0
     agreement_timeout: Seconds | None = None
-    lower: bool = True
 
     @staticmethod
     def parse(given: dict[str, Any] | None) -> "Options":
@@ -66,8 +63,7 @@ class Options:
         """
         check_value("options", given, dict | None)
         given, hints = given or {}, hints_of(Options)
-        known = [f.name for f in fields(Options) if f.name != "lower"]
-        check_known(given, known, "shardc option")
+        check_known(given, [f.name for f in fields(Options)], "shardc option")
         for name, value in given.items():
             check_value(f"option '{name}'", value, hints[name])
         options = Options(**given)

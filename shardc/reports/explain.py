@@ -32,6 +32,7 @@ from shardc.reports.report import Report
 from shardc.runtime import compat
 from shardc.runtime.bucket.params import convert
 from shardc.runtime.checks.arguments import Count, checked
+from shardc.runtime.eager.executor import shapes_only
 from shardc.runtime.eager.precision import map_tensors
 from shardc.sharding.shard import fully_shard
 from shardc.sharding.units import units_of
@@ -80,7 +81,7 @@ def explain(
         RuntimeError: the model cannot be compiled; says why.
     """
     hardware = as_profile(profile)
-    parsed = replace(Options.parse({**(options or {}), "profile": hardware}), lower=False)
+    parsed = Options.parse({**(options or {}), "profile": hardware})
     sizes = _sizes(model, world_size, mesh, sharding)
     named = dict(kwargs or {})
     with _fake_ranks(sizes) as made, planning_for(hardware):
@@ -214,7 +215,7 @@ def _compile(
 
     def backend(gm: GraphModule, inputs: Sequence[Any], **ignored: Any) -> Callable[..., Any]:
         progress("planning")
-        return compile_graph(gm, inputs, options)
+        return compile_graph(gm, inputs, options, run=shapes_only)
 
     progress("tracing")
     before = graph_plans[-1] if graph_plans else None
