@@ -46,6 +46,7 @@ class Profile:
         overlaps: whether a kernel loads and stores while it computes; if not, the times add up.
         attention_efficiency: the share of a matmul's rate that fused attention reaches.
         host_bandwidth: bytes/s of a copy from pinned memory of the host.
+        board: part of the name that torch has for GPUs of this profile; "": for none by default.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Profile:
     overlaps: bool = True
     attention_efficiency: float = 0.6
     host_bandwidth: float = 5e10
+    board: str = ""
 
     def peak(self, dtype: torch.dtype) -> float:
         """FLOP/s of a matmul in `dtype`, as reached."""
@@ -88,13 +90,11 @@ def _nvidia(
     node = Profile(
         f"{name}-nvlink", source, flops, bandwidth, memory, 8,
         Link(_NVLINK_STEP, nvlink * _GB), Link(_NETWORK_STEP, network * _GB),
-        host_bandwidth=host * _GB,
+        host_bandwidth=host * _GB, board=name.upper(),
     )  # fmt: skip
     # Every rank on a node of its own, with one network card.
-    alone = replace(
-        node, name=f"{name}-ib", node_size=1, across=Link(_NETWORK_STEP, network / 8 * _GB)
-    )
-    return [node, alone]
+    card = Link(_NETWORK_STEP, network / 8 * _GB)
+    return [node, replace(node, name=f"{name}-ib", node_size=1, across=card, board="")]
 
 
 PROFILES: dict[str, Profile] = {
@@ -120,7 +120,6 @@ PROFILES: dict[str, Profile] = {
     ]
 }  # fmt: skip
 
-_BY_DEVICE_NAME = ("A100", "H100", "H200", "B200")
 _chosen: list[Profile] = []
 
 
@@ -166,13 +165,11 @@ def current_profile(device_type: str) -> Profile:
     """What `set_profile` or `calibrate` set, else the profile of this device."""
     if _chosen:
         return _chosen[0]
-    if device_type == "cuda":
-        name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-        for known in _BY_DEVICE_NAME:
-            if known in name:
-                return PROFILES[f"{known.lower()}-nvlink"]
-        return PROFILES["h100-nvlink"]
-    return PROFILES["cpu"]
+    if device_type != "cuda":
+        return PROFILES["cpu"]
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    known = (profile for profile in PROFILES.values() if profile.board and profile.board in name)
+    return next(known, PROFILES["h100-nvlink"])
 
 
 _BUDGET = "bytes, a text such as '70GB' or '16GiB', or a fraction of the device's memory in (0, 1]"

@@ -25,6 +25,7 @@ from shardc.runtime import compat
 from shardc.runtime.checks.arguments import checked
 from shardc.runtime.comm import collectives
 from shardc.runtime.comm.agreement import agree
+from shardc.runtime.comm.backends import backend_of
 
 _MATMUL = 1024
 _COPIED = {"cpu": 2**24, "cuda": 2**28}
@@ -75,8 +76,8 @@ def calibrate(mesh: DeviceMesh, *, refresh: bool = False) -> Profile:
 def calibration_file(mesh: DeviceMesh) -> Path:
     """Where `calibrate(mesh)` keeps its figures: one file per device, backend and world size."""
     group, on_gpu = mesh.get_group(), mesh.device_type == "cuda"
-    backend = compat.backend_for(group, mesh.device_type)
-    name = f"{_device_key(on_gpu)}-{backend}-{group.size()}"
+    backend = backend_of(group, mesh.device_type)
+    name = f"{_device_key(on_gpu)}-{backend.name}-{group.size()}"
     return calibration_folder() / f"{name.replace(' ', '_')}.json"
 
 

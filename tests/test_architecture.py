@@ -113,6 +113,17 @@ def test_a_change_of_torch_is_seen(text):
     assert any(map(_changes_torch, ast.walk(ast.parse(text))))
 
 
+def test_backends_of_collectives_are_told_apart_in_one_place():
+    found = {
+        str(path.relative_to(ROOT))
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in ("gloo", "nccl")
+    }
+    made_here = {f"shardc/commands/{name}.py" for name in ("calibrate", "machine", "probes")}
+    assert found - made_here == {"runtime/comm/backends.py", "runtime/compat/gloo.py"}
+
+
 def test_every_behaviour_of_fsdp_names_a_test_that_exists():
     rows = (Path(__file__).parent / "fsdp_behaviours.tsv").read_text().splitlines()[1:]
     assert len(rows) == len({tuple(row.split("\t")[:2]) for row in rows}) == 251

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardc import StateDictOptions, get_model_state_dict, summon_full_params
 from shardc.runtime import compat
 from shardc.runtime.comm import history, long_waits, program_collectives
+from shardc.runtime.comm.backends import end_waits
 from shardc.runtime.comm.entry_board import RING, Board, word_of
 from shardc.runtime.comm.history import history_of
 
@@ -312,7 +313,7 @@ def test_an_exception_of_another_rank_is_told(mesh):
         model.layers[0].register_forward_pre_hook(lambda *_: {}["my bug"])
         with pytest.raises(KeyError):
             _step(model)
-        compat.break_connections(compat.resolve_group(_group_of(model)))  # as its end would
+        end_waits(compat.resolve_group(_group_of(model)))  # as its end would
     else:
         with pytest.raises(RuntimeError, match="Rank 1 left with KeyError: 'my bug'"):
             _step(model)

@@ -5,6 +5,7 @@ seconds in which collectives and compute ran. Units differ in size, which tells 
 """
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,7 +18,7 @@ from ranks import mesh_of, on_ranks
 from torch import nn
 
 from shardc import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from shardc.runtime import compat
+from shardc.runtime.comm.backends import BACKENDS, high_priority_options
 
 EXECUTORS = pytest.mark.parametrize("executor", ["eager", None])
 DIMS = [8, 12, 16, 20, 24, 28]
@@ -255,20 +256,6 @@ def _overlap(some, others):
     return any(a.start < b.end and b.start < a.end for a in some for b in others)
 
 
-_high_priority_options = compat.high_priority_options
-
-
-def _as_for_nccl(group):
-    """The options for a group of NCCL, of which this torch may have none."""
-    assert _high_priority_options(group) is None, "only NCCL has priorities"
-    nccl = SimpleNamespace(Options=SimpleNamespace)
-    with (
-        mock.patch.object(dist, "get_backend", lambda group: "cpu:gloo,cuda:nccl"),
-        mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True),
-    ):
-        return _high_priority_options(group)
-
-
 @EXECUTORS
 @on_ranks(4, device="sim")
 def test_reductions_over_copies_have_a_stream_of_their_own(mesh, executor):
@@ -296,7 +283,13 @@ def test_gathers_and_reductions_on_groups_of_their_own(mesh, executor):
     assert _overlap(gathers, compute) and _overlap(reductions, compute)
     assert len({(entry.group, entry.stream) for entry in gathers + reductions}) == 1
     assert not _overlap(gathers, reductions), "one communicator does one thing at a time"
-    with mock.patch.object(compat, "high_priority_options", _as_for_nccl):
+    assert high_priority_options(mesh.get_group()) is None, "only NCCL has priorities"
+    as_nccl = replace(BACKENDS["nccl"], name="simccl")
+    options = SimpleNamespace(Options=SimpleNamespace)  # this torch may have none
+    with (
+        mock.patch.dict(BACKENDS, simccl=as_nccl),
+        mock.patch.object(dist, "ProcessGroupNCCL", options, create=True),
+    ):
         model.set_separate_reduce_scatter_group(high_priority=True)
     model.set_separate_all_gather_group()
     log = _step(model, executor, costs)

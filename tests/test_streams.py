@@ -19,8 +19,8 @@ from torch import nn
 
 from shardc import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, summon_full_params
 from shardc.backend.graph_plan import graph_plans
-from shardc.runtime import compat
 from shardc.runtime.comm import comm_buffers, host_copies
+from shardc.runtime.comm.backends import backend_of
 
 EXECUTORS = pytest.mark.parametrize("executor", ["eager", None])
 
@@ -307,7 +307,7 @@ def test_a_forward_on_another_stream(mesh, executor):
 def test_a_group_with_several_backends(mesh):
     group = mesh.get_group()
     assert torch.distributed.get_backend(group) == "cpu:gloo,sim:simccl"
-    found = [compat.backend_for(group, device) for device in ("sim", "cpu", "cuda")]
+    found = [backend_of(group, device).name for device in ("sim", "cpu", "cuda")]
     assert found == ["simccl", "gloo", ""]
     model = fully_shard(seeded(Stack))  # on a mesh by default
     assert model._shardc_unit.mesh.device_type == "sim"

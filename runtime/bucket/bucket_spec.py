@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardc.runtime import compat
+from shardc.runtime.comm.backends import backend_of
 from shardc.runtime.comm.communicators import own_group
 from shardc.runtime.layout.spec import Reduction, UnshardSpec
 
@@ -42,7 +43,7 @@ def groups_for(bucket: "Bucket") -> Groups:
     }
     size = settings.reshard_after_forward
     part = None if isinstance(size, bool) else (size, own_group(shared, f"of_{size}", size=size))
-    mean_op = compat.mean_op(shared, bucket.device.type)
+    mean_op = "avg" if backend_of(shared, bucket.device.type).averages else "sum"
     return Groups(own.get("gather", shared), own.get("reduce"), part, mean_op)
 
 

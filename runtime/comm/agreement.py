@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
 from shardc.runtime import compat
@@ -77,7 +76,7 @@ def agree(
     digest = hashlib.sha256(text.encode()).hexdigest()
     notes = frozenset[str]() if every_time else history.notes.get(digest, frozenset())
     if note not in notes and not (notes and first_note_stands):
-        timeout = timeout or compat.group_timeout(group, torch.device("cpu"))
+        timeout = timeout or compat.group_timeout(group)
         store = _next_round(group)
         with in_history(compat.group_name(group)), _entry(what, facts):
             try:

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from shardc.runtime import compat
+from shardc.runtime.comm.backends import high_priority_options
 
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool], dist.ProcessGroup]]
 _made = WeakKeyDictionary()
@@ -49,7 +50,7 @@ def own_group(
         groups[purpose, high_priority] = dist.new_group(
             members[first : first + (size or len(members))],
             backend=dist.get_backend(base),
-            pg_options=compat.high_priority_options(base) if high_priority else None,
+            pg_options=high_priority_options(base) if high_priority else None,
             use_local_synchronization=True,
             group_desc=f"shardc_{purpose}",
         )

@@ -14,10 +14,10 @@ import threading
 import time
 from types import TracebackType
 
-import torch
 import torch.distributed as dist
 
 from shardc.runtime import compat
+from shardc.runtime.comm.backends import end_waits
 from shardc.runtime.comm.history import History, history_of
 from shardc.runtime.comm.lost_peers import FAILED, append, leave, line_of, note_parting, said_parted
 from shardc.runtime.comm.program_collectives import Shown, from_json, parted_from, this_rank
@@ -114,7 +114,7 @@ class _Look:
 
     def __init__(self, members: dist.ProcessGroup, history: History, since: float) -> None:
         self._members, self._history, self._since = members, history, since
-        self._timeout = compat.group_timeout(members, torch.device("cpu"))
+        self._timeout = compat.group_timeout(members)
         self._warned = self._named = self._shown = False
         self._answered: float | None = None
         self._asks = 0.0
@@ -144,7 +144,7 @@ class _Look:
                 append(members, line_of(members))
         elif history.parted is not None and time.monotonic() - self._answered > _NOTICE:
             history.is_over = True
-            compat.break_connections(members)
+            end_waits(members)
 
     def _warn(self, label: Label) -> None:
         seconds = time.monotonic() - self._since

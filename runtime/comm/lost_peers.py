@@ -26,11 +26,11 @@ from functools import partial
 from types import MappingProxyType
 from typing import TypedDict, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from shardc.runtime import compat
 from shardc.runtime.checks.call_sites import own_collective_of, place_of_thread
+from shardc.runtime.comm.backends import BACKENDS, end_waits, flight_record
 from shardc.runtime.comm.entry_board import RING
 from shardc.runtime.comm.history import Failed, Parted, histories, history_of
 from shardc.runtime.comm.progress import Call, progress
@@ -58,21 +58,14 @@ def is_from_backend(error: BaseException) -> bool:
     """Whether torch's backend of collectives raised it."""
     if isinstance(error, Failed) or not isinstance(error, RuntimeError):
         return False
-    text = str(error).lower()
-    known = (
-        "gloo",
-        "nccl",
-        "pair closure",
-        "connection closed by peer",
-        "connection reset by peer",
-    )
-    return isinstance(error, dist.DistError) or any(word in text for word in known)
+    text, words = str(error).lower(), (w for known in BACKENDS.values() for w in known.errors)
+    return isinstance(error, dist.DistError) or any(word in text for word in words)
 
 
 def explain(group: str, error: Exception) -> str:
     """The message for `error`, which a collective over `group` raised on this rank."""
     members = compat.resolve_group(group)
-    timeout = compat.group_timeout(members, torch.device("cpu"))
+    timeout = compat.group_timeout(members)
     line, lines = _tell(members)
     where = (
         f"a collective of shardc failed on rank {line['rank']} of {dist.get_world_size()}, at "
@@ -137,7 +130,7 @@ def note_parting(members: dist.ProcessGroup) -> None:
 def _tell(members: dist.ProcessGroup, ends_waits: bool = False) -> tuple[Line, list[Line] | None]:
     """What this rank tells the others, and what those tell that answer in time; None where the
     store does not answer."""
-    timeout = compat.group_timeout(members, torch.device("cpu"))
+    timeout = compat.group_timeout(members)
     grace = min(_GRACE, timeout / 5).total_seconds()
     line = line_of(members)
     _within(grace, lambda: append(members, line))
@@ -145,7 +138,7 @@ def _tell(members: dist.ProcessGroup, ends_waits: bool = False) -> tuple[Line, l
     assert history is not None
     history.is_over = True
     if ends_waits:
-        _within(grace, lambda: compat.break_connections(members))
+        _within(grace, lambda: end_waits(members))
     return line, _within(grace + 1, lambda: _lines(members, grace))
 
 
@@ -287,5 +280,5 @@ def _store_is_gone() -> str:
 
 
 def _flight_record(members: dist.ProcessGroup) -> list[str]:
-    path = compat.flight_record(members)
+    path = flight_record(members)
     return [f"What it had under way is in {path} (read it with torchfrtrace)."] if path else []

@@ -1,9 +1,16 @@
-"""Gloo's groups: works that their threads can finish side by side."""
+"""Gloo's groups: works that their threads can finish side by side, ends of waits, records."""
+
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 
-from shardc.runtime.compat.groups import backend_for, resolve_group
+from shardc.runtime.compat.groups import flight_record_path, group_backends, resolve_group
 
 _ops = torch.ops._c10d_functional
 _cpu = torch.library.Library("_c10d_functional", "IMPL", "CPU")
@@ -12,7 +19,7 @@ _COALESCED = "all_gather_into_tensor_coalesced"
 
 
 def gather_under_short_names() -> None:
-    """Run functional all-gathers of CPU tensors as works named "ALLGATHER" (2.11 to 2.15).
+    """Run gloo's functional all-gathers of CPU tensors as works named "ALLGATHER" (2.11 to 2.15).
 
     A gloo group has two threads. Each writes the name of the work that it has finished into one
     string of the group, without a lock (`ProcessGroupGloo::runLoop`, `lastCompletedWorkName`; seen
@@ -22,28 +29,35 @@ def gather_under_short_names() -> None:
     before the next begins does not help, because the name is written after the waiter has woken.
     The gather into a given tensor sends the same, and all other functional collectives on tensors
     one by one have short names too. `benchmarks/gloo_race.py` shows it with torch alone.
+    Other backends get what torch itself calls; a group written in Python has no more.
     """
     _cpu.impl(_SINGLE, _all_gather)
     _cpu.impl(_COALESCED, _all_gather_coalesced)
+
+
+def _is_gloo(group_name: str) -> bool:
+    return group_backends(resolve_group(group_name)).get("cpu") == "gloo"
 
 
 def _all_gather(segment: Tensor, group_size: int, group_name: str) -> Tensor:
     """One gather; so is each of a coalesced one on gloo, which has no message for several."""
     part = torch.view_as_real(segment) if segment.is_complex() else segment
     part = part if part.dim() else part.reshape(1)
-    with torch._C._AutoDispatchBelowAutograd():
-        full = _room_for(part, group_size)
-        _ops.all_gather_into_tensor_out(part, group_size, group_name, out=full)
+    if not _is_gloo(group_name):
+        (full,) = _all_gather_coalesced([part], group_size, group_name)
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            full = _room_for(part, group_size)
+            _ops.all_gather_into_tensor_out(part, group_size, group_name, out=full)
     return torch.view_as_complex(full) if segment.is_complex() else full
 
 
 def _all_gather_coalesced(segments: list[Tensor], group_size: int, group_name: str) -> list[Tensor]:
-    group = resolve_group(group_name)
-    if backend_for(group, "cpu") == "gloo":
+    if _is_gloo(group_name):
         return [_all_gather(segment, group_size, group_name) for segment in segments]
     with torch._C._AutoDispatchBelowAutograd():
-        full = [_room_for(segment, group_size) for segment in segments]
-        work = group.allgather_into_tensor_coalesced(full, segments)
+        full, options = [_room_for(s, group_size) for s in segments], AllgatherOptions()
+        work = resolve_group(group_name).allgather_into_tensor_coalesced(full, segments, options)
         for tensor in full:
             torch._C._distributed_c10d._register_work(tensor, work)
     return full
@@ -51,3 +65,25 @@ def _all_gather_coalesced(segments: list[Tensor], group_size: int, group_name: s
 
 def _room_for(part: Tensor, group_size: int) -> Tensor:
     return part.new_empty((group_size * part.shape[0], *part.shape[1:]))
+
+
+def end_gloo_waits(group: dist.ProcessGroup) -> None:
+    """Have all that waits on a gloo group fail, here and on the peers (2.11 to 2.15).
+
+    Gloo has no abort (`abort()` does nothing), but closes its connections when a wait times out.
+    """
+    with suppress(RuntimeError):
+        waiting = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), 0x5AD)
+        waiting.wait(timedelta(milliseconds=1))
+
+
+def gloo_flight_record() -> str | None:
+    """The file with the last collectives, written now, if the user said where to (2.11 to 2.15)."""
+    path = flight_record_path()
+    try:
+        if path is not None:
+            c10d: Any = torch._C._distributed_c10d  # the stubs lack it
+            Path(path).write_bytes(c10d._dump_fr_trace(includeStackTraces=False))
+    except OSError as error:
+        return f"{path} (which could not be written: {error})"
+    return path

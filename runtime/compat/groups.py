@@ -64,58 +64,45 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
     return distributed_c10d._get_process_group_store(group)
 
 
-def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long the group's collectives wait before they fail (2.11 to 2.15)."""
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """How long the group's collectives wait before they fail, on the host first (2.11 to 2.15)."""
     from torch.distributed import constants
 
-    try:
-        backend = group._get_backend(device)
-    except RuntimeError:  # a group of another device
-        backend = group._get_backend(torch.device("cuda"))
-    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-    return timeout or constants.default_pg_timeout
+    for device_type in sorted(group_backends(group), key="cpu".__ne__):
+        with suppress(RuntimeError):  # a group written in Python
+            options = getattr(group._get_backend(torch.device(device_type)), "options", None)
+            if timeout := getattr(options, "_timeout", None):
+                return timeout
+    return constants.default_pg_timeout
 
 
-def break_connections(group: dist.ProcessGroup) -> None:
-    """Have all that waits on gloo among these ranks fail, here and on the peers (2.11 to 2.15).
-
-    Gloo has no abort (`abort()` does nothing), but closes its connections when a wait times out.
-    """
+def groups_within(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    """All groups of several of its ranks, itself included (2.11 to 2.15)."""
     from torch.distributed import distributed_c10d
 
-    own = set(dist.get_process_group_ranks(group))
-    for other, ranks in list(distributed_c10d._world.pg_group_ranks.items()):
-        if own.issuperset(ranks) and len(ranks) > 1 and backend_for(other, "cpu") == "gloo":
-            peer = (other.rank() + 1) % other.size()
-            with suppress(RuntimeError):
-                other.recv([torch.empty(1)], peer, 0x5AD).wait(timedelta(milliseconds=1))
+    own, groups = set(dist.get_process_group_ranks(group)), distributed_c10d._world.pg_group_ranks
+    return [one for one, ranks in list(groups.items()) if len(ranks) > 1 and own.issuperset(ranks)]
 
 
-def flight_record(group: dist.ProcessGroup) -> str | None:
-    """The file with the last collectives of this process; None where there is none (2.11 to 2.15).
+def flight_record_path(default: str = "") -> str | None:
+    """Where this process writes its last collectives: as the user said, else by `default`; None for
+    nowhere (2.11 to 2.15)."""
+    known = os.environ.get
+    asked = known("TORCH_FR_DUMP_TEMP_FILE") or known("TORCH_NCCL_DEBUG_INFO_TEMP_FILE") or default
+    size = known("TORCH_FR_BUFFER_SIZE") or known("TORCH_NCCL_TRACE_BUFFER_SIZE")
+    return f"{asked}{dist.get_rank()}" if asked and size != "0" else None
 
-    NCCL's watchdog writes it when a collective times out. Gloo's is written here, if the user said
-    where to.
-    """
-    asked = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get(
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
-    )
-    size = os.environ.get("TORCH_FR_BUFFER_SIZE") or os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE")
-    if size == "0":
-        return None
-    backends = dist.get_backend(group)
-    if "nccl" in backends:
-        default = Path.home() / ".cache" / "torch" / "comm_lib_trace_rank_"
-        return f"{asked or default}{dist.get_rank()}"
-    if backends != "gloo" or not asked:
-        return None
-    path = Path(f"{asked}{dist.get_rank()}")
-    try:
-        c10d: Any = torch._C._distributed_c10d  # the stubs lack it
-        path.write_bytes(c10d._dump_fr_trace(includeStackTraces=False))
-    except OSError as error:
-        return f"{path} (which could not be written: {error})"
-    return str(path)
+
+def nccl_flight_record() -> str | None:
+    """The file that NCCL's watchdog writes when a collective times out (2.11 to 2.15)."""
+    return flight_record_path(f"{Path.home()}/.cache/torch/comm_lib_trace_rank_")
+
+
+def nccl_high_priority() -> object:
+    """Options for a group of NCCL on a high-priority stream."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    return options
 
 
 class Recorded(NamedTuple):
@@ -149,27 +136,13 @@ def ranks_of(name: str) -> list[int]:
     return []
 
 
-def high_priority_options(group: dist.ProcessGroup) -> object:
-    """Options for a group like `group` on a high-priority stream; None where there is none."""
-    if "nccl" not in dist.get_backend(group):
-        return None
-    options = dist.ProcessGroupNCCL.Options()
-    options.is_high_priority_stream = True
-    return options
-
-
-def backend_for(group: dist.ProcessGroup, device_type: str) -> str:
-    """The backend of a group for tensors of a device, such as "nccl"; "" where it has none.
+def group_backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """By type of device, the backend of a group for tensors there, such as "nccl".
 
     Where there are several, `torch.distributed.get_backend` gives all ("cpu:gloo,cuda:nccl").
     """
     parts = (part.split(":") for part in dist.get_backend_config(group).split(","))
-    return {device: backend for device, backend in parts}.get(device_type, "")
-
-
-def mean_op(name: str, device_type: str) -> str:
-    """The reduction that leaves the least to divide: "avg" where the backend has it, else "sum"."""
-    return "avg" if backend_for(resolve_group(name), device_type) == "nccl" else "sum"
+    return {device_type: backend for device_type, backend in parts}
 
 
 def group_allocates(name: str, device: torch.device) -> bool:

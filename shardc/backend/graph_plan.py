@@ -36,6 +36,7 @@ from shardc.runtime.bucket.bucket import Bucket, bucket_of
 from shardc.runtime.bucket.bucket_spec import is_elsewhere
 from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.comm.agreement import agree
+from shardc.runtime.comm.backends import backend_of
 
 _numbers = itertools.count()
 
@@ -71,7 +72,10 @@ class Plan:
         self._open = frozenset(
             position for position, bucket in buckets.items() if bucket.owner.asked_reshard is None
         )
-        self._in_place = _reduces_in_place(buckets.values())
+        over = {(bucket.ranks.shard, bucket.device.type) for bucket in buckets.values()}
+        backends = [backend_of(group, device_type) for group, device_type in over]
+        self._clones = any(backend.clones for backend in backends)
+        self._coalesces = all(backend.coalesces for backend in backends)
         self._schedule = self._schedule_options(numbers)
 
     def context(self, phase: str) -> PassContext:
@@ -118,7 +122,7 @@ class Plan:
             nbytes=budget_bytes(options.memory_budget, self.profile),
             static=self.static_bytes,
             fused=options.executor == "inductor",
-            clones=not self._in_place,
+            clones=self._clones,
         )
 
     def _schedule_options(self, numbers: Mapping[Unit, int]) -> ScheduleOptions:
@@ -135,7 +139,7 @@ class Plan:
             },
             reduce_buffers=min(buffers, default=None),
             fused=options.executor == "inductor",
-            coalesce=self._in_place if options.coalesce is None else options.coalesce,
+            coalesce=self._coalesces if options.coalesce is None else options.coalesce,
         )
 
     def record(self, gm: GraphModule, ctx: PassContext) -> None:
@@ -144,7 +148,7 @@ class Plan:
             gm,
             owns_inputs=ctx.phase == "backward",
             fused=self.options.executor == "inductor",
-            clones=not self._in_place,
+            clones=self._clones,
             gathered=self._saved,
         )
         if ctx.phase == "forward":
@@ -189,15 +193,6 @@ def _static_bytes(buckets: Collection[Bucket], options: Options) -> int:
         int(bucket.segment.nbytes * (states if any(bucket.trainable) else 1))
         for bucket in buckets
         if not is_elsewhere(bucket)
-    )
-
-
-def _reduces_in_place(buckets: Collection[Bucket]) -> bool:
-    """Whether reductions are free of copies: gloo clones what it reduces."""
-    groups = {(bucket.ranks.shard, bucket.device.type) for bucket in buckets}
-    return all(
-        compat.backend_for(compat.resolve_group(group), device) != "gloo"
-        for group, device in groups
     )
 
 

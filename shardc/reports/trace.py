@@ -24,6 +24,7 @@ from tabulate import tabulate
 
 from shardc.reports.record import CollectiveRow, Record
 from shardc.runtime.checks.arguments import checked
+from shardc.runtime.comm.backends import BACKENDS
 from shardc.runtime.comm.progress import OFFLOAD, VERBS, in_short, read_name
 
 _WORST = 5
@@ -153,7 +154,7 @@ def compare_with_profile(record: Record, trace: str | Path | Mapping[str, Any]) 
     steps = _count_steps(planned, starts)
     seconds = _kernel_seconds(events, labels)
     stalls = {} if seconds else _stalls(starts, _by_key(labels, waits=True))
-    seconds = seconds or _gloo_seconds(events, labels)
+    seconds = seconds or _event_seconds(events, labels)
     notes = [f"not planned: {_name(key)}" for key in starts if key not in planned]
     rows: list[ComparedRow | None] = [None] * len(record.collectives)
     for key, indices in planned.items():
@@ -286,10 +287,11 @@ def _stalls(
 def _kernel_seconds(
     events: Sequence[Mapping[str, Any]], labels: Sequence[_Label]
 ) -> dict[_Label, float]:
-    """On CUDA, the duration of the NCCL kernels that were launched inside each label."""
+    """On CUDA, the duration of the backend's kernels that were launched inside each label."""
+    starts = tuple(backend.kernels for backend in BACKENDS.values() if backend.kernels)
     kernels: dict[Any, float] = defaultdict(float)
     for event in events:
-        if event.get("cat") == "kernel" and event["name"].startswith("nccl"):
+        if event.get("cat") == "kernel" and event["name"].startswith(starts):
             kernels[event["args"].get("correlation")] += event["dur"] / 1e6
     launches = [
         event
@@ -305,19 +307,12 @@ def _kernel_seconds(
     return seconds
 
 
-_GLOO = (
-    (("all_gather",), ("gloo:all_gather",)),
-    (("reduce_scatter", "all_reduce"), ("gloo:reduce_scatter", "gloo:all_reduce")),
-)
-"""Which of gloo's events are of which kinds: it reduces to a part by an all-reduce."""
-
-
-def _gloo_seconds(
+def _event_seconds(
     events: Sequence[Mapping[str, Any]], labels: Sequence[_Label]
 ) -> dict[_Label, float]:
-    """The duration of gloo's events, which its threads write in the order of the starts."""
+    """The duration of a backend's own events, which it writes in the order of the starts."""
     seconds: dict[_Label, float] = {}
-    for kinds, names in _GLOO:
+    for kinds, names in (pair for backend in BACKENDS.values() for pair in backend.events):
         own = [label for label in labels if label.kind in kinds and not label.waits]
         theirs = [event["dur"] / 1e6 for event in events if event["name"] in names]
         if len(own) == len(theirs):  # else the trace has others, or coalesced ones

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, Must, checked
+from shardc.runtime.comm.backends import backend_of
 from shardc.runtime.tensor.tensor_parallel import Spmd
 
 MeshDims = Annotated[
@@ -66,7 +67,7 @@ def data_parallel_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
     for group in mesh.get_all_groups():
-        if not compat.backend_for(group, mesh.device_type):
+        if mesh.device_type not in compat.group_backends(group):
             raise ValueError(
                 f"the mesh is of '{mesh.device_type}', but its process group has no backend for "
                 f"tensors there, only {dist.get_backend_config(group)}: name one in "
@@ -129,8 +130,9 @@ def hybrid_mesh(devices_per_node: Count | None = None) -> DeviceMesh:
 
 
 def _default_device_type() -> str:
-    """That of the accelerator, if the process group has a backend for it beside gloo."""
+    """That of the accelerator, if the process group has a backend for it that stays there."""
     device, world = torch.accelerator.current_accelerator(), dist.distributed_c10d.GroupMember.WORLD
     assert world is not None
-    has_own = device is not None and compat.backend_for(world, device.type) not in ("", "gloo")
-    return device.type if device is not None and has_own else "cpu"
+    if device is None or device.type not in compat.group_backends(world):
+        return "cpu"
+    return "cpu" if backend_of(world, device.type).on_host else device.type

@@ -1,0 +1,103 @@
+"""Backends of collectives: what of each shows through, one entry a backend.
+
+Whatever depends on the backend of a group reads it here. What a process group can say itself, as
+its timeout or whether it has an allocator, it is asked. A backend without an entry only sums,
+works in place, and takes several tensors in one message.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from shardc.runtime import compat
+
+
+@dataclass(frozen=True)
+class CommBackend:
+    """What is known of a backend of `torch.distributed`.
+
+    Attributes:
+        name: as `init_process_group` takes it.
+        averages: whether it reduces by "avg", too; else sums are divided.
+        coalesces: whether several tensors travel in one message.
+        clones: whether it reduces a clone of what it is given, which lives until the wait.
+        on_host: whether tensors of an accelerator travel through the host: by default such a group
+            shards on the CPU.
+        errors: words that its errors have, in lower case.
+        events: kinds of collectives, and how a trace of `torch.profiler` calls those on the host.
+        kernels: how the names of its kernels begin; "" where it has none.
+        high_priority: makes options of a group whose kernels run on a stream of high priority.
+        end_waits: has all that waits on a group fail, here and on the peers.
+        flight_record: the file with the last collectives of this process, if there is one.
+    """
+
+    name: str
+    averages: bool = False
+    coalesces: bool = True
+    clones: bool = False
+    on_host: bool = False
+    errors: tuple[str, ...] = ()
+    events: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
+    kernels: str = ""
+    high_priority: Callable[[], object] | None = None
+    end_waits: Callable[[dist.ProcessGroup], None] = lambda group: None
+    flight_record: Callable[[], str | None] = lambda: None
+
+
+_GLOO = CommBackend(
+    "gloo",
+    coalesces=False,
+    clones=True,
+    on_host=True,
+    errors=("gloo", "pair closure", "connection closed by peer", "connection reset by peer"),
+    events=(  # to a part it reduces by an all-reduce
+        (("all_gather",), ("gloo:all_gather",)),
+        (("reduce_scatter", "all_reduce"), ("gloo:reduce_scatter", "gloo:all_reduce")),
+    ),
+    end_waits=compat.end_gloo_waits,
+    flight_record=compat.gloo_flight_record,
+)
+_NCCL = CommBackend(
+    "nccl",
+    averages=True,
+    errors=("nccl",),
+    kernels="nccl",
+    high_priority=compat.nccl_high_priority,
+    flight_record=compat.nccl_flight_record,
+)
+BACKENDS: dict[str, CommBackend] = {backend.name: backend for backend in (_GLOO, _NCCL)}
+
+
+def register_backend(backend: CommBackend) -> None:
+    """Know `backend` by its name from now on; every rank does the same, before `fully_shard`."""
+    BACKENDS[backend.name] = backend
+
+
+def backend_of(group: dist.ProcessGroup | str, device_type: str) -> CommBackend:
+    """What carries a group's tensors of a device."""
+    members = compat.resolve_group(group) if isinstance(group, str) else group
+    name = compat.group_backends(members).get(device_type, "")
+    return BACKENDS.get(name, CommBackend(name))
+
+
+def _all_of(group: dist.ProcessGroup) -> Iterable[CommBackend]:
+    """The backends of a group, those of accelerators first."""
+    return (backend_of(group, d) for d in sorted(compat.group_backends(group), key="cpu".__eq__))
+
+
+def high_priority_options(group: dist.ProcessGroup) -> object:
+    """Options for a group like `group` on a high-priority stream; None where there is none."""
+    makers = (backend.high_priority for backend in _all_of(group) if backend.high_priority)
+    return next((make() for make in makers), None)
+
+
+def flight_record(group: dist.ProcessGroup) -> str | None:
+    """The file with the last collectives of this process; None where there is none."""
+    return next(filter(None, (backend.flight_record() for backend in _all_of(group))), None)
+
+
+def end_waits(group: dist.ProcessGroup) -> None:
+    """Have all that waits on the host among these ranks fail, here and on the peers."""
+    for other in compat.groups_within(group):
+        backend_of(other, "cpu").end_waits(other)

@@ -1,0 +1,160 @@
+"""What docs/contributing.md walks through, from outside of the package: a pass, a hardware profile
+and a backend of collectives of this file's own."""
+
+import collections
+import functools
+from dataclasses import replace
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Stack, compiled, full, seeded, tokens
+from ranks import on_ranks
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardc
+from shardc import fully_shard
+from shardc.passes import pipeline
+from shardc.passes.hardware import PROFILES, Link, current_profile
+from shardc.runtime.comm.backends import BACKENDS, CommBackend, backend_of, register_backend
+from shardc.runtime.comm.lost_peers import is_from_backend
+
+# -- a pass ----------------------------------------------------------------------------------------
+
+
+def scale_losses(gm, ctx):
+    """Forward graphs: ten times the first result."""
+    if ctx.phase == "forward":
+        output = gm.graph.output_node()
+        with gm.graph.inserting_before(output):
+            loss = output.args[0][0]
+            ten = gm.graph.call_function(torch.ops.aten.mul.Tensor, (loss, 10.0))
+        ten.meta["val"] = loss.meta["val"]
+        output.args = ((ten, *output.args[0][1:]),)
+    return gm
+
+
+@on_ranks(2)
+def test_a_pass_of_ones_own(mesh):
+    plain, model = seeded(Stack), fully_shard(seeded(Stack), mesh=mesh)
+    seen = []
+
+    def watch(gm, ctx):
+        seen.append(ctx.phase)
+        return gm
+
+    with mock.patch.object(
+        pipeline, "GRAPH_PASSES", [*pipeline.GRAPH_PASSES[:-1], scale_losses, watch]
+    ):
+        loss = compiled(model)(tokens(0), tokens(1))
+        loss.backward()
+    torch.testing.assert_close(loss, 10 * plain(tokens(0), tokens(1)))
+    assert seen == ["forward", "backward"]
+
+
+# -- a hardware profile ----------------------------------------------------------------------------
+
+SLOW = replace(PROFILES["cpu"], name="raspberry", board="Raspberry", message=1.0)
+
+
+def test_a_profile_of_ones_own():
+    model, x = seeded(Stack), tokens(0)
+    with mock.patch.dict(PROFILES, raspberry=SLOW):
+        reports = [shardc.explain(model, x, world_size=4, profile=p) for p in ("cpu", "raspberry")]
+        with (
+            mock.patch.object(torch.cuda, "is_available", lambda: True),
+            mock.patch.object(torch.cuda, "get_device_name", lambda: "A Raspberry 7"),
+        ):
+            assert current_profile("cuda") is SLOW
+    seconds = [sum(row.seconds for row in report.collectives) for report in reports]
+    assert seconds[0] < 1.0 < seconds[1]
+    with pytest.raises(ValueError, match="unknown profile 'raspberry'"):
+        shardc.get_profile("raspberry")
+
+
+# -- a backend of collectives ----------------------------------------------------------------------
+
+WIRE = Link(1e-7, 1e9)
+QUICK = replace(
+    PROFILES["cpu"], flops=(("float32", 1e7),), inside=WIRE, across=WIRE, message=1e-7
+)  # fmt: skip
+SENT = collections.Counter()
+"""How often what was sent, and how many tensors at a time."""
+
+
+class Counting(dist.ProcessGroup):
+    """Gloo, counted; unlike gloo it averages."""
+
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def getBackendName(self):
+        return "tallied"
+
+    @functools.cached_property
+    def group_name(self):
+        return dist.distributed_c10d._world.pg_names[self]
+
+    def all_gather_single_coalesced(self, outputs, inputs, options):
+        SENT["all_gather", len(inputs)] += 1
+        for output, given in zip(outputs, inputs, strict=True):
+            work = self.gloo._allgather_base(output, given, options)
+            work.wait()
+        return work
+
+    def reduce_scatter_single_coalesced(self, outputs, inputs, options):
+        averages, options.reduceOp = options.reduceOp == dist.ReduceOp.AVG, dist.ReduceOp.SUM
+        SENT["mean" if averages else "sum", len(inputs)] += 1
+        for output, given in zip(outputs, inputs, strict=True):
+            shared = given / self.size() if averages else given
+            work = self.gloo._reduce_scatter_base(output, shared, options)
+            work.wait()
+        return work
+
+    # The names of the same before torch 2.13.
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+def _gradients(mesh):
+    """Of a step with several buckets a unit, and what it sent."""
+    torch._dynamo.reset()
+    SENT.clear()
+    shardc.set_profile(QUICK)
+    model = fully_shard(seeded(Stack), mesh=mesh, units="auto")
+    compiled(model)(tokens(mesh.get_local_rank()), tokens(9)).backward()
+    sent = dict(SENT)
+    shardc.set_profile(None)
+    return {name: full(param.grad) for name, param in model.named_parameters()}, sent
+
+
+@on_ranks(2)
+def test_a_backend_of_ones_own(mesh):
+    dist.Backend.register_backend("tallied", Counting, devices=["cpu"])
+    group = dist.new_group(backend="tallied", timeout=timedelta(seconds=60))
+    own = DeviceMesh.from_group(group, "cpu")
+    wanted, sent = _gradients(mesh)
+    assert sent == {} and backend_of(group, "cpu") == CommBackend("tallied")
+
+    def check():
+        gradients, sent = _gradients(own)
+        for name, gradient in wanted.items():
+            torch.testing.assert_close(gradients[name], gradient, msg=name)
+        kinds, tensors = collections.Counter(), set()
+        for (kind, size), times in sent.items():
+            kinds[kind] += size * times
+            tensors.add(size)
+        return dict(kinds), max(tensors)
+
+    assert check() == ({"all_gather": 10, "sum": 6}, 2)
+    error = RuntimeError("Out of beads")
+    assert not is_from_backend(error)
+    with mock.patch.dict(BACKENDS):
+        known = CommBackend("tallied", averages=True, coalesces=False, errors=("out of beads",))
+        register_backend(known)
+        assert check() == ({"all_gather": 10, "mean": 6}, 1)
+        assert is_from_backend(error)
+    dist.destroy_process_group(group)
