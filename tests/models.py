@@ -110,6 +110,7 @@ class Wire(TorchDispatchMode):
         kinds = ("all_gather", "reduce_scatter", "all_reduce")
         if op.namespace == "_c10d_functional" and op._opname.startswith(kinds):
             kind = op._opname.removesuffix("_coalesced").split("_into")[0].removesuffix("_tensor")
+            kind = kind.rstrip("_")  # in place
             inputs = args[0] if isinstance(args[0], list) else [args[0]]
             group = next(given for given in reversed(args) if isinstance(given, str))
             ranks = compat.resolve_group(group).size()

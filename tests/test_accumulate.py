@@ -10,6 +10,7 @@ from models import Stack as TwoBlocks
 from models import Wire, compiled, full, mean_over_ranks, seeded, tokens
 from ranks import mesh_of, on_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardc import fully_shard
 
@@ -40,6 +41,46 @@ def test_equal_to_the_concatenated_batch(mesh, executor):
         seeds = [seed + rank for seed in (100, 200, 300)]
         inputs = torch.cat([tokens(s) for s in seeds]), torch.cat([tokens(s + 50) for s in seeds])
         plain(*inputs).backward()
+        for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+            want = mean_over_ranks(p.grad, mesh)
+            torch.testing.assert_close(full(q.grad), want, rtol=1e-4, atol=1e-6, msg=name)
+        plain.zero_grad()
+        model.zero_grad()
+
+
+class Recomputing(nn.Module):
+    """Reads one bucket in three places: two checkpointed blocks, and outside of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(61, 18)
+        self.blocks = nn.ModuleList(nn.Linear(18, 18) for _ in range(2))
+        self.shift = nn.Parameter(torch.ones(18))
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(lambda x, block=block: torch.tanh(block(x + self.shift)), x,
+                           use_reentrant=False)  # fmt: skip
+        return (x * self.shift - self.embed(targets)).square().mean()
+
+
+@pytest.mark.parametrize("later", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+@pytest.mark.parametrize("executor", ["eager", "inductor", None])
+@on_ranks(4)
+def test_what_waits_is_added_once_however_often_a_bucket_is_read(mesh, executor, later):
+    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    plain, model = seeded(Recomputing), fully_shard(seeded(Recomputing), mesh=grid)
+    call = compiled(model, executor, fullgraph=True) if executor else model
+    for _ in range(2):
+        for seed, last in ((100, False), (200, True)):
+            getattr(model, later)(last)
+            _loss(plain, seed, mesh).backward()
+            loss = _loss(call, seed, mesh)
+            with Wire() as wire:
+                loss.backward()
+        sent = [message.kind for message in wire.sent if message.kind != "all_gather"]
+        assert sent == ["reduce_scatter", "all_reduce"], sent
         for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
             want = mean_over_ranks(p.grad, mesh)
             torch.testing.assert_close(full(q.grad), want, rtol=1e-4, atol=1e-6, msg=name)
