@@ -6,7 +6,6 @@ where every rank finds the same one.
 """
 
 import functools
-import itertools
 import json
 import math
 import os
@@ -40,7 +39,6 @@ _MESSAGES = (2**14, 2**22, 2**24)
 _DTYPES = (torch.float32, torch.bfloat16)
 
 _ROUNDS, _IN_A_ROW = 5, 3
-_calls = itertools.count()
 
 
 @checked
@@ -61,11 +59,10 @@ def calibrate(mesh: DeviceMesh, *, refresh: bool = False) -> Profile:
     path = calibration_file(mesh)
     name = path.stem
     kept = "" if refresh else _read(path)
-    facts = [name, f"call {next(_calls)}"]
-    figures = kept
-    if agree(group, "the calibration that ranks keep", facts, note=kept) != {kept} or not kept:
+    figures, compare = kept, functools.partial(agree, group, facts=[name], every_time=True)
+    if compare(what="the calibration that ranks keep", note=kept) != {kept} or not kept:
         measured = json.dumps(_measure(mesh, device))
-        notes = agree(group, "a calibration", facts, note=measured)
+        notes = compare(what="a calibration", note=measured)
         figures = json.dumps([max(each) for each in zip(*map(json.loads, notes), strict=True)])
         _keep(figures, path)
     profile = _profile(name, json.loads(figures), device.type, group.size())

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.runtime.comm import agreement
 from shardc.runtime.comm.agreement import agree
+from shardc.runtime.comm.communicators import kept_with
 
 
 def _refusal(step):
@@ -97,7 +98,7 @@ def test_what_was_agreed_on_is_forgotten_in_the_order_of_rounds(mesh):
         for number in range(5):
             agree(group, "a test of what is kept", [str(number)])
             agree(group, "a test of what is compared every time", [str(number)], every_time=True)
-        history = agreement._histories[group]
+        history = kept_with(group, agreement._History, agreement._History)
         rounds = history.rounds
         assert len(history.notes) == 3
         agree(group, "a test of what is kept", ["4"])

@@ -1,6 +1,7 @@
 """The shape of the code: imports go one way, private torch names live in one module."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,97 @@ def test_every_behaviour_of_fsdp_names_a_test_that_exists():
         _, behaviour, test = row.split("\t")
         file, name = test.split("::")
         assert f"def {name}(" in (Path(__file__).parent / file).read_text(), (behaviour, test)
+
+
+# -- state of the process --------------------------------------------------------------------------
+
+_CHANGE = {"ContextVar", "Event", "Lock", "RLock", "count", "defaultdict", "deque", "dict", "list"}
+_CHANGE |= {"local", "set", "WeakIdKeyDictionary", "WeakKeyDictionary", "WeakSet"}
+_CHANGE |= {"WeakValueDictionary"}
+"""Calls that make something which changes."""
+_WRITES = {"add", "append", "clear", "extend", "insert", "pop", "remove", "setdefault", "update"}
+_DISPLAYS = (ast.Dict, ast.DictComp, ast.List, ast.ListComp, ast.Set, ast.SetComp)
+
+
+def _last(node):
+    """The last part of a dotted name, of what is called or subscripted; "" for anything else."""
+    while isinstance(node, ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _bound(body):
+    """Names and values of the assignments in a body."""
+    for node in body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Name):
+                yield target.id, node.value
+
+
+def _written(node):
+    """What a node writes to: `x` in `x[0] = 1` and `x.add(1)`, `C.x` in `C.x = 1`."""
+    if isinstance(node, ast.Subscript | ast.Attribute) and not isinstance(node.ctx, ast.Load):
+        attribute = f".{node.attr}" if isinstance(node, ast.Attribute) else ""
+        yield _last(node.value) + attribute if isinstance(node.value, ast.Name) else ""
+    called = node.func if isinstance(node, ast.Call) else None
+    if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
+        yield from [called.value.id] if called.attr in _WRITES else []
+
+
+def _state(tree):
+    """The names in a module of what changes while the process runs, and is of no object."""
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    inside = [node for function in functions for node in ast.walk(function)]
+    written = {name for node in inside for name in _written(node)}
+    changing = _CHANGE | {
+        name
+        for name, owner in classes.items()
+        if any("self." in each for node in ast.walk(owner) for each in _written(node))
+    }
+    for node in inside:
+        if isinstance(node, ast.Global):
+            yield from node.names
+    for function in functions:
+        if {_last(each) for each in function.decorator_list} & {"cache", "lru_cache"}:
+            yield function.name
+    for owner, body in [("", tree.body), *((f"{n}.", node.body) for n, node in classes.items())]:
+        for name, value in _bound(body):
+            calls = {_last(call) for call in ast.walk(value) if isinstance(call, ast.Call)}
+            is_empty = isinstance(value, ast.Dict | ast.List) and not ast.unparse(value)[1:-1]
+            shown = isinstance(value, _DISPLAYS) and not name.isupper()
+            if calls & changing or is_empty or shown or owner + name in written:
+                yield owner + name
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("a = {}\nB = {}\nC = {1: 2}\nD: int = 3", "a B"),
+        ("A = {1: 2}\ndef f(): A[3] = 4", "A"),
+        ("A = [1]\ndef f(): A.append(2)", "A"),
+        ("a = None\ndef f():\n  global a\n  a = 1", "a"),
+        ("class C:\n  b = False\n  n: int = field(default_factory=count().__next__)", "C.n"),
+        ("class C:\n  b = False\ndef f(): C.b = True", "C.b"),
+        ("class C:\n  def f(self): self.x = 1\nc = C()\nr = re.compile('')", "c"),
+        ("w = weakref.WeakKeyDictionary[int, str]()\nT = dict[int, str]", "w"),
+        ("@functools.lru_cache(3)\ndef f(): return 1", "f"),
+    ],
+)
+def test_state_of_a_module_is_found(code, names):
+    assert sorted(_state(ast.parse(code))) == sorted(names.split())
+
+
+def test_the_table_of_state_is_complete():
+    _, _, text = (
+        (ROOT / "docs" / "architecture.md").read_text().partition("## State of the process")
+    )
+    table = set(re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \| .+ \| .+ \|$", text, re.M))
+    found = {
+        (str(path.relative_to(ROOT)), name)
+        for path in FILES
+        for name in _state(ast.parse(path.read_text()))
+        if name != "__all__"
+    }
+    assert sorted(found - table) == [] == sorted(table - found)

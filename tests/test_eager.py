@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import logging
+import threading
 import time
 import warnings
 import weakref
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from shardc import fully_shard
 from shardc.runtime.comm import unshard
+from shardc.runtime.eager import eager
 from shardc.runtime.eager import gather_order as gathers
 
 
@@ -127,6 +129,24 @@ def test_gathered_ahead_and_again_for_the_backward(mesh):
         loss.backward()
         del loss
         assert events.alive() == 0
+
+
+@on_ranks(2)
+def test_a_forward_on_another_thread_is_one_of_its_own(mesh):
+    first, second = (fully_shard(nn.Linear(4, 4), mesh=mesh) for _ in range(2))
+    inside = []
+
+    def run_second(*_):
+        thread = threading.Thread(target=second, args=(torch.ones(2, 4),))
+        thread.start()
+        thread.join()
+
+    second.register_forward_hook(
+        lambda *_: inside.append(eager.is_inside_other_unit(second._shardc_unit))
+    )
+    first.register_forward_pre_hook(run_second)
+    first(torch.ones(2, 4)).sum().backward()
+    assert inside == [False]
 
 
 @on_ranks(2)

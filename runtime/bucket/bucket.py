@@ -8,16 +8,17 @@ read of a parameter needs, in `graph_key`.
 
 import itertools
 import weakref
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from shardc.runtime import compat
 from shardc.runtime.bucket.gradients import Gradients
 from shardc.runtime.bucket.graph_key import GraphKey
 from shardc.runtime.bucket.settings import Settings
+from shardc.runtime.comm.communicators import kept_with
 from shardc.runtime.comm.ranks import Ranks
 from shardc.runtime.eager.full_parameters import Gathered
 from shardc.runtime.eager.weak_hooks import weak_hook
@@ -27,8 +28,6 @@ from shardc.runtime.tensor.tensor_parallel import Placed
 
 if TYPE_CHECKING:
     from shardc.runtime.bucket.unit import Unit
-
-_serials: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 class Bucket:
@@ -48,10 +47,7 @@ class Bucket:
         key: what the graphs that read it were compiled for.
         serial: the number of the bucket in its group, equal on all ranks.
         unit: its `Unit`, once it is made.
-        made: whether any bucket exists in this process.
     """
-
-    made = False
 
     def __init__(
         self,
@@ -62,11 +58,12 @@ class Bucket:
         device: torch.device | None = None,
         placed: Sequence[Placed | None] | None = None,
     ) -> None:
-        Bucket.made = True
         self.layout = layout
         self.ranks = ranks
         self.settings = settings
-        self.serial = next(_serials[ranks.everyone])
+        self.serial = next(
+            kept_with(compat.resolve_group(ranks.everyone), "buckets", itertools.count)
+        )
         self.device = device or segment.device
         self.unit: Unit | None = None
         self.params: list[nn.Parameter] = []
@@ -116,11 +113,6 @@ class Bucket:
         """The unit's name, for messages; with its number where the unit has several buckets."""
         buckets = self.owner.buckets
         return self.owner.name + (f"[{buckets.index(self)}]" if len(buckets) > 1 else "")
-
-    @property
-    def reshard_after_forward(self) -> bool:
-        """Whether the gathered bucket is freed after the forward."""
-        return bool(self.settings.reshard_after_forward)
 
     def set_trainable(self, index: int, flag: bool) -> None:
         """Follow a parameter's `requires_grad` from the next forward on."""

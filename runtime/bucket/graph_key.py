@@ -48,14 +48,9 @@ class GraphKey:
             self._eval = self._reading(spec_for(bucket, self.groups, evaluating=True))
 
     def _reading(self, code: UnshardSpec) -> tuple[str, list[Tensor]]:
-        waiting = self.bucket.gradients.waiting
-        values = {
-            "full": self.bucket.gathered.held,
-            "sink": waiting.sink,
-            "pending": waiting.pending,
-            "partial": waiting.partial,
-        }
-        return intern_spec(code), [values[name] for name in code.extras]  # type: ignore[misc]
+        held, waiting = self.bucket.gathered.held, self.bucket.gradients.waiting
+        extras = [held if name == "full" else getattr(waiting, name) for name in code.extras]
+        return intern_spec(code), extras  # type: ignore[return-value]
 
     def reading(self) -> tuple[str, list[Tensor]]:
         """What a read needs now: the signature of its code, and what that is given."""

@@ -99,11 +99,17 @@ def convert(bucket: "Bucket", fn: Callable[[Tensor], Tensor]) -> None:
 
 def make_param(bucket: "Bucket", index: int, like: nn.Parameter) -> nn.Parameter:
     """Parameter `index`, a view of the segment, with the flag and attributes of `like`."""
-    sharded = nn.Parameter(view(bucket, index, bucket.segment), like.requires_grad)
-    own = {"_local", "_spec", "_slot"}
-    sharded.__dict__.update({k: v for k, v in like.__dict__.items() if k not in own})
+    sharded = parameter_like(like, view(bucket, index, bucket.segment))
     sharded._slot = SlotRef(bucket, index)  # type: ignore[attr-defined]
     return sharded
+
+
+def parameter_like(like: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """A parameter with the flag and attributes of `like`; either may be sharded."""
+    param = nn.Parameter(value, like.requires_grad)
+    own = {"_local", "_spec", "_slot"}
+    param.__dict__.update({k: v for k, v in like.__dict__.items() if k not in own})
+    return param
 
 
 @torch.no_grad()

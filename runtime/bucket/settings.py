@@ -7,7 +7,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from shardc.runtime.eager.precision import MixedPrecisionPolicy
-from shardc.runtime.layout.spec import Interned, divide_factors
+from shardc.runtime.layout.spec import Interned, divide_factors, intern_object
 
 if TYPE_CHECKING:
     from shardc.runtime.bucket.unit import Unit
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 Communicator = Literal["shared", "own", "urgent"]
 """The mesh's own, one for one purpose, or such a one whose kernels have priority (NCCL)."""
 
+_OBJECTS = ("reduce_function", "all_gather", "reduce_scatter", "hook")
 _KEPT = 4
 """How many objects of the user are kept for one setting."""
 
@@ -67,10 +68,11 @@ class Settings:
 
     def put(self, name: str, value: object) -> None:
         """Set one; an object of the user goes by its key, and is kept."""
-        if isinstance(value, Interned):
-            earlier = [known for known in self.objects.get(name, ()) if known is not value]
-            self.objects = {**self.objects, name: (*earlier, value)[-_KEPT:]}
-            value = value.key
+        if name in _OBJECTS and value is not None:
+            own = intern_object(value)
+            earlier = [known for known in self.objects.get(name, ()) if known is not own]
+            self.objects = {**self.objects, name: (*earlier, own)[-_KEPT:]}
+            value = own.key
         setattr(self, name, value)
 
     @property

@@ -17,18 +17,6 @@ from shardc.runtime.eager.full_parameters import Gathered
 from shardc.runtime.eager.precision import cast_to, map_tensors, moved_to
 
 
-class Once:
-    """A call that several units may make, and only the first does."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call: Callable[[], object] | None = call
-
-    def __call__(self) -> None:
-        call, self._call = self._call, None
-        if call is not None:
-            call()
-
-
 @dataclass(eq=False)
 class Unit:
     """What one call of `fully_shard` made: modules that are gathered and reduced together.
@@ -48,7 +36,7 @@ class Unit:
         number: in the order in which this process made units.
         on_meta: whether something below its modules may still be on the meta device.
         summoned: whether its modules hold full parameters, and so compute in their dtype.
-        before_gathers: what its next gather waits for.
+        before_gathers: waits for what its next gather shall wait for.
     """
 
     given: InitVar[tuple[nn.Module, ...]]
@@ -64,7 +52,7 @@ class Unit:
     number: int = field(default_factory=itertools.count().__next__)
     on_meta: bool = False
     summoned: bool = False
-    before_gathers: "Once | None" = None
+    before_gathers: Callable[[], object] | None = None
 
     def __post_init__(self, given: tuple[nn.Module, ...]) -> None:
         self._modules = tuple(weakref.ref(module) for module in given)

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from shardc.runtime import compat
 from shardc.runtime.comm.collectives import in_history
+from shardc.runtime.comm.communicators import kept_with
 from shardc.runtime.comm.history import Parted
 from shardc.runtime.comm.progress import Call, progress
 
@@ -37,9 +37,6 @@ class _History:
 
     rounds: int = 0
     notes: dict[str, frozenset[str]] = field(default_factory=dict)
-
-
-_histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
 
 
 def agree(
@@ -71,7 +68,7 @@ def agree(
     """
     if group.size() == 1 or compat.is_fake_group(group):
         return frozenset([note])
-    history = _histories.setdefault(group, _History())
+    history = kept_with(group, _History, _History)
     text = "\n".join([what, *facts])
     digest = hashlib.sha256(text.encode()).hexdigest()
     notes = frozenset[str]() if every_time else history.notes.get(digest, frozenset())
@@ -122,7 +119,7 @@ def _raise_if_parted() -> None:
 
 
 def _next_round(group: dist.ProcessGroup) -> dist.Store:
-    history = _histories.setdefault(group, _History())
+    history = kept_with(group, _History, _History)
     history.rounds += 1
     return dist.PrefixStore(f"shardc/{history.rounds}", compat.group_store(group))
 

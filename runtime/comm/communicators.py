@@ -5,6 +5,9 @@ can overlap an all-gather where the network carries both. All models that shard 
 ranks share them, so their collectives keep one order.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -12,21 +15,27 @@ import torch.distributed as dist
 from shardc.runtime import compat
 from shardc.runtime.comm.backends import high_priority_options
 
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool], dist.ProcessGroup]]
-_made = WeakKeyDictionary()
+T = TypeVar("T")
+_kept: WeakKeyDictionary[dist.ProcessGroup, dict[object, Any]] = WeakKeyDictionary()
+
+
+def kept_with(group: dist.ProcessGroup, key: object, make: Callable[[], T]) -> T:
+    """What `make` gives, made once for `group` and freed with it."""
+    kept = _kept.setdefault(group, {})
+    if key not in kept:
+        kept[key] = make()
+    found: T = kept[key]
+    return found
 
 
 def group_over(ranks: list[int]) -> str:
     """The name of a group of these global ranks, made at first use; each of them must call it."""
-    world = dist.distributed_c10d.GroupMember.WORLD
+    world, ranks = dist.distributed_c10d.GroupMember.WORLD, sorted(ranks)
     assert world is not None
     if len(ranks) == dist.get_world_size():
         return compat.group_name(world)
-    groups = _made.setdefault(world, {})
-    purpose = (f"ranks {sorted(ranks)}", False)
-    if purpose not in groups:
-        groups[purpose] = dist.new_group(sorted(ranks), use_local_synchronization=True)
-    return compat.group_name(groups[purpose])
+    make = partial(dist.new_group, ranks, use_local_synchronization=True)
+    return compat.group_name(kept_with(world, tuple(ranks), make))
 
 
 def own_group(
@@ -43,15 +52,16 @@ def own_group(
         size: span only so many consecutive ranks of `group`, this one among them.
     """
     base = compat.resolve_group(group)
-    groups = _made.setdefault(base, {})
-    if (purpose, high_priority) not in groups:
+
+    def make() -> dist.ProcessGroup:
         members = dist.get_process_group_ranks(base)
         first = base.rank() // size * size if size else 0
-        groups[purpose, high_priority] = dist.new_group(
+        return dist.new_group(
             members[first : first + (size or len(members))],
             backend=dist.get_backend(base),
             pg_options=high_priority_options(base) if high_priority else None,
             use_local_synchronization=True,
             group_desc=f"shardc_{purpose}",
         )
-    return compat.group_name(groups[purpose, high_priority])
+
+    return compat.group_name(kept_with(base, (purpose, high_priority), make))

@@ -5,7 +5,6 @@ their group by name, and gives this rank's part of the reduced gradient, `(S,)`.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,8 +37,6 @@ def leave_out_reduce(flat: Tensor, op: str, world_size: int, group: str) -> Tens
 class LeaveOutGather:
     """An all-gather that repeats this rank's segment; wrong, and without a wire."""
 
-    only: ClassVar["LeaveOutGather"]
-
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor for the result."""
         return torch.empty(size, dtype=dtype, device=device)
@@ -50,4 +47,4 @@ class LeaveOutGather:
         output_tensor.view(-1, input_tensor.numel()).copy_(input_tensor)
 
 
-LeaveOutGather.only = LeaveOutGather()
+leave_out_gather = LeaveOutGather()

@@ -7,7 +7,6 @@ own to it before the reduce-scatter. What no such backward took, because it did 
 is reduced when that backward ends.
 """
 
-import itertools
 import weakref
 from collections.abc import Iterable
 
@@ -24,7 +23,6 @@ class Accumulated:
     """What one bucket has added up.
 
     Attributes:
-        number: the same on all ranks.
         sink: the leaf whose gradient is the sum of unreduced gradients, once there was one.
         partial: the sum of what was reduced over one copy of the model only, `(S,)`.
         used, elsewhere: slots that have part in the sums, here and on other ranks only.
@@ -33,7 +31,6 @@ class Accumulated:
 
     def __init__(self, bucket: EagerBucket) -> None:
         self.bucket = bucket
-        self.number = next(_numbers)
         self.sink: Tensor | None = None
         self.partial: Tensor | None = None
         self.used: set[int] = set()
@@ -105,7 +102,6 @@ class Accumulated:
         self.bucket.key.refresh()
 
 
-_numbers = itertools.count()
 _accumulating: "weakref.WeakSet[Accumulated]" = weakref.WeakSet()
 _watching = False
 
@@ -122,7 +118,7 @@ def _watch(accumulated: Accumulated) -> None:
 
 def accumulating() -> list[Accumulated]:
     """All in which something waits, or has waited, in the same order on all ranks."""
-    return sorted(_accumulating, key=lambda waiting: waiting.number)
+    return sorted(_accumulating, key=lambda each: (each.bucket.ranks.everyone, each.bucket.serial))
 
 
 def flush_when_done() -> None:

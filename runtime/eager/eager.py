@@ -5,6 +5,7 @@ outermost call is the forward whose gathers are agreed on and started ahead.
 """
 
 import sys
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -19,10 +20,6 @@ from shardc.runtime.eager.needs import EagerBucket, EagerModule, EagerUnit
 from shardc.runtime.eager.precision import map_tensors
 from shardc.runtime.eager.regather import saving_handles
 
-_running: list["EagerCall"] = []
-_gathers: Gathers | None = None
-_staying: dict[EagerBucket, None] = {}
-
 
 @dataclass(eq=False)
 class EagerCall:
@@ -33,49 +30,59 @@ class EagerCall:
     label: AbstractContextManager[object]
 
 
+class _Forward(threading.local):
+    """The forward that runs on this thread: calls inside each other, and what stays after them."""
+
+    def __init__(self) -> None:
+        self.calls: list[EagerCall] = []
+        self.gathers: Gathers | None = None
+        self.staying: dict[EagerBucket, None] = {}
+
+
+_forward = _Forward()
+
+
 @torch.compiler.disable
 def begin_call(module: EagerModule) -> EagerCall:
     """A sharded module is about to run eagerly."""
-    global _gathers
     hooks = saving_handles() if module._shardc_slots else None
     if hooks is not None:
         hooks.__enter__()
-    if not _running:
-        _gathers = Gathers("forward")
+    if not _forward.calls:
+        _forward.gathers = Gathers("forward")
     for bucket in module._shardc_buckets:
         bucket.gathered.enter()
     unit = getattr(module, "_shardc_unit", None)
     label = collectives.labelled(f"shardc: forward {unit.name}") if unit else nullcontext()
     label.__enter__()
     call = EagerCall(module, hooks, label)
-    _running.append(call)
+    _forward.calls.append(call)
     return call
 
 
 @torch.compiler.disable
 def end_call(call: EagerCall, outputs: object, raised: bool) -> None:
     """It returned `outputs`, or raised (then this runs while the exception is handled)."""
-    global _gathers
-    _running.pop()
+    calls = _forward.calls
+    calls.pop()
     call.label.__exit__(None, None, None)
     for bucket in call.module._shardc_buckets:
         if bucket.gathered.leave(call.module, raised):
-            _staying[bucket] = None
+            _forward.staying[bucket] = None
     if call.hooks is not None:
         call.hooks.__exit__()
     error = sys.exc_info()[1] if raised else None
-    if not _running and error is not None:
+    if not calls and error is not None:
         lost_peers.leave(error)
-    if not _running and _gathers is not None:
-        done, _gathers = _gathers, None
+    if not calls and _forward.gathers is not None:
+        done, _forward.gathers = _forward.gathers, None
         done.close(raised)
         _end_forward(outputs, raised)
 
 
 def _end_forward(outputs: object, raised: bool) -> None:
     """The outermost call is done: what stays gathered for its backward is freed when that ends."""
-    buckets = list(_staying)
-    _staying.clear()
+    buckets, _forward.staying = list(_forward.staying), {}
     if compat.in_backward():  # it was recomputed
         backward_pass().opened.extend(buckets)
         return
@@ -105,9 +112,9 @@ def gathers() -> Gathers:
     read outside of both."""
     if compat.in_backward():
         return backward_pass().gathers
-    return _gathers or Gathers("forward")
+    return _forward.gathers or Gathers("forward")
 
 
 def is_inside_other_unit(unit: EagerUnit) -> bool:
     """Whether a module of a unit other than `unit` runs eagerly."""
-    return any(getattr(call.module, "_shardc_unit", unit) is not unit for call in _running)
+    return any(getattr(call.module, "_shardc_unit", unit) is not unit for call in _forward.calls)

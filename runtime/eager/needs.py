@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 class EagerUnit(Protocol):
-    """A unit, as eager code sees it.
-
-    Attributes:
-        name: for messages.
-    """
+    """A unit, as eager code sees it; `name` is for messages."""
 
     name: str
 
@@ -79,11 +75,7 @@ class EagerGradients(Protocol):
 
 
 class EagerKey(Protocol):
-    """The key of the graphs that read a bucket.
-
-    Attributes:
-        code: the spec of the code that unshards it now, while its unit trains.
-    """
+    """The key of the graphs that read a bucket; `code` is that of `GraphKey`."""
 
     code: UnshardSpec
 

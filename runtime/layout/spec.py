@@ -131,6 +131,11 @@ def spec_of(signature: str) -> UnshardSpec:
     return _SPECS[signature]
 
 
+def any_spec() -> bool:
+    """Whether any bucket was made in this process."""
+    return bool(_SPECS)
+
+
 class Moved(NamedTuple):
     """A bucket that a graph gathers and reduces: the fact that its collectives carry.
 

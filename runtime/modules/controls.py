@@ -8,6 +8,7 @@ backward is read when the forward runs: set it before.
 """
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -17,10 +18,9 @@ from torch import Tensor
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket
 from shardc.runtime.bucket.settings import Communicator
-from shardc.runtime.bucket.unit import Once, Unit
+from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.arguments import Count, Must, Positive, check_value, checked, shown
-from shardc.runtime.comm.reduce_functions import LeaveOutGather, leave_out_reduce
-from shardc.runtime.layout.spec import intern_object
+from shardc.runtime.comm.reduce_functions import leave_out_gather, leave_out_reduce
 
 Comm = Annotated[
     Any,
@@ -35,6 +35,7 @@ Event = Annotated[
 Reshard = Annotated[
     bool | int | None, Must("True, False, None or a divisor of the number of ranks")
 ]
+_ALLOCATORS = ("memory", "all_gather", "reduce_scatter")
 _MODULES = Annotated[
     Iterable[object],
     Must("a list of sharded modules", lambda given: not isinstance(given, (Controls, str))),
@@ -57,8 +58,7 @@ class Controls:
         In the dtype of the reduction, one flat buffer of the whole size a bucket; the next backward
         with True reduces their sum. Set it before the forward.
         """
-        for unit in _own_units(self, recurse):
-            unit.change(sync=bool(requires_gradient_sync))
+        self._change(recurse, sync=bool(requires_gradient_sync))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -86,8 +86,7 @@ class Controls:
 
         The next backward with True reduces the sum over the copies.
         """
-        for unit in _own_units(self, recurse):
-            unit.change(all_reduce=bool(requires_all_reduce))
+        self._change(recurse, all_reduce=bool(requires_all_reduce))
 
     @checked
     def set_is_last_backward(self, is_last_backward: bool, *, recurse: bool = True) -> None:
@@ -100,8 +99,7 @@ class Controls:
         Raises:
             TypeError, ValueError: not a positive number.
         """
-        for unit in _own_units(self, recurse):
-            unit.change(divide_factor=float(factor))
+        self._change(recurse, divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: Positive, *, recurse: bool = False) -> None:
         """FSDP2's older name for `set_gradient_divide_factor`."""
@@ -110,8 +108,7 @@ class Controls:
     @checked
     def set_force_sum_reduction_for_comms(self, enable: bool, *, recurse: bool = False) -> None:
         """Only ever sum on the wire, and divide apart, where the backend could average."""
-        for unit in _own_units(self, recurse):
-            unit.change(force_sum=bool(enable))
+        self._change(recurse, force_sum=bool(enable))
 
     @checked
     def set_reduce_scatter_unused_params(
@@ -121,8 +118,7 @@ class Controls:
 
         Parameters that only some ranks use need no setting: they count as zero on the others.
         """
-        for unit in _own_units(self, recurse):
-            unit.change(reduce_unused=bool(reduce_scatter_unused_params))
+        self._change(recurse, reduce_unused=bool(reduce_scatter_unused_params))
 
     @checked
     def set_all_reduce_hook(
@@ -143,9 +139,7 @@ class Controls:
         """
         if stream is not None:
             raise ValueError("set_all_reduce_hook: the hook runs in the graph; stream must be None")
-        known = None if hook is None else intern_object(hook)
-        for unit in _own_units(self, recurse):
-            unit.change(hook=known)
+        self._change(recurse, hook=hook)
 
     @checked
     def set_custom_reduce(
@@ -157,9 +151,7 @@ class Controls:
         this rank's part of the sum, `(S,)`; `shardc.compress_bf16` and `shardc.compress_fp16` are
         two. It becomes part of the graph: scheduled and compiled. None takes it away.
         """
-        known = None if function is None else intern_object(function)
-        for unit in _own_units(self, recurse):
-            unit.change(reduce_function=known)
+        self._change(recurse, reduce_function=function)
 
     # -- communication -------------------------------------------------------------------------
 
@@ -172,10 +164,7 @@ class Controls:
         Raises:
             ValueError: buffers are taken from elsewhere (`set_symm_mem_for_comm` and its like).
         """
-        for unit in _own_units(self, recurse):
-            _allocates_itself(unit.settings.memory, comm)
-        for unit in _own_units(self, recurse):
-            unit.change(all_gather=None if comm is None else intern_object(comm))
+        self._change_allocator(recurse, all_gather=comm)
 
     @checked
     def set_custom_reduce_scatter(self, comm: Comm | None, *, recurse: bool = False) -> None:
@@ -184,10 +173,7 @@ class Controls:
         Raises:
             ValueError: as for `set_custom_all_gather`.
         """
-        for unit in _own_units(self, recurse):
-            _allocates_itself(unit.settings.memory, comm)
-        for unit in _own_units(self, recurse):
-            unit.change(reduce_scatter=None if comm is None else intern_object(comm))
+        self._change_allocator(recurse, reduce_scatter=comm)
 
     @checked
     def set_ablation(
@@ -205,11 +191,11 @@ class Controls:
                 "correctly; this is for measuring only",
                 stacklevel=2,
             )
-        for unit in _own_units(self, recurse):
-            unit.change(
-                all_gather=intern_object(LeaveOutGather.only) if all_gather else None,
-                reduce_function=intern_object(leave_out_reduce) if reduce else None,
-            )
+        self._change(
+            recurse,
+            all_gather=leave_out_gather if all_gather else None,
+            reduce_function=leave_out_reduce if reduce else None,
+        )
 
     @checked
     def set_allocate_memory_from_process_group_for_comm(
@@ -223,15 +209,24 @@ class Controls:
         Raises:
             ValueError: a custom all-gather or reduce-scatter is set, which allocates by itself.
         """
-        self._change_memory("group" if enable else None, recurse)
+        self._change_allocator(recurse, memory="group" if enable else None)
 
-    def _change_memory(self, memory: str | None, recurse: bool) -> None:
-        units = _own_units(self, recurse)
-        for unit in units:
-            for comm in (unit.settings.all_gather, unit.settings.reduce_scatter):
-                _allocates_itself(memory, comm)
-        for unit in units:
-            unit.change(memory=memory)
+    def _change(self, recurse: bool, **settings: object) -> None:
+        for unit in _own_units(self, recurse):
+            unit.change(**settings)
+
+    def _change_allocator(self, recurse: bool, **setting: object) -> None:
+        """Change who allocates buffers; ValueError where two would."""
+        for unit in _own_units(self, recurse):
+            now = {name: getattr(unit.settings, name) for name in _ALLOCATORS} | setting
+            memory, *comms = now.values()
+            if None not in setting.values() and memory is not None and any(comms):
+                raise ValueError(
+                    "a custom all-gather or reduce-scatter allocates its buffers by itself: take "
+                    "it away (None), or do without set_allocate_memory_from_process_group_for_comm "
+                    "and set_symm_mem_for_comm"
+                )
+        self._change(recurse, **setting)
 
     @checked
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
@@ -265,7 +260,7 @@ class Controls:
                     f"set_symm_mem_for_comm: torch has symmetric memory for 'cuda' devices only, "
                     f"and {bucket.label or 'the root'} is sharded over '{bucket.device.type}'"
                 )
-        self._change_memory("symmetric", recurse)
+        self._change_allocator(recurse, memory="symmetric")
         for group in dict.fromkeys(bucket.ranks.shard for bucket in buckets):
             compat.use_symmetric_memory(backend, group)
 
@@ -280,12 +275,11 @@ class Controls:
         Raises:
             TypeError, ValueError: neither a bool nor a divisor of the number of ranks.
         """
-        for unit in _own_units(self, recurse):
-            for bucket in unit.buckets:
-                check_reshard(reshard_after_forward, bucket.layout.world_size)
-        for unit in _own_units(self, recurse):
-            world = unit.mesh.size(unit.mesh.ndim - 1)
-            unit.asked_reshard = check_reshard(reshard_after_forward, world)
+        units = _own_units(self, recurse)
+        worlds = [unit.mesh.size(unit.mesh.ndim - 1) for unit in units]
+        asked = [check_reshard(reshard_after_forward, world) for world in worlds]
+        for unit, value in zip(units, asked, strict=True):
+            unit.asked_reshard = value
             unit.settle(unit.is_root)
 
     @checked
@@ -297,8 +291,7 @@ class Controls:
         For micro-batches between optimizer steps; a step writes the parameters, and what is held
         is then gathered anew before the next forward.
         """
-        for unit in _own_units(self, recurse):
-            unit.change(reshard_after_backward=bool(reshard_after_backward))
+        self._change(recurse, reshard_after_backward=bool(reshard_after_backward))
 
     @checked
     def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
@@ -339,7 +332,7 @@ class Controls:
     def set_post_optim_event(self, event: Event | None) -> None:
         """Have the gathers of the next forward wait for `event`, recorded after an optimizer step
         on another stream; what is queued before them does not. None takes it back."""
-        after = None if event is None else Once(event.wait)
+        after = None if event is None else functools.cache(event.wait)
         for unit in _own_units(self, recurse=True):
             unit.before_gathers = after
 
@@ -372,8 +365,7 @@ class Controls:
         Raises:
             TypeError, ValueError: no whole number, or less than one.
         """
-        for unit in _own_units(self, recurse):
-            unit.change(reduce_buffers=max_input_buffers)
+        self._change(recurse, reduce_buffers=max_input_buffers)
 
     @checked
     def set_separate_reduce_scatter_group(
@@ -383,16 +375,14 @@ class Controls:
 
         Every rank of the mesh calls it. `high_priority` puts its kernels on such a stream (NCCL).
         """
-        for unit in _own_units(self, recurse):
-            unit.change(reduces_on=_communicator(enable, high_priority))
+        self._change(recurse, reduces_on=_communicator(enable, high_priority))
 
     @checked
     def set_separate_all_gather_group(
         self, enable: bool = True, *, recurse: bool = True, high_priority: bool = False
     ) -> None:
         """Gather on a communicator of its own; as `set_separate_reduce_scatter_group`."""
-        for unit in _own_units(self, recurse):
-            unit.change(gathers_on=_communicator(enable, high_priority))
+        self._change(recurse, gathers_on=_communicator(enable, high_priority))
 
 
 def _communicator(own: bool, high_priority: bool) -> Communicator:
@@ -425,16 +415,6 @@ def check_reshard(value: object, world_size: int) -> bool | int | None:
             f"{world_size}, got {value!r}"
         )
     return value == world_size if value in (1, world_size) else value
-
-
-def _allocates_itself(memory: str | None, comm: object) -> None:
-    """Raise where buffers shall come from `memory` and from a custom object too."""
-    if memory is not None and comm is not None:
-        raise ValueError(
-            "a custom all-gather or reduce-scatter allocates its buffers by itself: take it away "
-            "(None), or do without set_allocate_memory_from_process_group_for_comm and "
-            "set_symm_mem_for_comm"
-        )
 
 
 def share_comm_ctx(modules: Sequence[Controls]) -> None:

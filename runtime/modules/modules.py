@@ -8,6 +8,7 @@ without a word.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -295,8 +296,17 @@ class ShardedModule(Controls, ShardedParameters):
 
 # -- .to(), .double(), .to_empty() ---------------------------------------------------------------
 
-_applied: set[Bucket] | None = None
-_emptied_on: torch.device | None = None
+
+@dataclass(eq=False)
+class _Conversion:
+    """The function that `_apply` gives to all modules inside, and the buckets that are done."""
+
+    fn: Callable[[Tensor], Tensor]
+    emptied_on: torch.device | None
+    done: set[Bucket] = field(default_factory=set)
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return self.fn(tensor)
 
 
 def apply_to_segments(
@@ -310,42 +320,33 @@ def apply_to_segments(
     Raises:
         NotImplementedError: `module` is only a part of a unit; its bucket has one dtype and device.
     """
-    global _applied, _emptied_on
-    outermost = _applied is None
-    if outermost:
-        _applied, _emptied_on = set(), emptied_on
-    try:
-        _apply_to_buckets(module, fn, recurse)
-        with compat.without_parameters(module, module._shardc_slots):
-            super(ShardedParameters, module)._apply(fn, recurse)
-    finally:
-        if outermost:
-            _applied = _emptied_on = None
-    if outermost:
+    conversion = fn if isinstance(fn, _Conversion) else _Conversion(fn, emptied_on)
+    _apply_to_buckets(module, conversion, recurse)
+    with compat.without_parameters(module, module._shardc_slots):
+        super(ShardedParameters, module)._apply(conversion, recurse)
+    if conversion is not fn:
         for unit in {m._shardc_unit for m in module.modules() if isinstance(m, ShardedModule)}:
             unit.note_meta()
     return module
 
 
-def _apply_to_buckets(
-    module: ShardedParameters, fn: Callable[[Tensor], Tensor], recurse: bool
-) -> None:
-    assert _applied is not None
+def _apply_to_buckets(module: ShardedParameters, conversion: _Conversion, recurse: bool) -> None:
+    done, emptied_on = conversion.done, conversion.emptied_on
     inside = set(module.modules()) if recurse else {module}
     buckets = dict.fromkeys(
         bucket for m in inside if isinstance(m, ShardedParameters) for bucket in m._shardc_buckets
     )
-    todo = [bucket for bucket in buckets if bucket not in _applied]
+    todo = [bucket for bucket in buckets if bucket not in done]
     is_part = not recurse and any(True for _ in module.children())
     for bucket in [b for b in todo if is_part or inside.isdisjoint(b.owner.modules)]:
         where = bucket.segment.device
-        if _emptied_on is not None and torch.empty(0, device=_emptied_on).device == where:
+        if emptied_on is not None and torch.empty(0, device=emptied_on).device == where:
             todo.remove(bucket)
-        elif _emptied_on is None or not bucket.segment.is_meta:
+        elif emptied_on is None or not bucket.segment.is_meta:
             raise NotImplementedError(
                 f"{module._shardc_class.__name__} is part of a sharded unit whose parameters "
                 "share one dtype and device: convert the unit's module instead"
             )
     for bucket in todo:
-        _applied.add(bucket)
-        convert(bucket, fn)
+        done.add(bucket)
+        convert(bucket, conversion)

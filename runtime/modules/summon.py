@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket
-from shardc.runtime.bucket.params import cut, view
+from shardc.runtime.bucket.params import cut, parameter_like, view
 from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.arguments import checked
 from shardc.runtime.comm import collectives
@@ -153,10 +153,9 @@ def _summoned_bucket(
     with torch.no_grad():
         values = _gather(bucket, bucket.segment.detach(), device)
         grads = _gather_gradients(bucket) if with_grads else [None] * len(values)
-    full = [
-        _ordinary(value, grad, param)
-        for value, grad, param in zip(values, grads, bucket.params, strict=True)
-    ]
+    full = [parameter_like(*pair) for pair in zip(bucket.params, values, strict=True)]
+    for param, grad in zip(full, grads, strict=True):
+        param.grad = grad
     holders = _holders(bucket, module)
     for held in holders:
         compat.put_parameter(held.owner, held.name, full[held.index])
@@ -201,15 +200,6 @@ def _gather_gradients(bucket: Bucket) -> list[Tensor | None]:
             view(bucket, index, flat).to_local().copy_(param.grad.to_local())
     grads = _gather(bucket, flat, bucket.device)
     return [grad if flag else None for grad, flag in zip(grads, some, strict=True)]
-
-
-def _ordinary(value: Tensor, grad: Tensor | None, like: nn.Parameter) -> nn.Parameter:
-    """A parameter with the attributes and flags of the sharded one `like`."""
-    param = nn.Parameter(value, like.requires_grad)
-    own = {"_local", "_spec", "_slot"}
-    param.__dict__.update({k: v for k, v in like.__dict__.items() if k not in own})
-    param.grad = grad
-    return param
 
 
 def _holders(bucket: Bucket, module: nn.Module) -> list[_Held]:

@@ -34,6 +34,7 @@ from shardc.runtime.comm.collectives import BoxedGraph, naming_failures
 from shardc.runtime.comm.progress import label_of, progress
 from shardc.runtime.eager.accumulate import flush_when_done
 from shardc.runtime.eager.executor import eager_executor
+from shardc.runtime.layout.spec import any_spec
 
 log = logging.getLogger("shardc")
 
@@ -295,25 +296,25 @@ def _other_names(buckets: list[tuple[Bucket, _Read]]) -> dict[str, str]:
 def _warn_fallback(phase: str, error: Exception, where: str) -> None:
     reason = f"{' '.join(str(error).split())[:500]} ({where})"
     log.warning("Inductor could not compile a %s graph: %s", phase, reason)
-    if _FALLBACK not in _warned:
-        _warned.add(_FALLBACK)
-        warnings.warn(
-            f"Inductor could not compile a {phase} graph; it runs op by op instead: {reason}",
-            stacklevel=2,
-        )
+    text = f"Inductor could not compile a {phase} graph; it runs op by op instead: {reason}"
+    _warn_once("fallback", text)
 
 
-_FALLBACK, _NOTHING_SHARDED = "fallback", "nothing sharded"
 _warned: set[str] = set()
 
 
+def _warn_once(topic: str, text: str) -> None:
+    if topic not in _warned:
+        _warned.add(topic)
+        warnings.warn(text, stacklevel=3)
+
+
 def _warn_if_nothing_is_sharded() -> None:
-    if not Bucket.made and _NOTHING_SHARDED not in _warned:
-        _warned.add(_NOTHING_SHARDED)
-        warnings.warn(
+    if not any_spec():
+        _warn_once(
+            "nothing sharded",
             "backend='shardc' compiles a model with nothing sharded, as Inductor would: call "
             "fully_shard on it first",
-            stacklevel=2,
         )
 
 

@@ -81,7 +81,7 @@ def bucket_row(bucket: Bucket) -> BucketRow:
         padding=layout.padding_fraction,
         segment=bucket.segment.nbytes,
         trained=any(bucket.trainable),
-        reshard=bucket.reshard_after_forward,
+        reshard=code.reshard_after_forward,
     )
 
 

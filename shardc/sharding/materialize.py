@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket
-from shardc.runtime.bucket.params import convert
+from shardc.runtime.bucket.params import convert, parameter_like
 from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.arguments import Must, check_value
 from shardc.runtime.comm.agreement import agree, decline
@@ -193,10 +193,7 @@ def _allocate(todo: list[_Owner], units: list[Unit], device: torch.device | None
 
 def _like(state: Tensor, device: torch.device) -> Tensor:
     new = torch.empty_like(state.detach(), device=device)
-    if isinstance(state, nn.Parameter):
-        new = nn.Parameter(new, state.requires_grad)
-        new.__dict__.update(state.__dict__)
-    return new
+    return parameter_like(state, new) if isinstance(state, nn.Parameter) else new
 
 
 def _allocate_bucket(bucket: Bucket, unit: Unit, device: torch.device | None) -> None:

@@ -1,7 +1,6 @@
 """The mesh that `fully_shard` shards over: all ranks, nodes, or dims of a larger mesh."""
 
 import os
-import weakref
 from typing import Annotated, Any
 
 import torch
@@ -11,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, Must, checked
 from shardc.runtime.comm.backends import backend_of
+from shardc.runtime.comm.communicators import kept_with
 from shardc.runtime.tensor.tensor_parallel import Spmd
 
 MeshDims = Annotated[
@@ -21,9 +21,6 @@ MeshDims = Annotated[
     ),
 ]
 """What `dp_mesh_dims=` takes; not every supported torch has the class."""
-
-_default_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh]
-_default_meshes = weakref.WeakKeyDictionary()  # one for each life of the process group
 
 
 def data_parallel_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
@@ -45,11 +42,7 @@ def data_parallel_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
     if mesh is None:
         world = dist.distributed_c10d.GroupMember.WORLD
         assert world is not None
-        if world not in _default_meshes:
-            _default_meshes[world] = init_device_mesh(
-                _default_device_type(), (dist.get_world_size(),)
-            )
-        mesh = _default_meshes[world]
+        mesh = kept_with(world, "mesh", _all_ranks)
     if spmd_of(mesh, dims) is not None:
         mesh = _named_dims(mesh, tuple(dims.replicate_names), tuple(dims.shard_names))
     if mesh.ndim > 2:
@@ -127,6 +120,10 @@ def hybrid_mesh(devices_per_node: Count | None = None) -> DeviceMesh:
         )
     kind = _default_device_type()
     return init_device_mesh(kind, (world // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def _all_ranks() -> DeviceMesh:
+    return init_device_mesh(_default_device_type(), (dist.get_world_size(),))
 
 
 def _default_device_type() -> str:
