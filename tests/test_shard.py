@@ -128,7 +128,7 @@ def test_units(mesh):
         build(), mesh=mesh,
         units=lambda m: {"reshard_after_forward": False} if isinstance(m, nn.Linear) else False,
     )  # fmt: skip
-    flags = {n: u._shardc_unit.buckets[0].reshard_after_forward
+    flags = {n: u._shardc_unit.buckets[0].settings.reshard_after_forward
              for n, u in units_of(chosen).items() if u._shardc_unit.buckets}  # fmt: skip
     assert flags == {"": False} | dict.fromkeys(
         ["0.up", "0.down", "1.0.up", "1.0.down", "1.1.up", "1.1.down", "2"], False
