@@ -9,12 +9,12 @@ higher-order ops (activation checkpointing) get their own, so that it is recompu
 """
 
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from shardc.passes.context import PassContext, body_operands
+from shardc.passes.context import PassContext, body_operands, graph_modules
 from shardc.runtime import compat
 from shardc.runtime.comm.unshard import unshard
 from shardc.runtime.layout.spec import Moved, spec_of
@@ -27,11 +27,13 @@ def insert_unshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Replace all markers in `gm` and its bodies; inputs that are segments get their `SLOTS`.
 
     Raises:
-        RuntimeError: the forward updates a parameter in place.
+        RuntimeError: the forward updates a parameter in place, or gradients wait for a bucket that
+            code of a nested compile region reads and that is read once more.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
-    places: _Places = {gm: {node: {position} for position, node in enumerate(inputs)}}
+    places: _Places = {gm: {node: Counter([position]) for position, node in enumerate(inputs)}}
     _find_places(gm, places)
+    _refuse_what_waits(gm, places, ctx)
     for body, segments in places.items():
         for segment, markers in _markers(body).items():
             positions = segments[segment]
@@ -48,24 +50,63 @@ def slots_read(gm: GraphModule) -> dict[int, frozenset[int]]:
     return {position: node.meta[SLOTS] for position, node in inputs if SLOTS in node.meta}
 
 
-_Places = dict[GraphModule, dict[Node, set[int]]]
-"""For the inputs of each graph, which inputs of the outermost one come in there."""
+_Places = dict[GraphModule, dict[Node, Counter[int]]]
+"""For the inputs of each graph, which inputs of the outermost one come in there, how many times."""
 
 
 def _find_places(gm: GraphModule, places: _Places) -> None:
     """Add the bodies of `gm`."""
+    called: dict[GraphModule, list[Node]] = {}
     for node in gm.graph.find_nodes(op="get_attr"):
         body = getattr(gm, str(node.target), None)
-        if not isinstance(body, GraphModule):
-            continue
+        if isinstance(body, GraphModule):
+            called.setdefault(body, []).extend(node.users)
+    for body, calls in called.items():
         known = places.setdefault(body, {})
-        for call in node.users:
+        for call in calls:
             for placeholder, operand in body_operands(call, body.graph):
-                known.setdefault(placeholder, set()).update(places[gm].get(operand, ()))
+                known.setdefault(placeholder, Counter()).update(places[gm].get(operand, ()))
         _find_places(body, places)
 
 
-def _moved(marker: Node, positions: set[int], ctx: PassContext) -> Moved:
+def _refuse_what_waits(gm: GraphModule, places: _Places, ctx: PassContext) -> None:
+    """Raise if gradients that wait would be added by more than one read.
+
+    `reduce_once` has them added once where autograd reduces several; a body that is called as a
+    region keeps its own reduction.
+    """
+    reads, waiting, apart = Counter[int](), set[int](), set[int]()
+    regions = _regions(gm)
+    for body, segments in places.items():
+        for segment, markers in _markers(body).items():
+            reads.update(segments[segment])
+            reduction = spec_of(str(markers[0].args[1])).reduction
+            waiting |= segments[segment].keys() if reduction.pending or reduction.partial else set()
+            apart |= segments[segment].keys() if body in regions else set()
+    for position in waiting & apart:
+        if reads[position] > 1:
+            label, _ = ctx.buckets.get(position, ("a bucket", 0))
+            raise RuntimeError(
+                f"gradients of {label} wait to be reduced, and a nested_compile_region reads it, "
+                f"as {reads[position] - 1} other place(s) of the graph do: they would be added "
+                "more than once. Reduce the gradients of every micro-batch, or read the unit's "
+                "parameters in one call of one region"
+            )
+
+
+def _regions(gm: GraphModule) -> set[GraphModule]:
+    """The bodies that `invoke_subgraph` calls, and what is inside them."""
+    found: set[GraphModule] = set()
+    for body in graph_modules(gm):
+        for call in body.graph.find_nodes(
+            op="call_function", target=torch.ops.higher_order.invoke_subgraph
+        ):
+            target = getattr(body, str(call.args[0].target))
+            found.update(graph_modules(target))
+    return found
+
+
+def _moved(marker: Node, positions: Counter[int], ctx: PassContext) -> Moved:
     """What `marker` reads; only its signature is known in a body that several calls share."""
     signature = str(marker.args[1])
     if len(positions) != 1:

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
 from models import Stack as TwoBlocks
 from models import Wire, compiled, full, mean_over_ranks, seeded, tokens
@@ -86,6 +87,29 @@ def test_what_waits_is_added_once_however_often_a_bucket_is_read(mesh, executor,
             torch.testing.assert_close(full(q.grad), want, rtol=1e-4, atol=1e-6, msg=name)
         plain.zero_grad()
         model.zero_grad()
+
+
+class Regions(nn.Module):
+    """Calls a region twice that reads the same layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.lin = nn.Linear(18, 18), nn.Linear(18, 18)
+
+    def forward(self, tokens, targets):
+        x = self.first(F.one_hot(tokens % 18, 18).float()).tanh()
+        region = torch.compiler.nested_compile_region(lambda x: self.lin(x).tanh())
+        return region(region(x)).square().mean()
+
+
+@on_ranks(2)
+def test_what_waits_is_refused_where_a_region_would_add_it_again(mesh):
+    model = fully_shard(seeded(Regions), mesh=mesh)
+    call = compiled(model)
+    with model.no_sync():
+        _loss(call, 100, mesh).backward()
+    with pytest.raises(Exception, match=r"gradients of Regions wait .* as 1 other place"):
+        _loss(call, 200, mesh)
 
 
 @on_ranks(2)
