@@ -163,6 +163,10 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
         and _any(case, lambda b: b.recompute == "reentrant")
     ),
     # what docs/limits.md says
+    "a compiled and an uncompiled forward before one backward, while gradients wait": lambda case: (
+        case.way == "mixed"
+        and any(s.waits and any(m.kind == "two" for m in s.micro) for s in case.steps)
+    ),
     "a retained graph's second backward, compiled, where gradients waited": lambda case: (
         _is_compiled(case)
         and any(s.waits and any(m.kind == "retained" for m in s.micro) for s in case.steps)
