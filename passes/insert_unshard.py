@@ -33,10 +33,11 @@ def insert_unshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
     inputs = gm.graph.find_nodes(op="placeholder")
     places: _Places = {gm: {node: Counter([position]) for position, node in enumerate(inputs)}}
     _find_places(gm, places)
-    _refuse_what_waits(gm, places, ctx)
-    for body, segments in places.items():
-        for segment, markers in _markers(body).items():
-            positions = segments[segment]
+    found = {body: _markers(body) for body in places}
+    _refuse_what_waits(gm, found, places, ctx)
+    for body, by_segment in found.items():
+        for segment, markers in by_segment.items():
+            positions = places[body][segment]
             slots = _insert(body.graph, markers, _moved(markers[0], positions, ctx))
             for position in positions:
                 known: frozenset[int] = inputs[position].meta.get(SLOTS, frozenset())
@@ -69,7 +70,12 @@ def _find_places(gm: GraphModule, places: _Places) -> None:
         _find_places(body, places)
 
 
-def _refuse_what_waits(gm: GraphModule, places: _Places, ctx: PassContext) -> None:
+def _refuse_what_waits(
+    gm: GraphModule,
+    found: dict[GraphModule, dict[Node, list[Node]]],
+    places: _Places,
+    ctx: PassContext,
+) -> None:
     """Raise if gradients that wait would be added by more than one read.
 
     `reduce_once` has them added once where autograd reduces several; a body that is called as a
@@ -77,12 +83,15 @@ def _refuse_what_waits(gm: GraphModule, places: _Places, ctx: PassContext) -> No
     """
     reads, waiting, apart = Counter[int](), set[int](), set[int]()
     regions = _regions(gm)
-    for body, segments in places.items():
-        for segment, markers in _markers(body).items():
-            reads.update(segments[segment])
+    for body, by_segment in found.items():
+        for segment, markers in by_segment.items():
+            positions = places[body][segment]
+            reads.update(positions)
             reduction = spec_of(str(markers[0].args[1])).reduction
-            waiting |= segments[segment].keys() if reduction.pending or reduction.partial else set()
-            apart |= segments[segment].keys() if body in regions else set()
+            if reduction.pending or reduction.partial:
+                waiting.update(positions)
+            if body in regions:
+                apart.update(positions)
     for position in waiting & apart:
         if reads[position] > 1:
             label, _ = ctx.buckets.get(position, ("a bucket", 0))

@@ -23,6 +23,14 @@ def _loss(call, seed, mesh):
     return call(tokens(seed + rank), tokens(seed + rank + 50))
 
 
+def _check_and_drop_gradients(plain, model, mesh):
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        want = mean_over_ranks(p.grad, mesh)
+        torch.testing.assert_close(full(q.grad), want, rtol=1e-4, atol=1e-6, msg=name)
+    plain.zero_grad()
+    model.zero_grad()
+
+
 def _grads(model):
     return {n: None if p.grad is None else full(p.grad) for n, p in model.named_parameters()}
 
@@ -42,11 +50,7 @@ def test_equal_to_the_concatenated_batch(mesh, executor):
         seeds = [seed + rank for seed in (100, 200, 300)]
         inputs = torch.cat([tokens(s) for s in seeds]), torch.cat([tokens(s + 50) for s in seeds])
         plain(*inputs).backward()
-        for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
-            want = mean_over_ranks(p.grad, mesh)
-            torch.testing.assert_close(full(q.grad), want, rtol=1e-4, atol=1e-6, msg=name)
-        plain.zero_grad()
-        model.zero_grad()
+        _check_and_drop_gradients(plain, model, mesh)
 
 
 class Recomputing(nn.Module):
@@ -82,11 +86,7 @@ def test_what_waits_is_added_once_however_often_a_bucket_is_read(mesh, executor,
                 loss.backward()
         sent = [message.kind for message in wire.sent if message.kind != "all_gather"]
         assert sent == ["reduce_scatter", "all_reduce"], sent
-        for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
-            want = mean_over_ranks(p.grad, mesh)
-            torch.testing.assert_close(full(q.grad), want, rtol=1e-4, atol=1e-6, msg=name)
-        plain.zero_grad()
-        model.zero_grad()
+        _check_and_drop_gradients(plain, model, mesh)
 
 
 class Regions(nn.Module):
