@@ -27,6 +27,7 @@ from ranks import on_ranks
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.utils.parametrizations import weight_norm
 
 import shardc.backend.compile
@@ -261,8 +262,12 @@ def test_compiled_blocks(mesh):
     for layer in model.layers:
         layer.compile(backend="shardc", options={"executor": "eager"})
     counters.clear()
-    check_parity(plain, model, model, _batch, mesh)
+    with Graphs() as graphs:
+        check_parity(plain, model, model, _batch, mesh)
     assert counters["stats"]["unique_graphs"] == 1  # both blocks run one compiled graph
+    values = [node.meta.get("val") for _, gm in graphs.seen for node in gm.graph.nodes]
+    sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
+    assert len(graphs.seen) == 2 and {type(size) for size in sizes} == {int}
 
 
 class Mixed(nn.Module):
@@ -366,6 +371,28 @@ def test_passes_of_the_user_on_joint_graphs_run_beside_ours():
     assert _gathers(joint_custom_post_pass=mine) == (3, 3)
     assert _gathers(everywhere={"joint_custom_post_pass": other}) == (3, 3)
     assert (mine.calls, other.calls) == (1, 1)
+
+
+class Scored(nn.Module):
+    """Ops with bodies: one returns no tuple, as `score_mod` must, the others a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        y = self.linear(x)
+        q = y.detach()  # on CPUs attention of this kind has no backward
+        z = flex_attention(q, q, q, score_mod=lambda score, *place: score + place[-1])
+        return torch.cond(z.sum() > 0, torch.sin, torch.cos, (y * z,)).sum()
+
+
+@pytest.mark.parametrize("budget", [None, 10**9])
+def test_bodies_of_ops_are_no_joint_graphs(budget):
+    report = shardc.explain(
+        Scored(), torch.randn(1, 2, 8, 64), world_size=2, options={"memory_budget": budget}
+    )
+    assert [row.kind for row in report.collectives] == ["all_gather", "reduce_scatter"]
 
 
 class Counting(nn.Module):

@@ -1,7 +1,7 @@
 """AOT autograd: fake tensors, symbolic sizes, the partitioner, the formulas of its ops."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -60,6 +60,28 @@ def fake_tensors() -> Iterator[Callable[[Tensor], Tensor]]:
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield lambda tensor: torch.empty_like(tensor, device="cpu")
+
+
+def fake_tensors_of_trace() -> AbstractContextManager[object]:
+    """Inside, tensors are made as the compile that is under way traces them (2.11 to 2.15).
+
+    AOT autograd takes them as they are. A real one for which Dynamo has no source would get symbols
+    for sizes, and a guard on them fails: there is nothing to ask for them at run time.
+    """
+    context = torch._guards.TracingContext.try_get()
+    mode = None if context is None else context.fake_mode
+    return nullcontext() if mode is None else mode
+
+
+def is_body(joint: GraphModule) -> bool:
+    """Whether a joint graph is the body of a higher-order op, not one to be partitioned.
+
+    AOT autograd describes what its own graphs return, and names tangents of compile regions, which
+    it partitions by themselves. (2.11 to 2.15)
+    """
+    inputs = joint.graph.find_nodes(op="placeholder")
+    has_tangents = any(str(node.target).startswith("tangents") for node in inputs)
+    return "desc" not in joint.graph.output_node().meta and not has_tangents
 
 
 def compile_aot(

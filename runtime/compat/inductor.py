@@ -7,7 +7,7 @@ import torch
 from torch._inductor.exc import InductorError as InductorError
 from torch.fx import GraphModule
 
-from shardc.runtime.compat.aot import donating_nothing, functorch_config
+from shardc.runtime.compat.aot import donating_nothing, functorch_config, is_body
 
 LabelOf = Callable[[torch.fx.Node], object]
 """Gives a node the context in which it runs, or None."""
@@ -130,13 +130,16 @@ def joint_pass(apply: Callable[[GraphModule], object], key: str, given: Any = No
     """`apply` as Inductor's `joint_custom_post_pass`, after those of the user.
 
     Those are `given`, or what is set in Inductor's configuration. `key` enters the key of its graph
-    cache, as do theirs; one without a key turns the cache off. (2.11 to 2.15)
+    cache, as do theirs; one without a key turns the cache off. Inductor has passes run on bodies of
+    higher-order ops as well (`score_mod` of flex_attention); `apply` gets whole graphs only.
+    (2.11 to 2.15)
     """
     from torch._inductor import config
 
     def on_module(graph: torch.fx.Graph) -> None:
         assert graph.owning_module is not None
-        apply(graph.owning_module)
+        if not is_body(graph.owning_module):
+            apply(graph.owning_module)
 
     return _graph_pass(_passes(given or getattr(config, JOINT_PASS)), on_module, key)
 

@@ -46,14 +46,15 @@ def buckets_of_the_runtime(gm: GraphModule, buckets: Mapping[int, Bucket]) -> fr
 
 
 def with_taken(example_inputs: Sequence[Any], taken: Sequence[Taken]) -> list[Any]:
-    """Example inputs for a graph with what it takes: any values, nothing is gathered."""
+    """Example inputs for a graph with what it takes: shapes only, nothing is gathered."""
     examples = list(example_inputs)
     for take in taken:
         bucket: Bucket = bucket_of(example_inputs[take.position])
         code = bucket.key.reading_code()
-        example = torch.empty(
-            code.shapes[take.slot], dtype=code.compute_dtype, device=bucket.device
-        )
+        with compat.fake_tensors_of_trace():
+            example = torch.empty(
+                code.shapes[take.slot], dtype=code.compute_dtype, device=bucket.device
+            )
         examples.append(example.requires_grad_(code.trainable[take.slot]))
     return examples
 
