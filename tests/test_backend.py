@@ -521,7 +521,8 @@ def test_graph_cache_hits_on_the_second_start_on_every_rank():
     script = textwrap.dedent(_SECOND_START)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "run.py").write_text(script)
-        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache", "REPORTS": folder}
+        cache = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache", "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+        env = os.environ | cache | {"REPORTS": folder}
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
                    "--master-port=0", "--standalone", f"{folder}/run.py"]  # fmt: skip
         for start in ("first", "second"):

@@ -104,10 +104,10 @@ class Copy:
             if parent != "." and (folder / package).is_dir():
                 link.symlink_to(folder / package)
 
-    def test(self, tests: list[str], seconds: float = SECONDS) -> tuple[int | None, str]:
-        """pytest's exit code (None: it took too long) and output for `tests`."""
+    def test(self, arguments: list[str], seconds: float = SECONDS) -> tuple[int | None, str]:
+        """pytest's exit code (None: it took too long) and output for tests and options of it."""
         output = self.folder / "output.txt"
-        process = _warm.Process(target=_run_pytest, args=(self.folder, tests, output))
+        process = _warm.Process(target=_run_pytest, args=(self.folder, arguments, output))
         process.start()
         process.join(seconds)
         code = process.exitcode
@@ -121,7 +121,7 @@ class Copy:
         path = self.folder / mutant.file
         path.write_text(mutated(mutant, self.root))
         try:
-            code, output = self.test(list(mutant.tests))
+            code, output = self.test(["-x", *mutant.tests])
         finally:
             shutil.copy(self.root / mutant.file, path)
         if code in (0, 1):
@@ -130,7 +130,7 @@ class Copy:
         return f"no answer in {SECONDS} s" if code is None else f"pytest could not run: {last}"
 
 
-def _run_pytest(folder: Path, tests: list[str], output: Path) -> None:
+def _run_pytest(folder: Path, arguments: list[str], output: Path) -> None:
     """In a process of its own: test the copy in `folder`, and end with pytest's exit code."""
     os.setsid()
     with output.open("w") as file:
@@ -148,8 +148,9 @@ def _run_pytest(folder: Path, tests: list[str], output: Path) -> None:
     sys.dont_write_bytecode = True
     import pytest
 
-    paths = [str(folder / "tests" / test) for test in tests]
-    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *paths])
+    tests = folder / "tests"
+    arguments = [given if given.startswith("-") else str(tests / given) for given in arguments]
+    code = pytest.main(["-q", "-p", "no:cacheprovider", *arguments])
     sys.stdout.flush()
     os._exit(code)
 
