@@ -12,6 +12,12 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_cache))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_collection_finish(session: Any) -> None:
+    import ranks
+
+    ranks.start_for(session.items)
+
+
 def pytest_sessionfinish() -> None:
     import ranks
 

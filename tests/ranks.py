@@ -30,7 +30,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ _GRACE = 20.0
 
 # Processes are forked from one that has imported what takes long, and has started no thread.
 # (There is one such process for all that is tested, also for copies of shardc: it has none.)
-# `RANK_START=fork` forks them from this one, which then must have started none.
+# `RANK_START=fork` forks them from this one, before any test runs and starts some (autograd's).
 FORKS = mp.get_context(os.environ.get("RANK_START", "forkserver"))
 FORKS.set_forkserver_preload(["torch._inductor.compile_fx", "torch.testing"])
 
@@ -151,6 +151,17 @@ def run_on_ranks(
     raise AssertionError("unreachable")
 
 
+def start_for(tests: Iterable[Any]) -> None:
+    """Start the processes of collected tests at once, if they are forked from this process."""
+    if FORKS.get_start_method() != "fork":
+        return
+    for test in tests:
+        if device := getattr(test.function, "device", None):
+            key = (test.callspec.params["world"], device)
+            if key not in _pools:
+                _pools[key] = Ranks(*key)
+
+
 def stop_all() -> None:
     """End all rank processes."""
     while _pools:
@@ -170,6 +181,7 @@ def on_ranks(
         own = [p for n, p in inspect.signature(fn).parameters.items() if n != "mesh"]
         world = inspect.Parameter("world", inspect.Parameter.KEYWORD_ONLY)
         test.__signature__ = inspect.Signature([*own, world])  # type: ignore[attr-defined]
+        test.device = device  # type: ignore[attr-defined]
         return pytest.mark.parametrize("world", worlds)(test)
 
     return decorate
