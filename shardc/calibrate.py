@@ -39,6 +39,9 @@ _MESSAGES = (2**14, 2**22, 2**24)
 _DTYPES = (torch.float32, torch.bfloat16)
 
 _ROUNDS, _IN_A_ROW = 5, 3
+_ENOUGH = 1.0
+"""Seconds: what took as long in all is not measured again. A matmul in a dtype for which a CPU has
+no instructions takes seconds."""
 
 
 @checked
@@ -127,15 +130,19 @@ def _measure(mesh: DeviceMesh, device: torch.device) -> list[float]:
     """Seconds of each probe: the least of several rounds.
 
     Rounds are spread over the time that all of it takes, because what others do on a shared machine
-    comes in bursts, and is no property of the machine.
+    comes in bursts, and is no property of the machine. What the ranks do together, all of them do
+    equally often.
     """
-    probes = _probes(mesh, device)
-    rounds = [[_seconds(probe, device) for probe in probes] for _ in range(_ROUNDS)]
-    return [min(times) for times in zip(*rounds, strict=True)]
+    alone, together = _probes(device), _gathers(mesh, device)
+    times: list[list[float]] = [[] for _ in (*alone, *together)]
+    for _ in range(_ROUNDS):
+        for probe, taken in zip((*alone, *together), times, strict=True):
+            _time(probe, device, taken, _ENOUGH if probe in alone else math.inf)
+    return list(map(min, times))
 
 
-def _probes(mesh: DeviceMesh, device: torch.device) -> list[Callable[[], object]]:
-    """A matmul in each dtype, attention, GELU, a copy, a tiny op, all-gathers by size."""
+def _probes(device: torch.device) -> list[Callable[[], object]]:
+    """A matmul in each dtype, attention, GELU, a copy, a tiny op."""
     probes: list[Callable[[], object]] = []
     for dtype in _DTYPES:
         a, b = (torch.randn(_MATMUL, _MATMUL, device=device, dtype=dtype) for _ in range(2))
@@ -143,16 +150,20 @@ def _probes(mesh: DeviceMesh, device: torch.device) -> list[Callable[[], object]
     query, angles = torch.randn(_ATTENTION, device=device), torch.randn(_ANGLES, device=device)
     attend = torch.nn.functional.scaled_dot_product_attention
     data, copied = (torch.zeros(_COPIED[device.type] // 4, device=device) for _ in range(2))
-    tiny, world, group = data[:16], mesh.size(), compat.group_name(mesh.get_group())
-    segments = [data[: message // 4 // world] for message in _MESSAGES]
     return [
         *probes,
         functools.partial(attend, query, query, query, is_causal=True),
         functools.partial(torch.nn.functional.gelu, angles, approximate="tanh"),
         functools.partial(copied.copy_, data),
-        functools.partial(torch.add, tiny, 1),
-        *(functools.partial(_gather, part, world, group) for part in segments),
+        functools.partial(torch.add, data[:16], 1),
     ]
+
+
+def _gathers(mesh: DeviceMesh, device: torch.device) -> list[Callable[[], object]]:
+    """All-gathers by size."""
+    world, group = mesh.size(), compat.group_name(mesh.get_group())
+    segments = [torch.zeros(message // 4 // world, device=device) for message in _MESSAGES]
+    return [functools.partial(_gather, part, world, group) for part in segments]
 
 
 def _gather(part: torch.Tensor, world: int, group: str) -> torch.Tensor:
@@ -189,16 +200,18 @@ def _profile(name: str, figures: list[float], device_type: str, world: int) -> P
     )
 
 
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """The least of a few calls in a row: the first finds the caches cold."""
-    times = []
+def _time(
+    call: Callable[[], object], device: torch.device, taken: list[float], enough: float
+) -> None:
+    """Add the seconds of a few calls in a row: the first finds the caches cold."""
     for _ in range(_IN_A_ROW):
+        if sum(taken) >= enough:
+            return
         start = time.perf_counter()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times)
+        taken.append(time.perf_counter() - start)
 
 
 def calibration_folder() -> Path:

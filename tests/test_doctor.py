@@ -4,7 +4,9 @@ import json
 import math
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,6 +141,27 @@ def test_what_no_measurement_gives_is_measured_again(capsys, monkeypatch, tmp_pa
             assert json.loads(file.read_text()) == [0.5] * 9
     finally:
         set_profile(None)
+
+
+def test_a_slow_probe_is_measured_until_that_is_enough(monkeypatch):
+    """Only what each rank does alone: collectives that some ranks leave out would hang."""
+    now, called = [0.0], []
+
+    def probe(name, seconds):
+        def call():
+            called.append(name)
+            now[0] += seconds
+
+        return call
+
+    monkeypatch.setattr(MODULE, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    probes = [probe("quick", 0.01), probe("some", 0.4), probe("slow", 7.0)]
+    monkeypatch.setattr(MODULE, "_probes", lambda device: probes)
+    monkeypatch.setattr(MODULE, "_gathers", lambda mesh, device: [probe("gather", 9.0)])
+    monkeypatch.setattr(MODULE, "_ROUNDS", 5)
+    figures = MODULE._measure(None, torch.device("cpu"))
+    assert figures == pytest.approx([0.01, 0.4, 7.0, 9.0])
+    assert Counter(called) == {"quick": 15, "some": 3, "slow": 1, "gather": 15}
 
 
 def test_calibrate_says_where_it_cannot_write(capsys, monkeypatch, tmp_path):
