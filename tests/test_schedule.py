@@ -1,6 +1,8 @@
 """Order, messages and memory of compiled steps, on small graphs and on ranks."""
 
 import re
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.fx import Graph, GraphModule
 
 import shardc
 from shardc import fully_shard, units_of
+from shardc.backend import graph_plan
 from shardc.backend.graph_plan import graph_plans
 from shardc.backend.options import Options
 from shardc.passes.coalesce import coalesce
@@ -20,6 +23,7 @@ from shardc.passes.context import (
     ScheduleOptions,
     is_collective,
     is_wait,
+    kind_of,
     set_moved,
 )
 from shardc.passes.events import read_events, read_problem
@@ -160,6 +164,23 @@ def test_order_of_a_small_graph():
         wait, f"{wait}_1", f"{wait}_2",
         reduce, f"{reduce}_1", f"{wait}_3", f"{wait}_4", reduce + "_2", f"{wait}_5",
     ]  # fmt: skip
+
+
+def test_two_of_the_largest_units_may_be_under_way():
+    gm, ctx = _graph([0, 1, 2, 3])  # of 1, 2, 3 and 4 times the bytes
+    kinds = [
+        kind_of(n) or "wait"
+        for n in schedule(gm, ctx).graph.nodes
+        if is_collective(n) or is_wait(n)
+    ]
+    assert kinds == ["all_gather"] * 3 + ["wait"] * 2 + ["all_gather"] + ["wait"] * 2
+
+
+def test_a_schedule_plans_with_the_seconds_that_ranks_agree_on():
+    gm, ctx = _graph([0, 1, 2])
+    assert set(read_problem(gm, ctx, read_events(gm)).seconds) != {7.0}
+    ctx = replace(ctx, agree_on_seconds=lambda facts, seconds: [7.0] * len(seconds))
+    assert set(read_problem(gm, ctx, read_events(gm)).seconds) == {7.0}
 
 
 def test_matmuls_write_into_the_buffer_that_is_reduced():
@@ -310,6 +331,20 @@ def test_memory_budget(mesh):
         Exception, match=r"too small.* at least [0-9,]+ bytes: [0-9,]+ for segments"
     ):
         _planned(mesh, _backward, memory_budget=1000)
+
+
+@on_ranks(2)
+def test_ranks_keep_as_many_buckets_as_the_tightest_of_them(mesh):
+    asked = []
+
+    def least(group, options, facts, count):
+        asked.append(count)
+        return count if len(asked) == 1 else 1  # another rank has room for one bucket only
+
+    with mock.patch.object(graph_plan, "_agree_on_count", least):
+        (_, backward), _ = _planned(mesh, _backward, memory_budget="1GB")
+    gathers = sum("all_gather" in line for line in backward.collectives)
+    assert gathers == asked[1] - 1 > 0, (asked, backward.collectives)
 
 
 @on_ranks(2)

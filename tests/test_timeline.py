@@ -74,6 +74,13 @@ def test_gathers_start_in_time_and_not_earlier():
     assert simulate(problem, timeline) == 1 + 8 * 4  # only the first is exposed
 
 
+def test_a_gather_starts_before_what_would_be_ahead_of_it_on_the_wire():
+    gather, reduce = Gather(5, 10, 1.0), Reduce(3, 10, 2.0)
+    alone = Problem((2.0,) * 6, (gather,), (), Limits(100, 100))
+    assert plan_timeline(alone).starts == (4,)
+    assert plan_timeline(replace(alone, reduces=(reduce,))).starts == (2,)
+
+
 def test_a_slow_wire_is_never_idle():
     gathers = tuple(Gather(event, 10, 3.0) for event in range(8))
     problem = Problem((1.0,) * 8, gathers, (), Limits(20, 20))
@@ -110,6 +117,12 @@ def test_hints(options, phase, wanted):
     assert ScheduleOptions(PROFILES["cpu"], **options).wanted(phase, gathers) == wanted
 
 
+def test_a_gather_starts_where_a_hint_asks_for_it():
+    for wanted, start in ((None, 4), (1, 1), (5, 5)):
+        problem = Problem((2.0,) * 6, (Gather(5, 10, 1.0, wanted),), (), Limits(100, 100))
+        assert plan_timeline(problem).starts == (start,)
+
+
 def test_what_delays_nothing_is_sent_together():
     gathers = tuple(Gather(event, 1, 0.3) for event in range(12))
     problem = Problem((1.0,) * 12, gathers, (), Limits(100, 100))
@@ -118,3 +131,11 @@ def test_what_delays_nothing_is_sent_together():
     assert sum(map(len, groups)) == 12 and len(groups) < 12
     unlike, _ = plan_groups(problem, [str(index) for index in range(12)], [], message=0.2)
     assert unlike == [[index] for index in range(12)]
+
+
+def test_what_is_sent_together_is_at_most_half_of_what_may_be_under_way():
+    gathers = tuple(Gather(event, 10, 0.3) for event in range(12))
+    for limit, most in ((1000, 8), (60, 3)):
+        problem = Problem((1.0,) * 12, gathers, (), Limits(limit, limit))
+        groups, _ = plan_groups(problem, ["same"] * 12, [], message=0.2)
+        assert max(map(len, groups)) == most
