@@ -1,5 +1,6 @@
 """What the backend makes of a graph: collectives, saved tensors, recompiles, caches, fallbacks."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from models import (
 )
 from ranks import on_ranks
 from torch import nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.nn.attention.flex_attention import flex_attention
@@ -37,6 +39,7 @@ from shardc.passes import pipeline
 from shardc.passes.context import is_all_gather, is_collective, moved_by
 from shardc.passes.reshard import tag_reshard
 from shardc.runtime import compat
+from shardc.runtime.eager import regather
 
 
 def _batch(seed):
@@ -200,6 +203,18 @@ def test_graph_breaks(mesh):
     check_parity(plain, model, compiled(model), _batch, mesh)
     buckets = [b for u in shardc.units_of(model).values() for b in u._shardc_unit.buckets]
     assert all(b.gathered.depth == 0 and b.gathered.current is None for b in buckets)
+
+
+@on_ranks(2)
+def test_what_is_saved_between_graphs_is_not_traced(mesh):
+    """Dynamo looks at every frame there, also at those of hooks that autograd calls."""
+    model = shard_all(seeded(Broken), mesh)
+    for layer in model.layers:  # the rest of the block runs uncompiled
+        layer.up.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    step = compiled(model)
+    step(**_batch(0)).backward()
+    for function in (regather._handle, regather._pack, regather._unpack):
+        assert not _debug_get_cache_entry_list(inspect.unwrap(function).__code__)
 
 
 class _Scale(torch.autograd.Function):
@@ -502,7 +517,8 @@ def test_nothing_sharded_warns_once_and_compiles():
 
 _SECOND_START = """
     import os, torch, torch.distributed as dist
-    from torch._dynamo.utils import counters
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.utils import counters
     from shardc import fully_shard
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
