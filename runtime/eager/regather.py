@@ -198,7 +198,7 @@ def _pack(tensor: Tensor) -> Packed | tuple[Tensor, int]:
     return _handle(tensor) or (tensor.detach(), tensor._version)
 
 
-_pack.saves_handles = True  # type: ignore[attr-defined]
+_pack.saves_handles = True
 
 
 @torch.compiler.disable
@@ -224,7 +224,7 @@ def _handing_on(pack: compat.PackHook, unpack: compat.UnpackHook) -> compat.Save
     def own_unpack(packed: Packed | tuple[object]) -> Tensor:
         return unpack(packed[0]) if isinstance(packed, tuple) else packed.tensor()
 
-    own_pack.saves_handles = True  # type: ignore[attr-defined]
+    own_pack.saves_handles = True
     return own_pack, own_unpack
 
 
