@@ -291,6 +291,9 @@ def test_unshard_before_the_forward(mesh):
             module.reshard()
         torch.testing.assert_close(_loss(call, 1), _loss(plain, 1))
         assert not any(b.gathered.is_held for m in _units(model) for b in m._shardc_unit.buckets)
+        model.layers[0].unshard()
+        _loss(call, 1).backward()  # which frees it
+        assert not any(b.gathered.is_held for b in model.layers[0]._shardc_unit.buckets)
 
 
 @on_ranks(2)
@@ -394,7 +397,16 @@ def test_a_step_that_was_interrupted(mesh):
         with pytest.raises(KeyboardInterrupt):
             _loss(call, 1).backward()
         handle.remove()
+        model.set_requires_gradient_sync(False)
+        _loss(call, 1).backward()
+        model.set_requires_gradient_sync(True)
+        model.layers[0].unshard()
+        buckets = [b for m in _units(model) for b in m._shardc_unit.buckets]
+        assert any(b.gathered.is_held for b in buckets)
+        assert not all(b.gradients.waiting.is_empty for b in buckets)
         model.reset_iter_state()
+        assert not any(b.gathered.is_held for b in buckets)
+        assert all(b.gradients.waiting.is_empty for b in buckets)
         model.zero_grad()
         plain.zero_grad()
         for run in (plain, call):

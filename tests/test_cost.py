@@ -18,6 +18,7 @@ from shardc.passes.cost import (
     node_seconds,
     stays_in_registers,
     symbol_hints,
+    transfer_seconds,
 )
 from shardc.passes.hardware import PROFILES, Link, Profile, current_profile, set_profile
 
@@ -38,6 +39,19 @@ def test_collective(world, seconds):
     assert both == pytest.approx(2 * seconds - (FLAT.message if world > 1 else 0))
     table = collective_seconds(800, WORLD, FLAT)
     assert float(table.subs(WORLD, world)) == pytest.approx(seconds)
+
+
+def test_an_all_reduce_goes_around_twice():
+    graph = Graph()
+    x = graph.placeholder("x")
+    sent = {}
+    for name, given in (("all_reduce", ("sum",)), ("reduce_scatter_tensor", ("sum", 2))):
+        op = getattr(torch.ops._c10d_functional, name).default
+        node = sent[name] = graph.call_function(op, (x, *given, "0"))
+        x.meta["val"] = node.meta["val"] = torch.empty(200, device="meta")
+    once, twice = 1 + 400 / 50, 2 * (1 + 400 / 50)
+    assert transfer_seconds(sent["reduce_scatter_tensor"], 2, FLAT) == 2 + once
+    assert transfer_seconds(sent["all_reduce"], 2, FLAT) == 2 + twice
 
 
 def _node(fn, *shapes, target, dynamic=False):

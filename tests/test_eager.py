@@ -117,6 +117,8 @@ def test_gathered_ahead_and_again_for_the_backward(mesh):
             ahead = [events.log.index(("start", f"layers.{n + 1}")) <
                      events.log.index(("done", f"{n}")) for n in range(2)]  # fmt: skip
             assert ahead == [number > 0] * 2, events.log
+            # The one after that is not.
+            assert events.log.index(("start", "layers.2")) > events.log.index(("done", "0"))
             backward = events.log[events.log.index(("done", "2")) :]
             reduced = [i for i, (event, _) in enumerate(backward) if event == "reduce"]
             started = backward.index(("start", "layers.1"))
@@ -129,6 +131,24 @@ def test_gathered_ahead_and_again_for_the_backward(mesh):
         loss.backward()
         del loss
         assert events.alive() == 0
+
+
+@on_ranks(2)
+def test_what_went_ahead_of_a_write_is_gathered_again(mesh):
+    plain, model = seeded(lambda: Stack(3)), sharded(seeded(lambda: Stack(3)), mesh)
+    x = tokens(1)
+    before = plain(x, x)
+    torch.testing.assert_close(model(x, x), before)  # now the order is known
+    for side in (plain, model):
+
+        def write(*_, layer=side.layers[1]):
+            with torch.no_grad():
+                layer.up.weight.mul_(3)
+
+        side.layers[0].register_forward_hook(write)
+    after = plain(x, x)
+    assert not torch.equal(after, before)
+    torch.testing.assert_close(model(x, x), after)
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@ from models import Stack, check_parity, compiled, full, mean_over_ranks, seeded,
 from ranks import on_ranks
 from torch import nn
 
-from shardc import ShardTensor, fully_shard
+from shardc import ShardTensor, fully_shard, units_of
 
 
 class Branches(nn.Module):
@@ -174,6 +174,10 @@ def test_requires_grad_changes_between_steps(mesh, eager):
             side.zero_grad()
         step(x, x).backward()
         plain(x, x).backward()
+        buckets = [b for unit in units_of(model).values() for b in unit._shardc_unit.buckets]
+        assert all(
+            b.key.code.trainable == tuple(p.requires_grad for p in b.params) for b in buckets
+        )
         for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
             assert (q.grad is None) == (name in names)
             if name not in names:

@@ -29,7 +29,7 @@ from torch.optim import (
     Rprop,
 )
 
-from shardc import ShardTensor, fully_shard
+from shardc import ShardTensor, fully_shard, units_of
 from shardc.runtime.comm import collectives
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -168,12 +168,15 @@ def _check_compiled(mesh, make, backend: str, **form) -> None:
     reference, optimizer = make(plain.parameters(), **form), make(sharded.parameters(), **form)
     torch._dynamo.reset()
     step = torch.compile(optimizer.step, backend=backend)
+    buckets = [b for unit in units_of(sharded).values() for b in unit._shardc_unit.buckets]
     for seed in range(3):
         set_gradients(plain, seed)
         set_gradients(sharded, seed)
+        before = [bucket.version for bucket in buckets]
         reference.step()
         step()
         assert_equal_models(plain, sharded, f"{make} {backend} {form}")
+        assert all(bucket.version != old for bucket, old in zip(buckets, before, strict=True))
     assert_equal_states(reference, optimizer)
 
 

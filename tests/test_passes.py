@@ -58,6 +58,15 @@ def test_one_unshard_a_bucket_before_its_first_marker():
     assert slots_read(gm) == {0: frozenset({0, 1}), 1: frozenset({1})}
 
 
+def test_a_parameter_of_which_only_the_shape_is_read_is_not_gathered():
+    gm = _marked([(0, 0), (1, 1)])
+    output = gm.graph.output_node()
+    output.args = (output.args[0][:1],)
+    insert_unshard(gm, PassContext("dynamo"))
+    calls = [n for n in gm.graph.nodes if n.op == "call_function"]
+    assert [n.args[0].name for n in calls] == ["first", "unshard"]
+
+
 def test_in_place_update_is_refused():
     gm = _marked([(0, 0)])
     marker = next(n for n in gm.graph.nodes if n.op == "call_function")
@@ -66,7 +75,7 @@ def test_in_place_update_is_refused():
         insert_unshard(gm, PassContext("dynamo"))
 
 
-def _gathered(reshard=True, save=None):
+def _gathered(reshard=True, save=None, derive=aten.exp.default):
     """segment -> gather -> wait -> view -> exp; behind the result, node `save` is saved."""
     graph = Graph()
     x, segment = graph.placeholder("primals_1"), graph.placeholder("primals_2")
@@ -74,7 +83,7 @@ def _gathered(reshard=True, save=None):
     set_moved(gather, [Moved(_signature(reshard), 1, "block")])
     wait = graph.call_function(c10d.wait_tensor.default, (gather,))
     view = graph.call_function(aten.view.default, (wait, [4, -1]))
-    derived = graph.call_function(aten.exp.default, (view,))
+    derived = graph.call_function(derive, (view,))
     out = graph.call_function(aten.mm.default, (x, derived))
     nodes = {"wait": wait, "view": view, "exp": derived, "mm": out}
     graph.output((out, nodes[save]) if save else (out,))
@@ -93,6 +102,13 @@ def test_tags(reshard):
         "exp_default": again if reshard else None,
         "mm_default": None,
     }
+
+
+def test_what_is_drawn_for_a_weight_is_not_drawn_again():
+    gm = run_passes(_gathered(derive=aten.rand_like.default), PassContext("joint"), [tag_reshard])
+    tags = {n.name: n.meta.get("recompute") for n in gm.graph.nodes if n.op == "call_function"}
+    assert tags["view_default"] == CheckpointPolicy.MUST_RECOMPUTE
+    assert tags["rand_like_default"] is None
 
 
 def test_verify():

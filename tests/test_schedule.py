@@ -209,6 +209,20 @@ def test_matmuls_write_into_the_buffer_that_is_reduced():
     assert torch.equal(got, want) and not got[12:16].any() and not got[21:].any()
 
 
+def test_a_gradient_that_others_read_is_copied_into_the_buffer():
+    graph = Graph()
+    a, b = (graph.placeholder(name) for name in "ab")
+    product = graph.call_function(aten.mm.default, (a, b))
+    product.meta["val"] = torch.empty((4, 3))
+    pack = graph.call_function(torch.ops.shardc.pack.default, ([product], [12], torch.float32))
+    pack.meta["val"] = torch.empty(12)
+    graph.output((pack, product))
+    gm = write_gradients(GraphModule(torch.nn.Module(), graph), PassContext("backward"))
+    inputs = [torch.randn(4, 2), torch.randn(2, 3)]
+    flat, other = eager_executor(gm)(list(inputs))
+    assert torch.equal(other, inputs[0] @ inputs[1]) and torch.equal(flat, other.flatten())
+
+
 # -- on ranks ------------------------------------------------------------------------------------
 
 
