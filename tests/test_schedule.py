@@ -212,15 +212,19 @@ def test_matmuls_write_into_the_buffer_that_is_reduced():
 def test_a_gradient_that_others_read_is_copied_into_the_buffer():
     graph = Graph()
     a, b = (graph.placeholder(name) for name in "ab")
-    product = graph.call_function(aten.mm.default, (a, b))
-    product.meta["val"] = torch.empty((4, 3))
-    pack = graph.call_function(torch.ops.shardc.pack.default, ([product], [12], torch.float32))
-    pack.meta["val"] = torch.empty(12)
-    graph.output((pack, product))
+    products = [graph.call_function(aten.mm.default, (a, b)) for _ in range(2)]
+    for product in products:
+        product.meta["val"] = torch.empty((4, 3))
+    pack = graph.call_function(
+        torch.ops.shardc.pack.default, (list(products), [12, 12], torch.float32)
+    )
+    pack.meta["val"] = torch.empty(24)
+    graph.output((pack, products[1]))
     gm = write_gradients(GraphModule(torch.nn.Module(), graph), PassContext("backward"))
     inputs = [torch.randn(4, 2), torch.randn(2, 3)]
     flat, other = eager_executor(gm)(list(inputs))
-    assert torch.equal(other, inputs[0] @ inputs[1]) and torch.equal(flat, other.flatten())
+    want = inputs[0] @ inputs[1]
+    assert torch.equal(other, want) and torch.equal(flat, want.flatten().repeat(2))
 
 
 # -- on ranks ------------------------------------------------------------------------------------
