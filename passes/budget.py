@@ -178,8 +178,8 @@ def _too_small(budget: Budget, trial: Trial) -> str:
     return (
         f"memory_budget of {budget.nbytes:,} bytes is too small: with every unit resharded and "
         f"nothing gathered ahead a step needs at least {budget.static + worst.peak:,} bytes: "
-        f"{budget.static:,} for segments and optimizer state, {worst.inputs:,} for tensors saved "
-        f"for the backward, {worst.peak - worst.inputs:,} for values, gradients and gathered "
-        f"buckets at '{worst.peak_node}' of the {phase}. Use more ranks, smaller units, a smaller "
-        "batch or activation checkpointing"
+        f"{budget.static:,} for segments, optimizer state and workspaces, {worst.inputs:,} for "
+        f"tensors saved for the backward, {worst.peak - worst.inputs:,} for values, gradients and "
+        f"gathered buckets at '{worst.peak_node}' of the {phase}. Use more ranks, smaller units, "
+        "a smaller batch or activation checkpointing"
     )

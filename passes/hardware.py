@@ -46,6 +46,7 @@ class Profile:
         overlaps: whether a kernel loads and stores while it computes; if not, the times add up.
         attention_efficiency: the share of a matmul's rate that fused attention reaches.
         host_bandwidth: bytes/s of a copy from pinned memory of the host.
+        workspace: bytes that the matmul library keeps for each thread that computes.
         board: part of the name that torch has for GPUs of this profile; "": for none by default.
     """
 
@@ -65,6 +66,7 @@ class Profile:
     overlaps: bool = True
     attention_efficiency: float = 0.6
     host_bandwidth: float = 5e10
+    workspace: int = 0
     board: str = ""
 
     def peak(self, dtype: torch.dtype) -> float:
@@ -82,15 +84,16 @@ _GB = 1e9
 
 def _nvidia(
     name: str, source: str, bf16: float, tf32: float, bandwidth: float, memory: float,
-    nvlink: float, network: float, host: float,
+    nvlink: float, network: float, host: float, workspace: int = 8_519_680,
 ) -> list[Profile]:  # fmt: skip
     """A board's two profiles: `nvlink` and `network` in GB/s a rank receives in a ring, `host` in
-    GB/s of a copy from pinned memory."""
+    GB/s of a copy from pinned memory, `workspace` in bytes as torch sets it for cuBLAS
+    (aten/src/ATen/cuda/CublasHandlePool.cpp; more on compute capability 9.0)."""
     flops = (("bfloat16", bf16), ("float16", bf16), ("float32", tf32))
     node = Profile(
         f"{name}-nvlink", source, flops, bandwidth, memory, 8,
         Link(_NVLINK_STEP, nvlink * _GB), Link(_NETWORK_STEP, network * _GB),
-        host_bandwidth=host * _GB, board=name.upper(),
+        host_bandwidth=host * _GB, workspace=workspace, board=name.upper(),
     )  # fmt: skip
     # Every rank on a node of its own, with one network card.
     card = Link(_NETWORK_STEP, network / 8 * _GB)
@@ -105,10 +108,10 @@ PROFILES: dict[str, Profile] = {
                  312e12, 156e12, 2.039e12, 80e9, 230, 160, 25),
         *_nvidia("h100", "NVIDIA H100 SXM data sheet (2023); NVLink 4, 8 x NDR 400 Gb/s; "
                  "ring bandwidth as nccl-tests report, about 80% of nominal",
-                 989e12, 494e12, 3.35e12, 80e9, 360, 320, 50),
+                 989e12, 494e12, 3.35e12, 80e9, 360, 320, 50, 2**25),
         *_nvidia("h200", "NVIDIA H200 SXM data sheet (2024); NVLink 4, 8 x NDR 400 Gb/s; "
                  "ring bandwidth as nccl-tests report, about 80% of nominal",
-                 989e12, 494e12, 4.8e12, 141e9, 360, 320, 50),
+                 989e12, 494e12, 4.8e12, 141e9, 360, 320, 50, 2**25),
         *_nvidia("b200", "NVIDIA DGX B200 data sheet (2024); NVLink 5, 8 x NDR 400 Gb/s; "
                  "ring bandwidth assumed at 80% of nominal",
                  2250e12, 1125e12, 8e12, 180e9, 720, 320, 50),
@@ -170,6 +173,11 @@ def current_profile(device_type: str) -> Profile:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     known = (profile for profile in PROFILES.values() if profile.board and profile.board in name)
     return next(known, PROFILES["h100-nvlink"])
+
+
+def workspace_bytes(profile: Profile) -> int:
+    """Bytes that the matmul library keeps: the forward's thread computes, and autograd's."""
+    return 2 * profile.workspace
 
 
 _BUDGET = "bytes, a text such as '70GB' or '16GiB', or a fraction of the device's memory in (0, 1]"

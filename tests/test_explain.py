@@ -86,12 +86,14 @@ def test_offload_moves_memory_to_the_host_and_takes_time(stack_report):
 
 def test_memory_has_its_parts(stack_report):
     parameters = sum(p.numel() for p in Stack(6).parameters())
-    segments, optimizer, gradients, activations, gathered = stack_report.peak.held
+    segments, optimizer, gradients, activations, gathered, workspaces = stack_report.peak.held
     assert 4 * parameters / 16 <= segments < 4 * parameters / 16 * 1.2
     assert optimizer == 2 * segments
     assert gradients > 0 and activations > 0 and gathered > 0
     last = stack_report.memory[-1]
-    assert last.where == "optimizer" and last.held == (segments, 2 * segments, segments, 0, 0)
+    assert workspaces == 2 * shardc.get_profile(stack_report.profile).workspace > 0
+    held = (segments, 2 * segments, segments, 0, 0, workspaces)
+    assert last.where == "optimizer" and last.held == held
 
 
 def test_ops_come_from_modules(stack_report):

@@ -26,7 +26,13 @@ from shardc.passes.context import (
     is_wait,
     kind_of,
 )
-from shardc.passes.hardware import Profile, as_profile, budget_bytes, current_profile
+from shardc.passes.hardware import (
+    Profile,
+    as_profile,
+    budget_bytes,
+    current_profile,
+    workspace_bytes,
+)
 from shardc.passes.memory import Liveness, measure_liveness
 from shardc.passes.runner import run_passes
 from shardc.passes.used_slots import Differentiated, differentiated
@@ -64,10 +70,11 @@ class Plan:
         self.joint: Differentiated | None = None
         self._saved = frozenset[str]()  # names of gathered buckets that the forward saves
         self.references = {position: weakref.ref(bucket) for position, bucket in buckets.items()}
-        self.static_bytes = _static_bytes(buckets.values(), options)
         first = next(iter(buckets.values()), None)
         self._everyone = "" if first is None else first.ranks.everyone
         self._device = "cpu" if first is None else first.device.type
+        kept = _static_bytes(buckets.values(), options)
+        self.static_bytes = kept + workspace_bytes(self.profile)
         self.labels = {position: bucket.label for position, bucket in buckets.items()}
         self._open = frozenset(
             position for position, bucket in buckets.items() if bucket.owner.asked_reshard is None
@@ -206,7 +213,7 @@ class GraphPlan:
 
     Attributes:
         phase: "forward" or "backward".
-        static: bytes of segments and optimizer state.
+        static: bytes of segments, optimizer state and workspaces.
         liveness: what the graph itself holds after each node.
         collectives: its collectives, in order.
         order: the kinds of its collectives and waits, in order.

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from shardc.passes.hardware import PROFILES, Profile
+from shardc.passes.hardware import PROFILES, Profile, workspace_bytes
 from shardc.reports.graph import GraphRows
 from shardc.reports.record import BucketRow, MemoryPoint, Op
 from shardc.reports.report import Report
@@ -35,16 +35,17 @@ def assemble(
     here = [bucket for bucket in buckets if not is_elsewhere(bucket)]
     trained = _trained(here)
     kept = (sum(b.segment.nbytes for b in here), int(optimizer_states * trained))
+    workspaces = workspace_bytes(profile)
     clock, rows = 0.0, []
     for graph in _in_order(graphs):
         rows.append(graph.after(clock))
         clock += graph.seconds
-    memory = [_with_static(point, kept) for graph in rows for point in graph.memory]
+    memory = [_with_static(point, kept, workspaces) for graph in rows for point in graph.memory]
     ops = [op for graph in rows for op in graph.ops]
     if any(graph.phase == "backward" for graph in rows):
         on_host = _trained(buckets) - trained
         ops.append(_optimizer(trained, on_host, optimizer_states, profile, clock))
-        memory.append(MemoryPoint(clock, (*kept, trained, 0, 0), "optimizer"))
+        memory.append(MemoryPoint(clock, (*kept, trained, 0, 0, workspaces), "optimizer"))
     flops: dict[str, float] = {}
     for graph in rows:
         for dtype, count in graph.flops.items():
@@ -104,8 +105,8 @@ def _in_order(graphs: Iterable[GraphRows]) -> list[GraphRows]:
     return forward + [graph for graph in reversed(graphs) if graph.phase == "backward"]
 
 
-def _with_static(point: MemoryPoint, kept: tuple[int, int]) -> MemoryPoint:
-    return replace(point, held=(*kept, *point.held[2:]))
+def _with_static(point: MemoryPoint, kept: tuple[int, int], workspaces: int) -> MemoryPoint:
+    return replace(point, held=(*kept, *point.held[2:-1], workspaces))
 
 
 def _trained(buckets: Iterable[Bucket]) -> int:

@@ -176,7 +176,7 @@ def _op_after(place: int, ops: list[Op], places: list[int]) -> str:
 def _memory(liveness: Liveness, place: int, clock: float, where: str) -> MemoryPoint:
     gathered, gradients = liveness.gathered[place], liveness.gradients[place]
     values = liveness.live[place] - gathered - gradients
-    return MemoryPoint(clock, (0, 0, gradients, values, gathered), where)
+    return MemoryPoint(clock, (0, 0, gradients, values, gathered, 0), where)
 
 
 def _steps_of(points: list[MemoryPoint]) -> tuple[MemoryPoint, ...]:

@@ -76,11 +76,11 @@ def plan_text(ctx: PassContext, plan: Plan, graph_plan: GraphPlan) -> str:
     schedule = collective_table(rows_of(graph_plan).collectives, True) or "no collectives"
     liveness = graph_plan.liveness
     rows = [
-        ["segments and optimizer state", format_bytes(graph_plan.static)],
+        ["segments, optimizer state, workspaces", format_bytes(graph_plan.static)],
         ["inputs that the graph frees", format_bytes(liveness.inputs)],
         [f"peak of the graph, at {liveness.peak_node}", format_bytes(liveness.peak)],
         ["what it returns", format_bytes(liveness.outputs)],
-        ["peak with segments and optimizer state", format_bytes(graph_plan.peak)],
+        ["peak with all of these", format_bytes(graph_plan.peak)],
     ]
     memory = tabulate(rows, tablefmt="plain", disable_numparse=True)
     if ctx.budget is not None:

@@ -104,9 +104,9 @@ class Op:
     seconds: float
 
 
-KINDS = ("segments", "optimizer", "gradients", "activations", "gathered")
+KINDS = ("segments", "optimizer", "gradients", "activations", "gathered", "workspaces")
 """What memory is held for: parameters' segments, the optimizer's state, gradients (reduced or not),
-values of the model (saved or passing), gathered buckets."""
+values of the model (saved or passing), gathered buckets, what the matmul library keeps."""
 
 
 @dataclass(frozen=True)
