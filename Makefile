@@ -10,6 +10,7 @@ CASES ?= 200
 SEED ?= 0
 CASE ?=
 MUTANTS_ARGS ?=
+PARTS ?=
 DEMO_DIR := build/demo
 
 .DEFAULT_GOAL := help
@@ -24,10 +25,10 @@ STAMP := .venv/setup-done
 HAS_TORCH := $(PY) -c 'from importlib.metadata import version; \
 	assert (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) <= (2, 15)' 2> /dev/null
 
-.PHONY: help setup test lint types format docs demo soak fuzz mutants clean FORCE
+.PHONY: help setup test test-cuda gpu lint types format docs demo soak fuzz mutants clean FORCE
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  Variables: TORCH=torch==2.11.0  PYTHON=python3.12  TEST_ARGS='-k layout'"
 	@echo "             DEMO_RANKS=4  DEMO_ARGS='--steps 50'  CASES=200 SEED=0 (of fuzz)"
 	@echo "             MUTANTS_ARGS='-k gathers -j 2'"
@@ -49,6 +50,9 @@ setup: $(STAMP)  ## Create .venv with torch, the project and its tools
 
 test: $(STAMP)  ## Run the tests
 	$(PY) -m pytest $(TEST_ARGS)
+
+test-cuda: $(STAMP)  ## Rehearse training steps on CUDA without a GPU (5 GB, the first time)
+	$(PY) tests/cuda $(TEST_ARGS)
 
 lint: $(STAMP)  ## Check style, formatting and types
 	$(PY) -m ruff check .
@@ -78,6 +82,9 @@ soak: $(STAMP)  ## Kill and resume ranks at random (SOAK_ARGS='--steady compiled
 
 fuzz: $(STAMP)  ## Train random models sharded and unsharded and compare them
 	PYTHONPATH=tests $(PY) -m fuzz $(if $(CASE),--case '$(CASE)',--cases $(CASES) --seed $(SEED))
+
+gpu:  ## Run what only a GPU can say (PARTS='smoke numerics'; needs torch, installs nothing)
+	$(PYTHON) benchmarks/gpu $(PARTS)
 
 mutants: $(STAMP)  ## Put in small bugs one at a time: tests must notice each
 	$(PY) tests/mutants/run.py $(MUTANTS_ARGS)

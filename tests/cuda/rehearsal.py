@@ -1,0 +1,93 @@
+"""Rehearses three training steps in a process of its own, where the stand-ins are the GPU.
+
+The process is rank 0 of a world over ProcessGroupNCCL. There are no peers, so ranks do not agree on
+anything; all that this rank does is real but for the kernels. The last step is traced.
+"""
+
+import json
+import multiprocessing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 600
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is rehearsed.
+
+    Attributes:
+        who: "shardc", or "plain" (not sharded) and "fsdp2", to compare with.
+        way: "compiled", "blocks" (each block by itself) or "uncompiled".
+        features: names of what else happens; see the code.
+        mode: that of `torch.compile`.
+        options: of the backend.
+        reshard: `reshard_after_forward`.
+        param_dtype: the compute dtype; None: float32.
+        reduce_dtype: what gradients are reduced in.
+        faults: waits that are left out, to see that they are missed.
+    """
+
+    who: str = "shardc"
+    way: str = "compiled"
+    features: frozenset[str] = frozenset()
+    mode: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    reshard: bool | int | None = None
+    param_dtype: str | None = "bfloat16"
+    reduce_dtype: str | None = None
+    blocks: int = 2
+    dim: int = 256
+    batch: int = 2
+    length: int = 128
+    world: int = 8
+    faults: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rehearsal gave.
+
+    Attributes:
+        error: the traceback, if it failed.
+        kernels: names of the Triton kernels that were compiled to a cubin.
+        held, peak, reserved: bytes of the device before the last step, and the most during it.
+        planned: the most bytes that the graphs were planned to hold.
+        orders: for each graph that was planned, its phase and its collectives and waits.
+        log: what the process printed.
+        trace: the file with the last step.
+    """
+
+    error: str
+    kernels: list[str]
+    held: int
+    peak: int
+    reserved: int
+    planned: int
+    orders: list[tuple[str, list[str]]]
+    log: Path
+    trace: Path
+
+
+def rehearse(setup: Setup, folder: Path) -> Outcome:
+    """Run `setup` in a process of its own, which keeps its files in `folder`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["stage"])
+    process = context.Process(target=_on_stage, args=(setup, folder))
+    process.start()
+    process.join(LIMIT_S)
+    log, found = folder / "log", folder / "outcome.json"
+    if process.is_alive():
+        process.kill()
+        raise TimeoutError(f"the rehearsal did not end in {LIMIT_S} s; see {log}")
+    if not found.exists():
+        end = log.read_text()[-3000:]
+        raise RuntimeError(f"the rehearsal ended with {process.exitcode}:\n{end}")
+    return Outcome(**json.loads(found.read_text()), log=log, trace=folder / "trace")
+
+
+def _on_stage(setup: Setup, folder: Path) -> None:
+    import stage  # imports torch: only in the processes that rehearse
+
+    stage.run(setup, folder)

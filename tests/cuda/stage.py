@@ -1,0 +1,255 @@
+"""The process that rehearses: rank 0 with a small model, three steps, the last one traced.
+
+It is forked from one that has imported all of this, parts of Inductor among it, and has not touched
+CUDA.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor.codegen.cuda_combined_scheduling
+import torch._inductor.compile_fx
+import torch._inductor.fx_passes.fuse_attention
+import torch._inductor.select_algorithm
+import torch.distributed as dist
+import torch.distributed.tensor.experimental
+from models import LM, VOCAB, Failure, fail
+from noting import LIBRARY, NotedOps, note, note_compiled_code, tracing
+from rehearsal import Setup
+from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import shardc
+from shardc.backend.graph_plan import graph_plans
+
+STEPS = 3
+
+
+def run(setup: Setup, folder: Path) -> None:
+    log = os.open(folder / "log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ["SHARDC_DUMP"] = str(folder / "dump")
+    error, result = "", dict.fromkeys(("held", "peak", "reserved", "planned"), 0)
+    kernels = note_compiled_code()
+    orders: list[tuple[str, list[str]]] = []
+    try:
+        result = _Rehearsal(setup).run(folder / "trace")
+        orders = [(plan.phase, plan.order) for plan in graph_plans]
+        result["planned"] = max((plan.peak for plan in graph_plans), default=0)
+    except Exception:
+        error = traceback.format_exc()
+    text = json.dumps({"error": error, "kernels": kernels, "orders": orders, **result})
+    (folder / "outcome.json").write_text(text)
+    sys.stdout.flush()
+    os._exit(0)  # no peers take part in the end of the groups
+
+
+class _Rehearsal:
+    """A model, its optimizer, and how a step is done."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN has no stand-in
+        store = dist.HashStore()
+        dist.init_process_group("nccl", rank=0, world_size=setup.world, store=store)
+        dist.ProcessGroup.emulated = True  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(self.has("deterministic"))
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            flex, checkpointing = self.has("flex"), self.has("checkpoint")
+            self.model: Any = LM(setup.dim, setup.blocks, flex, checkpointing)
+        self.model.failing = self.fails_inside
+        self.tokens = torch.zeros(setup.batch, setup.length, dtype=torch.long, device="cuda")
+        self.shard()
+        self.call: Callable[..., Tensor] = self.compile()
+        fused = not self.has("offload")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=fused)
+        self.scaler = torch.amp.GradScaler("cuda", enabled=self.has("scaler"))
+        self.side = torch.cuda.Stream()
+        _leave_out(setup.faults)
+
+    def has(self, feature: str) -> bool:
+        """Whether the feature is asked for."""
+        return feature in self.setup.features
+
+    @property
+    def fails_inside(self) -> bool:
+        """Whether a backward fails between two blocks: a hook there would break the graph."""
+        return self.has("raises") and self.setup.way != "compiled"
+
+    def mesh(self) -> DeviceMesh:
+        """All ranks, in the shape that the features want."""
+        world = self.setup.world
+        if self.has("hsdp"):
+            return init_device_mesh("cuda", (2, world // 2), mesh_dim_names=("copies", "shards"))
+        if self.has("tp"):
+            return init_device_mesh("cuda", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+        return init_device_mesh("cuda", (world,))
+
+    def shard(self) -> None:
+        """Shard the model, or make it what it is compared with."""
+        setup, mesh = self.setup, self.mesh()
+        if setup.who == "plain":
+            self.model.to(_dtype(setup.param_dtype) or torch.float32)
+            return
+        if self.has("tp"):
+            _parallelize(self.model, mesh["tp"])
+            mesh = mesh["dp"]
+        policy = fsdp.MixedPrecisionPolicy(_dtype(setup.param_dtype), _dtype(setup.reduce_dtype))
+        kwargs: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+        if self.has("offload"):
+            kwargs["offload_policy"] = fsdp.CPUOffloadPolicy()
+        if setup.reshard is not None:
+            kwargs["reshard_after_forward"] = setup.reshard
+        if setup.who == "fsdp2":
+            for block in self.model.blocks:
+                fsdp.fully_shard(block, **kwargs)
+            fsdp.fully_shard(self.model, **kwargs)
+            return
+        shardc.fully_shard(self.model, units="auto", **kwargs)
+        if self.has("own groups"):
+            self.model.set_separate_reduce_scatter_group()
+            self.model.set_separate_all_gather_group()
+        if self.has("group memory"):
+            self.model.set_allocate_memory_from_process_group_for_comm(True)
+
+    def compile(self) -> Callable[..., Tensor]:
+        """The model's forward in the way that is asked for."""
+        setup, model = self.setup, self.model
+        if setup.way == "uncompiled":
+            return model
+        kwargs: dict[str, Any] = {"mode": setup.mode}
+        if setup.who == "shardc":
+            options = {"fallback": False, **setup.options}
+            if setup.mode is None:
+                kwargs = {"backend": "shardc", "options": options}
+            else:  # torch.compile takes a mode or options, a backend both
+                backend = partial(lookup_backend("shardc"), options=options, mode=setup.mode)
+                kwargs = {"backend": backend}
+        kwargs["dynamic"] = True if self.has("dynamic") else None
+        if setup.way == "blocks":
+            for block in model.blocks:
+                block.compile(**kwargs)
+        else:
+            model.compile(**kwargs)
+        return model
+
+    def forward(self) -> Tensor:
+        """The loss of the batch."""
+        note("phase forward")
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.has("autocast")):
+            if not self.has("side stream"):
+                return self.call(self.tokens)
+            self.side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.side):
+                loss = self.call(self.tokens)
+            torch.cuda.current_stream().wait_stream(self.side)
+            return loss
+
+    def step(self) -> None:
+        """One step of training."""
+        if self.has("accumulate"):
+            sync = self.model.no_sync() if self.setup.who == "shardc" else nullcontext()
+            with sync:
+                self.backward(self.forward())
+        self.backward(self.forward())
+        note("phase optimizer")
+        if self.has("clip"):
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def backward(self, loss: Tensor) -> None:
+        """The gradients of a loss; with "raises", of one more after a backward that failed."""
+        note("phase backward")
+        if self.has("raises"):
+            if self.setup.way == "compiled":  # one call of autograd: it fails before it
+                loss.register_hook(fail)
+            with suppress(Failure):
+                loss.backward()
+            self.model.failing = False
+            self.optimizer.zero_grad()
+            loss = self.forward()
+            note("phase backward")
+            self.model.failing = self.fails_inside
+        self.scaler.scale(loss).backward()
+
+    def between(self, step: int) -> None:
+        """What happens between two steps."""
+        if self.has("dynamic"):
+            shape = (self.setup.batch, self.setup.length + 16 * (step + 1))
+            self.tokens = self.tokens.new_zeros(shape)
+        if self.has("summon"):
+            with shardc.summon_full_params(self.model):
+                assert self.model.head.weight.shape == (VOCAB, self.setup.dim)
+        if self.has("state dicts"):
+            states = shardc.get_state_dict(self.model, self.optimizer)
+            shardc.set_state_dict(
+                self.model,
+                self.optimizer,
+                model_state_dict=states[0],
+                optim_state_dict=states[1],
+            )
+
+    def run(self, path: Path) -> dict[str, int]:
+        """Three steps, the last with a trace; bytes held before it and the most during it."""
+        with NotedOps() if self.setup.way != "compiled" else nullcontext():
+            for step in range(STEPS - 1):
+                self.step()
+                self.between(step)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            if self.has("offload"):
+                LIBRARY.standin_events_complete(0)  # a device that never catches up
+            held = torch.cuda.memory_allocated()
+            with tracing(path):
+                if self.has("summon") or self.has("state dicts"):
+                    self.between(STEPS)
+                self.step()
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        return {"held": held, "peak": peak, "reserved": reserved}
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def _parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+    plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in model.blocks:  # type: ignore[union-attr]
+        parallelize_module(block, mesh, plan)
+
+
+def _leave_out(faults: frozenset[str]) -> None:
+    """Take waits out of the code under test."""
+    if "collectives" in faults:
+        library = torch.library.Library("_c10d_functional", "IMPL")
+        library.impl("wait_tensor", lambda tensor: tensor, "CUDA", allow_override=True)
+        _kept.append(library)
+    if "copies" in faults:
+        from shardc.runtime.comm import host_copies
+
+        streams = {way: torch.cuda.Stream() for way in ("in", "out")}
+        host_copies.stream_of = lambda device, direction: streams[direction]
+
+
+_kept: list[Any] = []

@@ -1,0 +1,495 @@
+// Stands in for libcudart, libcublas and libnccl where there is no GPU (LD_PRELOAD).
+//
+// Device memory is host memory that is mapped on first touch. Kernels do nothing. Streams and
+// events are numbers. What torch asks for is written to a trace, one line a call; `trace.py` says
+// what the lines mean. Values are whatever the memory holds.
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+#include <nccl.h>
+#include <sys/mman.h>
+
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+constexpr size_t kDeviceBytes = 141ull << 30;  // an H200
+constexpr size_t kMaxMoved = 1 << 20;          // larger copies between device memory move nothing
+constexpr int kMultiprocessors = 132, kSharedBytes = 49152, kSharedBytesOptin = 232448;
+
+struct State {
+  std::recursive_mutex mutex;
+  std::map<uintptr_t, size_t> device, pinned;  // start and bytes of what is allocated
+  std::map<const void*, std::string> kernels;  // names by host function
+  size_t used = 0;
+  uintptr_t next_handle = 0x100;
+  uintptr_t capturing = 0;  // the stream that is being captured
+  FILE* trace = nullptr;
+  bool events_complete = true;
+};
+
+State& state() {
+  static auto* it = new State;  // outlives the static objects of torch
+  return *it;
+}
+
+struct Locked {
+  std::lock_guard<std::recursive_mutex> lock{state().mutex};
+};
+
+void write_line(const char* format, ...) {
+  Locked locked;
+  if (!state().trace) return;
+  va_list arguments;
+  va_start(arguments, format);
+  vfprintf(state().trace, format, arguments);
+  va_end(arguments);
+  fputc('\n', state().trace);
+}
+
+template <typename Handle>
+cudaError_t new_handle(Handle* handle) {
+  Locked locked;
+  *handle = (Handle)(state().next_handle += 0x10);
+  return cudaSuccess;
+}
+
+bool holds(const std::map<uintptr_t, size_t>& blocks, const void* pointer) {
+  auto after = blocks.upper_bound((uintptr_t)pointer);
+  if (after == blocks.begin()) return false;
+  auto block = std::prev(after);
+  return (uintptr_t)pointer < block->first + block->second;
+}
+
+size_t pages(size_t bytes) { return (bytes + 4095) & ~4095ull; }
+
+}  // namespace
+
+// -- the trace, for Python and for driver.cpp --------------------------------------------------
+
+EXPORT void standin_trace(const char* path) {  // an empty path ends it
+  Locked locked;
+  if (state().trace) fclose(state().trace);
+  state().trace = path && *path ? fopen(path, "w") : nullptr;
+}
+EXPORT void standin_note(const char* text) { write_line("%s", text); }
+EXPORT void standin_events_complete(int whether) { state().events_complete = whether; }
+EXPORT size_t standin_device_bytes() { return state().used; }
+
+// -- the device --------------------------------------------------------------------------------
+
+EXPORT cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
+EXPORT cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+EXPORT cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+
+EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp* device, int) {
+  memset(device, 0, sizeof *device);
+  strcpy(device->name, "NVIDIA H200 (stand-in)");
+  device->major = 9;
+  device->totalGlobalMem = kDeviceBytes;
+  device->multiProcessorCount = kMultiprocessors;
+  device->sharedMemPerBlock = kSharedBytes;
+  device->sharedMemPerBlockOptin = kSharedBytesOptin;
+  device->sharedMemPerMultiprocessor = kSharedBytesOptin + 1024;
+  device->reservedSharedMemPerBlock = 1024;
+  device->regsPerBlock = device->regsPerMultiprocessor = device->totalConstMem = 65536;
+  device->warpSize = 32;
+  device->maxThreadsPerBlock = device->maxThreadsDim[0] = device->maxThreadsDim[1] = 1024;
+  device->maxThreadsDim[2] = 64;
+  device->maxThreadsPerMultiProcessor = 2048;
+  device->maxBlocksPerMultiProcessor = 32;
+  device->maxGridSize[0] = 2147483647;
+  device->maxGridSize[1] = device->maxGridSize[2] = 65535;
+  device->textureAlignment = 512;
+  device->memoryBusWidth = 6144;
+  device->l2CacheSize = 60 << 20;
+  device->persistingL2CacheMaxSize = 37 << 20;
+  device->concurrentKernels = device->unifiedAddressing = device->managedMemory = 1;
+  device->cooperativeLaunch = device->canMapHostMemory = device->streamPrioritiesSupported = 1;
+  device->asyncEngineCount = 3;
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaDeviceGetAttribute(int* value, enum cudaDeviceAttr attribute, int) {
+  static const std::map<int, int> values = {
+      {cudaDevAttrComputeCapabilityMajor, 9},
+      {cudaDevAttrComputeCapabilityMinor, 0},
+      {cudaDevAttrMultiProcessorCount, kMultiprocessors},
+      {cudaDevAttrMaxSharedMemoryPerBlock, kSharedBytes},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, kSharedBytesOptin},
+      {cudaDevAttrMaxSharedMemoryPerMultiprocessor, kSharedBytesOptin + 1024},
+      {cudaDevAttrWarpSize, 32},
+      {cudaDevAttrMaxThreadsPerBlock, 1024},
+      {cudaDevAttrMaxThreadsPerMultiProcessor, 2048},
+      {cudaDevAttrMaxGridDimX, 2147483647},
+      {cudaDevAttrMaxGridDimY, 65535},
+      {cudaDevAttrMaxGridDimZ, 65535}};
+  auto found = values.find(attribute);
+  *value = found == values.end() ? 1 : found->second;
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaRuntimeGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
+EXPORT cudaError_t cudaDriverGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
+EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  return *least = 0, *greatest = -5, cudaSuccess;
+}
+EXPORT cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int) {
+  return snprintf(text, size, "0000:00:1e.0"), cudaSuccess;
+}
+EXPORT cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { return *can = 0, cudaSuccess; }
+EXPORT const char* cudaGetErrorString(cudaError_t) { return "an error of the stand-in"; }
+EXPORT const char* cudaGetErrorName(cudaError_t) { return "standin"; }
+EXPORT cudaError_t cudaDeviceSynchronize() { return write_line("sync device"), cudaSuccess; }
+
+// -- memory ------------------------------------------------------------------------------------
+
+EXPORT cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+  Locked locked;
+  State& now = state();
+  size_t mapped = pages(bytes);
+  if (now.used + mapped > kDeviceBytes) return cudaErrorMemoryAllocation;
+  int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  *pointer = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, flags, -1, 0);
+  if (*pointer == MAP_FAILED) return cudaErrorMemoryAllocation;
+  now.device[(uintptr_t)*pointer] = mapped;
+  now.used += mapped;
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaFree(void* pointer) {
+  Locked locked;
+  State& now = state();
+  auto block = now.device.find((uintptr_t)pointer);
+  if (block == now.device.end()) return cudaSuccess;
+  munmap(pointer, block->second);
+  now.used -= block->second;
+  now.device.erase(block);
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
+  Locked locked;
+  *pointer = aligned_alloc(4096, pages(bytes));
+  state().pinned[(uintptr_t)*pointer] = bytes;
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaFreeHost(void* pointer) {
+  Locked locked;
+  state().pinned.erase((uintptr_t)pointer);
+  free(pointer);
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
+  Locked locked;
+  state().pinned[(uintptr_t)pointer] = bytes;
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaHostUnregister(void* pointer) {
+  Locked locked;
+  state().pinned.erase((uintptr_t)pointer);
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
+  Locked locked;
+  *total = kDeviceBytes;
+  *free_bytes = kDeviceBytes - state().used;
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* pointer) {
+  Locked locked;
+  memset(found, 0, sizeof *found);
+  found->type = holds(state().device, pointer)   ? cudaMemoryTypeDevice
+                : holds(state().pinned, pointer) ? cudaMemoryTypeHost
+                                                 : cudaMemoryTypeUnregistered;
+  found->devicePointer = found->hostPointer = (void*)pointer;
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                                   cudaStream_t stream) {
+  write_line("copy %p %p %p %zu %d", stream, to, from, bytes, (int)kind);
+  if (bytes <= kMaxMoved || kind != cudaMemcpyDeviceToDevice) memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+  cudaMemcpyAsync(to, from, bytes, kind, 0);
+  return write_line("sync copy"), cudaSuccess;
+}
+EXPORT cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t, size_t,
+                                     size_t rows, cudaMemcpyKind kind, cudaStream_t stream) {
+  return write_line("copy %p %p %p %zu %d", stream, to, from, to_pitch * rows, (int)kind), cudaSuccess;
+}
+EXPORT cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
+  write_line("fill %p %p %zu", stream, to, bytes);
+  if (bytes <= kMaxMoved) memset(to, value, bytes);
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaMemset(void* to, int value, size_t bytes) {
+  return cudaMemsetAsync(to, value, bytes, 0);
+}
+
+// -- streams and events ------------------------------------------------------------------------
+
+EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+  return new_handle(stream);
+}
+EXPORT cudaError_t cudaStreamCreate(cudaStream_t* stream) { return new_handle(stream); }
+EXPORT cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return new_handle(stream); }
+EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { return *priority = 0, cudaSuccess; }
+EXPORT cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
+EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  return write_line("sync stream %p", stream), cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  return write_line("wait %p %p", stream, event), cudaSuccess;
+}
+EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return new_handle(event); }
+EXPORT cudaError_t cudaEventCreate(cudaEvent_t* event) { return new_handle(event); }
+EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  return write_line("record %p %p", stream, event), cudaSuccess;
+}
+EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+  return cudaEventRecord(event, stream);
+}
+EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  return write_line("sync event %p", event), cudaSuccess;
+}
+EXPORT cudaError_t cudaEventQuery(cudaEvent_t) {
+  return state().events_complete ? cudaSuccess : cudaErrorNotReady;
+}
+EXPORT cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
+  return *milliseconds = 0.01f, cudaSuccess;
+}
+
+// -- CUDA graphs: what is captured is written to the trace once, a replay is one line -------------
+
+EXPORT cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  state().capturing = (uintptr_t)stream;
+  return write_line("capture %p", stream), cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  state().capturing = 0;
+  new_handle(graph);
+  return write_line("captured %p %p", stream, *graph), cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  bool is = state().capturing && state().capturing == (uintptr_t)stream;
+  *status = is ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                            unsigned long long* id, cudaGraph_t* graph,
+                                            const cudaGraphNode_t** nodes,
+                                            const cudaGraphEdgeData** edges, size_t* count) {
+  if (id) *id = 1;
+  if (graph) *graph = (cudaGraph_t)0x8;
+  if (nodes) *nodes = nullptr;
+  if (edges) *edges = nullptr;
+  if (count) *count = 0;
+  return cudaStreamIsCapturing(stream, status);
+}
+EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph,
+                                                 unsigned long long) {
+  return *made = (cudaGraphExec_t)graph, cudaSuccess;
+}
+EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
+  return write_line("replay %p %p", stream, graph), cudaSuccess;
+}
+EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t*, size_t* count) {
+  return *count = 1, cudaSuccess;
+}
+
+// -- kernels -----------------------------------------------------------------------------------
+
+namespace {
+cudaError_t launch(const void* function, cudaStream_t stream) {
+  Locked locked;
+  auto found = state().kernels.find(function);
+  const char* name = found == state().kernels.end() ? "unknown" : found->second.c_str();
+  return write_line("kernel %p %s", stream, name), cudaSuccess;
+}
+thread_local struct {
+  dim3 grid, block;
+  size_t shared;
+  void* stream;
+} configured;
+}  // namespace
+
+EXPORT void** __cudaRegisterFatBinary(void*) {
+  static void* handle;
+  return &handle;
+}
+EXPORT void __cudaRegisterFatBinaryEnd(void**) {}
+EXPORT void __cudaUnregisterFatBinary(void**) {}
+EXPORT char __cudaInitModule(void**) { return 0; }
+EXPORT void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
+EXPORT void __cudaRegisterFunction(void**, const char* function, char*, const char* name, int, uint3*,
+                                   uint3*, dim3*, dim3*, int*) {
+  Locked locked;
+  state().kernels[function] = name;
+}
+EXPORT unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void* stream) {
+  return configured = {grid, block, shared, stream}, 0;
+}
+EXPORT cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
+  *grid = configured.grid;
+  *block = configured.block;
+  *shared = configured.shared;
+  *(void**)stream = configured.stream;
+  return cudaSuccess;
+}
+EXPORT cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
+  return *kernel = (cudaKernel_t)function, cudaSuccess;
+}
+EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
+  return launch(kernel, stream);
+}
+EXPORT cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, void**, size_t, cudaStream_t stream) {
+  return launch(function, stream);
+}
+EXPORT cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3, dim3, void**, size_t,
+                                               cudaStream_t stream) {
+  return launch(function, stream);
+}
+EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void**) {
+  return launch(function, config->stream);
+}
+EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void* data) {
+  return function(data), cudaSuccess;
+}
+EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
+  memset(found, 0, sizeof *found);
+  found->maxThreadsPerBlock = 1024;
+  found->numRegs = 32;
+  found->binaryVersion = found->ptxVersion = 90;
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
+  return *blocks = 2, cudaSuccess;
+}
+EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int,
+                                                                          size_t, unsigned) {
+  return *blocks = 2, cudaSuccess;
+}
+EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
+                                                    unsigned long long,
+                                                    cudaDriverEntryPointQueryResult* result) {
+  static auto succeed = +[]() -> int { return 0; };
+  void* found = dlsym(RTLD_DEFAULT, name);
+  *function = found ? found : (void*)succeed;
+  if (result) *result = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
+
+// -- cuBLAS: a line a product --------------------------------------------------------------------
+
+namespace {
+thread_local void* blas_stream;
+int product(void* stream, int m, int n, int k) { return write_line("gemm %p %dx%dx%d", stream, m, n, k), 0; }
+}  // namespace
+
+EXPORT int cublasCreate_v2(void** handle) { return *handle = calloc(1, 4096), 0; }
+EXPORT int cublasDestroy_v2(void*) { return 0; }
+EXPORT int cublasSetStream_v2(void*, void* stream) { return blas_stream = stream, 0; }
+EXPORT int cublasGetMathMode(void*, int* mode) { return *mode = 0, 0; }
+EXPORT int cublasGetPointerMode_v2(void*, int* mode) { return *mode = 0, 0; }
+EXPORT int cublasGemmEx(void*, int, int, int m, int n, int k) { return product(blas_stream, m, n, k); }
+EXPORT int cublasGemmStridedBatchedEx(void*, int, int, int m, int n, int k) {
+  return product(blas_stream, m, n, k);
+}
+EXPORT int cublasSgemm_v2(void*, int, int, int m, int n, int k) { return product(blas_stream, m, n, k); }
+EXPORT int cublasSgemmStridedBatched(void*, int, int, int m, int n, int k) {
+  return product(blas_stream, m, n, k);
+}
+EXPORT int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, void*,
+                                          int* found) {
+  return *found = 1, 0;
+}
+EXPORT int cublasLtMatmul(void*, void*, const void*, const void*, void*, const void*, void*, const void*,
+                          const void*, void*, void*, void*, const void*, void*, size_t, void* stream) {
+  return product(stream, 0, 0, 0);
+}
+
+// -- NCCL: no peers, a line a collective ---------------------------------------------------------
+
+struct ncclComm {
+  int ranks, rank;
+};
+
+namespace {
+size_t bytes_of(ncclDataType_t type) {
+  switch (type) {
+    case ncclInt8: case ncclUint8: case ncclFloat8e4m3: case ncclFloat8e5m2: return 1;
+    case ncclFloat16: case ncclBfloat16: return 2;
+    case ncclInt64: case ncclUint64: case ncclFloat64: return 8;
+    default: return 4;
+  }
+}
+ncclResult_t collective(const char* name, cudaStream_t stream, const void* from, size_t from_bytes,
+                        const void* to, size_t to_bytes, ncclComm_t comm) {
+  write_line("collective %p %s %p %zu %p %zu %p %d", stream, name, from, from_bytes, to, to_bytes,
+             (void*)comm, comm->ranks);
+  return ncclSuccess;
+}
+}  // namespace
+
+EXPORT ncclResult_t ncclGetVersion(int* version) { return *version = NCCL_VERSION_CODE, ncclSuccess; }
+EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId* id) { return memset(id, 7, sizeof *id), ncclSuccess; }
+EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId, int rank,
+                                           ncclConfig_t*) {
+  return *comm = new ncclComm{ranks, rank}, ncclSuccess;
+}
+EXPORT ncclResult_t ncclCommInitRank(ncclComm_t* comm, int ranks, ncclUniqueId id, int rank) {
+  return ncclCommInitRankConfig(comm, ranks, id, rank, nullptr);
+}
+EXPORT ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int ranks, int rank, int, ncclUniqueId* id,
+                                             ncclConfig_t*) {
+  return ncclCommInitRankConfig(comm, ranks, *id, rank, nullptr);
+}
+EXPORT ncclResult_t ncclCommSplit(ncclComm_t, int, int, ncclComm_t*, ncclConfig_t*) {
+  // Only the peers know how many of them join, and there are none.
+  return fprintf(stderr, "stand-in: ncclCommSplit is not known here\n"), ncclInvalidUsage;
+}
+EXPORT ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) { return *count = comm->ranks, ncclSuccess; }
+EXPORT ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) { return *rank = comm->rank, ncclSuccess; }
+EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) {
+  return *error = ncclSuccess, ncclSuccess;
+}
+EXPORT ncclResult_t ncclAllGather(const void* from, void* to, size_t count, ncclDataType_t type,
+                                  ncclComm_t comm, cudaStream_t stream) {
+  size_t bytes = count * bytes_of(type);
+  return collective("all_gather", stream, from, bytes, to, bytes * comm->ranks, comm);
+}
+EXPORT ncclResult_t ncclReduceScatter(const void* from, void* to, size_t count, ncclDataType_t type,
+                                      ncclRedOp_t, ncclComm_t comm, cudaStream_t stream) {
+  size_t bytes = count * bytes_of(type);
+  return collective("reduce_scatter", stream, from, bytes * comm->ranks, to, bytes, comm);
+}
+EXPORT ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t,
+                                  ncclComm_t comm, cudaStream_t stream) {
+  size_t bytes = count * bytes_of(type);
+  return collective("all_reduce", stream, from, bytes, to, bytes, comm);
+}
+EXPORT ncclResult_t ncclBroadcast(const void* from, void* to, size_t count, ncclDataType_t type, int,
+                                  ncclComm_t comm, cudaStream_t stream) {
+  size_t bytes = count * bytes_of(type);
+  return collective("broadcast", stream, from, bytes, to, bytes, comm);
+}
+EXPORT ncclResult_t ncclMemAlloc(void** pointer, size_t bytes) {
+  cudaMalloc(pointer, bytes);
+  return ncclSuccess;
+}
+EXPORT ncclResult_t ncclMemFree(void* pointer) { return cudaFree(pointer), ncclSuccess; }
+EXPORT ncclResult_t ncclCommRegister(const ncclComm_t, void*, size_t, void** handle) {
+  return *handle = (void*)8, ncclSuccess;
+}
+EXPORT ncclResult_t ncclCommWindowRegister(ncclComm_t, void*, size_t, ncclWindow_t* window, int) {
+  return *window = (ncclWindow_t)8, ncclSuccess;
+}
+EXPORT const char* ncclGetErrorString(ncclResult_t) { return "an error of the stand-in"; }
+EXPORT const char* ncclGetLastError(ncclComm_t) { return "none"; }

@@ -1,0 +1,102 @@
+"""A training step on CUDA without a GPU, in every way to run it.
+
+Each case runs three steps. In the last, no two launches may race, the host may wait for nothing,
+and what compiled code starts and waits for must be what was planned.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rehearsal import Setup, rehearse
+from step_trace import read_trace
+
+WAYS = ("compiled", "blocks", "uncompiled")
+
+
+def with_features(*features: str, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a `Setup` with those features."""
+    return {"features": frozenset(features), **kwargs}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "accumulate": with_features("accumulate"),
+    "checkpoint": with_features("checkpoint"),
+    "checkpoint, accumulate": with_features("checkpoint", "accumulate"),
+    "flex": with_features("flex"),
+    "autocast": with_features("autocast", param_dtype=None),
+    "float32": {"param_dtype": None},
+    "reduce in float32": {"reduce_dtype": "float32"},
+    "deterministic": with_features("deterministic"),
+    "side stream": with_features("side stream"),
+    "hsdp": with_features("hsdp"),
+    "hsdp, accumulate": with_features("hsdp", "accumulate"),
+    "reshard to 2": {"reshard": 2},
+    "no reshard": {"reshard": False},
+    "own groups": with_features("own groups"),
+    "group memory": with_features("group memory"),
+    "tensor parallel": with_features("tp"),
+    "clip": with_features("clip"),
+    "summon": with_features("summon"),
+    "state dicts": with_features("state dicts"),
+    "failing backward": with_features("raises"),
+    "dynamic": with_features("dynamic"),
+    "offload": with_features("offload"),
+    "offload, accumulate": with_features("offload", "accumulate"),
+    "float16 with scaler": with_features("scaler", "clip", param_dtype="float16"),
+}
+BY_MODE: dict[str, dict[str, Any]] = {
+    "max-autotune": {"mode": "max-autotune-no-cudagraphs"},
+    "fold off": {"options": {"fold": False}},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CASES)
+def test_step(case: str, way: str, tmp_path: Path) -> None:
+    _check(Setup(way=way, **CASES[case]), tmp_path)
+
+
+@pytest.mark.parametrize("case", BY_MODE)
+def test_compiled_step(case: str, tmp_path: Path) -> None:
+    _check(Setup(**BY_MODE[case]), tmp_path)
+
+
+def test_cuda_graphs(tmp_path: Path) -> None:
+    found = rehearse(Setup(mode="reduce-overhead"), tmp_path)
+    assert not found.error, found.error
+    trace = read_trace(found.trace)
+    assert trace.count("replay") == 2 and not trace.count("gemm")
+    assert not trace.races and not trace.syncs
+
+
+def test_cuda_graphs_refuse_gradients_that_wait(tmp_path: Path) -> None:
+    """They lie in memory that the next replay writes; torch says so, also of plain models."""
+    setup = Setup(mode="reduce-overhead", features=frozenset({"accumulate"}))
+    assert "has been overwritten by a subsequent run" in rehearse(setup, tmp_path).error
+
+
+def _check(setup: Setup, folder: Path) -> None:
+    found = rehearse(setup, folder)
+    assert not found.error, found.error
+    trace = read_trace(found.trace)
+    assert trace.count("gemm") > 0
+    assert not trace.races, "\n".join(map(str, trace.races[:10]))
+    syncs = [sync for sync in trace.syncs if not _is_inherent(sync, setup)]
+    assert not syncs, syncs
+    if setup.way == "compiled":
+        assert found.kernels
+        for phase, order in trace.order:
+            if phase in ("forward", "backward"):
+                assert [phase, order] in found.orders, (phase, order, found.orders)
+
+
+def _is_inherent(sync: str, setup: Setup) -> bool:
+    """Whether the host must wait: for offloaded gradients, at the end of the backward, as in FSDP2.
+
+    Without a fused kernel, flex_attention of torch waits, too.
+    """
+    if "flex" in setup.features and setup.way == "uncompiled":
+        return sync.startswith("forward: stream")
+    return "offload" in setup.features and sync.startswith("backward: event")
