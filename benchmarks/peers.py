@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -75,9 +76,14 @@ class Model(nn.Module):
 Step = Callable[..., Any]
 
 
-def plain(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
+FULL = MixedPrecisionPolicy()
+
+
+def plain(
+    model: nn.Module, mesh: DeviceMesh, *, policy: MixedPrecisionPolicy = FULL, **options: Any
+) -> Step:
     """`torch.compile`, unsharded: the floor."""
-    return torch.compile(model)
+    return torch.compile(model.to(policy.param_dtype or torch.float32))
 
 
 def ddp(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
@@ -87,25 +93,23 @@ def ddp(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
     return torch.compile(DistributedDataParallel(model, process_group=mesh.get_group()))
 
 
-def fsdp2(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
+def fsdp2(
+    model: nn.Module, mesh: DeviceMesh, *, policy: MixedPrecisionPolicy = FULL, **options: Any
+) -> Step:
     """FSDP2, uncompiled."""
     from torch.distributed.fsdp import fully_shard
 
     for block in _blocks(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 
 def fsdp2_blocks(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
     """FSDP2 with every block compiled, as its authors advise."""
-    from torch.distributed.fsdp import fully_shard
-
     for block in _blocks(model):
         block.compile()
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
+    return fsdp2(model, mesh, **options)
 
 
 def _blocks(model: nn.Module) -> nn.ModuleList:
@@ -152,26 +156,35 @@ def _gather_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     return CheckpointPolicy.MUST_RECOMPUTE if gathers else CheckpointPolicy.MUST_SAVE
 
 
-def shardc(model: nn.Module, mesh: DeviceMesh, *, calibrated: bool = True, **options: Any) -> Step:
+def shardc(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    calibrated: bool = True,
+    policy: MixedPrecisionPolicy = FULL,
+    **options: Any,
+) -> Step:
     """This project, planned for the device and the wire as measured now, or as profiles say."""
     from shardc import calibrate, fully_shard
 
     if calibrated:
         calibrate(mesh, refresh=True)
-    fully_shard(model, mesh=mesh, units="auto")
+    fully_shard(model, mesh=mesh, units="auto", mp_policy=policy)
     return torch.compile(model, backend="shardc", fullgraph=True, options=options)
 
 
-def shardc_eager(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
+def shardc_eager(
+    model: nn.Module, mesh: DeviceMesh, *, policy: MixedPrecisionPolicy = FULL, **options: Any
+) -> Step:
     """This project, uncompiled."""
     from shardc import fully_shard
 
-    return fully_shard(model, mesh=mesh, units="auto")
+    return fully_shard(model, mesh=mesh, units="auto", mp_policy=policy)
 
 
 def shardc_blocks(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
     """This project with every block compiled by itself."""
-    step = shardc_eager(model, mesh)
+    step = shardc_eager(model, mesh, **options)
     for block in _blocks(model):
         block.compile(backend="shardc")
     return step

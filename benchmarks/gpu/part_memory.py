@@ -1,0 +1,57 @@
+"""Peak memory of a whole step: planned, allocated and reserved, beside FSDP2's."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import peers
+import torch
+import wire
+from part_speed import BF16, LARGE, WORLD
+from training import TINY
+
+from shardc.backend.graph_plan import graph_plans
+
+SHAPES = {
+    "16 x 2048": LARGE,
+    "32 x 1024": peers.Shape(32, 1024, 16, 32768, 2, 2048),
+    "8 x 4096, short": peers.Shape(8, 4096, 32, 32768, 1, 512),
+}
+
+
+def measure(shape: peers.Shape, name: str, segments: str, tiny: bool) -> dict[str, Any]:
+    """MB of a step with AdamW, with the allocator's segments fixed or expandable."""
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"expandable_segments:{segments}"
+    _, mesh = wire.join(WORLD, 20e-6, 360e9)
+    shape = TINY if tiny else shape
+    model = peers.Model(shape).cuda()
+    options = {"calibrated": False} if name == "shardc" else {}
+    call = peers.PEERS[name](model, mesh, policy=BF16, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.randint(shape.vocab, (shape.batch, shape.length), device="cuda")
+    for step in range(4):
+        if step == 3:
+            torch.cuda.reset_peak_memory_stats()
+        call(tokens).backward()
+        if step == 3:  # plans do not count the optimizer's step
+            peak = torch.cuda.max_memory_allocated()
+        optimizer.step()
+        optimizer.zero_grad()
+    reserved = torch.cuda.max_memory_reserved()
+    planned = max((plan.peak for plan in graph_plans), default=0)
+    return {
+        "planned MB": planned / 1e6,
+        "peak MB": peak / 1e6,
+        "reserved MB": reserved / 1e6,
+        "planned / peak": planned / peak,
+        "reserved / peak": reserved / peak,
+    }
+
+
+CASES: dict[str, Callable[[bool], dict[str, Any]]] = {
+    f"{title}, {name}, expandable {segments}": partial(measure, shape, name, segments)
+    for title, shape in SHAPES.items()
+    for name in ("shardc", "fsdp2")
+    for segments in ("False", "True")
+}

@@ -1,0 +1,177 @@
+"""What the parts share: a model, a step of it, ranks on one GPU, and a comparison of gradients."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import peers
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardc import fully_shard
+
+WITHOUT_VALUES = "libstandin" in os.environ.get("LD_PRELOAD", "")
+"""Whether kernels do nothing (`make test-cuda`), so that there are no values to compare."""
+
+SMALL = peers.Shape(blocks=4, dim=256, heads=4, vocab=1024, batch=2, length=128)
+TINY = peers.Shape(blocks=2, dim=128, heads=2, vocab=256, batch=2, length=64)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is sharded and run.
+
+    Attributes:
+        way: "compiled", "executor" (eager), "blocks" or "uncompiled".
+        mesh: its shape; one dim, or (replicate, shard).
+        sharding: more arguments of `fully_shard`.
+        accumulate: micro-batches without a reduction before the one with it.
+    """
+
+    way: str = "compiled"
+    mesh: tuple[int, ...] = (1,)
+    sharding: Mapping[str, Any] = field(default_factory=dict)
+    accumulate: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return torch.Size(self.mesh).numel()
+
+
+def gradients(training: Training, rank: int, shape: peers.Shape) -> dict[str, float]:
+    """Train sharded and unsharded on the same data; the largest differences, on this rank."""
+    torch.manual_seed(0)
+    model = peers.Model(shape).cuda()
+    start = time.perf_counter()
+    names = ("replicate", "shard")[-len(training.mesh) :]
+    mesh = init_device_mesh("cuda", training.mesh, mesh_dim_names=names)
+    expected, loss = _unsharded(training, shape, dist.get_world_size())
+    fully_shard(model, mesh=mesh, units="auto", **training.sharding)
+    call = prepare(model, training.way)
+    batches = _batches(training, shape, rank)
+    for tokens in batches[:-1]:
+        with model.no_sync():
+            call(tokens).backward()
+    ours = call(batches[-1])
+    ours.backward()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    total = ours.detach().float().clone()
+    dist.all_reduce(total)
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    result = {"loss": relative(total / dist.get_world_size(), loss), "first s": seconds}
+    worst = max(relative(found[name].cuda(), value) for name, value in expected.items())
+    return {**result, "gradient": worst}
+
+
+def prepare(model: Any, way: str) -> Callable[..., Tensor]:
+    """The model's forward, compiled as asked for."""
+    if way == "compiled":
+        model.compile(backend="shardc", options={"fallback": False})
+    elif way == "executor":
+        model.compile(backend="shardc", options={"executor": "eager"})
+    elif way == "blocks":
+        for block in model.blocks:
+            block.compile(backend="shardc", options={"fallback": False})
+    return model
+
+
+def _batches(training: Training, shape: peers.Shape, rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1 + rank)
+    size = (1 + training.accumulate, shape.batch, shape.length)
+    return list(torch.randint(shape.vocab, size, generator=generator).cuda())
+
+
+def _unsharded(
+    training: Training, shape: peers.Shape, ranks: int
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Gradients of the model on the data of all ranks; the mean loss of the last batches."""
+    torch.manual_seed(0)
+    model: nn.Module = peers.Model(shape).cuda()
+    policy = training.sharding.get("mp_policy", fsdp.MixedPrecisionPolicy())
+    low = policy.param_dtype or torch.float32
+    losses = []
+    for rank in range(ranks):
+        for tokens in _batches(training, shape, rank):
+            copies = {n: p.to(low) for n, p in model.named_parameters()}
+            loss = torch.func.functional_call(model, copies, (tokens,))
+            (loss / ranks).backward()
+        losses.append(loss.detach().float())
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return grads, torch.stack(losses).mean()
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """The norm of the difference over the norm; 0 where there are no values."""
+    if WITHOUT_VALUES:
+        assert found.shape == expected.shape
+        return 0.0
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-12))
+
+
+# -- ranks on one GPU ----------------------------------------------------------------------------
+
+
+def on_ranks(count: int, backend: str, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `work(rank, *args)` gives on every one of `count` ranks, which share one GPU.
+
+    NCCL takes ranks for those of other hosts if each has its own `NCCL_HOSTID`; they meet over
+    loopback sockets.
+    """
+    context = mp.get_context("spawn")
+    answers = context.SimpleQueue()
+    port = _free_port()
+    spawned = mp.spawn(
+        _serve, (count, backend, port, answers, work, args), nprocs=count, join=False
+    )
+    found = {}
+    while len(found) < count:
+        while answers.empty():
+            spawned.join(timeout=0.1)  # raises what a rank raised
+        rank, answer = answers.get()
+        found[rank] = answer
+    spawned.join()
+    return [found[rank] for rank in range(count)]
+
+
+def _serve(
+    rank: int, count: int, backend: str, port: int, answers: Any, work: Any, args: Any
+) -> None:
+    os.environ |= {
+        "NCCL_HOSTID": f"rank{rank}",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.cuda.set_device(0)
+    if WITHOUT_VALUES:
+        dist.ProcessGroup.emulated = True  # type: ignore[attr-defined]
+    dist.init_process_group(backend, rank=rank, world_size=count)
+    answers.put((rank, work(rank, *args)))
+    torch.cuda.synchronize()
+    if WITHOUT_VALUES:
+        os._exit(0)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def mesh_of(ranks: int) -> DeviceMesh:
+    """All ranks in one dim."""
+    return init_device_mesh("cuda", (ranks,))
