@@ -1,5 +1,7 @@
 """Passes on small graphs, without a process group: exact nodes before and after."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.fx import Graph, GraphModule
@@ -10,7 +12,7 @@ from shardc.passes.insert_unshard import insert_unshard, slots_read
 from shardc.passes.reshard import tag_reshard
 from shardc.passes.runner import run_passes
 from shardc.passes.verify import collective_sequence, verify
-from shardc.runtime.comm.unshard import unshard
+from shardc.runtime.comm.unshard import pack_gradients, unshard
 from shardc.runtime.eager.executor import eager_executor
 from shardc.runtime.layout.layout import Param, plan_bucket
 from shardc.runtime.layout.spec import Moved, UnshardSpec, intern_spec
@@ -31,6 +33,13 @@ def _signature(reshard=True, world_size=2):
 def test_signature_is_equal_for_equal_specs_only():
     assert _signature() == _signature()
     assert len({_signature(), _signature(reshard=False), _signature(world_size=3)}) == 3
+
+
+def test_gradients_of_frozen_parameters_are_not_sent():
+    grads = [torch.ones(4, 4), torch.ones(4)]
+    assert pack_gradients(grads, _signature(), None).sum() == 20
+    frozen = intern_spec(replace(_signature(), trainable=(True, False)))
+    assert pack_gradients(grads, frozen, None).sum() == 16
 
 
 def _marked(reads):

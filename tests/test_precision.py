@@ -245,3 +245,9 @@ def test_modules_without_parameters_or_inputs(mesh):
         fully_shard(empty, mesh=mesh, mp_policy=policy)
         assert compiled(empty)(torch.ones(2, 3)).shape == (2, 3)
     mean_over_ranks(torch.ones(1), mesh)
+
+
+def test_integers_stay_integers():
+    settings = Settings(precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    assert settings.dtypes(torch.float32, False) == (torch.bfloat16, torch.bfloat16)
+    assert settings.dtypes(torch.int64, False) == (torch.int64, torch.int64)
