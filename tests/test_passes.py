@@ -15,7 +15,7 @@ from shardc.passes.verify import collective_sequence, verify
 from shardc.runtime.comm.unshard import pack_gradients, unshard
 from shardc.runtime.eager.executor import eager_executor
 from shardc.runtime.layout.layout import Param, plan_bucket
-from shardc.runtime.layout.spec import Moved, UnshardSpec, intern_spec
+from shardc.runtime.layout.spec import Moved, UnshardSpec, intern_spec, spec_of
 
 c10d, aten = torch.ops._c10d_functional, torch.ops.aten
 
@@ -37,8 +37,9 @@ def test_signature_is_equal_for_equal_specs_only():
 
 def test_gradients_of_frozen_parameters_are_not_sent():
     grads = [torch.ones(4, 4), torch.ones(4)]
-    assert pack_gradients(grads, _signature(), None).sum() == 20
-    frozen = intern_spec(replace(_signature(), trainable=(True, False)))
+    spec = spec_of(_signature())
+    assert pack_gradients(grads, spec, None).sum() == 20
+    frozen = replace(spec, trainable=(True, False))
     assert pack_gradients(grads, frozen, None).sum() == 16
 
 
