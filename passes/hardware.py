@@ -71,9 +71,14 @@ class Profile:
 
     def peak(self, dtype: torch.dtype) -> float:
         """FLOP/s of a matmul in `dtype`, as reached."""
+        return self.matmul_efficiency * self.rate(str(dtype).removeprefix("torch."))
+
+    def rate(self, dtype: str) -> float:
+        """FLOP/s of a matmul in `dtype`, nominal; float32 is TF32 where the program allows that."""
         table = dict(self.flops)
-        name = str(dtype).removeprefix("torch.")
-        return self.matmul_efficiency * table.get(name, table["float32"])
+        allowed = torch.get_float32_matmul_precision() != "highest"  # which is the default
+        full = table["tf32"] if allowed and "tf32" in table else table["float32"]
+        return table.get(dtype, full) if dtype != "float32" else full
 
 
 _NVLINK_STEP, _NETWORK_STEP = 3.4e-6, 14e-6
@@ -83,13 +88,13 @@ _GB = 1e9
 
 
 def _nvidia(
-    name: str, source: str, bf16: float, tf32: float, bandwidth: float, memory: float,
+    name: str, source: str, bf16: float, tf32: float, fp32: float, bandwidth: float, memory: float,
     nvlink: float, network: float, host: float, workspace: int = 8_519_680,
 ) -> list[Profile]:  # fmt: skip
     """A board's two profiles: `nvlink` and `network` in GB/s a rank receives in a ring, `host` in
     GB/s of a copy from pinned memory, `workspace` in bytes as torch sets it for cuBLAS
     (aten/src/ATen/cuda/CublasHandlePool.cpp; more on compute capability 9.0)."""
-    flops = (("bfloat16", bf16), ("float16", bf16), ("float32", tf32))
+    flops = (("bfloat16", bf16), ("float16", bf16), ("float32", fp32), ("tf32", tf32))
     node = Profile(
         f"{name}-nvlink", source, flops, bandwidth, memory, 8,
         Link(_NVLINK_STEP, nvlink * _GB), Link(_NETWORK_STEP, network * _GB),
@@ -105,16 +110,16 @@ PROFILES: dict[str, Profile] = {
     for profile in [
         *_nvidia("a100", "NVIDIA A100 80GB SXM data sheet (2021); NVLink 3, 8 x HDR 200 Gb/s; "
                  "ring bandwidth as nccl-tests report, about 80% of nominal",
-                 312e12, 156e12, 2.039e12, 80e9, 230, 160, 25),
+                 312e12, 156e12, 19.5e12, 2.039e12, 80e9, 230, 160, 25),
         *_nvidia("h100", "NVIDIA H100 SXM data sheet (2023); NVLink 4, 8 x NDR 400 Gb/s; "
                  "ring bandwidth as nccl-tests report, about 80% of nominal",
-                 989e12, 494e12, 3.35e12, 80e9, 360, 320, 50, 2**25),
+                 989e12, 494e12, 67e12, 3.35e12, 80e9, 360, 320, 50, 2**25),
         *_nvidia("h200", "NVIDIA H200 SXM data sheet (2024); NVLink 4, 8 x NDR 400 Gb/s; "
                  "ring bandwidth as nccl-tests report, about 80% of nominal",
-                 989e12, 494e12, 4.8e12, 141e9, 360, 320, 50, 2**25),
-        *_nvidia("b200", "NVIDIA DGX B200 data sheet (2024); NVLink 5, 8 x NDR 400 Gb/s; "
+                 989e12, 494e12, 67e12, 4.8e12, 141e9, 360, 320, 50, 2**25),
+        *_nvidia("b200", "NVIDIA DGX and HGX B200 data sheets (2024); NVLink 5, 8 x NDR 400 Gb/s; "
                  "ring bandwidth assumed at 80% of nominal",
-                 2250e12, 1125e12, 8e12, 180e9, 720, 320, 50),
+                 2250e12, 1125e12, 75e12, 8e12, 180e9, 720, 320, 50),
         Profile("cpu", "one core of a server CPU with AVX2 and gloo over loopback, as measured on "
                 "the machines this was developed on; calibrate() measures yours",
                 (("float32", 100e9), ("bfloat16", 50e9), ("float64", 50e9)), 10e9, 16e9, 1,

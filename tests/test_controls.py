@@ -3,6 +3,7 @@
 import functools
 import inspect
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from ranks import mesh_of, on_ranks
 from torch.distributed.fsdp import FSDPModule
 
 import shardc
+from shardc.runtime import compat
 from shardc.runtime.bucket.bucket_spec import groups_for, spec_for
+from shardc.runtime.comm import communicators
 from shardc.runtime.comm.backends import backend_of
 
 Stack = functools.partial(TwoBlocks, 1)
@@ -309,6 +312,17 @@ def test_a_flag_costs_one_compile_a_combination(mesh):
             _loss(call, 1).backward()
         model.zero_grad()
     assert counters["stats"]["unique_graphs"] == 2  # without sync; with what waited
+
+
+@on_ranks(2)
+def test_groups_that_are_made_have_the_timeout_of_the_mesh(mesh):
+    wanted = timedelta(seconds=777)
+    ranks = dist.get_process_group_ranks(mesh.get_group())
+    given = dist.new_group(ranks, timeout=wanted, use_local_synchronization=True)
+    own = communicators.own_group(compat.group_name(given), "reduce")
+    whole = communicators.group_over([dist.get_rank()], given)
+    timeouts = [compat.group_timeout(compat.resolve_group(name)) for name in (own, whole)]
+    assert compat.group_timeout(mesh.get_group()) != wanted and timeouts == [wanted] * 2
 
 
 @on_ranks(2)

@@ -139,6 +139,20 @@ def test_grain_grows_with_the_latency():
     assert grains == sorted(grains) and 1e6 < grains[1] < 1e8
 
 
+def test_float32_runs_as_tf32_only_where_the_program_allows_it():
+    boards, before = PROFILES.values(), torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")  # the default
+        full = {board.name: board.rate("float32") for board in boards}
+        torch.set_float32_matmul_precision("high")
+        reduced = {board.name: board.rate("float32") for board in boards}
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert (full["h100-nvlink"], reduced["h100-nvlink"]) == (67e12, 494e12)
+    assert all(5 * full[name] < reduced[name] for name in full if name != "cpu")
+    assert full["cpu"] == reduced["cpu"]
+
+
 def test_every_profile_has_a_source_and_plausible_figures():
     for name, profile in PROFILES.items():
         assert profile.name == name and len(profile.source) > 20

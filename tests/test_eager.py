@@ -18,6 +18,7 @@ from ranks import on_ranks
 from test_backend import Broken
 from test_memory import measured_peak
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from shardc import fully_shard
@@ -446,6 +447,27 @@ def test_a_parameter_that_only_another_rank_used_gets_its_gradient(mesh):
     assert said == bool(rank)
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh))
+
+
+class Syncs(TorchDispatchMode):
+    """Counts single values that the host reads."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(2)
+def test_the_host_does_not_wait_for_each_unused_parameter(mesh):
+    model = fully_shard(seeded(Half), mesh=mesh)
+    model.half = True
+    loss = model(torch.randn(3, 18)).square().mean()
+    with Syncs() as syncs:
+        loss.backward()
+    assert model.down.weight.grad is None and model.norm.weight.grad is not None
+    assert syncs.count == 0
 
 
 @on_ranks(2)

@@ -164,7 +164,7 @@ class Gradients:
         if settings.reduce_unused:
             used = set(grads)
         elif eager:
-            missing |= {i for i in set(grads) - used if bool(grads[i].to_local().any())}
+            missing |= _not_zero({i: grads[i] for i in set(grads) - used})
         self._warn_of(missing - used)
         self.delivers = True
         try:
@@ -205,6 +205,14 @@ class Gradients:
         """Forget a backward that was interrupted."""
         self.used, self.elsewhere = set(), set()
         self.waiting.clear()
+
+
+def _not_zero(grads: dict[int, ShardTensor]) -> set[int]:
+    """Which of `grads` have any value; the host waits for the device once, if at all."""
+    if not grads:
+        return set()
+    known = torch.stack([grad.to_local().any() for grad in grads.values()]).tolist()
+    return {index for index, any_value in zip(grads, known, strict=True) if any_value}
 
 
 def _checked(replacement: Tensor | None, grad: ShardTensor) -> ShardTensor:

@@ -28,13 +28,17 @@ def kept_with(group: dist.ProcessGroup, key: object, make: Callable[[], T]) -> T
     return found
 
 
-def group_over(ranks: list[int]) -> str:
-    """The name of a group of these global ranks, made at first use; each of them must call it."""
+def group_over(ranks: list[int], like: dist.ProcessGroup) -> str:
+    """The name of a group of these global ranks, made at first use; each of them must call it.
+
+    Its collectives have the timeout of those of `like`.
+    """
     world, ranks = dist.distributed_c10d.GroupMember.WORLD, sorted(ranks)
     assert world is not None
     if len(ranks) == dist.get_world_size():
         return compat.group_name(world)
-    make = partial(dist.new_group, ranks, use_local_synchronization=True)
+    timeout = compat.group_timeout(like)
+    make = partial(dist.new_group, ranks, timeout, use_local_synchronization=True)
     return compat.group_name(kept_with(world, tuple(ranks), make))
 
 
@@ -58,6 +62,7 @@ def own_group(
         first = base.rank() // size * size if size else 0
         return dist.new_group(
             members[first : first + (size or len(members))],
+            timeout=compat.group_timeout(base),
             backend=dist.get_backend(base),
             pg_options=high_priority_options(base) if high_priority else None,
             use_local_synchronization=True,

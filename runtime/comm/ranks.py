@@ -34,5 +34,6 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
         return Ranks(shard, size, rank, None, 1, shard)
     copies = mesh.size(0)
     replicas = compat.group_name(mesh.get_group(0)) if copies > 1 else None
-    everyone = shard if copies == 1 else group_over(mesh.mesh.flatten().tolist())
+    one = mesh.get_group(0)
+    everyone = shard if copies == 1 else group_over(mesh.mesh.flatten().tolist(), one)
     return Ranks(shard, size, rank, replicas, copies, everyone)

@@ -90,8 +90,7 @@ def _peak(profile: Profile, flops: dict[str, float]) -> float:
     """FLOP/s of the device in the dtype that most are done in."""
     if not flops:
         return 0.0
-    table = dict(profile.flops)
-    return table.get(max(flops, key=flops.__getitem__), table["float32"])
+    return profile.rate(max(flops, key=flops.__getitem__))
 
 
 def _dtype(dtype: object) -> str:

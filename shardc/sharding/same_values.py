@@ -34,7 +34,7 @@ def check_same_values(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
     if not dist.is_initialized():
         raise RuntimeError("check_same_values needs a process group: call init_process_group()")
     mine = _digests(model)
-    ranks = None if mesh is None else group_over(mesh.mesh.flatten().tolist())
+    ranks = None if mesh is None else group_over(mesh.mesh.flatten().tolist(), mesh.get_group(0))
     _compare(mine, None if ranks is None else compat.resolve_group(ranks))
 
 
