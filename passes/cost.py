@@ -161,6 +161,15 @@ def node_bytes(node: Node, fused: bool = False) -> Expr:
     return total
 
 
+def is_fusible(node: Node) -> bool:
+    """Whether Inductor makes loops of an op, which it fuses with others that it makes loops of."""
+    target, tags = node.target, getattr(node.target, "tags", ())
+    # 2.11 has no tag for reductions.
+    named = target in _REDUCTIONS or target in _READS_ROWS or target in _LOOPS
+    tagged = torch.Tag.pointwise in tags or getattr(torch.Tag, "reduction", None) in tags
+    return named or tagged or compat.is_random_value(node)
+
+
 def stays_in_registers(node: Node) -> bool:
     """Whether Inductor would never store this value."""
     if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
@@ -179,6 +188,13 @@ _REDUCTIONS: set[Any] = {
     aten.var_mean.correction, aten.native_layer_norm.default,
     aten._softmax.default, aten._log_softmax.default,
 }  # fmt: skip
+
+_LOOPS: set[Any] = {
+    aten.full.default, aten.scalar_tensor.default, aten.select_scatter.default,
+    aten.slice_scatter.default, aten.constant_pad_nd.default, aten._to_copy.default,
+    torch.ops.prims.iota.default,
+}  # fmt: skip
+"""Further ops that Inductor makes loops of."""
 
 _TRANSCENDENTAL: set[Any] = {
     aten.tanh, aten.erf, aten.sin, aten.cos, aten.gelu, aten.gelu_backward,

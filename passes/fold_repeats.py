@@ -8,8 +8,9 @@ the very last pass: collectives stay where they were planned, outside of bodies,
 across the border of a block is what it was. The trace does not depend on it: it needs no changes
 to the model, and a graph without repeats stays as it is.
 
-The price: no kernel is fused across the border of a call. What a call gives is memory of its own;
-views are taken anew outside, because the compiler does not see that a call's result aliases.
+The price: no kernel is fused across the border of a call, so what would be one kernel is brought
+between the same collectives before (`near_readers`). What a call gives is memory of its own; views
+are taken anew outside, because the compiler does not see that a call's result aliases.
 """
 
 import copy
@@ -21,7 +22,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from shardc.passes.context import PassContext
-from shardc.passes.repeated_stretches import Stretch, find_repeats
+from shardc.passes.near_readers import move_near_readers
+from shardc.passes.repeated_stretches import Stretch, ends_no_stretch, find_repeats
 from shardc.runtime import compat
 
 log = logging.getLogger("shardc.passes")
@@ -32,6 +34,7 @@ def fold_repeats(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """A copy of `gm` in which stretches that repeat are calls; `gm` itself where none do."""
     folded = GraphModule(gm, copy.deepcopy(gm.graph))
     folded.meta.update(gm.meta)
+    move_near_readers(folded, ends_no_stretch)
     groups = find_repeats(folded)
     twins: dict[Node, Node] = {}
     for number, group in enumerate(groups):

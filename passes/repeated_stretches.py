@@ -74,10 +74,16 @@ def _runs(gm: GraphModule) -> Iterator[list[Node]]:
     for node in gm.graph.nodes:
         if _is_foldable(node):
             run.append(node)
-        elif not compat.is_random_seed(node):  # reads an input only: it may as well come earlier
+        elif not compat.is_random_seed(node):
             yield from _worth_folding(run)
             run = []
     yield from _worth_folding(run)
+
+
+def ends_no_stretch(node: Node) -> bool:
+    """Whether stretches may go on around a node."""
+    # What picks a seed reads an input only: it may as well come earlier.
+    return _is_foldable(node) or compat.is_random_seed(node)
 
 
 def _worth_folding(run: list[Node]) -> Iterator[list[Node]]:

@@ -13,8 +13,10 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardc.passes import pipeline
-from shardc.passes.context import PassContext, is_collective, is_wait, kind_of
+from shardc.passes.context import PassContext, is_collective, is_view, is_wait, kind_of
 from shardc.passes.fold_repeats import INVOKE, fold_repeats
+from shardc.passes.near_readers import move_near_readers
+from shardc.passes.repeated_stretches import ends_no_stretch
 from shardc.runtime import compat
 from shardc.runtime.eager.executor import eager_executor
 
@@ -134,6 +136,84 @@ def test_a_gradient_is_written_into_a_buffer_of_another_stretch():
     _check_values(gm, folded, args)
 
 
+# -- what would be one kernel --------------------------------------------------------------------
+
+
+def _together(run, *args):
+    """The names of ops between the waits of a graph, after they have moved."""
+    gm = _trace(run, *args)
+    flat = eager_executor(gm)([arg.clone() for arg in args])
+    move_near_readers(gm, ends_no_stretch)
+    gm.recompile()
+    moved = eager_executor(gm)([arg.clone() for arg in args])
+    assert all(map(torch.equal, flat, moved))
+    runs = [[]]
+    for node in gm.graph.nodes:
+        if is_wait(node):
+            runs.append([])
+        elif node.op == "call_function" and not is_view(node):
+            runs[-1].append(node.target._opname)
+    return [run for run in runs if run]
+
+
+def _of_8(count):
+    torch.manual_seed(0)
+    return [torch.randn(8, 8) for _ in range(count)]
+
+
+def test_a_gate_goes_to_what_it_is_multiplied_with():
+    def run(x, gate, up, down):
+        gated = F.silu(x @ c10d.wait_tensor(gate))
+        return [(gated * (x @ c10d.wait_tensor(up))) @ c10d.wait_tensor(down)]
+
+    assert _together(run, *_of_8(4)) == [["mm"], ["silu", "mm", "mul"], ["mm"]]
+
+
+def test_a_sum_and_its_norm_go_to_the_weight():
+    def run(x, w, scale, v):
+        x = x + x @ c10d.wait_tensor(w)
+        norm = x * x.pow(2).mean(-1, keepdim=True).rsqrt()
+        return [x + (norm * c10d.wait_tensor(scale)) @ c10d.wait_tensor(v)]
+
+    moved = ["add", "pow", "mean", "rsqrt", "mul", "mul"]
+    assert _together(run, *_of_8(4)) == [["mm"], moved, ["mm", "add"]]
+
+
+def test_what_reads_the_same_goes_up():
+    """As the gradient of a gate, and the value that its weight's gradient is made of."""
+
+    def run(grad, gate, v, w):
+        down = (grad * gate.sigmoid()) @ v
+        w = c10d.wait_tensor(w)
+        return [down + w, (grad * (1 - gate.sigmoid())) @ w]
+
+    up = ["sigmoid", "mul", "sigmoid", "rsub", "mul", "mm"]
+    assert [sorted(ops) for ops in _together(run, *_of_8(4))] == [sorted(up), ["add", "mm"]]
+
+
+def test_what_no_kernel_would_take_in_stays():
+    """A sum that a matmul reads first, and a reduction of what is stored anyway."""
+
+    def run(x, y, v, w):
+        total = x + y
+        w = c10d.wait_tensor(w)
+        hidden = (total + total @ w).relu()
+        loss, out = hidden.sum(), hidden @ v
+        return [c10d.wait_tensor(out) * loss]
+
+    stay = ["mm", "add", "relu", "sum", "mm"]
+    assert _together(run, *_of_8(4)) == [["add"], stay, ["mul"]]
+
+
+def test_nothing_crosses_what_writes():
+    def run(x, w):
+        y = x.sin()
+        x.copy_(w)
+        return [y * c10d.wait_tensor(w)]
+
+    assert _together(run, *_of_8(2)) == [["sin", "copy_"], ["mul"]]
+
+
 # -- on ranks ------------------------------------------------------------------------------------
 
 
@@ -170,8 +250,8 @@ def _order(gm):
 @pytest.mark.parametrize("reshard", [True, False])
 @on_ranks(2)
 def test_trains_as_unsharded(mesh, reshard):
-    plain = seeded(lambda: Stack(blocks=6))
-    model = shard_all(seeded(lambda: Stack(blocks=6)), mesh, reshard_after_forward=reshard)
+    plain = seeded(lambda: Stack(blocks=7))
+    model = shard_all(seeded(lambda: Stack(blocks=7)), mesh, reshard_after_forward=reshard)
     with Folds() as folds:
         check_parity(plain, model, _compiled(model), _batch, mesh)
     assert folds.calls("forward") and folds.calls("backward")
@@ -202,15 +282,15 @@ def test_gathers_start_before_the_call_that_hides_them(mesh):
 def test_the_code_does_not_grow_with_blocks(mesh):
     lines = {}
     for fold in (True, False):
-        for blocks in (6, 9):
+        for blocks in (7, 9):
             torch._dynamo.reset()
             model = shard_all(seeded(lambda blocks=blocks: Stack(blocks=blocks)), mesh)
             step = _compiled(model, fold=fold)
             _, codes = run_and_get_code(lambda step=step: step(**_batch(0)).backward())
             found = [re.findall(r"^ +cpp_fused_\w+\(|extern_kernels\.", c, re.M) for c in codes]
             lines[fold, blocks] = [len(kernels) for kernels in found]
-    assert lines[True, 6] == lines[True, 9], lines
-    assert all(a < b for a, b in zip(lines[False, 6], lines[False, 9], strict=True))
+    assert lines[True, 7] == lines[True, 9], lines
+    assert all(a < b for a, b in zip(lines[False, 7], lines[False, 9], strict=True))
 
 
 @on_ranks(2)
@@ -218,7 +298,7 @@ def test_the_graph_cache_hits(mesh):
     for _ in range(2):
         torch._dynamo.reset()
         counters.clear()
-        model = shard_all(seeded(lambda: Stack(blocks=6)), mesh)
+        model = shard_all(seeded(lambda: Stack(blocks=7)), mesh)
         with Folds() as folds:
             _compiled(model)(**_batch(0)).backward()
         assert folds.calls("forward")
@@ -264,7 +344,7 @@ def test_folded_is_what_it_was(mesh, build):
     results = []
     for fold in (True, False):
         torch._dynamo.reset()
-        model = shard_all(seeded(lambda: build(blocks=6)), mesh, reshard_after_forward=True)
+        model = shard_all(seeded(lambda: build(blocks=8)), mesh, reshard_after_forward=True)
         with Folds() as folds:
             step = _compiled(model, fold=fold)
             torch.manual_seed(7)
@@ -280,7 +360,7 @@ def test_folded_is_what_it_was(mesh, build):
 
 @on_ranks(2)
 def test_what_inductor_does_not_take_folded_it_takes_flat(mesh):
-    plain, model = (seeded(lambda: Stack(blocks=6)) for _ in range(2))
+    plain, model = (seeded(lambda: Stack(blocks=7)) for _ in range(2))
     shard_all(model, mesh)
     inner, failed = compat.compile_fx_inner, []
 

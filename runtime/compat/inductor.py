@@ -302,6 +302,13 @@ def takes_nested_graphs(kwargs: Mapping[str, object]) -> bool:
     return not (config.cpp_wrapper or kwargs.get("cpp_wrapper") or kwargs.get("cudagraphs"))
 
 
+def is_random_value(node: torch.fx.Node) -> bool:
+    """Whether a node draws with a seed of Inductor's, the same wherever it is (2.11 to 2.15)."""
+    from torch._inductor import inductor_prims
+
+    return node.target is inductor_prims.random
+
+
 def is_random_seed(node: torch.fx.Node) -> bool:
     """Whether a node picks one of the seeds that Inductor drew for a graph (2.11 to 2.15)."""
     from torch._inductor import inductor_prims

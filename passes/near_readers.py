@@ -1,0 +1,174 @@
+"""Graphs that are folded: what would be one kernel comes to lie between the same collectives.
+
+    before:  mm0; add; norm; wait1; scale(norm, w1); mm1
+    after:   mm0; wait1; add; norm; scale(norm, w1); mm1
+
+Inductor fuses elementwise ops and reductions wherever they lie, but not across the border of a
+call, and calls end at collectives. So such an op comes down to the first that it could be fused
+with, and ops that read the same in the same size go up to where that is read first. Collectives,
+matmuls and all else that Inductor does not fuse stay where they are.
+
+What an op reads is held until its new place, what goes up is there earlier: as it would be if the
+graph were not folded. No op goes further than `FURTHEST`.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from shardc.passes.context import WRITES, is_collective, is_view, is_wait, reach
+from shardc.passes.cost import is_fusible
+from shardc.passes.reorder import reorder
+
+FURTHEST = 4
+"""How many places down an op may go: past two borders with a run between them."""
+
+
+def move_near_readers(gm: GraphModule, is_foldable: Callable[[Node], bool]) -> None:
+    """Reorder `gm`; runs of nodes that are not `is_foldable` are the borders of calls."""
+    places = _Places(gm, is_foldable)
+    for place in range(2, places.end, 2):
+        places.hoist(place)
+    for place in range(0, places.end, 2):
+        places.sink(place)
+    places.carry_views()
+    reorder(gm, {node: (place,) for node, place in places.of.items()})
+
+
+class _Places:
+    """Where each node is: runs of compute have even numbers, the borders between them odd ones.
+
+    Attributes:
+        of: the place of every node that is called.
+        end: behind all places; what the graph returns is read there.
+    """
+
+    def __init__(self, gm: GraphModule, is_foldable: Callable[[Node], bool]) -> None:
+        self.of: dict[Node, int] = {}
+        self._movable: dict[int, list[Node]] = defaultdict(list)
+        self._closed: set[int] = set()
+        place = 0
+        for node in filter(lambda n: n.op == "call_function", gm.graph.nodes):
+            foldable = is_foldable(node)
+            if is_view(node) and place % 2:  # of what came before the border, or is part of it
+                within = any(self.of.get(given) == place for given in node.all_input_nodes)
+                self.of[node] = place if within else place - 1
+                continue
+            place += place % 2 == foldable
+            self.of[node] = place
+            if foldable and is_fusible(node):
+                self._movable[place].append(node)
+            elif not foldable and not _writes_to_its_own(node):
+                self._closed.add(place)
+        self.end = place + 2 - place % 2
+
+    def sink(self, place: int) -> None:
+        """Bring ops down from `place` to the first that reads them, if they could be fused."""
+        stay = set[Node]()
+        while True:
+            down = self._way_down(place, stay)
+            # A reduction of what stays would read all of it once more.
+            torn = {
+                node
+                for node in down
+                if torch.Tag.pointwise not in node.target.tags  # type: ignore[union-attr]
+                and any(
+                    self.of.get(source) == place and is_fusible(source) and source not in down
+                    for source in _sources(node)
+                )
+            }
+            if not torn:
+                break
+            stay |= torn
+        self._move(down)
+
+    def _way_down(self, place: int, stay: set[Node]) -> dict[Node, int]:
+        """The new places of those ops at `place` that go down, without those that `stay`."""
+        down: dict[Node, int] = {}
+        for node in sorted(set(self._movable[place]) - stay, reverse=True):
+            readers = {user: down.get(user, self.of.get(user, self.end)) for user in _readers(node)}
+            first = min(readers.values(), default=place)
+            there = {user for user, where in readers.items() if where == first}
+            if (
+                place < first <= place + FURTHEST
+                and self._is_open(place, first)
+                and any(map(is_fusible, there - self._behind_unfused(there, first)))
+            ):
+                down[node] = first
+        return down
+
+    def _behind_unfused(self, readers: set[Node], place: int) -> set[Node]:
+        """What at `place` reads what those of `readers` give that Inductor does not fuse."""
+        starts = [reader for reader in readers if not is_fusible(reader)]
+        return reach(lambda n: (u for u in _readers(n) if self.of.get(u) == place), *starts)
+
+    def hoist(self, place: int) -> None:
+        """Bring ops up from `place` that read what ops of the same size read or give before it."""
+        if not self._is_open(place - 2, place):
+            return
+        above = {pair for n in self._movable[place - 2] for pair in _in_size(n, (n, *_sources(n)))}
+        here = frozenset(self._movable[place])
+        todo = set(here)
+        while todo:
+            group = reach(lambda n: here.intersection([*_sources(n), *_readers(n)]), todo.pop())
+            todo -= group
+            read = {source for node in group for source in _sources(node)} - group
+            ready = all(self.of.get(source, -1) < place - 1 for source in read)
+            if ready and any(above & _in_size(node, _sources(node)) for node in group):
+                self._move(dict.fromkeys(group, place - 2))
+
+    def carry_views(self) -> None:
+        """Have views follow what they look at, and come before what reads them."""
+        views = [node for node, place in self.of.items() if is_view(node) and place % 2 == 0]
+        for node in reversed(views):
+            last = min((self.of.get(user, self.end) for user in node.users), default=self.end)
+            self.of[node] = min(self.of[node], last - last % 2)
+        for node in views:
+            first = max((self.of.get(i, 0) for i in node.all_input_nodes), default=0)
+            self.of[node] = max(self.of[node], first + first % 2)
+
+    def _is_open(self, first: int, last: int) -> bool:
+        return self._closed.isdisjoint(range(first, last))
+
+    def _move(self, to: dict[Node, int]) -> None:
+        for node, place in to.items():
+            self._movable[self.of[node]].remove(node)
+            self._movable[place].append(node)
+            self.of[node] = place
+
+
+def _writes_to_its_own(node: Node) -> bool:
+    """Whether a node at a border writes to nothing that ops read: they may cross it."""
+    if is_collective(node) or is_wait(node) or is_view(node):
+        schema = getattr(node.target, "_schema", None)
+        return schema is None or not schema.is_mutable
+    return WRITES in node.meta  # the input of a reduction
+
+
+def _sources(node: Node) -> Iterator[Node]:
+    """What `node` reads, through views."""
+    for given in node.all_input_nodes:
+        while is_view(given) and given.all_input_nodes:
+            given = given.all_input_nodes[0]
+        yield given
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """What reads `node`, through views; the output of the graph too."""
+    for user in node.users:
+        if is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _in_size(node: Node, values: Iterable[Node]) -> set[tuple[Node, int]]:
+    """`values` with the elements of the largest tensor that `node` reads or gives, if known."""
+    met = [given.meta.get("val") for given in (node, *node.all_input_nodes)]
+    sizes = [leaf.numel() for leaf in tree_leaves(met) if isinstance(leaf, Tensor)]
+    known = [size for size in sizes if isinstance(size, int)]
+    return {(value, max(known)) for value in values} if known else set()
