@@ -318,11 +318,22 @@ def test_a_flag_costs_one_compile_a_combination(mesh):
 def test_groups_that_are_made_have_the_timeout_of_the_mesh(mesh):
     wanted = timedelta(seconds=777)
     ranks = dist.get_process_group_ranks(mesh.get_group())
-    given = dist.new_group(ranks, timeout=wanted, use_local_synchronization=True)
+    given = compat.new_group(ranks, "with_a_timeout", timeout=wanted)
     own = communicators.own_group(compat.group_name(given), "reduce")
     whole = communicators.group_over([dist.get_rank()], given)
     timeouts = [compat.group_timeout(compat.resolve_group(name)) for name in (own, whole)]
     assert compat.group_timeout(mesh.get_group()) != wanted and timeouts == [wanted] * 2
+
+
+@on_ranks(2)
+def test_ranks_in_different_numbers_of_groups_make_one(mesh):
+    mine = dist.get_rank() == 0 and dist.new_group([0], use_local_synchronization=True)
+    group = communicators.own_group(compat.group_name(mesh.get_group()), "other_numbers")
+    total = torch.ones(1)
+    dist.all_reduce(total, group=compat.resolve_group(group))
+    assert total.item() == 2
+    if mine:
+        dist.destroy_process_group(mine)
 
 
 @on_ranks(2)

@@ -38,7 +38,7 @@ def group_over(ranks: list[int], like: dist.ProcessGroup) -> str:
     if len(ranks) == dist.get_world_size():
         return compat.group_name(world)
     timeout = compat.group_timeout(like)
-    make = partial(dist.new_group, ranks, timeout, use_local_synchronization=True)
+    make = partial(compat.new_group, ranks, "all", timeout=timeout)
     return compat.group_name(kept_with(world, tuple(ranks), make))
 
 
@@ -60,12 +60,13 @@ def own_group(
     def make() -> dist.ProcessGroup:
         members = dist.get_process_group_ranks(base)
         first = base.rank() // size * size if size else 0
-        return dist.new_group(
+        priority = "high" if high_priority else "normal"
+        return compat.new_group(
             members[first : first + (size or len(members))],
+            f"{group}_{purpose}_{priority}",
             timeout=compat.group_timeout(base),
             backend=dist.get_backend(base),
             pg_options=high_priority_options(base) if high_priority else None,
-            use_local_synchronization=True,
             group_desc=f"shardc_{purpose}",
         )
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,20 @@ def resolve_group(name: str) -> dist.ProcessGroup:
             "torch.distributed.init_process_group before fully_shard and keep the group until the "
             "last step"
         ) from error
+
+
+def new_group(ranks: list[int], purpose: str, **options: Any) -> dist.ProcessGroup:
+    """A group of those global ranks, each of which calls it: `dist.new_group` among them only.
+
+    torch names such a group after its ranks and the number of groups that this process is in, so
+    ranks that are in different numbers of groups would wait for each other without an end. Ours is
+    named after its ranks and its purpose, which may not occur twice (2.11 to 2.15).
+    """
+    from torch.distributed import distributed_c10d
+
+    name = "_".join(["shardc", purpose, *map(str, ranks)])
+    with mock.patch.object(distributed_c10d, "_hash_ranks_to_str", lambda ranks: name):
+        return dist.new_group(ranks, use_local_synchronization=True, **options)
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
