@@ -10,6 +10,7 @@ A line of the trace is one of:
     collective STREAM NAME FROM BYTES TO BYTES COMMUNICATOR RANKS
     record STREAM EVENT, wait STREAM EVENT
     sync stream|event|device|copy ...         the host waits
+    seen EVENT                                the host asked, and it was done
     capture STREAM, captured STREAM GRAPH, replay STREAM GRAPH
 
 The host is a stream, too: of operators on pinned memory, which copies touch as well.
@@ -90,6 +91,8 @@ def read_trace(path: Path) -> Trace:
             clocks.wait(*rest)
             if waits.is_first(rest[1]):
                 trace.order[-1][1].append("wait")
+        elif kind == "seen":
+            clocks.synchronise(["event", *rest])
         elif kind == "sync":
             clocks.synchronise(rest)
             if phase != "before":

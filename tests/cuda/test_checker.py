@@ -37,6 +37,7 @@ WRITE, READ = "op 0x10 add w:100-200", "op 0x20 mul r:180-190"
         (["record 0x10 0x1", WRITE, "wait 0x20 0x1", READ], 1),  # recorded too early
         ([WRITE, "record 0x10 0x1", READ, "wait 0x20 0x1"], 1),  # waited too late
         ([WRITE, "record 0x10 0x1", "wait 0x30 0x1", "record 0x30 0x2", "wait 0x20 0x2", READ], 0),
+        ([WRITE, "record 0x10 0x1", "seen 0x1", READ], 0),
         ([WRITE, "sync stream 0x10", READ], 0),  # the host waited, then launched
         ([WRITE, "sync stream 0x30", READ], 1),
         ([WRITE, "op host add_ r:100-110"], 1),  # the host reads what may not be there

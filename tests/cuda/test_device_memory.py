@@ -1,0 +1,29 @@
+"""Planned bytes beside those that the caching allocator gave and took from the device."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rehearsal import Setup, rehearse
+
+MODELS: dict[str, dict[str, int]] = {
+    "4 x 1024": {"blocks": 4, "dim": 1024, "batch": 4, "length": 1024},
+    "8 x 512": {"blocks": 8, "dim": 512, "batch": 4, "length": 1024},
+    "2 x 2048": {"blocks": 2, "dim": 2048, "batch": 2, "length": 512},
+    "16 x 256": {"blocks": 16, "dim": 256, "batch": 8, "length": 512},
+}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no reshard": {"reshard": False},
+    "checkpoint": {"features": frozenset({"checkpoint"})},
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("model", MODELS)
+def test_peak(model: str, strategy: str, tmp_path: Path) -> None:
+    found = rehearse(Setup(**MODELS[model], **STRATEGIES[strategy]), tmp_path)
+    assert not found.error, found.error
+    print(f"planned {found.planned:,}, peak {found.peak:,}, reserved {found.reserved:,}")
+    assert 0.95 <= found.planned / found.peak <= 1.05
+    assert found.reserved <= 1.1 * found.peak

@@ -1,0 +1,26 @@
+"""How many kernels a step launches, beside the same model unsharded."""
+
+from pathlib import Path
+
+from rehearsal import Setup, rehearse
+from step_trace import Trace, read_trace
+
+SHAPE = {"blocks": 4, "dim": 1024, "batch": 4, "length": 1024}
+
+
+def test_only_casts_are_added(tmp_path: Path) -> None:
+    """One Triton kernel a gathered bucket (the cast) and one a reduced bucket, no other."""
+    plain, ours = (_trace(Setup(who=who, **SHAPE), tmp_path / who) for who in ("plain", "shardc"))
+    sent = [name for _, order in ours.order for name in order]
+    gathered, reduced = sent.count("all_gather"), sent.count("reduce_scatter")
+    print(plain.launches, ours.launches)
+    assert gathered > reduced > 0
+    assert ours.count("gemm") == plain.count("gemm") > 0
+    assert ours.count("triton") <= plain.count("triton") + gathered + reduced
+
+
+def _trace(setup: Setup, folder: Path) -> Trace:
+    folder.mkdir()
+    found = rehearse(setup, folder)
+    assert not found.error, found.error
+    return read_trace(found.trace)
