@@ -13,7 +13,6 @@ def test_only_casts_are_added(tmp_path: Path) -> None:
     plain, ours = (_trace(Setup(who=who, **SHAPE), tmp_path / who) for who in ("plain", "shardc"))
     sent = [name for _, order in ours.order for name in order]
     gathered, reduced = sent.count("all_gather"), sent.count("reduce_scatter")
-    print(plain.launches, ours.launches)
     assert gathered > reduced > 0
     assert ours.count("gemm") == plain.count("gemm") > 0
     assert ours.count("triton") <= plain.count("triton") + gathered + reduced
