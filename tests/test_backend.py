@@ -517,8 +517,7 @@ def test_nothing_sharded_warns_once_and_compiles():
 
 _SECOND_START = """
     import os, torch, torch.distributed as dist
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._dynamo.utils import counters
+    from torch._dynamo.utils import counters
     from shardc import fully_shard
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

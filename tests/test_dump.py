@@ -217,7 +217,7 @@ def test_the_plan_has_buckets_schedule_and_memory(written):
     rows = [re.split(r"\s{2,}", row.strip())[1:4] for row in schedule[2:]]
     names = ["Stack", "layers.0", "layers.1"]
     assert rows == [["forward", "all-gather", name] for name in names]
-    assert memory[-1].startswith("peak with segments and optimizer state")
+    assert memory[-1].startswith("peak with all of these")
 
 
 def test_the_trace_has_the_same(written):

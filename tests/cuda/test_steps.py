@@ -92,7 +92,8 @@ def _check(setup: Setup, folder: Path) -> None:
     if setup.way == "compiled":
         assert found.kernels
         for phase, order in trace.order:
-            if phase in ("forward", "backward"):
+            failed = "raises" in setup.features and not order
+            if phase in ("forward", "backward") and not failed:
                 assert [phase, order] in found.orders, (phase, order, found.orders)
 
 
@@ -102,5 +103,5 @@ def _is_inherent(sync: str, setup: Setup) -> bool:
     Without a fused kernel, flex_attention of torch waits, too.
     """
     if "flex" in setup.features and setup.way == "uncompiled":
-        return sync.startswith("forward: stream")
+        return ": stream" in sync
     return "offload" in setup.features and sync.startswith("backward: event")
