@@ -102,8 +102,9 @@ class Board:
 
     def _read(self, rank: int, index: int) -> tuple[int, str]:
         start = self._start + rank * _RANK + index * _ENTRY
+        word = self._words[start // _WORD]  # before the text, which is written first
         text = self._memory[start + _WORD : start + _ENTRY].split(b"\0")[0]
-        return self._words[start // _WORD], text.decode(errors="replace")
+        return word, text.decode(errors="replace")
 
     def _look_who_is_here(self) -> None:
         self._known = self._words[0]
