@@ -21,6 +21,7 @@ from shardc.runtime.modules.controls import share_comm_ctx
 from shardc.runtime.modules.forward_method import register_fsdp_forward_method
 from shardc.runtime.modules.modules import ShardedModule
 from shardc.runtime.modules.summon import summon_full_params
+from shardc.runtime.tensor.shard_gathers import strict
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.sharding.materialize import materialize
 from shardc.sharding.mesh import hybrid_mesh
@@ -69,6 +70,7 @@ __all__ = [
     "set_profile",
     "set_state_dict",
     "share_comm_ctx",
+    "strict",
     "summon_full_params",
     "units_of",
 ]

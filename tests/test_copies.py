@@ -236,8 +236,8 @@ class Encoder(Stack):
 def test_another_way_in(mesh, executor):
     plain, model = seeded(Encoder), sharded(seeded(Encoder), mesh)
     batch = _batch()["tokens"]
-    with pytest.raises(NotImplementedError, match="full_tensor"):
-        model.encode(batch)
+    with pytest.raises(RuntimeError, match="register_fsdp_forward_method"):
+        model.encode(batch).sum().backward()
     with pytest.raises(ValueError, match="Encoder has no method 'decode'"):
         register_fsdp_forward_method(model, "decode")
     register_fsdp_forward_method(plain, "encode")  # not sharded: nothing happens

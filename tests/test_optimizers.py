@@ -1,7 +1,6 @@
 """Stock optimizers, clipping and GradScaler on ShardTensors equal the unsharded ones."""
 
 import copy
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from torch.optim import (
     Rprop,
 )
 
-from shardc import ShardTensor, fully_shard, units_of
+from shardc import ShardTensor, fully_shard, strict, units_of
 from shardc.runtime.comm import collectives
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -201,8 +200,12 @@ def test_optimizer_built_before_fully_shard(mesh):
     adagrad = Adagrad(stale.parameters())  # makes its state at once, of full tensors
     fully_shard(stale, mesh=mesh)
     set_gradients(stale, 0)
-    with pytest.raises(NotImplementedError, match="a plain tensor cannot be updated with a part"):
-        adagrad.step()
+    for option in ({"foreach": True}, {"foreach": False}):
+        adagrad.param_groups[0].update(option)
+        strict(not option["foreach"])  # lists are refused at any time
+        with pytest.raises(NotImplementedError, match="a plain tensor cannot be updated with a pa"):
+            adagrad.step()
+        strict(False)
 
 
 @on_ranks(2)
@@ -409,12 +412,11 @@ def test_no_optimizer_is_left_out():
 
 
 @on_ranks(2)
-def test_refuses_optimizers_that_need_the_whole_tensor(mesh):
+def test_strictly_refuses_optimizers_that_need_the_whole_tensor(mesh):
     _, sharded = pair(mesh)
     set_gradients(sharded, 0)
     optimizer = torch.optim.Adafactor(sharded.parameters())
-    with (
-        warnings.catch_warnings(),
-        pytest.raises(NotImplementedError, match="that works elementwise"),
-    ):
+    strict()
+    with pytest.raises(NotImplementedError, match=r"Take shardc.WholeTensorOptimizer\("):
         optimizer.step()
+    strict(False)

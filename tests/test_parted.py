@@ -120,7 +120,18 @@ def _summon(model):
         pass
 
 
+def _mean(model):
+    model.head.weight.mean()
+
+
+def _multiply(model):
+    with torch.no_grad():
+        model.head.weight.t() @ model.head.weight
+
+
 CALLS = [
+    (_mean, "an all-reduce of 1 torch.float64 for mean at test_parted.py:"),
+    (_multiply, "an all-gather of .* for t at test_parted.py:"),
     (_gather_one, "an all-gather of .* for full_tensor at test_parted.py:"),
     (_clip, "an all-reduce of .* for clip_grad_norm_ at test_parted.py:"),
     (_take_state, "for get_model_state_dict at test_parted.py:"),

@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from shardc import ShardTensor, fully_shard
+from shardc import ShardTensor, fully_shard, strict
 
 
 class Block(nn.Module):
@@ -411,8 +411,16 @@ def test_refusals(mesh):
         optimizer.step()
     weight = make(grid).layers[0].up.weight
     for view in (lambda: weight.view(-1), lambda: weight[3], lambda: weight.t()):
+        strict()
         with pytest.raises(NotImplementedError, match=r"full_tensor\(\)"):
             view()
+        strict(False)
+    full = weight.detach().full_tensor()
+    assert torch.equal(weight.detach().t() + 0, full.t())
+    assert torch.equal(weight.detach()[3] + 0, full[3])
+    for dims in ({}, {"dim": 0}, {"dim": 1}):
+        torch.testing.assert_close(weight.detach().sum(**dims), full.sum(**dims))
+        torch.testing.assert_close(weight.detach().amax(**dims), full.amax(**dims))
     with torch.no_grad(), pytest.raises(NotImplementedError, match="tensor parallelism"):
         weight[[1, 2]] = 0.0
 

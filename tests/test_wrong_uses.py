@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import shardc
-from shardc import MixedPrecisionPolicy, ShardTensor, fully_shard
+from shardc import MixedPrecisionPolicy, ShardTensor, fully_shard, strict
 from shardc.backend.options import Options
 from shardc.passes.hardware import current_profile
 
@@ -382,16 +382,30 @@ def _lbfgs(model):
         optimizer.zero_grad()
 
 
+def _strictly(act):
+    """`act`, with ops that need whole tensors refused."""
+
+    def call(model):
+        strict()
+        try:
+            act(model)
+        finally:
+            strict(False)
+
+    return call
+
+
 _HERE = f"from {__file__}:"
 _FULL = "options=StateDictOptions(full_state_dict=True"
 
 OF_PARAMETERS = {
-    "sum": (
-        lambda m: m[0].weight.sum(), NotImplementedError,
-        ["aten.sum.default", f"(called at {__file__}:", "Call .full_tensor() (on every rank)"],
+    "median": (
+        _strictly(lambda m: m[0].weight.median()), NotImplementedError,
+        ["aten.median.default", f"(called at {__file__}:", "Call .full_tensor() (on every rank)"],
     ),
     "einsum": (
-        lambda m: torch.einsum("ij,kj->ik", m[0].weight, m[0].weight), NotImplementedError,
+        _strictly(lambda m: torch.einsum("ij,kj->ik", m[0].weight, m[0].weight)),
+        NotImplementedError,
         ["aten.permute", f"(called at {__file__}:", "Call .full_tensor()"],
     ),
     "DDP": (
@@ -399,15 +413,15 @@ OF_PARAMETERS = {
         ["aten.cat.default", "torch.distributed.utils._sync", _HERE, "(replicate, shard)"],
     ),
     "LBFGS": (
-        _lbfgs, NotImplementedError,
-        ["aten.cat", "torch.optim.lbfgs._gather_flat_grad", _HERE, "that works elementwise"],
+        _strictly(_lbfgs), NotImplementedError,
+        ["aten.cat", "torch.optim.lbfgs._gather_flat_grad", _HERE, "shardc.WholeTensorOptimizer"],
     ),
     "safetensors": (
         lambda m: safetensors.torch.save(dict(m.state_dict())), RuntimeError,
         [".storage()", "safetensors.torch", _HERE, f"get_model_state_dict(model, {_FULL}"],
     ),
     "to a vector": (
-        lambda m: nn.utils.parameters_to_vector(m.parameters()), NotImplementedError,
+        _strictly(lambda m: nn.utils.parameters_to_vector(m.parameters())), NotImplementedError,
         ["aten.cat", "parameters_to_vector", _HERE, "with shardc.summon_full_params(model)"],
     ),
     "functional_call": (

@@ -16,7 +16,9 @@ def place_in(frame: FrameType | None) -> tuple[str, str]:
     called = ""
     while frame is not None and _is_library(frame):
         name = frame.f_code.co_name
-        if not name.startswith(("_", "<")) and name not in _WRAPPERS:
+        if name == "__torch_dispatch__" and "func" in frame.f_locals:  # of a ShardTensor
+            called = frame.f_locals["func"]._schema.name.removeprefix("aten::")
+        elif not name.startswith(("_", "<")) and name not in _WRAPPERS:
             called = name
         frame = frame.f_back
     if frame is None:

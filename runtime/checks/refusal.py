@@ -12,8 +12,10 @@ _SAVE = (
     "cpu_offload=True)), or with torch.distributed.checkpoint"
 )
 _WAYS_OUT = (
-    ("torch.optim", "Take an optimizer that works elementwise (AdamW, SGD, Adagrad, ...), or one "
-        "that calls .full_tensor() (on every rank)"),
+    ("torch.distributed.tensor", "distribute_tensor takes plain tensors: give it "
+        "param.full_tensor(). To load a model call shardc.set_model_state_dict"),
+    ("torch.optim", "Take shardc.WholeTensorOptimizer(TheOptimizer, params, ...), or an optimizer "
+        "that works elementwise (AdamW, SGD, Adagrad, ...)"),
     ("torch.nn.parallel", "DistributedDataParallel keeps whole parameters equal: give fully_shard "
         "a mesh (replicate, shard) instead, see hybrid_mesh()"),
     ("torch.distributed.fsdp", "Use one of the two: shardc's fully_shard or torch's"),
@@ -27,6 +29,9 @@ _WAYS_OUT = (
         "full tensor inside its module's forward and after the unit's unshard()"),
 )  # fmt: skip
 """(who asked, by the module's name; what to do): the first that is on the stack counts."""
+
+_GATHERED_FOR = ("torch.optim", "torch.nn.utils.convert_parameters", "torch.nn.utils.clip_grad")
+"""Libraries among these that can work on gathered values."""
 
 _PLUMBING = (
     "shardc.", "contextlib", "torch._", "torch.autograd.", "torch.functional",
@@ -55,6 +60,17 @@ def caller_and_way_out() -> tuple[str, str]:
     if first is own:
         return f" (called at {own.place})", way_out
     return f" (called in {first.module}.{first.function}, from {own.place})", way_out
+
+
+def is_refused_to_caller() -> bool:
+    """Whether a library asks that would go wrong with whole values, as it works on storages, sends
+    them to other ranks or keeps them in place of the parameter.
+    """
+    askers = tuple(asker for asker, _ in _WAYS_OUT if asker)
+    return any(
+        call.module.startswith(askers) and not call.module.startswith(_GATHERED_FOR)
+        for call in _calls()
+    )
 
 
 def _calls() -> list[_Call]:

@@ -51,6 +51,19 @@ def make_wrapper(cls: type[Tensor], shape: Iterable[int], local: Tensor) -> Tens
     )
 
 
+def make_wrapper_of_view(cls: type[Tensor], view: Tensor) -> Tensor:
+    """A wrapper subclass with the metadata of `view`, strides included (2.11 to 2.15)."""
+    return Tensor._make_wrapper_subclass(
+        cls,
+        view.shape,
+        strides=view.stride(),
+        storage_offset=view.storage_offset(),
+        dtype=view.dtype,
+        device=view.device,
+        requires_grad=False,
+    )
+
+
 def local_of(tensor: DTensor) -> Tensor:
     """This rank's value of a DTensor, without gradient (stubs give `detach` a plain type)."""
     return cast(DTensor, tensor.detach()).to_local()
@@ -114,3 +127,8 @@ def dtensor_parts(tensor: Tensor) -> tuple[Tensor, DTensorSpec] | None:
 def make_dtensor(local: Tensor, spec: DTensorSpec) -> Tensor:
     """A DTensor of a local value and a spec (2.11 to 2.15)."""
     return DTensor(local, spec, requires_grad=False)
+
+
+def gradient_hooks(tensor: Tensor) -> list[object]:
+    """What `tensor.register_hook` was given (2.11 to 2.15)."""
+    return list((tensor._backward_hooks or {}).values())

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from shardc.runtime import compat
-from shardc.runtime.tensor.shard_operands import bump, cut, empty_full, refuse
+from shardc.runtime.tensor.shard_gathers import refuse
+from shardc.runtime.tensor.shard_operands import bump, cut, empty_full, store
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
 RANDOM: tuple[str, ...] = (
@@ -24,7 +25,7 @@ def draw_in_place(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> 
     target = args[0]
     if not isinstance(target, ShardTensor) or any(isinstance(x, ShardTensor) for x in args[1:]):
         refuse(func)
-    _store(target, func(empty_full(target), *args[1:], **kwargs))
+    store(target, func(empty_full(target), *args[1:], **kwargs))
     return target
 
 
@@ -47,7 +48,7 @@ def fill_out(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Shard
     full = func(*args, **{**kwargs, "out": empty_full(target)})
     if full.shape != target.shape:
         refuse(func, f"its result has shape {tuple(full.shape)}, `out` has {tuple(target.shape)}")
-    _store(target, full)
+    store(target, full)
     return target
 
 
@@ -95,8 +96,3 @@ def _flat_positions(shape: torch.Size, index: compat.Index) -> Tensor:
         positions = positions + along[index] * stride  # expanded: holds shape[dim] elements
         stride *= shape[dim]
     return positions
-
-
-def _store(target: ShardTensor, full: Tensor) -> None:
-    target._local.copy_(cut(full, target))
-    bump([target._local])

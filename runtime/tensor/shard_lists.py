@@ -11,11 +11,12 @@ from torch import Tensor
 
 from shardc.runtime import compat
 from shardc.runtime.comm.collectives import all_reduce
+from shardc.runtime.tensor.shard_gathers import refuse
 from shardc.runtime.tensor.shard_operands import (
     PLAIN_TARGET,
+    NeedsWhole,
     bump,
     local_part,
-    refuse,
     wrap,
     written_operands,
 )
@@ -45,7 +46,10 @@ def run_lists(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> list
         assert isinstance(index, int)
         if isinstance(args[index], (list, tuple)):
             _note_written(func, args[index], like, written)
-    parts = [_parts(func, arg, like) if _is_list(arg) else arg for arg in args]
+    try:
+        parts = [_parts(func, arg, like) if _is_list(arg) else arg for arg in args]
+    except NeedsWhole as error:
+        refuse(func, str(error))
     result = func(*parts, **kwargs)
     bump(written)
     if func._schema.name == f"aten::{_UNSCALE}":

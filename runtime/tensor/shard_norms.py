@@ -1,4 +1,4 @@
-"""Reductions that clipping, GradScaler and initialisers need: local, then one all-reduce.
+"""Norms of tensors and of lists of them, as clipping needs: local, then one all-reduce.
 
 Norms are accumulated in fp32 at least, and combined across ranks in fp64, where p-th powers fit.
 A list's norms take one all-reduce for each process group, however many tensors there are.
@@ -12,18 +12,15 @@ from torch import Tensor
 
 from shardc.runtime import compat
 from shardc.runtime.comm.collectives import all_reduce
-from shardc.runtime.tensor.shard_operands import refuse
+from shardc.runtime.tensor.shard_gathers import refuse
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
 aten = torch.ops.aten
 
 
-def norm(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Tensor:
-    """`linalg_vector_norm` and `norm` over all elements."""
-    tensor, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    if any(args[2:4]) or kwargs.get("dim") or kwargs.get("keepdim") or "out" in kwargs:
-        refuse(func, "only the norm over all elements is known")
-    return _norms([tensor], 2 if order is None else order, kwargs.get("dtype"))[0]
+def norm(tensor: ShardTensor, order: float, dtype: torch.dtype | None) -> Tensor:
+    """The norm over all elements."""
+    return _norms([tensor], order, dtype)[0]
 
 
 def foreach_norm(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> list[Tensor]:
@@ -32,18 +29,6 @@ def foreach_norm(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> l
         refuse(func)
     tensors, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2)
     return _norms(tensors, order, args[2] if len(args) > 2 else kwargs.get("dtype"))
-
-
-def any_or_all(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Tensor:
-    """`any()` and `all()` over all elements: a 0-dim bool, equal on all ranks."""
-    if len(args) > 1 or kwargs:
-        refuse(func, "only over all elements")
-    tensor: ShardTensor = args[0]
-    op = "max" if func._schema.name == "aten::any" else "min"
-    value = func(tensor._local).to(torch.int32)
-    for group in tensor._spec.groups:
-        value = all_reduce(value, op, group)
-    return value.bool()
 
 
 def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
@@ -81,15 +66,19 @@ def _shares(parts: Sequence[Tensor], order: float, wide: Sequence[torch.dtype]) 
 
 
 def _combine(values: Tensor, order: float, group: str) -> Tensor:
-    """Over ranks: a sum, or for infinite orders an extremum that keeps NaN.
-
-    A backend's maximum may drop NaN on some ranks and not on others, which would then clip
-    differently; it goes along as a flag.
-    """
+    """Over ranks: a sum, or for infinite orders an extremum."""
     if not math.isinf(order):
         return all_reduce(values, "sum", group)
-    sign = 1.0 if order > 0 else -1.0
+    return extremum(values, 1.0 if order > 0 else -1.0, group)
+
+
+def extremum(values: Tensor, sign: float, group: str) -> Tensor:
+    """The greatest over ranks, with sign -1 the least, of each of `values: (n,)`; NaN is kept.
+
+    A backend's maximum may drop NaN on some ranks and not on others, which would then go on
+    differently; it goes along as a flag.
+    """
     flags = values.isnan()
     sent = torch.cat([(sign * values).masked_fill(flags, -math.inf), flags.double()])
-    extremum, flagged = all_reduce(sent, "max", group).chunk(2)
-    return (sign * extremum).masked_fill(flagged > 0, math.nan)
+    greatest, flagged = all_reduce(sent, "max", group).chunk(2)
+    return (sign * greatest).masked_fill(flagged > 0, math.nan)

@@ -1,42 +1,49 @@
 """What an op on parts sees of its operands, and how results become ShardTensors again.
 
 An elementwise op may run on local parts only where all sharded operands hold the same interval of
-the same shape. Plain operands of that shape are cut to it, single elements broadcast, anything else
-is refused: `shard * row` on the local part would be silently wrong.
+the same shape. Plain operands of that shape, or that broadcast to it, are cut to it; sharded ones
+that are cut otherwise are gathered first.
 """
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from shardc.runtime import compat
-from shardc.runtime.checks.refusal import caller_and_way_out
+from shardc.runtime.tensor.shard_gathers import gathered, gathers, refuse
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
 aten = torch.ops.aten
 _TAKES_0_DIM = {
     aten.fill.Tensor, aten.fill_.Tensor, aten.masked_fill.Tensor, aten.masked_fill_.Tensor,
 }  # fmt: skip
-_USER_NAMES = {"aten._local_scalar_dense.default": ".item()"}
 PLAIN_TARGET = (
     "a plain tensor cannot be updated with a part of a sharded one (if it is optimizer state that "
     "was made before fully_shard, build the optimizer after it)"
 )
 
 
+class NeedsWhole(Exception):
+    """An elementwise op whose result does not have the shape of the sharded operand."""
+
+
 def local_part(func: compat.Op, operand: Tensor, like: ShardTensor) -> Tensor:
     """What an elementwise op on `like`'s local part sees of `operand`.
 
     Raises:
-        NotImplementedError: it is not cut as `like`, nor plain and of its shape, nor one element.
+        NeedsWhole: they do not broadcast to the shape of `like`.
+        NotImplementedError: it is not cut as `like`, nor plain and of its shape, nor one element,
+            and ops that gather or broadcast are refused.
     """
     if isinstance(operand, ShardTensor):
         if operand is like or _same_cut(operand, like):
             return operand._local
-        refuse(func, f"operands are cut differently: {_cut(like)} and {_cut(operand)}")
+        why = f"operands are cut differently: {_cut(like)} and {_cut(operand)}"
+        if not _broadcasts(operand, like):
+            raise NeedsWhole(why)
+        operand = gathered(func, operand, why)
     if operand.dim() == 0:
         # The local part of a 0-dim parameter is 1-D: against a 0-dim operand types would promote
         # otherwise than they do between two 0-dim tensors.
@@ -46,7 +53,30 @@ def local_part(func: compat.Op, operand: Tensor, like: ShardTensor) -> Tensor:
         return cut(operand, like)
     if operand.numel() == 1 and operand.dim() <= like.dim():
         return operand.reshape(1)
-    refuse(func, f"{tuple(like.shape)} (sharded) with {tuple(operand.shape)} (plain) broadcasts")
+    why = f"{tuple(like.shape)} (sharded) with {tuple(operand.shape)} (plain) broadcasts"
+    if gathers.strict:
+        refuse(func, why)
+    if not _broadcasts(operand, like):
+        raise NeedsWhole(why)
+    return _broadcast_part(operand, like)
+
+
+def _broadcasts(operand: Tensor, like: ShardTensor) -> bool:
+    """Whether the two together have the shape of `like`."""
+    if operand.dim() > like.dim():
+        return False
+    sizes = zip(reversed(operand.shape), reversed(like.shape), strict=False)
+    return all(own in (1, size) for own, size in sizes)
+
+
+def _broadcast_part(operand: Tensor, like: ShardTensor) -> Tensor:
+    """The part of `operand`, broadcast to the shape of `like`, that belongs to this rank: 1-D."""
+    whole = operand.expand(like.shape)
+    parts = [
+        whole[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
+        for box in like._boxes()
+    ]
+    return torch.cat([part.reshape(-1) for part in parts]) if parts else operand.new_empty(0)
 
 
 def cut(full: Tensor, like: ShardTensor) -> Tensor:
@@ -55,6 +85,12 @@ def cut(full: Tensor, like: ShardTensor) -> Tensor:
     if like._spec.tp is not None:
         full = like._spec.tp.local_of(full)
     return full.reshape(-1)[start:stop]
+
+
+def store(target: ShardTensor, full: Tensor) -> None:
+    """Write this rank's interval of `full` into `target`."""
+    target._local.copy_(cut(full, target))
+    bump([target._local])
 
 
 def wrap(func: compat.Op, local: Tensor, like: ShardTensor) -> ShardTensor:
@@ -98,15 +134,6 @@ def bump(locals_: Iterable[Tensor]) -> None:
     """
     written = [local for local in locals_ if type(local) is Tensor]  # not while tracing
     torch.autograd.graph.increment_version(written)
-
-
-def refuse(func: compat.Op, why: str = "it needs more than this rank's part") -> NoReturn:
-    """Raise for an op that has no meaning on parts."""
-    name = str(func)
-    caller, way_out = caller_and_way_out()
-    raise NotImplementedError(
-        f"{_USER_NAMES.get(name, name)} is not supported on a ShardTensor: {why}{caller}. {way_out}"
-    )
 
 
 def _same_cut(a: ShardTensor, b: ShardTensor) -> bool:

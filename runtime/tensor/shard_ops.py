@@ -1,9 +1,10 @@
 """What each op does on ShardTensors: one table, a few rules, and a refusal for the rest.
 
 Elementwise ops (`torch.Tag.pointwise`) run on the local parts, list ops (`shard_lists`) too; norms
-and `any` are finished by one all-reduce (`shard_norms`); what fills a tensor in place is run on a
-temporary full one, of which the interval is kept (`shard_fill`). Views of consecutive elements are
-the same interval under another shape, or a part of it.
+and other statistics are finished by one all-reduce (`shard_norms`, `shard_stats`); what fills a
+tensor in place is run on a temporary full one, of which the interval is kept (`shard_fill`). Views
+of consecutive elements are the same interval under another shape, or a part of it. All else runs
+on gathered tensors (`shard_whole`), or is refused (`shardc.strict`).
 
 An op is looked up once and remembered: an optimizer step makes hundreds of these calls.
 """
@@ -15,17 +16,19 @@ import torch
 from torch import Tensor
 
 from shardc.runtime import compat
-from shardc.runtime.tensor import shard_fill, shard_lists, shard_norms
+from shardc.runtime.tensor import shard_fill, shard_lists, shard_norms, shard_stats
+from shardc.runtime.tensor.shard_gathers import gathers, refuse
 from shardc.runtime.tensor.shard_operands import (
     PLAIN_TARGET,
+    NeedsWhole,
     bump,
     local_part,
-    refuse,
     view_local,
     wrap,
     written_operands,
 )
 from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.tensor.shard_whole import run_whole, view_whole
 
 aten = torch.ops.aten
 Rule = Callable[[compat.Op, compat.Args, compat.Kwargs], object]
@@ -59,15 +62,27 @@ def rule_of(func: compat.Op) -> Rule:
     name = func._schema.name.removeprefix("aten::")
     if name in _TABLE:
         return _TABLE[name]
+    if shard_stats.is_known(func, name):
+        return shard_stats.run
     if shard_lists.is_list_op(func, name):
         return shard_lists.run_lists
     if torch.Tag.nondeterministic_seeded in func.tags:
         return shard_fill.fill_out if "out" in written_operands(func) else _refuse
     if name in _ELEMENTWISE or _is_pointwise(func, name):
         return run_elementwise
-    if "out" in written_operands(func):
-        return shard_fill.fill_out
-    return _refuse
+    return _fill_out if "out" in written_operands(func) else run_whole
+
+
+def _fill_out(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
+    """An op that writes to `out`, which may be what it needs to be sharded, or not."""
+    if gathers.strict or not any(map(_has_shards, args)):
+        return shard_fill.fill_out(func, args, kwargs)
+    return run_whole(func, args, kwargs)
+
+
+def _has_shards(value: object) -> bool:
+    listed = value if isinstance(value, (list, tuple)) else [value]
+    return any(isinstance(x, ShardTensor) for x in listed)
 
 
 def _is_pointwise(func: compat.Op, name: str) -> bool:
@@ -85,22 +100,24 @@ def _refuse(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object
 
 
 def run_elementwise(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
-    """Run `func` on the local parts; what it writes to must be sharded."""
+    """Run `func` on the local parts, or on whole tensors where these do not fit together."""
     like = args[0] if args else None
     if not isinstance(like, ShardTensor):
         like = next((x for x in (*args, *kwargs.values()) if isinstance(x, ShardTensor)), None)
         if like is None:
             refuse(func)
     written = [args[key] if isinstance(key, int) else kwargs[key] for key in written_operands(func)]
-    for target in written:
-        if not isinstance(target, ShardTensor):
-            refuse(func, PLAIN_TARGET)
-    parts = [local_part(func, x, like) if isinstance(x, Tensor) else x for x in args]
-    named = {
-        key: local_part(func, x, like) if isinstance(x, Tensor) else x
-        for key, x in kwargs.items()
-        if key != "memory_format"  # of the full shape; the local part is 1-D
-    }
+    if not all(isinstance(target, ShardTensor) for target in written):
+        return _run_whole(func, args, kwargs, PLAIN_TARGET)
+    try:
+        parts = [local_part(func, x, like) if isinstance(x, Tensor) else x for x in args]
+        named = {
+            key: local_part(func, x, like) if isinstance(x, Tensor) else x
+            for key, x in kwargs.items()
+            if key != "memory_format"  # of the full shape; the local part is 1-D
+        }
+    except NeedsWhole as error:
+        return _run_whole(func, args, kwargs, str(error))
     result = func(*parts, **named)
     if written:
         bump([target._local for target in written])
@@ -108,6 +125,12 @@ def run_elementwise(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -
     if isinstance(result, Tensor):
         return wrap(func, result, like)
     return tuple(wrap(func, part, like) for part in result)
+
+
+def _run_whole(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs, why: str) -> object:
+    if gathers.strict:
+        refuse(func, why)
+    return run_whole(func, args, kwargs)
 
 
 # -- views and new tensors ------------------------------------------------------------------------
@@ -134,21 +157,20 @@ def _view(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
     """
     source: ShardTensor = args[0]
     if func is aten.view.dtype:
-        refuse(func)
+        return view_whole(func, args, kwargs)
     views = func(torch.empty(source.shape, device="meta"), *args[1:], **kwargs)
-    if isinstance(views, Tensor):
-        return _interval_of(func, source, views)
-    return [_interval_of(func, source, view) for view in views]
+    listed = [views] if isinstance(views, Tensor) else views
+    if not all(view.is_contiguous() for view in listed):
+        return view_whole(func, args, kwargs, "it takes elements that are not consecutive")
+    if source._spec.tp is not None and any(view.shape != source.shape for view in listed):
+        return view_whole(func, args, kwargs, _PLACED)
+    intervals = [_interval_of(source, view) for view in listed]
+    return intervals[0] if isinstance(views, Tensor) else intervals
 
 
-def _interval_of(func: compat.Op, source: ShardTensor, view: Tensor) -> ShardTensor:
-    if not view.is_contiguous():
-        refuse(func, "it takes elements that are not consecutive")
+def _interval_of(source: ShardTensor, view: Tensor) -> ShardTensor:
     if view.numel() == source.numel():
-        if view.shape != source.shape:
-            _refuse_placed(func, source)
         return ShardTensor(source._local, view.shape, source._spec)
-    _refuse_placed(func, source)
     spec = source._spec.narrowed(int(view.storage_offset()) if view.numel() else 0, view.numel())
     start, stop = spec.interval()
     held, _ = source._spec.interval()
@@ -157,14 +179,13 @@ def _interval_of(func: compat.Op, source: ShardTensor, view: Tensor) -> ShardTen
     return ShardTensor(part, view.shape, spec)
 
 
-def _refuse_placed(func: compat.Op, source: ShardTensor) -> None:
-    if source._spec.tp is not None:
-        refuse(func, "it is also cut by tensor parallelism, so its parts have another shape")
+_PLACED = "it is also cut by tensor parallelism, so its parts have another shape"
 
 
-def _view_as_real(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> ShardTensor:
+def _view_as_real(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
     source: ShardTensor = args[0]
-    _refuse_placed(func, source)
+    if source._spec.tp is not None:
+        return view_whole(func, args, kwargs, _PLACED)
     part = view_local(source._local, lambda local: torch.view_as_real(local).view(-1))
     return ShardTensor(part, (*source.shape, 2), source._spec.doubled())
 
@@ -195,7 +216,5 @@ _TABLE: dict[str, Rule] = {
     **dict.fromkeys(_NEW, _new),
     **dict.fromkeys(shard_fill.RANDOM, shard_fill.draw_in_place),
     **dict.fromkeys(shard_fill.RANDOM_LIKE, shard_fill.draw_like),
-    **dict.fromkeys(("linalg_vector_norm", "norm"), shard_norms.norm),
-    **dict.fromkeys(("any", "all"), shard_norms.any_or_all),
     "_foreach_norm": shard_norms.foreach_norm,
 }

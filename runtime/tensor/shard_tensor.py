@@ -2,8 +2,8 @@
 
 What users and optimizers hold instead of the full parameter. The local part is a 1-D view of the
 rank's segment of a bucket, the interval `[start, stop)` of the flattened parameter. Elementwise
-ops run on the local part, norms and `any` are reduced over ranks, initialisers draw the full tensor
-and keep the interval, and the rest is refused by name (`shard_ops` holds the table). So stock
+ops run on the local part, statistics are reduced over ranks, initialisers draw the full tensor and
+keep the interval, and the rest runs on gathered values (`shard_ops` holds the table). So stock
 optimizers, `torch.nn.init`, clipping, GradScaler and DCP work at any world size.
 
 Only the local part and an immutable spec live on the object: checkpoints copy `__dict__` deeply.
@@ -164,6 +164,28 @@ class ShardTensor(Tensor):
         if slot is not None and changed:
             slot.bucket.set_trainable(slot.index, requires_grad)
         return self
+
+    @property
+    def device_mesh(self) -> NoReturn:
+        """Of DTensors: a ShardTensor is cut by flat intervals, which no placement describes."""
+        self._refuse_of_dtensors("device_mesh")
+
+    @property
+    def placements(self) -> NoReturn:
+        """Of DTensors, as `device_mesh`."""
+        self._refuse_of_dtensors("placements")
+
+    @property
+    def redistribute(self) -> NoReturn:
+        """Of DTensors, as `device_mesh`."""
+        self._refuse_of_dtensors("redistribute")
+
+    def _refuse_of_dtensors(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"{self._label()} is no DTensor and has no .{name}. To write a whole tensor into it: "
+            "param.copy_(full) under torch.no_grad(), each rank takes its part, or "
+            "shardc.set_model_state_dict for a model. To read all of it: param.full_tensor()"
+        )
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         """Refused: one rank holds only a part."""

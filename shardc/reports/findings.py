@@ -5,7 +5,7 @@ finds; thresholds are named below.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from shardc.passes.cost import collective_seconds
 from shardc.passes.hardware import Profile
@@ -61,6 +61,19 @@ def find_unused(names: Iterable[str]) -> Iterator[Finding]:
             f"{plural(len(names), 'parameter')} never used: {shown}",
             "they are kept, and gathered with their unit, for nothing: remove them, freeze them, "
             "or give them to fully_shard(ignored_params=...)",
+        )
+
+
+def find_gathered(counts: Mapping[str, int]) -> Iterator[Finding]:
+    """Ops on sharded parameters that gathered them, with how often they did."""
+    if counts:
+        times = {1: "once", 2: "twice"}
+        each = [f"{name} {times.get(n, f'{n} times')}" for name, n in Counter(counts).most_common()]
+        yield Finding(
+            "gathered for an op",
+            f"outside of forwards and backwards, ops gathered whole parameters: {_some(each)}",
+            "TORCH_LOGS=+shardc says where, shardc.strict(True) refuses such ops; for an optimizer "
+            "take shardc.WholeTensorOptimizer",
         )
 
 

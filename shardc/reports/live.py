@@ -13,11 +13,12 @@ from shardc.backend.options import Options
 from shardc.passes.context import PassContext
 from shardc.passes.hardware import Profile
 from shardc.reports.assemble import assemble
-from shardc.reports.findings import find, find_breaks, find_recompiles, find_unused
+from shardc.reports.findings import find, find_breaks, find_gathered, find_recompiles, find_unused
 from shardc.reports.formulas import rank_formulas
 from shardc.reports.graph import GraphRows, read_graph
 from shardc.reports.report import Report
 from shardc.runtime.bucket.bucket import Bucket
+from shardc.runtime.tensor.shard_gathers import gathers
 from shardc.sharding.units import check_sharded, units_of
 
 
@@ -69,6 +70,7 @@ def report_of(
         *find_recompiles(compiles),
         *find(planned, profile),
         *find_unused(_unused(model, graphs)),
+        *find_gathered(gathers.counts),
     )
     return replace(planned, findings=findings, formulas=rank_formulas(planned, profile))
 

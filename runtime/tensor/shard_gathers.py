@@ -1,0 +1,145 @@
+"""Ops that need a whole parameter: gathered for the op, and said so; refused where that is asked.
+
+A gather costs a message, and memory for one full parameter. It is logged (`TORCH_LOGS=+shardc`),
+counted for `shardc.report`, and warned of, once an op, where it is seen in several steps.
+"""
+
+import logging
+import warnings
+from collections import Counter
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from shardc.runtime import compat
+from shardc.runtime.checks.arguments import checked
+from shardc.runtime.checks.refusal import caller_and_way_out, is_refused_to_caller
+from shardc.runtime.tensor.shard_tensor import ShardSpec, ShardTensor
+
+log = logging.getLogger("shardc")
+
+WARNED_AFTER = 3
+"""Steps in which an op gathers before it is warned of."""
+_NEEDS_WHOLE = "it needs more than this rank's part"
+_USER_NAMES = {"aten._local_scalar_dense.default": ".item()"}
+
+
+class Gathers:
+    """Of this process: which ops gathered.
+
+    Attributes:
+        strict: whether such ops are refused.
+        counts: how often each op gathered.
+        steps: optimizer steps since the first gather; None before it.
+    """
+
+    def __init__(self) -> None:
+        self.strict = False
+        self.counts: Counter[str] = Counter()
+        self.steps: int | None = None
+        self._seen: dict[str, tuple[int, int]] = {}
+
+    def note(self, func: compat.Op, tensor: ShardTensor) -> None:
+        """`func` is about to gather `tensor`."""
+        name = str(func)
+        if self.steps is None:
+            self.steps = 0
+            register_optimizer_step_post_hook(self._end_step)
+        self.counts[name] += 1
+        if log.isEnabledFor(logging.DEBUG):
+            caller, _ = caller_and_way_out()
+            log.debug("%s gathers %s%s", name, tensor._label(), caller)
+        last, several = self._seen.get(name, (-1, 0))
+        if last != self.steps:
+            self._seen[name] = (self.steps, several + 1)
+            if several + 1 == WARNED_AFTER:
+                caller, _ = caller_and_way_out()
+                warnings.warn(
+                    f"{name} gathers {tensor._label()} in every step{caller}: each time that is a "
+                    "message and memory for the whole tensor. For an optimizer take "
+                    "shardc.WholeTensorOptimizer; shardc.strict(True) shows where it happens, by "
+                    "an error",
+                    stacklevel=2,
+                )
+
+    def _end_step(self, *_: object) -> None:
+        assert self.steps is not None
+        self.steps += 1
+
+
+gathers = Gathers()
+
+
+@checked
+def strict(on: bool = True) -> None:
+    """Refuse ops on ShardTensors that need the whole tensor, in place of gathering it.
+
+    Of this process, from now on: `strict(False)` allows them again, which is the default. The
+    error names the op, its caller and what to do. All ranks must be set alike.
+    """
+    gathers.strict = on
+
+
+def refuse(func: compat.Op, why: str = _NEEDS_WHOLE) -> NoReturn:
+    """Raise for an op that has no meaning on parts."""
+    name = str(func)
+    caller, way_out = caller_and_way_out()
+    raise NotImplementedError(
+        f"{_USER_NAMES.get(name, name)} is not supported on a ShardTensor: {why}{caller}. {way_out}"
+    )
+
+
+def gathered(func: compat.Op, tensor: ShardTensor, why: str = _NEEDS_WHOLE) -> Tensor:
+    """All of `tensor` for `func`, plain. Every rank that holds a part must call it.
+
+    Raises:
+        NotImplementedError: it is to be refused, is traced, or is for a library that would go
+            wrong with it.
+    """
+    if gathers.strict or type(tensor._local) is not Tensor or is_refused_to_caller():
+        refuse(func, why)
+    gathers.note(func, tensor)
+    with torch.no_grad():
+        return tensor.full_tensor()
+
+
+# -- gradients that come back plain ----------------------------------------------------------------
+
+
+class _PlainGradients:
+    """A hook of a ShardTensor: of a whole gradient it keeps this rank's part.
+
+    Attributes:
+        refused: the op whose gradient would be that of this rank's batch only.
+    """
+
+    def __init__(self, spec: ShardSpec) -> None:
+        self.spec, self.refused = spec, ""
+
+    def __call__(self, grad: Tensor) -> Tensor | None:
+        if isinstance(grad, ShardTensor):
+            return None
+        if self.refused:
+            raise RuntimeError(
+                f"{self.refused} on a ShardTensor has no backward: each rank would have the "
+                "gradient of its own batch. Read the parameter in its module's forward (of another "
+                "method: shardc.register_fsdp_forward_method), or under torch.no_grad()"
+            )
+        start, stop = self.spec.interval()
+        part = grad if self.spec.tp is None else self.spec.tp.local_of(grad)
+        return ShardTensor(part.reshape(-1)[start:stop].clone(), tuple(grad.shape), self.spec)
+
+
+def expect_plain_gradient(tensor: ShardTensor, refused: object = None) -> None:
+    """What runs on `tensor` now gives it a whole gradient: its part is kept, or it is `refused`."""
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return
+    hooks = compat.gradient_hooks(tensor)
+    hook = next((hook for hook in hooks if isinstance(hook, _PlainGradients)), None)
+    if hook is None:
+        hook = _PlainGradients(tensor._spec)
+        tensor.register_hook(hook)
+    if refused is not None:
+        hook.refused = str(refused)

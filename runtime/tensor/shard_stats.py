@@ -1,0 +1,246 @@
+"""Statistics of whole tensors, of all elements or along dims: parts, and one small collective.
+
+An interval of a flattened tensor is up to 2n-1 rectangles (`interval_boxes`). Each rectangle is
+reduced along the dims and merged into a tensor of the result's size; those of all ranks are then
+merged by one all-reduce (a variance takes two: of the mean, and of squared distances from it). Sums
+are accumulated in fp64 or int64, so that the result is right to the last digit of its dtype.
+
+Left out: statistics that need all values at once (median, sort, prod), which are gathered.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shardc.runtime import compat
+from shardc.runtime.comm.collectives import all_reduce
+from shardc.runtime.tensor import shard_norms
+from shardc.runtime.tensor.shard_gathers import expect_plain_gradient
+from shardc.runtime.tensor.shard_operands import cut
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.tensor.shard_whole import run_whole
+
+Over = Literal["sum", "max", "min"]
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """How one op is put together from rectangles.
+
+    Attributes:
+        of: what a rectangle gives along dims that are kept, `(rectangle, dims, named arguments)`.
+        over: how parts are merged, of a rank and of all ranks.
+        finish: the result of what was merged, of the number of elements behind each, and of the
+            named arguments.
+    """
+
+    of: Callable[[Tensor, list[int], compat.Kwargs], Tensor]
+    over: Over = "sum"
+    finish: Callable[[Tensor, int, compat.Kwargs], Tensor] = lambda merged, count, named: merged
+
+
+def _sum(part: Tensor, dims: list[int], named: compat.Kwargs) -> Tensor:
+    return _widened(part).sum(dims, keepdim=True)
+
+
+def _not_zero(part: Tensor, dims: list[int], named: compat.Kwargs) -> Tensor:
+    return (part != 0).sum(dims, keepdim=True)
+
+
+def _any(part: Tensor, dims: list[int], named: compat.Kwargs) -> Tensor:
+    return (part != 0).to(torch.int32).amax(dims, keepdim=True)
+
+
+def _all(part: Tensor, dims: list[int], named: compat.Kwargs) -> Tensor:
+    return (part != 0).to(torch.int32).amin(dims, keepdim=True)
+
+
+def _amax(part: Tensor, dims: list[int], named: compat.Kwargs) -> Tensor:
+    return _widened(part).amax(dims, keepdim=True)
+
+
+def _amin(part: Tensor, dims: list[int], named: compat.Kwargs) -> Tensor:
+    return _widened(part).amin(dims, keepdim=True)
+
+
+_AMAX, _AMIN = Statistic(_amax, "max"), Statistic(_amin, "min")
+_STATISTICS: dict[str, Statistic] = {
+    "sum": Statistic(_sum),
+    "mean": Statistic(_sum, finish=lambda merged, count, named: merged / count),
+    "count_nonzero": Statistic(_not_zero),
+    "any": Statistic(_any, "max"),
+    "all": Statistic(_all, "min"),
+    "amax": _AMAX,
+    "amin": _AMIN,
+    "max": _AMAX,
+    "min": _AMIN,
+}
+_NORMS = ("linalg_vector_norm", "norm")
+_SPREADS = ("var", "std")
+
+
+def is_known(func: compat.Op, name: str) -> bool:
+    """Whether `run` knows the op; `max` along a dim gives indices too, and is gathered."""
+    if func._overloadname.endswith("out") or "names" in func._overloadname:
+        return False
+    if name in ("max", "min"):
+        return func._overloadname == "default"
+    if name in _SPREADS:
+        return func._overloadname == "correction"
+    return name in _STATISTICS or name in _NORMS or name == "equal"
+
+
+def run(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
+    """Run `func`, the same result on all ranks. Every rank that holds a part must call it."""
+    tensor, name = args[0], func._schema.name.removeprefix("aten::")
+    if name == "equal":
+        return _equal(func, args, kwargs)
+    named = {
+        argument.name: value
+        for argument, value in zip(func._schema.arguments, args, strict=False)
+    } | kwargs  # fmt: skip
+    dims = _dims_of(tensor, named)
+    expect_plain_gradient(tensor)
+    if name in _NORMS and len(dims) == tensor.dim() and not named.get("keepdim"):
+        return shard_norms.norm(tensor, _order(named), named.get("dtype"))
+    if not tensor.numel():
+        return run_whole(func, args, kwargs)  # without a message: nobody has anything
+    like = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
+    if name in _SPREADS:
+        value = _variance(tensor, dims, named)
+        value = value.sqrt() if name == "std" else value
+    else:
+        known = _norm_of_order(_order(named)) if name in _NORMS else _STATISTICS[name]
+        count = math.prod(tensor.shape[dim] for dim in dims)
+        value = known.finish(_merged(tensor, dims, known, named), count, named)
+    return value.to(like.dtype).reshape(like.shape)
+
+
+def _dims_of(tensor: Tensor, named: compat.Kwargs) -> list[int]:
+    """The dims to reduce, all of them where none is named."""
+    dim = named.get("dim")
+    listed = [dim] if isinstance(dim, int) else list(dim or range(tensor.dim()))
+    return [d % max(1, tensor.dim()) for d in listed if tensor.dim()]
+
+
+def _order(named: compat.Kwargs) -> float:
+    order = named.get("ord", named.get("p", 2))
+    return 2.0 if order is None else float(order)
+
+
+def _norm_of_order(order: float) -> Statistic:
+    """As a sum of p-th powers, a count, or an extremum."""
+
+    def sizes(part: Tensor) -> Tensor:
+        return _widened(part.abs()).to(torch.float64)
+
+    if math.isinf(order):
+        if order > 0:
+            return Statistic(lambda part, dims, _: sizes(part).amax(dims, keepdim=True), "max")
+        return Statistic(lambda part, dims, _: sizes(part).amin(dims, keepdim=True), "min")
+    if order == 0:
+        return Statistic(_not_zero)
+    return Statistic(
+        lambda part, dims, _: sizes(part).pow(order).sum(dims, keepdim=True),
+        finish=lambda merged, count, _: merged ** (1 / order),
+    )
+
+
+# -- merging -------------------------------------------------------------------------------------
+
+
+def _widened(part: Tensor) -> Tensor:
+    """In the dtype that parts are merged in."""
+    if part.is_complex():
+        return part.to(torch.complex128)
+    return part.to(torch.float64 if part.is_floating_point() else torch.int64)
+
+
+def _merged(tensor: ShardTensor, dims: list[int], known: Statistic, named: compat.Kwargs) -> Tensor:
+    """The parts of all ranks, merged; reduced dims are kept with size 1."""
+
+    def of(part: Tensor, where: Index) -> Tensor:
+        return known.of(part, dims, named)
+
+    return _over_rectangles(tensor, dims, of, known.over)
+
+
+def _over_rectangles(
+    tensor: ShardTensor, dims: list[int], of: Callable[[Tensor, Index], Tensor], over: Over
+) -> Tensor:
+    """`of` each rectangle, given where in the result it belongs, merged over all ranks."""
+    local, at = tensor._local, 0
+    shape = [1 if dim in dims else size for dim, size in enumerate(tensor.shape)]
+    sample = of(local.new_zeros([1] * tensor.dim()), tuple(slice(0, 1) for _ in shape))
+    total = torch.full(shape, _start(over, sample.dtype), dtype=sample.dtype, device=local.device)
+    for box in tensor._boxes():
+        part, at = local[at : at + box.numel].view(box.sizes), at + box.numel
+        if not box.numel:
+            continue
+        where = tuple(
+            slice(0, 1) if dim in dims else slice(start, start + size)
+            for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True))
+        )
+        total[where] = _MERGE[over](total[where], of(part, where))
+    for group in tensor._spec.groups:
+        total = _over_ranks(total, over, group)
+    return total
+
+
+_MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add, "max": torch.maximum, "min": torch.minimum,
+}  # fmt: skip
+
+
+def _start(over: Over, dtype: torch.dtype) -> Any:
+    if over == "sum":
+        return 0
+    if dtype.is_floating_point:
+        return -math.inf if over == "max" else math.inf
+    return torch.iinfo(dtype).min if over == "max" else torch.iinfo(dtype).max
+
+
+def _over_ranks(value: Tensor, over: Over, group: str) -> Tensor:
+    flat = value.reshape(-1)
+    if value.is_complex():
+        return torch.view_as_complex(all_reduce(torch.view_as_real(flat), over, group)).view(
+            value.shape
+        )
+    if over == "sum" or not value.is_floating_point():
+        return all_reduce(flat, over, group).view(value.shape)
+    return shard_norms.extremum(flat, 1.0 if over == "max" else -1.0, group).view(value.shape)
+
+
+# -- what takes more than one round, or two tensors ----------------------------------------------
+
+
+def _variance(tensor: ShardTensor, dims: list[int], named: compat.Kwargs) -> Tensor:
+    count = math.prod(tensor.shape[dim] for dim in dims)
+    mean = _merged(tensor, dims, _STATISTICS["sum"], named) / count
+
+    def squares(part: Tensor, where: Index) -> Tensor:
+        return (_widened(part) - mean[where]).abs().square().sum(dims, keepdim=True)
+
+    correction = named.get("correction", 1)
+    divisor = max(0.0, count - float(1 if correction is None else correction))
+    return _over_rectangles(tensor, dims, squares, "sum") / divisor
+
+
+def _equal(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
+    a, b = args
+    if a.shape != b.shape:
+        return False
+    like = a if isinstance(a, ShardTensor) else b
+    shards = [x for x in (a, b) if isinstance(x, ShardTensor)]
+    if type(like._local) is not Tensor or any(x._spec != like._spec for x in shards):
+        return run_whole(func, args, kwargs)
+    a, b = (x._local if isinstance(x, ShardTensor) else cut(x, like) for x in (a, b))
+    same = torch.tensor(func(a, b), dtype=torch.int32, device=like.device)
+    for group in like._spec.groups:
+        same = all_reduce(same, "min", group)
+    return bool(same)

@@ -1,0 +1,166 @@
+"""Ops on whole tensors: run on gathered values; what they write goes back to the parts.
+
+The result is plain, and every rank has it. A view that is no interval (`p.t()`, `p[:, 1]`) is a
+`WholeView`: a tensor over the gathered value that knows where it is from, so that a write to it
+reaches the parameter, and it is gathered again once the parameter was updated.
+
+Left out: ops on process groups, random ops (ranks could draw different values), and tracing.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.runtime import compat
+from shardc.runtime.tensor.shard_gathers import expect_plain_gradient, gathered, refuse
+from shardc.runtime.tensor.shard_operands import store, written_operands
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+
+_OF_GROUPS = ("c10d", "_c10d", "shardc", "symm_mem")
+"""What namespaces of ops begin with that send their operands to other ranks."""
+
+
+def run_whole(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
+    """Run `func` on whole tensors. Every rank that holds a part must call it.
+
+    Raises:
+        NotImplementedError: such ops are refused, this one has no whole result, or it would change
+            the shape or dtype of what it writes to.
+    """
+    if func.namespace.startswith(_OF_GROUPS) or torch.Tag.nondeterministic_seeded in func.tags:
+        refuse(func)
+    if _is_view(func):
+        return view_whole(func, args, kwargs)
+    held: dict[int, tuple[ShardTensor, Tensor]] = {}
+
+    def whole(value: Tensor) -> Tensor:
+        if not isinstance(value, ShardTensor):
+            return value
+        if id(value) not in held:
+            expect_plain_gradient(value, refused=func)
+            held[id(value)] = value, gathered(func, value)
+        return held[id(value)][1]
+
+    values = _map_tensors(whole, args)
+    named = {key: _map_tensors(whole, value) for key, value in kwargs.items()}
+    result = func(*values, **named)
+    for target in _written(func, args, kwargs):
+        if isinstance(target, ShardTensor):
+            full = held[id(target)][1]
+            if (full.shape, full.dtype) != (target.shape, target.dtype):
+                refuse(func, "its segment has room for its shape only")
+            store(target, full)
+    targets = {id(full): target for target, full in held.values()}
+    return _map_tensors(lambda value: targets.get(id(value), value), result)
+
+
+def view_whole(
+    func: compat.Op, args: compat.Args, kwargs: compat.Kwargs, why: str | None = None
+) -> object:
+    """A view that is no interval, or several of them."""
+    source: ShardTensor = args[0]
+    expect_plain_gradient(source, refused=func)
+    base = gathered(func, source) if why is None else gathered(func, source, why)
+    views = func(base, *args[1:], **kwargs)
+    return _map_tensors(lambda view: WholeView(source, base, view), views)
+
+
+def _is_view(func: compat.Op) -> bool:
+    """Whether it returns views of its first operand, and writes to nothing."""
+    returned = [result.alias_info for result in func._schema.returns]
+    return bool(returned) and all(info is not None and not info.is_write for info in returned)
+
+
+def _written(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> list[Tensor]:
+    """The tensors that `func` writes to."""
+    found: list[Tensor] = []
+    for key in written_operands(func):
+        value = kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None
+        listed = value if isinstance(value, (list, tuple)) else [value]
+        found += [x for x in listed if isinstance(x, Tensor)]
+    return found
+
+
+def _map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with `fn` applied to the tensors in it and its lists and tuples."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map_tensors(fn, x) for x in value)
+    return value
+
+
+class WholeView(Tensor):
+    """A view of a gathered ShardTensor; writes to it reach the ShardTensor's parts."""
+
+    _source: ShardTensor
+    _gathered: Tensor
+    _whole: Tensor
+    _seen: int
+
+    __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, source: ShardTensor, base: Tensor, whole: Tensor) -> "WholeView":
+        """Wrap `whole`, a view of `base`, which was gathered from `source`."""
+        self: WholeView = compat.make_wrapper_of_view(cls, whole)  # type: ignore[assignment]
+        self._source, self._gathered, self._whole = source, base, whole
+        self._seen = source._local._version
+        return self
+
+    def _current(self, func: compat.Op) -> Tensor:
+        """The plain view, gathered again if the source was updated."""
+        if self._source._local._version != self._seen:
+            self._gathered.copy_(gathered(func, self._source))
+            self._seen = self._source._local._version
+        return self._whole
+
+    def _write_back(self) -> None:
+        store(self._source, self._gathered)
+        self._seen = self._source._local._version
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: compat.Op,
+        types: object,
+        args: compat.Args = (),
+        kwargs: compat.Kwargs | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        held: dict[int, WholeView] = {}
+
+        def plain(value: Tensor) -> Tensor:
+            if not isinstance(value, WholeView):
+                return value
+            held[id(whole := value._current(func))] = value
+            return whole
+
+        values = _map_tensors(plain, args)
+        result = func(*values, **{key: _map_tensors(plain, x) for key, x in kwargs.items()})
+        for target in _written(func, args, kwargs):
+            if isinstance(target, WholeView):
+                target._write_back()
+        if _is_view(func):
+            source = args[0]
+            return _map_tensors(lambda x: WholeView(source._source, source._gathered, x), result)
+        return _map_tensors(lambda x: held.get(id(x), x), result)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As of a plain tensor; a write to the array does not reach the parameter."""
+        return self.clone().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """As of a plain tensor."""
+        return self.clone().tolist()
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return repr(self.detach().clone())
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
+        return self.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().__reduce_ex__(protocol)
