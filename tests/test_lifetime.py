@@ -148,6 +148,21 @@ class Selective(Recomputed):
     }
 
 
+class SquashedBlock(Block):
+    """Computes with a function of a weight."""
+
+    def forward(self, x):
+        return x + F.gelu(self.up(self.norm(x))) @ self.down.weight.T.tanh()
+
+
+class Squashed(Recomputed):
+    """Blocks under activation checkpointing that compute something of their weights alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([SquashedBlock(), SquashedBlock()])
+
+
 class Reentrant(Recomputed):
     """The old way to recompute."""
 
@@ -161,7 +176,7 @@ def _no_weight_is_saved(graphs, model):
     assert saved and not [v for v in saved if v.numel() in sizes], saved
 
 
-@pytest.mark.parametrize("build", [Recomputed, Selective])
+@pytest.mark.parametrize("build", [Recomputed, Selective, Squashed])
 @on_ranks(2)
 def test_recomputed_blocks_keep_no_gathered_weight(mesh, build):
     plain, model = seeded(build), sharded(seeded(build), mesh, reshard_after_forward=True)
