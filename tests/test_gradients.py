@@ -79,6 +79,36 @@ def _are_gone(storages):
     return False
 
 
+def _without_gradient(module, x):
+    with torch.no_grad():
+        return module(x)
+
+
+def _row_by_row(module, x):
+    return torch.vmap(module)(x)
+
+
+class Peeking(nn.Module):
+    """Reads its weight twice: first where no gradient is kept, or for each row, then as usual."""
+
+    def __init__(self, peek):
+        super().__init__()
+        self.peek, self.linear = peek, nn.Linear(5, 5)
+
+    def forward(self, x):
+        scale = 1 + self.peek(self.linear, x).detach().abs().mean()
+        return (self.linear(x) / scale).pow(2).mean()
+
+
+@pytest.mark.parametrize("executor", ["eager", None])
+@pytest.mark.parametrize("peek", [_without_gradient, _row_by_row])
+@on_ranks(2)
+def test_a_weight_that_is_first_read_in_another_mode(mesh, peek, executor):
+    plain, model = seeded(lambda: Peeking(peek)), fully_shard(seeded(lambda: Peeking(peek)))
+    call = compiled(model, executor, fullgraph=True) if executor else model
+    check_parity(plain, model, call, lambda seed: {"x": torch.ones(3, 5) * (1 + seed)}, mesh)
+
+
 @pytest.mark.parametrize("eager", [True, False])
 @on_ranks(2)
 def test_unused_parameters_keep_none(mesh, eager):

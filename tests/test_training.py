@@ -1,10 +1,12 @@
-"""Compiled training equals the unsharded run: loss, every gradient, every parameter."""
+"""Training equals the unsharded run: loss, every gradient, every parameter."""
 
 import pytest
+import torch
 from models import Stack, check_parity, compiled, seeded, shard_all, tokens
 from ranks import on_ranks
+from torch import nn
 
-from shardc import ShardTensor, units_of
+from shardc import ShardTensor, fully_shard, units_of
 
 
 def _batch(seed):
@@ -22,6 +24,21 @@ def test_parity(mesh, executor):
 def test_parity_uncompiled(mesh):
     plain, model = seeded(Stack), shard_all(seeded(Stack), mesh)
     check_parity(plain, model, model, _batch, mesh)
+
+
+@on_ranks(3)
+def test_parity_where_every_rank_holds_several_parameters(mesh):
+    def build():
+        return nn.Sequential(*(nn.Linear(5, 5) for _ in range(6)))
+
+    plain, model = seeded(build), fully_shard(seeded(build), mesh=mesh)
+    assert sum(p.to_local().numel() > 0 for p in model.parameters()) > 2
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(q.full_tensor(), p)
+    check_parity(
+        plain, model, model, lambda seed: {"input": torch.ones(2, 5) * (1 + seed % 7)}, mesh,
+        loss_of=lambda out: out.square().mean(),
+    )  # fmt: skip
 
 
 @on_ranks(1, 3)
