@@ -12,7 +12,8 @@ matrix. The pattern, for any optimizer of the kind (Shampoo, SOAP, Adafactor):
 
 At most one full matrix exists at a time, the state stays a part, and checkpoints save and load it
 at any world size. On a plain model the same code runs unsharded. Left out, to stay short: every
-rank computes every update; with many matrices, let rank i compute the i-th and send it.
+rank computes every update. `shardc.WholeTensorOptimizer(torch.optim.Muon, params)` gives each
+matrix one rank that does, for any stock optimizer.
 """
 
 import argparse

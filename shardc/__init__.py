@@ -8,6 +8,7 @@ model.compile(backend="shardc")
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from shardc.calibrate import calibrate
+from shardc.optim.whole_tensor import WholeTensorOptimizer
 from shardc.passes.hardware import Profile, get_profile, set_profile
 from shardc.reports import plan_text  # noqa: F401 (it listens for finished plans)
 from shardc.reports.explain import explain
@@ -48,6 +49,7 @@ __all__ = [
     "ShardTensor",
     "ShardedModule",
     "StateDictOptions",
+    "WholeTensorOptimizer",
     "calibrate",
     "check_same_values",
     "compare_with_profile",

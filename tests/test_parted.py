@@ -18,7 +18,7 @@ from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardc import StateDictOptions, get_model_state_dict, summon_full_params
+from shardc import StateDictOptions, WholeTensorOptimizer, get_model_state_dict, summon_full_params
 from shardc.runtime import compat
 from shardc.runtime.comm import history, long_waits, program_collectives
 from shardc.runtime.comm.backends import end_waits
@@ -129,7 +129,12 @@ def _multiply(model):
         model.head.weight.t() @ model.head.weight
 
 
+def _update(model):
+    WholeTensorOptimizer(torch.optim.Adafactor, model.parameters()).step()
+
+
 CALLS = [
+    (_update, "an all-reduce of .* for step at test_parted.py:"),
     (_mean, "an all-reduce of 1 torch.float64 for mean at test_parted.py:"),
     (_multiply, "an all-gather of .* for t at test_parted.py:"),
     (_gather_one, "an all-gather of .* for full_tensor at test_parted.py:"),

@@ -129,6 +129,30 @@ def all_reduce(value: Tensor, op: str, group: str) -> Tensor:
         return start_all_reduce(value, op, group).wait()
 
 
+def all_to_all(
+    flat: Tensor, out_sizes: list[int], in_sizes: list[int], group: str, what: str
+) -> Tensor:
+    """Send each rank its piece of `flat`: `(sum(in_sizes),)` -> `(sum(out_sizes),)`.
+
+    Args:
+        out_sizes, in_sizes: elements from and for each rank.
+        what: what is sent, in words that are the same on all ranks.
+    """
+    if len(in_sizes) == 1:
+        return flat.clone()
+    if flat.is_complex():
+        twice = [[2 * size for size in sizes] for sizes in (out_sizes, in_sizes)]
+        return _as_complex(
+            all_to_all(torch.view_as_real(flat).flatten(), twice[0], twice[1], group, what)
+        )
+    if flat.dtype not in _CARRIED_AS_IS:
+        item = flat.element_size()
+        more = [[item * size for size in sizes] for sizes in (out_sizes, in_sizes)]
+        return all_to_all(flat.view(torch.uint8), more[0], more[1], group, what).view(flat.dtype)
+    with entering(f"an all-to-all of {what}", group, flat):
+        return ops.wait_tensor(ops.all_to_all_single(flat, out_sizes, in_sizes, group))
+
+
 def labelled(name: str) -> AbstractContextManager[object]:
     """Show what runs inside under `name` in the PyTorch profiler."""
     return torch.profiler.record_function(name)

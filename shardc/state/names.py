@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shardc.optim.first_state import parameters_of
 from shardc.runtime.checks.arguments import checked, shown
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -132,11 +133,6 @@ def is_keyed_by_id(state_dict: Mapping[str, Any]) -> bool:
     """Whether the keys are positions, as in `Optimizer.state_dict`."""
     keys = [*state_dict["state"], *(k for g in state_dict["param_groups"] for k in g["params"])]
     return any(isinstance(key, int) for key in keys)
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """The optimizer's parameters; the position of each is its id."""
-    return list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
 
 
 def check_in_model(params: Sequence[Tensor], names: Mapping[Tensor, Any]) -> None:

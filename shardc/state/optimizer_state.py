@@ -9,11 +9,12 @@ gradients and learning rate.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardc.optim.first_state import first_state, parameters_of
+from shardc.optim.whole_tensor import WholeTensorOptimizer
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.state.model_state import differences, raise_for
 from shardc.state.names import (
@@ -21,7 +22,6 @@ from shardc.state.names import (
     check_in_model,
     is_keyed_by_id,
     parameter_names,
-    parameters_of,
     rekeyed,
     unflattened,
 )
@@ -58,13 +58,26 @@ def optimizer_state(
 
 
 def _state_dict(optimizer: Optimizer) -> dict[str, Any]:
+    if isinstance(optimizer, WholeTensorOptimizer):
+        return optimizer.first_or_state_dict()
     if optimizer.state:
         return optimizer.state_dict()
-    optimizer.state.update(first_state(optimizer))
+    first = first_state(optimizer)
+    optimizer.state.update(first.state)
     try:
-        return optimizer.state_dict()
+        made = optimizer.state_dict()
     finally:
         optimizer.state.clear()
+    for group, added in zip(made["param_groups"], first.settings, strict=True):
+        group.update(added)
+    return made
+
+
+def existing_state(optimizer: Optimizer) -> Mapping[Any, Any]:
+    """The optimizer's state to load into, or that of a first step. Every rank must call it."""
+    if isinstance(optimizer, WholeTensorOptimizer):
+        return optimizer.first_or_state()[0]
+    return optimizer.state or first_state(optimizer).state
 
 
 def by_name(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -84,37 +97,6 @@ def by_name(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) ->
         if "param_names" in group:
             group["param_names"] = [canonical_name(model, name) for name in group["param_names"]]
     return named
-
-
-@torch.no_grad()
-def first_state(optimizer: Optimizer) -> dict[Any, Any]:
-    """What `optimizer.state` holds after a step with zero gradients, steps counted as none.
-
-    The optimizer keeps no state, and gradients and learning rates are put back. Every rank must
-    call it.
-    """
-    params = parameters_of(optimizer)
-    grads = [param.grad for param in params]
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    try:
-        for param in params:
-            param.grad = torch.zeros_like(param) if param.requires_grad else None
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-        type(optimizer).step(optimizer)
-        made = {key: state for key, state in optimizer.state.items() if state}
-    finally:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate
-        optimizer.state.clear()
-    for state in made.values():
-        if isinstance(state, dict) and "step" in state:
-            state["step"] = state["step"] * 0
-    return made
 
 
 # -- set -----------------------------------------------------------------------------------------

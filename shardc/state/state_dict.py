@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from shardc.runtime.checks.arguments import check_value, checked
 from shardc.state.model_state import ModelLoad, model_state
 from shardc.state.names import flattened, prefixes_of
-from shardc.state.optimizer_state import OptimizerLoad, first_state, optimizer_state
+from shardc.state.optimizer_state import OptimizerLoad, existing_state, optimizer_state
 from shardc.state.ranks import ModelRanks
 from shardc.state.values import Tree, Values, gathered, local_parts, on_host
 
@@ -194,7 +194,7 @@ def _load(
 ) -> Any:
     """Check everything on every rank, agree, then write."""
     asked, ranks = _checked(options), ModelRanks.of(model)
-    existing = [(each, each.state or first_state(each)) for each in optimizers]
+    existing = [(each, existing_state(each)) for each in optimizers]
     error: Exception | None = None
     loads: list[ModelLoad | OptimizerLoad] = []
     try:

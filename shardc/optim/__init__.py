@@ -1,0 +1,1 @@
+"""Optimizers whose update needs whole tensors, on sharded parameters."""

@@ -1,0 +1,60 @@
+"""What an optimizer that has not stepped will keep: seen in a step with zero gradients."""
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The optimizer's parameters; the position of each is its id."""
+    return list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
+
+
+class FirstState(NamedTuple):
+    """What a first step adds: `optimizer.state`, and settings that each group did not have."""
+
+    state: dict[Any, Any]
+    settings: list[dict[str, Any]]
+
+
+@torch.no_grad()
+def first_state(optimizer: Optimizer) -> FirstState:
+    """What an optimizer holds after a step with zero gradients, steps counted as none.
+
+    The optimizer keeps no state, and gradients and the settings of groups are put back. Every rank
+    must call it.
+    """
+    params = parameters_of(optimizer)
+    grads = [param.grad for param in params]
+    settings = [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    try:
+        for param in params:
+            param.grad = torch.zeros_like(param) if param.requires_grad else None
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+        type(optimizer).step(optimizer)
+        made = {key: state for key, state in optimizer.state.items() if state}
+        added = [
+            {key: value for key, value in group.items() if key not in kept and key != "params"}
+            for group, kept in zip(optimizer.param_groups, settings, strict=True)
+        ]
+    finally:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        for group, kept, rate in zip(optimizer.param_groups, settings, rates, strict=True):
+            for key in group.keys() - kept.keys() - {"params"}:
+                del group[key]
+            group.update(kept if rate is None else {**kept, "lr": rate})
+        optimizer.state.clear()
+    for entries in (*made.values(), *added):
+        if isinstance(entries, dict) and "step" in entries:
+            entries["step"] = entries["step"] * 0
+    return FirstState(made, added)

@@ -1,0 +1,106 @@
+"""Whether an optimizer updates each parameter by itself, found out by trying it.
+
+It is run twice on a few small tensors: on all of them together, and on each alone. Where values,
+state or settings of a group come out differently, something is taken over all parameters (a step
+size estimated from all gradients, a global norm, draws of one generator), and they must stay
+together.
+"""
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+log = logging.getLogger("shardc")
+
+SIDE = 6
+"""Elements of a side, at most, of the tensors that are tried."""
+_STEPS, _TRIED, _RATE = 3, 4, 0.01
+
+Make = Callable[[dict[int, nn.Parameter]], Optimizer]
+"""Makes an optimizer of some of the parameters, by position."""
+
+
+def is_independent(make: Make, shapes: Sequence[Sequence[int]], groups: Sequence[int]) -> bool:
+    """Whether parameters may be updated apart.
+
+    False, too, where it cannot be tried on small tensors.
+
+    Args:
+        shapes: of all parameters.
+        groups: the parameter group of each.
+    """
+    chosen = _chosen(shapes, groups)
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            together = _run(make, chosen, shapes)
+            apart = {index: _run(make, [index], shapes)[index] for index in chosen}
+    except Exception as error:
+        log.info("its parameters stay on one rank, as it fails on small tensors: %s", error)
+        return False
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+    return all(_same(together[index], apart[index]) for index in chosen)
+
+
+def _chosen(shapes: Sequence[Sequence[int]], groups: Sequence[int]) -> list[int]:
+    """A few parameters, of different groups and dims first."""
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for index, (shape, group) in enumerate(zip(shapes, groups, strict=True)):
+        if all(shape):
+            kinds.setdefault((len(shape), group), []).append(index)
+    firsts = [indices[0] for indices in kinds.values()]
+    others = [index for indices in kinds.values() for index in indices[1:]]
+    return sorted((firsts + others)[:_TRIED])
+
+
+def _run(make: Make, indices: list[int], shapes: Sequence[Sequence[int]]) -> dict[int, Any]:
+    """By parameter, what some steps make of it: value, state, settings of its group."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    params = {
+        index: nn.Parameter(_noise([min(side, SIDE) for side in shapes[index]], index))
+        for index in indices
+    }
+    optimizer = make(params)
+    for group in optimizer.param_groups:
+        if "lr" in group and not group["lr"]:  # before a warm-up
+            group["lr"] = _RATE
+    for step in range(_STEPS):
+        for index, param in params.items():
+            param.grad = _noise(param.shape, 1000 * (step + 1) + index)
+        optimizer.step()
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    own = ("params", "param_names")
+    return {
+        index: (
+            param.detach(),
+            optimizer.state.get(param, {}),
+            {key: value for key, value in group_of[param].items() if key not in own},
+        )
+        for index, param in params.items()
+    }
+
+
+def _noise(shape: Sequence[int], seed: int) -> Tensor:
+    return torch.randn(list(shape), generator=torch.Generator().manual_seed(seed))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and bool(torch.equal(a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, (int, float, str, bool, complex, type(None))):
+        return bool(a == b)
+    return type(a) is type(b)  # an object of the optimizer's own

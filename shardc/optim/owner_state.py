@@ -1,0 +1,169 @@
+"""The state that owners have, shown on every rank, for checkpoints.
+
+Ranks tell each other what entries there are. A tensor becomes a ShardTensor that lies on its owner
+as a whole: what saves, gathers and loads sharded tensors needs to know no more. Values of one
+element and what is no tensor are small, and every rank gets them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardc.optim.first_state import first_state
+from shardc.optim.owners import on_owner
+from shardc.runtime import compat
+from shardc.runtime.comm.collectives import entering
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A tensor that its owner has."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+
+@dataclass(frozen=True)
+class OwnerState:
+    """Of one optimizer, on this rank.
+
+    Attributes:
+        inner: the stock optimizer; None where this rank owns nothing.
+        whole: the tensors that it updates, by parameter.
+        owners: by sharded parameter.
+        params: all, in the order of the groups.
+        settings: those of the groups that it has, by number.
+        groups: the process groups that cut parameters.
+    """
+
+    inner: Optimizer | None
+    whole: Mapping[Tensor, nn.Parameter]
+    owners: Mapping[Tensor, int]
+    params: Sequence[Tensor]
+    settings: Mapping[int, dict[str, Any]]
+    groups: Sequence[dist.ProcessGroup]
+
+    def states(self, first: bool) -> tuple[dict[Tensor, Any], dict[int, dict[str, Any]]]:
+        """By parameter; and settings that a first step adds, by number of a group.
+
+        Every rank must call it.
+
+        Args:
+            first: if there is none yet, give what a first step makes.
+        """
+        mine = self._of_params(self.inner.state if self.inner is not None else {})
+        shown = self._from_all(_told(mine))
+        added: dict[int, dict[str, Any]] = {}
+        if first and not shown:
+            if self.inner is not None:
+                made = first_state(self.inner)
+                mine = self._of_params(made.state)
+                added = dict(zip(self.settings, made.settings, strict=True))
+            shown = self._from_all(_told(mine))
+            added = {**self._from_all(_told(added)), **added}
+        return self._by_param(mine, shown), added
+
+    def _by_param(self, mine: Mapping[int, Any], shown: Mapping[int, Any]) -> dict[Tensor, Any]:
+        found = {}
+        for number, param in enumerate(self.params):
+            if number in mine:
+                found[param] = self._placed(param, mine[number])
+            elif number in shown:
+                found[param] = self._placed(param, shown[number])
+        return found
+
+    def settings_of_all(self) -> dict[int, dict[str, Any]]:
+        """By number of a group, its settings where it is updated. Every rank must call it."""
+        return {**self._from_all(_told(self.settings)), **self.settings}
+
+    def taken(self, given: Mapping[Tensor, Any]) -> dict[Tensor, Any]:
+        """Of state on all ranks, this one's: plain tensors. Every rank must call it."""
+        local: dict[Tensor, Any] = {}
+        for param, tree in given.items():
+            value = _map(partial(self._unplaced, param), tree)
+            if param in self.whole:
+                local[param] = value
+        return local
+
+    def _of_params(self, state: Mapping[Any, Any]) -> dict[int, Any]:
+        """By position of the parameter."""
+        found = {}
+        for number, param in enumerate(self.params):
+            tree = state.get(self.whole[param]) if param in self.whole else None
+            if tree:
+                found[number] = tree
+        return found
+
+    def _from_all(self, mine: Mapping[int, Any]) -> dict[int, Any]:
+        """What all ranks tell, merged."""
+        merged: dict[int, Any] = {}
+        for group in self.groups:
+            everyone: list[Any] = [None] * group.size()
+            with entering("the entries of an optimizer's state", compat.group_name(group)):
+                dist.all_gather_object(everyone, dict(mine), group=group)
+            for told in reversed(everyone):
+                merged.update(told)
+        return merged or dict(mine)
+
+    def _placed(self, param: Tensor, tree: Any) -> Any:
+        """State as every rank shows it; of plain parameters as it is."""
+        if not isinstance(param, ShardTensor):
+            return tree
+
+        def place(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.numel() > 1:
+                return on_owner(
+                    value.detach(), value.shape, self.owners[param], param, value.new_empty(0)
+                )
+            if isinstance(value, _Held):
+                kind = param.device if value.device == param.device.type else value.device
+                empty = torch.empty(0, dtype=value.dtype, device=kind)
+                return on_owner(None, value.shape, self.owners[param], param, empty)
+            return value
+
+        return _map(place, tree)
+
+    def _unplaced(self, param: Tensor, value: Any) -> Any:
+        if not isinstance(value, ShardTensor):
+            return value
+        if isinstance(param, ShardTensor):
+            owner, spec = self.owners[param], value._spec
+            if all(r == owner or not _size(spec.interval(r)) for r in range(spec.world_size)):
+                return value._local.view(value.shape) if param in self.whole else None
+        return value.full_tensor()
+
+
+def _size(interval: tuple[int, int]) -> int:
+    return interval[1] - interval[0]
+
+
+def _told(trees: Mapping[int, Any]) -> dict[int, Any]:
+    """What other ranks are told."""
+    return {number: _map(_small, tree) for number, tree in trees.items()}
+
+
+def _small(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() > 1:
+        return _Held(tuple(value.shape), value.dtype, value.device.type)
+    return value.detach().cpu()
+
+
+def _map(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with `fn` applied to all that is not a dict, list or tuple."""
+    if isinstance(tree, Mapping):
+        return {key: _map(fn, value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_map(fn, value) for value in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_map(fn, value) for value in tree)
+    return fn(tree)
