@@ -139,7 +139,8 @@ def test_what_went_ahead_of_a_write_is_gathered_again(mesh):
     plain, model = seeded(lambda: Stack(3)), sharded(seeded(lambda: Stack(3)), mesh)
     x = tokens(1)
     before = plain(x, x)
-    torch.testing.assert_close(model(x, x), before)  # now the order is known
+    with torch.no_grad():  # nothing stays for a backward
+        torch.testing.assert_close(model(x, x), before)  # now the order is known
     for side in (plain, model):
 
         def write(*_, layer=side.layers[1]):
@@ -149,7 +150,9 @@ def test_what_went_ahead_of_a_write_is_gathered_again(mesh):
         side.layers[0].register_forward_hook(write)
     after = plain(x, x)
     assert not torch.equal(after, before)
-    torch.testing.assert_close(model(x, x), after)
+    with Events() as events:
+        torch.testing.assert_close(model(x, x), after)
+    assert events.of("start") == ["Stack", "layers.0", "layers.1", *UNITS[1:]]
 
 
 @on_ranks(2)
@@ -490,6 +493,33 @@ def test_parameters_written_before_the_backward_are_found(mesh):
             param.add_(1)
     with pytest.raises(RuntimeError, match=r"parameters of layers\.0 were written"):
         loss.backward()
+
+
+class Decaying(nn.Linear):
+    """Computes with its frozen weight times 0.9, by writing to it."""
+
+    def __init__(self):
+        super().__init__(5, 5, bias=False)
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_a_backward_reads_what_the_forward_wrote_to_its_weight(mesh):
+    plain, model = seeded(Decaying), seeded(Decaying)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    grads, before = [], plain.weight.clone()
+    for call in (plain, model):
+        x = torch.ones(2, 5, requires_grad=True)
+        call(x).square().sum().backward()
+        grads.append(x.grad)
+    assert not torch.equal(plain.weight, before)
+    torch.testing.assert_close(grads[1], grads[0])
+    assert torch.equal(full(model.weight), before)  # it was written to a temporary
 
 
 class Recomputed(Stack):
