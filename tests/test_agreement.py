@@ -44,12 +44,15 @@ def test_another_bucket_in_a_graph(mesh):
     assert "rank 1 has «bucket 1 (layers.1) of " in text, text
 
 
+@pytest.mark.parametrize("schedule", [True, False])  # which compares before it plans
 @on_ranks(3)
-def test_another_collective_in_a_graph(mesh):
+def test_another_collective_in_a_graph(mesh, schedule):
     model = shard_all(seeded(Stack), mesh, reshard_after_forward=False)
     if mesh.get_local_rank() == 2:
         model.layers[1].set_reshard_after_forward(True, recurse=False)
-    text = _refusal(compiled(model))
+    options = {"executor": "eager", "schedule": schedule}
+    text = _refusal(torch.compile(model, backend="shardc", options=options))
+    assert ("before they are scheduled" in text) == schedule, text
     assert "rank 0 has «layers.1: reduce_scatter_tensor of " in text, text
     assert "rank 2 has «layers.1: all_gather_into_tensor of 1440 float32 over 3 ranks (" in text, (
         text
