@@ -35,7 +35,7 @@ class Liveness:
     """Bytes that a graph holds.
 
     Attributes:
-        nodes: the graph's nodes, in order.
+        nodes: the names of the graph's nodes, in order.
         live: bytes after each of them, inputs included where the graph frees them.
         gathered, gradients: how much of it gathered buckets are (with what is made of them alone),
             and gradients on their way to be reduced, and reduced.
@@ -45,7 +45,7 @@ class Liveness:
             them for its backward.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[str, ...]
     live: tuple[int, ...]
     gathered: tuple[int, ...]
     gradients: tuple[int, ...]
@@ -59,7 +59,7 @@ class Liveness:
         return max(self.live, default=0)
 
     @property
-    def peak_node(self) -> Node | None:
+    def peak_node(self) -> str | None:
         """Where it is."""
         return self.nodes[self.live.index(self.peak)] if self.live else None
 
@@ -101,7 +101,7 @@ def measure_liveness(
     returned = gm.graph.output_node().all_input_nodes
     results = {roots[n] for n in returned if n in roots}
     return Liveness(
-        nodes,
+        tuple(node.name for node in nodes),
         tuple(map(sum, zip(*curves.values(), strict=True))),
         tuple(curves[_GATHERED]),
         tuple(curves[_GRADIENTS]),

@@ -45,3 +45,9 @@ GRAPH_PASSES: list[Pass] = [
     verify,
 ]
 FOLD_PASSES: list[Pass] = [fold_repeats]
+
+
+def is_own() -> bool:
+    """Whether all passes are those of shardc, whose version says what they do."""
+    passes = [*DYNAMO_PASSES, *JOINT_PASSES, *GRAPH_PASSES, *FOLD_PASSES]
+    return all(str(getattr(step, "__module__", "")).startswith("shardc.") for step in passes)

@@ -7,8 +7,7 @@ from models import Choosing, Stack, check_parity, compiled, seeded, shard_all, t
 from ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardc.backend.graph_plan import _agree_on_count, _agree_on_seconds
-from shardc.backend.options import Options
+from shardc.backend.agreements import Agreements
 from shardc.runtime.comm import agreement
 from shardc.runtime.comm.agreement import agree
 from shardc.runtime.comm.communicators import kept_with
@@ -118,10 +117,9 @@ def test_ranks_plan_with_the_slowest_and_the_tightest_of_them(mesh):
     group, rank = mesh.get_group().group_name, mesh.get_local_rank()
     seconds = [[1.0, 5.0], [3.0, 2.0], [2.0, 4.0]][rank]
     count = [4, 2, 3][rank]
-    agreed = _agree_on_seconds(group, Options(), "forward", ["a test"], seconds)
-    assert agreed == [3.0, 5.0]
-    assert _agree_on_count(group, Options(), ["a test"], count) == 2
+    agreements = Agreements()
+    assert agreements.seconds(group, "forward", ["a test"], seconds) == [3.0, 5.0]
+    assert agreements.count(group, ["a test"], count) == 2
     if rank == 0:  # which compiles again, alone: the others would not answer
-        agreed = _agree_on_seconds(group, Options(), "forward", ["a test"], [9.0, 9.0])
-        assert agreed == [3.0, 5.0]
-        assert _agree_on_count(group, Options(), ["a test"], 1) == 2
+        assert agreements.seconds(group, "forward", ["a test"], [9.0, 9.0]) == [3.0, 5.0]
+        assert agreements.count(group, ["a test"], 1) == 2

@@ -51,7 +51,7 @@ def test_liveness_counts_storages_from_their_maker_to_their_last_reader():
     assert measure_liveness(gm, owns_inputs=False).live == (0, 400, 400, 800, 800)
     owned = measure_liveness(gm, owns_inputs=True)
     assert owned.live == (400, 800, 400, 800, 800) and owned.inputs == 400 and owned.outputs == 400
-    assert owned.peak == 800 and owned.peak_node.name == "cos_default"
+    assert owned.peak == 800 and owned.peak_node == "cos_default"
     fused = measure_liveness(gm, owns_inputs=False, fused=True)
     assert fused.live == (0, 0, 0, 0, 400)
 

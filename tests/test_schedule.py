@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule
 
 import shardc
 from shardc import fully_shard, units_of
-from shardc.backend import graph_plan
+from shardc.backend.agreements import Agreements
 from shardc.backend.graph_plan import graph_plans
 from shardc.backend.options import Options
 from shardc.passes.coalesce import coalesce
@@ -355,11 +355,11 @@ def test_memory_budget(mesh):
 def test_ranks_keep_as_many_buckets_as_the_tightest_of_them(mesh):
     asked = []
 
-    def least(group, options, facts, count):
+    def least(self, group, facts, count):
         asked.append(count)
         return count if len(asked) == 1 else 1  # another rank has room for one bucket only
 
-    with mock.patch.object(graph_plan, "_agree_on_count", least):
+    with mock.patch.object(Agreements, "count", least):
         (_, backward), _ = _planned(mesh, _backward, memory_budget="1GB")
     gathers = sum("all_gather" in line for line in backward.collectives)
     assert gathers == asked[1] - 1 > 0, (asked, backward.collectives)

@@ -70,7 +70,7 @@ def agree(
         return frozenset([note])
     history = kept_with(group, _History, _History)
     text = "\n".join([what, *facts])
-    digest = hashlib.sha256(text.encode()).hexdigest()
+    digest = _digest(what, facts)
     notes = frozenset[str]() if every_time else history.notes.get(digest, frozenset())
     if note not in notes and not (notes and first_note_stands):
         timeout = timeout or compat.group_timeout(group)
@@ -86,6 +86,23 @@ def agree(
         while len(history.notes) > _KEPT:
             del history.notes[next(iter(history.notes))]
     return notes
+
+
+def settle(
+    group: dist.ProcessGroup, what: str, facts: Sequence[str], note: str = ""
+) -> frozenset[str]:
+    """Remember facts as agreed on, as all ranks of `group` do: they are known to be equal."""
+    notes = kept_with(group, _History, _History).notes
+    return notes.setdefault(_digest(what, facts), frozenset([note]))
+
+
+def rounds(group: dist.ProcessGroup) -> int:
+    """How many times the ranks of `group` have compared something."""
+    return kept_with(group, _History, _History).rounds
+
+
+def _digest(what: str, facts: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join([what, *facts]).encode()).hexdigest()
 
 
 def decline(group: dist.ProcessGroup, what: str, why: str) -> None:

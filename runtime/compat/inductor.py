@@ -7,7 +7,8 @@ import torch
 from torch._inductor.exc import InductorError as InductorError
 from torch.fx import GraphModule
 
-from shardc.runtime.compat.aot import donating_nothing, functorch_config, is_body
+from shardc.runtime.compat.aot import compiling_backward_at_once, donating_nothing, is_body
+from shardc.runtime.compat.aot_cache import Guest, aot_cache
 
 LabelOf = Callable[[torch.fx.Node], object]
 """Gives a node the context in which it runs, or None."""
@@ -18,16 +19,17 @@ def compile_fx(
     example_inputs: Sequence[Any],
     inner_compile: Callable[..., Any],
     patches: dict[str, object],
+    cache: Guest | None = None,
 ) -> Callable[..., Any]:
     """Inductor, with `inner_compile` lowering each partitioned graph (2.11 to 2.15).
 
-    `patches` hold until the backward graph is compiled, which may be after this returns. AOT
-    autograd's own cache is off: a hit would skip the passes. A backward does not write into what
-    the forward saved: with `retain_graph=True` the next one reads it.
+    The backward is compiled together with its forward, on all ranks alike. AOT autograd's cache
+    works through `cache`; without one it is off. A backward does not write into what the forward
+    saved: with `retain_graph=True` the next one reads it.
     """
     from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
 
-    with functorch_config().patch(enable_autograd_cache=False):
+    with aot_cache(cache), compiling_backward_at_once():
         return inductor_compile_fx(  # type: ignore[return-value]
             gm,
             list(example_inputs),
@@ -98,17 +100,6 @@ def compile_alone(
 
     with config.patch(dict(settings)):
         return compile_fx_inner(gm, inputs, label_of, **arguments)
-
-
-def wrap_compiled(output: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """Put `wrap` around what a graph that Inductor compiled calls (2.11 to 2.15).
-
-    A graph without any call, which only passes inputs on, comes back as a plain function.
-    """
-    if not hasattr(output, "current_callable"):
-        return output
-    output.current_callable = wrap(output.current_callable)
-    return output
 
 
 def generated_code(output: Any) -> tuple[str, str] | None:

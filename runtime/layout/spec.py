@@ -105,6 +105,12 @@ class UnshardSpec:
         return self.param_dtype or self.dtype
 
     @property
+    def names_objects(self) -> bool:
+        """Whether the code calls objects of the user by key (`intern_object`)."""
+        r = self.reduction
+        return any(key is not None for key in (self.gather, r.function, r.scatter, r.hook))
+
+    @property
     def extras(self) -> tuple[str, ...]:
         """What the graph is given beside the segment, in order.
 

@@ -14,22 +14,25 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule
 
-from shardc.backend.graph_plan import Plan, agree_within, buckets_by_input, number_units
+from shardc.backend.compile_cache import CompileCache
+from shardc.backend.graph_plan import Plan, buckets_by_input, number_units
 from shardc.backend.options import Options
 from shardc.backend.regional import buckets_of_the_runtime, giving, with_taken
 from shardc.backend.repro import copy_graph, write_repro
 from shardc.passes import pipeline
 from shardc.passes.context import PassContext, moved_by, our_collectives
-from shardc.passes.dump import dump_code
+from shardc.passes.dump import dump_code, is_wanted
 from shardc.passes.insert_unshard import slots_read
 from shardc.passes.runner import name_of, run_passes
 from shardc.passes.take_gathered import taken_by
 from shardc.passes.verify import check_collectives, collective_sequence
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket, bucket_of
+from shardc.runtime.comm.agreement import rounds
 from shardc.runtime.comm.collectives import BoxedGraph, naming_failures
 from shardc.runtime.comm.progress import label_of, progress
 from shardc.runtime.eager.accumulate import flush_when_done
@@ -78,12 +81,19 @@ def compile_graph(
     gm = run_passes(gm, PassContext("dynamo", names, outside), pipeline.DYNAMO_PASSES)
     slots, taken = slots_read(gm), taken_by(gm)
     plan = Plan(parsed, {place: buckets[place] for place in slots}, slots, numbers)
-    reads = _agree_on_reads(plan)
+    reads, together = _agree_on_reads(plan)
     inputs = with_taken(example_inputs, taken)
     if parsed.executor == "eager":
         compiled = _compile_eager(gm, inputs, plan, run or _run_eagerly)
-    else:
+    elif run is not None:
         compiled = _compile_inductor(gm, inputs, plan, mode, run)
+    else:
+        cache = CompileCache(plan, together, _hints(inputs), _naming_inductor)
+        wanted = _can_cache(plan)
+        if not wanted:
+            cache.bypassed()
+        with cache.waited_for():
+            compiled = _compile_inductor(gm, inputs, plan, mode, None, cache if wanted else None)
     if plan.joint is not None:
         slots_of = plan.joint.slots_of
         reads = [replace(read, slots=slots_of(read.position, read.slots)) for read in reads]
@@ -99,6 +109,7 @@ def _compile_inductor(
     plan: Plan,
     mode: str | None,
     run: Run | None,
+    cache: CompileCache | None = None,
 ) -> Callable[..., Any]:
     patches = compat.mode_options(mode) | plan.options.inductor | compat.order_settings()
     patches[compat.JOINT_PASS] = compat.joint_pass(
@@ -112,6 +123,7 @@ def _compile_inductor(
         graph = _finish_graph(graph, ctx, plan)
         if run is not None:
             return run(graph)
+        plan.calls[ctx.phase] = _groups(graph), bool(kwargs.get("cudagraphs"))
         original = copy_graph(graph)
         try:
             compiled = _lower(graph, inputs, ctx, plan, kwargs)
@@ -123,9 +135,9 @@ def _compile_inductor(
             _warn_fallback(ctx.phase, error, where)
             return _run_eagerly(graph)
         dump_code(compiled, ctx.stem)
-        return compat.wrap_compiled(compiled, _naming(graph, bool(kwargs.get("cudagraphs"))))
+        return _naming_inductor(compiled, *plan.calls[ctx.phase])
 
-    return compat.compile_fx(gm, example_inputs, inner_compile, patches)
+    return compat.compile_fx(gm, example_inputs, inner_compile, patches, cache)
 
 
 def _lower(
@@ -164,21 +176,36 @@ def _compile_eager(
 
 
 def _run_eagerly(graph: GraphModule) -> BoxedGraph:
-    return _naming(graph)(eager_executor(graph))
+    run, groups = eager_executor(graph), _groups(graph)
+    return naming_failures(run, groups) if groups else run
 
 
-def _naming(
-    gm: GraphModule, replayed: bool = False
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Have what runs `gm` say what is missing where a collective fails."""
-    groups = _groups(gm)
-    return lambda call: naming_failures(call, groups, replayed) if groups else call
+def _naming_inductor(compiled: Any, groups: list[str], replayed: bool) -> Any:
+    """Have what Inductor made of a graph say what is missing where a collective fails."""
+    if not groups:
+        return compiled
+    return compat.wrap_compiled(compiled, lambda call: naming_failures(call, groups, replayed))
+
+
+def _can_cache(plan: Plan) -> bool:
+    """Whether the graphs of a plan may come from disk: nobody looks at what single passes do.
+
+    What calls objects of the user by a number of this process is compiled anew.
+    """
+    named = any(bucket.key.reading_code().names_objects for bucket in plan.buckets.values())
+    return compat.can_cache() and pipeline.is_own() and not is_wanted() and not named
+
+
+def _hints(inputs: Sequence[Any]) -> str:
+    """The values of the sizes that are dynamic."""
+    values = (compat.symbol_values(each) for each in inputs)
+    return repr([sorted((str(k), v) for k, v in known.items()) for known in values])
 
 
 def _finish_graph(gm: GraphModule, ctx: PassContext, plan: Plan) -> GraphModule:
     """What every forward and backward graph goes through before it is lowered."""
     gm = run_passes(gm, ctx, pipeline.GRAPH_PASSES)
-    _agree_on_collectives(gm, ctx.phase, plan.options)
+    plan.agreements.collectives(gm, ctx.phase, _groups(gm))
     plan.record(gm, ctx)
     return gm
 
@@ -200,26 +227,30 @@ class _Read:
     elsewhere: frozenset[int]
 
 
-def _agree_on_reads(plan: Plan) -> list[_Read]:
-    """All ranks read the same buckets, in the same order; slots may differ and are united."""
+def _agree_on_reads(plan: Plan) -> tuple[list[_Read], dist.ProcessGroup | None]:
+    """All ranks read the same buckets, in the same order; slots may differ and are united.
+
+    Returns:
+        What is read; and the group whose ranks have compared it now and so compile together, None
+        where this rank may be alone.
+    """
     by_group: dict[str, list[tuple[int, Bucket, frozenset[int]]]] = {}
     for position, bucket in plan.buckets.items():
         read = (position, bucket, plan.slots[position])
         by_group.setdefault(bucket.ranks.everyone, []).append(read)
-    reads = []
+    reads, together = [], set[dist.ProcessGroup]()
     for group, members in by_group.items():
+        ranks = compat.resolve_group(group)
+        before = rounds(ranks)
         facts = [str(bucket) for _, bucket, _ in members]
         note = json.dumps([sorted(slots) for *_, slots in members])
-        notes = agree_within(group, "the buckets that a graph reads", facts, plan.options, note)
+        notes = plan.agreements.agree(group, "the buckets that a graph reads", facts, note)
         for index, (position, bucket, slots) in enumerate(members):
             union = frozenset(slot for other in notes for slot in json.loads(other)[index])
             reads.append(_Read(position, bucket.label, slots, union - slots))
-    return reads
-
-
-def _agree_on_collectives(gm: GraphModule, phase: str, options: Options) -> None:
-    for group in _groups(gm):
-        agree_within(group, f"the collectives of a {phase} graph", collective_sequence(gm), options)
+        if rounds(ranks) > before:
+            together.add(ranks)
+    return reads, together.pop() if len(together) == len(by_group) == 1 else None
 
 
 def _groups(gm: GraphModule) -> list[str]:

@@ -1,19 +1,16 @@
-"""What the graphs of one Dynamo graph share: the contexts of their passes, and what was decided.
-
-Ranks agree here on what the passes ask to be the same everywhere.
-"""
+"""What the graphs of one Dynamo graph share: the contexts of their passes, and what was decided."""
 
 import functools
 import itertools
-import json
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch.fx import GraphModule
 
+from shardc.backend.agreements import Agreements
 from shardc.backend.options import Options
 from shardc.passes import pipeline
 from shardc.passes.budget import choose_kept
@@ -41,7 +38,6 @@ from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket, bucket_of
 from shardc.runtime.bucket.bucket_spec import is_elsewhere
 from shardc.runtime.bucket.unit import Unit
-from shardc.runtime.comm.agreement import agree
 from shardc.runtime.comm.backends import backend_of
 
 _numbers = itertools.count()
@@ -51,9 +47,10 @@ class Plan:
     """What the graphs of one Dynamo graph share.
 
     Options, the bucket by input and which of its slots are read; once the joint graph is finished,
-    what was decided and found there (`kept`, `joint`). What depends on buckets is read when the
-    plan is made: compiled code outlives them, and equal ones run it, for which its backward may yet
-    have to be compiled.
+    what was decided and found there (`kept`, `joint`), then the finished graphs (`graphs`), and by
+    phase the groups of their collectives and whether a CUDA graph replays these (`calls`). What
+    depends on buckets is read when the plan is made: compiled code outlives them, and equal ones
+    run it, for which its backward may yet have to be compiled.
     """
 
     def __init__(
@@ -64,14 +61,17 @@ class Plan:
         numbers: Mapping[Unit, int],
     ) -> None:
         self.options = options
+        self.agreements = Agreements(options.agreement_timeout)
         self.slots = slots
         self.number = next(_numbers)
         self.kept = Kept()
         self.joint: Differentiated | None = None
+        self.graphs: list[GraphPlan] = []
+        self.calls: dict[str, tuple[list[str], bool]] = {}
         self._saved = frozenset[str]()  # names of gathered buckets that the forward saves
         self.references = {position: weakref.ref(bucket) for position, bucket in buckets.items()}
         first = next(iter(buckets.values()), None)
-        self._everyone = "" if first is None else first.ranks.everyone
+        self.everyone = "" if first is None else first.ranks.everyone
         self._device = "cpu" if first is None else first.device.type
         kept = _static_bytes(buckets.values(), options)
         self.static_bytes = kept + workspace_bytes(self.profile)
@@ -90,16 +90,16 @@ class Plan:
         results = None if self.joint is None else self.joint.results
         if not self.references or not self.options.schedule:
             return PassContext(phase, results=results)
-        everyone = self._everyone
+        everyone = self.everyone
         return PassContext(
             phase,
             results=results,
             budget=self._budget(),
             open_positions=self._open,
             kept=self.kept,
-            agree_on_count=functools.partial(_agree_on_count, everyone, self.options),
+            agree_on_count=functools.partial(self.agreements.count, everyone),
             options=self._schedule,
-            agree_on_seconds=functools.partial(_agree_on_seconds, everyone, self.options, phase),
+            agree_on_seconds=functools.partial(self.agreements.seconds, everyone, phase),
         )
 
     def finish_joint(self, gm: GraphModule) -> GraphModule:
@@ -161,7 +161,7 @@ class Plan:
         if ctx.phase == "forward":
             self._saved = liveness.kept
         order = [kind_of(node) for node in gm.graph.nodes if is_collective(node) or is_wait(node)]
-        plan = GraphPlan(
+        finished = GraphPlan(
             ctx.phase,
             self.static_bytes,
             liveness,
@@ -173,9 +173,29 @@ class Plan:
             self.profile,
             self.options,
         )
-        graph_plans.append(plan)
+        self._tell(gm, ctx, finished)
+
+    def load(self, joint: Differentiated | None, kept: Kept, graphs: Iterable["GraphPlan"]) -> None:
+        """Take over what was decided when equal graphs were compiled, as if these had been."""
+        self.joint, self.kept = joint, kept
+        for graph in graphs:
+            references = tuple(self.references.values())
+            finished = replace(graph, buckets=references, options=self.options, number=self.number)
+            self._tell(None, self.context(graph.phase), finished)
+
+    def facts(self) -> str:
+        """What the passes look at beside the graph; equal texts and graphs give equal code."""
+        own = replace(self.options, inductor={}, agreement_timeout=None)
+        slots = [(position, sorted(slots)) for position, slots in self.slots.items()]
+        opened = sorted(self._open)
+        made_for = [self._device, self.everyone, self.static_bytes, self._clones]
+        return repr([own, self.profile, self._schedule, self.labels, slots, opened, made_for])
+
+    def _tell(self, gm: GraphModule | None, ctx: PassContext, finished: "GraphPlan") -> None:
+        self.graphs.append(finished)
+        graph_plans.append(finished)
         for tell in listeners:
-            tell(gm, ctx, self, plan)
+            tell(gm, ctx, self, finished)
 
 
 def number_units(buckets: Mapping[int, Bucket]) -> dict[Unit, int]:
@@ -221,6 +241,7 @@ class GraphPlan:
         buckets: those that the Dynamo graph reads.
         slots: which slots of each.
         profile, options: what it was planned with.
+        notes: what listeners keep of the graph; it is kept with the compiled code.
     """
 
     phase: str
@@ -233,6 +254,7 @@ class GraphPlan:
     slots: tuple[frozenset[int], ...]
     profile: Profile
     options: Options
+    notes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def peak(self) -> int:
@@ -243,38 +265,6 @@ class GraphPlan:
 graph_plans: deque[GraphPlan] = deque(maxlen=64)
 """The plans of the graphs compiled last in this process, newest last."""
 
-listeners: list[Callable[[GraphModule, PassContext, Plan, GraphPlan], None]] = []
-"""Called with every graph that is finished, before it is lowered, and with what was decided."""
-
-
-# -- agreement -----------------------------------------------------------------------------------
-
-
-def _agree_on_seconds(
-    group: str, options: Options, phase: str, facts: list[str], seconds: list[float]
-) -> list[float]:
-    """The compute times that all ranks plan with: the slowest rank's, from the first compile on."""
-    what = f"the collectives of a {phase} graph, before they are scheduled"
-    notes = agree_within(group, what, facts, options, json.dumps(seconds), first_note_stands=True)
-    return [max(times) for times in zip(*map(json.loads, notes), strict=True)]
-
-
-def _agree_on_count(group: str, options: Options, facts: list[str], count: int) -> int:
-    """The smallest count of any rank, from the first compile on."""
-    what = "the buckets that may stay gathered"
-    notes = agree_within(group, what, facts, options, str(count), first_note_stands=True)
-    return min(int(note) for note in notes)
-
-
-def agree_within(
-    group: str,
-    what: str,
-    facts: list[str],
-    options: Options,
-    note: str = "",
-    first_note_stands: bool = False,
-) -> frozenset[str]:
-    """`agree` by a group's name, with the timeout of `options`."""
-    seconds = options.agreement_timeout
-    timeout = None if seconds is None else timedelta(seconds=seconds)
-    return agree(compat.resolve_group(group), what, facts, timeout, note, first_note_stands)
+listeners: list[Callable[[GraphModule | None, PassContext, Plan, GraphPlan], None]] = []
+"""Called with every graph that is finished, before it is lowered, and with what was decided; with
+None in place of a graph that was compiled before and is loaded."""

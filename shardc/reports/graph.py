@@ -106,7 +106,8 @@ def read_graph(
     places: list[int] = []
     memory: list[MemoryPoint] = []
     flops: defaultdict[str, float] = defaultdict(float)
-    for place, node in enumerate(liveness.nodes):
+    nodes = {node.name: node for node in gm.graph.nodes}
+    for place, node in enumerate(nodes[name] for name in liveness.nodes):
         before = clock.now
         if is_collective(node) and moved_by(node):
             seconds = evaluate(transfer_seconds(node, ranks_in(node), profile), hints)

@@ -1,6 +1,5 @@
 """`report`: what was planned for a compiled model, read off its latest compiles."""
 
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -75,17 +74,17 @@ def report_of(
     return replace(planned, findings=findings, formulas=rank_formulas(planned, profile))
 
 
-_rows = weakref.WeakKeyDictionary[GraphPlan, GraphRows]()
-
-
 def rows_of(plan: GraphPlan) -> GraphRows:
     """A finished graph, played through."""
-    return _rows[plan]
+    rows: GraphRows = plan.notes["rows"]
+    return rows
 
 
-def _play(gm: GraphModule, ctx: PassContext, plan: Plan, finished: GraphPlan) -> None:
-    fused = finished.options.executor == "inductor"
-    _rows[finished] = read_graph(gm, ctx.phase, finished.profile, finished.liveness, fused)
+def _play(gm: GraphModule | None, ctx: PassContext, plan: Plan, finished: GraphPlan) -> None:
+    if gm is not None:
+        fused = finished.options.executor == "inductor"
+        rows = read_graph(gm, ctx.phase, finished.profile, finished.liveness, fused)
+        finished.notes["rows"] = rows
 
 
 listeners.append(_play)

@@ -21,13 +21,13 @@ from shardc.runtime.comm.progress import in_short
 log = logging.getLogger("shardc")
 
 
-def _say_plan(gm: GraphModule, ctx: PassContext, plan: Plan, graph_plan: GraphPlan) -> None:
+def _say_plan(gm: GraphModule | None, ctx: PassContext, plan: Plan, graph_plan: GraphPlan) -> None:
     """Log what was decided for a finished graph, and dump it where that is asked for."""
     if not (log.isEnabledFor(logging.INFO) or is_wanted()):
         return
     rows = rows_of(graph_plan)
     line = summary(ctx, rows, graph_plan.peak)
-    log.info("%s", line)
+    log.info("%s%s", line, " (compiled before)" if gm is None else "")
     for decision in decisions(ctx, rows.collectives, plan.labels):
         log.debug("graph %d: %s", ctx.number, decision)
     if is_wanted():

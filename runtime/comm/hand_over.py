@@ -1,0 +1,115 @@
+"""One rank makes something for all of its group; the others wait for it and are never stuck.
+
+The one that makes it says in the group's store, every few seconds, that it is alive. A rank that
+hears nothing for a while, or is told that there is nothing, goes on alone.
+"""
+
+import contextlib
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Collection
+
+import torch.distributed as dist
+
+from shardc.runtime import compat
+from shardc.runtime.comm.communicators import kept_with
+
+log = logging.getLogger("shardc")
+
+_BEAT, _DEAD = 2.0, 30.0
+"""Seconds: how often the maker says that it is alive, and after which silence it counts as dead."""
+_LONGEST_PAUSE = 0.5
+"""Seconds between looks at the store, at most."""
+_CHUNK = 1 << 20
+"""Bytes that travel as one value of the store."""
+_SAID_AFTER, _SAID_EVERY = 5.0, 30.0
+"""Seconds after which a wait is logged, and how often after that."""
+
+
+class _Rounds:
+    """How many times the ranks of a group have handed something over."""
+
+    count = 0
+
+
+class HandOver:
+    """What one rank of a group hands over to the others, once.
+
+    Args:
+        group: the ranks; all of them make one for the same thing, in the same order.
+        key: names the thing, equal on all ranks; the rank that makes it follows from it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, key: str) -> None:
+        rounds = kept_with(group, _Rounds, _Rounds)
+        rounds.count += 1
+        self._store = dist.PrefixStore(f"shardc/made/{rounds.count}", compat.group_store(group))
+        self._maker = int(hashlib.sha256(key.encode()).hexdigest(), 16) % group.size()
+        self._timeout = compat.group_timeout(group).total_seconds()
+        self._folders = 0
+        self._given = False
+        self._done = threading.Event()
+        self.leads = group.rank() == self._maker
+
+    def begin(self, folders: Collection[str]) -> None:
+        """This rank begins; ranks that see others' files in `folders` need it sent."""
+        self._folders = len(folders)
+        self._store.set("beat", str(0))
+        threading.Thread(target=self._beat, name="shardc compiles", daemon=True).start()
+
+    def give(self, content: bytes | None) -> None:
+        """Hand over, once; None: there is nothing, and each rank makes it itself."""
+        if self._given:
+            return
+        self._given = True
+        self._done.set()
+        pieces = 0
+        if content is not None and self._folders:
+            pieces = -(-len(content) // _CHUNK)
+            for index in range(pieces):
+                part = content[index * _CHUNK : (index + 1) * _CHUNK]
+                self._store.set(f"piece{index}", part)  # type: ignore[arg-type]
+        state = "nothing" if content is None else str(pieces)
+        with contextlib.suppress(dist.DistError):  # the others are gone, and the store with them
+            self._store.set("state", state)
+
+    def take(self) -> bytes | None:
+        """Wait for what the maker gives; None where it gives nothing, or files say it all."""
+        with contextlib.suppress(dist.DistError):  # the store is gone; a collective will say more
+            state = self._wait()
+            if state not in ("", "nothing", "0"):
+                return b"".join(self._store.get(f"piece{index}") for index in range(int(state)))
+        return None
+
+    def _beat(self) -> None:
+        beats = 0
+        with contextlib.suppress(dist.DistError):
+            while not self._done.wait(_BEAT):
+                beats += 1
+                self._store.set("beat", str(beats))
+
+    def _wait(self) -> str:
+        """What the maker says in the end; "" where it is dead or takes too long."""
+        began = heard = time.monotonic()
+        said, pause, beat = began + _SAID_AFTER - _SAID_EVERY, 0.001, b""
+        while not self._store.check(["state"]):
+            now = time.monotonic()
+            if pause == _LONGEST_PAUSE and self._store.check(["beat"]):
+                latest = self._store.get("beat")
+                beat, heard = latest, now if latest != beat else heard
+            if now - heard > _DEAD or now - began > self._timeout:
+                log.warning(
+                    "rank %d of the group compiles for all ranks, but %s: this rank compiles "
+                    "the graph itself",
+                    self._maker,
+                    f"is silent for {now - heard:.0f} s" if now - heard > _DEAD else "takes long",
+                )
+                return ""
+            if now - said > _SAID_EVERY:
+                said = now
+                log.info("waiting for rank %d, which compiles for all ranks", self._maker)
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+        return self._store.get("state").decode()

@@ -1,0 +1,160 @@
+"""AOT autograd's cache of compiled graphs: what it looks up and what it keeps passes by a guest.
+
+An entry holds all that AOT autograd makes of a Dynamo graph: Inductor's forward and backward, and
+what runs around them. Its key covers the graph, the inputs, the settings and what passes of ours
+say of themselves.
+"""
+
+import contextlib
+import os
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardc.runtime.compat.aot import functorch_config
+
+_FUNCTIONS = ("shardc.runtime.comm.unshard.unshard",)
+"""Our functions in Dynamo graphs which are no ops: AOT autograd traces through them."""
+
+Found = tuple[Any, bytes] | None
+"""An entry, and the same pickled."""
+
+
+class Guest(Protocol):
+    """What AOT autograd's cache asks while a graph is compiled; one of the first two, once."""
+
+    def look(self, key: str, find: Callable[[str], Found]) -> Found:
+        """The entry for a key, or None to have the graph compiled; `find` looks on disk."""
+
+    def bypassed(self) -> None:
+        """The graph is one that cannot be kept."""
+
+    def keep(self, entry: Any, save: Callable[[str], None]) -> None:
+        """A graph was compiled: `save` keeps its entry on disk, under a key."""
+
+
+def can_cache() -> bool:
+    """Whether the user's settings of torch let compiled graphs be kept (2.11 to 2.15)."""
+    import torch.compiler.config
+    from torch._inductor import config
+
+    functorch = functorch_config()
+    wanted = functorch.enable_autograd_cache and config.fx_graph_cache
+    return bool(wanted and not torch.compiler.config.force_disable_caches)
+
+
+@contextlib.contextmanager
+def aot_cache(guest: Guest | None) -> Iterator[None]:
+    """Inside, AOT autograd's cache works through `guest`; without one it is off (2.11 to 2.15).
+
+    Entries stand alone: they hold the code of both graphs, which are compiled together. The guest
+    sees to the versions of our Python functions that graphs call.
+    """
+    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+    from torch._inductor import config
+
+    if guest is None:
+        with functorch_config().patch(enable_autograd_cache=False):
+            yield
+        return
+    names = ("try_load", "_lookup", "make_entry", "save")
+    theirs = {name: getattr(AOTAutogradCache, name) for name in names}
+    asked = False
+
+    def try_load(*args: Any, **kwargs: Any) -> Any:
+        result = theirs["try_load"](*args, **kwargs)
+        if not asked:
+            guest.bypassed()
+        return result
+
+    def lookup(key: str, *args: Any, **kwargs: Any) -> Found:
+        nonlocal asked
+        asked = True
+        return guest.look(key, lambda own_key: theirs["_lookup"](own_key, *args, **kwargs))
+
+    def make_entry(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return theirs["make_entry"](*args, **kwargs)
+        except AssertionError:  # a graph is not of Inductor: it runs op by op
+            return None
+
+    def save(key: str, entry: Any, *args: Any, **kwargs: Any) -> None:
+        if entry is None:
+            return
+        guest.keep(entry, lambda own_key: theirs["save"](own_key, entry, *args, **kwargs))
+
+    cacheable = {"unsafe_marked_cacheable_functions": dict.fromkeys(_FUNCTIONS, "")}
+    with (
+        functorch_config().patch(enable_autograd_cache=True, bundled_autograd_cache=True),
+        config.patch(cacheable),
+    ):
+        for name, ours in zip(names, (try_load, lookup, make_entry, save), strict=True):
+            setattr(AOTAutogradCache, name, staticmethod(ours))
+        try:
+            yield
+        finally:
+            for name, function in theirs.items():
+                setattr(AOTAutogradCache, name, staticmethod(function))
+
+
+def write_entry(key: str, content: bytes) -> None:
+    """Keep a pickled entry that another rank has made (2.11 to 2.15)."""
+    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+
+    AOTAutogradCache._write_to_local_cache(key, content)
+
+
+def folder_id() -> str:
+    """A text that ranks share where they see the same folder of compiled graphs (2.11 to 2.15)."""
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    path = Path(cache_dir()) / "shardc-folder"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(uuid.uuid4().hex)
+        with contextlib.suppress(FileExistsError):
+            os.link(file.name, path)  # whoever is first gives the name, whole
+        os.unlink(file.name)
+        return path.read_text()
+    except OSError:
+        return uuid.uuid4().hex  # nobody else's
+
+
+def wrap_entry(entry: Any, forward: Callable[[Any], Any], backward: Callable[[Any], Any]) -> None:
+    """Have these change the graphs of an entry once they are loaded (2.11 to 2.15)."""
+    entry.compiled_fw = _Wrapping(entry.compiled_fw, forward)
+    if entry.compiled_bw is not None:
+        entry.compiled_bw = _Wrapping(entry.compiled_bw, backward)
+
+
+class _Wrapping:
+    """A graph of an entry, given to `wrap` once it is loaded."""
+
+    def __init__(self, loadable: Any, wrap: Callable[[Any], Any]) -> None:
+        self._loadable = loadable
+        self._wrap = wrap
+
+    def post_compile(self, *args: Any) -> Any:
+        loaded = self._loadable.post_compile(*args)
+        innermost = loaded
+        while hasattr(innermost, "__wrapped__"):
+            innermost = innermost.__wrapped__
+        self._wrap(innermost)
+        return loaded
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loadable, name)
+
+
+def wrap_compiled(output: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    """Put `wrap` around what a graph that Inductor compiled calls (2.11 to 2.15).
+
+    A graph without any call, which only passes inputs on, comes back as a plain function.
+    """
+    if not hasattr(output, "current_callable"):
+        return output
+    output.current_callable = wrap(output.current_callable)
+    return output

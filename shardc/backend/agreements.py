@@ -1,0 +1,89 @@
+"""What ranks agree on while the graphs of one Dynamo graph are compiled, kept to agree on it again.
+
+A graph that is loaded and not compiled has its ranks state the same facts in the same order, so
+that it makes no difference to the others.
+"""
+
+import json
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.fx import GraphModule
+
+from shardc.passes.verify import collective_sequence
+from shardc.runtime import compat
+from shardc.runtime.comm.agreement import agree, settle
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """One comparison: see `agree`. `notes` are those of all ranks."""
+
+    group: str
+    what: str
+    facts: tuple[str, ...]
+    note: str
+    first_note_stands: bool
+    notes: frozenset[str]
+
+
+class Agreements:
+    """The comparisons of one compile, in order.
+
+    Attributes:
+        made: what has been agreed on.
+        settled: whether all ranks are known to have the same graph: then they would state the same,
+            and nothing is sent.
+    """
+
+    def __init__(self, timeout: float | None = None) -> None:
+        self.made: list[Agreed] = []
+        self.settled = False
+        self._timeout = None if timeout is None else timedelta(seconds=timeout)
+
+    def agree(
+        self,
+        group: str,
+        what: str,
+        facts: list[str],
+        note: str = "",
+        first_note_stands: bool = False,
+        every_time: bool = False,
+    ) -> frozenset[str]:
+        """`agree` by a group's name, with the timeout of the options."""
+        members = compat.resolve_group(group)
+        if self.settled:
+            notes = settle(members, what, facts, note)
+        else:
+            notes = agree(members, what, facts, self._timeout, note, first_note_stands, every_time)
+        if not every_time:
+            self.made.append(Agreed(group, what, tuple(facts), note, first_note_stands, notes))
+        return notes
+
+    def again(self, made: tuple[Agreed, ...]) -> bool:
+        """Compare what another compile compared; whether all ranks gave the same notes."""
+        for each in made:  # what follows other notes is other facts
+            facts = list(each.facts)
+            notes = self.agree(each.group, each.what, facts, each.note, each.first_note_stands)
+            if notes != each.notes:
+                return False
+        return True
+
+    def seconds(
+        self, group: str, phase: str, facts: list[str], seconds: list[float]
+    ) -> list[float]:
+        """The compute times all ranks plan with: the slowest's, from the first compile on."""
+        what = f"the collectives of a {phase} graph, before they are scheduled"
+        notes = self.agree(group, what, facts, json.dumps(seconds), first_note_stands=True)
+        return [max(times) for times in zip(*map(json.loads, notes), strict=True)]
+
+    def count(self, group: str, facts: list[str], count: int) -> int:
+        """The smallest count of any rank, from the first compile on."""
+        what = "the buckets that may stay gathered"
+        notes = self.agree(group, what, facts, str(count), first_note_stands=True)
+        return min(int(note) for note in notes)
+
+    def collectives(self, gm: GraphModule, phase: str, groups: list[str]) -> None:
+        """Raise unless all ranks of each group send the same in the same order."""
+        for group in groups:
+            self.agree(group, f"the collectives of a {phase} graph", collective_sequence(gm))

@@ -1,0 +1,177 @@
+"""Compiled graphs on disk: found there at the next start, and compiled by one rank for all.
+
+A graph that all ranks come to at the same time is compared by its key. Where the key is the same on
+all of them, one rank compiles (`_leader`: another one from graph to graph) and the others wait for
+what it keeps. Where keys differ, because a rank has shapes of its own, every rank compiles what is
+its own, and so does a rank that compiles alone.
+
+An entry is AOT autograd's (`compat.aot_cache`), with what our passes decided beside it: what is
+loaded agrees, reports and names its failures as if it had been compiled.
+"""
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import shardc.passes
+import shardc.runtime
+from shardc.backend.agreements import Agreed
+from shardc.backend.graph_plan import GraphPlan, Plan
+from shardc.backend.options import Options
+from shardc.passes.context import Kept
+from shardc.passes.used_slots import Differentiated
+from shardc.runtime import compat
+from shardc.runtime.comm.hand_over import HandOver
+
+Wrap = Callable[[Any, list[str], bool], Any]
+"""Has what Inductor made of a graph say what is missing where one of its collectives fails; given
+the groups of these, and whether a CUDA graph replays it."""
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What the passes decided and found while a graph was compiled.
+
+    Attributes:
+        agreed: what ranks compared.
+        joint, kept, graphs: see `Plan`.
+        calls: by phase, the groups of its collectives, and whether a CUDA graph replays them.
+    """
+
+    agreed: tuple[Agreed, ...]
+    joint: Differentiated | None
+    kept: Kept
+    graphs: tuple[GraphPlan, ...]
+    calls: dict[str, tuple[list[str], bool]]
+
+
+class CompileCache:
+    """The guest of AOT autograd's cache for one Dynamo graph.
+
+    Args:
+        plan: the graph's.
+        group: the ranks that come to the graph together; None where this one may be alone.
+        hints: sizes of the inputs, on which the schedule depends where they are dynamic.
+        wrap: goes around the graphs that are loaded.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        group: dist.ProcessGroup | None,
+        hints: str,
+        wrap: Wrap,
+    ) -> None:
+        self._plan = plan
+        self._hints = hints
+        self._group = group
+        self._wrap = wrap
+        self._key = ""
+        self._find: Callable[[str], compat.Found] = lambda key: None
+        self._hand_over: HandOver | None = None
+        self.loaded = False
+
+    def look(self, key: str, find: Callable[[str], compat.Found]) -> compat.Found:
+        """The entry for a graph, this rank's or another's; None has it compiled here."""
+        key = _digest(key, _version(), self._plan.facts(), self._hints)
+        self._find = find
+        found = find(key) if self._group is not None else None
+        keys = self._compare(f"{key} {found is not None} {_folder()}")
+        known = {note.split(" ")[0] for note in keys}
+        if "" in known:
+            return None
+        if self._group is None or len(known) > 1:
+            self._key = _digest(key, *sorted(known))
+            return self._use(find(self._key))
+        self._key = key
+        self._plan.agreements.settled = True
+        self._hand_over = HandOver(self._group, key)
+        folders = {note.split(" ")[2] for note in keys}
+        if all(note.split(" ")[1] == "True" for note in keys):
+            return self._use(found)
+        if self._hand_over.leads:
+            self._hand_over.begin(folders - {_folder()})
+        elif found is None:
+            content = self._hand_over.take()
+            found = find(key)
+            if found is None and content:
+                compat.write_entry(key, content)
+                found = find(key)
+        return self._use(found)
+
+    def bypassed(self) -> None:
+        """This rank compiles what it cannot keep; so do all that come to the graph with it."""
+        self._compare("")
+
+    def keep(self, entry: Any, save: Callable[[str], None]) -> None:
+        """Keep what was compiled, and hand it over to those who wait."""
+        if not self._key:
+            return
+        plan = self._plan
+        graphs = tuple(replace(each, buckets=(), options=Options()) for each in plan.graphs)
+        entry.shardc = Decided(
+            tuple(plan.agreements.made), plan.joint, plan.kept, graphs, plan.calls
+        )
+        save(self._key)
+        if self._hand_over is not None and self._hand_over.leads:
+            found = self._find(self._key)
+            self._hand_over.give(found and found[1])
+
+    @contextlib.contextmanager
+    def waited_for(self) -> Iterator[None]:
+        """Around the compile: whoever waits for it goes on if it gives them nothing."""
+        try:
+            yield
+        finally:
+            if self._hand_over is not None and self._hand_over.leads:
+                self._hand_over.give(None)
+
+    def _compare(self, note: str) -> frozenset[str]:
+        """The notes of all that come to the graph together."""
+        if self._group is None:
+            return frozenset([note])
+        name = compat.group_name(self._group)
+        what = "which compiled graphs exist"
+        return self._plan.agreements.agree(name, what, [], note, every_time=True)
+
+    def _use(self, found: compat.Found) -> compat.Found:
+        """The entry, with what was decided for it said and agreed on again."""
+        if found is None:
+            return None
+        entry, _ = found
+        decided = entry.shardc
+        if not self._plan.agreements.again(decided.agreed):
+            return None  # other ranks have other shapes now: the schedule is another
+        self._plan.load(decided.joint, decided.kept, decided.graphs)
+        wraps = [self._wrap_of(decided, phase) for phase in ("forward", "backward")]
+        compat.wrap_entry(entry, *wraps)
+        self.loaded = True
+        return found
+
+    def _wrap_of(self, decided: Decided, phase: str) -> Callable[[Any], Any]:
+        groups, replayed = decided.calls.get(phase, ([], False))
+        return lambda compiled: self._wrap(compiled, groups, replayed)
+
+
+@functools.cache
+def _version() -> str:
+    """Of the code of shardc: what other code compiled is not loaded."""
+    folders = [Path(part.__file__ or "").parent for part in (shardc, shardc.passes, shardc.runtime)]
+    files = sorted({file for folder in folders for file in folder.rglob("*.py")})
+    return _digest(*(file.read_text() for file in files))
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+@functools.cache
+def _folder() -> str:
+    """Tells folders of compiled graphs apart: ranks with the same text see the same files."""
+    return compat.folder_id()

@@ -1,0 +1,274 @@
+"""Compiled graphs on disk: one rank compiles for all, and the next start compiles nothing."""
+
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import check_parity, seeded
+from ranks import FORKS, on_ranks
+from torch import nn
+from torch._dynamo.utils import counters
+
+import shardc
+from shardc import fully_shard
+from shardc.backend import compile_cache
+from shardc.backend.graph_plan import graph_plans
+from shardc.reports.live import rows_of
+from shardc.runtime import compat
+from shardc.runtime.comm import hand_over
+from shardc.runtime.comm.history import history_of
+
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = (nn.Linear(width, width, bias=False) for _ in range(2))
+
+    def forward(self, x):  # little C++ to compile
+        return self.down(self.up(x)).sum()
+
+
+def _sharded(width, mesh, **settings):
+    model = seeded(lambda: Net(width))
+    fully_shard(model.up, mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings)
+
+
+def _start(width, mesh, batch=3, **options):
+    """What a process does after its start: the model, its loss and gradients, hits and misses."""
+    torch._dynamo.reset()
+    counters.clear()
+    graph_plans.clear()
+    model = _sharded(width, mesh)
+    step = torch.compile(model, backend="shardc", options=options)
+    torch.manual_seed(mesh.get_local_rank())
+    loss = step(torch.randn(batch, width))
+    loss.backward()
+    grads = [p.grad.to_local().clone() for p in model.parameters()]
+    found = counters["aot_autograd"]
+    return step, [loss.detach(), *grads], found["autograd_cache_hit"], found["autograd_cache_miss"]
+
+
+@pytest.fixture
+def folder():
+    with tempfile.TemporaryDirectory() as path:
+        yield path
+
+
+def _in(folder):
+    """Compiled graphs are kept in `folder`."""
+    compile_cache._folder.cache_clear()
+    return mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder))
+
+
+def _gathered(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@on_ranks(3)
+def test_one_rank_compiles_and_all_load_at_the_next_start(mesh, folder):
+    with _in(folder):
+        before = _known(mesh)
+        _, first, hit, miss = _start(6, mesh)
+        compiled = [(p.phase, p.collectives, p.order, p.peak, rows_of(p)) for p in graph_plans]
+        entered = _known(mesh) - before
+        assert sorted(_gathered((hit, miss))) == [(0, 1), (1, 0), (1, 0)]
+        before = _known(mesh)
+        step, second, *found = _start(6, mesh)
+    assert found == [1, 0]
+    loaded = [(p.phase, p.collectives, p.order, p.peak, rows_of(p)) for p in graph_plans]
+    assert loaded == compiled and [phase for phase, *_ in loaded] == ["forward", "backward"]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert {row.name for row in shardc.report(step).buckets} == {"up", "(root)"}
+    # A graph that is loaded enters its collectives into the history, where parting ranks show.
+    assert 0 < _known(mesh) - before <= entered
+
+
+def _known(mesh):
+    return history_of(compat.group_name(mesh.get_group())).count
+
+
+@on_ranks(2)
+def test_what_is_loaded_trains_as_unsharded(mesh, folder):
+    hits = []
+    with _in(folder):
+        for _ in range(2):
+            torch._dynamo.reset()
+            counters.clear()
+            plain, model = seeded(lambda: Net(5)), _sharded(5, mesh)
+            step = torch.compile(model, backend="shardc")
+            check_parity(plain, model, step, _batch, mesh, steps=2)
+            hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits[1] == 1 and sorted(_gathered(hits[0])) == [0, 1]
+
+
+def _batch(seed):
+    torch.manual_seed(seed)
+    return {"x": torch.randn(3, 5)}
+
+
+@on_ranks(2)
+def test_ranks_with_shapes_of_their_own_compile_and_load_their_own(mesh, folder):
+    rank = mesh.get_local_rank()
+    with _in(folder):
+        _, first, *found = _start(6, mesh, batch=3 + rank)
+        assert found == [0, 1]
+        _, second, *found = _start(6, mesh, batch=3 + rank)
+        assert found == [1, 0]
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        # Beside another peer the schedule may be another: nothing is taken for it.
+        _, _, *found = _start(6, mesh, batch=3 + 2 * rank)
+        assert found == [0, 1]
+
+
+@on_ranks(2)
+def test_what_the_passes_look_at_is_part_of_the_key(mesh, folder):
+    with _in(folder):
+        for options in ({}, {"prefetch": 0}, {"memory_budget": "1GB"}, {"coalesce": True}):
+            _, _, hit, miss = _start(6, mesh, **options)
+            assert sorted(_gathered((hit, miss))) == [(0, 1), (1, 0)], options
+        with mock.patch.object(compile_cache, "_version", lambda: "other code"):
+            _, _, hit, miss = _start(6, mesh)
+        assert sorted(_gathered((hit, miss))) == [(0, 1), (1, 0)]
+
+
+@on_ranks(2)
+def test_folders_that_ranks_do_not_share(mesh, folder):
+    own = Path(folder, str(mesh.get_local_rank()))
+    with _in(own), mock.patch.object(hand_over, "_CHUNK", 1000):
+        _, _, hit, miss = _start(6, mesh)
+        assert sorted(_gathered((hit, miss))) == [(0, 1), (1, 0)]
+        assert len(list(own.glob("aotautograd/*/*"))) == 1
+        _, _, *found = _start(6, mesh)
+        assert found == [1, 0]
+    compile_cache._folder.cache_clear()
+
+
+@on_ranks(2)
+def test_a_damaged_entry_is_compiled_anew(mesh, folder):
+    with _in(folder):
+        _start(6, mesh)
+        dist.barrier()
+        if mesh.get_local_rank() == 0:
+            (entry,) = Path(folder).glob("aotautograd/*/*")
+            entry.write_bytes(entry.read_bytes()[:1000])
+        dist.barrier()
+        _, _, hit, miss = _start(6, mesh)
+        assert sorted(_gathered((hit, miss))) == [(0, 1), (1, 0)]
+
+
+@on_ranks(2)
+def test_a_rank_that_cannot_load_has_all_compile(mesh, folder):
+    with _in(folder):
+        _start(6, mesh)
+        dumps = {"SHARDC_DUMP": f"{folder}/dumps"} if mesh.get_local_rank() == 1 else {}
+        with mock.patch.dict(os.environ, dumps):
+            _, _, hit, _ = _start(6, mesh)
+        assert hit == 0
+
+
+@on_ranks(2)
+def test_a_compile_that_fails_is_left_to_each_rank(mesh, folder):
+    def fail(*args, **kwargs):
+        raise compat.InductorError(RuntimeError("no code for this op"), None)
+
+    with (
+        _in(folder),
+        mock.patch.object(compat, "compile_fx_inner", fail),
+        pytest.warns(UserWarning, match="runs op by op instead") if _first() else _nothing(),
+    ):
+        _, values, *_ = _start(6, mesh)
+        assert not list(Path(folder).glob("aotautograd/*/*"))
+    assert all(value.isfinite().all() for value in values)
+
+
+def _first():
+    return "fallback" not in shardc.backend.compile._warned
+
+
+def _nothing():
+    return mock.patch.dict(os.environ)
+
+
+# -- a rank that dies while it compiles for all ---------------------------------------------------
+
+
+def _compile_and_die(rank, port, folder, at, results):
+    sys.path.insert(0, str(Path(__file__).parent))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHINDUCTOR_CACHE_DIR=folder
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=3)
+    hand_over._DEAD, hand_over._BEAT = 3.0, 0.2
+    store = dist.distributed_c10d._get_default_store()
+
+    class Dying(hand_over.HandOver):
+        """The rank that compiles for all is the last one, which does not hold the store."""
+
+        def __init__(self, group, key):
+            super().__init__(group, key)
+            self._maker, self.leads = 2, rank == 2
+
+        def begin(self, folders):
+            super().begin(folders)
+            if at == "begins":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def give(self, content):
+            if content is not None and at == "has written":
+                os.kill(os.getpid(), signal.SIGKILL)
+            super().give(content)
+
+    compile_cache.HandOver = Dying
+    if rank == 2 and at == "writes":
+        write = torch._inductor.codecache.write_atomic
+
+        def die(path, content, *args, **kwargs):
+            if "aotautograd" in str(path):
+                Path(f"{path}.half").write_bytes(content[: len(content) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return write(path, content, *args, **kwargs)
+
+        import torch._functorch._aot_autograd.autograd_cache as theirs
+
+        theirs.write_atomic = die
+    mesh = dist.init_device_mesh("cpu", (3,))
+    try:
+        _start(7, mesh)
+        results.put((rank, "no error"))
+    except RuntimeError as error:
+        results.put((rank, str(error)))
+    del store
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("at", ["begins", "writes", "has written"])
+def test_a_rank_killed_while_it_compiles_for_all(at, folder):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results = FORKS.Queue()
+    arguments = (port, folder, at, results)
+    ranks = [FORKS.Process(target=_compile_and_die, args=(rank, *arguments)) for rank in range(3)]
+    for process in ranks:
+        process.start()
+    try:
+        errors = dict(results.get(timeout=300) for _ in range(2))
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    assert set(errors) == {0, 1}
+    for text in errors.values():  # they compiled, or loaded what is whole, and miss it later
+        assert "a collective of shardc failed" in text, errors
