@@ -11,8 +11,9 @@ from unittest import mock
 import pytest
 import torch
 from models import full
-from ranks import on_ranks
+from ranks import mesh_of, on_ranks
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import (
     ASGD,
@@ -284,6 +285,75 @@ def test_clip_grad_norm(mesh):
             for p, q in zip(plain.parameters(), sharded.parameters(), strict=True):
                 if p.grad is not None:
                     torch.testing.assert_close(full(q.grad), p.grad)
+
+
+class Mixture(nn.Module):
+    """Weights that all ranks have, and an expert of each pair of ranks, plain or a DTensor."""
+
+    def __init__(self, number: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.shared = nn.Linear(5, 7)
+        self.expert = nn.Linear(7, 9, dtype=dtype)
+        for index, p in enumerate(self.parameters()):
+            own = 10 * number if index > 1 else 0
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(own + index)).to(
+                p.dtype
+            )
+
+
+def of_experts(mesh, number: int, form: str, dtype: torch.dtype) -> Mixture:
+    """Sharded, the expert over one pair of ranks and the rest over all."""
+    grid = mesh_of("cpu", (2, 2), ("ep", "edp"))
+    model = Mixture(number, dtype)
+    if form == "DTensor":  # a row of experts, cut over "ep"
+        for name, p in list(model.expert.named_parameters()):
+            given = nn.Parameter(DTensor.from_local(p.detach(), grid["ep"], [Shard(0)]))
+            given.grad = DTensor.from_local(p.grad, grid["ep"], [Shard(0)])
+            setattr(model.expert, name, given)
+    fully_shard(model.expert, mesh=grid["edp"])
+    return fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize("form", ["plain", "DTensor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@on_ranks(4)
+def test_clip_over_several_meshes(mesh, form, dtype):
+    """Experts on one mesh, the rest on another: one norm on all ranks, each expert in it once."""
+    number = mesh.get_local_rank() // 2
+    whole = [Mixture(index, dtype) for index in range(2)]
+    grads = [p.grad.double() for p in whole[0].parameters()]
+    grads += [p.grad.double() for p in whole[1].expert.parameters()]
+    assert not torch.equal(grads[2], grads[4])
+    for order in (2, 1, float("inf")):
+        for foreach in (None, False):
+            model = of_experts(mesh, number, form, dtype)
+            groups = {p._spec.group for p in model.parameters()}
+            assert len(groups) == 2
+            want = torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads]), order)
+            got = clip_grad_norm_(model.parameters(), 0.5, order, foreach=foreach)
+            torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=0)
+            everywhere = [torch.empty_like(got) for _ in range(4)]
+            torch.distributed.all_gather(everywhere, got)
+            assert all(torch.equal(one, got) for one in everywhere)
+            clipped = full(model.shared.weight.grad)
+            torch.testing.assert_close(
+                clipped.double(), grads[0] * 0.5 / want, rtol=1e-4, atol=1e-6
+            )
+            if form == "plain":  # by itself, a norm is that of the tensor that is there
+                own = torch.linalg.vector_norm(model.expert.weight.grad.full_tensor())
+                assert torch.allclose(torch._foreach_norm([model.expert.weight.grad])[0], own)
+
+
+@on_ranks(4)
+def test_copies_count_once(mesh):
+    """On a mesh with copies, ranks beside a shard group have the same parameters."""
+    grid = mesh_of("cpu", (2, 2), ("replicate", "shard"))
+    model = Mixture(0)
+    want = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    fully_shard(model.expert, mesh=grid)
+    fully_shard(model, mesh=mesh)
+    assert {p._spec.world_size for p in model.parameters()} == {2, 4}
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.5), want)
 
 
 @on_ranks(2)

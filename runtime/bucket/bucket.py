@@ -70,8 +70,9 @@ class Bucket:
         self.trainable = (layout.requires_grad,) * len(layout.slots)
         self.placed = tuple(placed or (None,) * len(layout.slots))
         where = (layout.segment, ranks.rank, layout.world_size, ranks.shard)
+        everyone = ranks.everyone if ranks.copies > 1 else ""
         self.specs = tuple(
-            ShardSpec(slot.start, slot.numel, *where, tp)
+            ShardSpec(slot.start, slot.numel, *where, tp, everyone)
             for slot, tp in zip(layout.slots, self.placed, strict=True)
         )
         self.gathered = Gathered(self)

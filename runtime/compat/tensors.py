@@ -1,8 +1,10 @@
 """Tensors, subclasses of them, and DTensors."""
 
+import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -132,3 +134,17 @@ def make_dtensor(local: Tensor, spec: DTensorSpec) -> Tensor:
 def gradient_hooks(tensor: Tensor) -> list[object]:
     """What `tensor.register_hook` was given (2.11 to 2.15)."""
     return list((tensor._backward_hooks or {}).values())
+
+
+def tensors_of_total_norm() -> Sequence[Tensor] | None:
+    """What `get_total_norm`, which this call comes from, was given; None elsewhere (2.11 to 2.15).
+
+    It takes norms of one device and dtype at a time, which do not know of the others.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in ("_get_total_norm", "get_total_norm"):
+            tensors = frame.f_locals.get("tensors")
+            return tensors if isinstance(tensors, list) else None
+        frame = frame.f_back
+    return None

@@ -44,9 +44,46 @@ def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -
         if not all(mine):
             combined = torch.where(torch.tensor(mine, device=values.device), combined, values)
         values = combined
+    values = _over_other_meshes(tensors, values, order)
     if not math.isinf(order) and order != 0:
         values = values ** (1 / order)
     return [value.to(d.to_real()) for value, d in zip(values.unbind(), wide, strict=True)]
+
+
+def _over_other_meshes(tensors: Sequence[Tensor], values: Tensor, order: float) -> Tensor:
+    """For a total norm of parameters on several meshes: those of smaller ones, of all ranks.
+
+    Where some parameters are on all ranks and others on some (experts), ranks beside these have
+    others in their place. Each counts once, so that all ranks get one norm. A DTensor is whole as
+    it is: its own mesh was reduced over.
+    """
+    meshes = [_mesh_of(tensor) for tensor in compat.tensors_of_total_norm() or ()]
+    ranks = {name: frozenset(compat.ranks_of(name)) for name in dict.fromkeys(meshes) if name}
+    if len(set(ranks.values())) < 2:
+        return values
+    widest = max(ranks, key=lambda name: len(ranks[name]))
+    for name in ranks:
+        if not ranks[name] <= ranks[widest]:
+            raise ValueError(
+                f"a total norm of parameters that are sharded over ranks {sorted(ranks[name])} and "
+                f"over ranks {sorted(ranks[widest])}: neither holds the other, so ranks would get "
+                "different norms. Take the norm of each set of parameters by itself"
+            )
+    counts = [len(ranks.get(_mesh_of(tensor), ranks[widest])) for tensor in tensors]
+    smaller = [count < len(ranks[widest]) for count in counts]
+    if not any(smaller):
+        return values
+    # All ranks of a smaller mesh have the same value.
+    same = 1 if math.isinf(order) else torch.tensor(counts, device=values.device)
+    combined = _combine(values / same, order, widest)
+    return torch.where(torch.tensor(smaller, device=values.device), combined, values)
+
+
+def _mesh_of(tensor: Tensor) -> str:
+    """The group of all ranks that have a tensor; "" for one that is the same on all ranks."""
+    if not isinstance(tensor, ShardTensor) or tensor._spec.tp is not None:
+        return ""
+    return tensor._spec.everyone or tensor._spec.group
 
 
 def _shares(parts: Sequence[Tensor], order: float, wide: Sequence[torch.dtype]) -> Tensor:

@@ -34,6 +34,7 @@ class ShardSpec:
 
     It starts at element `offset` of a flat bucket whose rank r holds `[r*segment, (r+1)*segment)`.
     `tp` says which part of a DTensor the flattened tensor is; None: it is all of the parameter.
+    `everyone` names the group of all ranks that have it, copies included; "": `group`.
     """
 
     offset: int
@@ -43,6 +44,7 @@ class ShardSpec:
     world_size: int
     group: str
     tp: Placed | None = None
+    everyone: str = ""
 
     @property
     def groups(self) -> tuple[str, ...]:
