@@ -15,7 +15,7 @@ import torch
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
 from models import Block, Choosing, Stack, check_parity, full, mean_over_ranks, seeded, tokens
 from ranks import on_ranks
-from test_backend import Broken
+from test_backend import Broken, Graphs
 from test_memory import measured_peak
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -307,6 +307,33 @@ def test_a_bucket_is_gathered_once_for_all_pieces(mesh, mix):
                     p.sub_(0.1 * p.grad)
                     q.sub_(0.1 * q.grad)
                 p.grad = q.grad = None
+
+
+class HalfCompiled(nn.Module):
+    """One unit; a function that is compiled calls its second layer."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.run, self.first, self.second = run, nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.run(self.second, self.first(x)).square().mean()
+
+
+def _call_and_squash(module, x):
+    return torch.tanh(module(x))
+
+
+@on_ranks(2)
+def test_a_piece_takes_what_eager_code_has_gathered(mesh):
+    plain = seeded(lambda: HalfCompiled(_call_and_squash))
+    model = seeded(lambda: HalfCompiled(torch.compile(_call_and_squash, **OPTIONS)))
+    fully_shard(model, mesh=mesh)
+    x = torch.ones(2, 5)
+    with Graphs() as graphs:
+        check_parity(plain, model, model, lambda seed: {"x": x * (1 + seed % 7)}, mesh)
+    assert [phase for phase, _ in graphs.seen] == ["forward", "backward"]
+    assert not graphs.collectives("forward") + graphs.collectives("backward")
 
 
 @on_ranks(2)
