@@ -7,6 +7,7 @@ model.compile(backend="shardc")
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
+from shardc.backend.precompile import Precompiled, precompile
 from shardc.calibrate import calibrate
 from shardc.optim.whole_tensor import WholeTensorOptimizer
 from shardc.passes.hardware import Profile, get_profile, set_profile
@@ -44,6 +45,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Precompiled",
     "Profile",
     "Report",
     "ShardTensor",
@@ -64,6 +66,7 @@ __all__ = [
     "get_state_dict",
     "hybrid_mesh",
     "materialize",
+    "precompile",
     "register_fsdp_forward_method",
     "rekey_optimizer_state_dict",
     "report",

@@ -1,10 +1,13 @@
 """Compiled graphs on disk: one rank compiles for all, and the next start compiles nothing."""
 
+import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 from pathlib import Path
 from unittest import mock
@@ -272,3 +275,60 @@ def test_a_rank_killed_while_it_compiles_for_all(at, folder):
     assert set(errors) == {0, 1}
     for text in errors.values():  # they compiled, or loaded what is whole, and miss it later
         assert "a collective of shardc failed" in text, errors
+
+
+# -- ahead of time --------------------------------------------------------------------------------
+
+_JOB = """
+    import os, torch, torch.distributed as dist
+    from torch import nn
+    from torch._dynamo.utils import counters
+    from shardc import fully_shard
+
+    def build():
+        model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(2)))
+        return model, (torch.empty(3, 6),)
+
+    def train():
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        model, _ = build()
+        fully_shard(model, units="auto")
+        model.compile(backend="shardc")
+        x = torch.randn(3, 6)
+        model(x).sum().backward()
+        with torch.no_grad():
+            model.eval()(x)
+        found = counters["aot_autograd"]
+        text = f"{found['autograd_cache_hit']} {found['autograd_cache_miss']}"
+        open(f"{os.environ['REPORTS']}/{dist.get_rank()}", "w").write(text)
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        train()
+"""
+
+
+def test_a_precompiled_job_compiles_nothing(folder):
+    Path(folder, "job.py").write_text(textwrap.dedent(_JOB))
+    env = os.environ | {"REPORTS": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache"}
+    command = [sys.executable, "-m", "shardc", "precompile", "job:build", "--world-size=2",
+               "--cache=cache", "--json"]  # fmt: skip
+    for compiled, found in ((2, 0), (0, 2)):
+        done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        said = json.loads(done.stdout.strip().split("\n")[-1])
+        assert said == {"folder": f"{folder}/cache", "compiled": compiled, "found": found}
+    job = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
+           "--master-port=0", "job.py"]  # fmt: skip
+    done = subprocess.run(job, env=env, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [Path(folder, rank).read_text() for rank in "01"] == ["2 0", "2 0"]
+
+
+def test_what_cannot_be_precompiled():
+    model = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match=r"mesh of one dim, got \(2, 2\)"):
+        shardc.precompile(model, torch.ones(2, 3), mesh=(2, 2))
+    with pytest.raises(ValueError, match="give world_size or mesh, not both"):
+        shardc.precompile(model, torch.ones(2, 3), mesh=(2,), world_size=2)

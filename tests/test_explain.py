@@ -169,7 +169,7 @@ def test_a_model_that_is_sharded_already():
     ("given", "message"),
     [
         ({"world_size": 0}, "world_size must be a whole number of at least 1"),
-        ({"world_size": 16_385}, "at most 16,384 ranks can be explained, got 16,385"),
+        ({"world_size": 16_385}, "at most 16,384 ranks can be planned for, got 16,385"),
         ({"world_size": 4, "mesh": (2, 2)}, "give world_size or mesh, not both"),
         ({"mesh": (2, 2, 2)}, "sizes .shard,. or .replicate, shard."),
         ({"profile": "h1000"}, "unknown profile 'h1000'"),

@@ -6,12 +6,15 @@ say of themselves.
 """
 
 import contextlib
+import copyreg
 import os
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
+
+import torch
 
 from shardc.runtime.compat.aot import functorch_config
 
@@ -89,6 +92,7 @@ def aot_cache(guest: Guest | None) -> Iterator[None]:
     with (
         functorch_config().patch(enable_autograd_cache=True, bundled_autograd_cache=True),
         config.patch(cacheable),
+        _stable_pickles(),
     ):
         for name, ours in zip(names, (try_load, lookup, make_entry, save), strict=True):
             setattr(AOTAutogradCache, name, staticmethod(ours))
@@ -97,6 +101,42 @@ def aot_cache(guest: Guest | None) -> Iterator[None]:
         finally:
             for name, function in theirs.items():
                 setattr(AOTAutogradCache, name, staticmethod(function))
+
+
+@contextlib.contextmanager
+def _stable_pickles() -> Iterator[None]:
+    """Inside, keys do not depend on what a process has imported, and in which order (2.11 to 2.15).
+
+    A memory format is pickled by its name "torch.contiguous_format", which pickle looks for in all
+    modules that have an attribute "torch".
+    """
+    table: dict[type, Any] = copyreg.dispatch_table
+    before = table.get(torch.memory_format)
+    table[torch.memory_format] = lambda value: (str, (str(value),))
+    try:
+        yield
+    finally:
+        del table[torch.memory_format]
+        if before is not None:
+            table[torch.memory_format] = before
+
+
+def cache_counts() -> tuple[int, int]:
+    """How many Dynamo graphs were found compiled in this process, and how many were kept.
+
+    (2.11 to 2.15)
+    """
+    from torch._dynamo.utils import counters
+
+    counted = counters["aot_autograd"]
+    return counted["autograd_cache_hit"], counted["autograd_cache_saved"]
+
+
+def cache_folder() -> str:
+    """Where compiled graphs are kept (2.11 to 2.15)."""
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    return str(cache_dir())
 
 
 def write_entry(key: str, content: bytes) -> None:
@@ -108,9 +148,7 @@ def write_entry(key: str, content: bytes) -> None:
 
 def folder_id() -> str:
     """A text that ranks share where they see the same folder of compiled graphs (2.11 to 2.15)."""
-    from torch._inductor.runtime.runtime_utils import cache_dir
-
-    path = Path(cache_dir()) / "shardc-folder"
+    path = Path(cache_folder()) / "shardc-folder"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:

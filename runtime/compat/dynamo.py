@@ -73,6 +73,17 @@ def real_input(placeholder: torch.fx.Node) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def forget_classes(gm: GraphModule) -> None:
+    """Have a Dynamo graph not say of which class its tensors were: parameters, fake ones.
+
+    It is part of the key of AOT autograd's cache, and nothing looks at it. (2.11 to 2.15)
+    """
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if isinstance(node.type, type) and issubclass(node.type, Tensor):
+            node.type = Tensor
+    gm.recompile()
+
+
 def is_cut_by_break(gm: GraphModule) -> bool:
     """Whether Dynamo ended the graph at a graph break (2.11 to 2.15)."""
     reason = getattr(gm, "compile_subgraph_reason", None)

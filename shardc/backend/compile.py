@@ -73,6 +73,7 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """The same with options that are checked already; `run` takes the place of the executor."""
     _say_compile()
+    compat.forget_classes(gm)
     _warn_if_nothing_is_sharded()
     buckets = buckets_by_input(gm)
     numbers = number_units(buckets)

@@ -84,6 +84,9 @@ class CompileCache:
         found = find(key) if self._group is not None else None
         keys = self._compare(f"{key} {found is not None} {_folder()}")
         known = {note.split(" ")[0] for note in keys}
+        everyone = self._plan.everyone
+        if everyone and compat.is_fake_group(compat.resolve_group(everyone)):
+            self._plan.agreements.settled = True  # all ranks are this one (`precompile`)
         if "" in known:
             return None
         if self._group is None or len(known) > 1:

@@ -91,7 +91,7 @@ def explain_target(
     profile = PROFILES[args.profile] if args.profile else current_profile("cuda")
     mesh = (args.copies, world_size) if args.copies > 1 else (world_size,)
     options = {"memory_budget": args.memory_budget} if args.memory_budget else {}
-    with _progress(f"explain for {args.copies * world_size} ranks") as progress:
+    with showing_progress(f"explain for {args.copies * world_size} ranks") as progress:
         try:
             return explain(
                 model,
@@ -112,7 +112,7 @@ def explain_target(
 
 
 @contextmanager
-def _progress(title: str) -> Iterator[Callable[[str], None]]:
+def showing_progress(title: str) -> Iterator[Callable[[str], None]]:
     """A line that counts the seconds; gives what sets its text."""
     done = threading.Event()
     bar = tqdm(bar_format="{desc} [{elapsed}]", leave=False, disable=None)

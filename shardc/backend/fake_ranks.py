@@ -1,0 +1,122 @@
+"""A model on ranks that do not exist: shapes only, sharded over torch's fake process group.
+
+So a step can be compiled for any number of ranks in one process, without memory for the model.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardc.runtime import compat
+from shardc.runtime.bucket.params import convert
+from shardc.sharding.units import units_of
+
+MAX_WORLD = 16384
+
+
+def sizes_of(
+    what: str,
+    model: nn.Module,
+    world_size: int | None,
+    mesh: DeviceMesh | Sequence[int] | None,
+    sharding: Mapping[str, Any],
+) -> tuple[int, ...] | None:
+    """The sizes of the mesh to make for `what`; None where there is one. Raises ValueError."""
+    if compat.has_real_group():
+        raise ValueError(
+            f"{what} works without peers, and this process has a process group with some: call it "
+            "before init_process_group or in a process of its own"
+            + (", or use shardc.report(model) after the first step" if what == "explain" else "")
+        )
+    sharded = bool(units_of(model))
+    if sharded and (world_size is not None or mesh is not None or sharding):
+        raise ValueError(
+            "the model is sharded already: leave out world_size, mesh and arguments of fully_shard"
+        )
+    if sharded or isinstance(mesh, DeviceMesh):
+        if not dist.is_initialized():
+            raise ValueError("a mesh needs its process group, which is gone")
+        if world_size is not None:
+            raise ValueError("give world_size or mesh, not both")
+        return None
+    if mesh is not None and world_size is not None:
+        raise ValueError("give world_size or mesh, not both")
+    sizes = tuple(mesh) if mesh is not None else (8 if world_size is None else world_size,)
+    whole = all(isinstance(size, int) and size >= 1 for size in sizes)
+    if not whole or len(sizes) not in (1, 2):
+        raise ValueError(
+            f"mesh must be sizes (shard,) or (replicate, shard) of at least 1, got {sizes}"
+        )
+    ranks = sizes[0] * sizes[-1] if len(sizes) == 2 else sizes[0]
+    if ranks > MAX_WORLD:
+        raise ValueError(f"at most {MAX_WORLD:,} ranks can be planned for, got {ranks:,}")
+    if dist.is_initialized() and dist.get_world_size() != ranks:
+        raise ValueError(
+            f"this process has a fake process group of {dist.get_world_size()} ranks, and {ranks} "
+            "are asked for: destroy_process_group() first"
+        )
+    return sizes
+
+
+@contextmanager
+def fake_ranks(sizes: tuple[int, ...] | None) -> Iterator[DeviceMesh | None]:
+    """A mesh of these sizes over a fake process group, which ends with the context."""
+    if sizes is None:
+        yield None
+        return
+    own = not dist.is_initialized()
+    if own:
+        ranks = sizes[0] * sizes[-1] if len(sizes) == 2 else sizes[0]
+        compat.join_fake_group(ranks)
+    try:
+        names = ("replicate", "shard")[-len(sizes) :]
+        yield init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    finally:
+        if own:
+            dist.destroy_process_group()
+
+
+# -- the model -----------------------------------------------------------------------------------
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy of `model` whose parameters and buffers have no values; tied ones stay tied."""
+    if units_of(model):
+        return copy.deepcopy(model)
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        twin = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+        memo[id(param)] = twin
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def give_fakes(
+    model: nn.Module, fake: Callable[[Tensor], Tensor], host_is_apart: bool = False
+) -> None:
+    """Replace what the model holds by fake tensors: segments, what is not sharded, buffers.
+
+    Args:
+        model: sharded, without values.
+        fake: makes a fake tensor like a given one.
+        host_is_apart: plan for a device that is not the host.
+    """
+    for unit in units_of(model).values():
+        for bucket in unit._shardc_unit.buckets:
+            convert(bucket, fake)
+        unit._shardc_unit.on_meta = False
+        if host_is_apart:
+            unit._shardc_unit.change(host_is_apart=True)
+    for module in model.modules():
+        for name, param in list(module._parameters.items()):
+            if param is not None and not hasattr(param, "_slot"):
+                setattr(module, name, nn.Parameter(fake(param.detach()), param.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, fake(buffer))

@@ -1,0 +1,143 @@
+"""`precompile`: the graphs of a job's first steps, compiled before the job and without its ranks.
+
+The model is sharded over torch's fake process group, with shapes only, and compiled by the backend
+as on a real rank. What Inductor makes of it is kept where `torchrun` finds it (`compile_cache`).
+Nothing is computed, so it needs no memory for the model.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import GraphModule
+
+from shardc.backend.compile import compile_graph
+from shardc.backend.fake_ranks import fake_ranks, give_fakes, on_meta, sizes_of
+from shardc.backend.options import Options
+from shardc.runtime import compat
+from shardc.runtime.checks.arguments import Count, checked
+from shardc.runtime.comm.backends import BACKENDS
+from shardc.runtime.eager.precision import map_tensors
+from shardc.sharding.shard import fully_shard
+from shardc.sharding.units import units_of
+
+
+@dataclass(frozen=True)
+class Precompiled:
+    """What a job finds at its start.
+
+    Attributes:
+        folder: where the compiled graphs are.
+        compiled: how many Dynamo graphs were compiled now, forward and backward together.
+        found: how many were there before.
+    """
+
+    folder: str
+    compiled: int
+    found: int
+
+
+@checked
+def precompile(
+    model: nn.Module,
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    world_size: Count | None = None,
+    mesh: DeviceMesh | Sequence[int] | None = None,
+    options: dict[str, Any] | None = None,
+    evaluate: bool = True,
+    in_place: bool = True,
+    progress: Callable[[str], object] = str,
+    **sharding: Any,
+) -> Precompiled:
+    """Compile the steps of `model` for ranks that do not exist yet.
+
+    A job that then starts with the same model, settings, options and batch shapes, and with the
+    same versions of torch and shardc, over gloo, loads them. Call it in a process of its own. It forgets what
+    `torch.compile` has compiled in this process.
+
+    Args:
+        model: what the job gives to `fully_shard`; it needs no values and is not changed.
+        args, kwargs: example inputs of one rank's step, given as the job gives them: by position
+            or by name.
+        world_size: ranks to shard over (default 8), up to 16,384.
+        mesh: instead of it: sizes (shard,), or a mesh over a fake process group.
+        options: as for `torch.compile(..., options=)` in the job.
+        evaluate: also compile the forward in evaluation, under `no_grad`.
+        in_place: the job calls `model.compile(...)`; False: it calls `torch.compile(model, ...)`.
+        progress: called with what is begun, in words.
+        sharding: other arguments of `fully_shard`: `units` (default "auto"), `mp_policy`, ...
+
+    Raises:
+        ValueError: bad arguments, what `fully_shard` refuses, a real process group, or a mesh of
+            two dims, on which each rank has graphs of its own.
+        RuntimeError: the model cannot be compiled.
+    """
+    parsed = Options.parse(options)
+    sizes = sizes_of("precompile", model, world_size, mesh, sharding)
+    if sizes is not None and len(sizes) > 1:
+        raise ValueError(
+            f"precompile takes a mesh of one dim, got {sizes}: with copies of the model (HSDP) "
+            "each rank's graphs name its own groups, and are compiled at the job's first start"
+        )
+    compat.forget_compiled()
+    with fake_ranks(sizes) as made, _like("gloo"):
+        progress("sharding")
+        sharded = on_meta(model)
+        if not units_of(sharded):
+            given: Any = mesh if made is None else made
+            fully_shard(sharded, mesh=given, **{"units": "auto", **sharding})
+        with compat.fake_tensors() as fake:
+            give_fakes(sharded, fake)
+            inputs = map_tensors(fake, (args, dict(kwargs or {})))
+            for train in (True, False) if evaluate else (True,):
+                progress("compiling a training step" if train else "compiling an evaluation")
+                _compile(sharded, inputs[0], inputs[1], parsed, train, in_place)
+    found, kept = compat.cache_counts()
+    compat.forget_compiled()
+    if not found + kept:
+        raise RuntimeError(
+            "no graph of the model could be kept: its forward cannot be traced (see "
+            "TORCH_LOGS=graph_breaks), Inductor cannot compile it, or caches are off"
+        )
+    return Precompiled(compat.cache_folder(), kept, found)
+
+
+@contextmanager
+def _like(comm_backend: str) -> Iterator[None]:
+    """Inside, torch's fake process group counts as one of `comm_backend`."""
+    before = BACKENDS.get("fake")
+    BACKENDS["fake"] = replace(BACKENDS[comm_backend], name="fake")
+    try:
+        yield
+    finally:
+        del BACKENDS["fake"]
+        if before is not None:
+            BACKENDS["fake"] = before
+
+
+def _compile(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    train: bool,
+    in_place: bool,
+) -> None:
+    """Compile one step as a job would; the model then runs on with shapes only."""
+
+    def backend(gm: GraphModule, inputs: Sequence[Any], **ignored: Any) -> Callable[..., Any]:
+        compile_graph(gm, inputs, options)
+        return gm
+
+    model.train(train)
+    with torch.set_grad_enabled(train):
+        if in_place:
+            model.compile(backend=backend)
+            model(*args, **kwargs)
+        else:
+            torch.compile(model, backend=backend)(*args, **kwargs)

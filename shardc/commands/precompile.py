@@ -1,0 +1,78 @@
+"""`shardc precompile`: compile a job's graphs before the job, in one process."""
+
+import argparse
+import json
+import os
+from dataclasses import asdict
+
+from shardc.commands.arguments import DTYPES, add_precision, add_target, example_inputs
+from shardc.commands.errors import FoundProblem, UsageError
+from shardc.commands.explain import showing_progress
+from shardc.commands.target import EXAMPLE, load_model
+from shardc.runtime.eager.precision import MixedPrecisionPolicy
+
+NAME = "precompile"
+SUMMARY = "compile a model's graphs for any number of ranks, for a job that starts later"
+DESCRIPTION = """\
+Compile the forward, the backward and the evaluation of a model as the ranks of a job would, in one
+process, without the other ranks and without memory for the model. A job that starts with the same
+cache folder, model, options, batch shapes and versions loads them and compiles nothing.
+
+The target names a function that takes no arguments and returns (model, example inputs); build them
+under torch.device("meta"). Inputs are one rank's: a tuple if the job gives them by position, a dict
+if it gives them by name.
+"""
+EPILOG = f"""\
+examples:
+  shardc precompile {EXAMPLE} --world-size 8 --mp bf16 --cache compiled
+  TORCHINDUCTOR_CACHE_DIR=compiled torchrun --nproc-per-node 8 train.py
+
+The job must call fully_shard(model, units="auto") with the same mp_policy; other settings are
+compiled with shardc.precompile(...) in Python.
+exit code: 0, or 1 where the model cannot be compiled
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `shardc precompile`."""
+    add = parser.add_argument
+    add_target(parser)
+    add_precision(parser)
+    add("--cache", metavar="DIR", help="the folder for what is compiled; the job has it in "
+        "TORCHINDUCTOR_CACHE_DIR (default: that variable, else torch's own)")  # fmt: skip
+    add("--wrapped", action="store_true", help="the job calls torch.compile(model, ...) and not "
+        "model.compile(...)")  # fmt: skip
+    add("--json", action="store_true", help="print JSON: folder, compiled, found")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile, and say what was compiled and where it is."""
+    from shardc.backend.precompile import precompile
+
+    if args.cache:
+        try:
+            os.makedirs(args.cache, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--cache {args.cache}: {error.strerror}") from error
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath(args.cache)
+    model, inputs = load_model(args.target)
+    positional, named = example_inputs(inputs, args.target)
+    with showing_progress(f"precompile for {args.world_size} ranks") as progress:
+        try:
+            done = precompile(
+                model,
+                *positional,
+                kwargs=named,
+                world_size=args.world_size,
+                in_place=not args.wrapped,
+                progress=progress,
+                mp_policy=MixedPrecisionPolicy(param_dtype=DTYPES.get(args.mp)),
+            )
+        except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise FoundProblem(f"{args.target} cannot be compiled, {what}") from error
+    if args.json:
+        print(json.dumps(asdict(done)))
+        return 0
+    print(f"compiled {done.compiled} graphs, found {done.found}, in {done.folder}")
+    return 0
