@@ -57,8 +57,8 @@ def precompile(
     """Compile the steps of `model` for ranks that do not exist yet.
 
     A job that then starts with the same model, settings, options and batch shapes, and with the
-    same versions of torch and shardc, over gloo, loads them. Call it in a process of its own. It forgets what
-    `torch.compile` has compiled in this process.
+    same versions of torch and shardc, over gloo, loads them. Call it in a process of its own: it
+    forgets what `torch.compile` has compiled in this one.
 
     Args:
         model: what the job gives to `fully_shard`; it needs no values and is not changed.
