@@ -5,8 +5,9 @@ its timeout or whether it has an allocator, it is asked. A backend without an en
 works in place, and takes several tensors in one message.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -72,6 +73,19 @@ BACKENDS: dict[str, CommBackend] = {backend.name: backend for backend in (_GLOO,
 def register_backend(backend: CommBackend) -> None:
     """Know `backend` by its name from now on; every rank does the same, before `fully_shard`."""
     BACKENDS[backend.name] = backend
+
+
+@contextmanager
+def fake_group_as_on_cpus() -> Iterator[None]:
+    """Inside, torch's fake process group counts as one of the backend that CPUs have."""
+    before = BACKENDS.get("fake")
+    BACKENDS["fake"] = replace(_GLOO, name="fake")
+    try:
+        yield
+    finally:
+        del BACKENDS["fake"]
+        if before is not None:
+            BACKENDS["fake"] = before
 
 
 def backend_of(group: dist.ProcessGroup | str, device_type: str) -> CommBackend:

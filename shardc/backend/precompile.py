@@ -5,9 +5,8 @@ as on a real rank. What Inductor makes of it is kept where `torchrun` finds it (
 Nothing is computed, so it needs no memory for the model.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from shardc.backend.fake_ranks import fake_ranks, give_fakes, on_meta, sizes_of
 from shardc.backend.options import Options
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, checked
-from shardc.runtime.comm.backends import BACKENDS
+from shardc.runtime.comm.backends import fake_group_as_on_cpus
 from shardc.runtime.eager.precision import map_tensors
 from shardc.sharding.shard import fully_shard
 from shardc.sharding.units import units_of
@@ -85,7 +84,7 @@ def precompile(
             "each rank's graphs name its own groups, and are compiled at the job's first start"
         )
     compat.forget_compiled()
-    with fake_ranks(sizes) as made, _like("gloo"):
+    with fake_ranks(sizes) as made, fake_group_as_on_cpus():
         progress("sharding")
         sharded = on_meta(model)
         if not units_of(sharded):
@@ -105,19 +104,6 @@ def precompile(
             "TORCH_LOGS=graph_breaks), Inductor cannot compile it, or caches are off"
         )
     return Precompiled(compat.cache_folder(), kept, found)
-
-
-@contextmanager
-def _like(comm_backend: str) -> Iterator[None]:
-    """Inside, torch's fake process group counts as one of `comm_backend`."""
-    before = BACKENDS.get("fake")
-    BACKENDS["fake"] = replace(BACKENDS[comm_backend], name="fake")
-    try:
-        yield
-    finally:
-        del BACKENDS["fake"]
-        if before is not None:
-            BACKENDS["fake"] = before
 
 
 def _compile(
