@@ -139,11 +139,12 @@ def graph_break_reasons() -> list[str]:
 def is_traced() -> bool:
     """Whether torch's structured trace is on, `TORCH_TRACE` (2.11 to 2.15).
 
-    Its handler takes itself away at the first record if it is not.
+    Its handler takes itself away at the first record if it is not. Other handlers of the logger,
+    such as those of pytest, do not ask for a trace.
     """
     from torch._logging import _internal
 
-    return bool(_internal.trace_log.handlers)
+    return any(isinstance(h, _internal.LazyTraceHandler) for h in _internal.trace_log.handlers)
 
 
 def trace_artifact(name: str, text: str) -> None:
