@@ -18,7 +18,6 @@ an earlier test may be to blame. A test whose own code ends a process fails both
 import contextlib
 import faulthandler
 import functools
-import gc
 import importlib
 import inspect
 import multiprocessing as mp
@@ -235,19 +234,6 @@ def _serve(rank: int, world: int, port: int, device: str, pipe: Any, stacks: str
                 accelerator.configure()
             function = getattr(importlib.import_module(module), name)
             result = inspect.unwrap(function)(mesh, **kwargs)
-            _drop_what_waits()
             pipe.send((True, result))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-
-
-def _drop_what_waits() -> None:
-    """Free models that a test left with gradients that wait, on all ranks at the same time.
-
-    The next backward that syncs would reduce them, on those ranks only whose garbage collector has
-    not come by yet.
-    """
-    from shardc.runtime.eager.accumulate import accumulating
-
-    if any(not each.is_empty for each in accumulating()):
-        gc.collect()

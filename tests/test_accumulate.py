@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 
 import pytest
 import torch
@@ -136,6 +137,27 @@ def test_a_bucket_that_the_last_micro_batch_does_not_use(mesh):
         plain(x, False).backward()
         for p, q in zip(plain.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh))
+
+
+@pytest.mark.parametrize("executor", ["eager", None])
+@on_ranks(2)
+def test_what_waits_in_another_model_is_left_alone(mesh, executor):
+    plain, models = seeded(Stack), [fully_shard(seeded(Stack), mesh=mesh) for _ in range(3)]
+    calls = [compiled(m, executor=executor) if executor else m for m in models]
+    for call in calls[1:]:
+        with models[1].no_sync(), models[2].no_sync():
+            _loss(call, 1, mesh).backward()
+    if mesh.get_local_rank() == 1:
+        del models[2], calls[2], call
+        gc.collect()  # on this rank only
+    _loss(calls[0], 2, mesh).backward()
+    assert all(p.grad is None for p in models[1].parameters())
+    _loss(calls[1], 2, mesh).backward()
+    _loss(plain, 2, mesh).backward()
+    _check_and_drop_gradients(plain, models[0], mesh)
+    for seed in (1, 2):
+        _loss(plain, seed, mesh).backward()
+    _check_and_drop_gradients(plain, models[1], mesh)
 
 
 @on_ranks(2)

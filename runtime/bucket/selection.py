@@ -102,7 +102,9 @@ def run_for_inputs(
 
 def _refuse_parts(slots: Slots, accumulates: bool) -> None:
     """Raise where gradients wait, or shall wait, to be reduced, which a bucket does as a whole."""
-    held = {each.bucket for each in accumulate.accumulating() if not each.is_empty}
+    models = {bucket.owner.outermost for bucket in slots}
+    waiting = (each.bucket for each in accumulate.accumulating() if not each.is_empty)
+    held = {bucket for bucket in waiting if bucket.owner.outermost in models}
     for bucket in {*slots, *held}:
         trained = {index for index, flag in enumerate(bucket.trainable) if flag}
         settings = bucket.settings

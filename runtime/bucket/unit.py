@@ -31,12 +31,12 @@ class Unit:
         device: where the unit is computed.
         ignored: parameters that are left alone by calls on outer modules too.
         skipped: modules that are.
-        is_root: whether no other unit is around it.
         name: the name of its first module in the outermost unit, for messages.
         number: in the order in which this process made units.
         on_meta: whether something below its modules may still be on the meta device.
         summoned: whether its modules hold full parameters, and so compute in their dtype.
         before_gathers: waits for what its next gather shall wait for.
+        around: the unit around it, if there is one.
     """
 
     given: InitVar[tuple[nn.Module, ...]]
@@ -47,12 +47,12 @@ class Unit:
     device: torch.device
     ignored: frozenset[nn.Parameter]
     skipped: frozenset[nn.Module] = frozenset()
-    is_root: bool = True
     name: str = ""
     number: int = field(default_factory=itertools.count().__next__)
     on_meta: bool = False
     summoned: bool = False
     before_gathers: Callable[[], object] | None = None
+    around: "weakref.ref[Unit] | None" = None
 
     def __post_init__(self, given: tuple[nn.Module, ...]) -> None:
         self._modules = tuple(weakref.ref(module) for module in given)
@@ -66,6 +66,17 @@ class Unit:
     def modules(self) -> tuple[nn.Module, ...]:
         """Those of its modules that still exist."""
         return tuple(module for ref in self._modules if (module := ref()) is not None)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether no other unit is around it."""
+        return self.around is None
+
+    @property
+    def outermost(self) -> "Unit":
+        """The unit around it and all others; itself if it is the root."""
+        around = None if self.around is None else self.around()
+        return self if around is None else around.outermost
 
     @property
     def training(self) -> bool:
@@ -99,11 +110,15 @@ class Unit:
         """Look again for what is on meta, after states were moved."""
         self.on_meta = any(states_on_meta(module) for module in self.modules)
 
-    def settle(self, is_root: bool) -> None:
+    def put_into(self, around: "Unit | None") -> None:
+        """Have that unit around it, or none."""
+        self.around = None if around is None else weakref.ref(around)
+        self.settle()
+
+    def settle(self) -> None:
         """Decide what None means, as FSDP2 does: reshard, except the outermost unit."""
-        self.is_root = is_root
         asked = self.asked_reshard
-        self.change(reshard_after_forward=(not is_root) if asked is None else asked)
+        self.change(reshard_after_forward=(not self.is_root) if asked is None else asked)
 
     # -- inputs and outputs ------------------------------------------------------------------
 

@@ -9,13 +9,14 @@ is reduced when that backward ends.
 
 import weakref
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardc.runtime import compat
-from shardc.runtime.eager.needs import EagerBucket
+from shardc.runtime.eager.needs import EagerBucket, EagerUnit
 from shardc.runtime.eager.weak_hooks import weak_hook
 
 
@@ -121,15 +122,20 @@ def accumulating() -> list[Accumulated]:
     return sorted(_accumulating, key=lambda each: (each.bucket.ranks.everyone, each.bucket.serial))
 
 
-def flush_when_done() -> None:
-    """From within a backward: reduce at its end what waits in buckets that it does not use."""
+def flush_when_done(used: Iterable[EagerBucket]) -> None:
+    """From within a backward that uses these: reduce at its end what waits elsewhere in their
+    models.
+
+    What waits in another model is left alone. It may be one that only some ranks have freed.
+    """
     if any(not waiting.is_empty for waiting in _accumulating):
-        compat.when_backward_ends(_flush)
+        models = {bucket.owner.outermost for bucket in used}
+        compat.when_backward_ends(partial(_flush, models))
 
 
-def _flush() -> None:
+def _flush(models: set[EagerUnit]) -> None:
     for waiting in accumulating():
-        if not waiting.is_empty:
+        if not waiting.is_empty and waiting.bucket.owner.outermost in models:
             waiting.bucket.gradients.flush()
 
 

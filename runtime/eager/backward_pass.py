@@ -114,7 +114,7 @@ class BackwardPass:
         now."""
         waiting, spec = bucket.gradients.waiting, bucket.key.code
         used = {slot for slot, grad in enumerate(grads) if grad is not None}
-        flush_when_done()
+        flush_when_done([bucket])
         bucket.gathered.end_backward()
         if not spec.reduction.sync:
             waiting.add(pack_gradients(grads, spec, waiting.pending), used)

@@ -29,6 +29,10 @@ class EagerUnit(Protocol):
         """Its buckets."""
 
     @property
+    def outermost(self) -> "EagerUnit":
+        """The unit around it and all others."""
+
+    @property
     def modules(self) -> Sequence[nn.Module]:
         """Those of its modules that still exist."""
 

@@ -280,7 +280,7 @@ class Controls:
         asked = [check_reshard(reshard_after_forward, world) for world in worlds]
         for unit, value in zip(units, asked, strict=True):
             unit.asked_reshard = value
-            unit.settle(unit.is_root)
+            unit.settle()
 
     @checked
     def set_reshard_after_backward(

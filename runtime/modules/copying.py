@@ -44,7 +44,7 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for unit, new in zip(units, copies, strict=True):
         for name in ("forward_prefetch", "backward_prefetch"):
             new.settings.put(name, tuple(memo.get(id(u), u) for u in getattr(unit.settings, name)))
-        new.settle(is_root=unit.is_root or module in unit.modules)
+        new.put_into(None if unit.around is None else memo.get(id(unit.around())))
     result: nn.Module = memo[id(module)]
     return result
 

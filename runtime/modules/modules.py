@@ -202,11 +202,12 @@ def make_unit(unit: "Unit") -> None:
             _install_properties(module, unit if module in unit.modules else None)
             inner = vars(module).get("_shardc_unit", unit)
             if inner is not unit:
-                inner.settle(is_root=False)
+                if inner.is_root:
+                    inner.put_into(unit)
                 if module is inner.modules[0]:
                     inner.name = name
     unit.name = type(unit.modules[0]).__name__
-    unit.settle(is_root=True)
+    unit.settle()
     unit.note_meta()
 
 

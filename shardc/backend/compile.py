@@ -310,7 +310,7 @@ def _begin_backward(
         return
     begun.append(True)
     compat.when_backward_ends(begun.clear)
-    flush_when_done()
+    flush_when_done([bucket for bucket, _ in buckets])
     progress.next_names = names
     for (bucket, read), before, taken in zip(buckets, updates, lent, strict=True):
         bucket.gradients.begin_backward(taken)
