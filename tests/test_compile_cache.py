@@ -332,3 +332,28 @@ def test_what_cannot_be_precompiled():
         shardc.precompile(model, torch.ones(2, 3), mesh=(2, 2))
     with pytest.raises(ValueError, match="give world_size or mesh, not both"):
         shardc.precompile(model, torch.ones(2, 3), mesh=(2,), world_size=2)
+
+
+class Rows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x):
+        return self.up(x)
+
+
+@on_ranks(2)
+def test_a_loaded_graph_with_dynamic_sizes_takes_gradients_of_its_outputs(mesh, folder):
+    with _in(folder):
+        for _ in range(2):
+            torch._dynamo.reset()
+            counters.clear()
+            model = fully_shard(seeded(Rows), mesh=mesh)
+            step = torch.compile(model, backend="shardc", dynamic=True)
+            x = torch.ones(3, 6)
+            step(x).backward(torch.ones(3, 6))
+            hit = counters["aot_autograd"]["autograd_cache_hit"]
+    assert hit == 1
+    grad = model.up.weight.grad.to_local()
+    assert torch.equal(grad, torch.full_like(grad, 3))

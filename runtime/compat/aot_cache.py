@@ -6,13 +6,13 @@ say of themselves.
 """
 
 import contextlib
-import copyreg
 import os
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 
@@ -92,7 +92,7 @@ def aot_cache(guest: Guest | None) -> Iterator[None]:
     with (
         functorch_config().patch(enable_autograd_cache=True, bundled_autograd_cache=True),
         config.patch(cacheable),
-        _stable_pickles(),
+        _stable_keys(),
     ):
         for name, ours in zip(names, (try_load, lookup, make_entry, save), strict=True):
             setattr(AOTAutogradCache, name, staticmethod(ours))
@@ -104,21 +104,23 @@ def aot_cache(guest: Guest | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stable_pickles() -> Iterator[None]:
-    """Inside, keys do not depend on what a process has imported, and in which order (2.11 to 2.15).
+def _stable_keys() -> Iterator[None]:
+    """Inside, a key is the same in all processes that compile the same (2.11 to 2.15).
 
     A memory format is pickled by its name "torch.contiguous_format", which pickle looks for in all
-    modules that have an attribute "torch".
+    modules that have an attribute "torch": what a process has imported would count. Entries keep
+    theirs: a backward compares with it.
     """
-    table: dict[type, Any] = copyreg.dispatch_table
-    before = table.get(torch.memory_format)
-    table[torch.memory_format] = lambda value: (str, (str(value),))
-    try:
+    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCachePickler as Pickler
+
+    dumps = Pickler.dumps
+
+    def stable_dumps(self: Any, value: Any) -> Any:
+        self.dispatch_table[torch.memory_format] = lambda known: (str, (str(known),))
+        return dumps(self, value)
+
+    with mock.patch.object(Pickler, "dumps", stable_dumps):
         yield
-    finally:
-        del table[torch.memory_format]
-        if before is not None:
-            table[torch.memory_format] = before
 
 
 def cache_counts() -> tuple[int, int]:
