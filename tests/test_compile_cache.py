@@ -357,3 +357,19 @@ def test_a_loaded_graph_with_dynamic_sizes_takes_gradients_of_its_outputs(mesh, 
     assert hit == 1
     grad = model.up.weight.grad.to_local()
     assert torch.equal(grad, torch.full_like(grad, 3))
+
+
+def test_code_for_one_gpu_becomes_code_for_another():
+    code = (
+        "with torch.cuda._DeviceGuard(1):\n"
+        "    raw_stream1 = get_raw_stream(1)\n"
+        "    k.run(x, 1, stream=raw_stream1)\n"
+        "    y = full([1], 1, device=device(type='cuda', index=1))  # cuda:1 and cuda:10\n"
+    )
+    moved = compat.with_index(code, 1, 12)
+    assert moved == (
+        "with torch.cuda._DeviceGuard(12):\n"
+        "    raw_stream12 = get_raw_stream(12)\n"
+        "    k.run(x, 1, stream=raw_stream12)\n"
+        "    y = full([1], 1, device=device(type='cuda', index=12))  # cuda:12 and cuda:10\n"
+    )

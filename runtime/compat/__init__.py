@@ -7,6 +7,7 @@ moves something, this folder is the one to mend. The rest of the project says `c
 
 from shardc.runtime.compat.aot import *
 from shardc.runtime.compat.aot_cache import *
+from shardc.runtime.compat.aot_devices import *
 from shardc.runtime.compat.autograd import *
 from shardc.runtime.compat.dynamo import *
 from shardc.runtime.compat.gloo import *

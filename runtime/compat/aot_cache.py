@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 
 from shardc.runtime.compat.aot import functorch_config
+from shardc.runtime.compat.aot_devices import move_entry, own_gpu, with_index
 
 _FUNCTIONS = ("shardc.runtime.comm.unshard.unshard",)
 """Our functions in Dynamo graphs which are no ops: AOT autograd traces through them."""
@@ -75,13 +76,21 @@ def aot_cache(guest: Guest | None) -> Iterator[None]:
     def lookup(key: str, *args: Any, **kwargs: Any) -> Found:
         nonlocal asked
         asked = True
-        return guest.look(key, lambda own_key: theirs["_lookup"](own_key, *args, **kwargs))
+        return guest.look(key, lambda own_key: find(own_key, *args, **kwargs))
+
+    def find(key: str, *args: Any, **kwargs: Any) -> Found:
+        found: Found = theirs["_lookup"](key, *args, **kwargs)
+        if found is not None:
+            move_entry(found[0], found[0].shardc_gpu, own_gpu())
+        return found
 
     def make_entry(*args: Any, **kwargs: Any) -> Any:
         try:
-            return theirs["make_entry"](*args, **kwargs)
+            entry = theirs["make_entry"](*args, **kwargs)
         except AssertionError:  # a graph is not of Inductor: it runs op by op
             return None
+        entry.shardc_gpu = own_gpu()
+        return entry
 
     def save(key: str, entry: Any, *args: Any, **kwargs: Any) -> None:
         if entry is None:
@@ -109,15 +118,22 @@ def _stable_keys() -> Iterator[None]:
 
     A memory format is pickled by its name "torch.contiguous_format", which pickle looks for in all
     modules that have an attribute "torch": what a process has imported would count. Entries keep
-    theirs: a backward compares with it.
+    theirs: a backward compares with it. The index of the process's own GPU is left out, for which
+    entries are changed over when they are loaded.
     """
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCachePickler as Pickler
 
     dumps = Pickler.dumps
 
-    def stable_dumps(self: Any, value: Any) -> Any:
+    def stable_dumps(self: Any, value: Any) -> bytes:
         self.dispatch_table[torch.memory_format] = lambda known: (str, (str(known),))
-        return dumps(self, value)
+        own = own_gpu()
+        if own is None:
+            return dumps(self, value)
+        named = {torch.device("cuda", own): "cuda:own"}
+        self.dispatch_table[torch.device] = lambda known: (str, (named.get(known, str(known)),))
+        pickled: bytes = dumps(self, value)  # with the code of the graph in it
+        return with_index(pickled.decode("latin-1"), own, "own").encode("latin-1")
 
     with mock.patch.object(Pickler, "dumps", stable_dumps):
         yield

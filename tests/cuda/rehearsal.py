@@ -1,6 +1,6 @@
 """Rehearses three training steps in a process of its own, where the stand-ins are the GPU.
 
-The process is rank 0 of a world over ProcessGroupNCCL. There are no peers, so ranks do not agree on
+The process is a rank of a world over ProcessGroupNCCL. There are no peers, so ranks do not agree on
 anything; all that this rank does is real but for the kernels. The last step is traced.
 """
 
@@ -26,7 +26,9 @@ class Setup:
         reshard: `reshard_after_forward`.
         param_dtype: the compute dtype; None: float32.
         reduce_dtype: what gradients are reduced in.
+        world, rank: the process is this rank of the world; odd ones have the second GPU.
         faults: waits that are left out, to see that they are missed.
+        cache: the folder of compiled graphs and kernels; None: one that all cases share.
     """
 
     who: str = "shardc"
@@ -42,7 +44,9 @@ class Setup:
     batch: int = 2
     length: int = 128
     world: int = 8
+    rank: int = 0
     faults: frozenset[str] = frozenset()
+    cache: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class Outcome:
         kernels: names of the Triton kernels that were compiled to a cubin.
         held, peak, reserved: bytes of the device before the last step, and the most during it.
         planned: the most bytes that the graphs were planned to hold.
+        loaded: how many Dynamo graphs were found compiled.
+        compiled: how many kernels Triton compiled.
         orders: for each graph that was planned, its phase and its collectives and waits.
         log: what the process printed.
         trace: the file with the last step.
@@ -65,6 +71,8 @@ class Outcome:
     peak: int
     reserved: int
     planned: int
+    loaded: int
+    compiled: int
     orders: list[tuple[str, list[str]]]
     log: Path
     trace: Path

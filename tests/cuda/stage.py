@@ -1,4 +1,4 @@
-"""The process that rehearses: rank 0 with a small model, three steps, the last one traced.
+"""The process that rehearses: a rank with a small model, three steps, the last one traced.
 
 It is forked from one that has imported all of this, parts of Inductor among it, and has not touched
 CUDA.
@@ -21,6 +21,7 @@ import torch._inductor.fx_passes.fuse_attention
 import torch._inductor.select_algorithm
 import torch.distributed as dist
 import torch.distributed.tensor.experimental
+import triton
 from models import LM, VOCAB, Failure, fail
 from noting import LIBRARY, NotedOps, note, note_compiled_code, tracing
 from rehearsal import Setup
@@ -36,6 +37,7 @@ from torch.distributed.tensor.parallel import (
 
 import shardc
 from shardc.backend.graph_plan import graph_plans
+from shardc.runtime.compat import cache_counts
 
 STEPS = 3
 
@@ -44,9 +46,16 @@ def run(setup: Setup, folder: Path) -> None:
     log = os.open(folder / "log", os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ["SHARDC_DUMP"] = str(folder / "dump")
-    error, result = "", dict.fromkeys(("held", "peak", "reserved", "planned"), 0)
+    if setup.cache is None:
+        os.environ["SHARDC_DUMP"] = str(folder / "dump")  # where all is compiled anew
+    else:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(setup.cache)
+        del os.environ["TRITON_CACHE_DIR"]  # in the other's, then, by device
+    numbers = ("held", "peak", "reserved", "planned", "loaded", "compiled")
+    error, result = "", dict.fromkeys(numbers, 0)
     kernels = note_compiled_code()
+    compiled: list[str] = []
+    triton.knobs.compilation.listener = partial(_note_compiled, compiled)
     orders: list[tuple[str, list[str]]] = []
     try:
         result = _Rehearsal(setup).run(folder / "trace")
@@ -54,10 +63,41 @@ def run(setup: Setup, folder: Path) -> None:
         result["planned"] = max((plan.peak for plan in graph_plans), default=0)
     except Exception:
         error = traceback.format_exc()
+    result |= {"loaded": cache_counts()[0], "compiled": len(compiled)}
     text = json.dumps({"error": error, "kernels": kernels, "orders": orders, **result})
     (folder / "outcome.json").write_text(text)
     sys.stdout.flush()
     os._exit(0)  # no peers take part in the end of the groups
+
+
+def _note_compiled(
+    compiled: list[str], src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool
+) -> None:
+    if not cache_hit:
+        compiled.append(src.name)
+
+
+class _Peers(dist.Store):
+    """A store for a rank without peers: what they would write is there, and empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own = dist.HashStore()
+
+    def set(self, key: str, value: Any) -> None:
+        self._own.set(key, value)
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._own.add(key, value))
+
+    def check(self, keys: list[str]) -> bool:
+        return True
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        """Nothing to wait for."""
+
+    def get(self, key: str) -> bytes:
+        return self._own.get(key) if self._own.check([key]) else bytes(128)
 
 
 class _Rehearsal:
@@ -67,8 +107,10 @@ class _Rehearsal:
         self.setup = setup
         torch.set_float32_matmul_precision("high")
         torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN has no stand-in
-        store = dist.HashStore()
-        dist.init_process_group("nccl", rank=0, world_size=setup.world, store=store)
+        torch.cuda.set_device(setup.rank % 2)
+        store = dist.HashStore() if setup.rank == 0 else _Peers()
+        _kept.append(store)
+        dist.init_process_group("nccl", rank=setup.rank, world_size=setup.world, store=store)
         dist.ProcessGroup.emulated = True  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(self.has("deterministic"))
         torch.manual_seed(0)

@@ -3,6 +3,7 @@
 A line of the trace is one of:
 
     phase NAME                                forward, backward, optimizer
+    device INDEX                              where the launches after it go
     op STREAM NAME r|w:START-END ...          an operator or Triton kernel and its memory, in hex
     kernel|triton STREAM NAME                 a launch, as the runtime or the driver sees it
     gemm STREAM MxNxK                         a product of cuBLAS
@@ -58,6 +59,7 @@ class Trace:
         names: (phase, name) of each kernel and Triton kernel, counted.
         order: for each phase, its name and starts of collectives and the first wait for each.
         moved: bytes that collectives sent, by (phase, name).
+        devices: where kernels and products were launched.
         syncs: what the host waited for in a phase.
         races: pairs of launches that nothing puts in order.
     """
@@ -66,6 +68,7 @@ class Trace:
     names: Counter[tuple[str, str]] = field(default_factory=Counter)
     order: list[list[Any]] = field(default_factory=list)
     moved: Counter[tuple[str, str]] = field(default_factory=Counter)
+    devices: set[int] = field(default_factory=set)
     syncs: list[str] = field(default_factory=list)
     races: list[Race] = field(default_factory=list)
 
@@ -84,6 +87,8 @@ def read_trace(path: Path) -> Trace:
         if kind == "phase":
             phase = rest[0]
             trace.order.append([phase, []])
+        elif kind == "device":
+            trace.devices.add(int(rest[0]))
         elif kind == "record":
             clocks.record(*rest)
             waits.record(*rest)

@@ -16,9 +16,10 @@
 namespace {
 CUresult launched(CUfunction function, CUstream stream) {
   static auto note = (void (*)(const char*))dlsym(RTLD_DEFAULT, "standin_note");
+  static auto note_device = (void (*)())dlsym(RTLD_DEFAULT, "standin_note_device");
   char line[512];
   snprintf(line, sizeof line, "triton %p %s", (void*)stream, (const char*)function);
-  if (note) note(line);
+  if (note) note_device(), note(line);
   return CUDA_SUCCESS;
 }
 }  // namespace
@@ -26,7 +27,7 @@ CUresult launched(CUfunction function, CUstream stream) {
 EXPORT CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 EXPORT CUresult cuDriverGetVersion(int* version) { return *version = CUDA_VERSION, CUDA_SUCCESS; }
 EXPORT CUresult cuDeviceGet(CUdevice* device, int index) { return *device = index, CUDA_SUCCESS; }
-EXPORT CUresult cuDeviceGetCount(int* count) { return *count = 1, CUDA_SUCCESS; }
+EXPORT CUresult cuDeviceGetCount(int* count) { return *count = 2, CUDA_SUCCESS; }
 EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
   static const std::map<int, int> values = {
       {CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, 232448},

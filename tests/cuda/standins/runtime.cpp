@@ -22,16 +22,19 @@ namespace {
 
 constexpr size_t kDeviceBytes = 141ull << 30;  // an H200
 constexpr size_t kMaxMoved = 1 << 20;          // larger copies between device memory move nothing
+constexpr int kDevices = 2;
 constexpr int kMultiprocessors = 132, kSharedBytes = 49152, kSharedBytesOptin = 232448;
 
 struct State {
   std::recursive_mutex mutex;
   std::map<uintptr_t, size_t> device, pinned;  // start and bytes of what is allocated
+  std::map<uintptr_t, int> owner;              // the device of each block
   std::map<const void*, std::string> kernels;  // names by host function
   size_t used = 0;
   uintptr_t next_handle = 0x100;
   uintptr_t capturing = 0;  // the stream that is being captured
   FILE* trace = nullptr;
+  int launched_on = -1;
   bool events_complete = true;
 };
 
@@ -44,6 +47,8 @@ struct Locked {
   std::lock_guard<std::recursive_mutex> lock{state().mutex};
 };
 
+thread_local int current_device = 0;
+
 void write_line(const char* format, ...) {
   Locked locked;
   if (!state().trace) return;
@@ -52,6 +57,12 @@ void write_line(const char* format, ...) {
   vfprintf(state().trace, format, arguments);
   va_end(arguments);
   fputc('\n', state().trace);
+}
+
+void note_device() {  // where the next launch goes, if the last went elsewhere
+  Locked locked;
+  if (state().launched_on == current_device) return;
+  write_line("device %d", state().launched_on = current_device);
 }
 
 template <typename Handle>
@@ -78,6 +89,7 @@ EXPORT void standin_trace(const char* path) {  // an empty path ends it
   Locked locked;
   if (state().trace) fclose(state().trace);
   state().trace = path && *path ? fopen(path, "w") : nullptr;
+  state().launched_on = -1;
 }
 EXPORT void standin_note(const char* text) { write_line("%s", text); }
 EXPORT void standin_events_complete(int whether) { state().events_complete = whether; }
@@ -85,9 +97,10 @@ EXPORT size_t standin_device_bytes() { return state().used; }
 
 // -- the device --------------------------------------------------------------------------------
 
-EXPORT cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
-EXPORT cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-EXPORT cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+EXPORT cudaError_t cudaGetDeviceCount(int* count) { return *count = kDevices, cudaSuccess; }
+EXPORT cudaError_t cudaGetDevice(int* device) { return *device = current_device, cudaSuccess; }
+EXPORT cudaError_t cudaSetDevice(int device) { return current_device = device, cudaSuccess; }
+EXPORT void standin_note_device() { note_device(); }
 
 EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp* device, int) {
   memset(device, 0, sizeof *device);
@@ -160,6 +173,7 @@ EXPORT cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   *pointer = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, flags, -1, 0);
   if (*pointer == MAP_FAILED) return cudaErrorMemoryAllocation;
   now.device[(uintptr_t)*pointer] = mapped;
+  now.owner[(uintptr_t)*pointer] = current_device;
   now.used += mapped;
   return cudaSuccess;
 }
@@ -208,6 +222,8 @@ EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const 
                 : holds(state().pinned, pointer) ? cudaMemoryTypeHost
                                                  : cudaMemoryTypeUnregistered;
   found->devicePointer = found->hostPointer = (void*)pointer;
+  auto after = state().owner.upper_bound((uintptr_t)pointer);
+  if (found->type == cudaMemoryTypeDevice) found->device = std::prev(after)->second;
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
@@ -312,6 +328,7 @@ cudaError_t launch(const void* function, cudaStream_t stream) {
   Locked locked;
   auto found = state().kernels.find(function);
   const char* name = found == state().kernels.end() ? "unknown" : found->second.c_str();
+  note_device();
   return write_line("kernel %p %s", stream, name), cudaSuccess;
 }
 thread_local struct {
@@ -391,7 +408,7 @@ EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** fun
 
 namespace {
 thread_local void* blas_stream;
-int product(void* stream, int m, int n, int k) { return write_line("gemm %p %dx%dx%d", stream, m, n, k), 0; }
+int product(void* stream, int m, int n, int k) { return note_device(), write_line("gemm %p %dx%dx%d", stream, m, n, k), 0; }
 }  // namespace
 
 EXPORT int cublasCreate_v2(void** handle) { return *handle = calloc(1, 4096), 0; }

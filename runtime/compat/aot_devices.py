@@ -1,0 +1,71 @@
+"""Entries of AOT autograd's cache serve every GPU of a kind, whichever index a process has it by.
+
+Inductor writes the index of the GPU into its code. Keys leave out the one of the process that
+compiles, and an entry of another is changed over when it is loaded: its code, and the folder that
+Triton looks for its kernels in. What Inductor keeps of kernels beside their binaries is left out:
+it is made anew from the code.
+"""
+
+import re
+from typing import Any
+
+import torch
+
+_INDEX = (
+    r"(cuda:|type='cuda', index=|_DeviceGuard\(|cuda\.set_device\(|cuda\.device\(|"
+    r"get_raw_stream\(|default_generators\[|\braw_stream|\bstream)({})(?!\d)"
+)
+"""Where code of Inductor has the index of a GPU, and names its streams by it."""
+
+
+def own_gpu() -> int | None:
+    """The index of the GPU that this process works on; None where entries stay on theirs.
+
+    Of CUDA graphs torch keeps more than can be changed over. (2.11 to 2.15)
+    """
+    from torch._inductor import config
+
+    stays = config.triton.cudagraphs or not torch.cuda.is_initialized()
+    return None if stays else torch.cuda.current_device()
+
+
+def with_index(code: str, before: int, index: int | str) -> str:
+    """Code of Inductor or a graph that is for one GPU, for another."""
+    return re.sub(_INDEX.format(before), rf"\g<1>{index}", code)
+
+
+def move_entry(entry: Any, before: int | None, index: int | None) -> None:
+    """Have an entry that was compiled for one GPU run on another (2.11 to 2.15)."""
+    if before is None or index is None or before == index:
+        return
+    for part in (entry.compiled_fw, entry.compiled_bw):
+        if part is not None:
+            _move_graph(part.result, before, index)
+    facts = entry.runtime_metadata  # whose random states a backward repeats
+    if facts.graphsafe_rng_state_index == before:
+        facts.graphsafe_rng_state_index = index
+    device = getattr(facts, "graphsafe_rng_device", None)  # since 2.12
+    if device == torch.device("cuda", before):
+        facts.graphsafe_rng_device = torch.device("cuda", index)
+    if entry.serialized_bw_module is not None:  # for compiled autograd
+        attributes = entry.serialized_bw_module.args[0]
+        attributes["_code"] = with_index(attributes["_code"], before, index)
+
+
+def _move_graph(graph: Any, before: int, index: int) -> None:
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.triton_bundler import TritonBundle, TritonKernelArtifacts
+
+    graph.source_code = with_index(graph.source_code, before, index)
+    graph.cache_key, _ = PyCodeCache.write(graph.source_code)
+    graph.device_idxs = type(graph.device_idxs)([index])
+    for name, constant in (graph.constants or {}).items():
+        if constant.device == torch.device("cuda", before):
+            graph.constants[name] = constant.to(index)
+    bundle = graph._triton_bundle
+    if bundle is not None:
+        kernels = [
+            TritonKernelArtifacts(kernel.kernel_hash, index, kernel.artifacts)
+            for kernel in bundle.kernel_artifacts
+        ]
+        graph._triton_bundle = TritonBundle(kernels, [])
