@@ -196,6 +196,15 @@ def reach(neighbours: Callable[[Node], Iterable[Node]], *starts: Node) -> set[No
     return found
 
 
+def prepares(gather: Node) -> set[Node]:
+    """What a parameter that says what is sent of it computes before its gather, collectives
+    included (a scale from the largest value of all ranks); empty for other gathers."""
+    if not any(moved.spec.extension for moved in moved_by(gather)):
+        return set()
+    before = reach(lambda n: n.all_input_nodes, gather) - {gather}
+    return {node for node in before if node.op == "call_function"}
+
+
 def ranks_in(node: Node) -> int:
     """Among how many ranks a collective goes."""
     given = [argument for argument in node.args if isinstance(argument, int)]

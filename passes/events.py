@@ -18,11 +18,13 @@ from shardc.passes.context import (
     PassContext,
     describe,
     is_all_gather,
+    is_collective,
     is_view,
     is_wait,
     kind_of,
     moved_by,
     our_collectives,
+    prepares,
     ranks_in,
     reach,
 )
@@ -42,7 +44,7 @@ class Transfer:
 
     Attributes:
         start: the node that starts it.
-        before: what only prepares its input (casts, `pack`).
+        before: what only prepares its input (casts, `pack`; what `prepares` it).
         after: its wait, then views of its result; for a reduction all that follows.
         step: the first step that reads a gather; for a reduction, the first that may follow it.
         unit: the number of the unit whose bucket it moves.
@@ -87,7 +89,9 @@ def read_events(gm: GraphModule) -> Events:
     """Find the collectives of ours and the compute steps between which they may move."""
     nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
     attached: dict[Node, tuple[list[Node], list[Node]]] = {}
-    for start in our_collectives(gm):
+    ours = our_collectives(gm)
+    inside = {node for start in filter(is_all_gather, ours) for node in prepares(start)}
+    for start in (node for node in ours if node not in inside):
         before = _preparation(start)
         after = _result(start) if is_all_gather(start) else _tail(start)
         attached[start] = (before, after)
@@ -115,6 +119,9 @@ def read_events(gm: GraphModule) -> Events:
 
 def _preparation(start: Node) -> list[Node]:
     """What is computed only to be sent by `start`, in graph order."""
+    own = prepares(start) if is_all_gather(start) else set()
+    if own:
+        return sorted(own)
     found: list[Node] = []
     todo = list(start.all_input_nodes)
     while todo:
@@ -189,8 +196,9 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
         seconds = ctx.agree_on_seconds([str(options), *sent], seconds)
 
     def wire(transfer: Transfer) -> float:
-        ranks = ranks_in(transfer.start)
-        return evaluate(transfer_seconds(transfer.start, ranks, options.profile), hints)
+        sent = [*filter(is_collective, transfer.before), transfer.start]
+        each = [transfer_seconds(node, ranks_in(node), options.profile) for node in sent]
+        return sum(evaluate(seconds, hints) for seconds in each)
 
     def nbytes(*nodes: Node) -> int:
         return int(sum(evaluate(tensor_bytes(node.meta.get("val")), hints) for node in nodes))

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from shardc.passes.context import PassContext, body_operands, graph_modules
 from shardc.runtime import compat
-from shardc.runtime.comm.unshard import unshard
+from shardc.runtime.comm.unshard import unshard, unshard_extended
 from shardc.runtime.layout.spec import Moved, spec_of
 
 SLOTS = "shardc_slots"
@@ -142,6 +142,7 @@ def is_marker(node: Node) -> bool:
     return node.op == "call_function" and node.target in (
         torch.ops.shardc.unshard_slot,
         torch.ops.shardc.unshard_slot.default,
+        unshard_extended,
     )
 
 

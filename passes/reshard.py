@@ -1,9 +1,10 @@
 """Joint graph: decide what the backward finds of the gathered weights.
 
 A unit that reshards after its forward must leave no gathered weight among the saved tensors: its
-gather, and everything computed from gathered weights alone (views, casts, transposes), is tagged
-to be recomputed, so the backward gathers again from the segment. A unit that does not reshard has
-its whole gathered bucket saved, one tensor, and views of it are taken anew.
+gather, and everything computed from gathered weights alone (views, casts, transposes, scales that
+were computed for the gather), is tagged to be recomputed, so the backward gathers again from the
+segment. A unit that does not reshard has its whole gathered bucket saved, one tensor, and views of
+it are taken anew.
 
 A unit that reshards to fewer ranks keeps this rank's part among them and gathers that:
 
@@ -30,6 +31,7 @@ from shardc.passes.context import (
     is_view,
     is_wait,
     moved_by,
+    prepares,
 )
 
 _AC_GRAPH_ID = 10**9
@@ -42,17 +44,19 @@ def tag_reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
     resharded: dict[Node, bool] = {}
     views: set[Node] = set()  # of gathered buckets
     parts = _gather_among_fewer(gm)
+    prepared: set[Node] = set()  # of a segment alone, for a gather
     for node in gm.graph.nodes:
         if node.op != "call_function" or node in parts:
             continue
         if is_all_gather(node) and moved_by(node):
             resharded[node] = ctx.kept.reshards(node)
-        elif node.all_input_nodes and all(
-            i in resharded or i in parts for i in node.all_input_nodes
-        ):
+            prepared |= prepares(node)
+            continue
+        gathered = [i for i in node.all_input_nodes if i in resharded or i in parts]
+        if gathered and all(i in prepared or i in gathered for i in node.all_input_nodes):
             if is_random(node):
                 continue
-            resharded[node] = any(resharded.get(i, True) for i in node.all_input_nodes)
+            resharded[node] = any(resharded.get(i, True) for i in gathered)
             if is_wait(node) or (is_view(node) and views.issuperset(node.all_input_nodes)):
                 views.add(node)
     for node, reshard in resharded.items():

@@ -403,7 +403,7 @@ def test_refusals(mesh):
     module = nn.Linear(8, 8, bias=False)
     data = torch.Tensor._make_wrapper_subclass(Gathers, (8, 8))
     module.weight = nn.Parameter(data, requires_grad=False)
-    refused(module, r"is a Gathers; shardc shards plain tensors.*fsdp_pre_all_gather")
+    refused(module, r"is a Gathers and cannot be sharded: it has no __tensor_flatten__")
     module = linear(Shard(0), grid["tp"])
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     fully_shard(module, mesh=grid["dp"])

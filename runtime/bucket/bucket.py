@@ -23,6 +23,7 @@ from shardc.runtime.comm.ranks import Ranks
 from shardc.runtime.eager.full_parameters import Gathered
 from shardc.runtime.eager.weak_hooks import weak_hook
 from shardc.runtime.layout.layout import BucketLayout
+from shardc.runtime.tensor.extension import Extension
 from shardc.runtime.tensor.shard_tensor import ShardSpec
 from shardc.runtime.tensor.tensor_parallel import Placed
 
@@ -41,6 +42,7 @@ class Bucket:
         params: the ShardTensor parameters, one a slot.
         specs: where each lies on the ranks.
         placed: how each lies on a tensor-parallel mesh, if it does.
+        extension: what its one parameter does around a gather, if its subclass says that.
         trainable: which of them require gradients.
         gathered: its full parameters, where they are at hand.
         gradients: what becomes of its gradient.
@@ -57,6 +59,7 @@ class Bucket:
         segment: Tensor,
         device: torch.device | None = None,
         placed: Sequence[Placed | None] | None = None,
+        extension: Extension | None = None,
     ) -> None:
         self.layout = layout
         self.ranks = ranks
@@ -69,6 +72,7 @@ class Bucket:
         self.params: list[nn.Parameter] = []
         self.trainable = (layout.requires_grad,) * len(layout.slots)
         self.placed = tuple(placed or (None,) * len(layout.slots))
+        self.extension = extension
         where = (layout.segment, ranks.rank, layout.world_size, ranks.shard)
         everyone = ranks.everyone if ranks.copies > 1 else ""
         self.specs = tuple(

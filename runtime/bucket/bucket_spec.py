@@ -66,11 +66,12 @@ def spec_for(bucket: "Bucket", groups: Groups, evaluating: bool = False) -> Unsh
         everyone=ranks.everyone if ranks.copies > 1 else None,
         param_dtype=None if computed == stored else computed,
         device=bucket.device.type if is_elsewhere(bucket) else None,
-        recut=groups.recut,
+        recut=groups.recut if bucket.extension is None else None,
         held=bucket.gathered.is_held and computed == settings.dtypes(stored, evaluating=False)[0],
         outside=bucket.gathered.is_shared,
         gather=settings.all_gather,
         memory=memory,
+        extension=None if bucket.extension is None else bucket.extension.key,
         hints=bucket.unit.hints if bucket.unit is not None else (),
     )
 

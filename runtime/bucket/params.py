@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardc.runtime import compat
+from shardc.runtime.comm.unshard import unshard_extended
 from shardc.runtime.layout.padding import padding_value
+from shardc.runtime.tensor.extension import attributes_of_subclass
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import local_value, wrapped
 
@@ -38,6 +40,8 @@ class SlotRef:
         bucket = self.bucket
         if torch.compiler.is_compiling():
             signature, extras = bucket.key.reading()
+            if bucket.extension is not None:
+                return unshard_extended(bucket.segment, signature, self.index, extras)
             full = torch.ops.shardc.unshard_slot(bucket.segment, signature, self.index, extras)
             return wrapped(full, bucket.placed[self.index])
         if bucket.gathered.is_readable:
@@ -107,7 +111,7 @@ def make_param(bucket: "Bucket", index: int, like: nn.Parameter) -> nn.Parameter
 def parameter_like(like: nn.Parameter, value: Tensor) -> nn.Parameter:
     """A parameter with the flag and attributes of `like`; either may be sharded."""
     param = nn.Parameter(value, like.requires_grad)
-    own = {"_local", "_spec", "_slot"}
+    own = {"_local", "_spec", "_slot"} | attributes_of_subclass(like)
     param.__dict__.update({k: v for k, v in like.__dict__.items() if k not in own})
     return param
 
@@ -119,7 +123,10 @@ def adopt(bucket: "Bucket", index: int, param: nn.Parameter) -> None:
     The parameter that it replaces keeps its values and is no part of the bucket any more.
     """
     old = bucket.params[index]
-    value, grad = param.detach(), None if param.grad is None else cut(bucket, index, param.grad)
+    value, grad = (
+        local_value(param.detach()),
+        None if param.grad is None else cut(bucket, index, param.grad),
+    )
     left = old.to_local().clone()  # type: ignore[attr-defined]
     old.copy_(value)
     bucket.params[index] = _point(bucket, index, param, grad)

@@ -25,6 +25,7 @@ from shardc.runtime.comm import (
     host_copies,  # noqa: F401 (registers its op)
 )
 from shardc.runtime.comm.collectives import Started
+from shardc.runtime.comm.extended_gather import start_extended
 from shardc.runtime.layout.spec import Moved, UnshardSpec, object_of, spec_of
 
 
@@ -42,7 +43,8 @@ Steps = Generator[Started, Tensor, Tensor]
 
 
 def gather(segment: Tensor, spec: UnshardSpec) -> Tensor:
-    """The whole bucket, `(W*S,)`, in the dtype it is computed in."""
+    """The whole bucket, `(W*S,)`, in the dtype it is computed in; with `spec.extension`, what that
+    makes the full parameter."""
     return start_gather(segment, spec).wait()
 
 
@@ -51,15 +53,24 @@ def start_gather(segment: Tensor, spec: UnshardSpec, part: Tensor | None = None)
     if part is not None:
         assert spec.recut is not None
         return collectives.start_all_gather(part, *spec.recut)
+    if spec.extension is not None:
+        local = segment if spec.device is None else segment.to(spec.device)
+        return start_extended(local, spec, lambda sent: _start_gather(sent, spec, sent.dtype))
+    return _start_gather(segment, spec, spec.compute_dtype)
+
+
+def _start_gather(local: Tensor, spec: UnshardSpec, dtype: torch.dtype) -> Started:
+    """Start to gather what every rank has of the same size, as `dtype`, where it is computed on."""
     own = spec.device is not None or spec.memory is not None or spec.world_size == 1
     if spec.gather is None and own:
-        device = torch.device(spec.device or segment.device)
+        device = torch.device(spec.device or local.device)
         sees_to_memory = torch.ops.shardc.all_gather
-        dtype, ranks = spec.compute_dtype, spec.world_size
-        return Started(sees_to_memory(segment, dtype, device, ranks, spec.group, spec.memory))
-    local = segment if spec.device is None else segment.to(spec.device)
-    if spec.param_dtype is not None:
-        local = local.to(spec.param_dtype)
+        ranks, group = spec.world_size, spec.group
+        return Started(sees_to_memory(local, dtype, device, ranks, group, spec.memory))
+    if spec.device is not None:
+        local = local.to(spec.device)
+    if local.dtype != dtype:
+        local = local.to(dtype)
     if spec.gather is not None:
         full = torch.ops.shardc.custom_all_gather(local, spec.world_size, spec.group, spec.gather)
         return Started(full, done=True)
@@ -75,6 +86,11 @@ def split_full(full: Tensor, spec: UnshardSpec) -> tuple[Tensor, ...]:
         if slot is not None
     }
     return tuple(views[slot] for slot in range(len(spec.shapes)))
+
+
+def full_parameters(full: Tensor, spec: UnshardSpec) -> tuple[Tensor, ...]:
+    """The parameters, one a slot, of what `gather` gives: new tensors on its memory."""
+    return split_full(full, spec) if spec.extension is None else (full.detach(),)
 
 
 def pack_gradients(
@@ -160,7 +176,7 @@ class _Unshard(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         with compat.annotate({"shardc": (moved,)}):
             full = given["full"] if spec.held else gather(segment, spec)
-        ordered = split_full(full, spec)
+        ordered = full_parameters(full, spec)
         ctx.mark_non_differentiable(
             *(view for view, flag in zip(ordered, spec.trainable, strict=True) if not flag)
         )
@@ -215,3 +231,14 @@ def _no_backward(ctx: compat.FunctionContext, grad: Tensor) -> NoReturn:
 
 
 unshard_slot.register_autograd(_no_backward)
+
+
+@torch.compiler.allow_in_graph
+def unshard_extended(
+    segment: Tensor, signature: str, slot: int, extras: Sequence[Tensor]
+) -> Tensor:
+    """The same mark where the parameter says what is gathered of it: the subclass is known only
+    once that has run, on tensors without data while Dynamo traces."""
+    spec = spec_of(signature)
+    with torch.no_grad():
+        return gather(segment.detach(), spec)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Op: TypeAlias = "OpOverload[..., Any]"
 Args = tuple[Any, ...]
@@ -64,6 +65,19 @@ def make_wrapper_of_view(cls: type[Tensor], view: Tensor) -> Tensor:
         device=view.device,
         requires_grad=False,
     )
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether `tensor` says by `__tensor_flatten__` what it is made of (2.11 to 2.15)."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def plain_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The plain tensors that a tensor is made of, itself if it is plain, in a fixed order."""
+    if not is_wrapper(tensor):
+        return (tensor,)
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return tuple(part for name in names for part in plain_parts(getattr(tensor, name)))
 
 
 def local_of(tensor: DTensor) -> Tensor:

@@ -69,8 +69,12 @@ class Gathered:
         Without `wait`, what reads it first waits.
         """
         if self.held is None:
-            self._started = self._start()
-            self._hold(self._started.early, self.bucket.version)
+            started, written = self._start(), self.bucket.version
+            if self.bucket.key.code.extension is not None:  # has no value before it is there
+                self._hold(self._wait(started), written)
+                return
+            self._started = started
+            self._hold(started.early, written)
         if wait:
             self.finish()
 
@@ -94,7 +98,11 @@ class Gathered:
         """Gather what is held again if the parameters were written since."""
         self.finish()
         if self.held is not None and self._version != self.bucket.version:
-            self.held.copy_(self._wait(self._start()))
+            full = self._wait(self._start())
+            if self.bucket.key.code.extension is None:
+                self.held.copy_(full)  # compiled graphs are given it
+            else:
+                self.held = full
             self._version = self.bucket.version
 
     def _start(self) -> Started:

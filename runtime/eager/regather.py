@@ -12,13 +12,14 @@ module that holds it is saved as it is: right, but its bucket stays until the ba
 
 import weakref
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardc.runtime import compat
-from shardc.runtime.comm.unshard import recut, split_full
+from shardc.runtime.comm.unshard import full_parameters, recut
 from shardc.runtime.eager.backward_pass import backward_pass
 from shardc.runtime.eager.needs import EagerBucket
 from shardc.runtime.layout.spec import UnshardSpec
@@ -41,13 +42,9 @@ class Unsharded:
         self.bucket = bucket
         self.code = code
         self.full = full
-        self.version = full._version
         self.written = bucket.version
         self.stays = code.held or not code.reshard_after_forward
         self._again: Again | None = None
-        self._storage = compat.storage_id(full)
-        if self._storage is not None:
-            _by_storage[self._storage] = self
         # The first read may lie inside `no_grad` or `vmap` and a later one outside: what is kept
         # serves both.
         with compat.outside_function_transforms(), torch.enable_grad():
@@ -56,23 +53,34 @@ class Unsharded:
             self.views: tuple[Tensor, ...] = tuple(
                 wrapped(view, placed) for view, placed in zip(views, bucket.placed, strict=True)
             )
+        self._parts = compat.plain_parts(full)
+        self._versions = [part._version for part in self._parts]
+        self._storages = [compat.storage_id(part) for part in self._parts]
+        for storage in self._storages:
+            if storage is not None:
+                _by_storage[storage] = self
 
     def state(self) -> object:
         """Differs after a write to the full parameters, but for those in place through `.data`."""
-        return self.full._version, [view.data_ptr() for view in self.local_views]
+        parts = [part for view in self.local_views for part in compat.plain_parts(view)]
+        return [part._version for part in self._parts], [part.data_ptr() for part in parts]
 
     def close(self, at_once: bool) -> None:
         """Nothing reads it any more. Backwards to come gather again what is freed `at_once`."""
-        if self._storage is not None:
-            _by_storage.pop(self._storage, None)
+        for storage in self._storages:
+            if storage is not None:
+                _by_storage.pop(storage, None)
         if self._again is not None and at_once:
             self._again.full = None
-        self.views, self.local_views, self._again = (), (), None
+        self.views, self.local_views, self._parts, self._again = (), (), (), None
         del self.full
 
     def handle(self, tensor: Tensor) -> "Handle | None":
         """A stand-in for `tensor`, which views the gathered bucket; None if it cannot have one."""
-        if tensor._version != self.version or tensor.dtype != self.full.dtype:
+        index = self._storages.index(compat.storage_id(tensor))
+        # Views that a subclass makes inside of its dispatch have versions of their own, from 0.
+        fresh = {self._versions[index], 0 if self.code.extension else self._versions[index]}
+        if tensor._version not in fresh or tensor.dtype != self._parts[index].dtype:
             return None  # written to in the forward, or another view of the bytes
         if tensor.is_conj() or tensor.is_neg():
             return None
@@ -81,7 +89,8 @@ class Unsharded:
             self._again = Again(
                 self.bucket, self.code, self.full, self.written, self.stays or at_once
             )
-        return Handle(self._again, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        return Handle(self._again, index, *place)
 
 
 class _Read(torch.autograd.Function):
@@ -97,7 +106,7 @@ class _Read(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.bucket = weakref.ref(bucket)  # which may hold these views until a backward
         ctx.set_materialize_grads(False)
-        views = split_full(full, code)
+        views = full_parameters(full, code)
         ctx.mark_non_differentiable(
             *(view for view, flag in zip(views, code.trainable, strict=True) if not flag)
         )
@@ -123,16 +132,16 @@ class Again:
         self.written = written
         self.part = None if code.recut is None else recut(full, *code.recut)
         self.full: Tensor | None = full if stays else None
-        self._version = full._version
+        self._version = _versions(full)
         bucket.gathered.expect(self)
 
     def get(self) -> Tensor:
-        """The gathered bucket, `(W*S,)`.
+        """The gathered bucket, as `gather` gives it.
 
         Raises:
             RuntimeError: the parameters were written since the forward.
         """
-        if self.full is None or self.full._version != self._version:
+        if self.full is None or _versions(self.full) != self._version:
             if self.written != self.bucket.version:
                 raise RuntimeError(
                     f"parameters of {self.bucket.label} were written (by an optimizer step, a load "
@@ -140,22 +149,28 @@ class Again:
                     "the forward used: run the backward first"
                 )
             self.full = backward_pass().gather(self.bucket, self)
-            self._version = self.full._version
+            self._version = _versions(self.full)
         return self.full
+
+
+def _versions(full: Tensor) -> list[int]:
+    return [part._version for part in compat.plain_parts(full)]
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """What autograd saves in place of a view of a gathered bucket."""
+    """What autograd saves in place of a view of one of the plain parts of a gathered bucket."""
 
     again: Again
+    part: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
     def tensor(self) -> Tensor:
         """The tensor, gathered again."""
-        return self.again.get().as_strided(self.size, self.stride, self.offset)
+        part = compat.plain_parts(self.again.get())[self.part]
+        return part.as_strided(self.size, self.stride, self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +184,26 @@ class _Placed:
         return compat.make_dtensor(self.inner.tensor(), self.spec)
 
 
-Packed = Handle | _Placed
+@dataclass(frozen=True, slots=True)
+class _Wrapped:
+    """The same of another subclass; inner tensors that view no gathered bucket as they are."""
+
+    kind: Any
+    inner: dict[str, "Packed | Tensor"]
+    context: object
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def tensor(self) -> Tensor:
+        inner = {
+            name: value if isinstance(value, Tensor) else value.tensor()
+            for name, value in self.inner.items()
+        }
+        made = self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
+        return cast(Tensor, made)
+
+
+Packed = Handle | _Placed | _Wrapped
 
 
 # -- saved-tensor hooks ---------------------------------------------------------------------------
@@ -236,6 +270,18 @@ def _handle(tensor: Tensor) -> Packed | None:
     if parts is not None:
         inner = _handle(parts[0])
         return None if inner is None else _Placed(inner, parts[1])
+    if compat.is_wrapper(tensor):
+        return _handle_inside(tensor)
     storage = compat.storage_id(tensor)
     unsharded = None if storage is None else _by_storage.get(storage)
     return None if unsharded is None else unsharded.handle(tensor)
+
+
+def _handle_inside(tensor: Any) -> _Wrapped | None:
+    """A handle for a subclass around views of a gathered bucket."""
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}
+    handles = {name: handle for name, value in inner.items() if (handle := _handle(value))}
+    if not handles:
+        return None
+    return _Wrapped(type(tensor), inner | handles, context, tensor.size(), tensor.stride())

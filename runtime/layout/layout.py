@@ -28,12 +28,14 @@ MAX_ROW_PADDING = 0.004
 
 @dataclass(frozen=True)
 class Param:
-    """What the planner knows of a parameter: its name, shape and dtype."""
+    """What the planner knows of a parameter: its name, shape and dtype; `by_rows`: whether it is
+    cut between rows only, in a bucket of its own."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     requires_grad: bool = True
+    by_rows: bool = False
 
     @property
     def numel(self) -> int:
@@ -130,6 +132,8 @@ def plan_buckets(
 ) -> tuple[BucketLayout, ...]:
     """Plan the buckets of a unit, per (dtype, requires_grad) in order of first appearance.
 
+    Parameters that are cut by rows come last, each in a bucket of its own.
+
     Args:
         params: a unit's parameters in registration order.
         world_size: number of ranks that share each bucket.
@@ -143,9 +147,11 @@ def plan_buckets(
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     groups: dict[tuple[torch.dtype, bool], list[Param]] = {}
     for param in params:
-        groups.setdefault((param.dtype, param.requires_grad), []).append(param)
-    return tuple(
-        plan_bucket(part, world_size) for group in groups.values() for part in _split(group, grain)
+        if not param.by_rows:
+            groups.setdefault((param.dtype, param.requires_grad), []).append(param)
+    return (
+        *(plan_bucket(part, world_size) for g in groups.values() for part in _split(g, grain)),
+        *(plan_rows(param, world_size) for param in params if param.by_rows),
     )
 
 
@@ -199,6 +205,16 @@ def plan_bucket(params: Sequence[Param], world_size: int) -> BucketLayout:
     _, segment, starts = best
     slots = tuple(Slot(p.name, p.shape, start) for p, start in zip(params, starts, strict=True))
     return BucketLayout(slots, dtype, requires_grad, world_size, segment)
+
+
+def plan_rows(param: Param, world_size: int) -> BucketLayout:
+    """The bucket of a parameter that is cut along dim 0 as FSDP2 does: equal parts but the last.
+
+    What is gathered is not the segment, so neither its start nor its size is aligned.
+    """
+    segment = -(-math.prod(param.shape[:1]) // world_size) * math.prod(param.shape[1:])
+    slots = (Slot(param.name, param.shape, 0),)
+    return BucketLayout(slots, param.dtype, param.requires_grad, world_size, segment)
 
 
 def _align(dtype: torch.dtype) -> int:

@@ -73,6 +73,8 @@ class UnshardSpec:
         outside: whether the eager runtime gathers it: several graphs of one forward read it.
         gather: the user's communication object for the all-gather, by key.
         memory: where the buffer of the all-gather comes from, as in `Reduction`.
+        extension: what the parameter sends and makes of what it gets, by key, where its subclass
+            says that (`tensor.extension`).
         hints: wishes for the schedule, here so that a change of them compiles anew.
     """
 
@@ -92,6 +94,7 @@ class UnshardSpec:
     outside: bool = False
     gather: str | None = None
     memory: str | None = None
+    extension: str | None = None
     hints: tuple[object, ...] = ()
 
     @property
@@ -108,7 +111,8 @@ class UnshardSpec:
     def names_objects(self) -> bool:
         """Whether the code calls objects of the user by key (`intern_object`)."""
         r = self.reduction
-        return any(key is not None for key in (self.gather, r.function, r.scatter, r.hook))
+        keys = (self.gather, self.extension, r.function, r.scatter, r.hook)
+        return any(key is not None for key in keys)
 
     @property
     def extras(self) -> tuple[str, ...]:

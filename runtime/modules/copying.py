@@ -86,7 +86,10 @@ def _copy_bucket(bucket: Bucket, settings: Settings, memo: dict[int, Any]) -> Bu
     segment = bucket.segment.detach().clone()
     if bucket.segment.is_pinned():
         segment = segment.pin_memory()
-    new = Bucket(bucket.layout, bucket.ranks, settings, segment, bucket.device, bucket.placed)
+    extension = bucket.extension and bucket.extension.copied_to(memo)
+    new = Bucket(
+        bucket.layout, bucket.ranks, settings, segment, bucket.device, bucket.placed, extension
+    )
     memo[id(bucket)] = new
     for index, (param, flag) in enumerate(zip(bucket.params, bucket.trainable, strict=True)):
         copied = make_param(new, index, param)

@@ -349,5 +349,20 @@ def _apply_to_buckets(module: ShardedParameters, conversion: _Conversion, recurs
                 "share one dtype and device: convert the unit's module instead"
             )
     for bucket in todo:
+        _check_dtype(bucket, conversion)
+    for bucket in todo:
         done.add(bucket)
         convert(bucket, conversion)
+
+
+def _check_dtype(bucket: Bucket, conversion: _Conversion) -> None:
+    """Raise where a subclass would come to hold a dtype that it was not made with."""
+    if bucket.extension is None:
+        return
+    old = bucket.segment.dtype
+    new = conversion(torch.empty(0, dtype=old, device=bucket.segment.device)).dtype
+    if new != old:
+        raise NotImplementedError(
+            f"parameter '{bucket.layout.slots[0].name}' is {bucket.extension.cls.__name__} of "
+            f"{old} and cannot become {new}: convert the model before fully_shard"
+        )

@@ -152,6 +152,8 @@ def _summoned_bucket(
 ) -> Iterator[None]:
     with torch.no_grad():
         values = _gather(bucket, bucket.segment.detach(), device)
+        if bucket.extension is not None:
+            values = [bucket.extension.around(value) for value in values]
         grads = _gather_gradients(bucket) if with_grads else [None] * len(values)
     full = [parameter_like(*pair) for pair in zip(bucket.params, values, strict=True)]
     for param, grad in zip(full, grads, strict=True):

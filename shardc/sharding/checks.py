@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Dtype, check_value, shown
 from shardc.runtime.modules.modules import ShardedModule
+from shardc.runtime.tensor.extension import extends_gather, why_not_extended
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import Spmd, unsupported
 
@@ -248,11 +249,17 @@ def _check_parameter(
             raise NotImplementedError(
                 f"parameter '{name}' is a {kind} and cannot be sharded: {why}"
             )
+    elif extends_gather(param) and spmd is None:
+        why = why_not_extended(param)
+        if why is not None:
+            raise NotImplementedError(
+                f"parameter '{name}' is a {kind} and cannot be sharded: {why}"
+            )
     elif type(param.data) is not Tensor:
-        gathers = any(hasattr(param, f"fsdp_{when}_all_gather") for when in ("pre", "post"))
-        extra = ", and calls no fsdp_pre_all_gather or fsdp_post_all_gather" if gathers else ""
         raise NotImplementedError(
-            f"parameter '{name}' is a {kind}; shardc shards plain tensors and DTensors{extra}"
+            f"parameter '{name}' is a {kind}; shardc shards plain tensors, DTensors and "
+            "subclasses with fsdp_pre_all_gather and fsdp_post_all_gather: name it in "
+            "ignored_params"
         )
     elif spmd is not None:
         raise ValueError(

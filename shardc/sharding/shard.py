@@ -22,6 +22,7 @@ from shardc.runtime.comm.ranks import Ranks, ranks_of
 from shardc.runtime.eager.precision import keep_buffers_in
 from shardc.runtime.modules.controls import Reshard
 from shardc.runtime.modules.modules import make_unit
+from shardc.runtime.tensor.extension import Extension
 from shardc.runtime.tensor.tensor_parallel import Placed, Spmd, restore_ties
 from shardc.sharding.checks import (
     LeftAlone,
@@ -207,7 +208,9 @@ def _apply(
         params = [plan.params.pop(slot.name) for slot in layout.slots]
         segment = new_segment(layout, params, plan.settings, device, ranks if scatter else None)
         placed = [Placed.of(param, spmd) for param in params]
-        bucket = Bucket(layout, ranks, plan.settings, segment, device, placed)
+        owner = plan.owners[layout.slots[0].name]
+        extension = Extension.of(params[0], mesh, owner, plan.settings.precision)
+        bucket = Bucket(layout, ranks, plan.settings, segment, device, placed, extension)
         take(bucket, params, filled=scatter)
         buckets.append(bucket)
         restore_ties(plan.modules)

@@ -17,6 +17,7 @@ from shardc.runtime.bucket.settings import Settings
 from shardc.runtime.eager.precision import MixedPrecisionPolicy as Precision
 from shardc.runtime.layout.layout import BucketLayout, Param, plan_buckets
 from shardc.runtime.modules.controls import check_reshard
+from shardc.runtime.tensor.extension import extends_gather
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import local_value, restore_ties
 from shardc.sharding.checks import LeftAlone, check_initialized, check_policies
@@ -25,10 +26,11 @@ from shardc.sharding.units import UnitPolicy, UnitRequest, find_inner_units, own
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """One unit to be made: what it takes and how it is laid out."""
+    """One unit to be made: what it takes, which module holds each, and how it is laid out."""
 
     modules: tuple[nn.Module, ...]
     params: dict[str, nn.Parameter]
+    owners: dict[str, nn.Module]
     layouts: tuple[BucketLayout, ...]
     reshard_after_forward: bool | int | None
     settings: Settings
@@ -79,13 +81,20 @@ def plan_units(
         }
         taken |= set(params.values())
         described = [
-            Param(name, tuple(local_value(param).shape), param.dtype, param.requires_grad)
+            Param(
+                name,
+                tuple(local_value(param).shape),
+                param.dtype,
+                param.requires_grad,
+                by_rows=extends_gather(param),
+            )
             for name, param in params.items()
         ]
         plans.append(
             UnitPlan(
                 request.modules,
                 params,
+                {owned[param][0].name: owned[param][0].module for param in params.values()},
                 plan_buckets(described, world_size, grain),
                 check_reshard(asked["reshard_after_forward"], world_size),
                 Settings(precision=Precision.of(mp), offload=offload),

@@ -1,0 +1,189 @@
+"""Parameters of tensor subclasses that say themselves what is gathered of them.
+
+FSDP2's extension protocol: `fsdp_pre_all_gather` of a rank's rows gives the tensors to send, and
+`fsdp_post_all_gather` makes the full parameter of what comes in (float8 and int8 weights of
+torchao). Such a parameter has a bucket of its own, cut by rows as FSDP2 cuts it. Its segment, what
+optimizers update and checkpoints hold is the plain tensor inside the subclass; the subclass is put
+around the rows for a gather, and around the whole value where one is asked for.
+
+Left out: subclasses of several inner tensors, or of one of another shape or dtype (NF4), whose
+rows are no part of a flat segment.
+"""
+
+import inspect
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from shardc.runtime import compat
+from shardc.runtime.layout.spec import intern_object
+
+HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+
+
+class _Wrapping(NamedTuple):
+    """A subclass around one plain tensor, taken apart."""
+
+    attribute: str
+    context: Any
+    inner: Tensor
+
+
+def extends_gather(tensor: Tensor) -> bool:
+    """Whether `tensor` has a part in how it is gathered."""
+    return any(hasattr(tensor, hook) for hook in HOOKS)
+
+
+def inner_value(tensor: Tensor) -> Tensor:
+    """The plain tensor inside a subclass that extends the gather; others as they are."""
+    wrapping = _wrapping(tensor) if extends_gather(tensor) else None
+    return tensor if wrapping is None else wrapping.inner.detach()
+
+
+def why_not_extended(tensor: Tensor) -> str | None:
+    """Why a tensor that extends the gather cannot be sharded; None if it can."""
+    missing = [hook for hook in HOOKS if not hasattr(tensor, hook)]
+    if missing:
+        return f"it has no {missing[0]}, which belongs to the other hook of the gather"
+    if not compat.is_wrapper(tensor):
+        return "it has no __tensor_flatten__ and __tensor_unflatten__"
+    parameters = _arguments(tensor)
+    if parameters not in (1, 5):
+        return (
+            f"its fsdp_pre_all_gather takes {parameters} arguments; it must take (mesh) or (mesh, "
+            "outer_size, outer_stride, module, mp_policy)"
+        )
+    if _wrapping(tensor) is None:
+        return (
+            "it is not made of one plain tensor of its own shape and dtype, which is what shardc "
+            "cuts by rows: name it in ignored_params, and each rank keeps all of it"
+        )
+    return None if tensor.dim() else "it has no dim to cut"
+
+
+def _arguments(tensor: Any) -> int:
+    return len(inspect.signature(tensor.fsdp_pre_all_gather).parameters)
+
+
+def _wrapping(tensor: Any) -> _Wrapping | None:
+    if not compat.is_wrapper(tensor):
+        return None
+    names, context = tensor.__tensor_flatten__()
+    inner = getattr(tensor, names[0]) if len(names) == 1 else None
+    if inner is None or type(inner) not in (Tensor, nn.Parameter):
+        return None
+    same = inner.shape == tensor.shape and inner.dtype == tensor.dtype and inner.is_contiguous()
+    return _Wrapping(names[0], context, inner) if same else None
+
+
+def attributes_of_subclass(tensor: Tensor) -> set[str]:
+    """What a subclass that extends the gather keeps on `tensor`, beside what users put there."""
+    wrapping = _wrapping(tensor) if extends_gather(tensor) else None
+    return set() if wrapping is None else set(vars(_around(type(tensor), *wrapping)))
+
+
+def _around(cls: Any, attribute: str, context: Any, plain: Tensor) -> Tensor:
+    made = cls.__tensor_unflatten__({attribute: plain}, context, plain.shape, plain.stride())
+    return cast(Tensor, made)
+
+
+@dataclass(frozen=True, eq=False)
+class Extension:
+    """What is done with one such parameter around its gather.
+
+    Attributes:
+        cls, attribute, context: the subclass, where it has its inner tensor, what else it is.
+        shape: of the whole parameter.
+        mesh: the ranks that its rows are cut over.
+        rank: this one's number among them.
+        module: what holds it.
+        precision: the policy that the subclass is told.
+        key: names it in specs (`object_of`).
+    """
+
+    cls: type[Tensor]
+    attribute: str
+    context: Any = field(repr=False)
+    shape: tuple[int, ...]
+    mesh: DeviceMesh = field(repr=False)
+    rank: int
+    module: "weakref.ref[nn.Module]" = field(repr=False)
+    precision: MixedPrecisionPolicy = field(repr=False)
+    key: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        interned = intern_object(self)
+        object.__setattr__(self, "key", interned.key)
+        object.__setattr__(self, "_interned", interned)
+
+    @classmethod
+    def of(
+        cls, param: Tensor, mesh: DeviceMesh, module: nn.Module, precision: MixedPrecisionPolicy
+    ) -> "Extension | None":
+        """That of `param`; None where it does not extend its gather."""
+        wrapping = _wrapping(param) if extends_gather(param) else None
+        if wrapping is None:
+            return None
+        if mesh.ndim > 1:
+            mesh = DeviceMesh.from_group(mesh.get_group(mesh.ndim - 1), mesh.device_type)
+        rank, where, shape = mesh.get_local_rank(), weakref.ref(module), tuple(param.shape)
+        attribute, context, _ = wrapping
+        return cls(type(param), attribute, context, shape, mesh, rank, where, precision)
+
+    def copied_to(self, memo: dict[int, Any]) -> "Extension":
+        """The same in a copy of the model, whose `memo` has the copied modules."""
+        module = self.module()
+        return replace(self, module=weakref.ref(cast(nn.Module, memo.get(id(module), module))))
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of the longest part: that of the first rank."""
+        return -(-self.shape[0] // self.mesh.size())
+
+    def around(self, plain: Tensor) -> Tensor:
+        """The subclass around rows of the parameter, or all of it."""
+        return _around(self.cls, self.attribute, self.context, plain)
+
+    def before_gather(self, segment: Tensor) -> tuple[list[Tensor], Any]:
+        """What is sent of this rank's rows, of the same sizes on all ranks, and metadata.
+
+        `segment: (S,)`. As FSDP2 does, the subclass is given the rows without padding; what has as
+        many is padded with zeros, where FSDP2 raises. A rank without rows sends zeros.
+        """
+        padded, shape = self.padded_rows, self.shape
+        rows = min(max(shape[0] - self.rank * padded, 0), padded)
+        local = segment.view(padded, *shape[1:])[:rows]
+        if not rows and padded:
+            local = segment.new_zeros((1, *shape[1:]))
+        given: tuple[Any, ...] = (self.mesh,)
+        instance: Any = self.around(local)
+        if _arguments(instance) == 5:
+            whole = torch.empty(shape, device="meta")
+            given += (whole.size(), whole.stride(), self.module(), self.precision)
+        sent, metadata = instance.fsdp_pre_all_gather(*given)
+        return [_padded(tensor, local.shape[0], padded) for tensor in sent], metadata
+
+    def after_gather(
+        self, gathered: Sequence[Tensor], metadata: Any, dtype: torch.dtype, segment: Tensor
+    ) -> Tensor:
+        """The full parameter of what was gathered, each with all ranks' rows along dim 0."""
+        padded = segment.view(self.padded_rows, *self.shape[1:])
+        instance: Any = self.around(padded)
+        full, _ = instance.fsdp_post_all_gather(tuple(gathered), metadata, dtype)
+        stride = torch.empty(self.shape, device="meta").stride()
+        return torch.as_strided(full, self.shape, stride, storage_offset=0)
+
+
+def _padded(tensor: Tensor, rows: int, padded: int) -> Tensor:
+    """`tensor` with `padded` rows, if it has one for each of the `rows` that are there."""
+    if rows == padded or tensor.dim() == 0 or tensor.shape[0] != rows:
+        return tensor
+    more = tensor.new_zeros((padded, *tensor.shape[1:]))
+    more[:rows].copy_(tensor)
+    return more
