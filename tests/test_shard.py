@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from fsdp2 import check_against_fsdp2, fsdp2, sharded
 from models import (
     Block,
     Stack,
@@ -24,6 +25,7 @@ from models import (
 from ranks import mesh_of, on_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Replicate, Shard
 
 import shardc
 from shardc import ShardedModule, ShardTensor, fully_shard, units_of
@@ -361,6 +363,14 @@ def test_refused_models(mesh):
     assert _unchanged(shifted) and outputs.grad_fn is not None
 
 
+class OnMesh:
+    """As torch's ShardPlacementResult, which not every version has."""
+
+    placement, mesh_info = Shard(0), None
+
+    def __init__(self, param): ...
+
+
 @on_ranks(4)
 def test_what_is_refused(mesh):
     model = Block()
@@ -370,7 +380,9 @@ def test_what_is_refused(mesh):
         ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.int8)}, ValueError, "param_dtype"),
         ({"mp_policy": torch.bfloat16}, TypeError, "mp_policy must be"),
         ({"offload_policy": True}, TypeError, "offload_policy must be"),
-        ({"shard_placement_fn": lambda p: None}, NotImplementedError, "shard_placement_fn"),
+        ({"shard_placement_fn": lambda p: Replicate()}, TypeError, "gives Replicate.*a Shard"),
+        ({"shard_placement_fn": lambda p: Shard(2)}, ValueError, "'norm.weight'.*has no dim 2"),
+        ({"shard_placement_fn": OnMesh}, NotImplementedError, "one mesh; call fully_shard on the"),
         ({"reshard_after_forward": 3}, ValueError, "divisor of the world size 4, got 3"),
         ({"reshard_after_forward": "yes"}, TypeError, "divisor of the number of ranks, got 'yes'"),
     ):  # fmt: skip
@@ -522,3 +534,32 @@ def test_a_group_that_does_not_serve_the_mesh_is_refused():
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "mesh is of 'cpu', but its process group has no backend for tensors there" in done.stdout
     assert "cuda:fake" in done.stdout
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@on_ranks(2)
+def test_placement_as_fsdp2(mesh, dim):
+    def placement(param):
+        return Shard(dim - param.dim()) if param.dim() == 2 else None
+
+    def build():  # FSDP2 cuts dim 1 evenly only
+        return seeded(lambda: Stack(dim=18, vocab=31, blocks=1))
+
+    model = build()
+    model.layers[0].down = nn.Linear(38, 18, bias=False)
+    model.layers[0].up = nn.Linear(18, 38)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    theirs = fsdp2(copy.deepcopy(model), mesh, shard_placement_fn=placement)
+    ours = sharded(model, mesh, shard_placement_fn=placement)
+    for name, param in ours.named_parameters():
+        rows = before[name].chunk(2)[mesh.get_local_rank()].flatten()
+        if dim == 0 and param.dim() == 2:
+            assert torch.equal(param.to_local(), rows) and len(param._slot.bucket.params) == 1
+        else:
+            assert len(param._slot.bucket.params) > 1
+    ranked = 10 * mesh.get_local_rank()
+
+    def step(model, call, number):
+        call(tokens(number + ranked), tokens(number + ranked + 3)).backward()
+
+    check_against_fsdp2(theirs, ours, ours, step, 2, tolerance=0)

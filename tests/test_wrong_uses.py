@@ -138,7 +138,7 @@ ON_PLAIN = {
         ["ignored_params contains a Linear module", "not in the Sequential"],
     ),
     "placement": (
-        _with(shard_placement_fn=5), NotImplementedError, ["shard_placement_fn=5", "leave it out"],
+        _with(shard_placement_fn=5), TypeError, ["shard_placement_fn must be a function", "got 5"],
     ),
     "units='Auto'": (_with(units="Auto"), ValueError, ["units must be", _UNITS, "'Auto'"]),
     "units=5": (_with(units=5), TypeError, ["units must be", _UNITS, "got 5"]),

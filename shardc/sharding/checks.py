@@ -56,15 +56,6 @@ def _unit_around(module: nn.Module) -> nn.Module | None:
     return next((root for root in roots if module in set(root.modules())), None)
 
 
-def check_placement(placement: Any) -> None:
-    """Raise NotImplementedError for a placement, which flat segments do not have."""
-    if placement is not None:
-        raise NotImplementedError(
-            f"shard_placement_fn={shown(placement)} is not supported: shardc shards flat segments, "
-            "which have no tensor dim to place; leave it out"
-        )
-
-
 def check_policies(mp: Any, offload: Any) -> None:
     """Raise TypeError or ValueError for what is no policy."""
     for policy, given, kind in (

@@ -29,11 +29,11 @@ from shardc.sharding.checks import (
     check_ignored,
     check_model,
     check_modules,
-    check_placement,
 )
 from shardc.sharding.materialize import InitFn, generator_fact, initialise
 from shardc.sharding.mesh import MeshDims, data_parallel_mesh, spmd_of
 from shardc.sharding.placement import check_devices, compute_device, move_buffers, new_segment
+from shardc.sharding.rows import PlacementFn
 from shardc.sharding.sync import (
     buffer_facts,
     can_scatter,
@@ -51,7 +51,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: Reshard = None,
-    shard_placement_fn: Any = None,
+    shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: Any = None,
@@ -77,7 +77,10 @@ def fully_shard(
             in the backward; False keeps them; None is True except for the outermost unit. A number
             that divides the ranks: after the forward each keeps the part that so many ranks share,
             and the backward gathers among those only.
-        shard_placement_fn: refused: flat segments have no dim to place.
+        shard_placement_fn: given a parameter, the `Shard` that it is cut by, or None. `Shard(0)`
+            has it cut between rows, in equal parts but the last, as FSDP2 does; that takes a bucket
+            of its own, so a message of its own. Any other dim is as None: an interval needs no
+            dim that the ranks divide.
         mp_policy: precision (`shardc.MixedPrecisionPolicy`, or torch's).
         offload_policy: torch's `CPUOffloadPolicy` keeps segments, gradients and so the optimizer's
             state on the host.
@@ -116,11 +119,10 @@ def fully_shard(
     everyone = compat.resolve_group(ranks.everyone)
     try:
         modules = check_modules(module)
-        check_placement(shard_placement_fn)
         check_arguments(fully_shard, arguments)
         alone = check_ignored(modules, ignored_params, whole_model=units is not None)
         world_size, profile = mesh.size(mesh.ndim - 1), current_profile(mesh.device_type)
-        plans = plan_units(modules, units, given, alone, world_size, profile)
+        plans = plan_units(modules, units, given, alone, world_size, profile, shard_placement_fn)
         check_model(modules, _params(plans), mesh.mesh.flatten().tolist(), spmd)
         _check_devices(modules, plans, compute_device(mesh), mixed=sync_module_states)
         init, sync = param_init_fn is not None, sync_module_states

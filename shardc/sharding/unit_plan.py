@@ -17,10 +17,10 @@ from shardc.runtime.bucket.settings import Settings
 from shardc.runtime.eager.precision import MixedPrecisionPolicy as Precision
 from shardc.runtime.layout.layout import BucketLayout, Param, plan_buckets
 from shardc.runtime.modules.controls import check_reshard
-from shardc.runtime.tensor.extension import extends_gather
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import local_value, restore_ties
 from shardc.sharding.checks import LeftAlone, check_initialized, check_policies
+from shardc.sharding.rows import PlacementFn, is_cut_by_rows
 from shardc.sharding.units import UnitPolicy, UnitRequest, find_inner_units, owned_parameters
 
 
@@ -43,6 +43,7 @@ def plan_units(
     alone: LeftAlone,
     world_size: int,
     profile: Profile,
+    placement_fn: PlacementFn | None = None,
 ) -> list[UnitPlan]:
     """The units of `modules`, inner ones first, the one of `modules` itself last.
 
@@ -53,9 +54,11 @@ def plan_units(
         alone: what stays as it is.
         world_size: ranks that share each bucket.
         profile: the links that buckets are split for.
+        placement_fn: which parameters are cut by rows.
 
     Raises:
         TypeError, ValueError: bad options, or a lazy module that has no shapes yet.
+        NotImplementedError: a placement that no bucket can have.
     """
     check_initialized(modules)
     for root in modules:
@@ -86,7 +89,7 @@ def plan_units(
                 tuple(local_value(param).shape),
                 param.dtype,
                 param.requires_grad,
-                by_rows=extends_gather(param),
+                by_rows=is_cut_by_rows(name, param, placement_fn),
             )
             for name, param in params.items()
         ]

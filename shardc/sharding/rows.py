@@ -1,0 +1,40 @@
+"""Which parameters are cut between rows, not by intervals of any length."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from shardc.runtime.tensor.extension import extends_gather
+
+PlacementFn = Callable[[nn.Parameter], Any]
+"""What `shard_placement_fn=` takes (see `fully_shard`)."""
+
+
+def is_cut_by_rows(name: str, param: nn.Parameter, placement_fn: PlacementFn | None) -> bool:
+    """Whether a parameter is cut between rows only: it is asked for, or its subclass needs it.
+
+    Raises:
+        TypeError, ValueError: `placement_fn` gives no placement, or one on a dim that is not there.
+        NotImplementedError: it gives a mesh, or another dim for a subclass that is cut by rows.
+    """
+    asked, extends = None if placement_fn is None else placement_fn(param), extends_gather(param)
+    if asked is None:
+        return extends
+    what = f"shard_placement_fn gives {asked!r} for parameter '{name}' of {list(param.shape)}"
+    if hasattr(asked, "mesh_info"):
+        raise NotImplementedError(
+            f"{what}: one call shards over one mesh; call fully_shard on the module that holds it, "
+            "with a mesh of its own"
+        )
+    if not isinstance(asked, Shard):
+        raise TypeError(f"{what}: it must be a Shard of torch.distributed.tensor, or None")
+    if not -param.dim() <= asked.dim < param.dim():
+        raise ValueError(f"{what}, which has no dim {asked.dim}")
+    by_rows = asked.dim in (0, -param.dim())
+    if extends and not by_rows:
+        raise NotImplementedError(
+            f"{what}, a {type(param).__name__}, which is cut along dim 0 only: give None for it"
+        )
+    return by_rows
