@@ -1,13 +1,13 @@
 """Ranks compare what must be equal through the store, before any collective could hang on it.
 
-Every rank states its facts as lines of text; all compare with rank 0's, and one verdict goes back
-to all. It costs three store operations a rank. A rank that differs or does not answer is named on
-every rank. Facts already agreed on are not compared again, so that a rank may recompile alone for
-its own shapes, as long as its sequence of collectives stays the same.
+Every rank states its facts as lines of text, and one verdict goes back to all. The store counts the
+ranks by a digest of what they state; a few of them compare the text itself with rank 0's. It costs
+two store operations a rank, three with a note, and looks while others are late. A rank that differs
+or does not answer is named on every rank. Facts already agreed on are not compared again, so that a
+rank may recompile alone for its own shapes, as long as its sequence of collectives stays the same.
 """
 
 import difflib
-import hashlib
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,11 +21,10 @@ from shardc.runtime.comm.collectives import in_history
 from shardc.runtime.comm.communicators import kept_with
 from shardc.runtime.comm.history import Parted
 from shardc.runtime.comm.progress import Call, progress
+from shardc.runtime.comm.store import Attendance, digest, look, pauses
 
-_PAUSE = 0.0005, 0.2
-"""Seconds between looks at the store: at first, and at most."""
-
-
+_AGREED = "agreed\n"
+"""How a verdict begins if all is well; the notes follow, a line each."""
 _KEPT = 4096
 """On how many facts a group remembers that it agreed. All ranks forget the same ones."""
 
@@ -55,7 +54,7 @@ def agree(
         what: what is compared, for the error.
         facts: lines of text that must be equal.
         timeout: how long to wait for the others (default: the group's timeout).
-        note: a text that may differ from rank to rank.
+        note: a line of text that may differ from rank to rank; all give one, or none does.
         first_note_stands: once agreed on, the same facts give the same notes for good; else a new
             note starts another round, which all ranks must enter.
         every_time: compare even what was agreed on before: all ranks call this together.
@@ -70,8 +69,8 @@ def agree(
         return frozenset([note])
     history = kept_with(group, _History, _History)
     text = "\n".join([what, *facts])
-    digest = _digest(what, facts)
-    notes = frozenset[str]() if every_time else history.notes.get(digest, frozenset())
+    name = digest(what, *facts)
+    notes = frozenset[str]() if every_time else history.notes.get(name, frozenset())
     if note not in notes and not (notes and first_note_stands):
         timeout = timeout or compat.group_timeout(group)
         store = _next_round(group)
@@ -82,7 +81,7 @@ def agree(
                 _raise_if_parted()
                 raise
         if not every_time:
-            history.notes[digest] = notes
+            history.notes[name] = notes
         while len(history.notes) > _KEPT:
             del history.notes[next(iter(history.notes))]
     return notes
@@ -93,16 +92,12 @@ def settle(
 ) -> frozenset[str]:
     """Remember facts as agreed on, as all ranks of `group` do: they are known to be equal."""
     notes = kept_with(group, _History, _History).notes
-    return notes.setdefault(_digest(what, facts), frozenset([note]))
+    return notes.setdefault(digest(what, *facts), frozenset([note]))
 
 
 def rounds(group: dist.ProcessGroup) -> int:
     """How many times the ranks of `group` have compared something."""
     return kept_with(group, _History, _History).rounds
-
-
-def _digest(what: str, facts: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join([what, *facts]).encode()).hexdigest()
 
 
 def decline(group: dist.ProcessGroup, what: str, why: str) -> None:
@@ -115,11 +110,7 @@ def decline(group: dist.ProcessGroup, what: str, why: str) -> None:
     store, rank = _next_round(group), group.rank()
     with suppress(Parted), in_history(compat.group_name(group)):
         _entry(what, [why]).__enter__()
-    store.set(f"rank{rank}", "1")
     _rule(store, f"rank {rank} refuses {what}: {why}")
-    if rank == 0:  # for which the others wait
-        store.set("note", "")
-        store.set("text", "")
 
 
 def _entry(what: str, facts: Sequence[str]) -> Call:
@@ -144,56 +135,43 @@ def _next_round(group: dist.ProcessGroup) -> dist.Store:
 def _exchange(
     store: dist.Store, rank: int, world: int, what: str, text: str, timeout: timedelta, note: str
 ) -> frozenset[str]:
-    """One round: rank 0 gives the reference; who agrees last, differs or gives up, the verdict.
+    """One round: rank 0 gives the reference; who comes last, differs or gives up, the verdict.
 
-    The first verdict stands, so that whoever comes late learns that the others have given up.
+    The first verdict stands, so that whoever comes late learns that the others have given up. Only
+    the first rank of a block that comes with a text compares it: others stated the same.
     """
-    store.set(f"rank{rank}", "1")
+    if note and store.add(f"note {digest(note)}", 1) == 1:
+        store.append("notes", f"{note}\n")  # type: ignore[attr-defined]
     if rank == 0:
-        store.set("note", note)
         store.set("text", text)
-    if _wait(store, "text", what, rank, world, timeout):
-        reference, first_note = store.get("text").decode(), store.get("note").decode()
-        if note != first_note:
-            store.append("notes", f"{note}\n")  # type: ignore[attr-defined]
-        if reference != text:
-            _rule(store, _difference(what, rank, text.split("\n"), reference.split("\n")))
-        elif store.add("agreed", 1) == world:
-            _rule(store, "ok")
-        _wait(store, "verdict", what, rank, world, timeout)
-    verdict = store.get("verdict").decode()
-    if verdict != "ok":
+    attendance = Attendance(store, text, world)
+    compares, is_last = attendance.come(rank)
+    if is_last:
+        _rule(store, _AGREED + (look(store, "notes") or "\n"))
+    began, pause = time.monotonic(), pauses(world)
+    time.sleep(0 if is_last else next(pause))
+    while (verdict := look(store, "verdict")) is None:  # no blocking wait: other threads ask, too
+        if compares and (reference := look(store, "text")) is not None:
+            compares = False
+            if reference != text:
+                _rule(store, _difference(what, rank, text.split("\n"), reference.split("\n")))
+        elif time.monotonic() - began > timeout.total_seconds():
+            _rule(
+                store,
+                f"agreeing on {what}: rank(s) {attendance.missing()} did not answer rank {rank} "
+                f"within {timeout} (the process group's timeout). They died, are still busy, or "
+                "run another program",
+            )
+        else:
+            _raise_if_parted()
+            time.sleep(next(pause))
+    if not verdict.startswith(_AGREED):
         raise RuntimeError(verdict)
-    others = store.get("notes").decode().split("\n")[:-1] if store.check(["notes"]) else []
-    return frozenset([first_note, *others])
+    return frozenset(verdict.removeprefix(_AGREED).split("\n")[:-1])
 
 
 def _rule(store: dist.Store, verdict: str) -> None:
     store.compare_set("verdict", "", verdict)
-
-
-def _wait(
-    store: dist.Store, key: str, what: str, rank: int, world: int, timeout: timedelta
-) -> bool:
-    """Whether `key` was set in time; if not, there is a verdict.
-
-    Raises:
-        Parted: a rank went another way.
-    """
-    began, pause = time.monotonic(), _PAUSE[0]
-    while not store.check([key]):  # not `wait`, in which no other thread could ask the store
-        if time.monotonic() - began > timeout.total_seconds():
-            silent = [peer for peer in range(world) if not store.check([f"rank{peer}"])]
-            _rule(
-                store,
-                f"agreeing on {what}: rank(s) {silent} did not answer rank {rank} within {timeout} "
-                "(the process group's timeout). They died, are still busy, or run another program",
-            )
-            return False
-        _raise_if_parted()
-        time.sleep(pause)
-        pause = min(1.5 * pause, _PAUSE[1])
-    return True
 
 
 def _difference(what: str, rank: int, mine: list[str], reference: list[str]) -> str:

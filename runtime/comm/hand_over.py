@@ -15,13 +15,12 @@ import torch.distributed as dist
 
 from shardc.runtime import compat
 from shardc.runtime.comm.communicators import kept_with
+from shardc.runtime.comm.store import look, pauses
 
 log = logging.getLogger("shardc")
 
 _BEAT, _DEAD = 2.0, 30.0
 """Seconds: how often the maker says that it is alive, and after which silence it counts as dead."""
-_LONGEST_PAUSE = 0.5
-"""Seconds between looks at the store, at most."""
 _CHUNK = 1 << 20
 """Bytes that travel as one value of the store."""
 _SAID_AFTER, _SAID_EVERY = 5.0, 30.0
@@ -47,6 +46,7 @@ class HandOver:
         rounds.count += 1
         self._store = dist.PrefixStore(f"shardc/made/{rounds.count}", compat.group_store(group))
         self._maker = int(hashlib.sha256(key.encode()).hexdigest(), 16) % group.size()
+        self._world = group.size()
         self._timeout = compat.group_timeout(group).total_seconds()
         self._folders = 0
         self._given = False
@@ -92,12 +92,12 @@ class HandOver:
 
     def _wait(self) -> str:
         """What the maker says in the end; "" where it is dead or takes too long."""
-        began = heard = time.monotonic()
-        said, pause, beat = began + _SAID_AFTER - _SAID_EVERY, 0.001, b""
-        while not self._store.check(["state"]):
+        began = heard = listened = time.monotonic()
+        said, pause, beat = began + _SAID_AFTER - _SAID_EVERY, pauses(self._world), ""
+        while (state := look(self._store, "state")) is None:
             now = time.monotonic()
-            if pause == _LONGEST_PAUSE and self._store.check(["beat"]):
-                latest = self._store.get("beat")
+            if now - listened > _BEAT:
+                latest, listened = look(self._store, "beat") or "", now
                 beat, heard = latest, now if latest != beat else heard
             if now - heard > _DEAD or now - began > self._timeout:
                 log.warning(
@@ -110,6 +110,5 @@ class HandOver:
             if now - said > _SAID_EVERY:
                 said = now
                 log.info("waiting for rank %d, which compiles for all ranks", self._maker)
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST_PAUSE)
-        return self._store.get("state").decode()
+            time.sleep(next(pause))
+        return state

@@ -51,6 +51,10 @@ class Decided:
     calls: dict[str, tuple[list[str], bool]]
 
 
+_NOT_KEPT = "-"
+"""What a rank says whose graph cannot be kept, in place of a key."""
+
+
 class CompileCache:
     """The guest of AOT autograd's cache for one Dynamo graph.
 
@@ -87,7 +91,7 @@ class CompileCache:
         everyone = self._plan.everyone
         if everyone and compat.is_fake_group(compat.resolve_group(everyone)):
             self._plan.agreements.settled = True  # all ranks are this one (`precompile`)
-        if "" in known:
+        if _NOT_KEPT in known:
             return None
         if self._group is None or len(known) > 1:
             self._key = _digest(key, *sorted(known)) if len(known) > 1 else key
@@ -110,7 +114,7 @@ class CompileCache:
 
     def bypassed(self) -> None:
         """This rank compiles what it cannot keep; so do all that come to the graph with it."""
-        self._compare("")
+        self._compare(_NOT_KEPT)
 
     def keep(self, entry: Any, save: Callable[[str], None]) -> None:
         """Keep what was compiled, and hand it over to those who wait."""

@@ -1,0 +1,73 @@
+"""A group's store, asked with few operations a rank: it serves all ranks of a job one by one."""
+
+import hashlib
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+_BLOCK = 62
+"""Ranks that are counted in one number of the store, which has 63 bits."""
+_MISSING = "-"
+"""What `look` is told where there is nothing."""
+_FIRST, _LONGEST, _GROWTH = 0.0005, 0.2, 1.5
+"""Seconds between looks at the store: at first and at most, in a small group; by how much more."""
+_AT_FIRST, _LATER = 50_000, 10_000
+"""Looks a second by all ranks of a large group together."""
+
+
+def look(store: dist.Store, key: str) -> str | None:
+    """The value of a key, or None, in one operation. The value must not be "-"."""
+    found = store.compare_set(key, _MISSING, _MISSING).decode()
+    return None if found == _MISSING else found
+
+
+def pauses(world: int) -> Iterator[float]:
+    """Seconds between the looks of each of `world` ranks, which wait for the same."""
+    pause, longest = max(_FIRST, world / _AT_FIRST), max(_LONGEST, world / _LATER)
+    while True:
+        yield pause
+        pause = min(_GROWTH * pause, longest)
+
+
+def digest(*texts: str) -> str:
+    """A short name for texts."""
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
+
+
+class Attendance:
+    """Which of `world` ranks have come with the same text, in the store.
+
+    Ranks have a bit each, in one number for a block of them: one operation tells a rank whether its
+    block is complete. The last block's last rank knows that all have come.
+    """
+
+    def __init__(self, store: dist.Store, text: str, world: int) -> None:
+        self._store, self._world = store, world
+        self._name = digest(text)
+        self._blocks = -(-world // _BLOCK)
+
+    def come(self, rank: int) -> tuple[bool, bool]:
+        """Note this rank; whether it is the first of its block with this text, and the last of all
+        ranks."""
+        block, place = divmod(rank, _BLOCK)
+        here = self._store.add(f"{self._name}/{block}", 1 << place)
+        is_first = here == 1 << place
+        if is_first:
+            self._store.append("texts", f"{self._name}\n")  # type: ignore[attr-defined]
+        size = min(_BLOCK, self._world - block * _BLOCK)
+        is_full = here == (1 << size) - 1
+        is_last = is_full and self._store.add(f"{self._name}/blocks", 1) == self._blocks
+        return is_first, is_last
+
+    def missing(self) -> list[int]:
+        """Ranks that have not come, with any text."""
+        texts = {self._name, *(look(self._store, "texts") or "").split()}
+        here = [
+            {self._store.add(f"{text}/{block}", 0) for text in texts}
+            for block in range(self._blocks)
+        ]
+        return [
+            rank
+            for rank in range(self._world)
+            if not any(bits >> rank % _BLOCK & 1 for bits in here[rank // _BLOCK])
+        ]
