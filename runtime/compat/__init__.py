@@ -15,3 +15,4 @@ from shardc.runtime.compat.groups import *
 from shardc.runtime.compat.inductor import *
 from shardc.runtime.compat.modules import *
 from shardc.runtime.compat.tensors import *
+from shardc.runtime.compat.torchao import *

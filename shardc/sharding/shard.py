@@ -23,6 +23,7 @@ from shardc.runtime.eager.precision import keep_buffers_in
 from shardc.runtime.modules.controls import Reshard
 from shardc.runtime.modules.modules import make_unit
 from shardc.runtime.tensor.extension import Extension
+from shardc.runtime.tensor.quantised_state import watch_optimizers
 from shardc.runtime.tensor.tensor_parallel import Placed, Spmd, restore_ties
 from shardc.sharding.checks import (
     LeftAlone,
@@ -135,6 +136,7 @@ def fully_shard(
         raise
     notes = agree(everyone, what, facts, note=note, every_time=True)
     scatter = sync and can_scatter(notes)
+    watch_optimizers()
     made = [_apply(plan, mesh, ranks, alone, spmd, scatter) for plan in plans]
     if init and not scatter:
         initialise(modules, param_init_fn, seeds_may_differ=sync)

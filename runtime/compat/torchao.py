@@ -1,0 +1,23 @@
+"""The optimizers of torchao that quantise their state (seen in 0.18)."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+NewBuffer = Callable[[Any, Tensor, bool], Tensor]
+"""Given the optimizer, a parameter, and whether the state is signed: a state of zeros."""
+
+
+def quantises_state(optimizer: Optimizer) -> bool:
+    """Whether `optimizer` is one of them."""
+    module = sys.modules.get("torchao.optim.adam")
+    return module is not None and isinstance(optimizer, module._AdamBase)
+
+
+def replace_new_buffer(make: Callable[[NewBuffer], NewBuffer]) -> None:
+    """Have them make new states by what `make` gives for their own function."""
+    base = sys.modules["torchao.optim.adam"]._AdamBase
+    base._new_buffer = make(base._new_buffer)

@@ -1,0 +1,174 @@
+"""Optimizer state that is quantised over blocks: torchao's AdamW8bit, AdamW4bit and AdamWFp8.
+
+Such a state is cut as its parameter. Its blocks are those of the flattened parameter, as in an
+unsharded run, so a rank keeps the blocks that its interval touches: the two at the ends are filled
+up with zeros. Whether a state is quantised depends on the whole parameter, as there.
+
+What leaves the optimizer (`state_dict`) is dequantised, and what is loaded is quantised again: so
+checkpoints have the values of AdamW's state, and load at any world size.
+"""
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
+
+from shardc.runtime import compat
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+
+aten = torch.ops.aten
+SMALLEST = 4096
+"""Elements from which on a parameter has a quantised state: torchao/optim/adam.py."""
+
+
+class BlockState(Tensor):
+    """Elements `[front, front + n)` of a flat quantised tensor, `(n,)`.
+
+    Ops compute with the values; only `copy_` writes, and quantises.
+    """
+
+    _inner: Any
+    _front: int
+
+    __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, front: int, numel: int) -> "BlockState":
+        self: BlockState = compat.make_wrapper(cls, (numel,), inner)  # type: ignore[assignment]
+        self._inner = inner
+        self._front = front
+        return self
+
+    def dequantised(self) -> Tensor:
+        """What it stands for, plain."""
+        whole: Tensor = self._inner.dequantize(self.dtype).view(-1)
+        return whole.narrow(0, self._front, self.shape[0])
+
+    def quantise(self, values: Tensor) -> None:
+        """Take `values: (n,)`."""
+        behind = self._inner.numel() - self._front - self.shape[0]
+        self._inner.copy_(F.pad(values.float(), (self._front, behind)))
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[int, int]]:
+        return ["_inner"], (self._front, self.shape[0])
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[int, int], shape: object, stride: object
+    ) -> "BlockState":
+        return BlockState(inner["_inner"], *context)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: compat.Op,
+        types: object,
+        args: compat.Args = (),
+        kwargs: compat.Kwargs | None = None,
+    ) -> object:
+        target = args[0]
+        if func in (aten.detach.default, aten.alias.default):
+            return BlockState(target._inner, target._front, target.shape[0])
+        if func is aten.is_pinned.default:
+            return func(target._inner)
+        if func is aten.copy_.default and _same_blocks(target, args[1]):
+            target._inner.copy_(args[1]._inner)
+            return target
+        plain, named = tree_map_only(BlockState, BlockState.dequantised, (args, kwargs or {}))
+        if not isinstance(target, BlockState) or not func._schema.is_mutable:
+            return func(*plain, **named)
+        if func is not aten.copy_.default:
+            raise NotImplementedError(f"{func} on a quantised optimizer state: write it by copy_")
+        target.quantise(plain[1].expand(target.shape))
+        return target
+
+
+def _same_blocks(a: object, b: object) -> bool:
+    """Whether both are quantised, and alike."""
+    if not isinstance(a, BlockState) or not isinstance(b, BlockState):
+        return False
+    return (type(a._inner), a._front, a.shape) == (type(b._inner), b._front, b.shape)
+
+
+def _making_shards(own: compat.NewBuffer) -> compat.NewBuffer:
+    def new_buffer(optimizer: Any, param: Tensor, signed: bool) -> Tensor:
+        if isinstance(param, ShardTensor):
+            return _zeros(optimizer, param, signed)
+        return own(optimizer, param, signed)
+
+    return new_buffer
+
+
+def _zeros(optimizer: Any, param: ShardTensor, signed: bool) -> Tensor:
+    """A new state of `param`, sharded alike, quantised where an unsharded run would."""
+    spec, block = param._spec, optimizer.block_size
+    start, stop = spec.interval()
+    if spec.numel < SMALLEST or spec.numel % block or start == stop:
+        return torch.zeros_like(param)
+    front = start % block
+    covered = -(-(front + stop - start) // block) * block
+    like = torch.empty(covered, dtype=param.dtype, device=param.to_local().device)
+    inner = optimizer._subclass_zeros(like, signed, block)
+    return ShardTensor(BlockState(inner, front, stop - start), param.shape, spec)
+
+
+# -- state dicts ----------------------------------------------------------------------------------
+
+
+def _dequantised(value: Any) -> Any:
+    if isinstance(value, ShardTensor) and isinstance(value._local, BlockState):
+        return ShardTensor(value._local.dequantised().clone(), value.shape, value._spec)
+    return value
+
+
+def _show_values(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """After `state_dict`: the values of quantised states, at any world size to be loaded."""
+    shown = {
+        key: {name: _dequantised(value) for name, value in state.items()}
+        for key, state in state_dict["state"].items()
+    }
+    return {**state_dict, "state": shown}
+
+
+@torch.no_grad()
+def _quantise_again(optimizer: Any) -> None:
+    """After `load_state_dict`, and before a first step: quantise what was loaded."""
+    for param, state in optimizer.state.items():
+        for name, value in state.items() if isinstance(param, ShardTensor) else ():
+            if not isinstance(value, ShardTensor) or isinstance(value._local, BlockState):
+                continue
+            made = _zeros(optimizer, param, signed=name == "exp_avg")
+            state[name] = made.copy_(value)
+
+
+_watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def _watch(optimizer: Optimizer, *_: object) -> None:
+    """Before a step: see to what the optimizer keeps of sharded parameters."""
+    if optimizer in _watched or not compat.quantises_state(optimizer):
+        return
+    _watched.add(optimizer)
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    if any(isinstance(param, ShardTensor) for param in params):
+        _replace_new_buffer()
+        _quantise_again(optimizer)
+        optimizer.register_state_dict_post_hook(_show_values)
+        optimizer.register_load_state_dict_post_hook(_quantise_again)
+
+
+@functools.cache
+def _replace_new_buffer() -> None:
+    compat.replace_new_buffer(_making_shards)
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """From the first sharding on."""
+    register_optimizer_step_pre_hook(_watch)
