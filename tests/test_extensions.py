@@ -15,13 +15,20 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
 from torchao import float8
 from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig as Int8
 from torchao.prototype.quantized_training.int8_mixed_precision import (
     Int8MixedPrecisionTrainingLinearWeight,
 )
 
-from shardc import ShardTensor, fully_shard, get_model_state_dict, summon_full_params
+from shardc import (
+    ShardTensor,
+    fully_shard,
+    get_model_state_dict,
+    materialize,
+    summon_full_params,
+)
 from shardc.runtime.comm import collectives
 
 KINDS = {"rowwise": Rowwise, "fp8": Fp8}
@@ -293,3 +300,59 @@ def test_torchao_as_fsdp2(mesh, kind, how):
         plain = seeded(lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)))
         assert not torch.allclose(ours(x).float(), plain(x), rtol=0.01, atol=1e-3)
     check_against_fsdp2(theirs, ours, ours, step, 3, tolerance=0)
+
+
+@pytest.mark.parametrize("how", ["uncompiled", "eager"])
+@on_ranks(4)
+def test_fewer_ranks_after_the_forward(mesh, how):
+    """FSDP2 has not built it; here all ranks gather again."""
+    whole, part = (
+        compiled(sharded(even("fp8"), mesh, reshard_after_forward=size), how) for size in (True, 2)
+    )
+    for model in (whole, part):
+        step(model, model, 0)
+    for p, q in zip(whole.parameters(), part.parameters(), strict=True):
+        assert torch.equal(full(p.grad), full(q.grad)) and p.grad.to_local().isfinite().all()
+
+
+class Checkpointed(Stack):
+    def forward(self, x, targets):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("how", ["uncompiled", "eager"])
+@on_ranks(2)
+def test_recomputed_from_meta(mesh, how):
+    def build(checkpointed):
+        with torch.device("meta"):
+            model = extended((Checkpointed if checkpointed else Stack)(), Rowwise)
+        sharded(model, mesh)
+        torch.manual_seed(3)
+        return materialize(model)
+
+    plain, again = (compiled(build(flag), how) for flag in (False, True))
+    for model in (plain, again):
+        step(model, model, 0)
+    for p, q in zip(plain.parameters(), again.parameters(), strict=True):
+        assert torch.equal(full(p), full(q)) and full(p.grad).any()
+        torch.testing.assert_close(full(q.grad), full(p.grad))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@on_ranks(2, device="sim")
+def test_on_a_device(mesh, offload):
+    policy = {"offload_policy": CPUOffloadPolicy()} if offload else {}
+    cpu = mesh_of("cpu", (2,))
+    theirs = sharded(even("rowwise"), cpu)
+    for how in ("uncompiled", "eager"):
+        ours = compiled(sharded(even("rowwise"), mesh, **policy), how)
+        for model, place in ((theirs, "cpu"), (ours, "sim")):
+            x = tokens(mesh.get_local_rank()).to(place)
+            model(x, x).backward()
+        for p, q in zip(theirs.parameters(), ours.parameters(), strict=True):
+            assert q.grad.device.type == ("cpu" if offload else "sim")
+            torch.testing.assert_close(full(q.grad).cpu(), full(p.grad), rtol=1e-4, atol=1e-6)
+            p.grad = None
