@@ -8,6 +8,7 @@ model.compile(backend="shardc")
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from shardc.backend.precompile import Precompiled, precompile
+from shardc.backend.warmup import warmup
 from shardc.calibrate import calibrate
 from shardc.optim.whole_tensor import WholeTensorOptimizer
 from shardc.passes.hardware import Profile, get_profile, set_profile
@@ -78,4 +79,5 @@ __all__ = [
     "strict",
     "summon_full_params",
     "units_of",
+    "warmup",
 ]

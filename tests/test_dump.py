@@ -242,10 +242,14 @@ def test_logs_by_level(written):
     said = [line.split("] ", 2) for line in (written / "log").read_text().splitlines()]
     said = [(where, *rest) for where, *rest in said if re.match(r"\[rank0\]:[IV]", where)]
     info = [rest[-1] for where, *rest in said if where.startswith("[rank0]:I")]
-    assert [re.sub(r" graph \d+.*", "", line) for line in info] == ["forward", "backward"]
+    assert [re.sub(r" graph \d+.*", "", line) for line in info] == [
+        "forward",
+        "backward",
+        "compiled",
+    ]
     debug = [rest[-1] for where, *rest in said if where.startswith("[rank0]:V")]
     for start in (
-        r"compiling frame 0 \(its first graph\)",
+        r"compiling graph 0/0$",
         r"forward graph \d+: schedule took ",
         r"graph \d+: within 953.7 MiB: kept gathered: Stack, layers.0, layers.1; up to 2 units",
         r"graph \d+: all_gather of layers.1 \(.*\) starts before ",
@@ -257,4 +261,4 @@ def test_logs_by_level(written):
 def test_info_is_a_line_a_graph_and_nothing_is_traced_unasked():
     done = _run_step(TORCH_LOGS="shardc")
     assert done.stdout == "not traced\n"
-    assert len(re.findall(r"^\[rank0\]:", done.stderr, re.MULTILINE)) == 2
+    assert len(re.findall(r"^\[rank0\]:", done.stderr, re.MULTILINE)) == 3  # and a sum

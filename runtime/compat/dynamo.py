@@ -1,5 +1,6 @@
 """Dynamo: what it traces, the graphs it hands to a backend, what it counts."""
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -38,6 +39,12 @@ def compile_calls(module: nn.Module, *args: Any, **kwargs: Any) -> None:
     if trace_rules.check(module.forward):
         call = external_utils.wrap_inline(call)
     module._compiled_call_impl = torch.compile(call, *args, **kwargs)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` or `module.compile` was called on it or within (2.11 to 2.15)."""
+    wrapped = hasattr(module, "_orig_mod")
+    return wrapped or any(each._compiled_call_impl is not None for each in module.modules())
 
 
 def copy_dynamo_graph(gm: GraphModule) -> GraphModule:
@@ -118,6 +125,22 @@ def compile_id() -> tuple[int, int] | None:
     if known is None or known.frame_id is None or known.frame_compile_id is None:
         return None
     return known.frame_id, known.frame_compile_id
+
+
+def seconds_of_dynamo() -> float:
+    """How long Dynamo has worked on what it compiles now; 0 outside of it (2.11 to 2.15)."""
+    from torch._dynamo.utils import get_metrics_context
+
+    context = get_metrics_context()
+    return (time.time_ns() - context._start_time_ns) / 1e9 if context.in_progress() else 0.0
+
+
+def recompile_reason() -> str:
+    """Why Dynamo compiles anew what it compiles now; "" if it does not say (2.11 to 2.15)."""
+    from torch._dynamo.utils import get_metrics_context
+
+    context = get_metrics_context()
+    return str(context._metrics.get("recompile_reason") or "") if context.in_progress() else ""
 
 
 def forget_compiled() -> None:

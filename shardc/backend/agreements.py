@@ -5,11 +5,14 @@ that it makes no difference to the others.
 """
 
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.fx import GraphModule
 
+from shardc.backend.stages import RANKS
 from shardc.passes.verify import collective_sequence
 from shardc.runtime import compat
 from shardc.runtime.comm.agreement import agree, settle
@@ -30,16 +33,25 @@ class Agreed:
 class Agreements:
     """The comparisons of one compile, in order.
 
+    Args:
+        timeout: seconds to wait for other ranks (default: the group's).
+        stage: a context around each wait for them.
+
     Attributes:
         made: what has been agreed on.
         settled: whether all ranks are known to have the same graph: then they would state the same,
             and nothing is sent.
     """
 
-    def __init__(self, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        timeout: float | None = None,
+        stage: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self.made: list[Agreed] = []
         self.settled = False
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
+        self._stage = stage
 
     def agree(
         self,
@@ -55,7 +67,10 @@ class Agreements:
         if self.settled:
             notes = settle(members, what, facts, note)
         else:
-            notes = agree(members, what, facts, self._timeout, note, first_note_stands, every_time)
+            with self._stage(RANKS):
+                notes = agree(
+                    members, what, facts, self._timeout, note, first_note_stands, every_time
+                )
         if not every_time:
             self.made.append(Agreed(group, what, tuple(facts), note, first_note_stands, notes))
         return notes

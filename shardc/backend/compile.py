@@ -23,6 +23,7 @@ from shardc.backend.graph_plan import Plan, buckets_by_input, number_units
 from shardc.backend.options import Options
 from shardc.backend.regional import buckets_of_the_runtime, giving, with_taken
 from shardc.backend.repro import copy_graph, write_repro
+from shardc.backend.stages import INDUCTOR, PASSES, Stages
 from shardc.passes import pipeline
 from shardc.passes.context import PassContext, moved_by, our_collectives
 from shardc.passes.dump import dump_code, is_wanted
@@ -72,16 +73,28 @@ def compile_graph(
     run: Run | None = None,
 ) -> Callable[..., Any]:
     """The same with options that are checked already; `run` takes the place of the executor."""
-    _say_compile()
+    with Stages(shown=_is_first_of_job()) as stages:
+        return _compile_graph(gm, example_inputs, parsed, mode, run, stages)
+
+
+def _compile_graph(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    parsed: Options,
+    mode: str | None,
+    run: Run | None,
+    stages: Stages,
+) -> Callable[..., Any]:
     compat.forget_classes(gm)
     _warn_if_nothing_is_sharded()
     buckets = buckets_by_input(gm)
     numbers = number_units(buckets)
     names = {place: (bucket.label, numbers[bucket.owner]) for place, bucket in buckets.items()}
     outside = buckets_of_the_runtime(gm, buckets)
-    gm = run_passes(gm, PassContext("dynamo", names, outside), pipeline.DYNAMO_PASSES)
+    with stages.stage(PASSES):
+        gm = run_passes(gm, PassContext("dynamo", names, outside), pipeline.DYNAMO_PASSES)
     slots, taken = slots_read(gm), taken_by(gm)
-    plan = Plan(parsed, {place: buckets[place] for place in slots}, slots, numbers)
+    plan = Plan(parsed, {place: buckets[place] for place in slots}, slots, numbers, stages)
     reads, together = _agree_on_reads(plan)
     inputs = with_taken(example_inputs, taken)
     if parsed.executor == "eager":
@@ -127,7 +140,8 @@ def _compile_inductor(
         plan.calls[ctx.phase] = _groups(graph), bool(kwargs.get("cudagraphs"))
         original = copy_graph(graph)
         try:
-            compiled = _lower(graph, inputs, ctx, plan, kwargs)
+            with plan.stages.stage(INDUCTOR):
+                compiled = _lower(graph, inputs, ctx, plan, kwargs)
         except compat.InductorError as error:
             where = write_repro(original, ctx.stem, kwargs, error)
             if not plan.options.fallback:
@@ -205,7 +219,8 @@ def _hints(inputs: Sequence[Any]) -> str:
 
 def _finish_graph(gm: GraphModule, ctx: PassContext, plan: Plan) -> GraphModule:
     """What every forward and backward graph goes through before it is lowered."""
-    gm = run_passes(gm, ctx, pipeline.GRAPH_PASSES)
+    with plan.stages.stage(PASSES):
+        gm = run_passes(gm, ctx, pipeline.GRAPH_PASSES)
     plan.agreements.collectives(gm, ctx.phase, _groups(gm))
     plan.record(gm, ctx)
     return gm
@@ -350,10 +365,7 @@ def _warn_if_nothing_is_sharded() -> None:
         )
 
 
-def _say_compile() -> None:
-    """Log that Dynamo hands over a graph, and whether it did before."""
-    known = compat.compile_id()
-    if known is not None:
-        frame, before = known
-        again = f"compiled {before} times before; TORCH_LOGS=recompiles says why"
-        log.debug("compiling frame %d (%s)", frame, again if before else "its first graph")
+def _is_first_of_job() -> bool:
+    """Whether this is rank 0 of real ranks."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    return world is not None and world.rank() == 0 and not compat.is_fake_group(world)

@@ -24,6 +24,7 @@ import shardc.runtime
 from shardc.backend.agreements import Agreed
 from shardc.backend.graph_plan import GraphPlan, Plan
 from shardc.backend.options import Options
+from shardc.backend.stages import RANKS
 from shardc.passes.context import Kept
 from shardc.passes.used_slots import Differentiated
 from shardc.runtime import compat
@@ -105,7 +106,8 @@ class CompileCache:
         if self._hand_over.leads:
             self._hand_over.begin(folders - {_folder()})
         elif found is None:
-            content = self._hand_over.take()
+            with self._plan.stages.stage(RANKS):
+                content = self._hand_over.take()
             found = find(key)
             if found is None and content:
                 compat.write_entry(key, content)
@@ -158,6 +160,7 @@ class CompileCache:
         self._plan.load(decided.joint, decided.kept, decided.graphs)
         wraps = [self._wrap_of(decided, phase) for phase in ("forward", "backward")]
         compat.wrap_entry(entry, *wraps)
+        self._plan.stages.load()
         self.loaded = True
         return found
 

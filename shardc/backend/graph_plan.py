@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from shardc.backend.agreements import Agreements
 from shardc.backend.options import Options
+from shardc.backend.stages import PASSES, Stages
 from shardc.passes import pipeline
 from shardc.passes.budget import choose_kept
 from shardc.passes.context import (
@@ -59,9 +60,11 @@ class Plan:
         buckets: dict[int, Bucket],
         slots: Mapping[int, frozenset[int]],
         numbers: Mapping[Unit, int],
+        stages: Stages,
     ) -> None:
         self.options = options
-        self.agreements = Agreements(options.agreement_timeout)
+        self.stages = stages
+        self.agreements = Agreements(options.agreement_timeout, stages.stage)
         self.slots = slots
         self.number = next(_numbers)
         self.kept = Kept()
@@ -104,10 +107,11 @@ class Plan:
 
     def finish_joint(self, gm: GraphModule) -> GraphModule:
         """Decide what stays gathered, and run the passes over the joint graph."""
-        self.joint = differentiated(gm)
-        ctx = self.context("joint")
-        self.kept = choose_kept(gm, ctx)
-        return run_passes(gm, replace(ctx, kept=self.kept), pipeline.JOINT_PASSES)
+        with self.stages.stage(PASSES):
+            self.joint = differentiated(gm)
+            ctx = self.context("joint")
+            self.kept = choose_kept(gm, ctx)
+            return run_passes(gm, replace(ctx, kept=self.kept), pipeline.JOINT_PASSES)
 
     @property
     def buckets(self) -> dict[int, Bucket]:

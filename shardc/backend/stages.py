@@ -1,0 +1,115 @@
+"""Where the time of a compile goes: shown while it lasts, and summed up when it is done."""
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import TracebackType
+
+from tqdm import tqdm
+
+from shardc.runtime import compat
+
+log = logging.getLogger("shardc")
+
+DYNAMO, JOINT, PASSES, INDUCTOR, LOADING, RANKS = (
+    "Dynamo", "AOT autograd", "passes", "Inductor", "loading", "other ranks",
+)  # fmt: skip
+_LONG, _AGAIN = 5.0, 30.0
+"""Seconds after which a compile is shown, and how often it is where there is no terminal."""
+
+
+class Stages:
+    """The stages of one compile, as a context around it.
+
+    Outside of stages, AOT autograd traces the joint graph. `SHARDC_PROGRESS=0` shows nothing.
+
+    Args:
+        shown: whether this rank shows what it is doing, on stderr, once that takes long.
+
+    Attributes:
+        what: what is compiled, in words.
+        seconds: by stage, without those within it.
+    """
+
+    def __init__(self, shown: bool) -> None:
+        self.what = _what()
+        self.seconds = {DYNAMO: compat.seconds_of_dynamo()}
+        self._shown = shown and os.environ.get("SHARDC_PROGRESS", "1") != "0"
+        self._open = [JOINT]
+        self._done = threading.Event()
+        self._since = self._began = time.monotonic()
+
+    def __enter__(self) -> "Stages":
+        log.debug("compiling %s", self.what)
+        if self._shown:
+            threading.Thread(target=self._show, name="shardc compiles", daemon=True).start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self._count()
+        self._done.set()
+        if kind is None:
+            log.info("%s", self)
+            if self._shown and self._is_long() and not log.isEnabledFor(logging.INFO):
+                print(f"shardc: {self}", file=sys.stderr)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Inside is that stage of the compile."""
+        self._count()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._count()
+            self._open.pop()
+
+    def load(self) -> None:
+        """The graph was found compiled: what is left is to load it."""
+        self._count()
+        self._open[0] = LOADING
+
+    def _count(self) -> None:
+        now, name = time.monotonic(), self._open[-1]
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
+        self._since = now
+
+    def _is_long(self) -> bool:
+        return time.monotonic() - self._began > _LONG
+
+    def __str__(self) -> str:
+        verb = "loaded" if self._open[0] == LOADING else "compiled"
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        return f"{verb} {self.what} in {sum(self.seconds.values()):.1f} s: {parts}"
+
+    def _show(self) -> None:
+        """Say what is done now: one line that counts the seconds; several without a terminal."""
+        if self._done.wait(_LONG):
+            return
+        with tqdm(bar_format="{desc}", leave=False, disable=None) as line:
+            while True:
+                seconds = time.monotonic() - self._began
+                text = f"shardc: compiling {self.what}, {seconds:.0f} s: {self._open[-1]}"
+                if line.disable:
+                    print(text, file=sys.stderr)
+                line.set_description_str(text)
+                if self._done.wait(_AGAIN if line.disable else 0.5):
+                    return
+
+
+def _what() -> str:
+    """What Dynamo compiles now: the number of the code, how often it was compiled before, why."""
+    known = compat.compile_id()
+    if known is None:
+        return "a graph"
+    reasons = compat.recompile_reason().strip().splitlines()
+    return f"graph {known[0]}/{known[1]}" + (f" ({reasons[0][:200]})" if reasons else "")
