@@ -27,6 +27,7 @@ from shardc.passes.context import (
     waits_for,
 )
 from shardc.passes.cost import evaluate, stays_in_registers, symbol_hints, tensor_bytes
+from shardc.passes.kernels import places_of_kernels
 from shardc.passes.used_slots import SEGMENT
 
 
@@ -84,7 +85,8 @@ def measure_liveness(
     hints = symbol_hints(gm)
     nodes = tuple(node for node in gm.graph.nodes if node.op in ("placeholder", "call_function"))
     roots = storage_roots(gm)
-    last = _last_uses(gm, nodes, roots)
+    places = places_of_kernels(nodes, hints) if fused else {n: (i, i) for i, n in enumerate(nodes)}
+    last = _last_uses(nodes, roots, places)
     sizes = {
         root: 0 if fused and stays_in_registers(root) else int(evaluate(_own_bytes(root), hints))
         for root in roots.values()
@@ -94,7 +96,7 @@ def measure_liveness(
     counted = sizes if owns_inputs else {r: s for r, s in sizes.items() if r not in inputs}
     kinds = _kinds(gm, roots, gathered)
     changes = [
-        *_lifetimes(counted, last, kinds, nodes),
+        *_lifetimes(counted, last, kinds, places),
         *_clones(nodes, roots, sizes, every=clones),
     ]
     curves = {kind: _held(kind, changes, len(nodes)) for kind in (*_KINDS, _OTHER)}
@@ -125,12 +127,11 @@ def _lifetimes(
     sizes: Mapping[Node, int],
     last: Mapping[Node, int],
     kinds: Mapping[Node, str],
-    nodes: Sequence[Node],
+    places: Mapping[Node, tuple[int, int]],
 ) -> Iterator[_Held]:
     """Every storage; inputs are there from the start."""
-    index = {node: number for number, node in enumerate(nodes)}
     for root, size in sizes.items():
-        first = 0 if root.op == "placeholder" else index[root]
+        first = 0 if root.op == "placeholder" else places[root][0]
         yield _Held(kinds.get(root, _OTHER), size, first, last[root])
 
 
@@ -204,18 +205,17 @@ def _writes_its_input(node: Node) -> bool:
 
 
 def _last_uses(
-    gm: GraphModule, nodes: Sequence[Node], roots: Mapping[Node, Node]
+    nodes: Sequence[Node], roots: Mapping[Node, Node], places: Mapping[Node, tuple[int, int]]
 ) -> dict[Node, int]:
     """For every storage, the index of the node after which nothing reads it."""
-    index = {node: number for number, node in enumerate(nodes)}
     end = len(nodes)
-    last = {root: index[root] for root in roots.values()}
+    last = {root: places[root][0] for root in roots.values()}
     for node, root in roots.items():
         for user in node.users:
-            last[root] = max(last[root], index.get(user, end))
+            last[root] = max(last[root], places[user][1] if user in places else end)
     for node in nodes:  # the backend keeps what a collective reads until the wait
         if is_collective(node):
-            wait = max((index[w] for w in waits_for(node)), default=index[node])
+            wait = max((places[w][0] for w in waits_for(node)), default=places[node][0])
             for operand in node.all_input_nodes:
                 if operand in roots:
                     last[roots[operand]] = max(last[roots[operand]], wait)

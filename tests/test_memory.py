@@ -56,6 +56,49 @@ def test_liveness_counts_storages_from_their_maker_to_their_last_reader():
     assert fused.live == (0, 0, 0, 0, 400)
 
 
+def test_a_fused_kernel_has_what_it_reads_until_it_has_run():
+    gm = _graph(
+        ("x", "input", (), _bytes(400)),
+        ("a", aten.mm.default, ("x", "x"), _bytes(400)),
+        ("cos", aten.cos.default, ("a",), _bytes(400)),  # in a register of the kernel for c
+        ("b", aten.mm.default, ("x", "x"), _bytes(400)),
+        ("c", aten.mul.Tensor, ("cos", "b"), _bytes(400)),
+    )
+    assert measure_liveness(gm, owns_inputs=False, fused=True).live == (0, 400, 400, 800, 1200)
+
+
+def test_a_fused_kernel_has_all_its_results_when_it_has_run():
+    gm = _graph(
+        ("x", "input", (), _bytes(400)),
+        ("gate", aten.mm.default, ("x", "x"), _bytes(400)),
+        ("up", aten.mm.default, ("x", "x"), _bytes(400)),
+        ("hidden", aten.mul.Tensor, ("gate", "up"), _bytes(400)),
+        ("used", aten.mm.default, ("hidden", "hidden"), _bytes(400)),
+        ("tangent", aten.mm.default, ("x", "x"), _bytes(400)),
+        ("grad", aten.mul.Tensor, ("tangent", "gate"), _bytes(400)),  # with hidden
+        ("out", aten.mm.default, ("used", "grad"), _bytes(400)),
+    )
+    live = measure_liveness(gm, owns_inputs=False).live
+    assert live == (0, 400, 800, 1200, 1200, 1200, 1600, 1200)
+    live = measure_liveness(gm, owns_inputs=False, fused=True).live
+    assert live == (0, 400, 800, 2000, 1200, 800, 800, 1200)
+
+
+def test_a_kernel_waits_for_no_collective():
+    gm = _graph(
+        ("x", "input", (), _bytes(400)),
+        ("gate", aten.mm.default, ("x", "x"), _bytes(400)),
+        ("hidden", aten.cos.default, ("gate",), _bytes(400)),
+        ("used", aten.mm.default, ("hidden", "hidden"), _bytes(400)),
+        ("gather", c10d.all_gather_into_tensor.default, ("x", 1, "0"), _bytes(400)),
+        ("wait", c10d.wait_tensor.default, ("gather",), _bytes(400)),
+        ("late", aten.mul.Tensor, ("wait", "gate"), _bytes(400)),
+        ("out", aten.mm.default, ("used", "late"), _bytes(400)),
+    )
+    live = measure_liveness(gm, owns_inputs=False, fused=True).live
+    assert live == (0, 400, 800, 1200, 1200, 1200, 1600, 1200)
+
+
 def test_the_input_of_a_collective_lives_until_its_wait():
     gm = _graph(
         ("x", "input", (), _bytes(800)),

@@ -1,8 +1,7 @@
 """Planned bytes beside those that the caching allocator gave and took from the device.
 
-Wanted are 5% and 10%. What holds it: a fused kernel has its inputs and its outputs at once, where
-the plan frees an input at the op that reads it last (benchmarks/LOG.md). The bounds here only keep
-it from becoming worse.
+Wanted are 5% and 10%. The plan models which ops one kernel has (`passes/kernels.py`), not what
+folding stores between the bodies of repeated blocks. The bounds keep it from becoming worse.
 """
 
 from pathlib import Path
@@ -30,6 +29,6 @@ def test_peak(model: str, strategy: str, tmp_path: Path) -> None:
     found = rehearse(Setup(**MODELS[model], **STRATEGIES[strategy]), tmp_path)
     assert not found.error, found.error
     print(f"planned {found.planned:,}, peak {found.peak:,}, reserved {found.reserved:,}")
-    least = 0.74 if strategy == "checkpoint" else 0.9
-    assert least <= found.planned / found.peak <= 1.06
+    least, most = (0.9, 1.07) if strategy == "checkpoint" else (0.92, 1.02)
+    assert least <= found.planned / found.peak <= most
     assert found.reserved <= 1.4 * found.peak

@@ -1,0 +1,131 @@
+"""Which ops Inductor fuses into one kernel, and so when values are made and read.
+
+An op that can be fused joins the kernel of an earlier one that reads the same, or makes what it
+reads, where all else that it reads is there by then but for one op. The kernel runs in the place of
+its first stored value, and that op before: its results are there from then on, and what it reads
+until then. That is a model: Inductor weighs what a fusion saves.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from shardc.passes.context import WRITES, is_collective, is_view, is_wait
+from shardc.passes.cost import evaluate, is_fusible, stays_in_registers, tensor_bytes
+
+_FAR = 64
+"""Stored values between two ops that Inductor does not fuse (`can_fusion_increase_peak_memory`)."""
+
+Places = dict[Node, tuple[int, int]]
+"""For every node, the indices of the first and the last kernel that computes it."""
+
+
+@dataclass
+class _Kernel:
+    """One kernel.
+
+    Attributes:
+        place: the index of its first stored value, where it runs.
+        number: how many stored values came before that.
+        size: how many elements its loops go over.
+        touched: the stored values that it reads or makes.
+        made: what it makes.
+    """
+
+    place: int
+    number: int
+    size: float
+    touched: set[Node] = field(default_factory=set)
+    made: set[Node] = field(default_factory=set)
+
+
+def places_of_kernels(nodes: Sequence[Node], hints: Mapping[Any, float]) -> Places:
+    """Where every node is computed: in registers, in each kernel that reads it; others once.
+
+    Args:
+        nodes: of a graph, in its order.
+        hints: the values of symbolic sizes.
+    """
+    index = {node: number for number, node in enumerate(nodes)}
+    places: Places = {node: (at, at) for node, at in index.items()}
+    kernels: dict[Node, list[_Kernel]] = {}  # those that touch a stored value
+    made = 0
+    for node in nodes:
+        if not _is_loop(node) or stays_in_registers(node):
+            continue
+        made += 1
+        stored, registers = _read_by(node)
+        size = max(_elements(each, hints) for each in (node, *stored))
+        near = {id(kernel): kernel for each in stored for kernel in kernels.get(each, ())}
+        fits = [k for k in near.values() if k.size == size and made - k.number < _FAR]
+        kernel = _join(sorted(fits, key=lambda k: -k.place), stored, places)
+        if kernel is None:
+            kernel = _Kernel(index[node], made, size)
+        kernel.made.add(node)
+        for each in {node, *stored} - kernel.touched:
+            kernel.touched.add(each)
+            kernels.setdefault(each, []).append(kernel)
+        places[node] = (kernel.place, kernel.place)
+        for each in registers:
+            known = {kernel.place} if places[each] == (index[each],) * 2 else {*places[each]}
+            places[each] = (min(kernel.place, *known), max(kernel.place, *known))
+    return places
+
+
+def _join(kernels: list[_Kernel], stored: set[Node], places: Places) -> _Kernel | None:
+    """The first of `kernels` that can read `stored`; what it reads moves to before it."""
+    for kernel in kernels:
+        late = _computed_after(kernel, stored, places)
+        if late is not None:
+            places.update(dict.fromkeys(late, (kernel.place, kernel.place)))
+            return kernel
+    return None
+
+
+def _computed_after(kernel: _Kernel, stored: set[Node], places: Places) -> set[Node] | None:
+    """What must be computed sooner for `kernel` to read `stored`: at most one op, and views.
+
+    None where that is not enough, or the kernel would come before itself or a collective.
+    """
+    late, todo = set[Node](), list(stored - kernel.made)
+    while todo:
+        node = todo.pop()
+        if node in kernel.made or is_collective(node) or is_wait(node):
+            if node in kernel.made or places[node][0] > kernel.place:
+                return None
+        elif node not in late and places[node][0] > kernel.place:
+            late.add(node)
+            todo += node.all_input_nodes
+    return late if sum(not is_view(node) for node in late) <= 1 else None
+
+
+def _is_loop(node: Node) -> bool:
+    return node.op == "call_function" and is_fusible(node) and WRITES not in node.meta
+
+
+def _read_by(node: Node) -> tuple[set[Node], set[Node]]:
+    """The stored values that a kernel for `node` reads, and what it has in registers."""
+    stored, registers = set[Node](), set[Node]()
+    todo = list(node.all_input_nodes)
+    while todo:
+        operand = todo.pop()
+        while is_view(operand) and operand.all_input_nodes:
+            operand = operand.all_input_nodes[0]
+        if operand in registers:
+            continue
+        if _is_loop(operand) and stays_in_registers(operand):
+            registers.add(operand)
+            todo += operand.all_input_nodes
+        else:
+            stored.add(operand)
+    return stored, registers
+
+
+def _elements(node: Node, hints: Mapping[Any, float]) -> float:
+    """How many elements a node has; loops go over as many as the largest that they touch has."""
+    values = (leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor))
+    return max((evaluate(tensor_bytes(v), hints) / v.element_size() for v in values), default=0)
