@@ -25,7 +25,7 @@ STAMP := .venv/setup-done
 HAS_TORCH := $(PY) -c 'from importlib.metadata import version; \
 	assert (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) <= (2, 15)' 2> /dev/null
 
-.PHONY: help setup test test-cuda gpu lint types format docs demo soak fuzz mutants clean FORCE
+.PHONY: help setup test test-cuda gpu lint types format docs tables demo soak fuzz mutants clean FORCE
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ docs: $(STAMP)  ## Build the documentation into build/docs
 	@rm -rf build/api && mkdir -p build/api/shardc
 	@cd build/api/shardc && ln -s ../../../shardc/* ../../../passes ../../../runtime .
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
+tables: $(STAMP)  ## Write the tables of docs/optimizers.md, a minute
+	$(PY) benchmarks/tables.py --write
 
 demo: $(STAMP)  ## Train a small language model on two ranks, a few minutes
 	@$(if $(findstring --resume,$(DEMO_ARGS)),,rm -rf $(DEMO_DIR))
