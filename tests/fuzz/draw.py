@@ -119,6 +119,14 @@ def _is_all(block: Block, flag: str) -> bool:
     return getattr(block, flag) or inside
 
 
+def _is_sharded(block: Block, inside: bool) -> bool:
+    """Whether something in `block`, which may be `inside` a unit, is left to shard."""
+    inside = inside or block.unit is not None
+    if block.ignored or not block.children:
+        return inside and not block.ignored
+    return any(_is_sharded(child, inside) for child in block.children)
+
+
 LIMITS: dict[str, Callable[[Case], bool]] = {
     # what torch refuses, sharded or not
     "nothing to train": lambda case: all(_is_all(block, "frozen") for block in case.blocks),
@@ -143,7 +151,9 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     "plain parameters stay on meta": lambda case: (
         case.start == "meta" and (not case.root or _any(case, lambda b: b.ignored))
     ),
-    "nothing to shard": lambda case: all(_is_all(block, "ignored") for block in case.blocks),
+    "nothing to shard": lambda case: (
+        not any(_is_sharded(block, inside=case.root is not None) for block in case.blocks)
+    ),
     "torch: selective checkpoints refuse changes in place": lambda case: _any(
         case,
         lambda b: (
