@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes.optim as eight_bit
 import pytorch_optimizer as more
 import torch
 import torch.distributed as dist
@@ -43,6 +44,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "AdamW8bit (torchao)": (AdamW8bit, {"lr": 0.05}, False),
     "AdamW4bit (torchao)": (AdamW4bit, {"lr": 0.05}, False),
     "AdamWFp8 (torchao)": (AdamWFp8, {"lr": 0.05}, False),
+    "AdamW8bit (bitsandbytes)": (eight_bit.AdamW8bit, {"lr": 0.05, "min_8bit_size": 256}, True),
     "Muon": (optim.Muon, {"lr": 0.05}, True),
     "Adafactor": (optim.Adafactor, {"lr": 0.05}, True),
     "Shampoo": (more.Shampoo, {"lr": 0.05}, True),

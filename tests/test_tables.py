@@ -8,7 +8,7 @@ import torch
 from ranks import on_ranks
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "tables.py"
-MEASURED = ("AdamW", "AdamW8bit (torchao)", "Muon", "Adafactor")
+MEASURED = ("AdamW", "AdamW8bit (torchao)", "AdamW8bit (bitsandbytes)", "Muon", "Adafactor")
 
 
 def script():
