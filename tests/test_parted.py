@@ -22,6 +22,7 @@ from shardc import StateDictOptions, WholeTensorOptimizer, get_model_state_dict,
 from shardc.runtime import compat
 from shardc.runtime.comm import history, long_waits, program_collectives
 from shardc.runtime.comm.backends import end_waits
+from shardc.runtime.comm.collectives import naming
 from shardc.runtime.comm.entry_board import RING, Board, word_of
 from shardc.runtime.comm.history import history_of
 
@@ -358,6 +359,13 @@ def test_a_step_asks_no_store(mesh):
             _clip(model)
     entered = history_of(mesh.get_group().group_name).count - before
     assert not asked and entered == 2 * (3 + 2 + 3 + 1)  # gathers, again, reductions, norms
+
+
+@on_ranks(1)
+def test_a_failure_without_peers_is_the_backends_own(mesh):
+    raised = pytest.raises(dist.DistBackendError, match=r"^out of order$")
+    with raised, naming(mesh.get_group().group_name):
+        raise dist.DistBackendError("out of order")
 
 
 def test_a_board_finds_who_comes_second(tmp_path):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardc.runtime import compat
 from shardc.runtime.comm import lost_peers
-from shardc.runtime.comm.history import Failed, Parted
+from shardc.runtime.comm.history import Failed, Parted, history_of
 from shardc.runtime.comm.long_waits import watch
 from shardc.runtime.comm.progress import Call, progress
 
@@ -179,8 +179,8 @@ def naming(group: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            if not lost_peers.is_from_backend(error):
-                raise
+            if history_of(group) is None or not lost_peers.is_from_backend(error):
+                raise  # without peers there is nobody to name
             raise Failed(lost_peers.explain(group, error)) from error
 
 

@@ -333,13 +333,13 @@ def apply_to_segments(
 
 def _apply_to_buckets(module: ShardedParameters, conversion: _Conversion, recurse: bool) -> None:
     done, emptied_on = conversion.done, conversion.emptied_on
-    inside = set(module.modules()) if recurse else {module}
+    inside = dict.fromkeys(module.modules() if recurse else [module])  # in the same order always
     buckets = dict.fromkeys(
         bucket for m in inside if isinstance(m, ShardedParameters) for bucket in m._shardc_buckets
     )
     todo = [bucket for bucket in buckets if bucket not in done]
     is_part = not recurse and any(True for _ in module.children())
-    for bucket in [b for b in todo if is_part or inside.isdisjoint(b.owner.modules)]:
+    for bucket in [b for b in todo if is_part or inside.keys().isdisjoint(b.owner.modules)]:
         where = bucket.segment.device
         if emptied_on is not None and torch.empty(0, device=emptied_on).device == where:
             todo.remove(bucket)
