@@ -48,12 +48,14 @@ class Accumulated:
 
     def _end_backward(self, sink: Tensor) -> None:
         """The hook of the sink."""
+        _waiting.add(id(self))
         self.bucket.end_backward()
 
     def keep_partial(self, part: Tensor) -> None:
         """Keep `part: (S,)` until copies are reduced, beside what another backward left there."""
         self.partial = part if self.partial is None else self.partial + part
         _watch(self)
+        _waiting.add(id(self))
         self.bucket.key.refresh()
 
     def add(self, flat: Tensor, used: Iterable[int]) -> None:
@@ -62,6 +64,7 @@ class Accumulated:
         assert self.sink is not None
         self.bucket.gathered.hide_gradients()
         self.sink.grad = flat
+        _waiting.add(id(self))
         self.used.update(used)
         self.bucket.end_backward()
 
@@ -98,19 +101,28 @@ class Accumulated:
         if self.sink is not None:
             self.bucket.gathered.hide_gradients()
             self.sink.grad = None
+        _waiting.discard(id(self))
         self.partial, self.taken = None, False
         self.used, self.elsewhere = set(), set()
         self.bucket.key.refresh()
 
 
 _accumulating: "weakref.WeakSet[Accumulated]" = weakref.WeakSet()
+_waiting: set[int] = set()
+"""Those in which something waits, by id.
+
+Dynamo traces the look at it before an optimizer's step: unlike a WeakSet, it does not change with
+the garbage collector.
+"""
 _watching = False
 
 
 def _watch(accumulated: Accumulated) -> None:
     """From the first accumulation on, see `zero_grad`, optimizer steps and ends of backwards."""
     global _watching
-    _accumulating.add(accumulated)
+    if accumulated not in _accumulating:
+        _accumulating.add(accumulated)
+        weakref.finalize(accumulated, _waiting.discard, id(accumulated)).atexit = False
     if not _watching:
         _watching = True
         compat.after_zero_grad(_discard)
@@ -151,7 +163,7 @@ def _discard(params: Iterable[Tensor]) -> None:
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    if all(waiting.is_empty for waiting in _accumulating):
+    if not _waiting:
         return
     for bucket in _of(p for group in optimizer.param_groups for p in group["params"]):
         if not bucket.gradients.waiting.is_empty:
