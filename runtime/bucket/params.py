@@ -123,10 +123,8 @@ def adopt(bucket: "Bucket", index: int, param: nn.Parameter) -> None:
     The parameter that it replaces keeps its values and is no part of the bucket any more.
     """
     old = bucket.params[index]
-    value, grad = (
-        local_value(param.detach()),
-        None if param.grad is None else cut(bucket, index, param.grad),
-    )
+    value = local_value(param.detach())
+    grad = None if param.grad is None else cut(bucket, index, param.grad)
     left = old.to_local().clone()  # type: ignore[attr-defined]
     old.copy_(value)
     bucket.params[index] = _point(bucket, index, param, grad)

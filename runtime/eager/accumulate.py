@@ -111,8 +111,8 @@ _accumulating: "weakref.WeakSet[Accumulated]" = weakref.WeakSet()
 _waiting: set[int] = set()
 """Those in which something waits, by id.
 
-Dynamo traces the look at it before an optimizer's step: unlike a WeakSet, it does not change with
-the garbage collector.
+Every backward and every optimizer's step looks at it. Dynamo traces the latter: unlike a WeakSet,
+it does not change with the garbage collector.
 """
 _watching = False
 
@@ -140,7 +140,7 @@ def flush_when_done(used: Iterable[EagerBucket]) -> None:
 
     What waits in another model is left alone. It may be one that only some ranks have freed.
     """
-    if any(not waiting.is_empty for waiting in _accumulating):
+    if _waiting:
         models = {bucket.owner.outermost for bucket in used}
         compat.when_backward_ends(partial(_flush, models))
 

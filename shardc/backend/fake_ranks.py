@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardc.runtime import compat
 from shardc.runtime.bucket.params import convert
+from shardc.sharding.shard import fully_shard
 from shardc.sharding.units import units_of
 
 MAX_WORLD = 16384
@@ -85,7 +86,18 @@ def fake_ranks(sizes: tuple[int, ...] | None) -> Iterator[DeviceMesh | None]:
 # -- the model -----------------------------------------------------------------------------------
 
 
-def on_meta(model: nn.Module) -> nn.Module:
+def sharded_copy(model: nn.Module, mesh: Any, sharding: Mapping[str, Any]) -> nn.Module:
+    """A copy of `model` without values, sharded over `mesh` as `fully_shard` is asked to.
+
+    One that is sharded already stays as it is.
+    """
+    copied = _on_meta(model)
+    if not units_of(copied):
+        fully_shard(copied, mesh=mesh, **{"units": "auto", **sharding})
+    return copied
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
     """A copy of `model` whose parameters and buffers have no values; tied ones stay tied."""
     if units_of(model):
         return copy.deepcopy(model)

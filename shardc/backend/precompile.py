@@ -15,14 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from shardc.backend.compile import compile_graph
-from shardc.backend.fake_ranks import fake_ranks, give_fakes, on_meta, sizes_of
+from shardc.backend.fake_ranks import fake_ranks, give_fakes, sharded_copy, sizes_of
 from shardc.backend.options import Options
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, checked
 from shardc.runtime.comm.backends import fake_group_as_on_cpus
 from shardc.runtime.eager.precision import map_tensors
-from shardc.sharding.shard import fully_shard
-from shardc.sharding.units import units_of
 
 
 @dataclass(frozen=True)
@@ -86,10 +84,7 @@ def precompile(
     compat.forget_compiled()
     with fake_ranks(sizes) as made, fake_group_as_on_cpus():
         progress("sharding")
-        sharded = on_meta(model)
-        if not units_of(sharded):
-            given: Any = mesh if made is None else made
-            fully_shard(sharded, mesh=given, **{"units": "auto", **sharding})
+        sharded = sharded_copy(model, mesh if made is None else made, sharding)
         with compat.fake_tensors() as fake:
             give_fakes(sharded, fake)
             inputs = map_tensors(fake, (args, dict(kwargs or {})))

@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from shardc.backend.compile import compile_graph
-from shardc.backend.fake_ranks import fake_ranks, give_fakes, on_meta, sizes_of
+from shardc.backend.fake_ranks import fake_ranks, give_fakes, sharded_copy, sizes_of
 from shardc.backend.graph_plan import GraphPlan, graph_plans
 from shardc.backend.options import Options
 from shardc.passes.hardware import Profile, as_profile, planning_for
@@ -31,8 +31,6 @@ from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, checked
 from shardc.runtime.eager.executor import shapes_only
 from shardc.runtime.eager.precision import map_tensors
-from shardc.sharding.shard import fully_shard
-from shardc.sharding.units import units_of
 
 
 @checked
@@ -81,10 +79,7 @@ def explain(
     named = dict(kwargs or {})
     with fake_ranks(sizes) as made, planning_for(hardware):
         progress("sharding")
-        sharded = on_meta(model)
-        if not units_of(sharded):
-            given: Any = mesh if made is None else made
-            fully_shard(sharded, mesh=given, **{"units": "auto", **sharding})
+        sharded = sharded_copy(model, mesh if made is None else made, sharding)
 
         def report_on(make: Callable[[Tensor], Tensor]) -> Report:
             given, by_name = map_tensors(make, (args, named))
