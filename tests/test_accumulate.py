@@ -160,6 +160,52 @@ def test_what_waits_in_another_model_is_left_alone(mesh, executor):
     _check_and_drop_gradients(plain, models[1], mesh)
 
 
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@on_ranks(2)
+def test_a_backward_between_the_last_forward_and_its_own(mesh, executor):
+    """The order of a pipeline's stage, 1F1B: one forward more is under way than backwards."""
+    plain, model = seeded(Stack), fully_shard(seeded(Stack), mesh=mesh)
+    call = compiled(model, executor=executor)
+    for _ in range(2):
+        with model.no_sync():
+            _loss(call, 1, mesh).backward()
+            second = _loss(call, 2, mesh)
+        last = _loss(call, 3, mesh)
+        second.backward()
+        last.backward()
+        for seed in (1, 2, 3):
+            _loss(plain, seed, mesh).backward()
+        _check_and_drop_gradients(plain, model, mesh)
+
+
+@on_ranks(2)
+def test_a_closure_may_reduce_what_waited(mesh):
+    """A step that is given the last micro-batch as its closure, as Lightning's Trainer does."""
+    model, want = sharded(seeded(Stack), mesh), sharded(seeded(Stack), mesh)
+    steps = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, want)]
+    with model.no_sync():
+        _loss(model, 1, mesh).backward()
+    with want.no_sync():
+        _loss(want, 1, mesh).backward()
+
+    def closure():
+        loss = _loss(model, 2, mesh)
+        loss.backward()
+        return loss
+
+    _loss(want, 2, mesh).backward()
+    steps[1].step()
+    before = full(model.embed.weight)
+    steps[0].step(closure)
+    assert not torch.equal(full(model.embed.weight), before)
+    for name, param in model.named_parameters():
+        assert torch.equal(full(param), full(want.get_parameter(name))), name
+    with model.no_sync():
+        _loss(model, 1, mesh).backward()
+        with pytest.raises(RuntimeError, match=r"accumulated but not reduced"):
+            steps[0].step(closure=closure)
+
+
 @on_ranks(2)
 def test_grad_stays_what_it_was_and_zero_grad_discards(mesh):
     model = sharded(seeded(Stack), mesh)

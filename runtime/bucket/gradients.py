@@ -48,7 +48,7 @@ class Gradients:
             waiting = self.waiting
             used, elsewhere = waiting.used, waiting.elsewhere
             waiting.release(*taken)
-            self.note_used(used, elsewhere)
+            self.note_used(used, elsewhere, sync=True)
 
     def lend(self) -> tuple[Tensor | None, Tensor | None]:
         """What a forward that runs now is given to add: (pending, partial); no other is."""
@@ -64,11 +64,11 @@ class Gradients:
             waiting.take()
         return lent
 
-    def note_used(self, slots: Iterable[int], elsewhere: Iterable[int] = ()) -> None:
-        """A backward that is about to run differentiates `slots`; other ranks `elsewhere` too."""
-        into = (self.used, self.elsewhere)
-        if not self.bucket.settings.sync:
-            into = (self.waiting.used, self.waiting.elsewhere)
+    def note_used(self, slots: Iterable[int], elsewhere: Iterable[int], *, sync: bool) -> None:
+        """A backward that is about to run, and reduces gradients (`sync`) or not, differentiates
+        `slots`; other ranks `elsewhere` too."""
+        by = self if sync else self.waiting
+        into = (by.used, by.elsewhere)
         for noted, given in zip(into, (slots, elsewhere), strict=True):
             noted.update(slot for slot in given if is_selected(self.bucket, slot))
 

@@ -10,6 +10,7 @@ is reduced when that backward ends.
 import weakref
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class Accumulated:
     def __init__(self, bucket: EagerBucket) -> None:
         self.bucket = bucket
         self.sink: Tensor | None = None
+        self._sum: tuple[Tensor | None, Tensor | None] = None, None  # of the sink, see `pending`
         self.partial: Tensor | None = None
         self.used: set[int] = set()
         self.elsewhere: set[int] = set()
@@ -70,8 +72,15 @@ class Accumulated:
 
     @property
     def pending(self) -> Tensor | None:
-        """The sum of unreduced gradients, `(W*S,)`."""
-        return None if self.sink is None else self.sink.grad
+        """The sum of unreduced gradients, `(W*S,)`.
+
+        A forward that syncs may be given it before the backwards of earlier forwards have added to
+        it in place. Autograd lets it, as this tensor has a version counter of its own.
+        """
+        grad = None if self.sink is None else self.sink.grad
+        if grad is not self._sum[0]:
+            self._sum = grad, None if grad is None else grad.data
+        return self._sum[1]
 
     @property
     def is_empty(self) -> bool:
@@ -162,9 +171,28 @@ def _discard(params: Iterable[Tensor]) -> None:
             bucket.gradients.waiting.clear()
 
 
-def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _refuse_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Before a step, refuse gradients that wait; a closure may reduce them: look after it."""
     if not _waiting:
-        return
+        return None
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        _require_reduced(optimizer)
+        return None
+
+    def checked_closure() -> Any:
+        loss = closure()
+        _require_reduced(optimizer)
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": checked_closure}
+    return (args[0], checked_closure, *args[2:]), kwargs
+
+
+def _require_reduced(optimizer: torch.optim.Optimizer) -> None:
     for bucket in _of(p for group in optimizer.param_groups for p in group["params"]):
         if not bucket.gradients.waiting.is_empty:
             names = [slot.name for slot in bucket.layout.slots]
