@@ -102,6 +102,23 @@ def _known(mesh):
 
 
 @on_ranks(2)
+def test_graphs_of_later_steps_are_compiled_by_one_rank_too(mesh, folder):
+    with _in(folder):
+        step, *_ = _start(6, mesh)
+        counters.clear()
+        x = torch.randn(3, 6)
+        with step.no_sync():
+            step(x).backward()
+        step(x).backward()  # reduces what waited, too
+        with torch.no_grad():
+            step(x)
+        found = counters["aot_autograd"]
+        hit, miss = found["autograd_cache_hit"], found["autograd_cache_miss"]
+    assert hit + miss == 3
+    assert sum(miss for _, miss in _gathered((hit, miss))) == 3
+
+
+@on_ranks(2)
 def test_what_is_loaded_trains_as_unsharded(mesh, folder):
     hits = []
     with _in(folder):

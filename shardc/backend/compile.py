@@ -246,6 +246,9 @@ class _Read:
 def _agree_on_reads(plan: Plan) -> tuple[list[_Read], dist.ProcessGroup | None]:
     """All ranks read the same buckets, in the same order; slots may differ and are united.
 
+    A graph that reads the same again, but waits for gradients, say, or computes none, is another
+    one: all ranks come to it together.
+
     Returns:
         What is read; and the group whose ranks have compared it now and so compile together, None
         where this rank may be alone.
@@ -258,7 +261,7 @@ def _agree_on_reads(plan: Plan) -> tuple[list[_Read], dist.ProcessGroup | None]:
     for group, members in by_group.items():
         ranks = compat.resolve_group(group)
         before = rounds(ranks)
-        facts = [str(bucket) for _, bucket, _ in members]
+        facts = [_reading(bucket) for _, bucket, _ in members]
         note = json.dumps([sorted(slots) for *_, slots in members])
         notes = plan.agreements.agree(group, "the buckets that a graph reads", facts, note)
         for index, (position, bucket, slots) in enumerate(members):
@@ -267,6 +270,14 @@ def _agree_on_reads(plan: Plan) -> tuple[list[_Read], dist.ProcessGroup | None]:
         if rounds(ranks) > before:
             together.add(ranks)
     return reads, together.pop() if len(together) == len(by_group) == 1 else None
+
+
+def _reading(bucket: Bucket) -> str:
+    """A bucket, and how a graph reads it now."""
+    modes = list(bucket.key.reading_code().extras)
+    if not torch.is_grad_enabled():
+        modes.append("no gradients")
+    return f"{bucket}, with {' and '.join(modes)}" if modes else str(bucket)
 
 
 def _groups(gm: GraphModule) -> list[str]:
@@ -296,7 +307,8 @@ def _noting_used_slots(compiled: Callable[..., Any], reads: list[_Read]) -> Call
         if torch.is_grad_enabled():
             nodes = {out.grad_fn for out in outputs if isinstance(out, Tensor)}
             lent = [read_from.gradients.lend() for read_from, _ in buckets]
-            begin = functools.partial(_begin_backward, [], names, buckets, updates, lent)
+            sync = [read_from.settings.sync for read_from, _ in buckets]
+            begin = functools.partial(_begin_backward, [], names, buckets, updates, lent, sync)
             for node in nodes:
                 if node is not None:
                     node.register_prehook(begin)
@@ -312,26 +324,27 @@ def _begin_backward(
     buckets: list[tuple[Bucket, _Read]],
     updates: list[int],
     lent: list[tuple[Tensor | None, Tensor | None]],
+    sync: list[bool],
     grads: Any,
 ) -> None:
     """A node that gave a graph's outputs is about to be differentiated; only the first counts.
 
     Args:
         begun: not empty once the backward has begun.
-        names, buckets, updates, lent: what the graph's forward read, by how it was then.
+        names, buckets, updates, lent, sync: what the graph's forward read, by how it was then.
         grads: of the node's outputs.
     """
     if begun:
         return
     begun.append(True)
     compat.when_backward_ends(begun.clear)
-    flush_when_done([bucket for bucket, _ in buckets])
+    flush_when_done([bucket for (bucket, _), syncs in zip(buckets, sync, strict=True) if syncs])
     progress.next_names = names
-    for (bucket, read), before, taken in zip(buckets, updates, lent, strict=True):
+    for (bucket, read), before, taken, syncs in zip(buckets, updates, lent, sync, strict=True):
         bucket.gradients.begin_backward(taken)
         if bucket.updates() != before:  # a backward that saved the segment must fail
             torch.autograd.graph.increment_version(bucket.segment)
-        bucket.gradients.note_used(read.slots, read.elsewhere)
+        bucket.gradients.note_used(read.slots, read.elsewhere, sync=syncs)
 
 
 def _other_names(buckets: list[tuple[Bucket, _Read]]) -> dict[str, str]:
