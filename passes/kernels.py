@@ -99,7 +99,7 @@ def _computed_after(kernel: _Kernel, stored: set[Node], places: Places) -> set[N
                 return None
         elif node not in late and places[node][0] > kernel.place:
             late.add(node)
-            todo += node.all_input_nodes
+            todo += [each for each in node.all_input_nodes if each in places]  # not constants
     return late if sum(not is_view(node) for node in late) <= 1 else None
 
 

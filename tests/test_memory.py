@@ -99,6 +99,21 @@ def test_a_kernel_waits_for_no_collective():
     assert live == (0, 400, 800, 1200, 1200, 1200, 1600, 1200)
 
 
+def test_a_kernel_may_read_what_a_constant_went_into():
+    gm = _graph(
+        ("x", "input", (), _bytes(400)),
+        ("cos", aten.cos.default, ("x",), _bytes(400)),
+        ("used", aten.mm.default, ("cos", "cos"), _bytes(400)),
+        ("late", aten.mm.default, ("used", "x"), _bytes(400)),
+        ("sum", aten.add.Tensor, ("x", "late"), _bytes(400)),
+    )
+    gm.weight = torch.empty(100)
+    late = gm.graph.find_nodes(op="call_function", target=aten.mm.default)[1]
+    with gm.graph.inserting_before(late):
+        late.update_arg(0, gm.graph.get_attr("weight"))
+    assert measure_liveness(gm, owns_inputs=False, fused=True).peak > 0
+
+
 def test_the_input_of_a_collective_lives_until_its_wait():
     gm = _graph(
         ("x", "input", (), _bytes(800)),
