@@ -154,8 +154,11 @@ def test_an_assigned_parameter_is_adopted(mesh, executor):
     with pytest.raises(NotImplementedError, match="shared by 2 modules"):
         tied.head.weight = nn.Parameter(torch.ones(31, 18))
     meta = fully_shard(Stack().to("meta"), mesh=mesh)
-    with pytest.raises(RuntimeError, match="on the meta device: call"):
-        meta.head.weight = nn.Parameter(torch.ones(31, 18))
+    with pytest.raises(RuntimeError, match="cannot become a parameter on the meta device"):
+        meta.head.weight = nn.Parameter(torch.ones(31, 18, device="meta"))
+    assert meta.head.weight.is_meta
+    meta.head.weight = nn.Parameter(torch.ones(31, 18))
+    assert torch.equal(full(meta.head.weight), torch.ones(31, 18))
 
 
 @EXECUTORS

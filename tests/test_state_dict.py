@@ -26,6 +26,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from shardc import (
+    CPUOffloadPolicy,
+    OffloadPolicy,
     ShardTensor,
     StateDictOptions,
     fully_shard,
@@ -335,6 +337,46 @@ def test_assign_adopts_what_is_loaded(mesh):
     other = fully_shard(seeded(Stack, 2), mesh=mesh)
     model.load_state_dict(other.state_dict(), assign=True)  # sharded alike
     check_equal(model, seeded(Stack, 2))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("pieces", [False, True])
+@on_ranks(2, device="sim")
+def test_assign_to_a_model_on_meta(mesh, offload, pieces):
+    """As files of a checkpoint are loaded: all at once, or name by name with `strict=False`."""
+    with torch.device("meta"):
+        model = Stack()
+    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    plain = seeded(Stack, 1)
+    state = plain.state_dict()
+    with pytest.raises(RuntimeError, match="on the meta device"):
+        model(tokens(0))
+    devices = {"cpu"} if offload else {"sim"}
+    for piece in [{name: value} for name, value in state.items()] if pieces else [state]:
+        model.load_state_dict(piece, assign=True, strict=not pieces)
+    assert {p._slot.bucket.segment.device.type for p in model.parameters()} == devices
+    for name, param in model.named_parameters():
+        assert torch.equal(full(param).cpu(), state[name]), name
+    assert torch.equal(model(tokens(0)).cpu(), plain(tokens(0)))
+
+
+@on_ranks(2)
+def test_what_was_not_assigned_on_meta_is_nan(mesh):
+    with torch.device("meta"):
+        model = Stack()
+    fully_shard(model, mesh=mesh)
+    value = seeded(Stack, 1).state_dict()["embed.weight"]
+    model.load_state_dict({"embed.weight": value}, assign=True, strict=False)
+    for name, param in model.named_parameters():
+        whole = full(param)
+        assert torch.equal(whole, value) if name == "embed.weight" else whole.isnan().all(), name
+    with torch.device("meta"):
+        other = fully_shard(Stack(), mesh=mesh)
+    other.load_state_dict(fully_shard(seeded(Stack, 1), mesh=mesh).state_dict(), assign=True)
+    check_equal(other, seeded(Stack, 1))
 
 
 @on_ranks(2)

@@ -4,6 +4,7 @@ A user's `nn.Parameter` stays the same object when it becomes one, so that optim
 modules keep holding it. A DTensor cannot, and gets a successor.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,27 @@ def convert(bucket: "Bucket", fn: Callable[[Tensor], Tensor]) -> None:
         if isinstance(grad, ShardTensor):
             grad = ShardTensor(fn(grad._local), tuple(grad.shape), grad._spec)
         _point(bucket, index, param, grad)
+
+
+def allocate(bucket: "Bucket", device: torch.device | None = None) -> None:
+    """Give a bucket on meta memory on `device`; None: where its unit keeps segments."""
+    unit = bucket.owner
+    home = device or (torch.device("cpu") if unit.settings.offloaded else unit.device)
+    pin = unit.settings.pinned and unit.device.type != "cpu" and home.type == "cpu"
+
+    def empty(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=home, pin_memory=pin)
+
+    convert(bucket, empty)
+
+
+@torch.no_grad()
+def allocate_unwritten(bucket: "Bucket") -> None:
+    """`allocate` for a bucket whose parameters are written one by one: a missing one is NaN."""
+    allocate(bucket)
+    if bucket.segment.is_floating_point() or bucket.segment.is_complex():
+        for param in bucket.params:
+            param.fill_(math.nan)
 
 
 def make_param(bucket: "Bucket", index: int, like: nn.Parameter) -> nn.Parameter:

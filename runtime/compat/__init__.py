@@ -12,6 +12,7 @@ from shardc.runtime.compat.autograd import *
 from shardc.runtime.compat.dynamo import *
 from shardc.runtime.compat.gloo import *
 from shardc.runtime.compat.groups import *
+from shardc.runtime.compat.hf_writer import *
 from shardc.runtime.compat.inductor import *
 from shardc.runtime.compat.modules import *
 from shardc.runtime.compat.tensors import *

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket
-from shardc.runtime.bucket.params import SlotRef, adopt, convert
+from shardc.runtime.bucket.params import SlotRef, adopt, allocate_unwritten, convert
 from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.meta import require_values
 from shardc.runtime.eager.eager import begin_call, end_call
@@ -77,6 +77,8 @@ class ShardedParameters(_Mixed):
             if param is slot.bucket.params[slot.index]:
                 return
             _check_assigned(self, name, param)
+            if slot.bucket.segment.is_meta:
+                allocate_unwritten(slot.bucket)
             if isinstance(param, ShardTensor):
                 with torch.no_grad():
                     slot.bucket.params[slot.index].copy_(param)
@@ -172,11 +174,8 @@ def _check_assigned(module: ShardedParameters, name: str, param: nn.Parameter) -
         )
     if bucket.gathered.depth or torch.compiler.is_compiling():
         raise RuntimeError(f"{label} is sharded and cannot be assigned inside a forward")
-    if bucket.segment.is_meta or param.is_meta:
-        raise RuntimeError(
-            f"{label} is sharded and cannot be assigned on the meta device: call "
-            "model.to_empty(device=...) first"
-        )
+    if param.is_meta:
+        raise RuntimeError(f"{label} is sharded and cannot become a parameter on the meta device")
     tied = {
         (holder, attribute)
         for root in bucket.owner.modules

@@ -35,6 +35,7 @@ class ShardSpec:
     It starts at element `offset` of a flat bucket whose rank r holds `[r*segment, (r+1)*segment)`.
     `tp` says which part of a DTensor the flattened tensor is; None: it is all of the parameter.
     `everyone` names the group of all ranks that have it, copies included; "": `group`.
+    Without a `group` it is a part that comes from a file (`pickled`).
     """
 
     offset: int
@@ -58,6 +59,14 @@ class ShardSpec:
     def narrowed(self, start: int, numel: int) -> "ShardSpec":
         """The spec of elements `[start, start + numel)` of the flattened tensor."""
         return replace(self, offset=self.offset + start, numel=numel)
+
+    def lies_as(self, other: "ShardSpec") -> bool:
+        """Whether both are the same interval; one that comes from a file knows no group."""
+        if self is other or self == other:
+            return True
+        if self.group and other.group:
+            return False
+        return replace(self, group="", everyone="") == replace(other, group="", everyone="")
 
     def doubled(self) -> "ShardSpec":
         """The spec where every element becomes two: complex numbers as pairs."""
@@ -105,6 +114,12 @@ class ShardTensor(Tensor):
         shape = self.shape if spec.tp is None else spec.tp.local_shape
         if not spec.numel:
             return self._local.new_empty(shape)
+        if not spec.group:
+            raise RuntimeError(
+                f"{self._label()} was loaded from a file of rank {spec.rank} of {spec.world_size}, "
+                "and a model here is cut otherwise, or its groups are others. Load such a file on "
+                "its rank and at its number of ranks; torch.distributed.checkpoint loads at any"
+            )
         cuts = [spec.interval(rank) for rank in range(spec.world_size)]
         longest = max(stop - start for start, stop in cuts)
         local = self._local
@@ -140,7 +155,8 @@ class ShardTensor(Tensor):
         if value.shape != self.shape:
             raise RuntimeError(
                 f".data of {self._label()} cannot become a tensor of shape {tuple(value.shape)}: "
-                "the segment that is trained has room for its shape only"
+                "the segment that is trained has room for its shape only. Resize (as "
+                "resize_token_embeddings does) before fully_shard"
             )
         if value.dtype != self.dtype:
             raise RuntimeError(
@@ -220,7 +236,10 @@ class ShardTensor(Tensor):
         memo[id(self)] = param = nn.Parameter(copied, self.requires_grad)
         return param
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        """This rank's part; of parameters, which belong to a bucket, none."""
+        if not isinstance(self, nn.Parameter):
+            return pickled.reduced(self)
         raise RuntimeError(
             f"{self._label()} cannot be pickled (torch.save): one rank holds only a part of it. "
             "Save model.state_dict() with torch.distributed.checkpoint, or save .full_tensor()"
@@ -275,6 +294,7 @@ class ShardTensor(Tensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+        compat.write_boxes_apart()
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -310,4 +330,4 @@ class ShardTensor(Tensor):
 
 compat.register_foreach_type(ShardTensor)
 
-from shardc.runtime.tensor import shard_fill, shard_ops  # noqa: E402  # noqa: E402 (they need ShardTensor)
+from shardc.runtime.tensor import pickled, shard_fill, shard_ops  # noqa: E402  # noqa: E402 (they need ShardTensor)

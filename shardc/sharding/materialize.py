@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.runtime import compat
-from shardc.runtime.bucket.bucket import Bucket
-from shardc.runtime.bucket.params import convert, parameter_like
+from shardc.runtime.bucket.params import allocate, parameter_like
 from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.arguments import Must, check_value
 from shardc.runtime.comm.agreement import agree, decline
@@ -180,7 +179,7 @@ def _allocate(todo: list[_Owner], units: list[Unit], device: torch.device | None
     for unit in units:
         for bucket in unit.buckets:
             if bucket.segment.is_meta:
-                _allocate_bucket(bucket, unit, device)
+                allocate(bucket, device)
     default = device or (units[0].device if units else torch.get_default_device())
     made: dict[int, Tensor] = {}  # tied ones once
     for owner in todo:
@@ -194,16 +193,6 @@ def _allocate(todo: list[_Owner], units: list[Unit], device: torch.device | None
 def _like(state: Tensor, device: torch.device) -> Tensor:
     new = torch.empty_like(state.detach(), device=device)
     return parameter_like(state, new) if isinstance(state, nn.Parameter) else new
-
-
-def _allocate_bucket(bucket: Bucket, unit: Unit, device: torch.device | None) -> None:
-    home = device or (torch.device("cpu") if unit.settings.offloaded else unit.device)
-    pin = unit.settings.pinned and unit.device.type != "cpu" and home.type == "cpu"
-
-    def allocate(tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=home, pin_memory=pin)
-
-    convert(bucket, allocate)
 
 
 def _initialise(owner: _Owner, init_fn: InitFn | None) -> None:

@@ -1,0 +1,71 @@
+"""A rank's part of a tensor in a file of its own: what `torch.save(model.state_dict())` writes.
+
+The file has the local part and where it lies, so that it loads on the rank, and at the number of
+ranks, that it comes from. The group is found again by its name, and only if it has the same ranks.
+A part without a group can be written into a parameter that is cut alike, but not be gathered.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardc.runtime import compat
+from shardc.runtime.tensor.shard_tensor import ShardSpec, ShardTensor
+
+
+class _Place(NamedTuple):
+    """A `ShardSpec` without tensor parallelism, and the global ranks of its two groups."""
+
+    offset: int
+    numel: int
+    segment: int
+    rank: int
+    world_size: int
+    group: str
+    everyone: str
+    ranks: list[int]
+    ranks_of_everyone: list[int]
+
+
+def reduced(tensor: ShardTensor) -> tuple[object, ...]:
+    """What `__reduce_ex__` gives for a ShardTensor that is no parameter.
+
+    Raises:
+        NotImplementedError: it is also cut by tensor parallelism, whose mesh no file can hold.
+    """
+    spec = tensor._spec
+    if spec.tp is not None:
+        raise NotImplementedError(
+            f"{tensor._label()} is also cut by tensor parallelism and cannot be pickled "
+            "(torch.save). Save it with torch.distributed.checkpoint, or save .full_tensor()"
+        )
+    place = _Place(
+        spec.offset, spec.numel, spec.segment, spec.rank, spec.world_size, spec.group,
+        spec.everyone, _ranks_of(spec.group), _ranks_of(spec.everyone),
+    )  # fmt: skip
+    return rebuild_part, (tensor._local, tuple(tensor.shape), tuple(place))
+
+
+def rebuild_part(local: Tensor, shape: tuple[int, ...], place: tuple[object, ...]) -> ShardTensor:
+    """The ShardTensor of which `reduced` gave these."""
+    at = _Place(*place)  # type: ignore[arg-type]
+    here = bool(at.group) and _ranks_of(at.group) == at.ranks
+    spec = ShardSpec(at.offset, at.numel, at.segment, at.rank, at.world_size, "")
+    if here and _ranks_of(at.everyone) == at.ranks_of_everyone:
+        spec = ShardSpec(*at[:6], everyone=at.everyone)
+    return ShardTensor(local, shape, spec)
+
+
+def _ranks_of(group: str) -> list[int]:
+    """The global ranks of the group of that name; none if there is no such group here."""
+    if not group or not dist.is_initialized():
+        return []
+    try:
+        return dist.get_process_group_ranks(compat.resolve_group(group))
+    except RuntimeError:
+        return []
+
+
+torch.serialization.add_safe_globals([rebuild_part])
