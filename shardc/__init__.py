@@ -32,6 +32,7 @@ from shardc.sharding.same_values import check_same_values
 from shardc.sharding.shard import fully_shard
 from shardc.sharding.units import units_of
 from shardc.state.names import rekey_optimizer_state_dict
+from shardc.state.pretrained import load_pretrained
 from shardc.state.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -66,6 +67,7 @@ __all__ = [
     "get_profile",
     "get_state_dict",
     "hybrid_mesh",
+    "load_pretrained",
     "materialize",
     "precompile",
     "register_fsdp_forward_method",

@@ -6,6 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 _cache = Path(tempfile.gettempdir()) / f"shardc_test_inductor_{os.getuid()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_cache))
@@ -18,10 +20,20 @@ def pytest_collection_finish(session: Any) -> None:
     ranks.start_for(session.items)
 
 
-def pytest_sessionfinish() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: Any) -> None:
     import ranks
 
     ranks.stop_all()
+    if hasattr(session.config, "workeroutput"):  # of pytest-xdist: to the process that sums up
+        session.config.workeroutput["reruns"] = ranks.reruns
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    import ranks
+
+    ranks.reruns.extend(getattr(node, "workeroutput", {}).get("reruns", ()))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

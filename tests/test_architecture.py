@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 ORDER = {"runtime": 0, "passes": 1, "shardc": 2}
 ROOMS = {
     "runtime": ["compat", "checks", "layout", "comm", "tensor", "eager", "bucket", "modules"],
-    "shardc": ["", "sharding", "backend", "optim", "state", "reports", "commands"],
+    "shardc": ["", "sharding", "backend", "optim", "state", "reports", "commands", "integrations"],
 }
 """The folders inside of two of them: each imports those before it, and from itself."""
 FILES = [path for folder in ORDER for path in sorted((ROOT / folder).rglob("*.py"))]

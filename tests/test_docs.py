@@ -14,6 +14,7 @@ import re
 import shlex
 import sys
 import textwrap
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -37,7 +38,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SLOW = ("doctor", "calibrate", "explain examples", "compare examples", "plan examples")
 """Commands that are parsed only: they take long, measure, or have a test of their own."""
 
-_FENCE = re.compile(r'^( *)```(\w+)(?: title="(.+)")?\n(.*?)^\1```$', re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r'^( *)```(\w+)(?: title="([^"\n]+)")?\n(.*?)^\1```$', re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,11 @@ def test_every_block_has_a_known_language(page):
 def run_page(mesh, path, folder):
     """Run the page's Python in `folder`, on the group that there is, op by op."""
     page, parse, where = Path(path), Options.parse, os.getcwd()
-    names = {"__name__": "__main__"}
+    main = types.ModuleType("__main__")
+    names = main.__dict__
     with contextlib.ExitStack() as stack:
+        stack.callback(sys.modules.__setitem__, "__main__", sys.modules["__main__"])
+        sys.modules["__main__"] = main  # Dynamo looks there for what a page imports
         stack.callback(shardc.set_profile, None)
         stack.callback(os.chdir, where)
         os.chdir(folder)

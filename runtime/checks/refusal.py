@@ -5,6 +5,7 @@ the user's. Frames of shardc and of torch's plumbing are passed over.
 """
 
 import sys
+from types import FrameType
 from typing import NamedTuple
 
 _SAVE = (
@@ -19,7 +20,8 @@ _WAYS_OUT = (
     ("torch.nn.parallel", "DistributedDataParallel keeps whole parameters equal: give fully_shard "
         "a mesh (replicate, shard) instead, see hybrid_mesh()"),
     ("torch.distributed.fsdp", "Use one of the two: shardc's fully_shard or torch's"),
-    ("safetensors", _SAVE),
+    ("safetensors", f"{_SAVE} (its HuggingFaceStorageWriter writes safetensors). To load, give "
+        "safetensors.torch.load_file(...) to model.load_state_dict"),
     ("torch.serialization", _SAVE),
     ("torch.nn.utils.prune", "Prune before fully_shard"),
     ("torch.nn.utils.stateless", "functional_call needs plain tensors: give it those of "
@@ -29,6 +31,14 @@ _WAYS_OUT = (
         "full tensor inside its module's forward and after the unit's unshard()"),
 )  # fmt: skip
 """(who asked, by the module's name; what to do): the first that is on the stack counts."""
+
+_INTEGRATIONS = {
+    "transformers.trainer": "shardc.integrations.transformers.ShardcTrainer, or its mixin for "
+        "other trainers, trains sharded models",
+    "accelerate": "shardc.integrations.accelerate.prepare(accelerator, model, ...) prepares a "
+        "sharded model",
+}  # fmt: skip
+"""Libraries that wrap and save what they are given, and what to give it to instead."""
 
 _GATHERED_FOR = ("torch.optim", "torch.nn.utils.convert_parameters", "torch.nn.utils.clip_grad")
 """Libraries among these that can work on gathered values."""
@@ -50,9 +60,11 @@ class _Call(NamedTuple):
 def caller_and_way_out() -> tuple[str, str]:
     """Who called the op that is refused now, in words, and what they can do instead."""
     calls = _calls()
-    way_out = next(
-        advice for asker, advice in _WAYS_OUT if any(c.module.startswith(asker) for c in calls)
+    asker, way_out = next(
+        row for row in _WAYS_OUT if any(call.module.startswith(row[0]) for call in calls)
     )
+    if asker:
+        way_out = _integration() or way_out
     shown = [call for call in calls if not call.module.startswith(_PLUMBING)]
     if not shown:
         return "", way_out
@@ -60,6 +72,17 @@ def caller_and_way_out() -> tuple[str, str]:
     if first is own:
         return f" (called at {own.place})", way_out
     return f" (called in {first.module}.{first.function}, from {own.place})", way_out
+
+
+def _integration() -> str | None:
+    """What to use in place of the outermost library whose loop runs, if shardc has it."""
+    frame: FrameType | None = sys._getframe(1)
+    found: str | None = None
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        found = next((use for name, use in _INTEGRATIONS.items() if module.startswith(name)), found)
+        frame = frame.f_back
+    return found
 
 
 def is_refused_to_caller() -> bool:

@@ -1,0 +1,311 @@
+"""Lightning: a strategy for `Fabric` and one for `Trainer` that shard with shardc.
+
+Both are Lightning's strategies for FSDP2 with other hands: they launch processes and make the mesh
+as those do, and write checkpoints in their format, a folder of DCP with `meta.pt`, or one file of
+full tensors. A checkpoint is read at any number of ranks. Lightning's own functions look for
+DTensors; those here take what `fully_shard` made.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.strategies.model_parallel import (
+    ModelParallelStrategy as FabricModelParallel,
+)
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies.model_parallel import (
+    ModelParallelStrategy as TrainerModelParallel,
+)
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from shardc.integrations.lightning_checkpoint import (
+    is_sharded,
+    loading,
+    model_of,
+    read,
+    saving,
+    write,
+)
+from shardc.runtime.checks.meta import states_on_meta
+from shardc.runtime.modules.forward_method import register_fsdp_forward_method
+from shardc.runtime.modules.modules import ShardedModule
+from shardc.sharding.materialize import materialize
+from shardc.sharding.shard import fully_shard
+from shardc.state.names import rekey_optimizer_state_dict
+from shardc.state.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+ShardFn = Callable[[nn.Module, DeviceMesh], object]
+
+
+class _Sharding:
+    """What the two strategies share: the mesh, and how a model is sharded over it."""
+
+    num_nodes: int
+    num_processes: int
+    _tensor_parallel_size: Any
+    _data_parallel_size: Any
+    _shard_fn: ShardFn | None
+    _options: dict[str, Any]
+
+    def _size_mesh(self) -> None:
+        """All ranks that tensor parallelism leaves shard the model."""
+        self._data_parallel_size = (
+            self.num_nodes * self.num_processes // int(self._tensor_parallel_size)
+        )
+
+    def _shard(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Shard `model` unless that has been done, and give values to what is on meta."""
+        if not is_sharded(model):
+            if self._shard_fn is not None:
+                self._shard_fn(model, mesh)
+            else:
+                self._shard_all(model, mesh["data_parallel"])
+        if states_on_meta(model):
+            materialize(model)
+        return model
+
+    def _shard_all(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        fully_shard(model, mesh=mesh, **self._options)
+
+
+class FabricStrategy(_Sharding, FabricModelParallel):
+    """`Fabric(strategy=FabricStrategy())`: `fabric.setup` shards the model over all ranks."""
+
+    def __init__(
+        self,
+        *,
+        shard_fn: ShardFn | None = None,
+        units: Any = "auto",
+        tensor_parallel_size: int = 1,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        **sharding: Any,
+    ) -> None:
+        """
+        Args:
+            shard_fn: given the model and the mesh ("data_parallel", "tensor_parallel"), it calls
+                `fully_shard`; None: `fully_shard(model, units=units, **sharding)`.
+            units, sharding: arguments of `fully_shard`.
+            tensor_parallel_size: ranks among which `shard_fn` cuts with tensor parallelism.
+            save_distributed_checkpoint: a folder to which each rank writes its part; False: one
+                file of full tensors, for everyone.
+            process_group_backend: None: that of the device.
+        """
+        super().__init__(
+            self._shard,
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+        )
+        self._shard_fn, self._options = shard_fn, {"units": units, **sharding}
+        self._backward_sync_control: Any = _BackwardSync()
+
+    def setup_environment(self) -> None:
+        """As Lightning's, on a mesh of all ranks."""
+        self._size_mesh()
+        super().setup_environment()
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Any = None,
+    ) -> None:
+        """Write `state`, in which one module is sharded; each rank calls it.
+
+        Raises:
+            TypeError: `storage_options`.
+            NotImplementedError: `filter` for a sharded checkpoint.
+        """
+        if storage_options is not None:
+            raise TypeError("FabricStrategy writes with DCP, which takes no storage_options")
+        full = not self._save_distributed_checkpoint
+        if filter and not full:
+            raise NotImplementedError(
+                "FabricStrategy cannot filter a sharded checkpoint: filter what is saved as one "
+                "file, with save_distributed_checkpoint=False"
+            )
+        model, options = model_of(state)[1], saving(full)
+        tensors, rest = dict[str, Any](), dict[str, Any]()
+        for key, value in state.items():
+            if isinstance(value, nn.Module):
+                tensors[key] = get_model_state_dict(value, options=options)
+            elif isinstance(value, Optimizer):
+                tensors[key] = get_optimizer_state_dict(model, value, options=options)
+            else:
+                rest[key] = value.state_dict() if hasattr(value, "state_dict") else value
+            keep = (filter or {}).get(key)
+            held = tensors if key in tensors else rest
+            if keep is not None and isinstance(held[key], dict):
+                held[key] = {name: v for name, v in held[key].items() if keep(name, v)}
+        write(Path(self.broadcast(path)), tensors, rest, full, self.global_rank)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load into the model and the optimizers of `state`; what was not asked for is returned.
+
+        Raises:
+            ValueError: no sharded model in `state`, or no checkpoint at `path`.
+            KeyError: with `strict`, an entry of `state` that the checkpoint lacks.
+        """
+        path = Path(self.broadcast(path))
+        if isinstance(state, nn.Module):
+            whole = torch.load(path, mmap=True, map_location="cpu")
+            set_model_state_dict(state, whole, options=loading(strict))
+            return {}
+        rest = read(path, state or {}, strict, weights_only)
+        wanted = [k for k, v in state.items() if not isinstance(v, nn.Module | Optimizer)]
+        missing = [key for key in wanted if key not in rest]
+        if strict and missing:
+            raise KeyError(f"the checkpoint {path} has no {missing}; it has {list(rest)}")
+        for key in (key for key in wanted if key in rest):
+            value = rest.pop(key)
+            if hasattr(state[key], "load_state_dict"):
+                state[key].load_state_dict(value)
+            else:
+                state[key] = value
+        return rest
+
+
+class TrainerStrategy(_Sharding, TrainerModelParallel):
+    """`Trainer(strategy=TrainerStrategy())`: before fitting, the parts of the model are sharded.
+
+    Each module inside that has parameters is sharded on its own, as steps call it; parameters of
+    the LightningModule itself are one more unit, gathered during a step. With `configure_model`
+    the modules may be made on meta, or be sharded there with `self.device_mesh`.
+    """
+
+    def __init__(
+        self,
+        *,
+        shard_fn: ShardFn | None = None,
+        units: Any = "auto",
+        tensor_parallel_size: int = 1,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        compile_options: Mapping[str, Any] | None = None,
+        **sharding: Any,
+    ) -> None:
+        """
+        Args:
+            compile_options: compile what is sharded, with these options of the backend; None: not.
+            shard_fn, units, tensor_parallel_size, save_distributed_checkpoint,
+                process_group_backend, sharding: as for `FabricStrategy`.
+        """
+        super().__init__(
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+        )
+        self._shard_fn, self._options = shard_fn, {"units": units, **sharding}
+        self._compile_options = compile_options
+
+    def setup_environment(self) -> None:
+        """As Lightning's, on a mesh of all ranks."""
+        self._size_mesh()
+        super().setup_environment()
+
+    def setup(self, trainer: Any) -> None:
+        """Shard the LightningModule, then make its optimizers."""
+        model: nn.Module = self.lightning_module
+        self.accelerator.setup(trainer)
+        fresh = not is_sharded(model)
+        self.model = model = self._shard(self.precision_plugin.convert_module(model), self._mesh)
+        for name in _STEPS if isinstance(model, ShardedModule) else ():
+            register_fsdp_forward_method(model, name)
+        if fresh and self._compile_options is not None:
+            for part in parts_of(model):
+                part.compile(backend="shardc", options=dict(self._compile_options))
+        self.barrier()
+        if trainer.state.fn == "fit":
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    @property
+    def _mesh(self) -> DeviceMesh:
+        return self.device_mesh
+
+    def _shard_all(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        for part in parts_of(model):
+            fully_shard(part, mesh=mesh, **self._options)
+        if any(True for _ in model.parameters(recurse=False)):
+            fully_shard(model, mesh=mesh, **{**self._options, "units": None})
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Gradients of the micro-batches before the last wait."""
+        assert self.model is not None
+        with _no_sync(self.model):
+            yield
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state, sharded, or full on rank 0."""
+        assert self.model is not None
+        options = saving(not self._save_distributed_checkpoint)
+        return get_model_state_dict(self.model, options=options)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state: sharded and by name, or full, by id and on rank 0."""
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        full = not self._save_distributed_checkpoint
+        assert self.model is not None
+        state = get_optimizer_state_dict(self.model, inner, options=saving(full))
+        if not full or not state:
+            return state
+        return rekey_optimizer_state_dict(state, "ids", self.model, inner)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load into the model and its optimizers; the rest of the checkpoint is returned."""
+        path = Path(self.broadcast(checkpoint_path))
+        assert self.lightning_module is not None
+        optimizers = {f"optimizer_{at}": each for at, each in enumerate(self.optimizers)}
+        state = {"state_dict": self.model, **optimizers}
+        return read(path, state, self.lightning_module.strict_loading, weights_only)
+
+
+# -- sharded models --------------------------------------------------------------------------------
+
+
+def parts_of(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules inside `model` that have parameters and are called."""
+    parts: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, _CONTAINERS):
+            parts += parts_of(child)
+        elif any(True for _ in child.parameters()):
+            parts.append(child)
+    return parts
+
+
+@contextlib.contextmanager
+def _no_sync(model: nn.Module) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, ShardedModule) and module._shardc_unit.is_root:
+                stack.enter_context(module.no_sync())
+        yield
+
+
+class _BackwardSync:
+    """What Fabric asks for `no_backward_sync`."""
+
+    def no_backward_sync(
+        self, module: nn.Module, enabled: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        """`no_sync` of the sharded modules inside, if `enabled`."""
+        return _no_sync(module) if enabled else contextlib.nullcontext()

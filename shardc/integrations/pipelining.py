@@ -1,0 +1,43 @@
+"""`torch.distributed.pipelining` with sharded stages."""
+
+from typing import Any
+
+from torch.distributed.pipelining import PipelineStage
+
+from shardc.runtime.modules.modules import ShardedModule
+
+
+class ShardedStage(PipelineStage):
+    """A `PipelineStage` whose gradients are reduced once a step, not once a micro-batch.
+
+    Takes what `PipelineStage` takes; `submodule` has been given to `fully_shard` (and may be
+    compiled). Until the last micro-batch a step holds the sum of unreduced gradients, as FSDP2
+    does; memory for fewer messages. For schedules whose backwards come in the order of their
+    forwards (GPipe, 1F1B, interleaved 1F1B).
+
+    Raises:
+        TypeError: `submodule` is not sharded.
+    """
+
+    submod: ShardedModule
+
+    def __init__(self, submodule: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(submodule, ShardedModule):
+            raise TypeError(
+                f"ShardedStage: {type(submodule).__name__} is not sharded: call fully_shard on it "
+                "first, or use PipelineStage"
+            )
+        super().__init__(submodule, *args, **kwargs)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a micro-batch. Compiled, it decides whether its backward reduces."""
+        self._reduce_if_last(fwd_chunk_id)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """The backward of a micro-batch. Uncompiled, it is decided here whether it reduces."""
+        self._reduce_if_last(bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def _reduce_if_last(self, chunk: int) -> None:
+        self.submod.set_requires_gradient_sync(self.chunks is None or chunk == self.chunks - 1)

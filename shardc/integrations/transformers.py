@@ -1,0 +1,232 @@
+"""transformers: a Trainer that shards its model.
+
+Trainer leaves placing and wrapping the model to methods that subclasses override, and the rest to
+accelerate. `ShardcTrainerMixin` overrides them: the model is sharded where Trainer would wrap it in
+DDP, after what Trainer changes in it (activation checkpointing, liger kernels) and before the
+optimizer is made. Everything else of Trainer runs as it is.
+
+A checkpoint has the whole model as `from_pretrained` reads it, written by rank 0, and beside it in
+the folder `shardc` each rank's part of the model and the optimizer. Training resumes from the
+latter, at any number of ranks. Checkpoints of an unsharded Trainer resume, too.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from shardc.integrations.accelerate import (
+    FOLDER,
+    load_sharded_model,
+    load_sharded_optimizers,
+    plain_optimizer,
+    save_sharded,
+    shard,
+    whole_state,
+)
+from shardc.optim.whole_tensor import WholeTensorOptimizer
+from shardc.sharding.materialize import materialize
+from shardc.state.pretrained import load_pretrained
+from shardc.state.ranks import ModelRanks
+from shardc.state.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_optimizer_state_dict,
+)
+from shardc.state.values import gathered
+
+_Base: Any = object  # the Trainer that the mixin is mixed into
+
+_WHOLE = ("adafactor",)
+"""Optimizers of Trainer (`optim=`) that need whole matrices."""
+
+
+class ShardcTrainerMixin(_Base):
+    """Shards the model of the Trainer that it is mixed into.
+
+    `class Mine(ShardcTrainerMixin, SFTTrainer): pass`. What `TrainingArguments` say of precision
+    (`bf16`), activation checkpointing, accumulation, clipping and compiling (`torch_compile`)
+    holds. A model that is sharded already stays so; one on meta is sharded, then initialised.
+
+    Args:
+        args: those of the Trainer.
+        sharding: arguments of `fully_shard`; `units` is "auto" and `mp_policy` follows `bf16` and
+            `fp16`, unless given.
+        compile_options: options of the backend "shardc"; with them the model is compiled.
+        whole_checkpoints: whether checkpoints also have the whole model for `from_pretrained`.
+        kwargs: those of the Trainer.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        sharding: Mapping[str, Any] | None = None,
+        compile_options: Mapping[str, Any] | None = None,
+        whole_checkpoints: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self._sharding = dict(sharding or {})
+        self._compile_options = compile_options
+        self._whole_checkpoints = whole_checkpoints
+        self._saves_checkpoint = False
+        super().__init__(*args, **kwargs)
+
+    # -- sharding ----------------------------------------------------------------------------
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Left to `fully_shard`, which moves each rank's part only."""
+
+    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Shard the model in place, once."""
+        shard(self.accelerator, model, compile_options=self._compile_options, **self._sharding)
+        if any(param.is_meta for param in model.parameters()):
+            with torch.random.fork_rng():
+                torch.manual_seed(self.args.seed)  # the same on every rank
+                _initialise(model)
+        return model
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        self._wrap_model(self.model)
+        if resume_from_checkpoint is not None:
+            self._read_model(resume_from_checkpoint)
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """As Trainer's; an optimizer that needs whole matrices is given them."""
+        made, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return (_given_whole(made) if args.optim in _WHOLE else made), kwargs
+
+    def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's. Ranks that generate do so in step, as each token gathers the model.
+
+        transformers asks the model for that. Dynamo asks it, too, and would break the graph at
+        every module, so the model says it here only.
+        """
+        generates = getattr(self.args, "predict_with_generate", False)
+        if not generates:
+            return super().prediction_step(model, *args, **kwargs)
+        self.model._is_fsdp_managed_module = True
+        try:
+            return super().prediction_step(model, *args, **kwargs)
+        finally:
+            del self.model._is_fsdp_managed_module
+
+    # -- saving ------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self._saves_checkpoint = not (self._whole_checkpoints or self.args.save_only_model)
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._saves_checkpoint = False
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the whole model for `from_pretrained` from rank 0; every rank must call it."""
+        if self._saves_checkpoint:
+            os.makedirs(output_dir or self.args.output_dir, exist_ok=True)
+        else:
+            super().save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, _exported(self.model) if state_dict is None else state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        optimizer = plain_optimizer(self.optimizer)
+        save_sharded(output_dir, self.model, [optimizer], _model_options(self.model))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    # -- loading -----------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Put off until the model is sharded: see `_prepare_for_training`."""
+        if model is None:
+            return
+        names = ("model.safetensors", "model.safetensors.index.json")
+        if any(Path(resume_from_checkpoint, name).is_file() for name in names):
+            keys = load_pretrained(model, resume_from_checkpoint, strict=False)
+            self._issue_warnings_after_load(keys)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
+        self._read_model(self.state.best_model_checkpoint)
+
+    def _read_model(self, folder: str) -> None:
+        if Path(folder, FOLDER).is_dir():
+            load_sharded_model(folder, self.model, _model_options(self.model))
+        else:
+            self._load_from_checkpoint(folder, self.model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not Path(checkpoint, SCHEDULER_NAME).is_file():
+            return
+        optimizer, whole = plain_optimizer(self.optimizer), Path(checkpoint, OPTIMIZER_NAME)
+        if Path(checkpoint, FOLDER).is_dir():
+            load_sharded_optimizers(checkpoint, self.model, [optimizer])
+        elif whole.is_file():
+            state = torch.load(whole, map_location="cpu", weights_only=True)
+            set_optimizer_state_dict(self.model, optimizer, state)
+        schedule = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
+        self.lr_scheduler.load_state_dict(schedule)
+
+
+class ShardcTrainer(ShardcTrainerMixin, Trainer):
+    """`transformers.Trainer` for a model that is sharded: see `ShardcTrainerMixin`."""
+
+
+def _model_options(model: nn.Module) -> StateDictOptions:
+    """What of a model a checkpoint has: of one with adapters, what is trained."""
+    adapters = hasattr(model, "peft_config")
+    return StateDictOptions(ignore_frozen_params=adapters, strict=not adapters)
+
+
+def _exported(model: nn.Module) -> dict[str, Any]:
+    """What `save_pretrained` writes, whole on the host of rank 0: the adapters, if it has some."""
+    adapters: Any = getattr(model, "peft_config", None)
+    if adapters is None:
+        return whole_state(model)
+    from peft import get_peft_model_state_dict
+
+    state = get_model_state_dict(model)
+    kept = {
+        id(value)
+        for adapter in adapters
+        for value in get_peft_model_state_dict(
+            model, state_dict=state, adapter_name=adapter
+        ).values()
+    }
+    chosen = {name: value for name, value in state.items() if id(value) in kept}
+    return gathered(chosen, ModelRanks.of(model), offload=True)
+
+
+def _given_whole(make: type[Optimizer]) -> type[Optimizer]:
+    """A class, as Trainer tells optimizers from factories, of the optimizer on whole matrices."""
+
+    class WholeTensors(WholeTensorOptimizer):
+        def __init__(self, params: Any, **settings: Any) -> None:
+            super().__init__(make, params, **settings)
+
+    return WholeTensors
+
+
+def _initialise(model: nn.Module) -> None:
+    """Give a sharded model on meta its values, as its class draws them."""
+    own = getattr(model, "init_weights", None)
+    materialize(model, init_fn=None if own is None else _leave)
+    if own is not None:
+        own()
+
+
+def _leave(module: nn.Module) -> None:
+    """Initialises nothing: memory is all that `materialize` gives."""

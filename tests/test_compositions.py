@@ -1,0 +1,170 @@
+"""Sharding beside other kinds of parallelism, on four ranks, against the unsharded model.
+
+Tensor parallelism is in test_tensor_parallel.
+"""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Block, Wire, compiled, full, seeded
+from ranks import mesh_of, on_ranks
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed._functional_collectives import (
+    all_gather_tensor_autograd,
+    all_to_all_single_autograd,
+)
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from shardc import ShardTensor, fully_shard
+from shardc.integrations.pipelining import ShardedStage
+
+ROWS, WIDTH = 8, 18
+
+
+def loss_of(output, target):
+    return (output - target).square().mean()
+
+
+def rows(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(2, ROWS, WIDTH, generator=generator).unbind()
+
+
+def check_steps(data, plain, model, train, own_name=lambda name: name):
+    """Two steps: `train(x, target)` gives each parameter of `model` its gradient in `plain`.
+
+    `plain` reads the rows of all ranks of the mesh `data`; `own_name` is what a parameter of
+    `plain` is called in `model`, if it is there.
+    """
+    assert any(isinstance(p, ShardTensor) for p in model.parameters())
+    for step in range(2):
+        for rank in range(data.size()):
+            x, target = rows(step, rank)
+            (loss_of(plain(x), target) / data.size()).backward()
+        train(*rows(step, data.get_local_rank()))
+        wanted = {own_name(name): p.grad for name, p in plain.named_parameters()}
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(
+                full(p.grad), wanted[name], msg=lambda m, n=name: f"{n}: {m}"
+            )
+        plain.zero_grad()
+        for p in model.parameters():
+            p.grad = None
+
+
+def backward(model, executor):
+    """What trains the model alone for a step, compiled if there is an executor."""
+    run = compiled(model, executor) if executor else model
+    return lambda x, target: loss_of(run(x), target).backward()
+
+
+@pytest.mark.parametrize("executor", [None, "eager"])
+@on_ranks(4)
+def test_replicate_around_a_sharded_module(mesh, executor):
+    plain = seeded(lambda: nn.Sequential(Block(WIDTH), Block(WIDTH)))
+    model = copy.deepcopy(plain)
+    fully_shard(model[1], mesh=mesh)
+    check_steps(mesh, plain, model, backward(replicate(model), executor))
+
+
+@pytest.mark.parametrize("kind", [PipelineStage, ShardedStage])
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+@pytest.mark.parametrize("executor", [None, "eager"])
+@on_ranks(4)
+def test_stages_of_a_pipeline(mesh, kind, schedule, executor):
+    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("stage", "data"))
+    place = grid.get_local_rank("stage")
+    plain = seeded(lambda: nn.Sequential(*(Block(WIDTH) for _ in range(4))))
+    part = copy.deepcopy(plain[2 * place : 2 * place + 2])
+    fully_shard(part, mesh=grid["data"], units="auto")
+    if executor:
+        part.compile(backend="shardc", options={"executor": executor})
+    stage = kind(part, place, 2, torch.device("cpu"), group=grid.get_group("stage"))
+    pipeline = schedule(stage, n_microbatches=4, loss_fn=loss_of)
+
+    reductions = []
+
+    def train(x, target):
+        with Wire() if reductions else contextlib.nullcontext() as wire:  # the first step compiles
+            pipeline.step(x) if place == 0 else pipeline.step(target=target)
+        sent = wire.sent if wire else ()
+        reductions.append([message.kind for message in sent].count("reduce_scatter"))
+
+    check_steps(grid["data"], plain, part, train)
+    blocks = 2
+    if kind is ShardedStage:
+        assert 1 <= reductions[-1] <= blocks
+    else:
+        assert reductions[-1] >= 4
+
+
+class Experts(nn.Module):
+    """Rows go to the expert that their place names, and come back."""
+
+    group = None
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x):
+        if self.group is None:
+            parts = zip(self.experts, x.chunk(2), strict=True)
+            return x + torch.cat([expert(part) for expert, part in parts])
+        (expert,) = self.experts
+        there = all_to_all_single_autograd(x, None, None, self.group)
+        return x + all_to_all_single_autograd(expert(there), None, None, self.group)
+
+
+@pytest.mark.parametrize("executor", [None, "eager"])
+@on_ranks(4)
+def test_experts_on_ranks_of_their_own(mesh, executor):
+    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+    own = grid.get_local_rank("expert")
+    plain = seeded(lambda: nn.Sequential(Block(WIDTH), Experts(), Block(WIDTH)))
+    model = copy.deepcopy(plain)
+    model[1].experts, model[1].group = model[1].experts[own : own + 1], grid.get_group("expert")
+    fully_shard(model[1], mesh=grid["data"]).set_gradient_divide_factor(mesh.size())
+    fully_shard(model, mesh=mesh)
+
+    def own_name(name):
+        if f"experts.{1 - own}" in name:
+            return "on other ranks"
+        return name.replace(f"experts.{own}", "experts.0")
+
+    check_steps(mesh, plain, model, backward(model, executor), own_name)
+
+
+class Attention(nn.Module):
+    """Attention over a sequence, `(rows, WIDTH)`, whose parts lie on the ranks of a group."""
+
+    group = None
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).chunk(3, dim=-1)
+        if self.group is not None:
+            key, value = (all_gather_tensor_autograd(t, 0, self.group) for t in (key, value))
+        return x + F.scaled_dot_product_attention(query[None], key[None], value[None])[0]
+
+
+@pytest.mark.parametrize("executor", [None, "eager"])
+@on_ranks(4)
+def test_a_sequence_in_parts(mesh, executor):
+    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    plain = seeded(lambda: nn.Sequential(Block(WIDTH), Attention(), Block(WIDTH)))
+    model = copy.deepcopy(plain)
+    model[1].group = grid.get_group("context")
+    for part in (model[1], model):
+        fully_shard(part, mesh=mesh)  # the ranks of both dims hold the same parameters
+    own, step = grid.get_local_rank("context"), backward(model, executor)
+    check_steps(
+        grid["data"], plain, model, lambda x, target: step(x.chunk(2)[own], target.chunk(2)[own])
+    )

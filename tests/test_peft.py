@@ -1,0 +1,156 @@
+"""PEFT around sharded models: LoRA and DoRA train, save, load and merge as unsharded."""
+
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import full
+from peft import LoraConfig, PeftModel, get_peft_model
+from ranks import on_ranks
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shardc import (
+    ShardTensor,
+    StateDictOptions,
+    fully_shard,
+    get_model_state_dict,
+    summon_full_params,
+)
+
+DORA = pytest.mark.parametrize("dora", [False, True])
+
+
+def base() -> nn.Module:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=2,
+        )
+    )  # fmt: skip
+
+
+def adapted(dora: bool, seed: int = 1) -> PeftModel:
+    model = base()
+    torch.manual_seed(seed)
+    config = LoraConfig(
+        r=3, target_modules=["q_proj", "down_proj"], use_dora=dora, init_lora_weights=False
+    )
+    return get_peft_model(model, config)
+
+
+def tokens(rank: int) -> torch.Tensor:
+    return torch.randint(32, (2, 7), generator=torch.Generator().manual_seed(rank))
+
+
+def train(model: nn.Module, call: nn.Module, ranks: list[int]) -> None:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    for _ in range(2):
+        for rank in ranks:
+            loss = call(input_ids=tokens(rank), labels=tokens(rank)).loss
+            (loss / len(ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(dora: bool, compiled: bool = False) -> tuple[nn.Module, nn.Module]:
+    """A sharded model, and what one process trains."""
+    plain, model = adapted(dora), adapted(dora)
+    fully_shard(model, units="auto")
+    options = {"executor": "eager"}
+    call = torch.compile(model, backend="shardc", options=options) if compiled else model
+    train(model, call, [dist.get_rank()])
+    train(plain, plain, list(range(dist.get_world_size())))
+    return model, plain
+
+
+def check_equal(model: nn.Module, plain: nn.Module) -> None:
+    want = dict(plain.named_parameters())
+    found = dict(model.named_parameters())
+    assert found.keys() == want.keys()
+    for name, param in found.items():
+        torch.testing.assert_close(full(param), want[name], rtol=1e-4, atol=1e-5)
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    return model(input_ids=tokens(5)).logits.detach()
+
+
+@DORA
+@pytest.mark.parametrize("compiled", [False, True])
+@on_ranks(2)
+def test_adapters_train_as_unsharded(mesh, dora, compiled):
+    model, plain = trained(dora, compiled)
+    start = dict(adapted(dora).named_parameters())
+    for name, param in model.named_parameters():
+        assert isinstance(param, ShardTensor)
+        assert torch.equal(full(param), start[name]) != param.requires_grad, name
+    check_equal(model, plain)
+
+
+@DORA
+@on_ranks(2)
+def test_adapters_are_saved_and_loaded(mesh, dora):
+    model, plain = trained(dora)
+    folder = tempfile.mkdtemp()
+    with pytest.raises(RuntimeError, match="full_state_dict=True"):
+        model.save_pretrained(f"{folder}/refused")
+    options = StateDictOptions(full_state_dict=True)
+    state = get_model_state_dict(model, options=options)
+    model.save_pretrained(f"{folder}/state", state_dict=state)
+    with summon_full_params(model):
+        model.save_pretrained(f"{folder}/summoned")
+    for name in ("state", "summoned"):
+        check_equal(PeftModel.from_pretrained(base(), f"{folder}/{name}", is_trainable=True), plain)
+        other = fully_shard(adapted(dora, seed=2), units="auto")
+        with pytest.raises(AssertionError):
+            check_equal(other, plain)
+        other.load_adapter(f"{folder}/{name}", "default", is_trainable=True)
+        check_equal(other, plain)
+
+
+@DORA
+@pytest.mark.parametrize("summoned", [False, True])
+@on_ranks(2)
+def test_adapters_are_merged(mesh, dora, summoned):
+    def inside():
+        return summon_full_params(model) if summoned else torch.no_grad()
+
+    model, plain = trained(dora)
+    want, without = logits(plain), logits(plain.get_base_model())
+    weight = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
+    before = full(weight).clone()
+    with inside():
+        model.merge_adapter()
+    assert not torch.allclose(full(weight), before) and without.shape == want.shape
+    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
+    with inside():
+        model.unmerge_adapter()
+    torch.testing.assert_close(full(weight), before, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
+    with inside():
+        merged = model.merge_and_unload()
+    assert type(merged).__name__ == "LlamaForCausalLM"
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    torch.testing.assert_close(logits(merged), want, rtol=1e-4, atol=1e-4)
+    alone = base()
+    alone.load_state_dict(
+        get_model_state_dict(merged, options=StateDictOptions(full_state_dict=True))
+    )
+    torch.testing.assert_close(logits(alone), want, rtol=1e-4, atol=1e-4)
+
+
+@on_ranks(2)
+def test_embeddings_are_resized_before_sharding(mesh):
+    model = fully_shard(adapted(False), units="auto")
+    with pytest.raises(RuntimeError, match=r"resize_token_embeddings.*before fully_shard"):
+        model.resize_token_embeddings(40)
+    want = logits(adapted(False))
+    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-5)
+    model = adapted(False)
+    model.resize_token_embeddings(40)
+    fully_shard(model, units="auto")
+    train(model, model, [dist.get_rank()])
+    assert logits(model).shape == (2, 7, 40)
