@@ -48,8 +48,9 @@ $(STAMP): pyproject.toml $(if $(TORCH),FORCE)
 
 setup: $(STAMP)  ## Create .venv with torch, the project and its tools
 
+# A file's tests run in one of two processes: much of a test is one rank that compiles.
 test: $(STAMP)  ## Run the tests
-	$(PY) -m pytest $(TEST_ARGS)
+	$(PY) -m pytest --numprocesses auto --maxprocesses 2 --dist loadfile $(TEST_ARGS)
 
 test-cuda: $(STAMP)  ## Rehearse training steps on CUDA without a GPU (5 GB, the first time)
 	$(PY) tests/cuda $(TEST_ARGS)
