@@ -14,7 +14,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
@@ -36,7 +36,7 @@ class Must:
     """
 
     be: str
-    test: Callable[[Any], bool] = lambda value: True
+    test: Callable[[Any], bool] = field(default=lambda value: True, repr=False)
 
 
 Count = Annotated[int, Must("a whole number of at least 1", lambda n: n >= 1)]
