@@ -73,10 +73,17 @@ def new_group(ranks: list[int], purpose: str, **options: Any) -> dist.ProcessGro
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
-    """The store over which the group met (2.11 to 2.15)."""
+    """The store over which the group met (2.11 to 2.15).
+
+    Raises:
+        ValueError: the group has been destroyed.
+    """
     from torch.distributed import distributed_c10d
 
-    return distributed_c10d._get_process_group_store(group)
+    try:
+        return distributed_c10d._get_process_group_store(group)
+    except KeyError as error:
+        raise ValueError("the process group has been destroyed") from error
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
