@@ -9,6 +9,7 @@
 The decorated function is what pytest collects; its body runs in the worker processes, on a mesh of
 all of them. A failure on any rank fails the test with that rank's traceback. A rank that does not
 answer in time fails it too, with the stacks of its threads. The processes are then replaced.
+Between tests they are stopped (SIGSTOP): threads of idle gloo groups would take half of a core.
 
 Where a rank is ended by SIGSEGV or SIGABRT the test runs once more in fresh processes, with a
 warning, and is counted in the last lines of the run: memory of the process was corrupt, for which
@@ -16,6 +17,7 @@ an earlier test may be to blame. A test whose own code ends a process fails both
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import gc
@@ -76,6 +78,17 @@ class Ranks:
 
     def run(self, module: str, name: str, kwargs: dict[str, Any], timeout: float) -> list[Any]:
         """Run a function on every rank; what each returned. Raises with the ranks' tracebacks."""
+        self._signal(signal.SIGCONT)
+        answers = self._run(module, name, kwargs, timeout)
+        self._signal(signal.SIGSTOP)
+        return answers
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    def _run(self, module: str, name: str, kwargs: dict[str, Any], timeout: float) -> list[Any]:
         for pipe in self.pipes:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # found out below
                 pipe.send((module, name, kwargs))
@@ -211,6 +224,8 @@ def _serve(rank: int, world: int, port: int, device: str, pipe: Any, stacks: str
     import torch
     import torch.distributed as dist
 
+    # A stopped process would not notice that the one that started it is gone.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     stacks_file = Path(stacks, str(rank)).open("w")  # noqa: SIM115, it stays open
     faulthandler.enable(stacks_file)  # a process that is killed by a signal says where it was
     faulthandler.register(signal.SIGUSR1, stacks_file)  # and one that hangs, where it is

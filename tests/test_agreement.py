@@ -8,6 +8,7 @@ from ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.backend.agreements import Agreements
+from shardc.runtime import compat
 from shardc.runtime.comm import agreement
 from shardc.runtime.comm.agreement import agree
 from shardc.runtime.comm.communicators import kept_with
@@ -124,3 +125,12 @@ def test_ranks_plan_with_the_slowest_and_the_tightest_of_them(mesh):
     if rank == 0:  # which compiles again, alone: the others would not answer
         assert agreements.seconds(group, "forward", ["a test"], [9.0, 9.0]) == [3.0, 5.0]
         assert agreements.count(group, ["a test"], 1) == 2
+
+
+@on_ranks(2)
+def test_a_destroyed_group_has_no_store(mesh):
+    group = dist.new_group()
+    compat.group_store(group)
+    dist.destroy_process_group(group)
+    with pytest.raises(ValueError, match="destroyed"):
+        compat.group_store(group)

@@ -44,6 +44,13 @@ def own_pool(monkeypatch):
     ranks.stop_all()
 
 
+def test_ranks_are_stopped_between_tests(own_pool):
+    for process in ranks._pools[2, "cpu"].processes:
+        state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        assert state == "T", state
+    assert run_on_ranks(2, "test_ranks", "answer", {"value": 6}) == [6, 7]
+
+
 def test_a_failure_on_one_rank_is_told(own_pool):
     with pytest.raises(AssertionError, match=r"rank 1: (?s:.*)only rank 0 is right"):
         run_on_ranks(2, "test_ranks", "fail_on_one", {})
