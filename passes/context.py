@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -263,6 +264,11 @@ def describe(node: Node) -> str:
     name, moved = getattr(node.target, "_opname", str(node.target)), moved_by(node)
     specs = " and ".join(describe_spec(each.spec) for each in moved)
     return f"{in_short(labels_of(node))}: {name} of {specs}"
+
+
+def without_units(line: str) -> str:
+    """What `describe` says, but for the units."""
+    return re.sub(r"^.*?: (?=\w+ of )", "", line)
 
 
 def describe_spec(spec: UnshardSpec) -> str:

@@ -1,15 +1,27 @@
 """A rank that differs: every rank says in what, naming the unit."""
 
+import copy
 import re
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Choosing, Stack, check_parity, compiled, seeded, shard_all, tokens
+from models import (
+    Choosing,
+    Stack,
+    check_parity,
+    compiled,
+    full,
+    mean_over_ranks,
+    seeded,
+    shard_all,
+    tokens,
+)
 from ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.backend.agreements import Agreements
+from shardc.backend.graph_plan import graph_plans
 from shardc.runtime import compat
 from shardc.runtime.comm import agreement
 from shardc.runtime.comm.agreement import agree
@@ -76,6 +88,46 @@ def test_a_rank_that_made_another_model_before(mesh):
         return {"tokens": tokens(seed), "targets": tokens(seed + 1)}
 
     check_parity(plain, sharded, compiled(sharded), batch, mesh)
+
+
+def _compile_blocks(model):
+    for block in model:
+        block.compile(backend="shardc", options={"executor": "eager"})
+    return model
+
+
+def _copied(model):
+    model = copy.deepcopy(model)
+    model.zero_grad()
+    return _compile_blocks(model)
+
+
+def _kept(model):
+    model.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("then", "place"),
+    [(_copied, 0), (_kept, 1)],  # of the block where rank 1 has more rows than before
+)
+@on_ranks(2)
+def test_a_rank_may_compile_alone_what_equal_buckets_run(mesh, then, place):
+    plain = seeded(lambda: torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(2))))
+    model = _compile_blocks(shard_all(copy.deepcopy(plain), mesh))
+    for block in model:
+        block(torch.ones(4, 6)).sum().backward()
+    model, before = then(model), len(graph_plans)
+    inputs = [torch.ones(4, 6), torch.ones(4, 6)]
+    inputs[place] = torch.ones(4 + mesh.get_rank(), 6)
+    for block, of_plain, x in zip(model, plain, inputs, strict=True):
+        block(x).square().sum().backward()
+        of_plain(x).square().sum().backward()
+    counts = [None, None]
+    dist.all_gather_object(counts, len(graph_plans) - before)
+    assert counts[1] > counts[0], counts  # rank 1 compiled where rank 0 did not
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(ours.grad), mean_over_ranks(theirs.grad, mesh))
 
 
 @on_ranks(3)

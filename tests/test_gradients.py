@@ -121,6 +121,19 @@ def test_unused_parameters_keep_none(mesh, eager):
 
 
 @on_ranks(2)
+def test_what_earlier_steps_used_keeps_none(mesh):
+    _, model, step = _pair(mesh, Branches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for left in (True, False, True):
+            model.zero_grad()
+            step(torch.randn(3, 5), left=left).backward()
+            unused = "right" if left else "left"
+            grads = {name: p.grad is None for name, p in model.named_parameters()}
+            assert grads == {name: name.startswith(unused) for name in grads}, left
+
+
+@on_ranks(2)
 def test_used_on_one_rank_only_counts_as_zero_elsewhere(mesh):
     plain, model, step = _pair(mesh, Branches)
     left = mesh.get_local_rank() == 0

@@ -48,6 +48,7 @@ class Bucket:
         gradients: what becomes of its gradient.
         key: what the graphs that read it were compiled for.
         serial: the number of the bucket in its group, equal on all ranks.
+        origin: that of the bucket of which it is a copy, or of a copy; else its own.
         unit: its `Unit`, once it is made.
     """
 
@@ -67,6 +68,7 @@ class Bucket:
         self.serial = next(
             kept_with(compat.resolve_group(ranks.everyone), "buckets", itertools.count)
         )
+        self.origin = self.serial
         self.device = device or segment.device
         self.unit: Unit | None = None
         self.params: list[nn.Parameter] = []
@@ -86,8 +88,12 @@ class Bucket:
 
     def __str__(self) -> str:
         unit = f" ({self.label})" if self.unit is not None else ""
-        size = f"{self.layout.numel} {self.segment.dtype}"
-        return f"bucket {self.serial}{unit} of {size}: {self.layout.contents}"
+        return f"bucket {self.serial}{unit} of {self.content}"
+
+    @property
+    def content(self) -> str:
+        """What it holds, in words; equal blocks say the same."""
+        return f"{self.layout.numel} {self.segment.dtype}: {self.layout.contents}"
 
     @property
     def owner(self) -> "Unit":

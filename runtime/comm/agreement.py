@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardc.runtime import compat
 from shardc.runtime.comm.collectives import in_history
-from shardc.runtime.comm.communicators import kept_with
+from shardc.runtime.comm.communicators import all_kept, kept_with
 from shardc.runtime.comm.history import Parted
 from shardc.runtime.comm.progress import Call, progress
 from shardc.runtime.comm.store import Attendance, digest, look, pauses
@@ -31,11 +31,27 @@ _KEPT = 4096
 
 @dataclass
 class _History:
-    """What one group has agreed on: notes by digest of the facts, oldest first; of how many
-    rounds."""
+    """What one group has agreed on.
+
+    Attributes:
+        rounds: how many times its ranks have compared something.
+        notes: by digest of the facts, oldest first, the notes of each round on them.
+    """
 
     rounds: int = 0
-    notes: dict[str, frozenset[str]] = field(default_factory=dict)
+    notes: dict[str, list[frozenset[str]]] = field(default_factory=dict)
+
+    def known(self, name: str, note: str, first_note_stands: bool) -> frozenset[str]:
+        """The notes of the rounds in which a rank gave `note`; empty if none did."""
+        rounds = self.notes.get(name, [])
+        if first_note_stands:
+            return frozenset().union(*rounds[:1])
+        return frozenset().union(*(given for given in rounds if note in given))
+
+    def keep(self, name: str, notes: frozenset[str]) -> None:
+        self.notes.setdefault(name, []).append(notes)
+        while len(self.notes) > _KEPT:
+            del self.notes[next(iter(self.notes))]
 
 
 def agree(
@@ -46,6 +62,7 @@ def agree(
     note: str = "",
     first_note_stands: bool = False,
     every_time: bool = False,
+    kept_as: Sequence[str] | None = None,
 ) -> frozenset[str]:
     """Raise on every rank of `group` unless all state the same facts.
 
@@ -58,9 +75,11 @@ def agree(
         first_note_stands: once agreed on, the same facts give the same notes for good; else a new
             note starts another round, which all ranks must enter.
         every_time: compare even what was agreed on before: all ranks call this together.
+        kept_as: what is remembered of the facts (default: the facts). Facts that are kept as the
+            same are agreed on, too.
 
     Returns:
-        The notes of all ranks.
+        The notes of all ranks, in the rounds in which one of them gave `note`.
 
     Raises:
         RuntimeError: a rank states something else, or does not answer in time.
@@ -69,30 +88,40 @@ def agree(
         return frozenset([note])
     history = kept_with(group, _History, _History)
     text = "\n".join([what, *facts])
-    name = digest(what, *facts)
-    notes = frozenset[str]() if every_time else history.notes.get(name, frozenset())
-    if note not in notes and not (notes and first_note_stands):
+    name = digest(what, *(facts if kept_as is None else kept_as))
+    notes = frozenset[str]() if every_time else history.known(name, note, first_note_stands)
+    if not notes:
         timeout = timeout or compat.group_timeout(group)
         store = _next_round(group)
         with in_history(compat.group_name(group)), _entry(what, facts):
             try:
-                notes |= _exchange(store, group.rank(), group.size(), what, text, timeout, note)
+                notes = _exchange(store, group.rank(), group.size(), what, text, timeout, note)
             except dist.DistError:  # the store is gone
                 _raise_if_parted()
                 raise
         if not every_time:
-            history.notes[name] = notes
-        while len(history.notes) > _KEPT:
-            del history.notes[next(iter(history.notes))]
+            history.keep(name, notes)
     return notes
 
 
 def settle(
-    group: dist.ProcessGroup, what: str, facts: Sequence[str], note: str = ""
+    group: dist.ProcessGroup,
+    what: str,
+    kept_as: Sequence[str],
+    note: str = "",
+    first_note_stands: bool = False,
 ) -> frozenset[str]:
     """Remember facts as agreed on, as all ranks of `group` do: they are known to be equal."""
-    notes = kept_with(group, _History, _History).notes
-    return notes.setdefault(digest(what, *facts), frozenset([note]))
+    history, name = kept_with(group, _History, _History), digest(what, *kept_as)
+    if not history.known(name, note, first_note_stands):
+        history.keep(name, frozenset([note]))
+    return history.known(name, note, first_note_stands)
+
+
+def forget_all() -> None:
+    """Forget what all groups have agreed on. All ranks must do so between the same collectives."""
+    for history in all_kept(_History):
+        history.notes.clear()
 
 
 def rounds(group: dist.ProcessGroup) -> int:

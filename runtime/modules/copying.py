@@ -90,6 +90,7 @@ def _copy_bucket(bucket: Bucket, settings: Settings, memo: dict[int, Any]) -> Bu
     new = Bucket(
         bucket.layout, bucket.ranks, settings, segment, bucket.device, bucket.placed, extension
     )
+    new.origin = bucket.origin
     memo[id(bucket)] = new
     for index, (param, flag) in enumerate(zip(bucket.params, bucket.trainable, strict=True)):
         copied = make_param(new, index, param)

@@ -5,7 +5,7 @@ that it makes no difference to the others.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +13,7 @@ from datetime import timedelta
 from torch.fx import GraphModule
 
 from shardc.backend.stages import RANKS
+from shardc.passes.context import without_units
 from shardc.passes.verify import collective_sequence
 from shardc.runtime import compat
 from shardc.runtime.comm.agreement import agree, settle
@@ -25,6 +26,7 @@ class Agreed:
     group: str
     what: str
     facts: tuple[str, ...]
+    kept_as: tuple[str, ...]
     note: str
     first_note_stands: bool
     notes: frozenset[str]
@@ -61,25 +63,35 @@ class Agreements:
         note: str = "",
         first_note_stands: bool = False,
         every_time: bool = False,
+        kept_as: Iterable[str] | None = None,
     ) -> frozenset[str]:
-        """`agree` by a group's name, with the timeout of the options."""
+        """`agree` by a group's name, with the timeout of the options.
+
+        Facts are kept without the units of collectives: where equal blocks run one graph, a rank
+        that compiles it anew may do so in another block than the others did.
+        """
         members = compat.resolve_group(group)
+        kept = tuple(map(without_units, facts) if kept_as is None else kept_as)
         if self.settled:
-            notes = settle(members, what, facts, note)
+            notes = settle(members, what, kept, note, first_note_stands)
         else:
             with self._stage(RANKS):
                 notes = agree(
-                    members, what, facts, self._timeout, note, first_note_stands, every_time
+                    members, what, facts, self._timeout, note, first_note_stands, every_time, kept
                 )
         if not every_time:
-            self.made.append(Agreed(group, what, tuple(facts), note, first_note_stands, notes))
+            stated = Agreed(group, what, tuple(facts), kept, note, first_note_stands, notes)
+            self.made.append(stated)
         return notes
 
     def again(self, made: tuple[Agreed, ...]) -> bool:
         """Compare what another compile compared; whether all ranks gave the same notes."""
         for each in made:  # what follows other notes is other facts
             facts = list(each.facts)
-            notes = self.agree(each.group, each.what, facts, each.note, each.first_note_stands)
+            stands = each.first_note_stands
+            notes = self.agree(
+                each.group, each.what, facts, each.note, stands, kept_as=each.kept_as
+            )
             if notes != each.notes:
                 return False
         return True

@@ -247,7 +247,8 @@ def _agree_on_reads(plan: Plan) -> tuple[list[_Read], dist.ProcessGroup | None]:
     """All ranks read the same buckets, in the same order; slots may differ and are united.
 
     A graph that reads the same again, but waits for gradients, say, or computes none, is another
-    one: all ranks come to it together.
+    one: all ranks come to it together. One that reads equal buckets is not: where equal blocks, or
+    copies of a model, run one graph, a rank may compile it anew while the others do not.
 
     Returns:
         What is read; and the group whose ranks have compared it now and so compile together, None
@@ -263,7 +264,10 @@ def _agree_on_reads(plan: Plan) -> tuple[list[_Read], dist.ProcessGroup | None]:
         before = rounds(ranks)
         facts = [_reading(bucket) for _, bucket, _ in members]
         note = json.dumps([sorted(slots) for *_, slots in members])
-        notes = plan.agreements.agree(group, "the buckets that a graph reads", facts, note)
+        first = min(bucket.origin for _, bucket, _ in members)
+        kept_as = [_reading(bucket, bucket.origin - first) for _, bucket, _ in members]
+        what = "the buckets that a graph reads"
+        notes = plan.agreements.agree(group, what, facts, note, kept_as=kept_as)
         for index, (position, bucket, slots) in enumerate(members):
             union = frozenset(slot for other in notes for slot in json.loads(other)[index])
             reads.append(_Read(position, bucket.label, slots, union - slots))
@@ -272,12 +276,13 @@ def _agree_on_reads(plan: Plan) -> tuple[list[_Read], dist.ProcessGroup | None]:
     return reads, together.pop() if len(together) == len(by_group) == 1 else None
 
 
-def _reading(bucket: Bucket) -> str:
-    """A bucket, and how a graph reads it now."""
+def _reading(bucket: Bucket, place: int | None = None) -> str:
+    """A bucket, and how a graph reads it now. With `place`: any such bucket, by its place."""
     modes = list(bucket.key.reading_code().extras)
     if not torch.is_grad_enabled():
         modes.append("no gradients")
-    return f"{bucket}, with {' and '.join(modes)}" if modes else str(bucket)
+    text = str(bucket) if place is None else f"bucket +{place} of {bucket.content}"
+    return f"{text}, with {' and '.join(modes)}" if modes else text
 
 
 def _groups(gm: GraphModule) -> list[str]:

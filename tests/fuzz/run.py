@@ -1,6 +1,7 @@
 """Run a case's program on ranks: on this one, or on processes that are kept for the next case."""
 
 import gc
+import itertools
 import linecache
 import sys
 import types
@@ -13,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fuzz.case import Case, mesh_shape
 from fuzz.script import script
 
+_numbers = itertools.count()
+
 TIMEOUT = 600.0
 """Seconds that the ranks have for a case; one that hangs has failed."""
 
@@ -22,7 +25,7 @@ def run_text(mesh: DeviceMesh, text: str, shape: tuple[int, ...]) -> None:
     shape = tuple(shape)
     if len(shape) == 2:
         mesh = ranks.mesh_of("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    name = "fuzz_case"
+    name = f"fuzz_case_{next(_numbers)}"  # Dynamo keeps what it imported by a name
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     module = types.ModuleType(name)
     space = vars(module)
@@ -35,6 +38,7 @@ def run_text(mesh: DeviceMesh, text: str, shape: tuple[int, ...]) -> None:
             exec(compile(text, name, "exec"), space)
             space["main"](mesh)
     finally:
+        del linecache.cache[name]
         torch.set_default_dtype(torch.float32)
         del sys.modules[name]
         gc.collect()

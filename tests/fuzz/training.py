@@ -152,7 +152,7 @@ def training(case: Case) -> str:
     lines.append("    check()")
     optimizer = [
         "def make_optimizer(model):",
-        "    parameters = [p for p in model.parameters() if p.requires_grad]",
+        "    parameters = list(model.parameters())  # also those that are frozen for a while",
         f"    return {OPTIMIZERS[case.optimizer]}",
     ]
     return "\n\n\n".join([_caller(case), "\n".join(optimizer), *steps, "\n".join(lines)])
