@@ -152,8 +152,15 @@ def batch(
     """Tokens and targets, each (B, T) int64: a pure function of (text, seed, number, rank)."""
     generator = np.random.default_rng((args.seed, number, dist.get_rank()))
     starts = generator.integers(len(text) - args.length, size=args.batch_size)
-    windows = np.stack([text[start : start + args.length + 1] for start in starts])
-    tokens = torch.from_numpy(windows).to(device, torch.int64)
+    return windows(text, starts, args.length, device)
+
+
+def windows(
+    text: NDArray[np.uint8], starts: NDArray[np.int64], length: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The bytes from each of `starts` on, and those that come next, each (B, T) int64."""
+    each = np.stack([text[start : start + length + 1] for start in starts])
+    tokens = torch.from_numpy(each).to(device, torch.int64)
     return tokens[:, :-1], tokens[:, 1:]
 
 
