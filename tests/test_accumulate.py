@@ -90,6 +90,32 @@ def test_what_waits_is_added_once_however_often_a_bucket_is_read(mesh, executor,
         _check_and_drop_gradients(plain, model, mesh)
 
 
+class Checkpointed(nn.Module):
+    """A block that is recomputed in the backward, from outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(18, 18), nn.Tanh())
+
+    def forward(self, tokens, targets):
+        x = F.one_hot(tokens % 18, 18).float()
+        return checkpoint(self.block, x, use_reentrant=False).square().mean()
+
+
+@pytest.mark.parametrize("later", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+@on_ranks(4)
+def test_a_checkpoint_around_a_block_compiled_alone(mesh, later):
+    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    plain, model = seeded(Checkpointed), fully_shard(seeded(Checkpointed), mesh=grid)
+    model.block.compile(backend="shardc", options={"executor": "eager"})
+    for _ in range(2):
+        for seed, last in ((100, False), (200, False), (300, True), (400, True)):
+            getattr(model, later)(last)
+            _loss(plain, seed, mesh).backward()
+            _loss(model, seed, mesh).backward()
+        _check_and_drop_gradients(plain, model, mesh)
+
+
 class Regions(nn.Module):
     """Calls a region twice that reads the same layer."""
 

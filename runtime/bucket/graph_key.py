@@ -4,6 +4,7 @@ Dynamo guards on the signature, so the key is renewed where something changes on
 depends, never when it is read: a read is traced, and would be guarded on all of that.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from shardc.runtime.bucket.bucket import Bucket
 
 
+Reading = tuple[str, list[Tensor]]
+"""What a read needs: the signature of its code, and what that is given."""
+
+
 class GraphKey:
     """The key of one bucket.
 
@@ -24,12 +29,13 @@ class GraphKey:
     """
 
     code: UnshardSpec
-    _train: tuple[str, list[Tensor]]
-    _eval: tuple[str, list[Tensor]] | None
+    _train: Reading
+    _eval: Reading | None
 
     def __init__(self, bucket: "Bucket") -> None:
         self.bucket = bucket
         self.groups = groups_for(bucket)
+        self._again: list[Reading | None] = []
 
     def follow_settings(self) -> None:
         """The settings have changed: make the groups that they ask for, and refresh the key."""
@@ -46,17 +52,40 @@ class GraphKey:
         self._train, self._eval = self._reading(self.code), None
         if bucket.settings.precision.full_precision_in_eval:
             self._eval = self._reading(spec_for(bucket, self.groups, evaluating=True))
+        if self._again and (reading := self._again[0]) is not None:
+            if self._eval is None or bucket.owner.training:
+                self._train = reading
+            else:
+                self._eval = reading
 
-    def _reading(self, code: UnshardSpec) -> tuple[str, list[Tensor]]:
+    def _reading(self, code: UnshardSpec) -> Reading:
         held, waiting = self.bucket.gathered.held, self.bucket.gradients.waiting
         extras = [held if name == "full" else getattr(waiting, name) for name in code.extras]
         return intern_spec(code), extras  # type: ignore[return-value]
 
-    def reading(self) -> tuple[str, list[Tensor]]:
+    def reading(self) -> Reading:
         """What a read needs now: the signature of its code, and what that is given."""
         if self._eval is None:
             return self._train
         return self._train if self.bucket.owner.training else self._eval
+
+    def to_read_again(self) -> Reading | None:
+        """`reading`, for `read_again`; None where it would keep full parameters."""
+        return None if "full" in self.reading_code().extras else self.reading()
+
+    def read_again(self, readings: Sequence[Reading | None]) -> None:
+        """Have the next reads need what earlier ones did, in order; None: what they need now.
+
+        Until as many reads (`been_read`).
+        """
+        if self._again or readings:
+            self._again = list(readings)
+            self.refresh()
+
+    def been_read(self) -> None:
+        """A graph is given what it needs."""
+        if self._again:
+            self.read_again(self._again[1:])
 
     def reading_code(self) -> UnshardSpec:
         """The spec of the code that a read needs now."""

@@ -94,6 +94,18 @@ def is_checkpoint_hook(pack: PackHook) -> bool:
     return pack.__module__ == "torch.utils.checkpoint"
 
 
+def checkpoint_frame() -> Any:
+    """The innermost checkpoint whose forward runs; `recompute_fn` will compute it again.
+
+    None if there is none, and where it is computed again. (2.11 to 2.15)
+    """
+    hooks = top_saved_tensors_hooks() if saved_tensors_hooks_allowed() else None
+    if hooks is None or not is_checkpoint_hook(hooks[0]):
+        return None
+    cells = (cell.cell_contents for cell in getattr(hooks[0], "__closure__", None) or ())
+    return next((value for value in cells if hasattr(value, "recompute_fn")), None)
+
+
 def outside_function_transforms() -> AbstractContextManager[object]:
     """Inside, `vmap`, `grad` and their like around the caller do not apply (2.11 to 2.15)."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack

@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from shardc.backend.compile_cache import CompileCache
 from shardc.backend.graph_plan import Plan, buckets_by_input, number_units
 from shardc.backend.options import Options
+from shardc.backend.recomputed import note_readings
 from shardc.backend.regional import buckets_of_the_runtime, giving, with_taken
 from shardc.backend.repro import copy_graph, write_repro
 from shardc.backend.stages import INDUCTOR, PASSES, Stages
@@ -304,6 +305,7 @@ def _noting_used_slots(compiled: Callable[..., Any], reads: list[_Read]) -> Call
         names = _other_names(buckets)
         progress.next_names = names
         updates = [bucket.updates() for bucket, _ in buckets]
+        note_readings(read_from.key for read_from, _ in buckets)
         for read_from, _ in buckets:
             read_from.owner.await_updates()
             read_from.gathered.renew()

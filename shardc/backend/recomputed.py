@@ -1,0 +1,48 @@
+"""Graphs inside of a checkpoint that was not compiled: computed again, they read what they read.
+
+What a read needs may have changed since: a forward that takes gradients that waited leaves none to
+the next one. The checkpoint would run another graph, which saves other tensors.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from shardc.runtime import compat
+from shardc.runtime.bucket.graph_key import GraphKey, Reading
+
+Noted = dict[GraphKey, list[Reading | None]]
+"""What the reads of a checkpoint's forward needed, in order."""
+
+
+def note_readings(keys: Iterable[GraphKey]) -> None:
+    """A graph reads the buckets of these now; a checkpoint around it will have it do so again."""
+    keys = list(keys)
+    frame = compat.checkpoint_frame() if torch.is_grad_enabled() else None
+    if frame is not None:
+        noted: Noted | None = getattr(frame.recompute_fn, "noted", None)
+        if noted is None:
+            frame.recompute_fn, noted = _reading_again(frame.recompute_fn)
+        for key in keys:
+            noted.setdefault(key, []).append(key.to_read_again())
+    for key in keys:
+        key.been_read()
+
+
+def _reading_again(recompute: Callable[..., Any]) -> tuple[Callable[..., Any], Noted]:
+    noted: Noted = {}
+
+    @functools.wraps(recompute)
+    def read_again(*args: Any, **kwargs: Any) -> Any:
+        for key, readings in noted.items():
+            key.read_again(readings)
+        try:
+            return recompute(*args, **kwargs)
+        finally:  # a checkpoint stops when it has what it needs, by an exception
+            for key in noted:
+                key.read_again([])
+
+    read_again.noted = noted  # type: ignore[attr-defined]
+    return read_again, noted
