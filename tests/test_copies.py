@@ -110,6 +110,24 @@ def test_a_copy_of_a_unit_without_parameters_of_its_own(mesh):
 
 @EXECUTORS
 @on_ranks(2)
+def test_a_copy_of_a_model_with_a_unit_of_several_modules(mesh, executor):
+    model = seeded(lambda: Stack(3))
+    fully_shard([model.layers[0], model.layers[2]], mesh=mesh)
+    _call(model, executor)(**_batch()).backward()
+    new = copy.deepcopy(model)
+    assert type(new.layers[0]) is type(model.layers[0])
+    of_new, of_old = {id(p) for p in new.parameters()}, {id(p) for p in model.parameters()}
+    assert len(of_new) == len(of_old) and not of_new & of_old
+    for each in (model, new):
+        each.zero_grad()
+    for each in (new, model):
+        _call(each, executor)(**_batch(7)).backward()
+    for (name, p), q in zip(new.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(p.grad), full(q.grad), rtol=0, atol=0, msg=name)
+
+
+@EXECUTORS
+@on_ranks(2)
 def test_averages_of_a_model(mesh, executor):
     averages = []
     plain, model = seeded(Stack), sharded(seeded(Stack), mesh)

@@ -21,19 +21,14 @@ from shardc.runtime.bucket.unit import Unit
 def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A deep copy of a module that holds sharded parameters. Every rank must make it.
 
+    The other modules of a unit of several are copied with it.
+
     Raises:
         NotImplementedError: some of the parameters belong to a unit that is not inside.
     """
-    inside = [m for m in module.modules() if "_shardc_slots" in vars(m) and id(m) not in memo]
-    units = dict.fromkeys(unit for m in inside for unit in _units_of(m) if id(unit) not in memo)
-    for unit in units:
-        outside = [m for m in unit.modules if m not in inside]
-        if outside:
-            raise NotImplementedError(
-                f"deepcopy of {type(module).__name__}, which holds parameters of the sharded "
-                f"{type(outside[0]).__name__} around it: copy that one"
-            )
-    shells = inside + [m for m in module.modules() if _forwards_copies(m) and id(m) not in memo]
+    modules, units = _copied_with(module, memo)
+    inside = [m for m in modules if "_shardc_slots" in vars(m)]
+    shells = inside + [m for m in modules if _forwards_copies(m)]
     for m in shells:
         memo[id(m)] = object.__new__(type(m))
     copies = [_copy_unit(unit, memo) for unit in units]
@@ -47,6 +42,27 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         new.put_into(None if unit.around is None else memo.get(id(unit.around())))
     result: nn.Module = memo[id(module)]
     return result
+
+
+def _copied_with(module: nn.Module, memo: dict[int, Any]) -> tuple[list[nn.Module], list[Unit]]:
+    """What a copy of `module` copies that `memo` does not know yet."""
+    modules = [m for m in module.modules() if id(m) not in memo]
+    known, units = {id(m) for m in modules} | memo.keys(), dict[Unit, None]()
+    for holder in modules:  # which grows
+        for unit in _units_of(holder) if "_shardc_slots" in vars(holder) else ():
+            if id(unit) in memo or unit in units:
+                continue
+            units[unit] = None
+            for other in unit.modules:
+                if id(other) not in known and module in other.modules():
+                    raise NotImplementedError(
+                        f"deepcopy of {type(module).__name__}, which holds parameters of the "
+                        f"sharded {type(other).__name__} around it: copy that one"
+                    )
+                added = [m for m in other.modules() if id(m) not in known]
+                modules += added
+                known |= {id(m) for m in added}
+    return modules, list(units)
 
 
 def _units_of(module: nn.Module) -> list[Unit]:
