@@ -32,6 +32,7 @@ from shardc.passes.context import (
     is_wait,
     moved_by,
     prepares,
+    reach,
 )
 
 _AC_GRAPH_ID = 10**9
@@ -66,7 +67,21 @@ def tag_reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
             _tag(node, CheckpointPolicy.MUST_SAVE)
     for part in parts:
         _tag(part, CheckpointPolicy.MUST_SAVE)
+    _recompute_views_of_inputs(gm)
     return gm
+
+
+def _recompute_views_of_inputs(gm: GraphModule) -> None:
+    """Have views of inputs that checkpoints read be taken anew: of a bucket that is given whole.
+
+    Reads outside of checkpoints take the same ones, and the partitioner merges what is equal: it
+    would have to save the list that a split is.
+    """
+    for given in gm.graph.find_nodes(op="placeholder"):
+        views = reach(lambda node: filter(is_view, node.users), *filter(is_view, given.users))
+        if any("recompute" in view.meta for view in views):
+            for view in views:
+                _tag(view, CheckpointPolicy.MUST_RECOMPUTE)
 
 
 def _gather_among_fewer(gm: GraphModule) -> list[Node]:

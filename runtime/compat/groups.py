@@ -163,7 +163,7 @@ def group_backends(group: dist.ProcessGroup) -> dict[str, str]:
 
     Where there are several, `torch.distributed.get_backend` gives all ("cpu:gloo,cuda:nccl").
     """
-    parts = (part.split(":") for part in dist.get_backend_config(group).split(","))
+    parts = (part.split(":", 1) for part in dist.get_backend_config(group).split(","))
     return {device_type: backend for device_type, backend in parts}
 
 
