@@ -94,16 +94,25 @@ def is_checkpoint_hook(pack: PackHook) -> bool:
     return pack.__module__ == "torch.utils.checkpoint"
 
 
-def checkpoint_frame() -> Any:
-    """The innermost checkpoint whose forward runs; `recompute_fn` will compute it again.
+def checkpoint_frames() -> list[Any]:
+    """The checkpoints whose forwards run, innermost first; `recompute_fn` computes one again.
 
-    None if there is none, and where it is computed again. (2.11 to 2.15)
+    Not those that are computed again now. (2.11 to 2.15)
     """
-    hooks = top_saved_tensors_hooks() if saved_tensors_hooks_allowed() else None
-    if hooks is None or not is_checkpoint_hook(hooks[0]):
-        return None
-    cells = (cell.cell_contents for cell in getattr(hooks[0], "__closure__", None) or ())
-    return next((value for value in cells if hasattr(value, "recompute_fn")), None)
+    stack: list[SavedTensorsHooks] = []
+    if saved_tensors_hooks_allowed():
+        while hooks := top_saved_tensors_hooks():
+            stack.append(hooks)
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        for hooks in reversed(stack):
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+    cells = [
+        cell.cell_contents
+        for pack, _ in stack
+        if is_checkpoint_hook(pack)
+        for cell in getattr(pack, "__closure__", None) or ()
+    ]
+    return [value for value in cells if hasattr(value, "recompute_fn")]
 
 
 def outside_function_transforms() -> AbstractContextManager[object]:

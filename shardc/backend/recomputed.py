@@ -8,8 +8,6 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-
 from shardc.runtime import compat
 from shardc.runtime.bucket.graph_key import GraphKey, Reading
 
@@ -18,10 +16,9 @@ Noted = dict[GraphKey, list[Reading | None]]
 
 
 def note_readings(keys: Iterable[GraphKey]) -> None:
-    """A graph reads the buckets of these now; a checkpoint around it will have it do so again."""
+    """A graph reads the buckets of these now; checkpoints around it will have it do so again."""
     keys = list(keys)
-    frame = compat.checkpoint_frame() if torch.is_grad_enabled() else None
-    if frame is not None:
+    for frame in compat.checkpoint_frames():
         noted: Noted | None = getattr(frame.recompute_fn, "noted", None)
         if noted is None:
             frame.recompute_fn, noted = _reading_again(frame.recompute_fn)
