@@ -26,7 +26,7 @@ from shardc.backend import compile_cache
 from shardc.backend.graph_plan import graph_plans
 from shardc.reports.live import rows_of
 from shardc.runtime import compat
-from shardc.runtime.comm import hand_over
+from shardc.runtime.comm import agreement, hand_over
 from shardc.runtime.comm.history import history_of
 
 
@@ -48,6 +48,7 @@ def _sharded(width, mesh, **settings):
 def _start(width, mesh, batch=3, **options):
     """What a process does after its start: the model, its loss and gradients, hits and misses."""
     torch._dynamo.reset()
+    agreement.forget_all()
     counters.clear()
     graph_plans.clear()
     model = _sharded(width, mesh)
