@@ -116,6 +116,40 @@ def test_a_checkpoint_around_a_block_compiled_alone(mesh, later):
         _check_and_drop_gradients(plain, model, mesh)
 
 
+class Reentrant(nn.Module):
+    """The backward of the second block runs inside of the whole one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(18, 18), nn.Linear(18, 18)
+
+    def forward(self, tokens, targets):
+        x = self.first(F.one_hot(tokens % 18, 18).float())
+        return checkpoint(self.second, x, use_reentrant=True).square().mean()
+
+
+@pytest.mark.parametrize("later", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+@pytest.mark.parametrize("executor", ["eager", None])
+@on_ranks(4)
+def test_a_reentrant_checkpoint_leaves_what_waits_to_the_backward_around_it(mesh, executor, later):
+    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    plain, model = seeded(Reentrant), seeded(Reentrant)
+    fully_shard(model.second, mesh=grid)
+    fully_shard(model, mesh=grid)
+    for block in (model.first, model.second) if executor else ():
+        block.compile(backend="shardc", options={"executor": executor})
+    given = []
+    model.first.weight.register_post_accumulate_grad_hook(given.append)
+    for _ in range(2):
+        given.clear()
+        for seed, last in ((100, False), (200, True)):
+            getattr(model, later)(last)
+            _loss(plain, seed, mesh).backward()
+            _loss(model, seed, mesh).backward()
+        assert len(given) == 1
+        _check_and_drop_gradients(plain, model, mesh)
+
+
 class Regions(nn.Module):
     """Calls a region twice that reads the same layer."""
 

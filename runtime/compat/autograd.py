@@ -1,6 +1,7 @@
 """The autograd engine and its hooks, function transforms, the profiler."""
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
@@ -36,15 +37,47 @@ def when_backward_ends(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+class _Nested(threading.local):
+    """For each backward that a node of another one runs on this thread: what comes later."""
+
+    def __init__(self) -> None:
+        self.postponed: list[list[Callable[[], None]]] = []
+
+
+_nested = _Nested()
+
+
+def when_outermost_backward_ends(call: Callable[[], None]) -> None:
+    """`when_backward_ends` of the backward in which others run: reentrant checkpoints run one."""
+    if _nested.postponed:
+        _nested.postponed[-1].append(call)
+    else:
+        when_backward_ends(call)
+
+
+def _nesting(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the engine; see `when_outermost_backward_ends`."""
+    if not in_backward():
+        return engine(*args, **kwargs)
+    _nested.postponed.append([])
+    try:
+        result = engine(*args, **kwargs)
+    finally:
+        postponed = _nested.postponed.pop()
+    for call in postponed:
+        when_outermost_backward_ends(call)
+    return result
+
+
 def give_engine_inputs(run_for: Callable[..., Any], is_meant: Callable[[object], bool]) -> None:
     """Have `run_for` do what the engine is asked for inputs of which `is_meant` says so.
 
     It is called as `selection.run_for_inputs`. The engine looks for the node of a tensor where no
     override of torch's functions is asked. (2.11 to 2.15)
     """
-    engine = torch.autograd._engine_run_backward
+    engine = functools.partial(_nesting, torch.autograd._engine_run_backward)
 
-    @functools.wraps(engine)
+    @functools.wraps(torch.autograd._engine_run_backward)
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
         if not any(map(is_meant, inputs)):

@@ -147,11 +147,13 @@ def flush_when_done(used: Iterable[EagerBucket]) -> None:
     """From within a backward that uses these: reduce at its end what waits elsewhere in their
     models.
 
-    What waits in another model is left alone. It may be one that only some ranks have freed.
+    Its end is that of the backward around it, if it is one of a reentrant checkpoint: what waits
+    may have been given to a forward that is differentiated after it. What waits in another model is
+    left alone. It may be one that only some ranks have freed.
     """
     if _waiting:
         models = {bucket.owner.outermost for bucket in used}
-        compat.when_backward_ends(partial(_flush, models))
+        compat.when_outermost_backward_ends(partial(_flush, models))
 
 
 def _flush(models: set[EagerUnit]) -> None:

@@ -113,6 +113,11 @@ def _any(case: Case, test: Callable[[Block], bool]) -> bool:
     return any(test(block) for block in all_blocks(case.blocks))
 
 
+def _shares(block: Block) -> bool:
+    """Whether `block` reads weights of others."""
+    return block.kind in ("tied", "outside")
+
+
 def _is_all(block: Block, flag: str) -> bool:
     """Whether `flag` is set for everything in `block`."""
     inside = bool(block.children) and all(_is_all(child, flag) for child in block.children)
@@ -154,6 +159,9 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     "nothing to shard": lambda case: (
         not any(_is_sharded(block, inside=case.root is not None) for block in case.blocks)
     ),
+    "nothing to shard: ignored weights are those of units": lambda case: _any(
+        case, lambda b: b.ignored and any(map(_shares, all_blocks((b,))))
+    ),
     "torch: selective checkpoints refuse changes in place": lambda case: _any(
         case,
         lambda b: (
@@ -173,6 +181,11 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
         and _any(case, lambda b: b.recompute == "reentrant")
     ),
     # what docs/limits.md says
+    "a unit's weight that a module outside of any unit reads": lambda case: (
+        case.root is None
+        and not all(block.unit for block in case.blocks)
+        and _any(case, _shares)
+    ),
     "a compiled and an uncompiled forward before one backward, while gradients wait": lambda case: (
         case.way == "mixed"
         and any(s.waits and any(m.kind == "two" for m in s.micro) for s in case.steps)

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fuzz.case import Case, mesh_shape
-from fuzz.script import script
+from fuzz.script import RECOMPILES, script
 
 _numbers = itertools.count()
 
@@ -33,7 +33,8 @@ def run_text(mesh: DeviceMesh, text: str, shape: tuple[int, ...]) -> None:
     if not gc.get_freeze_count():
         gc.freeze()  # collecting what a case leaves then takes less than running it
     try:
-        with warnings.catch_warnings():
+        limit = torch._dynamo.config.patch(recompile_limit=RECOMPILES)
+        with warnings.catch_warnings(), limit:
             warnings.simplefilter("ignore")
             exec(compile(text, name, "exec"), space)
             space["main"](mesh)

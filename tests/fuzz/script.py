@@ -12,6 +12,10 @@ from fuzz.training import training
 HARNESS = Path(__file__).with_name("harness.py").read_text()
 
 
+RECOMPILES = 64
+"""How often Dynamo compiles one code: blocks of one class share theirs, and a case has many modes."""
+
+
 def script(case: Case) -> str:
     """The whole program."""
     return f'''"""Train a model unsharded and sharded, and compare.
@@ -33,6 +37,7 @@ if __name__ == "__main__":
         command += ["--nproc-per-node", "{case.world}", __file__]
         sys.exit(subprocess.call(command))
     dist.init_process_group("gloo")
+    torch._dynamo.config.recompile_limit = {RECOMPILES}
     main(init_device_mesh("cpu", {_shape(case)}{_dims(case)}))
     dist.destroy_process_group()
     print("equal")
