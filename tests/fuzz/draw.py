@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable
 
-from fuzz.case import PRECISIONS, Block, Case, Micro, Step, Unit, all_blocks
+from fuzz.case import PRECISIONS, Block, Case, Micro, Step, Unit, all_blocks, paths
 from fuzz.kinds import KINDS, LINEAR, RECOMPUTE
 from fuzz.training import MICRO, OPTIMIZERS, THEN, WAITS
 
@@ -149,6 +149,9 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     "torch: buffers are not cast with the parameters": lambda case: (
         bool(PRECISIONS[case.precision][1])
         and _any(case, lambda b: b.kind in ("spectral_norm", "batchnorm"))
+    ),
+    "rounding that many layers multiply": lambda case: (
+        bool(PRECISIONS[case.precision][1]) and sum(1 for _ in paths(case.blocks)) > 16
     ),
     "values of what is not sharded are not synced": lambda case: (
         case.start == "sync" and (not case.root or _any(case, lambda b: b.ignored))
