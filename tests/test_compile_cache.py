@@ -119,6 +119,56 @@ def test_graphs_of_later_steps_are_compiled_by_one_rank_too(mesh, folder):
     assert sum(miss for _, miss in _gathered((hit, miss))) == 3
 
 
+class Called(nn.Module):
+    """A linear layer, and what is called after it."""
+
+    def __init__(self, after, width):
+        super().__init__()
+        self.lin, self.after = nn.Linear(width, width, bias=False), after
+
+    def forward(self, x):
+        return self.after(self.lin(x))
+
+
+def _blocks(mesh):
+    torch._dynamo.reset()
+    counters.clear()
+    agreement.forget_all()
+    blocks = seeded(lambda: [Called(torch.sin, 6), Called(torch.cos, 6)])
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        block.compile(backend="shardc")
+    return blocks
+
+
+def _compiled():
+    return sum(_gathered(counters["aot_autograd"]["autograd_cache_miss"]))
+
+
+@on_ranks(2)
+def test_blocks_without_collectives_are_compiled_by_one_rank_too(mesh, folder):
+    model = fully_shard(nn.Sequential(*_blocks(mesh)), mesh=mesh)  # the runtime gathers for them
+    with _in(folder):
+        model(torch.randn(3, 6)).sum().backward()
+    assert _compiled() == 2
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+@on_ranks(2)
+def test_another_graph_of_equal_buckets(mesh, folder, differentiated):
+    """A rank may be alone with it: the first rank compiles, and who comes meanwhile waits.
+
+    Where the graph has something new to compare, those who wait compile, too.
+    """
+    first, second = _blocks(mesh)
+    with _in(folder):
+        first(torch.randn(3, 6)).sum().backward()
+        assert _compiled() == 1
+        x = torch.randn(3, 6, requires_grad=differentiated)  # its gradient needs another gather
+        second(x).sum().backward()
+        assert _compiled() == (3 if differentiated else 2), _compiled()
+
+
 @on_ranks(2)
 def test_what_is_loaded_trains_as_unsharded(mesh, folder):
     hits = []

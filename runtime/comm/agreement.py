@@ -84,7 +84,7 @@ def agree(
     Raises:
         RuntimeError: a rank states something else, or does not answer in time.
     """
-    if group.size() == 1 or compat.is_fake_group(group):
+    if not has_others(group):
         return frozenset([note])
     history = kept_with(group, _History, _History)
     text = "\n".join([what, *facts])
@@ -104,6 +104,11 @@ def agree(
     return notes
 
 
+def has_others(group: dist.ProcessGroup) -> bool:
+    """Whether `group` has other ranks, and they are processes."""
+    return group.size() > 1 and not compat.is_fake_group(group)
+
+
 def settle(
     group: dist.ProcessGroup,
     what: str,
@@ -116,6 +121,20 @@ def settle(
     if not history.known(name, note, first_note_stands):
         history.keep(name, frozenset([note]))
     return history.known(name, note, first_note_stands)
+
+
+def is_known(
+    group: dist.ProcessGroup,
+    what: str,
+    kept_as: Sequence[str],
+    note: str = "",
+    first_note_stands: bool = False,
+) -> bool:
+    """Whether `agree` would compare nothing with other ranks."""
+    if not has_others(group):
+        return True
+    history, name = kept_with(group, _History, _History), digest(what, *kept_as)
+    return bool(history.known(name, note, first_note_stands))
 
 
 def forget_all() -> None:
@@ -134,7 +153,7 @@ def decline(group: dist.ProcessGroup, what: str, why: str) -> None:
 
     Takes the place of this rank's call of `agree` with `every_time`.
     """
-    if group.size() == 1 or compat.is_fake_group(group):
+    if not has_others(group):
         return
     store, rank = _next_round(group), group.rank()
     with suppress(Parted), in_history(compat.group_name(group)):

@@ -37,21 +37,27 @@ class HandOver:
     """What one rank of a group hands over to the others, once.
 
     Args:
-        group: the ranks; all of them make one for the same thing, in the same order.
-        key: names the thing, equal on all ranks; the rank that makes it follows from it.
+        group: the ranks.
+        key: names the thing, equal on all ranks that need it.
+        together: all ranks come for it, in the same order as for all other things; the one that
+            makes it follows from the key. Else any may come, and the first of them makes it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, key: str) -> None:
-        rounds = kept_with(group, _Rounds, _Rounds)
-        rounds.count += 1
-        self._store = dist.PrefixStore(f"shardc/made/{rounds.count}", compat.group_store(group))
-        self._maker = int(hashlib.sha256(key.encode()).hexdigest(), 16) % group.size()
+    def __init__(self, group: dist.ProcessGroup, key: str, together: bool = True) -> None:
+        self._maker: int | None = None
+        place = key
+        if together:
+            rounds = kept_with(group, _Rounds, _Rounds)
+            rounds.count += 1
+            place = str(rounds.count)
+            self._maker = int(hashlib.sha256(key.encode()).hexdigest(), 16) % group.size()
+        self._store = dist.PrefixStore(f"shardc/made/{place}", compat.group_store(group))
         self._world = group.size()
         self._timeout = compat.group_timeout(group).total_seconds()
         self._folders = 0
         self._given = False
         self._done = threading.Event()
-        self.leads = group.rank() == self._maker
+        self.leads = group.rank() == self._maker if together else self._store.add("come", 1) == 1
 
     def begin(self, folders: Collection[str]) -> None:
         """This rank begins; ranks that see others' files in `folders` need it sent."""
@@ -61,7 +67,7 @@ class HandOver:
 
     def give(self, content: bytes | None) -> None:
         """Hand over, once; None: there is nothing, and each rank makes it itself."""
-        if self._given:
+        if self._given or not self.leads:
             return
         self._given = True
         self._done.set()
@@ -83,6 +89,10 @@ class HandOver:
                 return b"".join(self._store.get(f"piece{index}") for index in range(int(state)))
         return None
 
+    @property
+    def _who(self) -> str:
+        return "another rank" if self._maker is None else f"rank {self._maker} of the group"
+
     def _beat(self) -> None:
         beats = 0
         with contextlib.suppress(dist.DistError):
@@ -101,14 +111,13 @@ class HandOver:
                 beat, heard = latest, now if latest != beat else heard
             if now - heard > _DEAD or now - began > self._timeout:
                 log.warning(
-                    "rank %d of the group compiles for all ranks, but %s: this rank compiles "
-                    "the graph itself",
-                    self._maker,
+                    "%s compiles for all ranks, but %s: this rank compiles the graph itself",
+                    self._who,
                     f"is silent for {now - heard:.0f} s" if now - heard > _DEAD else "takes long",
                 )
                 return ""
             if now - said > _SAID_EVERY:
                 said = now
-                log.info("waiting for rank %d, which compiles for all ranks", self._maker)
+                log.info("waiting for %s, which compiles for all ranks", self._who)
             time.sleep(next(pause))
         return state

@@ -16,7 +16,7 @@ from shardc.backend.stages import RANKS
 from shardc.passes.context import without_units
 from shardc.passes.verify import collective_sequence
 from shardc.runtime import compat
-from shardc.runtime.comm.agreement import agree, settle
+from shardc.runtime.comm.agreement import agree, is_known, settle
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Agreements:
         made: what has been agreed on.
         settled: whether all ranks are known to have the same graph: then they would state the same,
             and nothing is sent.
+        before_comparing: is called before this rank waits for others, which may wait for it.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Agreements:
     ) -> None:
         self.made: list[Agreed] = []
         self.settled = False
+        self.before_comparing: Callable[[], None] = _nothing
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self._stage = stage
 
@@ -75,6 +77,8 @@ class Agreements:
         if self.settled:
             notes = settle(members, what, kept, note, first_note_stands)
         else:
+            if every_time or not is_known(members, what, kept, note, first_note_stands):
+                self.before_comparing()
             with self._stage(RANKS):
                 notes = agree(
                     members, what, facts, self._timeout, note, first_note_stands, every_time, kept
@@ -114,3 +118,7 @@ class Agreements:
         """Raise unless all ranks of each group send the same in the same order."""
         for group in groups:
             self.agree(group, f"the collectives of a {phase} graph", collective_sequence(gm))
+
+
+def _nothing() -> None:
+    pass

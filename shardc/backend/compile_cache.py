@@ -1,9 +1,10 @@
 """Compiled graphs on disk: found there at the next start, and compiled by one rank for all.
 
 A graph that all ranks come to at the same time is compared by its key. Where the key is the same on
-all of them, one rank compiles (`_leader`: another one from graph to graph) and the others wait for
-what it keeps. Where keys differ, because a rank has shapes of its own, every rank compiles what is
-its own, and so does a rank that compiles alone.
+all of them, one rank compiles (another one from graph to graph) and the others wait for what it
+keeps. Where keys differ, because a rank has shapes of its own, every rank compiles what is its own.
+A rank that may be alone compares nothing: the first to come compiles, and whoever comes while it
+does so waits for it.
 
 An entry is AOT autograd's (`compat.aot_cache`), with what our passes decided beside it: what is
 loaded agrees, reports and names its failures as if it had been compiled.
@@ -28,6 +29,7 @@ from shardc.backend.stages import RANKS
 from shardc.passes.context import Kept
 from shardc.passes.used_slots import Differentiated
 from shardc.runtime import compat
+from shardc.runtime.comm.agreement import has_others
 from shardc.runtime.comm.hand_over import HandOver
 
 Wrap = Callable[[Any, list[str], bool], Any]
@@ -96,7 +98,10 @@ class CompileCache:
             return None
         if self._group is None or len(known) > 1:
             self._key = _digest(key, *sorted(known)) if len(known) > 1 else key
-            return self._use(find(self._key))
+            found = find(self._key)
+            if found is None and self._group is None:
+                found = self._from_first()
+            return self._use(found)
         self._key = key
         self._plan.agreements.settled = True
         self._hand_over = HandOver(self._group, key)
@@ -106,13 +111,30 @@ class CompileCache:
         if self._hand_over.leads:
             self._hand_over.begin(folders - {_folder()})
         elif found is None:
-            with self._plan.stages.stage(RANKS):
-                content = self._hand_over.take()
+            content = self._taken(self._hand_over)
             found = find(key)
             if found is None and content:
                 compat.write_entry(key, content)
                 found = find(key)
         return self._use(found)
+
+    def _from_first(self) -> compat.Found:
+        """The entry of a rank that compiles the same now; None where this one is the first."""
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if world is None or not has_others(world):
+            return None
+        first = HandOver(world, f"{self._key} {_folder()}", together=False)
+        if not first.leads:
+            self._taken(first)
+            return self._find(self._key)
+        self._hand_over = first
+        first.begin(())
+        self._plan.agreements.before_comparing = lambda: first.give(None)
+        return None
+
+    def _taken(self, hand_over: HandOver) -> bytes | None:
+        with self._plan.stages.stage(RANKS):
+            return hand_over.take()
 
     def bypassed(self) -> None:
         """This rank compiles what it cannot keep; so do all that come to the graph with it."""
@@ -138,7 +160,7 @@ class CompileCache:
         try:
             yield
         finally:
-            if self._hand_over is not None and self._hand_over.leads:
+            if self._hand_over is not None:
                 self._hand_over.give(None)
 
     def _compare(self, note: str) -> frozenset[str]:

@@ -185,9 +185,7 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     ),
     # what docs/limits.md says
     "a unit's weight that a module outside of any unit reads": lambda case: (
-        case.root is None
-        and not all(block.unit for block in case.blocks)
-        and _any(case, _shares)
+        case.root is None and not all(block.unit for block in case.blocks) and _any(case, _shares)
     ),
     "a compiled and an uncompiled forward before one backward, while gradients wait": lambda case: (
         case.way == "mixed"

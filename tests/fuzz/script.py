@@ -13,7 +13,7 @@ HARNESS = Path(__file__).with_name("harness.py").read_text()
 
 
 RECOMPILES = 64
-"""How often Dynamo compiles one code: blocks of one class share theirs, and a case has many modes."""
+"""How often Dynamo may compile one code: blocks of one class share theirs."""
 
 
 def script(case: Case) -> str:
