@@ -130,6 +130,21 @@ def test_a_rank_may_compile_alone_what_equal_buckets_run(mesh, then, place):
         torch.testing.assert_close(full(ours.grad), mean_over_ranks(theirs.grad, mesh))
 
 
+@on_ranks(2)
+def test_sizes_are_dynamic_on_some_ranks_only(mesh):
+    """A batch as large as the width of a layer is of one size, compiled for any size elsewhere."""
+    plain = seeded(lambda: torch.nn.Linear(3, 3))
+    model = shard_all(copy.deepcopy(plain), mesh)
+    check_parity(
+        plain,
+        model,
+        compiled(model, dynamic=True),
+        lambda seed: {"input": torch.ones(2 + mesh.get_rank(), 3) * seed},
+        mesh,
+        loss_of=lambda out: out.square().mean(),
+    )
+
+
 @on_ranks(3)
 def test_what_differs_is_said_the_same_way_on_all_ranks(mesh):
     group, rank = mesh.get_group(), mesh.get_local_rank()

@@ -271,6 +271,30 @@ def test_a_weight_that_is_computed_by_an_op_with_several_results(mesh, reshard):
     check_parity(plain, model, compiled(model), lambda seed: {"x": _noise(seed)}, mesh)
 
 
+class Added(nn.Module):
+    """Two embeddings whose gradients are equal."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.segments = nn.Embedding(5, 4), nn.Embedding(5, 4)
+
+    def forward(self, ids):
+        return (self.tokens(ids) + self.segments(ids)).square().mean()
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@on_ranks(2)
+def test_equal_gradients_are_not_one(mesh, executor):
+    plain, model = seeded(Added), seeded(Added)
+    for unit in (model.tokens, model.segments, model):
+        fully_shard(unit, mesh=mesh)
+    call = compiled(model, executor)
+    check_parity(plain, model, call, lambda seed: {"ids": tokens(seed, vocab=5)}, mesh)
+    call(torch.arange(5)).backward()
+    model.tokens.weight.grad.mul_(0)
+    assert full(model.segments.weight.grad).any()
+
+
 @on_ranks(2)
 def test_compiled_blocks(mesh):
     plain, model = seeded(Stack), shard_all(seeded(Stack), mesh)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -91,10 +92,15 @@ def compile_aot(
     backward: Callable[..., object],
     partition: Callable[..., object],
 ) -> Callable[..., Any]:
-    """AOT autograd with our compilers and no decompositions (2.11 to 2.15)."""
+    """AOT autograd with our compilers and no decompositions (2.11 to 2.15).
+
+    A backward is compiled with its forward: with dynamic sizes AOT autograd does so, and a rank
+    may have some where others have none.
+    """
     from torch._dynamo.backends.common import aot_autograd
 
-    with functorch_config().patch(enable_autograd_cache=False):
+    cache = functorch_config().patch(enable_autograd_cache=False)
+    with cache, compiling_backward_at_once(), keeping_reductions():
         return aot_autograd(
             fw_compiler=donating_nothing(forward),
             bw_compiler=backward,
@@ -134,6 +140,18 @@ def min_cut_partition(
 def compiling_backward_at_once() -> AbstractContextManager[object]:
     """Inside, AOT autograd compiles a backward with its forward (2.11 to 2.15)."""
     return functorch_config().patch(force_non_lazy_backward_lowering=True)
+
+
+def keeping_reductions() -> AbstractContextManager[object]:
+    """Inside, AOT autograd does not merge equal reductions of one gradient (2.11 to 2.15).
+
+    Parameters of two buckets may have equal gradients: each needs memory of its own.
+    """
+    from torch._functorch import compile_utils
+
+    ops = torch.ops._c10d_functional
+    kept = [*compile_utils.rand_ops, ops.reduce_scatter_tensor, ops.all_reduce]
+    return mock.patch.object(compile_utils, "rand_ops", kept)
 
 
 def functorch_config() -> Any:

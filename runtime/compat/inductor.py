@@ -7,7 +7,12 @@ import torch
 from torch._inductor.exc import InductorError as InductorError
 from torch.fx import GraphModule
 
-from shardc.runtime.compat.aot import compiling_backward_at_once, donating_nothing, is_body
+from shardc.runtime.compat.aot import (
+    compiling_backward_at_once,
+    donating_nothing,
+    is_body,
+    keeping_reductions,
+)
 from shardc.runtime.compat.aot_cache import Guest, aot_cache
 
 LabelOf = Callable[[torch.fx.Node], object]
@@ -29,7 +34,7 @@ def compile_fx(
     """
     from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
 
-    with aot_cache(cache), compiling_backward_at_once():
+    with aot_cache(cache), compiling_backward_at_once(), keeping_reductions():
         return inductor_compile_fx(  # type: ignore[return-value]
             gm,
             list(example_inputs),

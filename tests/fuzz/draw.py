@@ -165,6 +165,13 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     "nothing to shard: ignored weights are those of units": lambda case: _any(
         case, lambda b: b.ignored and any(map(_shares, all_blocks((b,))))
     ),
+    "torch: a compiled checkpoint counts a batch once, an uncompiled one twice": lambda case: (
+        _is_compiled(case)
+        and _any(
+            case,
+            lambda b: bool(b.recompute) and any(c.kind == "batchnorm" for c in all_blocks((b,))),
+        )
+    ),
     "torch: selective checkpoints refuse changes in place": lambda case: _any(
         case,
         lambda b: (
