@@ -283,7 +283,7 @@ class Added(nn.Module):
 
 
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
-@on_ranks(2)
+@on_ranks(1, 2)
 def test_equal_gradients_are_not_one(mesh, executor):
     plain, model = seeded(Added), seeded(Added)
     for unit in (model.tokens, model.segments, model):

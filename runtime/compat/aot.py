@@ -149,9 +149,10 @@ def keeping_reductions() -> AbstractContextManager[object]:
     """
     from torch._functorch import compile_utils
 
-    ops = torch.ops._c10d_functional
-    kept = [*compile_utils.rand_ops, ops.reduce_scatter_tensor, ops.all_reduce]
-    return mock.patch.object(compile_utils, "rand_ops", kept)
+    theirs, ours = torch.ops._c10d_functional, torch.ops.shardc
+    reductions = [theirs.reduce_scatter_tensor, theirs.all_reduce]
+    reductions += [ours.reduce_scatter, ours.custom_reduce_scatter]
+    return mock.patch.object(compile_utils, "rand_ops", [*compile_utils.rand_ops, *reductions])
 
 
 def functorch_config() -> Any:
