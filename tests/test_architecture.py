@@ -226,3 +226,10 @@ def test_the_table_of_state_is_complete():
         if name != "__all__"
     }
     assert sorted(found - table) == [] == sorted(table - found)
+
+
+def test_files_that_the_map_names_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`((?:shardc|passes|runtime|tests)/[\w/]+(?:\.py|/))`", text))
+    assert len(named) > 40
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
