@@ -62,9 +62,8 @@ def _kind(transfer: Transfer, ctx: PassContext) -> Any:
         return object()
     return (
         start.target,
-        moved_by(start)[0].spec.group,
         start.meta["val"].dtype,
-        start.args[1:],
+        start.args[1:],  # the group is the last
         transfer.is_gather and ctx.kept.reshards(start),
     )
 

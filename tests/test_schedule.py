@@ -151,6 +151,17 @@ def _check_in_flight(gm, ctx):
         assert sum(held) <= limit or len(held) == 1
 
 
+def test_collectives_of_other_groups_are_not_merged():
+    def sent(*groups):
+        gm, ctx = _graph([0, 1, 2, 3, 4, 5, -6, -5, -4, -3, -2, -1])
+        for target in (c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default):
+            for index, start in enumerate(gm.graph.find_nodes(op="call_function", target=target)):
+                start.args = (*start.args[:-1], groups[index % len(groups)])
+        return sum(map(is_collective, coalesce(gm, ctx).graph.nodes))
+
+    assert sent("0") < 12 == sent("0", "1")
+
+
 def test_order_of_a_small_graph():
     gm, ctx = _graph([0, 1, 2, -3, -2, -1])
     names = [n.name for n in schedule(gm, ctx).graph.nodes if is_collective(n) or is_wait(n)]
