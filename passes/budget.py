@@ -9,6 +9,7 @@ Without a budget nothing is decided here: units reshard as they were told to.
 """
 
 import copy
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -34,6 +35,8 @@ from shardc.passes.memory import Liveness, measure_liveness
 from shardc.passes.runner import run_passes
 from shardc.runtime import compat
 from shardc.runtime.layout.spec import Moved
+
+log = logging.getLogger("shardc")
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,11 @@ def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
     if budget is None or ctx.options is None:
         return Kept()
     room = budget.nbytes - budget.static
-    facts = [str(budget), *(describe(n) for n in our_collectives(gm) if is_all_gather(n))]
+
+    def facts(by_number: bool) -> list[str]:
+        gathers = filter(is_all_gather, our_collectives(gm))
+        return [str(budget), *(describe(node, by_number) for node in gathers)]
+
     for ahead in range(UNITS_IN_FLIGHT, -1, -1):
         kept = Kept(ctx.open_positions, ahead=ahead)
         trial = _try(gm, ctx, kept)
@@ -69,8 +76,9 @@ def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
             break
     else:
         raise RuntimeError(_too_small(budget, trial))
-    if ctx.agree_on_count is not None and (agreed := ctx.agree_on_count(facts, ahead)) < ahead:
-        kept = replace(kept, ahead=agreed)
+    own_ahead = ahead
+    if ctx.agree_on_count is not None and (ahead := ctx.agree_on_count(facts, ahead)) != own_ahead:
+        kept = replace(kept, ahead=ahead)
         trial = _try(gm, ctx, kept)
     candidates = sorted(
         _candidates(trial, ctx), key=lambda c: (-c.seconds / max(c.nbytes, 1), -c.forward[0])
@@ -79,9 +87,19 @@ def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
     # What is kept moves other gathers, too: try it.
     while count and _try(gm, ctx, _with_first(candidates, count, kept)).peak > room:
         count -= 1
+    own_count = count
     if ctx.agree_on_count is not None:
-        count = ctx.agree_on_count([*facts, *(str(c.position) for c in candidates)], count)
-    return _with_first(candidates, count, kept)
+        positions = [str(candidate.position) for candidate in candidates]
+        count = ctx.agree_on_count(lambda by_number: [*facts(by_number), *positions], count)
+    kept = _with_first(candidates, count, kept)
+    if ahead > own_ahead or count > own_count:
+        log.warning(
+            "memory_budget: a graph may hold %d bytes, its budget is %d: ranks have agreed on what "
+            "stays gathered when they compiled for other sizes",
+            _try(gm, ctx, kept).peak + budget.static,
+            budget.nbytes,
+        )
+    return kept
 
 
 def _with_first(candidates: Sequence[Candidate], count: int, kept: Kept) -> Kept:

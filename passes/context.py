@@ -2,7 +2,6 @@
 
 import itertools
 import operator
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +24,11 @@ GATHERS = {
 }
 _OWN = {torch.ops.shardc.all_gather.default, torch.ops.shardc.reduce_scatter.default}
 """Collectives of ours (`comm_buffers`)."""
+
+
+Facts = Callable[[bool], list[str]]
+"""Lines that ranks compare. Given True, they number a graph's units and do not name them: equal
+blocks, which run one graph, say the same."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +149,8 @@ class PassContext:
     buckets: Mapping[int, tuple[str, int]] = field(default_factory=dict)
     outside: frozenset[int] = frozenset()
     options: ScheduleOptions | None = None
-    agree_on_seconds: Callable[[list[str], list[float]], list[float]] | None = None
-    agree_on_count: Callable[[list[str], int], int] | None = None
+    agree_on_seconds: Callable[[Facts, list[float]], list[float]] | None = None
+    agree_on_count: Callable[[Facts, int], int] | None = None
     budget: Budget | None = None
     open_positions: frozenset[int] = frozenset()
     kept: Kept = Kept()
@@ -259,16 +263,12 @@ WRITES = "shardc_writes"
 _ALIASES = (torch.ops.aten._unsafe_view.default,)
 
 
-def describe(node: Node) -> str:
-    """What a collective of ours moves, in one line."""
+def describe(node: Node, by_number: bool = False) -> str:
+    """What a collective of ours moves, in one line; see `Facts`."""
     name, moved = getattr(node.target, "_opname", str(node.target)), moved_by(node)
     specs = " and ".join(describe_spec(each.spec) for each in moved)
-    return f"{in_short(labels_of(node))}: {name} of {specs}"
-
-
-def without_units(line: str) -> str:
-    """What `describe` says, but for the units."""
-    return re.sub(r"^.*?: (?=\w+ of )", "", line)
+    units = str([each.unit for each in moved]) if by_number else in_short(labels_of(node))
+    return f"{units}: {name} of {specs}"
 
 
 def describe_spec(spec: UnshardSpec) -> str:

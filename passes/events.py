@@ -192,8 +192,12 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
     bounds = [*events.positions, len(events.steps)]
     seconds = [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]
     if ctx.agree_on_seconds is not None:
-        sent = [f"{describe(t.start)} at event {events.of(t)}" for t in events.transfers]
-        seconds = ctx.agree_on_seconds([str(options), *sent], seconds)
+
+        def facts(by_number: bool) -> list[str]:
+            starts = [(describe(t.start, by_number), events.of(t)) for t in events.transfers]
+            return [str(options), *(f"{start} at event {event}" for start, event in starts)]
+
+        seconds = ctx.agree_on_seconds(facts, seconds)
 
     def wire(transfer: Transfer) -> float:
         sent = [*filter(is_collective, transfer.before), transfer.start]

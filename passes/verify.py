@@ -69,6 +69,6 @@ def check_collectives(planned: Sequence[str], graph: Graph) -> None:
         )
 
 
-def collective_sequence(gm: GraphModule) -> list[str]:
+def collective_sequence(gm: GraphModule, by_number: bool = False) -> list[str]:
     """One line per collective of ours, in graph order: what ranks must have in common."""
-    return list(map(describe, our_collectives(gm)))
+    return [describe(node, by_number) for node in our_collectives(gm)]

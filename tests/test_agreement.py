@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from models import (
 from ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardc import fully_shard
 from shardc.backend.agreements import Agreements
 from shardc.backend.graph_plan import graph_plans
 from shardc.runtime import compat
@@ -130,6 +132,35 @@ def test_a_rank_may_compile_alone_what_equal_buckets_run(mesh, then, place):
         torch.testing.assert_close(full(ours.grad), mean_over_ranks(theirs.grad, mesh))
 
 
+class Either(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x, left):
+        return (self.left if left else self.right)(x)
+
+
+class Always(Either):
+    def forward(self, x):
+        return self.left(x)
+
+
+@on_ranks(2)
+def test_what_one_block_reads_says_nothing_of_another_class_of_blocks(mesh):
+    blocks = [Either(), Always()]
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+        block.compile(backend="shardc", options={"executor": "eager"})
+    first, second = blocks
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # parameters that only some ranks use
+        first(torch.ones(2, 4), mesh.get_rank() == 0).sum().backward()
+    assert first.right.weight.grad is not None
+    second(torch.ones(2, 4)).sum().backward()
+    assert second.right.weight.grad is None  # zeros would let AdamW decay it
+
+
 @on_ranks(2)
 def test_sizes_are_dynamic_on_some_ranks_only(mesh):
     """A batch as large as the width of a layer is of one size, compiled for any size elsewhere."""
@@ -189,11 +220,15 @@ def test_ranks_plan_with_the_slowest_and_the_tightest_of_them(mesh):
     seconds = [[1.0, 5.0], [3.0, 2.0], [2.0, 4.0]][rank]
     count = [4, 2, 3][rank]
     agreements = Agreements()
-    assert agreements.seconds(group, "forward", ["a test"], seconds) == [3.0, 5.0]
-    assert agreements.count(group, ["a test"], count) == 2
+
+    def facts(by_number):
+        return ["a test"]
+
+    assert agreements.seconds(group, "forward", facts, seconds) == [3.0, 5.0]
+    assert agreements.count(group, facts, count) == 2
     if rank == 0:  # which compiles again, alone: the others would not answer
-        assert agreements.seconds(group, "forward", ["a test"], [9.0, 9.0]) == [3.0, 5.0]
-        assert agreements.count(group, ["a test"], 1) == 2
+        assert agreements.seconds(group, "forward", facts, [9.0, 9.0]) == [3.0, 5.0]
+        assert agreements.count(group, facts, 1) == 2
 
 
 @on_ranks(2)

@@ -16,9 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import check_parity, seeded
-from ranks import FORKS, on_ranks
+from ranks import FORKS, forget_agreements, on_ranks
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh
 
 import shardc
 from shardc import fully_shard
@@ -26,7 +27,7 @@ from shardc.backend import compile_cache
 from shardc.backend.graph_plan import graph_plans
 from shardc.reports.live import rows_of
 from shardc.runtime import compat
-from shardc.runtime.comm import agreement, hand_over
+from shardc.runtime.comm import hand_over
 from shardc.runtime.comm.history import history_of
 
 
@@ -48,7 +49,7 @@ def _sharded(width, mesh, **settings):
 def _start(width, mesh, batch=3, **options):
     """What a process does after its start: the model, its loss and gradients, hits and misses."""
     torch._dynamo.reset()
-    agreement.forget_all()
+    forget_agreements()
     counters.clear()
     graph_plans.clear()
     model = _sharded(width, mesh)
@@ -133,7 +134,7 @@ class Called(nn.Module):
 def _blocks(mesh):
     torch._dynamo.reset()
     counters.clear()
-    agreement.forget_all()
+    forget_agreements()
     blocks = seeded(lambda: [Called(torch.sin, 6), Called(torch.cos, 6)])
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
@@ -151,6 +152,19 @@ def test_blocks_without_collectives_are_compiled_by_one_rank_too(mesh, folder):
     with _in(folder):
         model(torch.randn(3, 6)).sum().backward()
     assert _compiled() == 2
+
+
+@on_ranks(2)
+def test_ranks_that_compare_over_several_groups_compile_at_once(mesh, folder):
+    """One that waited for another would trace only when that one has something to compare."""
+    first, second = seeded(lambda: [Called(torch.sin, 6), Called(torch.cos, 6)])
+    fully_shard(first, mesh=mesh)
+    fully_shard(second, mesh=DeviceMesh.from_group(dist.new_group([0, 1]), "cpu"))
+    call = torch.compile(lambda x: second(first(x)).sum(), backend="shardc")
+    made = mock.Mock(side_effect=hand_over.HandOver)  # none is made
+    with _in(folder), mock.patch.object(compile_cache, "HandOver", made):
+        call(torch.randn(3, 6)).backward()
+    assert not made.called
 
 
 @pytest.mark.parametrize("differentiated", [False, True])

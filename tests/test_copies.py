@@ -15,7 +15,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardc
-from shardc import ShardTensor, fully_shard, register_fsdp_forward_method, units_of
+from shardc import (
+    MixedPrecisionPolicy,
+    ShardTensor,
+    fully_shard,
+    register_fsdp_forward_method,
+    units_of,
+)
 
 TIED = functools.partial(Stack, tied=True)
 EXECUTORS = pytest.mark.parametrize("executor", ["eager", None])
@@ -124,6 +130,18 @@ def test_a_copy_of_a_model_with_a_unit_of_several_modules(mesh, executor):
         _call(each, executor)(**_batch(7)).backward()
     for (name, p), q in zip(new.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(full(p.grad), full(q.grad), rtol=0, atol=0, msg=name)
+
+
+@EXECUTORS
+@on_ranks(2)
+def test_a_copy_of_one_module_of_a_unit_of_several(mesh, executor):
+    layers = seeded(lambda: nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
+    policy = MixedPrecisionPolicy(torch.bfloat16, full_precision_in_eval=True)
+    fully_shard(list(layers), mesh=mesh, mp_policy=policy)
+    new = copy.deepcopy(layers[1])
+    layers.eval()
+    for each in (layers[1], new.eval()):
+        assert _call(each, executor)(torch.ones(2, 4)).dtype == torch.float32
 
 
 @EXECUTORS

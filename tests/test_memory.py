@@ -1,6 +1,9 @@
 """Liveness of small graphs by hand, and planned against measured peaks."""
 
+import copy
 import json
+import logging
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +16,10 @@ from torch.fx import Graph, GraphModule
 
 import shardc
 from shardc import fully_shard
+from shardc.backend import graph_plan
 from shardc.backend.graph_plan import graph_plans
 from shardc.passes import budget, pipeline
-from shardc.passes.budget import Candidate, choose_candidates
+from shardc.passes.budget import Candidate, choose_candidates, choose_kept
 from shardc.passes.context import is_all_gather
 from shardc.passes.hardware import PROFILES, budget_bytes
 from shardc.passes.memory import measure_liveness
@@ -219,3 +223,30 @@ def test_planned_peak_is_within_a_tenth_of_the_measured_one(mesh, executor, tmp_
     measured = measured_peak(lambda: step(x).backward(), folder) + 3 * segments
     planned = max(plan.peak for plan in graph_plans)
     assert abs(planned / measured - 1) < 0.1, (planned, measured)
+
+
+@on_ranks(2)
+def test_ranks_keep_the_same_when_sizes_grow(mesh):
+    """A copy compiles for other sizes on each rank: none compares anything, all keep the same."""
+    layers = [nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(4)]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    model, kept = fully_shard(nn.Sequential(*layers), mesh=mesh), []
+
+    def choose(gm, ctx):
+        kept.append(choose_kept(gm, ctx))
+        return kept[-1]
+
+    options = {"executor": "eager", "memory_budget": "14MB"}
+    logged = mock.Mock()
+    with (
+        mock.patch.object(graph_plan, "choose_kept", choose),
+        mock.patch.object(logging.getLogger("shardc"), "warning", logged),
+    ):
+        for rows in (8, (256, 320)[mesh.get_rank()]):
+            torch._dynamo.reset()
+            call = torch.compile(copy.deepcopy(model), backend="shardc", options=options)
+            call(torch.ones(rows, 512)).sum().backward()
+    small, large = kept
+    assert large == small
+    assert "its budget is" in str(logged.call_args)

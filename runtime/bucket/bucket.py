@@ -48,7 +48,8 @@ class Bucket:
         gradients: what becomes of its gradient.
         key: what the graphs that read it were compiled for.
         serial: the number of the bucket in its group, equal on all ranks.
-        origin: that of the bucket of which it is a copy, or of a copy; else its own.
+        origin: the `serial` of the bucket that it was copied from, also by way of other copies; its
+            own if it is no copy.
         unit: its `Unit`, once it is made.
     """
 

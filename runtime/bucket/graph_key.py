@@ -73,14 +73,25 @@ class GraphKey:
         """`reading`, for `read_again`; None where it would keep full parameters."""
         return None if "full" in self.reading_code().extras else self.reading()
 
-    def read_again(self, readings: Sequence[Reading | None]) -> None:
+    def read_again(self, readings: Sequence[Reading | None]) -> list[Reading | None]:
         """Have the next reads need what earlier ones did, in order; None: what they need now.
 
-        Until as many reads (`been_read`).
+        Holds for as many reads as there are entries, which `been_read` counts.
+
+        Returns:
+            What the next reads were to need before this call.
         """
-        if self._again or readings:
-            self._again = list(readings)
+        before, again = self._again, list(readings)
+        if before or any(reading != self._plain for reading in again):
+            self._again = again
             self.refresh()
+        return before
+
+    @property
+    def _plain(self) -> Reading | None:
+        """What a read needs now if it needs nothing but code, else nothing."""
+        signature, extras = self.reading()
+        return None if extras else (signature, [])
 
     def been_read(self) -> None:
         """A graph is given what it needs."""

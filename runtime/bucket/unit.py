@@ -80,9 +80,8 @@ class Unit:
 
     @property
     def training(self) -> bool:
-        """Whether its first module is in training mode."""
-        module = self._modules[0]()
-        return module is None or module.training
+        """Whether the first of its modules that exists is in training mode."""
+        return next((module.training for module in self.modules), True)
 
     @property
     def hints(self) -> tuple[object, ...]:

@@ -9,7 +9,7 @@ rank may recompile alone for its own shapes, as long as its sequence of collecti
 
 import difflib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardc.runtime import compat
 from shardc.runtime.comm.collectives import in_history
-from shardc.runtime.comm.communicators import all_kept, kept_with
+from shardc.runtime.comm.communicators import kept_with
 from shardc.runtime.comm.history import Parted
 from shardc.runtime.comm.progress import Call, progress
 from shardc.runtime.comm.store import Attendance, digest, look, pauses
@@ -42,7 +42,7 @@ class _History:
     notes: dict[str, list[frozenset[str]]] = field(default_factory=dict)
 
     def known(self, name: str, note: str, first_note_stands: bool) -> frozenset[str]:
-        """The notes of the rounds in which a rank gave `note`; empty if none did."""
+        """The notes of the rounds in which a rank gave `note`, or of the first if that stands."""
         rounds = self.notes.get(name, [])
         if first_note_stands:
             return frozenset().union(*rounds[:1])
@@ -63,6 +63,7 @@ def agree(
     first_note_stands: bool = False,
     every_time: bool = False,
     kept_as: Sequence[str] | None = None,
+    before: Callable[[], None] | None = None,
 ) -> frozenset[str]:
     """Raise on every rank of `group` unless all state the same facts.
 
@@ -77,9 +78,11 @@ def agree(
         every_time: compare even what was agreed on before: all ranks call this together.
         kept_as: what is remembered of the facts (default: the facts). Facts that are kept as the
             same are agreed on, too.
+        before: is called where something is to be compared.
 
     Returns:
-        The notes of all ranks, in the rounds in which one of them gave `note`.
+        The notes of all ranks, in the rounds in which one of them gave `note`; with
+        `first_note_stands` those of the first round.
 
     Raises:
         RuntimeError: a rank states something else, or does not answer in time.
@@ -92,6 +95,8 @@ def agree(
     notes = frozenset[str]() if every_time else history.known(name, note, first_note_stands)
     if not notes:
         timeout = timeout or compat.group_timeout(group)
+        if before is not None:
+            before()
         store = _next_round(group)
         with in_history(compat.group_name(group)), _entry(what, facts):
             try:
@@ -121,26 +126,6 @@ def settle(
     if not history.known(name, note, first_note_stands):
         history.keep(name, frozenset([note]))
     return history.known(name, note, first_note_stands)
-
-
-def is_known(
-    group: dist.ProcessGroup,
-    what: str,
-    kept_as: Sequence[str],
-    note: str = "",
-    first_note_stands: bool = False,
-) -> bool:
-    """Whether `agree` would compare nothing with other ranks."""
-    if not has_others(group):
-        return True
-    history, name = kept_with(group, _History, _History), digest(what, *kept_as)
-    return bool(history.known(name, note, first_note_stands))
-
-
-def forget_all() -> None:
-    """Forget what all groups have agreed on. All ranks must do so between the same collectives."""
-    for history in all_kept(_History):
-        history.notes.clear()
 
 
 def rounds(group: dist.ProcessGroup) -> int:

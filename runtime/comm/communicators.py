@@ -5,7 +5,7 @@ can overlap an all-gather where the network carries both. All models that shard 
 ranks share them, so their collectives keep one order.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -26,11 +26,6 @@ def kept_with(group: dist.ProcessGroup, key: object, make: Callable[[], T]) -> T
         kept[key] = make()
     found: T = kept[key]
     return found
-
-
-def all_kept(key: Callable[[], T]) -> Iterator[T]:
-    """What has been made for groups by `key`, which is its class."""
-    return (kept[key] for kept in _kept.values() if key in kept)
 
 
 def group_over(ranks: list[int], like: dist.ProcessGroup) -> str:

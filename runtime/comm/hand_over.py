@@ -1,4 +1,4 @@
-"""One rank makes something for all of its group; the others wait for it and are never stuck.
+"""One rank makes something for others of its group, which wait for it and are never stuck.
 
 The one that makes it says in the group's store, every few seconds, that it is alive. A rank that
 hears nothing for a while, or is told that there is nothing, goes on alone.
@@ -21,6 +21,8 @@ log = logging.getLogger("shardc")
 
 _BEAT, _DEAD = 2.0, 30.0
 """Seconds: how often the maker says that it is alive, and after which silence it counts as dead."""
+_SHARE = 4
+"""A rank that may be the only one to come waits for this part of the group's timeout."""
 _CHUNK = 1 << 20
 """Bytes that travel as one value of the store."""
 _SAID_AFTER, _SAID_EVERY = 5.0, 30.0
@@ -54,6 +56,8 @@ class HandOver:
         self._store = dist.PrefixStore(f"shardc/made/{place}", compat.group_store(group))
         self._world = group.size()
         self._timeout = compat.group_timeout(group).total_seconds()
+        if not together:  # the maker's device may wait for what this rank is yet to start
+            self._timeout /= _SHARE
         self._folders = 0
         self._given = False
         self._done = threading.Event()
@@ -72,7 +76,7 @@ class HandOver:
         self._given = True
         self._done.set()
         pieces = 0
-        if content is not None and self._folders:
+        if content is not None and self.sends:
             pieces = -(-len(content) // _CHUNK)
             for index in range(pieces):
                 part = content[index * _CHUNK : (index + 1) * _CHUNK]
@@ -88,6 +92,11 @@ class HandOver:
             if state not in ("", "nothing", "0"):
                 return b"".join(self._store.get(f"piece{index}") for index in range(int(state)))
         return None
+
+    @property
+    def sends(self) -> bool:
+        """Whether it travels through the store; else the others find it on disk."""
+        return self._folders > 0
 
     @property
     def _who(self) -> str:
@@ -111,13 +120,13 @@ class HandOver:
                 beat, heard = latest, now if latest != beat else heard
             if now - heard > _DEAD or now - began > self._timeout:
                 log.warning(
-                    "%s compiles for all ranks, but %s: this rank compiles the graph itself",
+                    "%s compiles the same, but %s: this rank compiles the graph itself",
                     self._who,
                     f"is silent for {now - heard:.0f} s" if now - heard > _DEAD else "takes long",
                 )
                 return ""
             if now - said > _SAID_EVERY:
                 said = now
-                log.info("waiting for %s, which compiles for all ranks", self._who)
+                log.info("waiting for %s, which compiles the same", self._who)
             time.sleep(next(pause))
         return state

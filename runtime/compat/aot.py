@@ -143,14 +143,15 @@ def compiling_backward_at_once() -> AbstractContextManager[object]:
 
 
 def keeping_reductions() -> AbstractContextManager[object]:
-    """Inside, AOT autograd does not merge equal reductions of one gradient (2.11 to 2.15).
+    """Inside, AOT autograd does not merge reductions of equal gradients (2.11 to 2.15).
 
-    Parameters of two buckets may have equal gradients: each needs memory of its own.
+    Parameters of two buckets may have equal gradients, each with memory of its own. A user's own
+    reduction may be an all-to-all.
     """
     from torch._functorch import compile_utils
 
     theirs, ours = torch.ops._c10d_functional, torch.ops.shardc
-    reductions = [theirs.reduce_scatter_tensor, theirs.all_reduce]
+    reductions = [theirs.reduce_scatter_tensor, theirs.all_reduce, theirs.all_to_all_single]
     reductions += [ours.reduce_scatter, ours.custom_reduce_scatter]
     return mock.patch.object(compile_utils, "rand_ops", [*compile_utils.rand_ops, *reductions])
 

@@ -38,7 +38,11 @@ def when_backward_ends(call: Callable[[], None]) -> None:
 
 
 class _Nested(threading.local):
-    """For each backward that a node of another one runs on this thread: what comes later."""
+    """For each backward that runs inside of another one: what is called when the outer one ends.
+
+    It is kept by thread: autograd runs a checkpoint and what is inside of it on the thread of one
+    device, unless more than 60 backwards are inside of each other.
+    """
 
     def __init__(self) -> None:
         self.postponed: list[list[Callable[[], None]]] = []

@@ -21,7 +21,7 @@ from shardc.runtime.bucket.unit import Unit
 def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A deep copy of a module that holds sharded parameters. Every rank must make it.
 
-    The other modules of a unit of several are copied with it.
+    The other modules of a unit of several are copied with it, and so is the memory of all of them.
 
     Raises:
         NotImplementedError: some of the parameters belong to a unit that is not inside.

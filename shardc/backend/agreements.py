@@ -13,10 +13,10 @@ from datetime import timedelta
 from torch.fx import GraphModule
 
 from shardc.backend.stages import RANKS
-from shardc.passes.context import without_units
+from shardc.passes.context import Facts
 from shardc.passes.verify import collective_sequence
 from shardc.runtime import compat
-from shardc.runtime.comm.agreement import agree, is_known, settle
+from shardc.runtime.comm.agreement import agree, settle
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Agreements:
     ) -> None:
         self.made: list[Agreed] = []
         self.settled = False
-        self.before_comparing: Callable[[], None] = _nothing
+        self.before_comparing: Callable[[], None] | None = None
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self._stage = stage
 
@@ -67,21 +67,23 @@ class Agreements:
         every_time: bool = False,
         kept_as: Iterable[str] | None = None,
     ) -> frozenset[str]:
-        """`agree` by a group's name, with the timeout of the options.
-
-        Facts are kept without the units of collectives: where equal blocks run one graph, a rank
-        that compiles it anew may do so in another block than the others did.
-        """
+        """`agree` by a group's name, with the timeout of the options."""
         members = compat.resolve_group(group)
-        kept = tuple(map(without_units, facts) if kept_as is None else kept_as)
+        kept = tuple(facts if kept_as is None else kept_as)
         if self.settled:
             notes = settle(members, what, kept, note, first_note_stands)
         else:
-            if every_time or not is_known(members, what, kept, note, first_note_stands):
-                self.before_comparing()
             with self._stage(RANKS):
                 notes = agree(
-                    members, what, facts, self._timeout, note, first_note_stands, every_time, kept
+                    members,
+                    what,
+                    facts,
+                    self._timeout,
+                    note,
+                    first_note_stands,
+                    every_time,
+                    kept,
+                    self.before_comparing,
                 )
         if not every_time:
             stated = Agreed(group, what, tuple(facts), kept, note, first_note_stands, notes)
@@ -100,25 +102,27 @@ class Agreements:
                 return False
         return True
 
-    def seconds(
-        self, group: str, phase: str, facts: list[str], seconds: list[float]
-    ) -> list[float]:
+    def seconds(self, group: str, phase: str, facts: Facts, seconds: list[float]) -> list[float]:
         """The compute times all ranks plan with: the slowest's, from the first compile on."""
         what = f"the collectives of a {phase} graph, before they are scheduled"
-        notes = self.agree(group, what, facts, json.dumps(seconds), first_note_stands=True)
+        note = json.dumps(seconds)
+        notes = self._agree_once(group, what, facts, note)
         return [max(times) for times in zip(*map(json.loads, notes), strict=True)]
 
-    def count(self, group: str, facts: list[str], count: int) -> int:
+    def count(self, group: str, facts: Facts, count: int) -> int:
         """The smallest count of any rank, from the first compile on."""
         what = "the buckets that may stay gathered"
-        notes = self.agree(group, what, facts, str(count), first_note_stands=True)
+        notes = self._agree_once(group, what, facts, str(count))
         return min(int(note) for note in notes)
 
     def collectives(self, gm: GraphModule, phase: str, groups: list[str]) -> None:
         """Raise unless all ranks of each group send the same in the same order."""
+        facts, kept_as = collective_sequence(gm), collective_sequence(gm, by_number=True)
         for group in groups:
-            self.agree(group, f"the collectives of a {phase} graph", collective_sequence(gm))
+            what = f"the collectives of a {phase} graph"
+            self.agree(group, what, facts, kept_as=kept_as)
 
-
-def _nothing() -> None:
-    pass
+    def _agree_once(self, group: str, what: str, facts: Facts, note: str) -> frozenset[str]:
+        return self.agree(
+            group, what, facts(False), note, first_note_stands=True, kept_as=facts(True)
+        )

@@ -96,14 +96,14 @@ def _compile_graph(
         gm = run_passes(gm, PassContext("dynamo", names, outside), pipeline.DYNAMO_PASSES)
     slots, taken = slots_read(gm), taken_by(gm)
     plan = Plan(parsed, {place: buckets[place] for place in slots}, slots, numbers, stages)
-    reads, together = _agree_on_reads(plan)
+    reads, together, alone = _agree_on_reads(plan)
     inputs = with_taken(example_inputs, taken)
     if parsed.executor == "eager":
         compiled = _compile_eager(gm, inputs, plan, run or _run_eagerly)
     elif run is not None:
         compiled = _compile_inductor(gm, inputs, plan, mode, run)
     else:
-        cache = CompileCache(plan, together, _hints(inputs), _naming_inductor)
+        cache = CompileCache(plan, together, alone, _hints(inputs), _naming_inductor)
         wanted = _can_cache(plan)
         if not wanted:
             cache.bypassed()
@@ -244,16 +244,17 @@ class _Read:
     elsewhere: frozenset[int]
 
 
-def _agree_on_reads(plan: Plan) -> tuple[list[_Read], dist.ProcessGroup | None]:
+def _agree_on_reads(plan: Plan) -> tuple[list[_Read], dist.ProcessGroup | None, bool]:
     """All ranks read the same buckets, in the same order; slots may differ and are united.
 
     A graph that reads the same again, but waits for gradients, say, or computes none, is another
-    one: all ranks come to it together. One that reads equal buckets is not: where equal blocks, or
-    copies of a model, run one graph, a rank may compile it anew while the others do not.
+    one: all ranks come to it together. One that reads equal buckets of equal modules is not: where
+    equal blocks, or copies of a model, run one graph, a rank may compile it anew while the others
+    do not. Which slots any of them reads counts for all of these.
 
     Returns:
-        What is read; and the group whose ranks have compared it now and so compile together, None
-        where this rank may be alone.
+        What is read; the group whose ranks have compared it now and so compile together, None where
+        there is no such one; and whether this rank may be alone, as no group has compared anything.
     """
     by_group: dict[str, list[tuple[int, Bucket, frozenset[int]]]] = {}
     for position, bucket in plan.buckets.items():
@@ -274,7 +275,8 @@ def _agree_on_reads(plan: Plan) -> tuple[list[_Read], dist.ProcessGroup | None]:
             reads.append(_Read(position, bucket.label, slots, union - slots))
         if rounds(ranks) > before:
             together.add(ranks)
-    return reads, together.pop() if len(together) == len(by_group) == 1 else None
+    alone = not together
+    return reads, together.pop() if len(together) == len(by_group) == 1 else None, alone
 
 
 def _reading(bucket: Bucket, place: int | None = None) -> str:
@@ -282,7 +284,10 @@ def _reading(bucket: Bucket, place: int | None = None) -> str:
     modes = list(bucket.key.reading_code().extras)
     if not torch.is_grad_enabled():
         modes.append("no gradients")
-    text = str(bucket) if place is None else f"bucket +{place} of {bucket.content}"
+    text = str(bucket)
+    if place is not None:
+        holders = [f"{type(m).__module__}.{type(m).__qualname__}" for m in bucket.owner.modules]
+        text = f"bucket +{place} of {' '.join(holders)} of {bucket.content}"
     return f"{text}, with {' and '.join(modes)}" if modes else text
 
 

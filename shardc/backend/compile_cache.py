@@ -63,7 +63,8 @@ class CompileCache:
 
     Args:
         plan: the graph's.
-        group: the ranks that come to the graph together; None where this one may be alone.
+        group: the ranks that come to the graph together; None where there is no such one group.
+        alone: whether this rank may be the only one to come to it.
         hints: sizes of the inputs, on which the schedule depends where they are dynamic.
         wrap: goes around the graphs that are loaded.
     """
@@ -72,12 +73,14 @@ class CompileCache:
         self,
         plan: Plan,
         group: dist.ProcessGroup | None,
+        alone: bool,
         hints: str,
         wrap: Wrap,
     ) -> None:
         self._plan = plan
         self._hints = hints
         self._group = group
+        self._alone = alone
         self._wrap = wrap
         self._key = ""
         self._find: Callable[[str], compat.Found] = lambda key: None
@@ -99,7 +102,7 @@ class CompileCache:
         if self._group is None or len(known) > 1:
             self._key = _digest(key, *sorted(known)) if len(known) > 1 else key
             found = find(self._key)
-            if found is None and self._group is None:
+            if found is None and self._alone:
                 found = self._from_first()
             return self._use(found)
         self._key = key
@@ -151,7 +154,7 @@ class CompileCache:
         )
         save(self._key)
         if self._hand_over is not None and self._hand_over.leads:
-            found = self._find(self._key)
+            found = self._find(self._key) if self._hand_over.sends else (entry, b"")
             self._hand_over.give(found and found[1])
 
     @contextlib.contextmanager

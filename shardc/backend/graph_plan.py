@@ -51,7 +51,7 @@ class Plan:
     what was decided and found there (`kept`, `joint`), then the finished graphs (`graphs`), and by
     phase the groups of their collectives and whether a CUDA graph replays these (`calls`). What
     depends on buckets is read when the plan is made: compiled code outlives them, and equal ones
-    run it, for which its backward may yet have to be compiled.
+    run it.
     """
 
     def __init__(

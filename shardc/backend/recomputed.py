@@ -33,13 +33,13 @@ def _reading_again(recompute: Callable[..., Any]) -> tuple[Callable[..., Any], N
 
     @functools.wraps(recompute)
     def read_again(*args: Any, **kwargs: Any) -> Any:
-        for key, readings in noted.items():
-            key.read_again(readings)
+        before: list[tuple[GraphKey, list[Reading | None]]] = []
         try:
+            before += ((key, key.read_again(readings)) for key, readings in noted.items())
             return recompute(*args, **kwargs)
         finally:  # a checkpoint stops when it has what it needs, by an exception
-            for key in noted:
-                key.read_again([])
+            for key, readings in before:
+                key.read_again(readings)
 
     read_again.noted = noted  # type: ignore[attr-defined]
     return read_again, noted
