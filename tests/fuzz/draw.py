@@ -151,7 +151,8 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
         and _any(case, lambda b: b.kind in ("spectral_norm", "batchnorm"))
     ),
     "rounding that many layers multiply": lambda case: (
-        bool(PRECISIONS[case.precision][1]) and sum(1 for _ in paths(case.blocks)) > 16
+        (bool(PRECISIONS[case.precision][1]) or _any(case, lambda b: b.kind == "low"))
+        and sum(1 for _ in paths(case.blocks)) > 16
     ),
     "values of what is not sharded are not synced": lambda case: (
         case.start == "sync" and (not case.root or _any(case, lambda b: b.ignored))
