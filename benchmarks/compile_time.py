@@ -1,7 +1,7 @@
 """Compile time, cold and warm: CPU time of shardc and FSDP2 against plain torch.compile.
 
     python benchmarks/compile_time.py --blocks 4 8 --pairs 5
-    python benchmarks/compile_time.py --blocks 8 --ranks 4 --folders one
+    python benchmarks/compile_time.py --blocks 8 --ranks 4 --sides fsdp2-blocks shardc-blocks
 
 Each run is a fresh process with one compile thread; it counts user and system time, compiler
 processes included, from the first call to the end of the first backward. A cold run starts with an
@@ -27,7 +27,7 @@ from processes import median_ratio
 from tabulate import tabulate
 from tqdm import tqdm
 
-SIDES = ("plain", "fsdp2-blocks", "shardc")
+SIDES = ("plain", "fsdp2-blocks", "shardc", "shardc-blocks")
 
 
 def main() -> None:
@@ -41,16 +41,20 @@ def main() -> None:
                         help="processes that compile at the same time (default 1)")  # fmt: skip
     parser.add_argument("--folders", choices=("one", "each"), default="one",
                         help="whether ranks share a cache folder (default one)")  # fmt: skip
+    parser.add_argument("--sides", choices=SIDES, nargs="+", default=SIDES,
+                        help="what is compared with the first of them (default: all)")  # fmt: skip
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
         print(json.dumps(measure(args.side, args.blocks[0], args.dim, args.ranks)))
         return
     rows = []
-    with tqdm(total=len(args.blocks) * args.pairs * len(SIDES), unit="run", leave=False) as bar:
+    total = len(args.blocks) * args.pairs * len(args.sides)
+    with tqdm(total=total, unit="run", leave=False) as bar:
         for blocks in args.blocks:
             rows += _rows(blocks, run_pairs(blocks, args, bar))
-    headers = ["blocks", "side", "cold CPU s", "cold / plain", "warm CPU s", "warm / plain"]
+    first = args.sides[0]
+    headers = ["blocks", "side", "cold CPU s", f"cold / {first}", "warm CPU s", f"warm / {first}"]
     print(tabulate(rows, headers=headers))
 
 
@@ -58,9 +62,9 @@ def run_pairs(
     blocks: int, args: argparse.Namespace, progress: Any
 ) -> dict[str, list[tuple[float, float]]]:
     """The (cold, warm) CPU seconds of every side and pair; odd pairs go in reverse order."""
-    seconds: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
+    seconds: dict[str, list[tuple[float, float]]] = {side: [] for side in args.sides}
     for number in range(args.pairs):
-        for side in SIDES[:: -1 if number % 2 else 1]:
+        for side in args.sides[:: -1 if number % 2 else 1]:
             progress.set_description(f"{blocks} blocks, {side}")
             with tempfile.TemporaryDirectory() as cache:
                 cold, warm = (run(side, blocks, args, cache) for _ in range(2))
@@ -71,11 +75,12 @@ def run_pairs(
 
 def _rows(blocks: int, seconds: dict[str, list[tuple[float, float]]]) -> list[list[str | int]]:
     rows: list[list[str | int]] = []
+    first = next(iter(seconds.values()))
     for side, pairs in seconds.items():
         row: list[str | int] = [blocks, side]
         for cache in (0, 1):  # cold, warm
-            times, plain = ([pair[cache] for pair in each] for each in (pairs, seconds["plain"]))
-            row += [f"{statistics.median(times):.2f}", median_ratio(times, plain)]
+            times, others = ([pair[cache] for pair in each] for each in (pairs, first))
+            row += [f"{statistics.median(times):.2f}", median_ratio(times, others)]
         rows.append(row)
     return rows
 

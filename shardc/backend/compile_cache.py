@@ -154,8 +154,11 @@ class CompileCache:
         )
         save(self._key)
         if self._hand_over is not None and self._hand_over.leads:
-            found = self._find(self._key) if self._hand_over.sends else (entry, b"")
-            self._hand_over.give(found and found[1])
+            content: bytes | None = b""
+            if self._hand_over.sends:
+                found = self._find(self._key)
+                content = found and found[1]
+            self._hand_over.give(content)
 
     @contextlib.contextmanager
     def waited_for(self) -> Iterator[None]:
