@@ -73,7 +73,9 @@ THEN = {
     "save": "share_buffers(plain, ours)\npath = save(ours, optimizer)\nspoil(ours)\n"
     "load(ours, optimizer, path)",
     "reload": "share_buffers(plain, ours)\npath = save(ours, optimizer)\n"
-    "ours = shard(build(), mesh)\nplain.zero_grad()\n"
+    "ours = build()\nfor new, old in zip(ours.parameters(), plain.parameters(), strict=True):\n"
+    "    new.requires_grad_(old.requires_grad)\n"
+    "shard(ours, mesh)\nplain.zero_grad()\n"
     "call, optimizer = caller(ours), make_optimizer(ours)\n"
     "load(ours, optimizer, path)",
     "full": "share_buffers(plain, ours)\nsave_and_load_full(ours)",
