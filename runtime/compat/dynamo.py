@@ -28,6 +28,14 @@ def inline_only(fn: F) -> F:
     return fn
 
 
+def is_exporting() -> bool:
+    """Whether torch.export traces now (2.11 to 2.15).
+
+    In 2.11 Dynamo takes `torch.compiler.is_exporting()` for true wherever it compiles.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def compile_calls(module: nn.Module, *args: Any, **kwargs: Any) -> None:
     """As `nn.Module.compile`, also where Dynamo skips the module's `forward` (2.11 to 2.15).
 

@@ -247,7 +247,7 @@ def _subclass(cls: type, names: tuple[str, ...], mixin: type) -> type:
 def _parameter(name: str) -> property:
     def read(self: ShardedParameters) -> Tensor | None:
         slot = self._shardc_slots[name]
-        if torch.compiler.is_exporting():
+        if compat.is_exporting():
             _refuse_exporting(self)
         if not torch.compiler.is_compiling():
             own = slot.bucket.params[slot.index]
