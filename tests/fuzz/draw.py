@@ -199,6 +199,10 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
         case.way == "mixed"
         and any(s.waits and any(m.kind == "two" for m in s.micro) for s in case.steps)
     ),
+    "a last micro-batch without any parameter, while gradients wait": lambda case: (
+        any(step.waits and not step.micro[-1].flag for step in case.steps)
+        and all(b.kind in ("maybe", "nest") for b in all_blocks(case.blocks))
+    ),
     "a retained graph's second backward, compiled, where gradients waited": lambda case: (
         _is_compiled(case)
         and any(s.waits and any(m.kind == "retained" for m in s.micro) for s in case.steps)
