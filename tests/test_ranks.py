@@ -45,8 +45,13 @@ def own_pool(monkeypatch):
 
 
 def test_ranks_are_stopped_between_tests(own_pool):
+    def state_of(process):
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    end = time.monotonic() + 10  # each of its threads comes to the signal when it runs next
     for process in ranks._pools[2, "cpu"].processes:
-        state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        while (state := state_of(process)) != "T" and time.monotonic() < end:
+            time.sleep(0.01)
         assert state == "T", state
     assert run_on_ranks(2, "test_ranks", "answer", {"value": 6}) == [6, 7]
 
