@@ -58,13 +58,18 @@ class RankLost(AssertionError):
     """A rank's process was ended by a signal that says that memory is corrupt."""
 
 
+def free_port() -> int:
+    """A port of this host on which nothing listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class Ranks:
     """`world` processes joined in one group, each waiting for functions to run."""
 
     def __init__(self, world: int, device: str = "cpu") -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.stacks = Path(tempfile.mkdtemp(prefix="shardc_ranks_"))
         self.pipes, self.processes = [], []
         for rank in range(world):

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import check_parity, seeded
-from ranks import FORKS, forget_agreements, on_ranks
+from ranks import FORKS, forget_agreements, free_port, on_ranks
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
@@ -340,9 +339,7 @@ def _compile_and_die(rank, port, folder, at, results):
 
 @pytest.mark.parametrize("at", ["begins", "writes", "has written"])
 def test_a_rank_killed_while_it_compiles_for_all(at, folder):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     results = FORKS.Queue()
     arguments = (port, folder, at, results)
     ranks = [FORKS.Process(target=_compile_and_die, args=(rank, *arguments)) for rank in range(3)]

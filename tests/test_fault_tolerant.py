@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import free_port
 from torch.optim import AdamW
 
 torchft = pytest.importorskip("torchft", reason="torchft has no wheel for this Python")
@@ -28,9 +28,7 @@ class Copy:
     """The processes of one copy of the model."""
 
     def __init__(self, number: int, lighthouse: str, folder: Path, *options: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = str(free_port())
         self.saved, self.log = folder / f"{number}.pt", folder / f"{number}.log"
         command = [sys.executable, str(EXAMPLES / "fault_tolerant.py"), *options]
         shared = {"COPY": str(number), "TORCHFT_LIGHTHOUSE": lighthouse, "OMP_NUM_THREADS": "1"}

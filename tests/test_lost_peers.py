@@ -6,7 +6,6 @@ import os
 import pickle
 import queue
 import re
-import socket
 import sys
 import tempfile
 import threading
@@ -14,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from ranks import FORKS
+from ranks import FORKS, free_port
 
 from shardc.runtime.comm.lost_peers import compare
 
@@ -64,9 +63,7 @@ def _train(rank, world, port, executor, lost, behaviour, results, environment):
 
 def _errors(world, executor, lost, behaviour, answers=None, **environment):
     """By rank, the error of so many ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     results = FORKS.Queue()
     arguments = (world, port, executor, lost, behaviour, results, environment)
     ranks = [FORKS.Process(target=_train, args=(rank, *arguments)) for rank in range(world)]

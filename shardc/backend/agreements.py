@@ -105,8 +105,7 @@ class Agreements:
     def seconds(self, group: str, phase: str, facts: Facts, seconds: list[float]) -> list[float]:
         """The compute times all ranks plan with: the slowest's, from the first compile on."""
         what = f"the collectives of a {phase} graph, before they are scheduled"
-        note = json.dumps(seconds)
-        notes = self._agree_once(group, what, facts, note)
+        notes = self._agree_once(group, what, facts, json.dumps(seconds))
         return [max(times) for times in zip(*map(json.loads, notes), strict=True)]
 
     def count(self, group: str, facts: Facts, count: int) -> int:
@@ -119,8 +118,7 @@ class Agreements:
         """Raise unless all ranks of each group send the same in the same order."""
         facts, kept_as = collective_sequence(gm), collective_sequence(gm, by_number=True)
         for group in groups:
-            what = f"the collectives of a {phase} graph"
-            self.agree(group, what, facts, kept_as=kept_as)
+            self.agree(group, f"the collectives of a {phase} graph", facts, kept_as=kept_as)
 
     def _agree_once(self, group: str, what: str, facts: Facts, note: str) -> frozenset[str]:
         return self.agree(
