@@ -151,7 +151,9 @@ class Attention(nn.Module):
     def forward(self, x):
         query, key, value = self.qkv(x).chunk(3, dim=-1)
         if self.group is not None:
-            key, value = (all_gather_tensor_autograd(t, 0, self.group) for t in (key, value))
+            key, value = (
+                all_gather_tensor_autograd(t.contiguous(), 0, self.group) for t in (key, value)
+            )
         return x + F.scaled_dot_product_attention(query[None], key[None], value[None])[0]
 
 

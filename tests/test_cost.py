@@ -7,6 +7,7 @@ import sympy
 import torch
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardc.passes.cost import (
     WORLD,
@@ -123,6 +124,24 @@ def test_attention_of_every_device_has_a_formula():
     assert (
         sum(node_flops(n) for n in gm.graph.nodes if n.op == "call_function") >= 4 * 2 * 8 * 8 * 16
     )
+
+
+def test_shared_keys_count_for_every_head_that_reads_them():
+    q, few = torch.empty(1, 4, 8, 16, requires_grad=True), torch.empty(1, 2, 8, 16)
+
+    def both(keys, **kwargs):
+        def step(q, k):
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, k, **kwargs)
+            return torch.autograd.grad(out.sum(), q)
+
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            gm = make_fx(step, tracing_mode="fake")(q, keys)
+        named = [n for n in gm.graph.nodes if "attention" in str(n.target)]
+        return [node_flops(n) for n in named]
+
+    forward, backward = both(few, enable_gqa=True)
+    assert [forward, backward] == both(few.repeat_interleave(2, 1))
+    assert forward == 4 * 4 * 8 * 8 * 16 < backward
 
 
 def test_rows_of_experts_count_once():

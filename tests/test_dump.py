@@ -261,4 +261,5 @@ def test_logs_by_level(written):
 def test_info_is_a_line_a_graph_and_nothing_is_traced_unasked():
     done = _run_step(TORCH_LOGS="shardc")
     assert done.stdout == "not traced\n"
-    assert len(re.findall(r"^\[rank0\]:", done.stderr, re.MULTILINE)) == 3  # and a sum
+    lines = re.findall(r"^\[rank0\]:.* (?:graph 0/0|[a-z]+ graph \d+)", done.stderr, re.MULTILINE)
+    assert len(lines) == 3, done.stderr  # and a sum

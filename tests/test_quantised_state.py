@@ -81,6 +81,7 @@ def as_unsharded(mesh, kind):
     assert share < 0.1 and (share > 0) == (mesh.size() == 3)
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torchao cannot be traced there")
 @on_ranks(2)
 def test_compiled_step(mesh):
     plain, ours = (seeded(lambda: nn.Linear(64, 80, bias=False)) for _ in range(2))

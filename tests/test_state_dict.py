@@ -429,7 +429,14 @@ def on_the_whole_mesh(name, module, mesh):
         )
 
 
-@pytest.mark.parametrize("kind", ["copies", "tensor parallel", "whole mesh"])
+HAS_DIMS = pytest.mark.skipif(
+    not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"), reason="new in torch 2.12"
+)
+
+
+@pytest.mark.parametrize(
+    "kind", ["copies", "tensor parallel", pytest.param("whole mesh", marks=HAS_DIMS)]
+)
 @on_ranks(4)
 def test_grids(mesh, kind):
     """On (replicate, shard), (dp, tp) and with `dp_mesh_dims`: rank 0 has all, and gives all."""

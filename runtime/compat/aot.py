@@ -35,15 +35,30 @@ def flop_formulas() -> dict[Any, Callable[..., Any]]:
     from torch.utils.flop_counter import flop_registry
 
     aten = torch.ops.aten
-    return {
-        **flop_registry,
-        aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
-            aten._scaled_dot_product_flash_attention
-        ],
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-            aten._scaled_dot_product_flash_attention_backward
-        ],
-    }
+    name, cpu = "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"
+    formulas = dict(flop_registry)
+    for ending, before in (("", 0), ("_backward", 1)):
+        kinds = (name, *(name.replace("flash", other) for other in ("efficient", "cudnn")))
+        for op in (getattr(aten, f"{kind}{ending}") for kind in kinds):
+            formulas[op] = _with_equal_heads(formulas[op], before)
+        formulas[getattr(aten, f"{cpu}{ending}")] = formulas[getattr(aten, f"{name}{ending}")]
+    return formulas
+
+
+def _with_equal_heads(formula: Callable[..., Any], before: int) -> Callable[..., Any]:
+    """The formula of an attention, for fewer heads of keys and values, too, which 2.11 refuses.
+
+    Args:
+        formula: takes (query, key, value, ...), tensors or shapes, behind so many others.
+        before: how many.
+    """
+
+    def flops(*args: Any, **kwargs: Any) -> Any:
+        query, *others = (tuple(each.shape) for each in args[before : before + 3])
+        wide = [(*shape[:1], query[1], *shape[2:]) for shape in others]
+        return formula(*args[:before], query, *wide, *args[before + 3 :], **kwargs)
+
+    return flops
 
 
 def op_arguments(node: torch.fx.Node) -> dict[str, Argument]:

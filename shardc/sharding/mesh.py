@@ -128,7 +128,8 @@ def _all_ranks() -> DeviceMesh:
 
 def _default_device_type() -> str:
     """That of the accelerator, if the process group has a backend for it that stays there."""
-    device, world = torch.accelerator.current_accelerator(), dist.distributed_c10d.GroupMember.WORLD
+    device = torch.accelerator.current_accelerator(check_available=True)
+    world = dist.distributed_c10d.GroupMember.WORLD
     assert world is not None
     if device is None or device.type not in compat.group_backends(world):
         return "cpu"
