@@ -1,21 +1,25 @@
-"""Joint graph: which buckets stay gathered from forward to backward, within a memory budget.
+"""Joint graph: what stays gathered and what is computed again, within a memory budget.
 
-A trial partition with every open unit resharded shows how many units ahead gathers may run, and
-the least memory the graph can run in. Room above that is spent on buckets that stay gathered: those
-first whose gather takes longest per byte, and of equal ones those used last in the forward, because
-they are held for the shortest time. Ranks keep what the tightest of them can.
+A trial with every open unit resharded shows the least that stays saved, and how many units ahead
+gathers may run. Beside it lie the choices (`tradeoff`): values that the backward computes again
+free memory and cost compute, buckets that stay gathered cost memory and save the wire. The one with
+the shortest step that fits is tried, and if it holds more than was thought, the next one.
 
-Without a budget nothing is decided here: units reshard as they were told to.
+Ranks do what the tightest of them must. Without a budget nothing is decided here: units reshard as
+they were told to, and the partitioner saves what it saves.
 """
 
-import copy
+import functools
+import json
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import operator
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from shardc.passes import pipeline
 from shardc.passes.context import (
     UNITS_IN_FLIGHT,
     Budget,
@@ -23,181 +27,127 @@ from shardc.passes.context import (
     PassContext,
     describe,
     is_all_gather,
-    is_view,
-    moved_by,
     our_collectives,
-    reach,
-    waits_for,
 )
-from shardc.passes.cost import collective_seconds, evaluate, symbol_hints, tensor_bytes
-from shardc.passes.events import read_events
-from shardc.passes.memory import Liveness, measure_liveness
-from shardc.passes.runner import run_passes
-from shardc.runtime import compat
-from shardc.runtime.layout.spec import Moved
+from shardc.passes.tradeoff import Choice, Tradeoff
+from shardc.passes.trial import Trial, run_trial
 
 log = logging.getLogger("shardc")
 
-
-@dataclass(frozen=True)
-class Candidate:
-    """A bucket that may stay gathered: its input's position and what that costs and saves.
-
-    `forward` and `backward` are the node ranges (first, last) during which it is held more.
-    """
-
-    position: int
-    nbytes: int
-    seconds: float
-    forward: tuple[int, int]
-    backward: tuple[int, int]
+_TRIALS = 5
+"""So many choices are tried for a budget; each is planned with what the last one held too much."""
 
 
 def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
     """What `ctx.budget` has room for.
 
     Raises:
-        RuntimeError: the budget is less than the graph needs with everything resharded and
-            nothing gathered ahead.
+        RuntimeError: the budget is less than the graph needs with everything resharded, everything
+            computed again that may be, and nothing gathered ahead.
     """
     budget = ctx.budget
     if budget is None or ctx.options is None:
         return Kept()
-    room = budget.nbytes - budget.static
+    least: Trial | None = None
+    for ahead in range(UNITS_IN_FLIGHT, -1, -1):
+        tradeoff = Tradeoff.of(run_trial(gm, ctx, Kept(ctx.open_positions, ahead=ahead)))
+        found = _fitting(gm, ctx, tradeoff, budget.nbytes - budget.static)
+        if isinstance(found, Kept):
+            break
+        least = found if least is None or found.peak < least.peak else least
+    else:
+        assert least is not None
+        raise RuntimeError(_too_small(budget, least))
+    agreed = found if ctx.agree_on_choice is None else _agree(gm, ctx, tradeoff, found)
+    if (
+        agreed != found
+        and (peak := run_trial(gm, ctx, agreed).peak + budget.static) > budget.nbytes
+    ):
+        log.warning(
+            "memory_budget: a graph may hold %d bytes, its budget is %d: ranks have agreed on what "
+            "stays gathered and what is computed again when they compiled for other sizes",
+            peak,
+            budget.nbytes,
+        )
+    return agreed
+
+
+def _fitting(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, room: int) -> Kept | Trial:
+    """The fastest choice that a trial shows to fit, or the trial that comes closest."""
+    base = closest = tradeoff.trial
+    tight = room
+    for _ in range(_TRIALS):
+        choice = tradeoff.fastest(tight)
+        if choice is None and (base.peak <= room or closest is not base or not tradeoff.values):
+            break
+        choice = choice or Choice(len(tradeoff.values))  # it may hold less than is thought
+        kept = _kept(tradeoff, choice)
+        trial = run_trial(gm, ctx, kept) if choice != Choice() else base
+        if trial.peak <= room:
+            return kept
+        closest = min(closest, trial, key=lambda each: each.peak)
+        tight = _tighter(room, base.peak, tradeoff.peak(choice), trial.peak)
+    return base.kept if base.peak <= room else closest
+
+
+def _tighter(room: int, base: int, thought: int, found: int) -> int:
+    """The room to plan with where a choice holds more than was thought, by as much or as little."""
+    if base <= room and base < thought:  # what is added counts for more
+        tight = base + int((room - base) * (thought - base) / (found - base))
+    else:  # what is freed counts for less
+        tight = room - (found - thought)
+    return min(tight, thought - 1)
+
+
+def _kept(tradeoff: Tradeoff, choice: Choice) -> Kept:
+    """What is kept by a choice."""
+    values = tradeoff.values[: choice.recomputed]
+    return replace(
+        tradeoff.trial.kept,
+        positions=frozenset(b.position for b in tradeoff.buckets[: choice.gathered]),
+        **_recomputing(tradeoff, Counter(value.saved.kind for value in values)),
+    )
+
+
+def _agree(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, own: Kept) -> Kept:
+    """What all ranks do: keep what each of them would, and compute again what any of them would."""
 
     def facts(by_number: bool) -> list[str]:
         gathers = filter(is_all_gather, our_collectives(gm))
-        return [str(budget), *(describe(node, by_number) for node in gathers)]
+        return [str(ctx.budget), *(describe(node, by_number) for node in gathers)]
 
-    for ahead in range(UNITS_IN_FLIGHT, -1, -1):
-        kept = Kept(ctx.open_positions, ahead=ahead)
-        trial = _try(gm, ctx, kept)
-        if trial.peak <= room:
-            break
-    else:
-        raise RuntimeError(_too_small(budget, trial))
-    own_ahead = ahead
-    if ctx.agree_on_count is not None and (ahead := ctx.agree_on_count(facts, ahead)) != own_ahead:
-        kept = replace(kept, ahead=ahead)
-        trial = _try(gm, ctx, kept)
-    candidates = sorted(
-        _candidates(trial, ctx), key=lambda c: (-c.seconds / max(c.nbytes, 1), -c.forward[0])
-    )
-    count = choose_candidates(trial.before.live, trial.after.live, candidates, room)
-    # What is kept moves other gathers, too: try it.
-    while count and _try(gm, ctx, _with_first(candidates, count, kept)).peak > room:
-        count -= 1
-    own_count = count
-    if ctx.agree_on_count is not None:
-        positions = [str(candidate.position) for candidate in candidates]
-        count = ctx.agree_on_count(lambda by_number: [*facts(by_number), *positions], count)
-    kept = _with_first(candidates, count, kept)
-    if ahead > own_ahead or count > own_count:
-        log.warning(
-            "memory_budget: a graph may hold %d bytes, its budget is %d: ranks have agreed on what "
-            "stays gathered when they compiled for other sizes",
-            _try(gm, ctx, kept).peak + budget.static,
-            budget.nbytes,
-        )
-    return kept
-
-
-def _with_first(candidates: Sequence[Candidate], count: int, kept: Kept) -> Kept:
-    """`kept` with the first `count` of `candidates`."""
-    return replace(kept, positions=frozenset(c.position for c in candidates[:count]))
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Forward and backward as they would be with every open unit resharded."""
-
-    forward: GraphModule
-    backward: GraphModule
-    before: Liveness
-    after: Liveness
-
-    @property
-    def peak(self) -> int:
-        """The most that either holds."""
-        return max(self.before.peak, self.after.peak)
-
-
-def choose_candidates(
-    forward: Sequence[int], backward: Sequence[int], candidates: Sequence[Candidate], room: int
-) -> int:
-    """How many of `candidates`, from the first on, may be held so that no point exceeds `room`."""
-    curves = [list(forward), list(backward)]
-    for count, candidate in enumerate(candidates):
-        for curve, (first, last) in zip(
-            curves, (candidate.forward, candidate.backward), strict=True
-        ):
-            for index in range(first, min(last + 1, len(curve))):
-                curve[index] += candidate.nbytes
-                if curve[index] > room:
-                    return count
-    return len(candidates)
-
-
-def _try(gm: GraphModule, ctx: PassContext, kept: Kept) -> Trial:
-    """Partition and schedule a copy of `gm`; ranks do not agree on what it is planned with."""
-    assert ctx.budget is not None
-    joint = replace(ctx, kept=kept, number=None, agree_on_seconds=None, agree_on_count=None)
-    tagged = run_passes(GraphModule(gm, copy.deepcopy(gm.graph)), joint, pipeline.JOINT_PASSES)
-    forward, backward = compat.min_cut_partition(tagged, None, num_fwd_outputs=ctx.results)
-    for phase, graph in (("forward", forward), ("backward", backward)):
-        run_passes(graph, replace(joint, phase=phase), pipeline.GRAPH_PASSES)
-    fused, clones = ctx.budget.fused, ctx.budget.clones
-    return Trial(
-        forward,
-        backward,
-        measure_liveness(forward, owns_inputs=False, fused=fused),
-        measure_liveness(backward, owns_inputs=True, fused=fused, clones=clones),
+    assert ctx.agree_on_choice is not None
+    note = json.dumps([own.ahead, sorted(own.positions), own.recomputes], sort_keys=True)
+    notes = ctx.agree_on_choice(facts, note)
+    aheads, positions, counts = zip(*map(json.loads, notes), strict=True)
+    most: Counter[str] = functools.reduce(operator.or_, map(Counter, counts))
+    return replace(
+        own,
+        ahead=min(aheads),
+        positions=frozenset.intersection(*map(frozenset, positions)),
+        **_recomputing(tradeoff, most),
     )
 
 
-def _candidates(trial: Trial, ctx: PassContext) -> list[Candidate]:
-    """The buckets of open units that the backward gathers again."""
-    assert ctx.options is not None
-    hints = symbol_hints(trial.forward)
-    again = {moved: last for moved, _, last in _gathered(trial.backward, ctx)}
-    found = []
-    end = len(trial.forward.graph.nodes)
-    for moved, wait, last in _gathered(trial.forward, ctx):
-        if moved in again:
-            nbytes = int(evaluate(tensor_bytes(wait.meta["val"]), hints))
-            seconds = collective_seconds(nbytes, moved.spec.world_size, ctx.options.profile)
-            held = ((last + 1, end), (0, again[moved]))
-            found.append(Candidate(moved.position, nbytes, seconds, *held))
-    return found
-
-
-def _gathered(gm: GraphModule, ctx: PassContext) -> list[tuple[Moved, Node, int]]:
-    """Every gathered bucket of an open unit: its wait, and its last reader's index."""
-    order = _index(gm)
-    found = []
-    for transfer in read_events(gm).gathers:
-        waits = waits_for(transfer.start)
-        for moved, wait in zip(moved_by(transfer.start), waits, strict=True):
-            if moved.position in ctx.open_positions:
-                views = reach(lambda n: [u for u in n.users if is_view(u)], wait)
-                readers = [order[u] for view in views for u in view.users if u in order]
-                found.append((moved, wait, max(readers, default=0)))
-    return found
-
-
-def _index(gm: GraphModule) -> dict[Node, int]:
-    nodes = [node for node in gm.graph.nodes if node.op in ("placeholder", "call_function")]
-    return {node: index for index, node in enumerate(nodes)}
+def _recomputing(tradeoff: Tradeoff, counts: Mapping[str, int]) -> dict[str, Any]:
+    """What `Kept` says of so many values of each kind that are computed again, the first ones."""
+    left, names = Counter(counts), set[str]()
+    for value in tradeoff.values:
+        if left[value.saved.kind] > 0:
+            left[value.saved.kind] -= 1
+            names |= value.names
+    return {"recomputed": frozenset(names), "recomputes": dict(sorted(counts.items()))}
 
 
 def _too_small(budget: Budget, trial: Trial) -> str:
-    forward = trial.before.peak > trial.after.peak
-    worst, phase = (trial.before, "forward") if forward else (trial.after, "backward")
+    before, after = trial.forward.liveness, trial.backward.liveness
+    worst, phase = (before, "forward") if before.peak > after.peak else (after, "backward")
     return (
-        f"memory_budget of {budget.nbytes:,} bytes is too small: with every unit resharded and "
-        f"nothing gathered ahead a step needs at least {budget.static + worst.peak:,} bytes: "
+        f"memory_budget of {budget.nbytes:,} bytes is too small: with every unit resharded, "
+        "nothing gathered ahead, and computed again what can be, a step needs at least "
+        f"{budget.static + worst.peak:,} bytes: "
         f"{budget.static:,} for segments, optimizer state and workspaces, {worst.inputs:,} for "
         f"tensors saved for the backward, {worst.peak - worst.inputs:,} for values, gradients and "
-        f"gathered buckets at '{worst.peak_node}' of the {phase}. Use more ranks, smaller units, "
-        "a smaller batch or activation checkpointing"
+        f"gathered buckets at '{worst.peak_node}' of the {phase}. Use more ranks, smaller units or "
+        "a smaller batch"
     )

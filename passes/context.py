@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -108,11 +109,15 @@ class Kept:
         among: inputs that are segments of units whose reshard was left to the budget.
         positions: those of them that stay gathered until the backward.
         ahead: how many units may be under way or waiting to be read.
+        recomputed: names of the joint graph's nodes that the backward computes again.
+        recomputes: the same in words: what kind of value, in how many units.
     """
 
     among: frozenset[int] = frozenset()
     positions: frozenset[int] = frozenset()
     ahead: int = UNITS_IN_FLIGHT
+    recomputed: frozenset[str] = frozenset()
+    recomputes: Mapping[str, int] = field(default_factory=dict)
 
     def reshards(self, gather: Node) -> bool:
         """Whether the bucket that `gather` gathers is freed after the forward."""
@@ -136,7 +141,7 @@ class PassContext:
         options: what the schedule is planned with; None leaves the graph in its order.
         agree_on_seconds: given the collectives of a graph and the compute seconds between their
             events, the seconds that all ranks plan with.
-        agree_on_count: given facts and a count, the smallest count of any rank.
+        agree_on_choice: given facts and what this rank would choose, the choices of all ranks.
         budget: what memory the plan may use; None for no bound.
         open_positions: inputs that are segments of units whose reshard is left to the compiler.
         kept: what was decided within the budget.
@@ -150,7 +155,7 @@ class PassContext:
     outside: frozenset[int] = frozenset()
     options: ScheduleOptions | None = None
     agree_on_seconds: Callable[[Facts, list[float]], list[float]] | None = None
-    agree_on_count: Callable[[Facts, int], int] | None = None
+    agree_on_choice: Callable[[Facts, str], frozenset[str]] | None = None
     budget: Budget | None = None
     open_positions: frozenset[int] = frozenset()
     kept: Kept = Kept()
@@ -277,6 +282,20 @@ def describe_spec(spec: UnshardSpec) -> str:
     dtypes = dict.fromkeys([spec.dtype, spec.compute_dtype, spec.reduction.dtype or spec.dtype])
     names = "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     return f"{spec.numel} {names} over {spec.world_size} ranks ({shapes})"
+
+
+_SCOPE = re.compile(r"^L\[['\"]\w+['\"]\]\.?|^getattr\(|_modules\.|_orig_mod\.?")
+
+
+def module_of(node: Node) -> str:
+    """The name of the module whose forward made a node: "layers.0.mlp.up"; "" if not known."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = str(next(reversed(stack.values()))[0])
+    path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", _SCOPE.sub("", path))
+    parts = _SCOPE.sub("", path).split(".")
+    return ".".join(part for part in parts if part not in ("", "__self__"))
 
 
 def graph_modules(gm: GraphModule) -> Iterator[GraphModule]:

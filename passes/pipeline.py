@@ -2,11 +2,12 @@
 
     Dynamo graph      take_gathered             what the eager runtime gathers comes in as inputs
                       insert_unshard            markers become one gather a bucket
-    joint graph       choose_kept               what stays gathered, within a memory budget
+    joint graph       choose_kept               what a memory budget has room for
                       reduce_once               one reduction of what is read several times
                       copy_overwritten          what the backward needs of inputs that change
                       mark_segments             which inputs are segments
                       tag_reshard               gathered weights are recomputed or saved
+                      tag_recomputed            what else the backward computes again
     forward, backward drop_second_gathers       one gather in the forward of what is cut again
                       coalesce                  neighbours in one message where it costs nothing
                       schedule                  collectives behind compute
@@ -25,6 +26,7 @@ from shardc.passes.copy_overwritten import copy_overwritten
 from shardc.passes.fold_repeats import fold_repeats
 from shardc.passes.insert_unshard import insert_unshard
 from shardc.passes.label import label_collectives
+from shardc.passes.recompute import tag_recomputed
 from shardc.passes.reduce_once import reduce_once
 from shardc.passes.reshard import drop_second_gathers, tag_reshard
 from shardc.passes.runner import Pass
@@ -35,7 +37,13 @@ from shardc.passes.verify import verify
 from shardc.passes.write_gradients import write_gradients
 
 DYNAMO_PASSES: list[Pass] = [take_gathered, insert_unshard]
-JOINT_PASSES: list[Pass] = [reduce_once, copy_overwritten, mark_segments, tag_reshard]
+JOINT_PASSES: list[Pass] = [
+    reduce_once,
+    copy_overwritten,
+    mark_segments,
+    tag_reshard,
+    tag_recomputed,
+]
 GRAPH_PASSES: list[Pass] = [
     drop_second_gathers,
     coalesce,

@@ -34,10 +34,7 @@ from shardc.passes.context import (
     prepares,
     reach,
 )
-
-_AC_GRAPH_ID = 10**9
-"""Far from any id that activation checkpointing gives: at 0 the partitioner's clean-up would turn
-MUST_RECOMPUTE into MUST_SAVE (seen on 2.11 to 2.15)."""
+from shardc.passes.recompute import tag
 
 
 def tag_reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
@@ -62,11 +59,11 @@ def tag_reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
                 views.add(node)
     for node, reshard in resharded.items():
         if reshard or (node in views and not is_wait(node)):
-            _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+            tag(node, CheckpointPolicy.MUST_RECOMPUTE)
         elif is_wait(node):
-            _tag(node, CheckpointPolicy.MUST_SAVE)
+            tag(node, CheckpointPolicy.MUST_SAVE)
     for part in parts:
-        _tag(part, CheckpointPolicy.MUST_SAVE)
+        tag(part, CheckpointPolicy.MUST_SAVE)
     _recompute_views_of_inputs(gm)
     return gm
 
@@ -81,7 +78,7 @@ def _recompute_views_of_inputs(gm: GraphModule) -> None:
         views = reach(lambda node: filter(is_view, node.users), *filter(is_view, given.users))
         if any("recompute" in view.meta for view in views):
             for view in views:
-                _tag(view, CheckpointPolicy.MUST_RECOMPUTE)
+                tag(view, CheckpointPolicy.MUST_RECOMPUTE)
 
 
 def _gather_among_fewer(gm: GraphModule) -> list[Node]:
@@ -123,8 +120,3 @@ def drop_second_gathers(gm: GraphModule, ctx: PassContext) -> GraphModule:
             gm.graph.erase_node(ready)
             gm.graph.erase_node(again)
     return gm
-
-
-def _tag(node: Node, policy: CheckpointPolicy) -> None:
-    node.meta["recompute"] = policy
-    node.meta["ac_graph_id"] = _AC_GRAPH_ID

@@ -12,9 +12,9 @@ from torch import nn
 from torch.fx import Graph
 
 import shardc
+from shardc.passes.context import module_of
 from shardc.passes.cost import collective_seconds
 from shardc.reports.formulas import evaluate
-from shardc.reports.graph import module_of
 from shardc.reports.record import CollectiveRow, MemoryPoint, Op, Record
 from shardc.reports.report import Report
 from shardc.runtime import compat

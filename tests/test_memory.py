@@ -1,14 +1,13 @@
 """Liveness of small graphs by hand, and planned against measured peaks."""
 
 import copy
+import functools
 import json
 import logging
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from models import Stack, compiled, tokens
 from ranks import on_ranks
 from torch import nn
@@ -19,10 +18,11 @@ from shardc import fully_shard
 from shardc.backend import graph_plan
 from shardc.backend.graph_plan import graph_plans
 from shardc.passes import budget, pipeline
-from shardc.passes.budget import Candidate, choose_candidates, choose_kept
+from shardc.passes.budget import choose_kept
 from shardc.passes.context import is_all_gather
 from shardc.passes.hardware import PROFILES, budget_bytes
 from shardc.passes.memory import measure_liveness
+from shardc.passes.tradeoff import Choice, Tradeoff
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -131,25 +131,6 @@ def test_the_input_of_a_collective_lives_until_its_wait():
     assert cloned.live == (0, 800, 2000, 2800, 2000)
 
 
-@given(
-    st.lists(st.integers(0, 50), min_size=1, max_size=10),
-    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9), st.integers(0, 9)), max_size=8),
-    st.integers(0, 120),
-)
-@settings(max_examples=200, deadline=None)
-def test_what_is_kept_never_exceeds_the_room(curve, sizes, extra):
-    candidates = [
-        Candidate(index, nbytes, 1.0, (first, len(curve)), (0, last))
-        for index, (nbytes, first, last) in enumerate(sizes)
-    ]
-    room = max(curve) + extra
-    count = choose_candidates(curve, curve, candidates, room)
-    for index, before in enumerate(curve):
-        forward = sum(c.nbytes for c in candidates[:count] if c.forward[0] <= index)
-        backward = sum(c.nbytes for c in candidates[:count] if index <= c.backward[1])
-        assert before + max(forward, backward) <= room
-
-
 @pytest.mark.parametrize(
     "given, nbytes",
     [("70GB", 70e9), ("16GiB", 16 * 2**30), ("1.5 mb", 1.5e6), ("100", 100), (0.5, 40e9), (7, 7)],
@@ -165,8 +146,8 @@ def _gathers(gm):
 def test_a_trial_has_the_collectives_of_what_runs(monkeypatch):
     """Among others, one gather in the forward of a bucket that the backward gathers among fewer."""
     trials, run = [], []
-    whole = budget._try
-    monkeypatch.setattr(budget, "_try", lambda *args: trials.append(whole(*args)) or trials[-1])
+    whole = budget.run_trial
+    monkeypatch.setattr(budget, "run_trial", lambda *a: trials.append(whole(*a)) or trials[-1])
 
     def seen(gm, ctx):
         if ctx.number is not None:
@@ -179,7 +160,26 @@ def test_a_trial_has_the_collectives_of_what_runs(monkeypatch):
         Stack(3), tokens(0), tokens(1), world_size=4, reshard_after_forward=2, options=options
     )
     assert [_gathers(gm) for gm in run] == [4, 4]
-    assert {(_gathers(trial.forward), _gathers(trial.backward)) for trial in trials} == {(4, 4)}
+    assert {(_gathers(t.forward.gm), _gathers(t.backward.gm)) for t in trials} == {(4, 4)}
+
+
+def test_a_choice_that_holds_too_much_is_not_taken(monkeypatch):
+    """However little its choices are thought to hold."""
+    options = {"executor": "eager", "memory_budget": "1GB"}
+    call = functools.partial(shardc.explain, Stack(3), tokens(0), tokens(1), world_size=4)
+    graph_plans.clear()
+    call(options=options)
+    trials, whole = [], budget.run_trial
+    monkeypatch.setattr(budget, "run_trial", lambda *a: trials.append(whole(*a)) or trials[-1])
+    room = graph_plans[0].static + 1
+    call(options={**options, "memory_budget": "1GB"})
+    room += trials[0].peak
+    peak = Tradeoff.peak
+    monkeypatch.setattr(Tradeoff, "peak", lambda self, choice: peak(self, choice) // 2)
+    monkeypatch.setattr(Tradeoff, "fastest", lambda self, room: Choice(0, len(self.buckets)))
+    graph_plans.clear()
+    call(options={**options, "memory_budget": room})
+    assert len(trials) > 3 and max(plan.peak for plan in graph_plans) <= room
 
 
 class _Deep(nn.Module):

@@ -100,7 +100,7 @@ class Plan:
             budget=self._budget(),
             open_positions=self._open,
             kept=self.kept,
-            agree_on_count=functools.partial(self.agreements.count, everyone),
+            agree_on_choice=functools.partial(self.agreements.choices, everyone),
             options=self._schedule,
             agree_on_seconds=functools.partial(self.agreements.seconds, everyone, phase),
         )

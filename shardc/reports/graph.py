@@ -5,7 +5,6 @@ op by op. So a plan can be read off as times, and what is exposed is where compu
 """
 
 import bisect
-import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ from shardc.passes.context import (
     is_wait,
     kind_of,
     labels_of,
+    module_of,
     moved_by,
     ranks_in,
 )
@@ -205,17 +205,3 @@ def _in_words(node: Node) -> str:
 
 def _name(node: Node) -> str:
     return str(getattr(node.target, "_opname", node.name))
-
-
-_SCOPE = re.compile(r"^L\[['\"]\w+['\"]\]\.?|^getattr\(|_modules\.|_orig_mod\.?")
-
-
-def module_of(node: Node) -> str:
-    """The name of the module whose forward made a node: "layers.0.mlp.up"; "" if not known."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return ""
-    path = str(next(reversed(stack.values()))[0])
-    path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", _SCOPE.sub("", path))
-    parts = _SCOPE.sub("", path).split(".")
-    return ".".join(part for part in parts if part not in ("", "__self__"))

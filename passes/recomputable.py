@@ -1,0 +1,251 @@
+"""A trial: which of what the forward saves the backward may compute again, and what that costs.
+
+Only what is made and read within one unit is: a unit's results stay saved, so the backward of a
+unit computes again what it needs of this unit and no more. Values of one kind are those at the same
+place of equal units ("mlp.up_proj: mm" of every block).
+
+What is left as it is: what the user checkpoints, random numbers (so they are the same ones),
+collectives of the model, ops that write.
+"""
+
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from shardc.passes.context import (
+    PassContext,
+    is_collective,
+    is_random,
+    is_wait,
+    labels_of,
+    module_of,
+    our_collectives,
+)
+from shardc.passes.cost import evaluate, node_seconds, symbol_hints, tensor_bytes
+from shardc.passes.memory import storage_roots
+from shardc.passes.recompute import is_tagged
+from shardc.passes.trial import Phase, Trial
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A value that the forward saves and the backward could compute again.
+
+    Attributes:
+        kind: at which place of which units it is made, equal for equal units.
+        unit: the name of its unit.
+        nodes: those of the forward graph that are saved; they share memory.
+        nbytes: held less while it is not saved.
+        forward, backward: the first and last place at which it is not held then.
+    """
+
+    kind: str
+    unit: str
+    nodes: tuple[Node, ...]
+    nbytes: int
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """A saved value that is computed again instead, after all that come before it in a list.
+
+    Attributes:
+        saved: the value.
+        names: of the nodes that are computed again for it.
+        seconds: what those of them take that are not computed again for an earlier one.
+    """
+
+    saved: Saved
+    names: frozenset[str]
+    seconds: float
+
+
+def recomputable(trial: Trial) -> list[Recompute]:
+    """What may be computed again, cheapest kind per byte first, and of a kind the first units.
+
+    What the first units save is held for longest: it is there when the later ones compute theirs
+    again.
+    """
+    graph = _Forward(trial)
+    kinds: dict[str, list[Saved]] = defaultdict(list)
+    for saved in graph.saved():
+        kinds[saved.kind].append(saved)
+    chosen: list[Recompute] = []
+    dropped, again = set[Node](), set[Node]()
+    while kinds:
+        best: tuple[float, str, list[Recompute]] | None = None
+        for kind, members in kinds.items():
+            tried = graph.recompute(members, dropped, again)
+            if tried:
+                price = sum(r.seconds for r in tried) / sum(r.saved.nbytes for r in tried)
+                best = min(best or (price, kind, tried), (price, kind, tried), key=lambda b: b[:2])
+        if best is None:
+            break
+        _, kind, taken = best
+        del kinds[kind]
+        chosen += taken
+        dropped |= {node for each in taken for node in each.saved.nodes}
+        names = {name for each in taken for name in each.names}
+        again |= {node for node in trial.forward.places if node.name in names}
+    return chosen
+
+
+class _Forward:
+    """The forward graph of a trial, and what its backward reads."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self._options = trial.forward.ctx.options
+        self._hints = symbol_hints(trial.forward.gm)
+        self._units = sorted(_unit_names(trial.forward.gm), key=len, reverse=True)
+        self._in_backward = {node.name for node in trial.backward.places}
+        self._seconds: dict[Node, float] = {}
+
+    def saved(self) -> list[Saved]:
+        """What could be computed again, in graph order."""
+        forward, backward = self._trial.forward, self._trial.backward
+        roots = storage_roots(forward.gm)
+        aliases: dict[Node, list[Node]] = defaultdict(list)
+        for node, root in roots.items():
+            aliases[root].append(node)
+        results, saved = _outputs(forward)
+        returned = {roots[node] for node in results if node in roots}
+        by_root: dict[Node, list[Node]] = defaultdict(list)
+        for node in saved:
+            if node in roots and roots[node] not in returned:
+                by_root[roots[node]].append(node)
+        read = {node.name: node for node in backward.gm.graph.find_nodes(op="placeholder")}
+        found, counts = [], defaultdict[str, int](int)
+        end = len(forward.liveness.live)
+        for root, nodes in by_root.items():
+            users = {user for node in aliases[root] for user in node.users if user.op != "output"}
+            unit = self._unit_of(root)
+            inside = all(self._unit_of(user) == unit for user in users)
+            told = any("recompute" in node.meta for node in aliases[root])
+            if unit is None or not inside or told or not _is_computed(root):
+                continue
+            last = max((forward.places[user] for user in users), default=forward.places[root])
+            readers = [u for node in nodes if node.name in read for u in read[node.name].users]
+            first = min((backward.places[u] for u in readers if u in backward.places), default=0)
+            where = module_of(root).removeprefix(unit).strip(".")
+            op = str(getattr(root.target, "_opname", root.name))
+            kind = f"{_starred(unit)} {where}: {op}".replace(" :", "")
+            counts[f"{unit} {kind}"] += 1
+            if (number := counts[f"{unit} {kind}"]) > 1:
+                kind = f"{kind} {number}"
+            nbytes = int(evaluate(tensor_bytes(root.meta["val"]), self._hints))
+            value = Saved(kind, unit, tuple(nodes), nbytes, (last + 1, end), (0, first - 1))
+            found.append(value)
+        return found
+
+    def recompute(
+        self, members: Sequence[Saved], dropped: set[Node], again: set[Node]
+    ) -> list[Recompute]:
+        """What each of `members` costs that can be computed again, `again` being so anyway."""
+        without = dropped | {node for saved in members for node in saved.nodes}
+        done, found = set(again), []
+        for saved in members:
+            needed = self._needed(saved, without)
+            if needed is not None:
+                seconds = sum(map(self._seconds_of, needed - done))
+                done |= needed
+                found.append(Recompute(saved, frozenset(n.name for n in needed), seconds))
+        return found
+
+    def _needed(self, saved: Saved, without: Collection[Node]) -> set[Node] | None:
+        """The nodes that make a value of what is there in the backward; None if that is not to be.
+
+        Args:
+            saved: the value.
+            without: saved values that are not there.
+        """
+        found, todo = set[Node](), list(saved.nodes)
+        while todo:
+            node = todo.pop()
+            there = node.name in self._in_backward and node not in without
+            if node in found or there or is_tagged(node) or not _is_value(node):
+                continue
+            if self._unit_of(node) != saved.unit or not _may_run_again(node):
+                return None
+            found.add(node)
+            todo += node.all_input_nodes
+        return found
+
+    def _seconds_of(self, node: Node) -> float:
+        if node.name in self._in_backward and not any(u.op == "output" for u in node.users):
+            return 0.0  # is computed again anyway
+        if node not in self._seconds:
+            assert self._options is not None
+            seconds = node_seconds(node, self._options.profile, self._options.fused)
+            self._seconds[node] = evaluate(seconds, self._hints)
+        return self._seconds[node]
+
+    def _unit_of(self, node: Node) -> str | None:
+        """The name of the unit that a node belongs to; None for what is outside of all."""
+        if len(self._units) == 1:
+            return self._units[0]
+        module = module_of(node)
+        return next((u for u in self._units if f"{module}.".startswith(f"{u}.")), None)
+
+
+def _unit_names(gm: GraphModule) -> set[str]:
+    labels = {label for node in our_collectives(gm) for label in labels_of(node)}
+    return {re.sub(r"\[\d+\]$", "", label) for label in labels}
+
+
+def _starred(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
+
+
+def _outputs(forward: Phase) -> tuple[list[Node], list[Node]]:
+    """What a forward returns to the caller, and what it saves."""
+    outputs = forward.gm.graph.output_node().args[0]
+    assert isinstance(outputs, (list, tuple))
+    nodes = [[o for o in part if isinstance(o, Node)] for part in _split(outputs, forward.ctx)]
+    return nodes[0], nodes[1]
+
+
+def _split(outputs: Sequence[object], ctx: PassContext) -> tuple[Iterable[object], ...]:
+    return outputs[: ctx.results], outputs[ctx.results :] if ctx.results is not None else ()
+
+
+def _is_computed(node: Node) -> bool:
+    return node.op == "call_function" and _is_value(node) and not is_tagged(node)
+
+
+def _is_value(node: Node) -> bool:
+    """Whether a node makes tensors; sizes are there anyway."""
+    tensors = (isinstance(leaf, Tensor) for leaf in tree_leaves(node.meta.get("val")))
+    return node.op == "call_function" and any(tensors)
+
+
+_WITHOUT_SCHEMA = (operator.getitem, torch.ops.higher_order.flex_attention)
+
+
+def _may_run_again(node: Node) -> bool:
+    if node.target in _WITHOUT_SCHEMA:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or is_collective(node) or is_wait(node) or schema.is_mutable:
+        return False
+    return not is_random(node) or _drops_nothing(node)
+
+
+def _drops_nothing(node: Node) -> bool:
+    """Whether a node is an attention without dropout, which draws no random numbers."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    places = {argument.name: index for index, argument in enumerate(schema.arguments)}
+    at = places.get("dropout_p")
+    if at is None:
+        return False
+    given = node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return bool(given == 0.0)
