@@ -44,7 +44,8 @@ class ScheduleOptions:
         forward_hints, backward_hints: units to gather when another's forward or backward begins.
         reduce_buffers: how many reductions may be under way; None bounds their bytes only.
         coalesce: whether collectives may be merged.
-        fused: whether the executor fuses elementwise ops (Inductor).
+        fused: whether the executor fuses elementwise ops, and keeps them in registers (Inductor).
+        clones: whether the backend clones what it reduces (gloo).
     """
 
     profile: Profile
@@ -55,6 +56,7 @@ class ScheduleOptions:
     reduce_buffers: int | None = None
     coalesce: bool = True
     fused: bool = True
+    clones: bool = False
 
     def wanted(self, phase: str, gathers: Sequence[tuple[int, int]]) -> list[int | None]:
         """The event at which each gather, given as (unit, event), is asked for, if it is."""
@@ -87,14 +89,10 @@ class Budget:
     Attributes:
         nbytes: of everything.
         static: of segments and optimizer state; gradients count where the backward makes them.
-        fused: whether the executor keeps fused values in registers (Inductor).
-        clones: whether the backend clones what it reduces (gloo).
     """
 
     nbytes: int
     static: int
-    fused: bool
-    clones: bool
 
 
 UNITS_IN_FLIGHT = 2

@@ -28,7 +28,7 @@ from shardc.passes.context import (
     module_of,
     our_collectives,
 )
-from shardc.passes.cost import evaluate, node_seconds, symbol_hints, tensor_bytes
+from shardc.passes.cost import evaluate, node_flops, node_seconds, symbol_hints, tensor_bytes
 from shardc.passes.memory import storage_roots
 from shardc.passes.recompute import is_tagged
 from shardc.passes.trial import Phase, Trial
@@ -62,11 +62,13 @@ class Recompute:
         saved: the value.
         names: of the nodes that are computed again for it.
         seconds: what those of them take that are not computed again for an earlier one.
+        is_heavy: whether there is a matmul or an attention among these.
     """
 
     saved: Saved
     names: frozenset[str]
     seconds: float
+    is_heavy: bool
 
 
 def recomputable(trial: Trial) -> list[Recompute]:
@@ -137,7 +139,7 @@ class _Forward:
             readers = [u for node in nodes if node.name in read for u in read[node.name].users]
             first = min((backward.places[u] for u in readers if u in backward.places), default=0)
             where = module_of(root).removeprefix(unit).strip(".")
-            op = str(getattr(root.target, "_opname", root.name))
+            op = _in_words(root)
             kind = f"{_starred(unit)} {where}: {op}".replace(" :", "")
             counts[f"{unit} {kind}"] += 1
             if (number := counts[f"{unit} {kind}"]) > 1:
@@ -156,9 +158,12 @@ class _Forward:
         for saved in members:
             needed = self._needed(saved, without)
             if needed is not None:
-                seconds = sum(map(self._seconds_of, needed - done))
+                new = needed - done
+                seconds = sum(map(self._seconds_of, new))
+                is_heavy = any(node_flops(node) != 0 for node in new)
+                names = frozenset(node.name for node in needed)
+                found.append(Recompute(saved, names, seconds, is_heavy))
                 done |= needed
-                found.append(Recompute(saved, frozenset(n.name for n in needed), seconds))
         return found
 
     def _needed(self, saved: Saved, without: Collection[Node]) -> set[Node] | None:
@@ -195,6 +200,13 @@ class _Forward:
             return self._units[0]
         module = module_of(node)
         return next((u for u in self._units if f"{module}.".startswith(f"{u}.")), None)
+
+
+def _in_words(node: Node) -> str:
+    op = str(getattr(node.target, "_opname", node.name))
+    if "attention" in op:
+        return "attention"
+    return "matmul" if op in ("mm", "addmm", "bmm", "baddbmm") else op
 
 
 def _unit_names(gm: GraphModule) -> set[str]:

@@ -86,14 +86,14 @@ class Trial:
 
 def run_trial(gm: GraphModule, ctx: PassContext, kept: Kept) -> Trial:
     """Partition and schedule a copy of `gm`."""
-    assert ctx.budget is not None
+    assert ctx.options is not None
     joint = replace(ctx, kept=kept, number=None, agree_on_seconds=None, agree_on_choice=None)
     tagged = run_passes(GraphModule(gm, copy.deepcopy(gm.graph)), joint, pipeline.JOINT_PASSES)
     graphs = compat.min_cut_partition(tagged, None, num_fwd_outputs=ctx.results)
     contexts = [replace(joint, phase=phase) for phase in ("forward", "backward")]
     for graph, each in zip(graphs, contexts, strict=True):
         run_passes(graph, each, pipeline.GRAPH_PASSES)
-    fused, clones = ctx.budget.fused, ctx.budget.clones
+    fused, clones = ctx.options.fused, ctx.options.clones
     before = measure_liveness(graphs[0], owns_inputs=False, fused=fused)
     after = measure_liveness(graphs[1], owns_inputs=True, fused=fused, clones=clones)
     return Trial(kept, Phase(graphs[0], before, contexts[0]), Phase(graphs[1], after, contexts[1]))

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from shardc import ShardTensor, fully_shard
 from shardc.runtime import compat
@@ -61,6 +62,43 @@ class Choosing(Stack):
         for index in self.order:
             x = self.layers[index](x)
         return self.head(x).logsumexp(-1).mean() + 0 * targets.sum()
+
+
+class GatedBlock(nn.Module):
+    """A transformer block: attention and a gated MLP, with dropout."""
+
+    def __init__(self, width: int = 32, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.gate, self.up = nn.Linear(width, 4 * width), nn.Linear(width, 4 * width)
+        self.down, self.dropout = nn.Linear(4 * width, width), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).movedim(-3, 0).transpose(2, 3)
+        attended = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
+        x = x + self.dropout(self.out(attended))
+        inner = self.norm2(x)
+        hidden = F.silu(self.gate(inner)) * self.up(inner)
+        return x + self.dropout(self.down(hidden))
+
+
+class Gated(nn.Module):
+    """Gated blocks; those whose numbers are in `checkpointed` are computed again."""
+
+    checkpointed: tuple[int, ...] = ()
+
+    def __init__(self, blocks: int = 4, width: int = 32, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(GatedBlock(width, dropout) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            again = index in self.checkpointed
+            x = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+        return x.square().mean()
 
 
 def tokens(seed: int, size: tuple[int, ...] = (2, 7), vocab: int = 31) -> Tensor:

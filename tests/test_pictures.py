@@ -13,7 +13,7 @@ from records import training_step
 from shardc.reports.html import page, save_html
 from shardc.reports.lanes import lanes_of, op_indices, stalls
 from shardc.reports.perfetto import save_trace, trace_events
-from shardc.reports.record import KINDS, Finding, Op, Record
+from shardc.reports.record import KINDS, CurveRow, Finding, Op, Record
 from shardc.reports.words import format_bytes
 
 STEP = training_step()
@@ -47,6 +47,7 @@ def _hostile():
         ops=tuple(replace(op, name=next(names), module=next(names)) for op in STEP.ops),
         memory=tuple(replace(point, where=next(names)) for point in STEP.memory),
         findings=tuple(Finding(name, name, name) for name in HOSTILE),
+        curve=tuple(CurveRow(name, 1, 1.0, 1, 1, 1, name) for name in HOSTILE),
     )
 
 
@@ -239,7 +240,7 @@ def test_the_page_shows_the_record(tmp_path):
         "figures": ["199.6 ms", "169.4 ms", "140.9 ms", "30.27 ms", "5.545 GiB"],
         "what": [STEP.findings[0].what],
         "peak": ["segments512 MiB", "optimizer1 GiB", "gradients737.3 MiB", "activations2.905 GiB",
-                 "gathered430.1 MiB"],
+                 "gathered430.1 MiB", "workspaces0 B"],
         "rows": [26, 9],
         "sizes": sizes,
         "times": ["0", "0", "0.25 µs", "1.235 ms", "12.35 s"],
@@ -342,6 +343,29 @@ def test_hostile_names_are_text(tmp_path):
     assert shown["needed"] == [row.needed_by for row in record.collectives]
     assert shown["hovered"] == shown["needed"][:6]
     assert shown["scripts"] == page(STEP).count("<script") + 2  # the test's own
+
+
+def test_the_memory_curve_is_drawn_where_there_is_one(tmp_path):
+    rows = [("", 4e9, 0.2, 1), ("", 6e9, 0.1, 3), ("no checkpointing, resharded", 5e9, 0.25, 0)]
+    curve = tuple(CurveRow(name, int(n), s, g, 3, 2, "mlp: mul") for name, n, s, g in rows)
+    script = """
+        return { hidden: byId("curve-section").hidden, marks: texts("#curve circle title"),
+          places: [...document.querySelectorAll("#curve circle")].map((mark) =>
+            [mark.getAttribute("cx"), mark.getAttribute("cy")].map(Number)),
+          line: document.querySelector("#curve polyline")?.getAttribute("points").split(" ").length,
+          table: texts("#curve-rows td:nth-child(3)") };
+    """
+    shown = _ask(replace(STEP, curve=curve, kinds=("mlp: mul",)), script, tmp_path)
+    assert not shown["hidden"] and shown["line"] == 2
+    assert shown["marks"][2] == (
+        "no checkpointing, resharded · 4.657 GiB · 250 ms · 0 of 3 buckets stay gathered · "
+        "computed again: mlp: mul"
+    )
+    (first, second, setting) = shown["places"]
+    assert first[0] < setting[0] < second[0] and second[1] > first[1] > setting[1]
+    assert shown["table"] == ["1 of 3", "3 of 3", "0 of 3"]
+    without = _ask(STEP, script, tmp_path)
+    assert without["hidden"] and not without["marks"]
 
 
 @pytest.mark.parametrize("record", [EMPTY, ALONE], ids=["empty", "alone"])

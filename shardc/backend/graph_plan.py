@@ -110,6 +110,8 @@ class Plan:
         with self.stages.stage(PASSES):
             self.joint = differentiated(gm)
             ctx = self.context("joint")
+            for look in joint_listeners:
+                look(gm, ctx, self)
             self.kept = choose_kept(gm, ctx)
             return run_passes(gm, replace(ctx, kept=self.kept), pipeline.JOINT_PASSES)
 
@@ -132,8 +134,6 @@ class Plan:
         return Budget(
             nbytes=budget_bytes(options.memory_budget, self.profile),
             static=self.static_bytes,
-            fused=options.executor == "inductor",
-            clones=self._clones,
         )
 
     def _schedule_options(self, numbers: Mapping[Unit, int]) -> ScheduleOptions:
@@ -150,6 +150,7 @@ class Plan:
             },
             reduce_buffers=min(buffers, default=None),
             fused=options.executor == "inductor",
+            clones=self._clones,
             coalesce=self._coalesces if options.coalesce is None else options.coalesce,
         )
 
@@ -268,6 +269,9 @@ class GraphPlan:
 
 graph_plans: deque[GraphPlan] = deque(maxlen=64)
 """The plans of the graphs compiled last in this process, newest last."""
+
+joint_listeners: list[Callable[[GraphModule, PassContext, Plan], None]] = []
+"""Called with every joint graph before anything is decided for it."""
 
 listeners: list[Callable[[GraphModule | None, PassContext, Plan, GraphPlan], None]] = []
 """Called with every graph that is finished, before it is lowered, and with what was decided; with

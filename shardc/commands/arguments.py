@@ -51,8 +51,9 @@ def add_step(parser: argparse.ArgumentParser) -> None:
         "over --world-size ranks (default 1)")  # fmt: skip
     add("--reshard", type=_reshard, metavar="WHEN", help="reshard_after_forward: yes, no, or a "
         "number of ranks (default: all units but the outermost)")  # fmt: skip
-    add("--memory-budget", metavar="BYTES", help="what a step may use, such as 70GB: units stay "
-        "gathered where there is room (default: no budget)")  # fmt: skip
+    add("--memory-budget", "--memory", metavar="BYTES", help="what a step may use, such as 70GB: "
+        "the fastest step that fits is chosen; or 'curve', to see step time against memory "
+        "(default: no budget)")  # fmt: skip
     add("--offload", action="store_true", help="keep segments, gradients and optimizer state on "
         "the host (CPUOffloadPolicy)")  # fmt: skip
 

@@ -32,6 +32,7 @@ EPILOG = f"""\
 examples:
   shardc explain {EXAMPLE} --world-size 1024 --mp bf16
   shardc explain {EXAMPLE} --world-size 64 --save step.html --save step.json
+  shardc explain {EXAMPLE} --world-size 64 --mp bf16 --memory curve
 
 Times come from a cost model of the hardware; docs/guides/planning.md says how far it was off.
 exit code: 0, or 1 where the model cannot be compiled or does not fit the device's memory
@@ -90,7 +91,6 @@ def explain_target(
     positional, named = example_inputs(inputs, target)
     profile = PROFILES[args.profile] if args.profile else current_profile("cuda")
     mesh = (args.copies, world_size) if args.copies > 1 else (world_size,)
-    options = {"memory_budget": args.memory_budget} if args.memory_budget else {}
     with showing_progress(f"explain for {args.copies * world_size} ranks") as progress:
         try:
             return explain(
@@ -99,7 +99,7 @@ def explain_target(
                 kwargs=named,
                 mesh=mesh,
                 profile=profile,
-                options=options,
+                memory_budget=args.memory_budget,
                 progress=progress,
                 symbolic=symbolic,
                 reshard_after_forward=args.reshard,

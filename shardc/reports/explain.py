@@ -9,9 +9,10 @@ Left out: what a kernel loses to its neighbours, the optimizer's own choices (a 
 assumed), and allocators that fragment.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,14 @@ from torch.utils._pytree import tree_leaves
 
 from shardc.backend.compile import compile_graph
 from shardc.backend.fake_ranks import fake_ranks, give_fakes, sharded_copy, sizes_of
-from shardc.backend.graph_plan import GraphPlan, graph_plans
+from shardc.backend.graph_plan import GraphPlan, Plan, graph_plans, joint_listeners
 from shardc.backend.options import Options
-from shardc.passes.hardware import Profile, as_profile, planning_for
+from shardc.passes.context import PassContext
+from shardc.passes.curve import Curve, memory_curve
+from shardc.passes.hardware import Budget, Profile, as_profile, planning_for
 from shardc.reports.formulas import token_formulas
 from shardc.reports.live import report_of
+from shardc.reports.memory_curve import curve_rows
 from shardc.reports.report import Report
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, checked
@@ -42,6 +46,7 @@ def explain(
     mesh: DeviceMesh | Sequence[int] | None = None,
     profile: Profile | str = "h100-nvlink",
     options: dict[str, Any] | None = None,
+    memory_budget: Literal["curve"] | Budget | None = None,
     train: bool = True,
     symbolic: bool = False,
     progress: Callable[[str], object] = str,
@@ -60,6 +65,8 @@ def explain(
         mesh: instead of it: sizes (replicate, shard) for HSDP, or a mesh over a fake process group.
         profile: the hardware to plan for: a name (see `get_profile`) or a `Profile`.
         options: as for `torch.compile(..., options=)`.
+        memory_budget: the option of that name; "curve" plans the step without a budget and has the
+            report show step time against memory (`report.curve`).
         train: whether a backward follows; else the forward under `no_grad` only.
         symbolic: compile a second time, with twice the batch (the first dim of every input), so
             that `report.formulas` has what depends on the number of tokens.
@@ -74,7 +81,11 @@ def explain(
         RuntimeError: the model cannot be compiled; says why.
     """
     hardware = as_profile(profile)
-    parsed = Options.parse({**(options or {}), "profile": hardware})
+    given_options: dict[str, Any] = {**(options or {}), "profile": hardware}
+    wants_curve = memory_budget == "curve"
+    if memory_budget is not None and not wants_curve:
+        given_options["memory_budget"] = memory_budget
+    parsed = Options.parse(given_options)
     sizes = sizes_of("explain", model, world_size, mesh, sharding)
     named = dict(kwargs or {})
     with fake_ranks(sizes) as made, planning_for(hardware):
@@ -83,8 +94,10 @@ def explain(
 
         def report_on(make: Callable[[Tensor], Tensor]) -> Report:
             given, by_name = map_tensors(make, (args, named))
-            graphs, breaks = _compile(sharded, given, by_name, parsed, train, progress)
-            return report_of(sharded, graphs, hardware, parsed, _tokens([given, by_name]), breaks)
+            with _drawing_curves(wants_curve, progress) as curves:
+                graphs, breaks = _compile(sharded, given, by_name, parsed, train, progress)
+            report = report_of(sharded, graphs, hardware, parsed, _tokens([given, by_name]), breaks)
+            return _with_curve(report, curves) if wants_curve else report
 
         with compat.fake_tensors() as fake:
             give_fakes(sharded, fake, host_is_apart=True)
@@ -93,6 +106,46 @@ def explain(
                 return report
             doubled = report_on(lambda tensor: torch.cat([fake(tensor)] * 2))
         return replace(report, formulas={**report.formulas, **token_formulas(report, doubled)})
+
+
+# -- the curve -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _drawing_curves(
+    wanted: bool, progress: Callable[[str], object]
+) -> Iterator[list[tuple[Curve, int]]]:
+    """Inside, every joint graph that is planned adds its curve, and the plan's static bytes."""
+    curves: list[tuple[Curve, int]] = []
+
+    def draw(gm: GraphModule, ctx: PassContext, plan: Plan) -> None:
+        progress("weighing memory against time")
+        if ctx.options is not None and ctx.results is not None:
+            curves.append((memory_curve(gm, ctx), plan.static_bytes))
+
+    if wanted:
+        joint_listeners.append(draw)
+    try:
+        yield curves
+    finally:
+        if wanted:
+            joint_listeners.remove(draw)
+
+
+def _with_curve(report: Report, curves: list[tuple[Curve, int]]) -> Report:
+    """The report with its curve.
+
+    Raises:
+        ValueError: the step is none or several graphs, or has no backward.
+    """
+    if len(curves) != 1:
+        raise ValueError(
+            f"memory_budget='curve' needs a step of one graph with a backward, got {len(curves)}: "
+            "see report.findings of explain() without it for why the graph breaks"
+        )
+    ((curve, static),) = curves
+    optimizer = sum(op.seconds for op in report.ops if op.phase == "optimizer")
+    return replace(report, curve=curve_rows(curve, static, optimizer), kinds=curve.kinds)
 
 
 # -- compiling -----------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from shardc.reports.record import (
     KINDS,
     BucketRow,
     CollectiveRow,
+    CurveRow,
     Finding,
     MemoryPoint,
     Op,
@@ -76,6 +77,7 @@ def _data(record: Record) -> dict[str, Any]:
         "ops": _table(Op, record.ops),
         "memory": _table(MemoryPoint, record.memory),
         "findings": _table(Finding, record.findings),
+        "curve": _table(CurveRow, record.curve),
         "lanes": lanes_of((row.start, row.end) for row in collectives),
         "readers": op_indices(record),
     }

@@ -136,6 +136,28 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class CurveRow:
+    """A way to run the step within some memory.
+
+    Attributes:
+        setting: what people call it ("full checkpointing, resharded"); "" for a point of the curve.
+        nbytes: what a rank holds at most.
+        seconds: the step.
+        gathered, buckets: how many buckets stay gathered after the forward, of how many that may.
+        ahead: how many units may be gathered ahead.
+        again: what is computed again in the backward, in words.
+    """
+
+    setting: str
+    nbytes: int
+    seconds: float
+    gathered: int
+    buckets: int
+    ahead: int
+    again: str
+
+
+@dataclass(frozen=True)
 class Record:
     """A step: what was asked for, what it does, and what it costs.
 
@@ -149,6 +171,9 @@ class Record:
         flops: floating-point operations of a step on one rank, of matmuls and their like.
         peak_flops: what the device could do in a second.
         buckets, collectives, ops, memory, findings: see there.
+        curve: step time against memory, where it was asked for, least memory first; then usual
+            settings.
+        kinds: of values that may be computed again, cheapest per byte first.
         formulas: totals as functions of `W` and `T` (`shardc.reports.formulas`), as sympy's texts.
     """
 
@@ -166,6 +191,8 @@ class Record:
     memory: tuple[MemoryPoint, ...] = ()
     findings: tuple[Finding, ...] = ()
     formulas: dict[str, str] = field(default_factory=dict)
+    curve: tuple[CurveRow, ...] = ()
+    kinds: tuple[str, ...] = ()
 
     # -- totals ------------------------------------------------------------------------------
 
@@ -244,9 +271,11 @@ class Record:
             "ops": Op,
             "memory": MemoryPoint,
             "findings": Finding,
+            "curve": CurveRow,
         }
         try:
             given = {f.name: values[f.name] for f in dataclasses.fields(cls)}
+            given["kinds"] = tuple(given["kinds"])
             for name, row in rows.items():
                 given[name] = tuple(row(**_tuples(entry)) for entry in given[name])
         except (KeyError, TypeError) as error:

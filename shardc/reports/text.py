@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 
+from shardc.reports.memory_curve import curve_table
 from shardc.reports.record import KINDS, BucketRow, CollectiveRow, Record
 from shardc.reports.words import format_bytes, format_seconds, plural
 from shardc.runtime.comm.progress import in_short
@@ -24,6 +25,7 @@ def report_text(record: Record, every_row: bool = False) -> str:
         _heading(record),
         summary_table(record),
         _findings(record),
+        curve_table(record),
         bucket_table(record.buckets, every_row),
         collective_table(record.collectives, every_row),
         formula_table(record),

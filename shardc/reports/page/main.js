@@ -45,5 +45,6 @@ showFindings(record);
 showLegend();
 listenToButtons();
 timeline.onchange = showRange;
+showCurve(record);
 showTable("collectives", COLLECTIVE_COLUMNS, record.collectives, showCollective);
 showTable("buckets", BUCKET_COLUMNS, record.buckets);

@@ -32,6 +32,7 @@ function readRecord() {
   const record = { ...data, ops, collectives, memory };
   record.buckets = objects(data.buckets);
   record.findings = objects(data.findings);
+  record.curve = objects(data.curve);
   record.stalls = readStalls(collectives, data.slack);
   record.phases = PHASES.map((name) => phaseOf(record, name)).filter((phase) => phase);
   record.units = unitRuns(record);

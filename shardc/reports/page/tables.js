@@ -106,6 +106,15 @@ const BUCKET_COLUMNS = [
   yesNo("used", (row) => row.used),
 ];
 
+const CURVE_COLUMNS = [
+  figures("memory", (row) => row.nbytes, formatBytes),
+  figures("step", (row) => row.seconds, formatSeconds),
+  text("stay gathered", (row) => `${row.gathered} of ${row.buckets}`),
+  figures("units ahead", (row) => row.ahead),
+  text("computed again", (row) => row.again),
+  text("that is", (row) => row.setting),
+];
+
 /** A table with room of its own to scroll in; a sentence where there are no rows. */
 function showTable(id, columns, rows, choose) {
   if (!rows.length) {

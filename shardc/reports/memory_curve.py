@@ -1,0 +1,70 @@
+"""The curve of step time against memory: its rows, and the table that is printed."""
+
+from collections.abc import Iterable
+
+from tabulate import tabulate
+
+from shardc.passes.curve import Curve, Point
+from shardc.reports.record import CurveRow, Record
+from shardc.reports.words import format_bytes, format_seconds, plural
+
+
+def curve_rows(curve: Curve, static: int, optimizer: float) -> tuple[CurveRow, ...]:
+    """The rows of a report.
+
+    Args:
+        curve: of the step's joint graph.
+        static: bytes of segments, optimizer state and workspaces.
+        optimizer: seconds of the optimizer's step.
+    """
+
+    def row(point: Point) -> CurveRow:
+        return CurveRow(
+            point.setting,
+            point.nbytes + static,
+            point.seconds + optimizer,
+            *point.gathered,
+            point.ahead,
+            _again(point, curve.kinds),
+        )
+
+    return tuple(map(row, (*curve.points, *curve.settings)))
+
+
+def _again(point: Point, kinds: tuple[str, ...]) -> str:
+    """What is computed again, in words."""
+    if not point.recomputed:
+        return "nothing"
+    some, of = point.last
+    where = f" in {some} of {of}" if some < of else ""
+    until = f"{kinds[point.recomputed - 1]}{where}"
+    return until if point.recomputed == 1 else f"{point.recomputed} kinds, to {until}"
+
+
+def curve_table(record: Record) -> str:
+    """The curve, then usual settings; "" without one."""
+    if not record.curve:
+        return ""
+    kinds = "".join(f"\n  {number:2}. {kind}" for number, kind in enumerate(record.kinds, 1))
+    order = f"\nWhat may be computed again, cheapest per byte first:{kinds}" if kinds else ""
+    return (
+        f"Step time against memory: what memory_budget= would begin with\n{_table(record.curve)}"
+        f"{order}"
+    )
+
+
+def _table(rows: Iterable[CurveRow]) -> str:
+    headers = ["memory", "step", "stay gathered", "ahead", "computed again", "that is"]
+    cells = [
+        [
+            format_bytes(row.nbytes),
+            format_seconds(row.seconds),
+            f"{row.gathered} of {row.buckets}",
+            plural(row.ahead, "unit"),
+            row.again,
+            row.setting,
+        ]
+        for row in rows
+    ]
+    align = ["right", "right", "right", "right", "left", "left"]
+    return tabulate(cells, headers=headers, disable_numparse=True, colalign=align)
