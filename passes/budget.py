@@ -36,14 +36,28 @@ log = logging.getLogger("shardc")
 
 _TRIALS = 5
 """So many choices are tried for a budget; each is planned with what the last one held too much."""
+_NEARLY = 1.2
+"""A trial may hold this much less than was thought."""
+
+
+class BudgetTooSmall(RuntimeError):
+    """A memory budget is less than a graph needs.
+
+    Attributes:
+        least: the smallest that would do, in bytes.
+    """
+
+    def __init__(self, text: str, least: int) -> None:
+        super().__init__(text)
+        self.least = least
 
 
 def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
     """What `ctx.budget` has room for.
 
     Raises:
-        RuntimeError: the budget is less than the graph needs with everything resharded, everything
-            computed again that may be, and nothing gathered ahead.
+        BudgetTooSmall: the budget is less than the graph needs with everything resharded,
+            everything computed again that may be, and nothing gathered ahead.
     """
     budget = ctx.budget
     if budget is None or ctx.options is None:
@@ -51,13 +65,13 @@ def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
     least: Trial | None = None
     for ahead in range(UNITS_IN_FLIGHT, -1, -1):
         tradeoff = Tradeoff.of(run_trial(gm, ctx, Kept(ctx.open_positions, ahead=ahead)))
-        found = _fitting(gm, ctx, tradeoff, budget.nbytes - budget.static)
+        found = _fitting(gm, ctx, tradeoff, budget.nbytes - budget.static, last=ahead == 0)
         if isinstance(found, Kept):
             break
         least = found if least is None or found.peak < least.peak else least
     else:
         assert least is not None
-        raise RuntimeError(_too_small(budget, least))
+        raise BudgetTooSmall(_too_small(budget, least), budget.static + least.peak)
     agreed = found if ctx.agree_on_choice is None else _agree(gm, ctx, tradeoff, found)
     if (
         agreed != found
@@ -72,15 +86,24 @@ def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
     return agreed
 
 
-def _fitting(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, room: int) -> Kept | Trial:
-    """The fastest choice that a trial shows to fit, or the trial that comes closest."""
+def _fitting(
+    gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, room: int, last: bool
+) -> Kept | Trial:
+    """The fastest choice that a trial shows to fit, or the trial that comes closest.
+
+    Where nothing is thought to fit, what holds least is tried if it nearly does, or if this is the
+    `last` attempt: the error says what is the least.
+    """
     base = closest = tradeoff.trial
     tight = room
     for _ in range(_TRIALS):
         choice = tradeoff.fastest(tight)
         if choice is None and (base.peak <= room or closest is not base or not tradeoff.values):
             break
-        choice = choice or Choice(len(tradeoff.values))  # it may hold less than is thought
+        if choice is None:
+            choice = Choice(len(tradeoff.values))
+            if tradeoff.peak(choice) > _NEARLY * room and not last:
+                break
         kept = _kept(tradeoff, choice)
         trial = run_trial(gm, ctx, kept) if choice != Choice() else base
         if trial.peak <= room:

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from shardc.commands import calibrate, compare, doctor, explain, plan, precompile
+from shardc.commands import calibrate, compare, doctor, explain, fit, plan, precompile
 from shardc.commands.errors import FoundProblem, UsageError
 
 _DESCRIPTION = """\
@@ -17,7 +17,7 @@ _EPILOG = """\
 exit codes: 0 fine, 1 a problem was found, 2 wrong usage
 `shardc COMMAND --help` explains a command and shows how to call it.
 """
-_COMMANDS = (doctor, plan, explain, compare, precompile, calibrate)
+_COMMANDS = (doctor, plan, explain, fit, compare, precompile, calibrate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,113 @@
+"""`shardc fit`: the largest batch or longest sequence that fits, and the fewest ranks."""
+
+import argparse
+import json
+from typing import Any
+
+from tabulate import tabulate
+
+from shardc.commands.arguments import (
+    DTYPES,
+    add_precision,
+    add_profile,
+    add_target,
+    example_inputs,
+)
+from shardc.commands.errors import FoundProblem
+from shardc.commands.explain import showing_progress
+from shardc.commands.target import EXAMPLE, load_model
+from shardc.passes.hardware import PROFILES, current_profile
+from shardc.reports.fit import Fit, fewest_ranks, fit
+from shardc.reports.words import format_bytes, format_seconds
+from shardc.runtime.eager.precision import MixedPrecisionPolicy
+
+NAME = "fit"
+SUMMARY = "find the largest batch or sequence that fits a GPU, and the fewest ranks"
+DESCRIPTION = """\
+Find the largest batch (or the longest sequence) whose step fits the memory of a device, and the
+fewest ranks that hold a step of the example inputs. Each size is planned with that memory as its
+budget: what stays gathered and what is computed again is chosen for the shortest step that fits.
+Needs no GPU. Takes a few minutes for 8 billion parameters.
+
+The target names a function that takes no arguments and returns (model, example inputs); the inputs
+are repeated along their first dim (the batch), or with --grow length along their second.
+"""
+EPILOG = f"""\
+examples:
+  shardc fit {EXAMPLE} --memory 80GB --world-size 64 --mp bf16
+  shardc fit {EXAMPLE} --memory 80GB --world-size 8 --mp bf16 --grow length
+
+exit code: 0, or 1 where not even the example inputs fit
+"""
+_DIMS = {"batch": 0, "length": 1}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `shardc fit`."""
+    add = parser.add_argument
+    add_target(parser)
+    add("--memory", required=True, metavar="BYTES", help="of a device: 80GB, 64GiB, or 0.9 for "
+        "that share of the profile's")  # fmt: skip
+    add("--grow", choices=_DIMS, default="batch", help="what grows (default batch)")
+    add_precision(parser)
+    add_profile(parser, "the hardware that times are for")
+    add("--json", action="store_true", help="print JSON: seconds and bytes")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search, and print both answers."""
+    model, inputs = load_model(args.target)
+    positional, named = example_inputs(inputs, args.target)
+    memory = float(args.memory) if args.memory.replace(".", "", 1).isdigit() else args.memory
+    given: dict[str, Any] = {
+        "kwargs": named,
+        "memory": int(memory) if isinstance(memory, float) and memory > 1 else memory,
+        "profile": PROFILES[args.profile] if args.profile else current_profile("cuda"),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES.get(args.mp)),
+    }
+    with showing_progress("fit") as progress:
+        try:
+            size = fit(
+                model,
+                *positional,
+                world_size=args.world_size,
+                dim=_DIMS[args.grow],
+                progress=progress,
+                **given,
+            )
+            ranks = fewest_ranks(model, *positional, progress=progress, **given)
+        except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise FoundProblem(f"{args.target} cannot be planned, {what}") from error
+    if args.json:
+        print(json.dumps({args.grow: _record(size), "ranks": _record(ranks)}, indent=2))
+    else:
+        print(_text(args, size, ranks))
+    return 0 if size.size else 1
+
+
+def _text(args: argparse.Namespace, size: Fit, ranks: Fit) -> str:
+    more = f"; {format_bytes(size.least)} would hold a larger one" if size.least else ""
+    largest = f"largest {args.grow} on {args.world_size} ranks"
+    rows = [
+        _row(largest, f"{size.size} x the example inputs", size),
+        _row("fewest ranks for the example inputs", f"{ranks.size} ranks", ranks),
+    ]
+    table = tabulate(
+        rows, headers=["", "", "memory", "step", "tokens/s a rank"], disable_numparse=True
+    )
+    return f"{args.target} in {args.memory} a device{more}\n\n{table}"
+
+
+def _row(what: str, size: str, found: Fit) -> list[str]:
+    report = found.report
+    if report is None:
+        least = f"needs {format_bytes(found.least)}" if found.least else ""
+        return [what, "none fits", least, "", ""]
+    rate = f"{report.tokens / report.step_seconds:,.0f}"
+    return [what, size, format_bytes(report.peak.total), format_seconds(report.step_seconds), rate]
+
+
+def _record(found: Fit) -> dict[str, Any]:
+    summary = found.report.summary() if found.report else None
+    return {"size": found.size, "least_of_next": found.least, "step": summary}

@@ -1,0 +1,197 @@
+"""`fit`: the largest batch that a device's memory holds, and the fewest ranks that hold a model.
+
+Every size is planned as `explain` does, with a memory budget, so what fits fits by the same plan
+that a run would make. A size that does not fit says how much it would need, which tells where to
+look next: a handful of plans are enough.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from shardc.passes.budget import BudgetTooSmall
+from shardc.passes.hardware import Profile, as_profile, budget_bytes
+from shardc.reports.explain import explain
+from shardc.reports.report import Report
+from shardc.runtime.checks.arguments import Count, checked
+
+CLOSE = 0.02
+"""A size is the largest if one that is larger by this share does not fit."""
+LARGEST = 1 << 20
+"""Where the search ends."""
+
+Plan = Callable[[int], Report]
+"""The report of a size; raises where it does not fit."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The largest size that fits, or the smallest.
+
+    Attributes:
+        size: of it; 0 where none fits.
+        report: of its step; None where none fits.
+        least: bytes that the nearest size would need that does not fit; None where all fit.
+        planned: how many sizes were planned.
+    """
+
+    size: int
+    report: Report | None
+    least: int | None
+    planned: int
+
+
+@checked
+def fit(
+    model: nn.Module,
+    *args: Any,
+    memory: int | float | str,
+    kwargs: Mapping[str, Any] | None = None,
+    world_size: Count = 8,
+    dim: int = 0,
+    profile: Profile | str = "h100-nvlink",
+    options: dict[str, Any] | None = None,
+    progress: Callable[[str], object] = str,
+    **sharding: Any,
+) -> Fit:
+    """How many times the example inputs fit: the largest batch, or the longest sequence.
+
+    Args:
+        model: as for `explain`.
+        args, kwargs: example inputs of one rank. They are repeated along `dim`.
+        memory: bytes of a device: a count, a text such as "80GB", or a fraction of the profile's.
+        world_size: ranks to shard over.
+        dim: which dim of every input grows: 0 the batch, 1 the sequence of (batch, length).
+        profile, options, sharding: as for `explain`.
+        progress: called with what is begun, in words.
+
+    Returns:
+        The largest size, in repeats of the example inputs.
+
+    Raises:
+        ValueError, RuntimeError: as `explain`.
+    """
+
+    def plan(size: int) -> Report:
+        progress(f"{size} times the example inputs")
+        given, named = tree_map(
+            lambda leaf: _repeated(leaf, dim, size), (tuple(args), dict(kwargs or {}))
+        )
+        return explain(
+            model,
+            *given,
+            kwargs=named,
+            world_size=world_size,
+            profile=profile,
+            options=options,
+            memory_budget=budget_bytes(memory, as_profile(profile)),
+            **sharding,
+        )
+
+    return largest(plan, budget_bytes(memory, as_profile(profile)))
+
+
+@checked
+def fewest_ranks(
+    model: nn.Module,
+    *args: Any,
+    memory: int | float | str,
+    kwargs: Mapping[str, Any] | None = None,
+    profile: Profile | str = "h100-nvlink",
+    options: dict[str, Any] | None = None,
+    progress: Callable[[str], object] = str,
+    **sharding: Any,
+) -> Fit:
+    """The fewest ranks on which a step of the example inputs fits; arguments as for `fit`.
+
+    Whole nodes of the profile's size count from one node on.
+    """
+    node = as_profile(profile).node_size
+    sizes = [1 << power for power in range(node.bit_length()) if 1 << power < node]
+    sizes += [node << power for power in range(12) if node << power <= 16384]
+
+    def plan(number: int) -> Report:
+        progress(f"{sizes[-number]} ranks")
+        return explain(
+            model,
+            *args,
+            kwargs=kwargs,
+            world_size=sizes[-number],
+            profile=profile,
+            options=options,
+            memory_budget=budget_bytes(memory, as_profile(profile)),
+            **sharding,
+        )
+
+    found = _bisect(plan, len(sizes))
+    return Fit(sizes[-found.size] if found.size else 0, found.report, found.least, found.planned)
+
+
+def _repeated(leaf: Any, dim: int, size: int) -> Any:
+    if not isinstance(leaf, Tensor) or leaf.ndim <= dim:
+        return leaf
+    return leaf.repeat(*(size if each == dim else 1 for each in range(leaf.ndim)))
+
+
+def largest(plan: Plan, memory: int) -> Fit:
+    """The largest size for which `plan` does not raise `BudgetTooSmall`.
+
+    Needs grow about evenly with the size, so two sizes that do not fit tell where the border is.
+
+    Args:
+        plan: of a size of at least 1.
+        memory: bytes that there are.
+    """
+    tries = _Tries(plan)
+    size = 1
+    while tries.fits(size) and size < LARGEST:
+        size *= 4
+    while tries.least and tries.border - tries.size > max(1, CLOSE * tries.size):
+        if len(tries.least) == 1:
+            tries.fits(2 * size)
+        (near, its), (far, others) = sorted(tries.least.items())[:2]
+        guess = near - (its - memory) * (far - near) / max(others - its, 1)
+        tries.fits(math.floor(min(max(guess, tries.size + 1), tries.border - 1)))
+    return tries.found()
+
+
+def _bisect(plan: Plan, sizes: int) -> Fit:
+    """The largest of 1 to `sizes` that fits."""
+    tries = _Tries(plan, sizes + 1)
+    while tries.border - tries.size > 1 and tries.planned <= sizes:
+        tries.fits((tries.size + tries.border) // 2)
+    return tries.found()
+
+
+class _Tries:
+    """Sizes that were planned: the largest that fits, the smallest that does not."""
+
+    def __init__(self, plan: Plan, border: int = 2 * LARGEST) -> None:
+        self._plan = plan
+        self.size, self.border, self.planned = 0, border, 0
+        self.least: dict[int, int] = {}
+        self._report: Report | None = None
+
+    def fits(self, size: int) -> bool:
+        """Whether a size does."""
+        self.planned += 1
+        try:
+            report = self._plan(size)
+        except RuntimeError as error:
+            cause = getattr(error, "inner_exception", error)
+            if not isinstance(cause, BudgetTooSmall):
+                raise
+            self.least[size] = cause.least
+            self.border = min(self.border, size)
+            return False
+        if size > self.size:
+            self.size, self._report = size, report
+        return True
+
+    def found(self) -> Fit:
+        """The largest that fits."""
+        return Fit(self.size, self._report, self.least.get(self.border), self.planned)

@@ -1,0 +1,78 @@
+"""The largest size that fits, and the fewest ranks: the search, and both on a model."""
+
+import json
+
+import pytest
+import torch
+from command_line import ended
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import Gated, Stack, tokens
+
+import shardc
+from shardc.passes.budget import BudgetTooSmall
+from shardc.reports import fit as fitting
+from shardc.reports.fit import fewest_ranks, fit, largest
+
+X = torch.empty(1, 64, 32, device="meta")
+
+
+@given(st.integers(1, 10**6), st.integers(0, 10**9), st.integers(1, 10**9), st.floats(1, 1.2))
+@settings(max_examples=300, deadline=None)
+def test_the_search_finds_the_border_in_few_plans(each, fixed, memory, power):
+    def need(size):
+        return fixed + int(each * size**power)
+
+    def plan(size):
+        if need(size) > memory:
+            raise BudgetTooSmall("too small", need(size))
+        return size
+
+    found = largest(plan, memory)
+    if found.size == 0:
+        assert need(1) > memory and found.report is None and found.planned == 1
+        return
+    assert need(found.size) <= memory and found.report == found.size
+    assert found.planned <= 40
+    if found.size < fitting.LARGEST:
+        above = found.size + max(1, int(fitting.CLOSE * found.size) + 1)
+        assert need(above) > memory and found.least > memory
+
+
+def test_the_largest_batch_fits_and_a_larger_one_does_not():
+    memory, model, more = 3_000_000, Gated(2), {"world_size": 4, "profile": "cpu"}
+    found = fit(model, X, memory=memory, **more)
+    assert found.size > 2 and found.report.peak.total <= memory < found.least
+    assert found.report.tokens == 64 * found.size
+    above = torch.empty(int(1.03 * found.size) + 1, 64, 32, device="meta")
+    with pytest.raises(Exception, match="memory_budget of 3,000,000 bytes is too small"):
+        shardc.explain(model, above, memory_budget=memory, **more)
+    longer = fit(Stack(), tokens(0), tokens(1), memory=300_000, dim=1, **more)
+    assert longer.size > 1 and longer.report.tokens == 14 * longer.size
+
+
+def test_the_fewest_ranks_hold_the_model():
+    memory = 700_000
+    found = fewest_ranks(Gated(2), X, memory=memory, profile="cpu")
+    assert found.size > 1 and found.report.world_size == found.size
+    assert found.report.peak.total <= memory < found.least
+    with pytest.raises(Exception, match="too small"):
+        shardc.explain(Gated(4), X, world_size=found.size // 2, memory_budget=memory, profile="cpu")
+    nothing = fewest_ranks(Gated(2), X, memory=1000, profile="cpu")
+    assert nothing.size == 0 and nothing.report is None and nothing.least > 1000
+
+
+def gated():
+    """What the command is told to look at."""
+    with torch.device("meta"):
+        return Gated(2), (X,)
+
+
+def test_the_command(capsys):
+    call = ["fit", f"{__name__}:gated", "--world-size", "4", "--profile", "cpu"]
+    code, out, _ = ended(capsys, *call, "--memory", "800KB")
+    assert code == 0 and "largest batch on 4 ranks" in out and "fewest ranks" in out, out
+    code, out, _ = ended(capsys, *call, "--memory", "1KB", "--json")
+    assert code == 1 and json.loads(out)["batch"]["size"] == 0
+    code, _, err = ended(capsys, *call, "--memory", "much")
+    assert code == 1 and "memory_budget must be bytes" in err
