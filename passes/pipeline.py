@@ -8,7 +8,8 @@
                       mark_segments             which inputs are segments
                       tag_reshard               gathered weights are recomputed or saved
                       tag_recomputed            what else the backward computes again
-    forward, backward drop_second_gathers       one gather in the forward of what is cut again
+    forward, backward wait_once                 one wait for a gather that is read several times
+                      drop_second_gathers       one gather in the forward of what is cut again
                       coalesce                  neighbours in one message where it costs nothing
                       schedule                  collectives behind compute
                       write_gradients           matmuls write into the reduction's input
@@ -34,6 +35,7 @@ from shardc.passes.schedule import schedule
 from shardc.passes.take_gathered import take_gathered
 from shardc.passes.used_slots import mark_segments
 from shardc.passes.verify import verify
+from shardc.passes.wait_once import wait_once
 from shardc.passes.write_gradients import write_gradients
 
 DYNAMO_PASSES: list[Pass] = [take_gathered, insert_unshard]
@@ -45,6 +47,7 @@ JOINT_PASSES: list[Pass] = [
     tag_recomputed,
 ]
 GRAPH_PASSES: list[Pass] = [
+    wait_once,
     drop_second_gathers,
     coalesce,
     schedule,

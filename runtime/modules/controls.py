@@ -322,11 +322,39 @@ class Controls:
         Raises:
             RuntimeError: not the outermost unit.
         """
-        if not self._shardc_unit.is_root:
-            raise RuntimeError("reset_iter_state() is for the outermost sharded module")
+        self._require_root("reset_iter_state")
         for unit in _own_units(self, recurse=True):
             for bucket in unit.buckets:
                 bucket.reset()
+
+    @checked
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Accepted: backwards reduce by themselves, and `finalize_backward` what waits.
+
+        Raises:
+            RuntimeError: not the outermost unit.
+        """
+        self._require_root("set_manual_backward_finalization")
+
+    @checked
+    def finalize_backward(self, *, async_op: bool = False) -> "ReductionHandle | None":
+        """Reduce what backwards without sync have left, in the units that sync now.
+
+        Args:
+            async_op: return a handle. Gradients are reduced nevertheless when this returns.
+
+        Raises:
+            RuntimeError: not the outermost unit.
+        """
+        self._require_root("finalize_backward")
+        for unit in _own_units(self, recurse=True):
+            for bucket in unit.buckets:
+                bucket.gradients.flush()
+        return ReductionHandle() if async_op else None
+
+    def _require_root(self, method: str) -> None:
+        if not self._shardc_unit.is_root:
+            raise RuntimeError(f"{method}() is for the outermost sharded module")
 
     @checked
     def set_post_optim_event(self, event: Event | None) -> None:
@@ -399,6 +427,13 @@ class UnshardHandle:
         """Wait until the parameters are there; the next forward does so by itself."""
         for bucket in self._buckets:
             bucket.gathered.finish()
+
+
+class ReductionHandle:
+    """What `finalize_backward(async_op=True)` returns."""
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
 
 
 def check_reshard(value: object, world_size: int) -> bool | int | None:
