@@ -172,15 +172,36 @@ def is_fusible(node: Node) -> bool:
 
 def stays_in_registers(node: Node) -> bool:
     """Whether Inductor would never store this value."""
-    if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+    if not _is_pointwise(node):
         return False
     users = list(node.users)
     while any(is_view(user) for user in users):
         users = [u for user in users for u in (user.users if is_view(user) else [user])]
-    return bool(users) and all(
-        torch.Tag.pointwise in getattr(user.target, "tags", ()) or user.target in _REDUCTIONS
-        for user in users
-    )
+    looped = all(_is_pointwise(user) or is_reduction(user) for user in users)
+    return bool(users) and looped and not (len(users) > 1 and is_stored_for_reuse(node))
+
+
+def is_stored_for_reuse(node: Node) -> bool:
+    """Whether Inductor stores a value that several read: on CPUs, one that is slow to compute."""
+    value = first_made(node)
+    return value is not None and value.device.type == "cpu" and _is_slow(node)
+
+
+def _is_slow(node: Node) -> bool:
+    """Whether an exponential or its like is part of what computes a value in one loop."""
+    if getattr(node.target, "overloadpacket", None) in _SLOW:
+        return True
+    operands = (o for o in node.all_input_nodes if _is_pointwise(o) and len(o.users) == 1)
+    return any(map(_is_slow, operands))
+
+
+def _is_pointwise(node: Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def is_reduction(node: Node) -> bool:
+    """Whether Inductor makes a loop of it that gives fewer values than it reads."""
+    return node.target in _REDUCTIONS
 
 
 _REDUCTIONS: set[Any] = {
@@ -198,6 +219,10 @@ _LOOPS: set[Any] = {
 
 _TRANSCENDENTAL: set[Any] = {
     aten.tanh, aten.erf, aten.sin, aten.cos, aten.gelu, aten.gelu_backward,
+}  # fmt: skip
+
+_SLOW: set[Any] = {
+    aten.exp, aten.sigmoid, aten.tanh, aten.log, aten.log2, aten.log10, aten.log1p,
 }  # fmt: skip
 
 _EMPTY: set[Any] = {aten.empty.memory_format, aten.empty_strided.default}

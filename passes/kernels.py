@@ -15,7 +15,14 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from shardc.passes.context import WRITES, is_collective, is_view, is_wait
-from shardc.passes.cost import evaluate, is_fusible, stays_in_registers, tensor_bytes
+from shardc.passes.cost import (
+    evaluate,
+    is_fusible,
+    is_reduction,
+    is_stored_for_reuse,
+    stays_in_registers,
+    tensor_bytes,
+)
 
 _FAR = 64
 """Stored values between two ops that Inductor does not fuse (`can_fusion_increase_peak_memory`)."""
@@ -58,10 +65,11 @@ def places_of_kernels(nodes: Sequence[Node], hints: Mapping[Any, float]) -> Plac
         if not _is_loop(node) or stays_in_registers(node):
             continue
         made += 1
-        stored, registers = _read_by(node)
+        alone = _is_alone(node)
+        stored, registers = _read_by(node, index if alone else {})
         size = max(_elements(each, hints) for each in (node, *stored))
         near = {id(kernel): kernel for each in stored for kernel in kernels.get(each, ())}
-        fits = [k for k in near.values() if k.size == size and made - k.number < _FAR]
+        fits = [k for k in near.values() if k.size == size and made - k.number < _FAR and not alone]
         kernel = _join(sorted(fits, key=lambda k: -k.place), stored, places)
         if kernel is None:
             kernel = _Kernel(index[node], made, size)
@@ -107,8 +115,33 @@ def _is_loop(node: Node) -> bool:
     return node.op == "call_function" and is_fusible(node) and WRITES not in node.meta
 
 
-def _read_by(node: Node) -> tuple[set[Node], set[Node]]:
-    """The stored values that a kernel for `node` reads, and what it has in registers."""
+def _is_alone(node: Node) -> bool:
+    """Whether a kernel is not fused: on CPUs, that of a sum of rows (the gradient of a bias)."""
+    if not is_reduction(node) or len(node.args) < 2 or not node.all_input_nodes:
+        return False
+    value, dims = node.all_input_nodes[0].meta.get("val"), node.args[1]
+    if not isinstance(value, Tensor) or value.device.type != "cpu" or not isinstance(dims, list):
+        return False
+    return all(dim % value.ndim < value.ndim - 1 for dim in dims if isinstance(dim, int))
+
+
+def _is_computed_twice(operand: Node, node: Node, index: Mapping[Node, int]) -> bool:
+    """Whether `node` computes an operand anew that is stored for others: it comes before the first
+    of them that needs it stored."""
+    if not _is_loop(operand) or is_reduction(operand) or is_stored_for_reuse(operand):
+        return False
+    readers = list(operand.users)
+    while any(map(is_view, readers)):
+        readers = [r for each in readers for r in (each.users if is_view(each) else [each])]
+    needs = [index[reader] for reader in readers if reader in index and not _is_loop(reader)]
+    return min(needs, default=-1) > index[node]
+
+
+def _read_by(node: Node, index: Mapping[Node, int]) -> tuple[set[Node], set[Node]]:
+    """The stored values that a kernel for `node` reads, and what it has in registers.
+
+    With `index`, the places of all nodes, it computes anew what is stored only later.
+    """
     stored, registers = set[Node](), set[Node]()
     todo = list(node.all_input_nodes)
     while todo:
@@ -117,7 +150,8 @@ def _read_by(node: Node) -> tuple[set[Node], set[Node]]:
             operand = operand.all_input_nodes[0]
         if operand in registers:
             continue
-        if _is_loop(operand) and stays_in_registers(operand):
+        inside = _is_loop(operand) and stays_in_registers(operand)
+        if inside or (index and _is_computed_twice(operand, node, index)):
             registers.add(operand)
             todo += operand.all_input_nodes
         else:

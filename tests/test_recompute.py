@@ -71,7 +71,7 @@ def test_a_choice_holds_and_takes_what_it_is_thought_to(monkeypatch):
     )
     compared = []
 
-    def compare(gm, ctx, tradeoff, room):
+    def compare(gm, ctx, tradeoff, room, last):
         for choice in (Choice(8, 0), Choice(20, 4), Choice(len(tradeoff.values), 0)):
             trial = run(gm, ctx, budget._kept(tradeoff, choice))
             compared.append(
