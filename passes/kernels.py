@@ -120,7 +120,11 @@ def _is_alone(node: Node) -> bool:
     if not is_reduction(node) or len(node.args) < 2 or not node.all_input_nodes:
         return False
     value, dims = node.all_input_nodes[0].meta.get("val"), node.args[1]
-    if not isinstance(value, Tensor) or value.device.type != "cpu" or not isinstance(dims, list):
+    if (
+        not isinstance(value, Tensor)
+        or value.device.type != "cpu"
+        or not isinstance(dims, (list, tuple))
+    ):
         return False
     return all(dim % value.ndim < value.ndim - 1 for dim in dims if isinstance(dim, int))
 

@@ -14,6 +14,7 @@ from shardc.optim.whole_tensor import WholeTensorOptimizer
 from shardc.passes.hardware import Profile, get_profile, set_profile
 from shardc.reports import plan_text  # noqa: F401 (it listens for finished plans)
 from shardc.reports.explain import explain
+from shardc.reports.fit import Fit, fewest_ranks, fit
 from shardc.reports.live import report
 from shardc.reports.report import Report
 from shardc.reports.table import describe
@@ -45,6 +46,7 @@ from shardc.state.state_dict import (
 
 __all__ = [
     "CPUOffloadPolicy",
+    "Fit",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Precompiled",
@@ -61,6 +63,8 @@ __all__ = [
     "compress_fp16",
     "describe",
     "explain",
+    "fewest_ranks",
+    "fit",
     "fully_shard",
     "get_model_state_dict",
     "get_optimizer_state_dict",

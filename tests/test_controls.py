@@ -411,6 +411,28 @@ def test_every_method_of_fsdp2_is_there(mesh):
 
 
 @on_ranks(2)
+def test_backwards_without_sync_are_finalized_by_hand(mesh):
+    plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
+    model.set_manual_backward_finalization(True)
+    for call in (compiled(model), model):
+        model.zero_grad()
+        plain.zero_grad()
+        model.set_requires_gradient_sync(False)
+        for seed in (1, 2):
+            _loss(call, seed).backward()
+            _loss(plain, seed).backward()
+        model.finalize_backward()  # no unit syncs
+        assert model.head.weight.grad is None
+        model.set_requires_gradient_sync(True)
+        handle = model.finalize_backward(async_op=True)
+        handle.wait()
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh))
+    with pytest.raises(RuntimeError, match="finalize_backward\\(\\) is for the outermost"):
+        model.layers[0].finalize_backward()
+
+
+@on_ranks(2)
 def test_a_step_that_was_interrupted(mesh):
     plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
 

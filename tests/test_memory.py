@@ -118,6 +118,42 @@ def test_a_kernel_may_read_what_a_constant_went_into():
     assert measure_liveness(gm, owns_inputs=False, fused=True).peak > 0
 
 
+def test_what_is_slow_and_read_twice_is_stored_on_cpus():
+    def held(device):
+        gm = _graph(
+            ("x", "input", (), torch.empty(100, device=device)),
+            ("tanh", aten.tanh.default, ("x",), torch.empty(100, device=device)),
+            ("a", aten.cos.default, ("tanh",), torch.empty(100, device=device)),
+            ("b", aten.mul.Tensor, ("tanh", "a"), torch.empty(100, device=device)),
+            ("out", aten.mm.default, ("b", "b"), torch.empty(100, device=device)),
+        )
+        return measure_liveness(gm, owns_inputs=False, fused=True).live
+
+    assert held("cpu") == (0, 800, 400, 400, 800) and held("meta") == (0, 0, 0, 400, 800)
+
+
+def test_a_sum_of_rows_computes_anew_what_is_not_stored_yet():
+    """On CPUs: what its operand is made of lives until then."""
+
+    def live(device, dims):
+        value = torch.empty(10, 10, device=device)
+        gm = _graph(
+            ("x", "input", (), value),
+            ("grad", aten.mm.default, ("x", "x"), value),
+            ("other", aten.mm.default, ("x", "x"), value),
+            ("product", aten.mul.Tensor, ("grad", "other"), value),
+            ("apart", aten.mm.default, ("x", "x"), value),
+            ("bias", aten.sum.dim_IntList, ("product", dims), value[0]),
+            ("used", aten.mm.default, ("product", "apart"), value),
+            ("out", aten.mm.default, ("used", "bias"), value),
+        )
+        return measure_liveness(gm, owns_inputs=False, fused=True).live
+
+    assert live("cpu", (0,)) == (0, 400, 800, 800, 1200, 1640, 1240, 840)
+    with_the_product = (0, 400, 800, 1240, 840, 840, 1240, 840)
+    assert live("meta", (0,)) == live("cpu", (1,)) == with_the_product
+
+
 def test_the_input_of_a_collective_lives_until_its_wait():
     gm = _graph(
         ("x", "input", (), _bytes(800)),

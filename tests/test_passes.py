@@ -12,6 +12,7 @@ from shardc.passes.insert_unshard import insert_unshard, slots_read
 from shardc.passes.reshard import tag_reshard
 from shardc.passes.runner import run_passes
 from shardc.passes.verify import collective_sequence, verify
+from shardc.passes.wait_once import wait_once
 from shardc.runtime.comm.unshard import pack_gradients, unshard
 from shardc.runtime.eager.executor import eager_executor
 from shardc.runtime.layout.layout import Param, plan_bucket
@@ -98,6 +99,19 @@ def _gathered(reshard=True, save=None, derive=aten.exp.default):
     nodes = {"wait": wait, "view": view, "exp": derived, "mm": out}
     graph.output((out, nodes[save]) if save else (out,))
     return GraphModule(torch.nn.Module(), graph)
+
+
+def test_a_gather_is_waited_for_once():
+    gm = _gathered(True)
+    (start,) = gm.graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default)
+    (wait,) = start.users
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        again = gm.graph.call_function(c10d.wait_tensor.default, (start,))
+        gm.graph.call_function(aten.cos.default, (again,))
+    run_passes(gm, PassContext("forward"), [wait_once])
+    assert list(start.users) == [wait]
+    (cos,) = gm.graph.find_nodes(op="call_function", target=aten.cos.default)
+    assert cos.args == (wait,)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
