@@ -175,6 +175,16 @@ def test_units_with_different_policies(mesh):
     check_against_fsdp2(theirs, ours, compiled(ours, fullgraph=True), step, 2, 2**-8)
 
 
+@pytest.mark.skipif(
+    "param_dtype_override_fn" not in vars(fsdp.MixedPrecisionPolicy), reason="new in torch 2.15"
+)
+@on_ranks(1)
+def test_a_dtype_by_parameter_is_refused(mesh):
+    policy = fsdp.MixedPrecisionPolicy(bf16, param_dtype_override_fn=lambda param: param.dtype)
+    with pytest.raises(NotImplementedError, match="one param_dtype: put the parameters that"):
+        fully_shard(Stack(), mesh=mesh, mp_policy=policy)
+
+
 @on_ranks(2)
 def test_a_real_model_in_bfloat16(mesh):
     policy = MixedPrecisionPolicy(bf16, reduce_dtype=fp32, output_dtype=fp32)
