@@ -57,7 +57,13 @@ def _unit_around(module: nn.Module) -> nn.Module | None:
 
 
 def check_policies(mp: Any, offload: Any) -> None:
-    """Raise TypeError or ValueError for what is no policy."""
+    """Raise TypeError, ValueError or NotImplementedError for what is no policy of ours."""
+    if getattr(mp, "param_dtype_override_fn", None) is not None:  # torch 2.15
+        raise NotImplementedError(
+            "mp_policy has a param_dtype_override_fn, and a unit of shardc has one param_dtype: "
+            "put the parameters that keep their dtype into a unit of their own (units=, or another "
+            "fully_shard) with another mp_policy"
+        )
     for policy, given, kind in (
         ("mp_policy", mp, MixedPrecisionPolicy),
         ("offload_policy", offload, OffloadPolicy),
@@ -65,12 +71,6 @@ def check_policies(mp: Any, offload: Any) -> None:
         check_value(policy, given, kind)
         for name, value in vars(given).items():
             check_value(f"{policy}: {name}", value, Dtype | None if "dtype" in name else bool)
-    if getattr(mp, "param_dtype_override_fn", None) is not None:  # torch 2.15
-        raise NotImplementedError(
-            "mp_policy has a param_dtype_override_fn, and a unit of shardc has one param_dtype: "
-            "put the parameters that keep their dtype into a unit of their own (units=, or another "
-            "fully_shard) with another mp_policy"
-        )
 
 
 def check_initialized(modules: tuple[nn.Module, ...]) -> None:
