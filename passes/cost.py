@@ -189,10 +189,13 @@ def is_stored_for_reuse(node: Node) -> bool:
 
 def _is_slow(node: Node) -> bool:
     """Whether an exponential or its like is part of what computes a value in one loop."""
-    if getattr(node.target, "overloadpacket", None) in _SLOW:
-        return True
-    operands = (o for o in node.all_input_nodes if _is_pointwise(o) and len(o.users) == 1)
-    return any(map(_is_slow, operands))
+    todo = [node]
+    while todo:
+        node = todo.pop()
+        if getattr(node.target, "overloadpacket", None) in _SLOW:
+            return True
+        todo += [o for o in node.all_input_nodes if _is_pointwise(o) and len(o.users) == 1]
+    return False
 
 
 def _is_pointwise(node: Node) -> bool:

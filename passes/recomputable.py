@@ -145,8 +145,9 @@ class _Forward:
             if (number := counts[f"{unit} {kind}"]) > 1:
                 kind = f"{kind} {number}"
             nbytes = int(evaluate(tensor_bytes(root.meta["val"]), self._hints))
-            value = Saved(kind, unit, tuple(nodes), nbytes, (last + 1, end), (0, first - 1))
-            found.append(value)
+            if nbytes:
+                held = ((last + 1, end), (0, first - 1))
+                found.append(Saved(kind, unit, tuple(nodes), nbytes, *held))
         return found
 
     def recompute(
@@ -244,6 +245,8 @@ _WITHOUT_SCHEMA = (operator.getitem, torch.ops.higher_order.flex_attention)
 
 
 def _may_run_again(node: Node) -> bool:
+    if "recompute" in node.meta:  # told to be saved (a value that is overwritten), or by the user
+        return False
     if node.target in _WITHOUT_SCHEMA:
         return True
     schema = getattr(node.target, "_schema", None)
