@@ -36,8 +36,6 @@ log = logging.getLogger("shardc")
 
 _TRIALS = 5
 """So many choices are tried for a budget; each is planned with what the last one held too much."""
-_NEARLY = 1.2
-"""A trial may hold this much less than was thought."""
 
 
 class BudgetTooSmall(RuntimeError):
@@ -62,16 +60,19 @@ def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
     budget = ctx.budget
     if budget is None or ctx.options is None:
         return Kept()
-    least: Trial | None = None
-    for ahead in range(UNITS_IN_FLIGHT, -1, -1):
-        tradeoff = Tradeoff.of(run_trial(gm, ctx, Kept(ctx.open_positions, ahead=ahead)))
-        found = _fitting(gm, ctx, tradeoff, budget.nbytes - budget.static, last=ahead == 0)
-        if isinstance(found, Kept):
+    room = budget.nbytes - budget.static
+    tradeoffs = [_tradeoff(gm, ctx, UNITS_IN_FLIGHT)]
+    first = tradeoffs[0].fastest(room)
+    if first is None or first.recomputed:  # it may be faster to gather fewer units ahead
+        tradeoffs += [_tradeoff(gm, ctx, ahead) for ahead in range(UNITS_IN_FLIGHT)]
+        tradeoffs.sort(key=lambda each: each.least_seconds(room))
+    for tradeoff in tradeoffs:
+        found = _fitting(gm, ctx, tradeoff, room)
+        if found is not None:
             break
-        least = found if least is None or found.peak < least.peak else least
     else:
-        assert least is not None
-        raise BudgetTooSmall(_too_small(budget, least), budget.static + least.peak)
+        tradeoff = min(tradeoffs, key=lambda each: each.trial.kept.ahead)
+        found = _least(gm, ctx, tradeoff, budget)
     agreed = found if ctx.agree_on_choice is None else _agree(gm, ctx, tradeoff, found)
     if (
         agreed != found
@@ -86,31 +87,33 @@ def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
     return agreed
 
 
-def _fitting(
-    gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, room: int, last: bool
-) -> Kept | Trial:
-    """The fastest choice that a trial shows to fit, or the trial that comes closest.
+def _tradeoff(gm: GraphModule, ctx: PassContext, ahead: int) -> Tradeoff:
+    """All choices with so many units gathered ahead."""
+    return Tradeoff.of(run_trial(gm, ctx, Kept(ctx.open_positions, ahead=ahead)))
 
-    Where nothing is thought to fit, what holds least is tried if it nearly does, or if this is the
-    `last` attempt: the error says what is the least.
-    """
-    base = closest = tradeoff.trial
-    tight = room
+
+def _fitting(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, room: int) -> Kept | None:
+    """The fastest choice that a trial shows to fit; None if none is found."""
+    base, tight = tradeoff.trial, room
     for _ in range(_TRIALS):
         choice = tradeoff.fastest(tight)
-        if choice is None and (base.peak <= room or closest is not base or not tradeoff.values):
-            break
         if choice is None:
-            choice = Choice(len(tradeoff.values))
-            if tradeoff.peak(choice) > _NEARLY * room and not last:
-                break
+            break
         kept = _kept(tradeoff, choice)
         trial = run_trial(gm, ctx, kept) if choice != Choice() else base
         if trial.peak <= room:
             return kept
-        closest = min(closest, trial, key=lambda each: each.peak)
         tight = _tighter(room, base.peak, tradeoff.peak(choice), trial.peak)
-    return base.kept if base.peak <= room else closest
+    return base.kept if base.peak <= room else None
+
+
+def _least(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, budget: Budget) -> Kept:
+    """What holds least, if that fits: it may hold less than was thought. Raises BudgetTooSmall."""
+    kept = _kept(tradeoff, Choice(len(tradeoff.values)))
+    trial = min(run_trial(gm, ctx, kept), tradeoff.trial, key=lambda each: each.peak)
+    if trial.peak + budget.static > budget.nbytes:
+        raise BudgetTooSmall(_too_small(budget, trial), budget.static + trial.peak)
+    return trial.kept
 
 
 def _tighter(room: int, base: int, thought: int, found: int) -> int:

@@ -282,7 +282,7 @@ def describe_spec(spec: UnshardSpec) -> str:
     return f"{spec.numel} {names} over {spec.world_size} ranks ({shapes})"
 
 
-_SCOPE = re.compile(r"^L\[['\"]\w+['\"]\]\.?|^getattr\(|_modules\.|_orig_mod\.?")
+_SCOPE = re.compile(r"^[LG]\[['\"]\w+['\"]\]\.?|^getattr\(|_modules\.|_orig_mod\.?")
 
 
 def module_of(node: Node) -> str:

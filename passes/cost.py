@@ -8,8 +8,9 @@ expressions where a size is symbolic, so one formula serves a hint and a table.
 
 Under Inductor (`fused`), elementwise values that only elementwise ops or reductions read are never
 stored: they stay in the registers of one kernel. They cost nothing themselves; the op at the end of
-such a chain reads what the chain reads. That is a model: a kernel that could not be fused moves
-more. Left out: caches, and the arithmetic of elementwise ops other than tanh and its like.
+such a chain reads what the chain reads. On CPUs, one that is slow and read twice is stored. That is
+a model: a kernel that could not be fused moves more. Left out: caches, and the arithmetic of
+elementwise ops other than tanh and its like.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from shardc.passes.context import WRITES, c10d, is_view, moved_by
-from shardc.passes.hardware import Profile
+from shardc.passes.hardware import Profile, current_profile
 from shardc.runtime import compat
 
 Expr = Any
@@ -103,11 +104,12 @@ def tensor_bytes(value: Any) -> Expr:
 
 def node_flops(node: Node) -> Expr:
     """FLOPs of a matmul, convolution or attention; 0 for everything else."""
-    args, op = node.args, getattr(node.target, "overloadpacket", None)
+    target, args = called(node)
+    op = getattr(target, "overloadpacket", target)
     if op is torch.ops.shardc.write_matmul:
         args, op = args[1:3], aten.mm
     formula = _FLOPS.get(op)
-    if "grouped_mm" in str(node.target):
+    if "grouped_mm" in str(target):
         formula = _grouped_matmul_flops
     if formula is None:
         return 0
@@ -128,8 +130,18 @@ def _grouped_matmul_flops(left: Any, right: Any, *others: Any, out_val: Any, **k
     return products * 2 * left.numel() * right.shape[-1]
 
 
+def called(node: Node) -> tuple[Any, tuple[Any, ...]]:
+    """What a node calls, and with what: of an op that is given the state of random numbers, it."""
+    place = compat.place_of_random_op(node.target)
+    if place is None:
+        return node.target, node.args
+    return node.args[place], node.args[place + 1 :]
+
+
 def _made(node: Node) -> Any:
     """The value or values that a node makes or writes."""
+    if compat.place_of_random_op(node.target) is not None:  # its items have values, it has none
+        return [item.meta.get("val") for item in node.users]
     return node.meta.get("val", node.meta.get(WRITES))
 
 
@@ -182,9 +194,17 @@ def stays_in_registers(node: Node) -> bool:
 
 
 def is_stored_for_reuse(node: Node) -> bool:
-    """Whether Inductor stores a value that several read: on CPUs, one that is slow to compute."""
+    """Whether Inductor stores a value where several read it: on CPUs, one that is slow to compute.
+
+    That several do is for the caller to know.
+    """
+    return runs_on_cpu(node) and _is_slow(node)
+
+
+def runs_on_cpu(node: Node) -> bool:
+    """Whether a node is planned for a CPU; plans for GPUs may be made on one."""
     value = first_made(node)
-    return value is not None and value.device.type == "cpu" and _is_slow(node)
+    return value is not None and value.device.type == "cpu" and not current_profile("cpu").overlaps
 
 
 def _is_slow(node: Node) -> bool:
@@ -253,7 +273,7 @@ def node_seconds(node: Node, profile: Profile, fused: bool = False) -> Expr:
     if flops == 0:
         return traffic + arithmetic + profile.overhead
     rate = profile.peak(value.dtype)
-    if "attention" in str(node.target):
+    if "attention" in str(called(node)[0]):
         rate *= profile.attention_efficiency
     together = _longer(flops / rate, traffic) if profile.overlaps else flops / rate + traffic
     return together + profile.overhead

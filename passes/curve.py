@@ -59,7 +59,7 @@ def memory_curve(gm: GraphModule, ctx: PassContext) -> Curve:
     """The curve of a joint graph."""
     tradeoffs = {
         ahead: Tradeoff.of(run_trial(gm, ctx, Kept(ctx.open_positions, ahead=ahead)))
-        for ahead in (UNITS_IN_FLIGHT, 0)
+        for ahead in range(UNITS_IN_FLIGHT, -1, -1)
     }
     found = [point for ahead, each in tradeoffs.items() for point in _points(each, ahead)]
     found.sort(key=lambda point: (point.nbytes, point.seconds))

@@ -20,6 +20,7 @@ from shardc.passes.cost import (
     is_fusible,
     is_reduction,
     is_stored_for_reuse,
+    runs_on_cpu,
     stays_in_registers,
     tensor_bytes,
 )
@@ -74,7 +75,7 @@ def places_of_kernels(nodes: Sequence[Node], hints: Mapping[Any, float]) -> Plac
         if kernel is None:
             kernel = _Kernel(index[node], made, size)
         kernel.made.add(node)
-        for each in {node, *stored} - kernel.touched:
+        for each in set() if alone else {node, *stored} - kernel.touched:
             kernel.touched.add(each)
             kernels.setdefault(each, []).append(kernel)
         places[node] = (kernel.place, kernel.place)
@@ -116,17 +117,18 @@ def _is_loop(node: Node) -> bool:
 
 
 def _is_alone(node: Node) -> bool:
-    """Whether a kernel is not fused: on CPUs, that of a sum of rows (the gradient of a bias)."""
-    if not is_reduction(node) or len(node.args) < 2 or not node.all_input_nodes:
+    """Whether a kernel joins no other: on CPUs, that of a sum of rows (the gradient of a bias)."""
+    if not is_reduction(node) or len(node.args) < 2 or not runs_on_cpu(node):
         return False
     value, dims = node.all_input_nodes[0].meta.get("val"), node.args[1]
-    if (
-        not isinstance(value, Tensor)
-        or value.device.type != "cpu"
-        or not isinstance(dims, (list, tuple))
-    ):
+    if not isinstance(value, Tensor) or value.ndim < 2 or not isinstance(dims, (list, tuple)):
         return False
-    return all(dim % value.ndim < value.ndim - 1 for dim in dims if isinstance(dim, int))
+    return bool(dims) and all(
+        isinstance(dim, int)
+        and -value.ndim <= dim < value.ndim
+        and dim % value.ndim < value.ndim - 1
+        for dim in dims
+    )
 
 
 def _is_computed_twice(operand: Node, node: Node, index: Mapping[Node, int]) -> bool:

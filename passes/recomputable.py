@@ -23,6 +23,7 @@ from shardc.passes.context import (
     PassContext,
     is_collective,
     is_random,
+    is_view,
     is_wait,
     labels_of,
     module_of,
@@ -138,7 +139,8 @@ class _Forward:
             last = max((forward.places[user] for user in users), default=forward.places[root])
             readers = [u for node in nodes if node.name in read for u in read[node.name].users]
             first = min((backward.places[u] for u in readers if u in backward.places), default=0)
-            where = module_of(root).removeprefix(unit).strip(".")
+            module = module_of(root)
+            where = module.rpartition(unit)[2].strip(".") if unit else module
             op = _in_words(root)
             kind = f"{_starred(unit)} {where}: {op}".replace(" :", "")
             counts[f"{unit} {kind}"] += 1
@@ -187,8 +189,6 @@ class _Forward:
         return found
 
     def _seconds_of(self, node: Node) -> float:
-        if node.name in self._in_backward and not any(u.op == "output" for u in node.users):
-            return 0.0  # is computed again anyway
         if node not in self._seconds:
             assert self._options is not None
             seconds = node_seconds(node, self._options.profile, self._options.fused)
@@ -199,8 +199,9 @@ class _Forward:
         """The name of the unit that a node belongs to; None for what is outside of all."""
         if len(self._units) == 1:
             return self._units[0]
-        module = module_of(node)
-        return next((u for u in self._units if f"{module}.".startswith(f"{u}.")), None)
+        # A unit's name may be part of the path: what is compiled may hold the sharded model.
+        module = f".{module_of(node)}."
+        return next((u for u in self._units if f".{u}." in module), None)
 
 
 def _in_words(node: Node) -> str:
@@ -252,7 +253,23 @@ def _may_run_again(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is None or is_collective(node) or is_wait(node) or schema.is_mutable:
         return False
-    return not is_random(node) or _drops_nothing(node)
+    if _drops_nothing(node):
+        return True
+    return not is_random(node) and not _decides(node)
+
+
+def _decides(node: Node) -> bool:
+    """Whether rounding may change what a node gives by a leap: a choice of experts, a sort, a size.
+
+    What a fused kernel computes again may be rounded elsewhere than what was saved.
+    """
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
+        return True
+    if torch.Tag.pointwise in tags or is_view(node) or not node.all_input_nodes:
+        return False
+    leaves = tree_leaves(node.meta.get("val"))
+    return any(isinstance(leaf, Tensor) and not leaf.is_floating_point() for leaf in leaves)
 
 
 def _drops_nothing(node: Node) -> bool:

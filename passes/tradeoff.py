@@ -8,6 +8,7 @@ else, kernels fuse otherwise, gathers move) shows in a trial of what was chosen.
 """
 
 import bisect
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -58,6 +59,11 @@ class Tradeoff:
             if best is None or seconds < best[0] * (1 - _WORTH):
                 best = seconds, choice
         return None if best is None else best[1]
+
+    def least_seconds(self, room: int) -> float:
+        """How long the step of that choice takes; infinitely if none holds so little."""
+        choice = self.fastest(room)
+        return math.inf if choice is None else self.seconds(choice)
 
     def peak(self, choice: Choice) -> int:
         """The most bytes that forward or backward hold."""

@@ -11,8 +11,8 @@ from shardc.passes.context import PassContext, is_all_gather, is_wait, our_colle
 def wait_once(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Have all readers of a gather read its first wait."""
     for start in filter(is_all_gather, our_collectives(gm)):
-        first, *others = sorted(filter(is_wait, start.users)) or [start]
-        for wait in others:
-            wait.replace_all_uses_with(first)
+        waits = sorted(filter(is_wait, start.users))
+        for wait in waits[1:]:
+            wait.replace_all_uses_with(waits[0])
             gm.graph.erase_node(wait)
     return gm

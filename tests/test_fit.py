@@ -17,7 +17,7 @@ from shardc.reports.fit import fewest_ranks, fit, largest
 X = torch.empty(1, 64, 32, device="meta")
 
 
-@given(st.integers(1, 10**6), st.integers(0, 10**9), st.integers(1, 10**9), st.floats(1, 1.2))
+@given(st.integers(1, 10**6), st.integers(0, 10**9), st.integers(1, 10**9), st.floats(0.5, 1.2))
 @settings(max_examples=300, deadline=None)
 def test_the_search_finds_the_border_in_few_plans(each, fixed, memory, power):
     def need(size):
@@ -33,7 +33,7 @@ def test_the_search_finds_the_border_in_few_plans(each, fixed, memory, power):
         assert need(1) > memory and found.report is None and found.planned == 1
         return
     assert need(found.size) <= memory and found.report == found.size
-    assert found.planned <= 40
+    assert found.planned <= 45
     if found.size < fitting.LARGEST:
         above = found.size + max(1, int(fitting.CLOSE * found.size) + 1)
         assert need(above) > memory and found.least > memory

@@ -150,8 +150,19 @@ def test_a_sum_of_rows_computes_anew_what_is_not_stored_yet():
         return measure_liveness(gm, owns_inputs=False, fused=True).live
 
     assert live("cpu", (0,)) == (0, 400, 800, 800, 1200, 1640, 1240, 840)
+    assert live("cpu", ()) == live("cpu", (1,))
     with_the_product = (0, 400, 800, 1240, 840, 840, 1240, 840)
     assert live("meta", (0,)) == live("cpu", (1,)) == with_the_product
+
+
+def test_a_sum_of_a_scalar_is_no_sum_of_rows():
+    scalar = torch.empty(())
+    gm = _graph(
+        ("x", "input", (), scalar),
+        ("sum", aten.sum.dim_IntList, ("x", (0,)), scalar),
+        ("out", aten.mm.default, ("sum", "sum"), scalar),
+    )
+    assert measure_liveness(gm, owns_inputs=False, fused=True).peak == 8
 
 
 def test_the_input_of_a_collective_lives_until_its_wait():

@@ -72,7 +72,7 @@ def test_a_choice_holds_and_takes_what_it_is_thought_to(monkeypatch):
     )
     compared = []
 
-    def compare(gm, ctx, tradeoff, room, last):
+    def compare(gm, ctx, tradeoff, room):
         for choice in (Choice(8, 0), Choice(20, 4), Choice(len(tradeoff.values), 0)):
             trial = run(gm, ctx, budget._kept(tradeoff, choice))
             compared.append(
@@ -82,7 +82,7 @@ def test_a_choice_holds_and_takes_what_it_is_thought_to(monkeypatch):
 
     monkeypatch.setattr(budget, "_fitting", compare)
     _planned(Gated(8, 128), torch.empty(4, 256, 128, device="meta"), "1GB")
-    assert len(tried) == 4 and all(0.85 < ratio < 1.15 for pair in compared for ratio in pair), (
+    assert len(tried) == 4 and all(0.75 < ratio < 1.15 for pair in compared for ratio in pair), (
         compared
     )
 
@@ -112,6 +112,55 @@ def test_the_bits_are_those_of_a_step_without_a_budget(mesh, executor):
     (peak, want), (less, have) = got
     assert less <= memory_budget < peak
     assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
+
+
+class _Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@on_ranks(2)
+def test_the_sharded_model_may_be_part_of_what_is_compiled(mesh):
+    x, memory_budget = torch.randn(2, 64, 32), None
+    for _ in range(2):
+        model = _Around(fully_shard(Gated(6), mesh=mesh, units="auto"))
+        options = {"executor": "eager", "memory_budget": memory_budget}
+        graph_plans.clear()
+        torch.compile(model, backend="shardc", options=options)(x).backward()
+        peak, memory_budget = _peak(graph_plans), memory_budget or _share(graph_plans, 0.75)
+    assert peak <= memory_budget
+
+
+class _Router(nn.Module):
+    """Chooses one of two values a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(32, 2), nn.Linear(32, 64)
+
+    def forward(self, x):
+        weight, index = self.gate(x.sin()).topk(1, -1)
+        chosen = (
+            self.up(x)
+            .unflatten(-1, (2, 32))
+            .gather(-2, index[..., None].expand(*x.shape[:-1], 1, 32))
+        )
+        return x + chosen.squeeze(-2).tanh() * weight
+
+
+def test_a_choice_of_experts_is_not_made_twice(monkeypatch):
+    tried = _trials(monkeypatch)
+    model = nn.Sequential(*(_Router() for _ in range(4)))
+    graph_plans.clear()
+    shardc.explain(model, torch.empty(64, 32, device="meta"), memory_budget="1GB", profile="cpu")
+    nodes = {node.name: node for node in tried[0].forward.gm.graph.nodes}
+    values = Tradeoff.of(tried[0]).values
+    again = {str(nodes[name].target) for value in values for name in value.names}
+    assert values and not any("topk" in target for target in again)
 
 
 class _Counting(GatedBlock):

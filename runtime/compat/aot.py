@@ -61,6 +61,19 @@ def _with_equal_heads(formula: Callable[..., Any], before: int) -> Callable[...,
     return flops
 
 
+def place_of_random_op(target: Any) -> int | None:
+    """Where a call has the op that it gives the state of random numbers; None for other calls.
+
+    The partitioner wraps so what is computed again and may draw numbers (2.11 to 2.15).
+    """
+    ops = torch.ops.higher_order
+    for name, place in (("run_and_save_rng_state", 0), ("run_with_rng_state", 1),
+                        ("graphsafe_run_with_rng_state", 0)):  # fmt: skip
+        if target is getattr(ops, name, None):
+            return place
+    return None
+
+
 def op_arguments(node: torch.fx.Node) -> dict[str, Argument]:
     """The arguments of a call of an op, by name; none for what is no op (2.11 to 2.15)."""
     if not isinstance(node.target, torch._ops.OpOverload):

@@ -83,7 +83,9 @@ def explain(
     hardware = as_profile(profile)
     given_options: dict[str, Any] = {**(options or {}), "profile": hardware}
     wants_curve = memory_budget == "curve"
-    if memory_budget is not None and not wants_curve:
+    if wants_curve:
+        given_options.pop("memory_budget", None)
+    elif memory_budget is not None:
         given_options["memory_budget"] = memory_budget
     parsed = Options.parse(given_options)
     sizes = sizes_of("explain", model, world_size, mesh, sharding)

@@ -5,19 +5,20 @@ that a run would make. A size that does not fit says how much it would need, whi
 look next: a handful of plans are enough.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from shardc.passes.budget import BudgetTooSmall
 from shardc.passes.hardware import Profile, as_profile, budget_bytes
 from shardc.reports.explain import explain
 from shardc.reports.report import Report
 from shardc.runtime.checks.arguments import Count, checked
+from shardc.runtime.eager.precision import map_tensors
 
 CLOSE = 0.02
 """A size is the largest if one that is larger by this share does not fit."""
@@ -61,7 +62,7 @@ def fit(
     """How many times the example inputs fit: the largest batch, or the longest sequence.
 
     Args:
-        model: as for `explain`.
+        model: as for `explain`, not sharded yet.
         args, kwargs: example inputs of one rank. They are repeated along `dim`.
         memory: bytes of a device: a count, a text such as "80GB", or a fraction of the profile's.
         world_size: ranks to shard over.
@@ -73,14 +74,16 @@ def fit(
         The largest size, in repeats of the example inputs.
 
     Raises:
-        ValueError, RuntimeError: as `explain`.
+        ValueError: no input has that dim, or as `explain`.
+        RuntimeError: as `explain`.
     """
+    if not any(tensor.ndim > dim for tensor in _tensors((args, kwargs))):
+        raise ValueError(f"no example input has a dim {dim} to grow: give tensors that have one")
 
     def plan(size: int) -> Report:
         progress(f"{size} times the example inputs")
-        given, named = tree_map(
-            lambda leaf: _repeated(leaf, dim, size), (tuple(args), dict(kwargs or {}))
-        )
+        grow = functools.partial(_repeated, dim=dim, size=size)
+        given, named = map_tensors(grow, (tuple(args), dict(kwargs or {})))
         return explain(
             model,
             *given,
@@ -131,16 +134,24 @@ def fewest_ranks(
     return Fit(sizes[-found.size] if found.size else 0, found.report, found.least, found.planned)
 
 
-def _repeated(leaf: Any, dim: int, size: int) -> Any:
-    if not isinstance(leaf, Tensor) or leaf.ndim <= dim:
-        return leaf
-    return leaf.repeat(*(size if each == dim else 1 for each in range(leaf.ndim)))
+def _tensors(inputs: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(lambda tensor: found.append(tensor) or tensor, inputs)  # type: ignore[func-returns-value]
+    return found
+
+
+def _repeated(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """On meta: only the shape is looked at."""
+    if tensor.ndim <= dim:
+        return tensor
+    return tensor.to("meta").repeat([size if each == dim else 1 for each in range(tensor.ndim)])
 
 
 def largest(plan: Plan, memory: int) -> Fit:
     """The largest size for which `plan` does not raise `BudgetTooSmall`.
 
-    Needs grow about evenly with the size, so two sizes that do not fit tell where the border is.
+    Needs mostly grow evenly with the size, so two sizes that do not fit tell where the border is;
+    where that guess does not help, the middle is tried.
 
     Args:
         plan: of a size of at least 1.
@@ -150,12 +161,17 @@ def largest(plan: Plan, memory: int) -> Fit:
     size = 1
     while tries.fits(size) and size < LARGEST:
         size *= 4
+    if tries.border - tries.size > 1 and len(tries.least) == 1:
+        tries.fits(2 * size)
+    guessed = True
     while tries.least and tries.border - tries.size > max(1, CLOSE * tries.size):
-        if len(tries.least) == 1:
-            tries.fits(2 * size)
-        (near, its), (far, others) = sorted(tries.least.items())[:2]
-        guess = near - (its - memory) * (far - near) / max(others - its, 1)
+        between = tries.border - tries.size
+        guess = float(tries.size + tries.border) / 2
+        if guessed and len(tries.least) > 1:
+            (near, its), (far, others) = sorted(tries.least.items())[:2]
+            guess = near - (its - memory) * (far - near) / max(others - its, 1)
         tries.fits(math.floor(min(max(guess, tries.size + 1), tries.border - 1)))
+        guessed = 2 * (tries.border - tries.size) <= between  # else halve what is between
     return tries.found()
 
 
