@@ -260,6 +260,15 @@ def is_view(node: Node) -> bool:
     return getattr(target, "is_view", False) or target in (operator.getitem, *_ALIASES)
 
 
+def readers_of(node: Node) -> Iterator[Node]:
+    """What reads a node, through views; the output of the graph too."""
+    for user in node.users:
+        if is_view(user):
+            yield from readers_of(user)
+        else:
+            yield user
+
+
 WRITES = "shardc_writes"
 """Where the meta of a node that returns nothing has the values that it writes into a buffer."""
 

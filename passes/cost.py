@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from shardc.passes.context import WRITES, c10d, is_view, moved_by
+from shardc.passes.context import WRITES, c10d, is_view, moved_by, readers_of
 from shardc.passes.hardware import Profile, current_profile
 from shardc.runtime import compat
 
@@ -186,9 +186,7 @@ def stays_in_registers(node: Node) -> bool:
     """Whether Inductor would never store this value."""
     if not _is_pointwise(node):
         return False
-    users = list(node.users)
-    while any(is_view(user) for user in users):
-        users = [u for user in users for u in (user.users if is_view(user) else [user])]
+    users = list(readers_of(node))
     looped = all(_is_pointwise(user) or is_reduction(user) for user in users)
     return bool(users) and looped and not (len(users) > 1 and is_stored_for_reuse(node))
 

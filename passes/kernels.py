@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from shardc.passes.context import WRITES, is_collective, is_view, is_wait
+from shardc.passes.context import WRITES, is_collective, is_view, is_wait, readers_of
 from shardc.passes.cost import (
     evaluate,
     is_fusible,
@@ -136,10 +136,8 @@ def _is_computed_twice(operand: Node, node: Node, index: Mapping[Node, int]) -> 
     of them that needs it stored."""
     if not _is_loop(operand) or is_reduction(operand) or is_stored_for_reuse(operand):
         return False
-    readers = list(operand.users)
-    while any(map(is_view, readers)):
-        readers = [r for each in readers for r in (each.users if is_view(each) else [each])]
-    needs = [index[reader] for reader in readers if reader in index and not _is_loop(reader)]
+    readers = (reader for reader in readers_of(operand) if reader in index)
+    needs = [index[reader] for reader in readers if not _is_loop(reader)]
     return min(needs, default=-1) > index[node]
 
 

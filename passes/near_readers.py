@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from shardc.passes.context import WRITES, is_collective, is_view, is_wait, reach
+from shardc.passes.context import WRITES, is_collective, is_view, is_wait, reach, readers_of
 from shardc.passes.cost import is_fusible
 from shardc.passes.reorder import reorder
 
@@ -90,7 +90,9 @@ class _Places:
         """The new places of those ops at `place` that go down, without those that `stay`."""
         down: dict[Node, int] = {}
         for node in sorted(set(self._movable[place]) - stay, reverse=True):
-            readers = {user: down.get(user, self.of.get(user, self.end)) for user in _readers(node)}
+            readers = {
+                user: down.get(user, self.of.get(user, self.end)) for user in readers_of(node)
+            }
             first = min(readers.values(), default=place)
             there = {user for user, where in readers.items() if where == first}
             if (
@@ -104,7 +106,7 @@ class _Places:
     def _behind_unfused(self, readers: set[Node], place: int) -> set[Node]:
         """What at `place` reads what those of `readers` give that Inductor does not fuse."""
         starts = [reader for reader in readers if not is_fusible(reader)]
-        return reach(lambda n: (u for u in _readers(n) if self.of.get(u) == place), *starts)
+        return reach(lambda n: (u for u in readers_of(n) if self.of.get(u) == place), *starts)
 
     def hoist(self, place: int) -> None:
         """Bring ops up from `place` that read what ops of the same size read or give before it."""
@@ -114,7 +116,7 @@ class _Places:
         here = frozenset(self._movable[place])
         todo = set(here)
         while todo:
-            group = reach(lambda n: here.intersection([*_sources(n), *_readers(n)]), todo.pop())
+            group = reach(lambda n: here.intersection([*_sources(n), *readers_of(n)]), todo.pop())
             todo -= group
             read = {source for node in group for source in _sources(node)} - group
             ready = all(self.of.get(source, -1) < place - 1 for source in read)
@@ -155,15 +157,6 @@ def _sources(node: Node) -> Iterator[Node]:
         while is_view(given) and given.all_input_nodes:
             given = given.all_input_nodes[0]
         yield given
-
-
-def _readers(node: Node) -> Iterator[Node]:
-    """What reads `node`, through views; the output of the graph too."""
-    for user in node.users:
-        if is_view(user):
-            yield from _readers(user)
-        else:
-            yield user
 
 
 def _in_size(node: Node, values: Iterable[Node]) -> set[tuple[Node, int]]:

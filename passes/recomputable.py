@@ -11,7 +11,7 @@ collectives of the model, ops that write.
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,6 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from shardc.passes.context import (
-    PassContext,
     is_collective,
     is_random,
     is_view,
@@ -222,14 +221,12 @@ def _starred(name: str) -> str:
 
 def _outputs(forward: Phase) -> tuple[list[Node], list[Node]]:
     """What a forward returns to the caller, and what it saves."""
-    outputs = forward.gm.graph.output_node().args[0]
+    outputs, results = forward.gm.graph.output_node().args[0], forward.ctx.results
     assert isinstance(outputs, (list, tuple))
-    nodes = [[o for o in part if isinstance(o, Node)] for part in _split(outputs, forward.ctx)]
-    return nodes[0], nodes[1]
-
-
-def _split(outputs: Sequence[object], ctx: PassContext) -> tuple[Iterable[object], ...]:
-    return outputs[: ctx.results], outputs[ctx.results :] if ctx.results is not None else ()
+    border = len(outputs) if results is None else results
+    parts = outputs[:border], outputs[border:]
+    returned, saved = ([each for each in part if isinstance(each, Node)] for part in parts)
+    return returned, saved
 
 
 def _is_computed(node: Node) -> bool:

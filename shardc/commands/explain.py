@@ -2,16 +2,13 @@
 
 import argparse
 import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
-from tqdm import tqdm
 
 from shardc.commands.arguments import DTYPES, add_step, add_target, example_inputs
 from shardc.commands.errors import FoundProblem, UsageError
+from shardc.commands.progress_line import showing_progress
 from shardc.commands.target import EXAMPLE, load_model
 from shardc.passes.hardware import PROFILES, current_profile
 from shardc.reports.explain import explain
@@ -109,23 +106,3 @@ def explain_target(
         except (ValueError, TypeError, AttributeError, RuntimeError) as error:
             what = f"{type(error).__name__}: {error}"
             raise FoundProblem(f"{target} cannot be explained, {what}") from error
-
-
-@contextmanager
-def showing_progress(title: str) -> Iterator[Callable[[str], None]]:
-    """A line that counts the seconds; gives what sets its text."""
-    done = threading.Event()
-    bar = tqdm(bar_format="{desc} [{elapsed}]", leave=False, disable=None)
-
-    def tick() -> None:
-        while not done.wait(0.5):
-            bar.refresh()
-
-    ticker = threading.Thread(target=tick, daemon=True)
-    ticker.start()
-    try:
-        yield lambda stage: bar.set_description_str(f"{title}: {stage}")
-    finally:
-        done.set()
-        ticker.join()
-        bar.close()

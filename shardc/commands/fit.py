@@ -14,7 +14,7 @@ from shardc.commands.arguments import (
     example_inputs,
 )
 from shardc.commands.errors import FoundProblem
-from shardc.commands.explain import showing_progress
+from shardc.commands.progress_line import showing_progress
 from shardc.commands.target import EXAMPLE, load_model
 from shardc.passes.hardware import PROFILES, current_profile
 from shardc.reports.fit import Fit, fewest_ranks, fit

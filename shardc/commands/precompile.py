@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from shardc.commands.arguments import DTYPES, add_precision, add_target, example_inputs
 from shardc.commands.errors import FoundProblem, UsageError
-from shardc.commands.explain import showing_progress
+from shardc.commands.progress_line import showing_progress
 from shardc.commands.target import EXAMPLE, load_model
 from shardc.runtime.eager.precision import MixedPrecisionPolicy
 

@@ -84,18 +84,13 @@ def fit(
         progress(f"{size} times the example inputs")
         grow = functools.partial(_repeated, dim=dim, size=size)
         given, named = map_tensors(grow, (tuple(args), dict(kwargs or {})))
-        return explain(
-            model,
-            *given,
-            kwargs=named,
-            world_size=world_size,
-            profile=profile,
-            options=options,
-            memory_budget=budget_bytes(memory, as_profile(profile)),
-            **sharding,
-        )
+        return planned(*given, kwargs=named, world_size=world_size)
 
-    return largest(plan, budget_bytes(memory, as_profile(profile)))
+    nbytes = budget_bytes(memory, as_profile(profile))
+    planned = functools.partial(
+        explain, model, profile=profile, options=options, memory_budget=nbytes, **sharding
+    )
+    return largest(plan, nbytes)
 
 
 @checked
@@ -119,17 +114,12 @@ def fewest_ranks(
 
     def plan(number: int) -> Report:
         progress(f"{sizes[-number]} ranks")
-        return explain(
-            model,
-            *args,
-            kwargs=kwargs,
-            world_size=sizes[-number],
-            profile=profile,
-            options=options,
-            memory_budget=budget_bytes(memory, as_profile(profile)),
-            **sharding,
-        )
+        return planned(*args, kwargs=kwargs, world_size=sizes[-number])
 
+    nbytes = budget_bytes(memory, as_profile(profile))
+    planned = functools.partial(
+        explain, model, profile=profile, options=options, memory_budget=nbytes, **sharding
+    )
     found = _bisect(plan, len(sizes))
     return Fit(sizes[-found.size] if found.size else 0, found.report, found.least, found.planned)
 
