@@ -73,7 +73,7 @@ def prepare(name: str, args: dict[str, Any]) -> Any:
     line, mesh = wire.join(args["world"], 1e-3 * args["latency"], 1e9 * args["bandwidth"])
     shape = peers.Shape(blocks=args["blocks"], dim=args["dim"])
     model = peers.Model(shape).to(device)
-    step = peers.PEERS[name](model, mesh)
+    step = peers.ALL[name](model, mesh)
     tokens = torch.randint(shape.vocab, (shape.batch, shape.length), device=device)
 
     def run() -> dict[str, Any]:

@@ -190,6 +190,17 @@ def shardc_blocks(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
     return step
 
 
+def shardc_on_wire(
+    model: nn.Module, mesh: DeviceMesh, *, computed: torch.dtype | None, sent: torch.dtype | None
+) -> Step:
+    """This project, computed in one dtype, gathered and reduced in another."""
+    from shardc import MixedPrecisionPolicy
+
+    reduced = None if sent is None else torch.int8
+    policy = MixedPrecisionPolicy(computed, gather_wire_dtype=sent, reduce_wire_dtype=reduced)
+    return shardc(model, mesh, policy=policy)
+
+
 PEERS: dict[str, Callable[..., Step]] = {
     "plain": plain,
     "ddp": ddp,
@@ -200,11 +211,19 @@ PEERS: dict[str, Callable[..., Step]] = {
     "shardc-blocks": shardc_blocks,
     "shardc-eager": shardc_eager,
 }
+QUANTISED: dict[str, Callable[..., Step]] = {
+    "shardc-int8": functools.partial(shardc_on_wire, computed=None, sent=torch.int8),
+    "shardc-float8": functools.partial(shardc_on_wire, computed=None, sent=torch.float8_e4m3fn),
+    "shardc-bf16": functools.partial(shardc_on_wire, computed=torch.bfloat16, sent=None),
+    "shardc-bf16-int8": functools.partial(shardc_on_wire, computed=torch.bfloat16, sent=torch.int8),
+}
+"""Not the step of the others: run when asked for."""
+ALL = {**PEERS, **QUANTISED}
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """`--blocks`, `--dim` and `--peers`."""
     parser.add_argument("--blocks", type=int, default=8, help="blocks of the model (default 8)")
     parser.add_argument("--dim", type=int, default=512, help="model width (default 512)")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="PEER",
-                        help=f"of {', '.join(PEERS)} (default: all)")  # fmt: skip
+    parser.add_argument("--peers", nargs="+", choices=ALL, default=list(PEERS), metavar="PEER",
+                        help=f"of {', '.join(ALL)} (default: the first {len(PEERS)})")  # fmt: skip

@@ -86,7 +86,7 @@ def prepare(rank: int, name: str, port: int, args: dict[str, Any]) -> Callable[[
     torch.manual_seed(0)
     shape = peers.Shape(blocks=args["blocks"], dim=args["dim"])
     model = peers.Model(shape).to(mesh.device_type)
-    forward = peers.PEERS[name](model, mesh)
+    forward = peers.ALL[name](model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     torch.manual_seed(1 + rank)
     tokens = torch.randint(shape.vocab, (shape.batch, shape.length), device=mesh.device_type)

@@ -225,6 +225,12 @@ class WireGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         return self._ring("reduce_scatter", _bytes(inputs), given=(outputs, inputs))
 
+    @_untraced
+    def alltoall_base(
+        self, output: Any, given: Any, out_sizes: Any, in_sizes: Any, opts: Any = None
+    ) -> Work:
+        return self._ring("all_to_all", _bytes(given), given=(output, given))
+
     # The names of the same before torch 2.13.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single

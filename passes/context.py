@@ -215,6 +215,8 @@ def prepares(gather: Node) -> set[Node]:
 
 def ranks_in(node: Node) -> int:
     """Among how many ranks a collective goes."""
+    if kind_of(node) == "all_to_all":
+        return len(node.args[1])  # type: ignore[arg-type]
     given = [argument for argument in node.args if isinstance(argument, int)]
     return given[0] if given else next((m.spec.reduction.copies for m in moved_by(node)), 1)
 
@@ -243,9 +245,9 @@ def our_collectives(gm: GraphModule) -> list[Node]:
 
 
 def kind_of(node: Node) -> str:
-    """A collective or wait in a word: all_gather, reduce_scatter, all_reduce or wait."""
+    """A collective or wait in a word: all_gather, reduce_scatter, all_reduce, all_to_all, wait."""
     name = str(getattr(node.target, "_opname", node.target))
-    kinds = ("all_gather", "reduce_scatter", "all_reduce", "wait")
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "wait")
     return next((kind for kind in kinds if name.startswith(kind)), name)
 
 
@@ -288,7 +290,8 @@ def describe_spec(spec: UnshardSpec) -> str:
     shapes = " ".join("x".join(map(str, shape)) or "scalar" for shape in spec.shapes)
     dtypes = dict.fromkeys([spec.dtype, spec.compute_dtype, spec.reduction.dtype or spec.dtype])
     names = "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return f"{spec.numel} {names} over {spec.world_size} ranks ({shapes})"
+    wires = (str(wire) for wire in (spec.wire, spec.reduction.wire) if wire is not None)
+    return " ".join([f"{spec.numel} {names} over {spec.world_size} ranks ({shapes})", *wires])
 
 
 _SCOPE = re.compile(r"^[LG]\[['\"]\w+['\"]\]\.?|^getattr\(|_modules\.|_orig_mod\.?")

@@ -43,6 +43,7 @@ _ROUNDS: dict[Any, int] = {
     c10d.reduce_scatter_tensor.default: 1,
     c10d.reduce_scatter_tensor_coalesced.default: 1,
     c10d.all_reduce.default: 2,
+    c10d.all_to_all_single.default: 1,
     torch.ops.shardc.all_gather.default: 1,
     torch.ops.shardc.reduce_scatter.default: 1,
 }

@@ -3,7 +3,7 @@
 A unit that reshards after its forward must leave no gathered weight among the saved tensors: its
 gather, and everything computed from gathered weights alone (views, casts, transposes, scales that
 were computed for the gather), is tagged to be recomputed, so the backward gathers again from the
-segment. A unit that does not reshard has its whole gathered bucket saved, one tensor, and views of
+segment; so is what the segment was cast to for the gather. A unit that does not reshard has its whole gathered bucket saved, one tensor, and views of
 it are taken anew.
 
 A unit that reshards to fewer ranks keeps this rank's part among them and gathers that:
@@ -62,10 +62,22 @@ def tag_reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
             tag(node, CheckpointPolicy.MUST_RECOMPUTE)
         elif is_wait(node):
             tag(node, CheckpointPolicy.MUST_SAVE)
+        if reshard and is_all_gather(node) and not prepares(node):
+            for made in _message_of(node):
+                tag(made, CheckpointPolicy.MUST_RECOMPUTE)
     for part in parts:
         tag(part, CheckpointPolicy.MUST_SAVE)
     _recompute_views_of_inputs(gm)
     return gm
+
+
+def _message_of(gather: Node) -> set[Node]:
+    """What is computed of a segment to be sent: a cast, or codes and scales.
+
+    It is smaller than the segment, so the partitioner would rather keep it than compute it again.
+    """
+    before = reach(lambda node: node.all_input_nodes, gather) - {gather}
+    return {node for node in before if node.op == "call_function"}
 
 
 def _recompute_views_of_inputs(gm: GraphModule) -> None:

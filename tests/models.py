@@ -128,7 +128,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 class Message(NamedTuple):
-    """A collective: "all_gather", "reduce_scatter" or "all_reduce", among how many ranks."""
+    """A collective: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all", and its ranks."""
 
     kind: str
     ranks: int
@@ -145,10 +145,10 @@ class Wire(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kinds = ("all_gather", "reduce_scatter", "all_reduce")
+        kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
         if op.namespace == "_c10d_functional" and op._opname.startswith(kinds):
             kind = op._opname.removesuffix("_coalesced").split("_into")[0].removesuffix("_tensor")
-            kind = kind.rstrip("_")  # in place
+            kind = kind.rstrip("_").removesuffix("_single")  # in place
             inputs = args[0] if isinstance(args[0], list) else [args[0]]
             group = next(given for given in reversed(args) if isinstance(given, str))
             ranks = compat.resolve_group(group).size()

@@ -23,6 +23,7 @@ from shardc.runtime.comm.ranks import Ranks
 from shardc.runtime.eager.full_parameters import Gathered
 from shardc.runtime.eager.weak_hooks import weak_hook
 from shardc.runtime.layout.layout import BucketLayout
+from shardc.runtime.layout.padding import without_padding
 from shardc.runtime.tensor.extension import Extension
 from shardc.runtime.tensor.shard_tensor import ShardSpec
 from shardc.runtime.tensor.tensor_parallel import Placed
@@ -105,6 +106,7 @@ class Bucket:
     def set_segment(self, segment: Tensor) -> None:
         """Take `segment: (S,)` as the leaf; its parameters are pointed there after (`params`)."""
         self.gathered.drop()
+        segment = without_padding(segment, self.layout, self.ranks.rank)
         self.segment = nn.Parameter(segment, requires_grad=any(self.trainable))
         if not self.settings.offloaded:
             self.device = segment.device

@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -12,6 +12,7 @@ from shardc.runtime import compat
 from shardc.runtime.comm.backends import backend_of
 from shardc.runtime.comm.communicators import own_group
 from shardc.runtime.layout.spec import Reduction, UnshardSpec
+from shardc.runtime.layout.wire_format import WireFormat
 
 if TYPE_CHECKING:
     from shardc.runtime.bucket.bucket import Bucket
@@ -72,6 +73,7 @@ def spec_for(bucket: "Bucket", groups: Groups, evaluating: bool = False) -> Unsh
         gather=settings.all_gather,
         memory=memory,
         extension=None if bucket.extension is None else bucket.extension.key,
+        wire=None if settings.is_full_precision(evaluating) else _wire(bucket, "gather"),
         hints=bucket.unit.hints if bucket.unit is not None else (),
     )
 
@@ -82,6 +84,19 @@ def is_elsewhere(bucket: "Bucket") -> bool:
     if home == "meta" or not settings.offloaded:
         return False
     return home != bucket.device.type or settings.host_is_apart
+
+
+def _wire(bucket: "Bucket", purpose: Literal["gather", "reduce"]) -> WireFormat | None:
+    """How segments or gradients travel, where that is not in their dtype.
+
+    Nothing is quantised inside of a node, as which the ranks that share one of several copies of
+    the model count.
+    """
+    layout, policy = bucket.layout, bucket.settings.precision
+    dtype = policy.gather_wire_dtype if purpose == "gather" else policy.reduce_wire_dtype
+    if dtype is None or not layout.block or layout.world_size == 1 or bucket.ranks.copies > 1:
+        return None
+    return WireFormat(dtype, layout.block, layout.exact, policy.wire_seed)
 
 
 def _memory(bucket: "Bucket") -> tuple[str | None, str | None]:
@@ -120,4 +135,5 @@ def _reduction(bucket: "Bucket", groups: Groups, dtype: torch.dtype) -> Reductio
         memory=memory,
         hook=settings.hook,
         hook_sees_mean=dtype != torch.float16 and not settings.force_sum,
+        wire=_wire(bucket, "reduce"),
     )

@@ -85,10 +85,14 @@ class Settings:
         """Whether they lie in pinned memory there, from which copies overlap compute."""
         return isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory
 
+    def is_full_precision(self, evaluating: bool) -> bool:
+        """Whether an evaluation does without casts."""
+        return evaluating and self.precision.full_precision_in_eval
+
     def dtypes(self, stored: torch.dtype, evaluating: bool) -> tuple[torch.dtype, torch.dtype]:
         """What a bucket stored in `stored` is computed and reduced in."""
         policy = self.precision
-        if not stored.is_floating_point or (evaluating and policy.full_precision_in_eval):
+        if not stored.is_floating_point or self.is_full_precision(evaluating):
             return stored, stored
         computed = policy.param_dtype or stored
         return computed, policy.reduce_dtype or computed

@@ -85,6 +85,12 @@ def start_reduce_scatter(flat: Tensor, op: str, world_size: int, group: str) -> 
     return Started(ops.reduce_scatter_tensor(flat, op, world_size, group))
 
 
+def start_all_to_all(flat: Tensor, world_size: int, group: str) -> Started:
+    """Start to send each rank its equal part of `flat`: `(world_size * M,)` -> the same size."""
+    sizes = [flat.numel() // world_size] * world_size
+    return Started(ops.all_to_all_single(flat, sizes, sizes, group))
+
+
 def start_all_gather_into(full: Tensor, part: Tensor, world_size: int, group: str) -> None:
     """Start to gather in place: `part: (S,)` is this rank's place in `full: (world_size * S,)`."""
     if part.is_complex():

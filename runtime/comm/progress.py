@@ -29,6 +29,7 @@ VERBS = {
     "all_gather": "gather",
     "reduce_scatter": "reduce",
     "all_reduce": "all-reduce",
+    "all_to_all": "reduce",
     OFFLOAD: "offload",
 }
 """What collectives and copies are called in the profiler, by kind."""
@@ -97,7 +98,8 @@ class Label:
     """The start of a collective, or the wait for it, around the call that does it.
 
     Attributes:
-        kind: "all_gather", "reduce_scatter", "all_reduce", or `OFFLOAD`, which is no collective.
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", or `OFFLOAD`, which is no
+            collective.
         buckets: the names of the buckets it moves.
         phase: "forward" or "backward".
         waits: whether it is the wait.

@@ -26,7 +26,9 @@ from shardc.runtime.comm import (
 )
 from shardc.runtime.comm.collectives import Started
 from shardc.runtime.comm.extended_gather import start_extended
+from shardc.runtime.comm.quantise import decode, encode
 from shardc.runtime.layout.spec import Moved, UnshardSpec, object_of, spec_of
+from shardc.runtime.layout.wire_format import WireFormat
 
 
 def unshard(segment: Tensor, moved: Moved, *extras: Tensor) -> tuple[Tensor, ...]:
@@ -56,7 +58,25 @@ def start_gather(segment: Tensor, spec: UnshardSpec, part: Tensor | None = None)
     if spec.extension is not None:
         local = segment if spec.device is None else segment.to(spec.device)
         return start_extended(local, spec, lambda sent: _start_gather(sent, spec, sent.dtype))
+    if spec.wire is not None:
+        return _start_quantised_gather(segment, spec, spec.wire)
     return _start_gather(segment, spec, spec.compute_dtype)
+
+
+def _start_quantised_gather(segment: Tensor, spec: UnshardSpec, form: WireFormat) -> Started:
+    """Start to gather messages; the result is made of them when all are there."""
+    local = segment if spec.device is None else segment.to(spec.device)
+    message = encode(local.view(1, -1), form).view(-1)
+    started = _start_gather(message, spec, message.dtype)
+
+    def finish(raw: Tensor) -> Tensor:
+        messages = started.then(raw).view(spec.world_size, -1)
+        exact, values = (
+            part.to(spec.compute_dtype) for part in decode(messages, local.numel(), form)
+        )
+        return (torch.cat([exact, values], dim=1) if form.exact else values).view(-1)
+
+    return Started(started.raw, finish, started.done)
 
 
 def _start_gather(local: Tensor, spec: UnshardSpec, dtype: torch.dtype) -> Started:
@@ -136,6 +156,8 @@ def reducing(
     elif r.scatter is not None:
         custom = torch.ops.shardc.custom_reduce_scatter
         started = Started(custom(flat, r.op, world, group, r.scatter), done=True)
+    elif r.wire is not None:
+        started = _start_quantised_reduce(flat, spec, r.wire)
     elif r.memory is not None or world == 1:
         started = Started(torch.ops.shardc.reduce_scatter(flat, r.op, world, group, r.memory))
     else:
@@ -157,6 +179,20 @@ def reducing(
         return part.to(spec.dtype)
     assert segment is not None
     return torch.ops.shardc.to_host(part, segment)
+
+
+def _start_quantised_reduce(flat: Tensor, spec: UnshardSpec, form: WireFormat) -> Started:
+    """Start to send every rank its part; the sum of what arrives is taken in float32."""
+    dtype, world, size = flat.dtype, spec.world_size, flat.numel() // spec.world_size
+    message = encode(flat.view(world, size), form).view(-1)
+    started = collectives.start_all_to_all(message, world, spec.reduction.group or spec.group)
+
+    def finish(raw: Tensor) -> Tensor:
+        exact, values = decode(started.then(raw).view(world, -1), size, form)
+        part = torch.cat([exact.sum(0), values.sum(0)]) if form.exact else values.sum(0)
+        return (part / world if spec.reduction.op == "avg" else part).to(dtype)
+
+    return Started(started.raw, finish, started.done)
 
 
 class _Unshard(torch.autograd.Function):

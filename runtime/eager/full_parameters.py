@@ -70,7 +70,7 @@ class Gathered:
         """
         if self.held is None:
             started, written = self._start(), self.bucket.version
-            if self.bucket.key.code.extension is not None:  # has no value before it is there
+            if self.bucket.key.code.is_made_later:
                 self._hold(self._wait(started), written)
                 return
             self._started = started

@@ -24,11 +24,27 @@ class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):
         buffer_dtype: of floating-point buffers while they live; they are saved as they were.
         keep_low_precision_grads: leave gradients in the dtype they were reduced in.
         full_precision_in_eval: do without all casts while the unit's module is in `eval()`.
+        gather_wire_dtype: `torch.int8` or `torch.float8_e4m3fn`: what parameters are gathered in,
+            with a scale for each block; None: `param_dtype`. Storage, gradients and compute keep
+            their dtypes. See `shardc.WireFormat` for the error.
+        reduce_wire_dtype: `torch.int8`: what gradients are sent in, to be summed in float32; None:
+            `reduce_dtype`.
+        wire_block: elements that share a scale on the wire.
+        wire_seed: of stochastic rounding on the wire; None rounds to the nearest.
     """
 
     buffer_dtype: torch.dtype | None = None
     keep_low_precision_grads: bool = False
     full_precision_in_eval: bool = False
+    gather_wire_dtype: torch.dtype | None = None
+    reduce_wire_dtype: torch.dtype | None = None
+    wire_block: int = 128
+    wire_seed: int | None = None
+
+    @property
+    def quantises(self) -> bool:
+        """Whether anything travels in fewer bits."""
+        return self.gather_wire_dtype is not None or self.reduce_wire_dtype is not None
 
     @staticmethod
     def of(policy: fsdp.MixedPrecisionPolicy) -> "MixedPrecisionPolicy":

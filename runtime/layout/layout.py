@@ -13,7 +13,7 @@ ranks, and needs neither a process group nor real tensors.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -70,6 +70,12 @@ class BucketLayout:
 
     Rank r holds the segment `[r * segment, (r + 1) * segment)` of the flat bucket, whose length is
     `world_size * segment`.
+
+    Attributes:
+        block: on the wire so many neighbours share a scale, and segments are whole blocks; 0: the
+            bucket is not made to travel in fewer bits.
+        exact: how many elements at the start of every segment travel as they are even so: those of
+            the first are the parameters that must.
     """
 
     slots: tuple[Slot, ...]
@@ -77,6 +83,8 @@ class BucketLayout:
     requires_grad: bool
     world_size: int
     segment: int
+    block: int = 0
+    exact: int = 0
 
     @property
     def contents(self) -> str:
@@ -128,7 +136,7 @@ def interval(start: int, numel: int, segment: int, rank: int) -> tuple[int, int]
 
 
 def plan_buckets(
-    params: Sequence[Param], world_size: int, grain: int = 0
+    params: Sequence[Param], world_size: int, grain: int = 0, block: int = 0
 ) -> tuple[BucketLayout, ...]:
     """Plan the buckets of a unit, per (dtype, requires_grad) in order of first appearance.
 
@@ -139,6 +147,7 @@ def plan_buckets(
         world_size: number of ranks that share each bucket.
         grain: bytes from which on a bucket is closed and the next parameter opens another; 0 for
             one bucket only.
+        block: how many neighbours share a scale on the wire; 0 where nothing is quantised.
 
     Raises:
         ValueError: `world_size` is not positive.
@@ -150,18 +159,29 @@ def plan_buckets(
         if not param.by_rows:
             groups.setdefault((param.dtype, param.requires_grad), []).append(param)
     return (
-        *(plan_bucket(part, world_size) for g in groups.values() for part in _split(g, grain)),
+        *(
+            plan_bucket(part, world_size, own)
+            for (dtype, _), group in groups.items()
+            for own in [block if dtype in _QUANTISED else 0]
+            for part in _split(group, grain, 1 if own else dtype.itemsize)
+        ),
         *(plan_rows(param, world_size) for param in params if param.by_rows),
     )
 
 
-def _split(params: list[Param], grain: int) -> list[list[Param]]:
+_QUANTISED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of buckets that may travel in fewer bits."""
+_SMALL = 1024
+"""Elements of a parameter below which it travels as it is."""
+
+
+def _split(params: list[Param], grain: int, itemsize: int) -> list[list[Param]]:
     """Parts of at least `grain` bytes each, so that the first can be used while others travel.
 
     Vectors (norms, biases) all go into the first part: they are small, and modules register them
     where they please, while a block's first norm is what its forward reads first.
     """
-    size = sum(param.numel for param in params) * params[0].dtype.itemsize
+    size = sum(param.numel for param in params) * itemsize
     if not grain or size < 2 * grain:
         return [params]
     parts: list[list[Param]] = [[param for param in params if len(param.shape) < 2]]
@@ -169,7 +189,7 @@ def _split(params: list[Param], grain: int) -> list[list[Param]]:
     for param in params:
         if len(param.shape) < 2:
             continue
-        nbytes = param.numel * param.dtype.itemsize
+        nbytes = param.numel * itemsize
         if filled >= grain:
             parts.append([])
             filled = 0
@@ -181,19 +201,41 @@ def _split(params: list[Param], grain: int) -> list[list[Param]]:
     return [sorted(part, key=lambda param: place[param.name]) for part in parts]
 
 
-def plan_bucket(params: Sequence[Param], world_size: int) -> BucketLayout:
+def plan_bucket(params: Sequence[Param], world_size: int, block: int = 0) -> BucketLayout:
     """Plan one bucket from parameters of one dtype.
 
     Tries segments that are multiples of the parameters' rows, coarsest first, and takes the one
     that cuts the fewest rows within the padding allowed; the tight layout is always a candidate.
+    With a `block`, vectors and small parameters, which are not to be quantised, come first. Where
+    they fill a segment, nothing of the bucket is.
     """
+    if block:
+        exact = _end([param for param in params if not _is_quantised(param)], block)
+        quantised = _plan_bucket(sorted(params, key=_is_quantised), world_size, block)
+        if exact < quantised.segment:
+            return replace(quantised, block=block, exact=exact)
+    return _plan_bucket(params, world_size)
+
+
+def _is_quantised(param: Param) -> bool:
+    return len(param.shape) > 1 and param.numel >= _SMALL
+
+
+def _end(params: Sequence[Param], multiple: int) -> int:
+    """Where `params` end at the start of a bucket, rounded up."""
+    end = _place(params, _align(params[0].dtype), segment=None)[1] if params else 0
+    return _round_up(end, multiple)
+
+
+def _plan_bucket(params: Sequence[Param], world_size: int, block: int = 1) -> BucketLayout:
     dtype, requires_grad = params[0].dtype, params[0].requires_grad
     align = _align(dtype)
+    step = math.lcm(align, block)
     tight_starts, tight_end = _place(params, align, segment=None)
-    tight = _round_up(tight_end, align * world_size) // world_size
+    tight = _round_up(tight_end, step * world_size) // world_size
     allowed = (1 + MAX_ROW_PADDING) * sum(p.numel for p in params)
     best = (_cut_rows(params, tight_starts, tight), tight, tight_starts)
-    for grain in _grains(params, align):
+    for grain in _grains(params, step):
         if best[0] == 0:
             break
         segment = _round_up(tight, grain)

@@ -3,13 +3,16 @@
 It is easy to tell in a segment or a gathered bucket, and must never reach a result: with
 `SHARDC_PADDING=nan` whatever reads it shows. Unreduced gradients have zeros there instead, because
 what users plug in (a custom reduction, a hook on reduced gradients) is given the flat tensor, and a
-norm or a scale of it must not depend on padding.
+norm or a scale of it must not depend on padding. So it is in buckets that travel in blocks with a
+scale: padding is zeros there.
 """
 
 import os
 
 import torch
 from torch import Tensor
+
+from shardc.runtime.layout.layout import BucketLayout, interval
 
 PADDING = 42
 """The same as FSDP1's."""
@@ -34,3 +37,15 @@ def padding_value(dtype: torch.dtype) -> float:
 def new_padded(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A new segment or bucket, `(numel,)`: padding everywhere, until parameters are cut into it."""
     return torch.full((numel,), padding_value(dtype), dtype=dtype, device=device)
+
+
+def without_padding(segment: Tensor, layout: BucketLayout, rank: int) -> Tensor:
+    """`segment: (S,)` of `rank`, with zeros where it has no parameter if scales depend on it."""
+    if layout.block and not segment.is_meta:
+        first, cursor = rank * layout.segment, 0
+        for size, slot in layout.split_sizes():
+            if slot is None:
+                start, stop = interval(cursor, size, layout.segment, rank)
+                segment.detach()[cursor + start - first : cursor + stop - first].zero_()
+            cursor += size
+    return segment

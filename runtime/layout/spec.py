@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardc.runtime.layout.wire_format import WireFormat
+
 
 @dataclass(frozen=True)
 class Reduction:
@@ -33,6 +35,7 @@ class Reduction:
         memory: where the buffers of the reduce-scatter come from; None for the device's allocator.
         hook: the user's function that is given the reduced gradient, by key.
         hook_sees_mean: whether that is after all divisions, as where the backend averages.
+        wire: how it travels, where that is not in its dtype.
     """
 
     op: str = "sum"
@@ -52,6 +55,7 @@ class Reduction:
     memory: str | None = None
     hook: str | None = None
     hook_sees_mean: bool = True
+    wire: WireFormat | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class UnshardSpec:
         memory: where the buffer of the all-gather comes from, as in `Reduction`.
         extension: what the parameter sends and makes of what it gets, by key, where its subclass
             says that (`tensor.extension`).
+        wire: how segments travel, where that is not in the dtype that they are computed in.
         hints: wishes for the schedule, here so that a change of them compiles anew.
     """
 
@@ -95,12 +100,18 @@ class UnshardSpec:
     gather: str | None = None
     memory: str | None = None
     extension: str | None = None
+    wire: WireFormat | None = None
     hints: tuple[object, ...] = ()
 
     @property
     def numel(self) -> int:
         """Elements of the whole bucket."""
         return sum(size for size, _ in self.pieces)
+
+    @property
+    def is_made_later(self) -> bool:
+        """Whether what is computed with is made of what arrives, in memory of its own."""
+        return self.extension is not None or self.wire is not None
 
     @property
     def compute_dtype(self) -> torch.dtype:

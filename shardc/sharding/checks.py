@@ -5,7 +5,7 @@ import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from shardc.runtime import compat
-from shardc.runtime.checks.arguments import Dtype, check_value, shown
+from shardc.runtime.checks.arguments import Dtype, Must, check_value, shown
 from shardc.runtime.modules.modules import ShardedModule
 from shardc.runtime.tensor.extension import extends_gather, why_not_extended
 from shardc.runtime.tensor.shard_tensor import ShardTensor
@@ -70,7 +70,23 @@ def check_policies(mp: Any, offload: Any) -> None:
     ):
         check_value(policy, given, kind)
         for name, value in vars(given).items():
-            check_value(f"{policy}: {name}", value, Dtype | None if "dtype" in name else bool)
+            hint = _WIRE.get(name, Dtype | None if "dtype" in name else bool)
+            check_value(f"{policy}: {name}", value, hint)
+
+
+_FLOAT8 = torch.float8_e4m3fn
+_WIRE: dict[str, object] = {
+    "gather_wire_dtype": Annotated[
+        torch.dtype, Must("torch.int8, torch.float8_e4m3fn", (torch.int8, _FLOAT8).__contains__)
+    ]
+    | None,
+    "reduce_wire_dtype": Annotated[torch.dtype, Must("torch.int8", torch.int8.__eq__)] | None,
+    "wire_block": Annotated[
+        int, Must("a multiple of 16 from 16 to 4096", lambda n: n % 16 == 0 and 16 <= n <= 4096)
+    ],
+    "wire_seed": Annotated[int, Must("a whole number of at least 0", lambda n: n >= 0)] | None,
+}
+"""What the fields of `MixedPrecisionPolicy` may be that are about the wire."""
 
 
 def check_initialized(modules: tuple[nn.Module, ...]) -> None:

@@ -1,0 +1,133 @@
+"""Messages of values in one byte each (`WireFormat`), made and read in ops that Inductor fuses.
+
+A scale is two bytes, the upper half of a float32 that is rounded up, so that no element is beyond
+the largest code. All is elementwise but for one maximum a block: a kernel or two either way.
+"""
+
+import torch
+from torch import Tensor
+
+from shardc.runtime.layout.wire_format import LARGEST, WireFormat
+
+_INFINITE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+_NAN = -128
+"""What int8 has for NaN; float8 has a NaN."""
+
+
+def encode(values: Tensor, form: WireFormat) -> Tensor:
+    """The message of `values: (R, S)`, int8 of `(R, form.row_bytes(S))`."""
+    rows, size = values.shape
+    count = form.blocks(size)
+    blocks = values[:, form.exact :].float().view(rows, count, form.block)
+    sizes = blocks.abs()
+    finite = sizes < torch.inf  # NaN is not
+    top = torch.where(finite, sizes, 0.0).amax(-1, keepdim=True)
+    high = _upper_half_rounded_up(top / LARGEST[form.dtype])
+    codes = _codes(blocks, finite, 1 / _from_upper_half(high), form)
+    parts = [codes.view(rows, -1), _bytes(high.view(rows, count), 2)]
+    if form.exact:
+        parts.append(_bytes(values[:, : form.exact].float().view(torch.int32), 4))
+    padding = form.row_bytes(size) - sum(part.shape[1] for part in parts)
+    if padding:
+        parts.append(codes.new_zeros(rows, padding))
+    return torch.cat(parts, dim=1)
+
+
+def decode(message: Tensor, size: int, form: WireFormat) -> tuple[Tensor, Tensor]:
+    """The values of a message of `(R, size)`, float32: the exact ones, `(R, form.exact)`, and the
+    rest."""
+    rows, count = message.shape[0], form.blocks(size)
+    parts = [count * form.block, 2 * count, 4 * form.exact]
+    parts.append(message.shape[1] - sum(parts))
+    codes, scales, exact, _ = message.split(parts, dim=1)
+    scale = _from_upper_half(_from_bytes(scales, 2)).view(rows, count, 1)
+    values = _values(codes.view(rows, count, form.block), form) * scale
+    return _from_bytes(exact, 4).view(torch.float32), values.view(rows, -1)
+
+
+def _codes(blocks: Tensor, finite: Tensor, inverse: Tensor, form: WireFormat) -> Tensor:
+    """The elements of blocks as int8; `inverse`: of their scales."""
+    largest, infinite = LARGEST[form.dtype], _INFINITE[form.dtype]
+    scaled = blocks * inverse
+    special = torch.where(blocks > 0, infinite, -infinite)
+    if form.dtype == torch.int8:
+        rounded = scaled.round() if form.seed is None else _rounded_at_random(scaled, blocks, form)
+        special = torch.where(blocks.isnan(), float(_NAN), special)
+        return torch.where(finite, rounded.clamp(-largest, largest), special).to(torch.int8)
+    if form.seed is not None:
+        scaled = _cut_at_random(scaled, blocks, form).clamp(-largest, largest)
+    special = torch.where(blocks.isnan(), blocks, special)
+    return torch.where(finite, scaled, special).to(form.dtype).view(torch.int8)
+
+
+def _values(codes: Tensor, form: WireFormat) -> Tensor:
+    """What codes stand for, without their scale."""
+    if form.dtype == torch.int8:
+        values = codes.float()
+        values = torch.where(codes == _NAN, values * torch.nan, values)
+    else:
+        values = codes.view(form.dtype).float()
+    beyond = values.abs() == _INFINITE[form.dtype]
+    return torch.where(beyond, values * torch.inf, values)
+
+
+# -- stochastic rounding -------------------------------------------------------------------------
+
+_MIX = 0x2C1B3C6D
+"""An odd number whose multiples, as 32 bits, look random."""
+_FLOAT8_CUTS = 20
+"""Bits of a float32's mantissa that float8_e4m3fn does not have."""
+
+
+def _rounded_at_random(scaled: Tensor, values: Tensor, form: WireFormat) -> Tensor:
+    """The whole number below or above, each with the odds of the distance to the other."""
+    return (scaled + _random_bits(values, form, 24).float() * 2.0**-24).floor()
+
+
+def _cut_at_random(scaled: Tensor, values: Tensor, form: WireFormat) -> Tensor:
+    """The same among what float8 has; what is below its normal numbers is not rounded here."""
+    bits = scaled.view(torch.int32) + _random_bits(values, form, _FLOAT8_CUTS)
+    return (bits & -(1 << _FLOAT8_CUTS)).view(torch.float32)
+
+
+def _random_bits(values: Tensor, form: WireFormat, count: int) -> Tensor:
+    """As many bits as int32 for each value: a hash of it, of its place in its row and of the seed.
+
+    One value at one place always gives the same, so that what is gathered again is what it was.
+    """
+    assert form.seed is not None
+    places = torch.arange(values[0].numel(), device=values.device, dtype=torch.int32)
+    mixed = values.view(torch.int32) ^ (places.view(values[0].shape) * _MIX)
+    mixed = mixed ^ (form.seed & 0x7FFFFFFF)
+    for _ in range(2):
+        mixed = (mixed ^ ((mixed >> 15) & 0x1FFFF)) * _MIX
+    return (mixed >> (32 - count)) & ((1 << count) - 1)
+
+
+# -- bytes ---------------------------------------------------------------------------------------
+
+
+def _upper_half_rounded_up(values: Tensor) -> Tensor:
+    """The upper half of the bits of float32 values that are not negative, plus 1 if the lower half
+    is not 0; at least that of the smallest normal number."""
+    smallest = torch.finfo(torch.float32).tiny
+    return (values.clamp_min(smallest).view(torch.int32) + 0xFFFF) >> 16
+
+
+def _from_upper_half(high: Tensor) -> Tensor:
+    return (high << 16).view(torch.float32)
+
+
+def _bytes(words: Tensor, count: int) -> Tensor:
+    """The lower `count` bytes of int32 `(R, N)` as int8 `(R, count * N)`: all first bytes first."""
+    planes = [(((words >> 8 * i) & 0xFF) ^ 0x80) - 0x80 for i in range(count)]
+    return torch.cat([plane.to(torch.int8) for plane in planes], dim=1)
+
+
+def _from_bytes(planes: Tensor, count: int) -> Tensor:
+    """What `_bytes` was given."""
+    first, *others = planes.split(planes.shape[1] // count, dim=1)[:count]
+    words = first.to(torch.int32) & 0xFF
+    for i, plane in enumerate(others, 1):
+        words = words | ((plane.to(torch.int32) & 0xFF) << 8 * i)
+    return words

@@ -1,0 +1,55 @@
+"""How values travel in one byte each: blocks of neighbours that share a scale.
+
+    message of (R, S) values:  R rows of [elements | scales | exact values | padding], int8
+
+`comm.quantise` makes such messages and reads them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+LARGEST = {torch.int8: 126.0, torch.float8_e4m3fn: 416.0}
+"""The largest finite code of every dtype; the next one stands for infinity."""
+_ALIGN = 16
+"""Rows of a message begin at multiples of so many bytes."""
+
+
+@dataclass(frozen=True)
+class WireFormat:
+    """How rows of floating-point values travel.
+
+    NaN and infinities arrive as such, and leave the other values of their block alone.
+
+    Attributes:
+        dtype: of an element: `torch.int8` or `torch.float8_e4m3fn`.
+        block: how many neighbours share a scale.
+        exact: how many values at the start of each row travel as float32.
+        seed: of stochastic rounding; None rounds to the nearest.
+    """
+
+    dtype: torch.dtype
+    block: int
+    exact: int = 0
+    seed: int | None = None
+
+    def blocks(self, size: int) -> int:
+        """Blocks of a row of `size` values."""
+        assert (size - self.exact) % self.block == 0
+        return (size - self.exact) // self.block
+
+    def row_bytes(self, size: int) -> int:
+        """Bytes of the message of a row of `size` values."""
+        nbytes = self.blocks(size) * (self.block + 2) + 4 * self.exact
+        return -(-nbytes // _ALIGN) * _ALIGN
+
+    @property
+    def error(self) -> float:
+        """What an element may be off, as a share of the largest finite value of its block.
+
+        In float8 that is the bound for the largest values; smaller ones are off by at most a
+        sixteenth of themselves.
+        """
+        nearest = 0.5 / LARGEST[torch.int8] if self.dtype == torch.int8 else 1 / 16
+        scale = 1 + 2.0**-7  # two bytes of a float32, rounded up
+        return scale * nearest * (1 if self.seed is None else 2)

@@ -1,0 +1,209 @@
+"""Parameters and gradients that travel in one byte each: what arrives, and what is trained."""
+
+import copy
+
+import pytest
+import torch
+from models import Stack, Wire, compiled, full, mean_over_ranks, seeded, tokens
+from ranks import on_ranks
+from torch import Tensor, nn
+
+from shardc import MixedPrecisionPolicy, fully_shard
+from shardc.runtime.comm.quantise import decode, encode
+from shardc.runtime.layout.layout import Param, plan_buckets
+from shardc.runtime.layout.wire_format import WireFormat
+
+int8, float8 = torch.int8, torch.float8_e4m3fn
+BOTH = MixedPrecisionPolicy(gather_wire_dtype=int8, reduce_wire_dtype=int8, wire_block=32)
+
+# -- messages ------------------------------------------------------------------------------------
+
+
+def _arrived(values: Tensor, form: WireFormat) -> Tensor:
+    """`values: (R, S)` after they have travelled."""
+    return torch.cat(decode(encode(values, form), values.shape[1], form), dim=1)
+
+
+def _values(kind: str) -> Tensor:
+    torch.manual_seed(0)
+    values = torch.randn(4, 64 + 128 * 40)
+    scales = {"normal": 1.0, "tiny": 1e-30, "huge": 1e37, "mixed": 10.0 ** torch.randn(4, 1) * 3}
+    return values * scales[kind]
+
+
+FORMS = [
+    WireFormat(dtype, block, exact, seed)
+    for dtype in (int8, float8)
+    for block, exact in ((128, 64), (32, 0))
+    for seed in (None, 7)
+]
+
+
+@pytest.mark.parametrize("kind", ["normal", "tiny", "huge", "mixed"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_the_error_is_bounded(form, kind):
+    values = _values(kind)
+    got = _arrived(values, form)
+    assert torch.equal(got[:, : form.exact], values[:, : form.exact])
+    blocks, arrived = (t[:, form.exact :].reshape(-1, form.block) for t in (values, got))
+    error = (arrived - blocks).abs() / blocks.abs().amax(-1, keepdim=True)
+    assert 0.2 * form.error < error.max() <= form.error, (error.max(), form.error)
+    assert encode(values, form).shape == (4, form.row_bytes(values.shape[1]))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_special_values_arrive_as_such(form):
+    values = _values("normal")
+    alone = _arrived(values, form)
+    special = {3: torch.inf, 70: -torch.inf, 71: torch.nan, 400: torch.inf, 401: torch.nan}
+    for place, value in special.items():
+        values[1, place] = value
+    values[2, 256:512] = 0.0  # a block of zeros
+    got = _arrived(values, form)
+    for place, value in special.items():
+        assert got[1, place].item() == value or (value != value and got[1, place].isnan())
+    assert got[2, 256:512].eq(0).all()
+    finite = values.isfinite()
+    finite[2] = False  # whose blocks are others now
+    assert got[finite].isfinite().all()
+    blocks = values[1, 128 + form.exact :].isfinite()
+    if form.seed is None:
+        assert torch.equal(got[0], alone[0]) and torch.equal(got[3], alone[3])
+        assert blocks.any()
+
+
+def test_stochastic_rounding_has_the_right_mean():
+    """Of values between two codes, by the nearest all go one way."""
+    values = torch.full((1, 128 * 1000), 0.3)
+    values += torch.rand(1, 128 * 1000) * 1e-3  # equal values at one place are rounded equally
+    values[:, ::128] = 100.0
+    small = values[:, 1:128]
+    for dtype in (int8, float8):
+        nearest, random = (WireFormat(dtype, 128, 0, seed) for seed in (None, 5))
+        off = (_arrived(values, nearest) - values).reshape(-1, 128)[:, 1:].mean().abs()
+        less = (_arrived(values, random) - values).reshape(-1, 128)[:, 1:].mean().abs()
+        assert less < 0.05 * max(off, 0.1), (dtype, off, less)
+    assert torch.equal(_arrived(values, random), _arrived(values.clone(), random))  # reproducible
+    other = WireFormat(int8, 128, 0, 6)
+    assert not torch.equal(_arrived(values, WireFormat(int8, 128, 0, 5)), _arrived(values, other))
+    assert small.numel()
+
+
+# -- layout --------------------------------------------------------------------------------------
+
+
+def test_what_is_not_quantised_comes_first():
+    params = [Param("up", (64, 48)), Param("norm", (50,)), Param("down", (48, 64))]
+    params += [Param("small", (4, 4)), Param("number", ()), Param("index", (64, 64), torch.int64)]
+    layout, other = plan_buckets(params, 4, block=32)
+    assert [slot.name for slot in layout.slots] == ["norm", "small", "number", "up", "down"]
+    assert layout.exact == 96 and layout.block == 32 and layout.segment % 32 == 0
+    assert layout.slots[3].start < layout.exact + 16
+    assert (other.block, other.exact) == (0, 0)
+    (apart,) = plan_buckets([*params[:1], Param("bias", (5000,))], 4, block=32)
+    assert apart.block == 0, "vectors that fill a segment: all of it travels as it is"
+    assert plan_buckets(params, 4)[0].slots[0].name == "up"
+
+
+# -- training ------------------------------------------------------------------------------------
+
+
+def _travelled(model: nn.Module, values: list[Tensor], purpose: str) -> None:
+    """Have `values`, one a parameter of `model`, be what arrives of them, bucket by bucket."""
+    params = list(model.parameters())
+    for bucket in dict.fromkeys(param._slot.bucket for param in params):
+        code = bucket.key.code
+        form = code.wire if purpose == "gather" else code.reduction.wire
+        if form is None:
+            continue
+        flat = torch.zeros(bucket.layout.numel)
+        places = [
+            (values[next(i for i, param in enumerate(params) if param is own)], slot)
+            for own, slot in zip(bucket.params, bucket.layout.slots, strict=True)
+        ]
+        for value, slot in places:
+            flat[slot.start : slot.stop] = value.flatten()
+        arrived = _arrived(flat.view(bucket.layout.world_size, -1), form).flatten()
+        for value, slot in places:
+            value.copy_(arrived[slot.start : slot.stop].view(value.shape))
+
+
+def _check(model, call, mesh, batches=((1,), (2, 3)), tolerance=2e-6, step=None) -> None:
+    """Gradients and loss are those of the unsharded model on what arrives of its parameters.
+
+    Each step has the micro-batches of one entry of `batches`, whose gradients are added up before
+    they are sent. First shows that something is quantised.
+    """
+    rank = torch.distributed.get_rank()
+    own = seeded(_build)
+    for seeds in batches:
+        plain = copy.deepcopy(own)
+        before = [param.detach().clone() for param in plain.parameters()]
+        with torch.no_grad():
+            _travelled(model, [param.data for param in plain.parameters()], "gather")
+        changed = [not torch.equal(a, b) for a, b in zip(before, plain.parameters(), strict=True)]
+        gathers = model.head.weight._slot.bucket.key.code.wire is not None
+        assert any(changed) == gathers
+        for number, seed in enumerate(seeds):
+            batch = tokens(seed + 10 * rank, vocab=64), tokens(seed + 10 * rank + 50, vocab=64)
+            model.set_requires_gradient_sync(number == len(seeds) - 1)
+            got, want = call(*batch), plain(*batch)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+            got.backward()
+            want.backward()
+        grads = [param.grad.clone() for param in plain.parameters()]
+        _travelled(model, [param.grad for param in plain.parameters()], "reduce")
+        sent = [param.grad for param in plain.parameters()]
+        reduces = model.head.weight._slot.bucket.key.code.reduction.wire is not None
+        assert any(not torch.equal(a, b) for a, b in zip(grads, sent, strict=True)) == reduces
+        with torch.no_grad():
+            for (name, q), arrived, p in zip(
+                model.named_parameters(), sent, own.parameters(), strict=True
+            ):
+                want = mean_over_ranks(arrived, mesh)
+                # a gradient that is a little off may be rounded to the next code
+                off = (full(q.grad) - want).abs().max() / want.abs().max()
+                assert off <= tolerance, (name, off)
+                p.sub_(0.1 * full(q.grad))
+                q.sub_(0.1 * q.grad)
+                q.grad = None
+    for p, q in zip(own.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(q), p.detach(), rtol=1e-6, atol=1e-6)  # as stored
+
+
+def _build(blocks: int = 2) -> Stack:
+    return Stack(blocks, dim=64, vocab=64)
+
+
+def _shard(mesh, policy=BOTH, **kwargs) -> Stack:
+    model = seeded(_build)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, **kwargs)
+    return fully_shard(model, mesh=mesh, mp_policy=policy, **kwargs)
+
+
+WAYS = ["uncompiled", "eager", "inductor"]
+
+
+def _call(model, way):
+    return model if way == "uncompiled" else compiled(model, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2, 4)
+def test_training_is_that_on_what_arrives(mesh, way):
+    model = _shard(mesh)
+    _check(model, _call(model, way), mesh, tolerance=2e-6 if way != "inductor" else 1e-2)
+
+
+@pytest.mark.parametrize("way", ["uncompiled", "eager"])
+@on_ranks(2)
+def test_what_is_sent(mesh, way):
+    model = _shard(mesh)
+    call = _call(model, way)
+    batch = tokens(0, vocab=64), tokens(1, vocab=64)
+    call(*batch).backward()
+    with Wire() as wire:
+        call(*batch).backward()
+    kinds = {(message.kind, message.dtype) for message in wire.sent}
+    assert kinds == {("all_gather", int8), ("all_to_all", int8)}
