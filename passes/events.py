@@ -21,7 +21,6 @@ from shardc.passes.context import (
     is_collective,
     is_view,
     is_wait,
-    kind_of,
     moved_by,
     our_collectives,
     prepares,
@@ -95,7 +94,7 @@ def read_events(gm: GraphModule) -> Events:
         before = _preparation(start)
         after = _result(start) if is_all_gather(start) else _tail(start)
         attached[start] = (before, after)
-    _give_to_all_reduces(attached)
+    _give_to_following(attached)
     moving = {node for start, (b, a) in attached.items() for node in (start, *b, *a)}
     steps = [node for node in nodes if node not in moving]
     index = {step: number for number, step in enumerate(steps)}
@@ -112,7 +111,7 @@ def read_events(gm: GraphModule) -> Events:
         unit = moved_by(start)[0].unit
         transfers.append(Transfer(start, tuple(before), tuple(after), step, unit))
     transfers.sort(key=lambda t: t.step)
-    transfers = _all_reduces_follow(transfers, len(steps))
+    transfers = _follow(transfers, len(steps))
     positions = sorted({0, *(t.step for t in transfers)})
     return Events(tuple(steps), tuple(transfers), tuple(positions))
 
@@ -134,30 +133,35 @@ def _preparation(start: Node) -> list[Node]:
     return sorted(set(found))
 
 
-def _give_to_all_reduces(attached: dict[Node, tuple[list[Node], list[Node]]]) -> None:
-    """What lies between a reduce-scatter and the all-reduce over copies prepares the latter."""
-    tails = [tail for s, (_, tail) in attached.items() if kind_of(s) == "reduce_scatter"]
-    for start, (before, after) in attached.items():
-        if kind_of(start) == "all_reduce":
-            feeding = reach(lambda n: n.all_input_nodes, start) - {start}
-            for tail in tails:
-                if feeding & set(tail):
-                    before[:] = sorted({*before, *(node for node in tail if node in feeding)})
-                    tail[:] = [node for node in tail if node not in (*before, start, *after)]
+def _give_to_following(attached: dict[Node, tuple[list[Node], list[Node]]]) -> None:
+    """What lies between a reduction and the one over copies that follows prepares the latter."""
+    reductions = {start: both for start, both in attached.items() if not is_all_gather(start)}
+    for start, (before, after) in reductions.items():
+        feeding = reach(lambda n: n.all_input_nodes, start) - {start}
+        for tail in (tail for other, (_, tail) in reductions.items() if other is not start):
+            if feeding & set(tail):
+                before[:] = sorted({*before, *(node for node in tail if node in feeding)})
+                tail[:] = [node for node in tail if node not in (*before, start, *after)]
 
 
-def _all_reduces_follow(transfers: list[Transfer], end: int) -> list[Transfer]:
-    """An all-reduce waits for its reduce-scatter, so it starts when the next one has started."""
-    scatters = [t for t in transfers if kind_of(t.start) == "reduce_scatter"]
-    following = {a.start: b.step for a, b in itertools.pairwise(scatters)}
+def _follow(transfers: list[Transfer], end: int) -> list[Transfer]:
+    """A reduction that waits for another starts when the next of those has started; the one that
+    waits for it in turn, with the one after."""
+    reductions = [t for t in transfers if not t.is_gather]
+    starts = {t.start for t in reductions}
+    fed_by = {t.start: reach(lambda n: n.all_input_nodes, t.start) & starts for t in reductions}
+    depths = {start: len(feeding) - 1 for start, feeding in fed_by.items()}
+    first = [t for t in reductions if not depths[t.start]]
+    place = {t.start: index for index, t in enumerate(first)}
     result = []
     for transfer in transfers:
-        if kind_of(transfer.start) == "all_reduce":
-            inputs = reach(lambda n: n.all_input_nodes, transfer.start)
-            own = next((t.start for t in scatters if t.start in inputs), None)
-            transfer = replace(transfer, step=following.get(own, end))  # type: ignore[arg-type]
+        depth = depths.get(transfer.start, 0)
+        if depth:
+            own = next(place[start] for start in fed_by[transfer.start] if start in place)
+            later = first[own + depth :]
+            transfer = replace(transfer, step=later[0].step if later else end)
         result.append(transfer)
-    return sorted(result, key=lambda t: (t.step, kind_of(t.start) == "all_reduce"))
+    return sorted(result, key=lambda t: (t.step, depths.get(t.start, 0)))
 
 
 def _tail(start: Node) -> list[Node]:

@@ -3,8 +3,8 @@
 A unit that reshards after its forward must leave no gathered weight among the saved tensors: its
 gather, and everything computed from gathered weights alone (views, casts, transposes, scales that
 were computed for the gather), is tagged to be recomputed, so the backward gathers again from the
-segment; so is what the segment was cast to for the gather. A unit that does not reshard has its whole gathered bucket saved, one tensor, and views of
-it are taken anew.
+segment; so is what the segment was cast to for the gather. A unit that does not reshard has its
+whole gathered bucket saved, one tensor, and views of it are taken anew.
 
 A unit that reshards to fewer ranks keeps this rank's part among them and gathers that:
 

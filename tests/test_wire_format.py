@@ -1,14 +1,16 @@
 """Parameters and gradients that travel in one byte each: what arrives, and what is trained."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from models import Stack, Wire, compiled, full, mean_over_ranks, seeded, tokens
-from ranks import on_ranks
+from ranks import mesh_of, on_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
-from shardc import MixedPrecisionPolicy, fully_shard
+from shardc import MixedPrecisionPolicy, fully_shard, summon_full_params
 from shardc.runtime.comm.quantise import decode, encode
 from shardc.runtime.layout.layout import Param, plan_buckets
 from shardc.runtime.layout.wire_format import WireFormat
@@ -151,6 +153,8 @@ def _check(model, call, mesh, batches=((1,), (2, 3)), tolerance=2e-6, step=None)
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
             got.backward()
             want.backward()
+        for param in plain.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
         grads = [param.grad.clone() for param in plain.parameters()]
         _travelled(model, [param.grad for param in plain.parameters()], "reduce")
         sent = [param.grad for param in plain.parameters()]
@@ -161,6 +165,9 @@ def _check(model, call, mesh, batches=((1,), (2, 3)), tolerance=2e-6, step=None)
                 model.named_parameters(), sent, own.parameters(), strict=True
             ):
                 want = mean_over_ranks(arrived, mesh)
+                assert (q.grad is None) == (not q.requires_grad)
+                if q.grad is None:
+                    continue
                 # a gradient that is a little off may be rounded to the next code
                 off = (full(q.grad) - want).abs().max() / want.abs().max()
                 assert off <= tolerance, (name, off)
@@ -207,3 +214,108 @@ def test_what_is_sent(mesh, way):
         call(*batch).backward()
     kinds = {(message.kind, message.dtype) for message in wire.sent}
     assert kinds == {("all_gather", int8), ("all_to_all", int8)}
+
+
+@pytest.mark.parametrize("way", ["uncompiled", "eager"])
+@pytest.mark.parametrize(
+    "case", ["float8", "stochastic", "kept", "fewer", "offload", "gather", "reduce", "frozen"]
+)
+@on_ranks(2)
+def test_settings(mesh, case, way):
+    settings = {"gather_wire_dtype": int8, "reduce_wire_dtype": int8, "wire_block": 32}
+    more = {"float8": {"gather_wire_dtype": float8}, "stochastic": {"wire_seed": 3}}
+    more |= {"gather": {"reduce_wire_dtype": None}, "reduce": {"gather_wire_dtype": None}}
+    kwargs = {"kept": {"reshard_after_forward": False}, "fewer": {"reshard_after_forward": 1}}
+    kwargs |= {"offload": {"offload_policy": CPUOffloadPolicy()}}
+    policy = MixedPrecisionPolicy(**{**settings, **more.get(case, {})})
+    model = _shard(mesh, policy, **kwargs.get(case, {}))
+    if case == "frozen":
+        model.layers[0].requires_grad_(False)
+    _check(model, _call(model, way), mesh)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(4)
+def test_among_copies(mesh, way):
+    """Inside of a node nothing is quantised; the sums that copies send each other are."""
+    copies = mesh_of("cpu", (2, 2))
+    model, plain = _shard(copies), seeded(_build)
+    call, rank = _call(model, way), torch.distributed.get_rank()
+    batch = tokens(rank, vocab=64), tokens(rank + 50, vocab=64)
+    call(*batch).backward()
+    model.zero_grad()
+    with Wire() as wire:
+        got = call(*batch)
+        got.backward()
+    want = plain(*batch)
+    want.backward()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    kinds = {(message.kind, message.dtype) for message in wire.sent}
+    in_full = {("all_gather", torch.float32), ("reduce_scatter", torch.float32)}
+    assert kinds == {*in_full, ("all_to_all", int8)}
+    off = []
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        exact, arrived = mean_over_ranks(p.grad, mesh), full(q.grad)
+        off.append((arrived - exact).abs().max() / exact.abs().max())
+        assert torch.equal(arrived, mean_over_ranks(arrived, mesh))  # the same on all copies
+        assert off[-1] < 0.02 if p.ndim > 1 else 1e-5
+    assert max(off) > 1e-4
+
+
+@pytest.mark.parametrize("way", ["uncompiled", "eager"])
+@on_ranks(2)
+def test_bfloat16_is_computed_from_what_is_stored(mesh, way):
+    settings = {"gather_wire_dtype": int8, "reduce_wire_dtype": int8}
+    model = _shard(mesh, MixedPrecisionPolicy(torch.bfloat16, torch.float32, **settings))
+    whole = _shard(mesh, MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    results = [_call(each, way)(tokens(0, vocab=64)) for each in (model, whole)]
+    for result in results:
+        assert result.dtype == torch.bfloat16
+        result.float().square().sum().backward()
+    assert not torch.equal(*results)
+    torch.testing.assert_close(*results, rtol=0.1, atol=0.1)
+    for q, p in zip(model.parameters(), whole.parameters(), strict=True):
+        a, b = full(q.grad).flatten().float(), full(p.grad).flatten().float()
+        assert torch.cosine_similarity(a, b, dim=0) > 0.995
+
+
+@on_ranks(2)
+def test_parameters_are_those_stored(mesh):
+    """Whatever is not a forward or backward sees them in full precision."""
+    policy = dataclasses.replace(BOTH, full_precision_in_eval=True)
+    model, plain = _shard(mesh, policy), seeded(_build)
+    batch = tokens(0, vocab=64), tokens(50, vocab=64)
+    with torch.no_grad():
+        for call in (model, compiled(model)):
+            assert not torch.equal(call(*batch), plain(*batch))
+            model.eval()
+            torch.testing.assert_close(call(*batch), plain(*batch), rtol=1e-6, atol=1e-6)
+            model.train()
+    with summon_full_params(model):
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(p, q)
+    for name, value in model.state_dict().items():
+        assert torch.equal(full(value), plain.state_dict()[name])
+
+
+@on_ranks(1)
+def test_one_rank_sends_nothing(mesh):
+    model, plain = _shard(mesh), seeded(_build)
+    batch = tokens(0, vocab=64), tokens(50, vocab=64)
+    assert torch.equal(model(*batch), plain(*batch))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "words"),
+    [
+        ("gather_wire_dtype", torch.int16, ValueError, "must be torch.int8, torch.float8_e4m3fn"),
+        ("reduce_wire_dtype", float8, ValueError, "must be torch.int8 or None"),
+        ("wire_block", 100, ValueError, "a multiple of 16 from 16 to 4096"),
+        ("wire_block", 32.0, TypeError, "a multiple of 16"),
+        ("wire_seed", -1, ValueError, "a whole number of at least 0"),
+    ],
+)
+@on_ranks(1)
+def test_bad_policies(mesh, name, value, error, words):
+    with pytest.raises(error, match=f"{name} must be .*{words}|{words}"):
+        fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=MixedPrecisionPolicy(**{name: value}))

@@ -89,14 +89,18 @@ def is_elsewhere(bucket: "Bucket") -> bool:
 def _wire(bucket: "Bucket", purpose: Literal["gather", "reduce"]) -> WireFormat | None:
     """How segments or gradients travel, where that is not in their dtype.
 
-    Nothing is quantised inside of a node, as which the ranks that share one of several copies of
-    the model count.
+    Where there are copies of the model, the ranks that share one count as a node: nothing is
+    quantised among them, gradients are among the copies.
     """
-    layout, policy = bucket.layout, bucket.settings.precision
+    layout, policy, copies = bucket.layout, bucket.settings.precision, bucket.ranks.copies
     dtype = policy.gather_wire_dtype if purpose == "gather" else policy.reduce_wire_dtype
-    if dtype is None or not layout.block or layout.world_size == 1 or bucket.ranks.copies > 1:
+    if dtype is None or not layout.block:
         return None
-    return WireFormat(dtype, layout.block, layout.exact, policy.wire_seed)
+    form = WireFormat(dtype, layout.block, layout.exact, policy.wire_seed)
+    if copies > 1:
+        fits = layout.exact < form.row_of(layout.segment, copies)
+        return form if purpose == "reduce" and fits else None
+    return form if layout.world_size > 1 else None
 
 
 def _memory(bucket: "Bucket") -> tuple[str | None, str | None]:

@@ -27,7 +27,7 @@ from shardc.runtime.comm import (
 from shardc.runtime.comm.collectives import Started
 from shardc.runtime.comm.extended_gather import start_extended
 from shardc.runtime.comm.quantise import decode, encode
-from shardc.runtime.layout.spec import Moved, UnshardSpec, object_of, spec_of
+from shardc.runtime.layout.spec import Moved, Reduction, UnshardSpec, object_of, spec_of
 from shardc.runtime.layout.wire_format import WireFormat
 
 
@@ -156,8 +156,8 @@ def reducing(
     elif r.scatter is not None:
         custom = torch.ops.shardc.custom_reduce_scatter
         started = Started(custom(flat, r.op, world, group, r.scatter), done=True)
-    elif r.wire is not None:
-        started = _start_quantised_reduce(flat, spec, r.wire)
+    elif r.wire is not None and r.replicas is None:
+        started = _start_quantised_reduce(flat, r.wire, r.op, world, group)
     elif r.memory is not None or world == 1:
         started = Started(torch.ops.shardc.reduce_scatter(flat, r.op, world, group, r.memory))
     else:
@@ -168,7 +168,10 @@ def reducing(
         part = part + partial.to(part.device, part.dtype)
     if r.all_reduce:
         if r.replicas is not None:
-            part = yield collectives.start_all_reduce(part, r.op, r.replicas)
+            if r.wire is None:
+                part = yield collectives.start_all_reduce(part, r.op, r.replicas)
+            else:
+                part = yield from _reducing_among_copies(part, r.wire, r)
         if r.hook is not None and not r.hook_sees_mean:
             part = torch.ops.shardc.call_hook(part, r.hook)
         if r.postdivide != 1:
@@ -181,18 +184,36 @@ def reducing(
     return torch.ops.shardc.to_host(part, segment)
 
 
-def _start_quantised_reduce(flat: Tensor, spec: UnshardSpec, form: WireFormat) -> Started:
+def _start_quantised_reduce(
+    flat: Tensor, form: WireFormat, op: str, ranks: int, group: str
+) -> Started:
     """Start to send every rank its part; the sum of what arrives is taken in float32."""
-    dtype, world, size = flat.dtype, spec.world_size, flat.numel() // spec.world_size
-    message = encode(flat.view(world, size), form).view(-1)
-    started = collectives.start_all_to_all(message, world, spec.reduction.group or spec.group)
+    dtype, size = flat.dtype, flat.numel() // ranks
+    message = encode(flat.view(ranks, size), form).view(-1)
+    started = collectives.start_all_to_all(message, ranks, group)
 
     def finish(raw: Tensor) -> Tensor:
-        exact, values = decode(started.then(raw).view(world, -1), size, form)
+        exact, values = decode(raw.view(ranks, -1), size, form)
         part = torch.cat([exact.sum(0), values.sum(0)]) if form.exact else values.sum(0)
-        return (part / world if spec.reduction.op == "avg" else part).to(dtype)
+        return (part / ranks if op == "avg" else part).to(dtype)
 
     return Started(started.raw, finish, started.done)
+
+
+def _reducing_among_copies(part: Tensor, form: WireFormat, r: Reduction) -> Steps:
+    """The steps of an all-reduce: every copy sums up its share, and sends the sum to all others."""
+    assert r.replicas is not None
+    size, row = part.numel(), form.row_of(part.numel(), r.copies)
+    rows = torch.nn.functional.pad(part, (0, r.copies * row - size))
+    share = yield _start_quantised_reduce(rows, form, r.op, r.copies, r.replicas)
+    message = encode(share.view(1, row), form).repeat(r.copies, 1).view(-1)
+    started = collectives.start_all_to_all(message, r.copies, r.replicas)
+
+    def finish(raw: Tensor) -> Tensor:
+        both = torch.cat(decode(raw.view(r.copies, -1), row, form), dim=1)
+        return both.view(-1)[:size].to(part.dtype)
+
+    return (yield Started(started.raw, finish, started.done))
 
 
 class _Unshard(torch.autograd.Function):

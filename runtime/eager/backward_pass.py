@@ -58,9 +58,7 @@ class _Reduction:
         self._dtype = dtype
         self._steps = steps
         r = bucket.key.code.reduction
-        self._kinds = ["reduce_scatter" if r.wire is None else "all_to_all"]
-        if r.all_reduce and r.replicas is not None:
-            self._kinds.append("all_reduce")
+        self._kinds = r.kinds
         with collectives.naming(bucket.ranks.everyone), self._label():
             self._started = next(steps)
 

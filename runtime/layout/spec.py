@@ -35,7 +35,7 @@ class Reduction:
         memory: where the buffers of the reduce-scatter come from; None for the device's allocator.
         hook: the user's function that is given the reduced gradient, by key.
         hook_sees_mean: whether that is after all divisions, as where the backend averages.
-        wire: how it travels, where that is not in its dtype.
+        wire: how it travels, where that is not in its dtype; with `replicas`, among those.
     """
 
     op: str = "sum"
@@ -56,6 +56,14 @@ class Reduction:
     hook: str | None = None
     hook_sees_mean: bool = True
     wire: WireFormat | None = None
+
+    @property
+    def kinds(self) -> list[str]:
+        """The collectives that follow each other, by kind."""
+        if self.replicas is None:
+            return ["reduce_scatter" if self.wire is None else "all_to_all"]
+        across = ["all_reduce"] if self.wire is None else ["all_to_all", "all_to_all"]
+        return ["reduce_scatter", *(across if self.all_reduce else [])]
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,11 @@ class WireFormat:
         assert (size - self.exact) % self.block == 0
         return (size - self.exact) // self.block
 
+    def row_of(self, size: int, rows: int) -> int:
+        """Values of each of so many rows, whole blocks, that hold `size` values."""
+        whole = rows * self.block
+        return -(-(size - self.exact * rows) // whole) * self.block + self.exact
+
     def row_bytes(self, size: int) -> int:
         """Bytes of the message of a row of `size` values."""
         nbytes = self.blocks(size) * (self.block + 2) + 4 * self.exact
