@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from shardc.passes.context import PassContext, c10d, moved_by, set_moved
+from shardc.passes.context import PassContext, c10d, is_collective, moved_by, set_moved
 from shardc.passes.events import Transfer, read_events, read_problem
 from shardc.passes.reorder import reorder
 from shardc.passes.timeline import Gather, Problem, Reduce, plan_timeline, simulate
@@ -58,7 +58,8 @@ def coalesce(gm: GraphModule, ctx: PassContext) -> GraphModule:
 def _kind(transfer: Transfer, ctx: PassContext) -> Any:
     """Only collectives of one kind may be merged: same op, group, dtype, not coalesced yet."""
     start = transfer.start
-    if start.target not in _COALESCED or (transfer.before and transfer.is_gather):
+    waits_first = transfer.is_gather and any(map(is_collective, transfer.before))
+    if start.target not in _COALESCED or waits_first:
         return object()
     return (
         start.target,

@@ -178,7 +178,7 @@ def is_fusible(node: Node) -> bool:
     """Whether Inductor makes loops of an op, which it fuses with others that it makes loops of."""
     target, tags = node.target, getattr(node.target, "tags", ())
     # 2.11 has no tag for reductions.
-    named = target in _REDUCTIONS or target in _READS_ROWS or target in _LOOPS
+    named = target in {*_REDUCTIONS, *_READS_ROWS, *_LOOPS, *_JOINS}
     tagged = torch.Tag.pointwise in tags or getattr(torch.Tag, "reduction", None) in tags
     return named or tagged or compat.is_random_value(node)
 
@@ -188,7 +188,7 @@ def stays_in_registers(node: Node) -> bool:
     if not _is_pointwise(node):
         return False
     users = list(readers_of(node))
-    looped = all(_is_pointwise(user) or is_reduction(user) for user in users)
+    looped = all(_is_pointwise(u) or is_reduction(u) or u.target in _JOINS for u in users)
     return bool(users) and looped and not (len(users) > 1 and is_stored_for_reuse(node))
 
 
@@ -238,6 +238,9 @@ _LOOPS: set[Any] = {
     torch.ops.prims.iota.default,
 }  # fmt: skip
 """Further ops that Inductor makes loops of."""
+
+_JOINS: set[Any] = {aten.cat.default}
+"""What they are given is computed in its place in the result."""
 
 _TRANSCENDENTAL: set[Any] = {
     aten.tanh, aten.erf, aten.sin, aten.cos, aten.gelu, aten.gelu_backward,
