@@ -15,6 +15,7 @@ import shardc
 from shardc.passes.context import module_of
 from shardc.passes.cost import collective_seconds
 from shardc.reports.formulas import evaluate
+from shardc.reports.if_quantised import if_quantised
 from shardc.reports.record import CollectiveRow, MemoryPoint, Op, Record
 from shardc.reports.report import Report
 from shardc.runtime import compat
@@ -235,6 +236,33 @@ def test_nothing_to_change_is_said():
     report = shardc.explain(model, inputs, world_size=8, mp_policy=policy)
     assert report.findings == () and "Nothing to change was found." in str(report)
     assert report.exposed_seconds < 0.03 * report.step_seconds
+
+
+def test_fewer_bytes_are_recommended_and_foretold():
+    """What the finding says of int8 is about what a report of int8 says."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8)))
+        inputs = torch.zeros(1024, 4096)
+    plain, quantised = (
+        shardc.explain(
+            model,
+            inputs,
+            world_size=8,
+            profile="h100-ib",
+            mp_policy=shardc.MixedPrecisionPolicy(gather_wire_dtype=sent, reduce_wire_dtype=sent),
+        )
+        for sent in (None, torch.int8)
+    )
+    (finding,) = (finding for finding in plain.findings if finding.kind == "wire format")
+    assert "reduce_wire_dtype=torch.int8" in finding.advice and "0.40%" in finding.advice
+    assert not any(finding.kind == "wire format" for finding in quantised.findings)
+    told = if_quantised(plain, shardc.get_profile("h100-ib"))
+    assert quantised.sent_bytes < 0.3 * plain.sent_bytes
+    assert told.sent_bytes == pytest.approx(quantised.sent_bytes, rel=0.02)
+    assert quantised.exposed_seconds < 0.5 * plain.exposed_seconds
+    assert told.exposed_seconds == pytest.approx(quantised.exposed_seconds, rel=0.2)
+    table = plain.compare(quantised)
+    assert "gather_wire=int8" in table and "sent" in table
 
 
 # -- the report ----------------------------------------------------------------------------------

@@ -7,14 +7,20 @@ finds; thresholds are named below.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
+import torch
+
 from shardc.passes.cost import collective_seconds
 from shardc.passes.hardware import Profile
+from shardc.reports.if_quantised import if_quantised
 from shardc.reports.record import BucketRow, CollectiveRow, Finding, Record
 from shardc.reports.words import format_bytes, format_seconds, plural
+from shardc.runtime.layout.wire_format import WireFormat
 
 EXPOSED_SHARE = 0.03
 """Communication that adds less than this share to a step is not worth a word."""
 PADDING_SHARE = 0.01
+LESS_SHARE = 0.7
+"""Fewer bits on the wire are worth a word where this share of what is exposed is left, or less."""
 FIXED_SHARE = 0.5
 """A unit is small where more than this share of its gather's time is fixed latency."""
 LARGE_SHARE = 0.5
@@ -23,7 +29,13 @@ LARGE_SHARE = 0.5
 
 def find(record: Record, profile: Profile) -> tuple[Finding, ...]:
     """All findings, the costliest kinds first."""
-    checks = (_memory(record, profile), _exposed(record), _units(record, profile), _padding(record))
+    checks = (
+        _memory(record, profile),
+        _exposed(record),
+        _wire_format(record, profile),
+        _units(record, profile),
+        _padding(record),
+    )
     return tuple(finding for check in checks for finding in check)
 
 
@@ -121,6 +133,27 @@ def _exposed(record: Record) -> Iterator[Finding]:
             "(options={'prefetch': n}), or smaller units"
         )
     yield Finding("exposed communication", what, advice)
+
+
+def _wire_format(record: Record, profile: Profile) -> Iterator[Finding]:
+    """Where messages of one byte an element would take away most of what is exposed."""
+    step, exposed = record.step_seconds, record.exposed_seconds
+    if not step or exposed < EXPOSED_SHARE * step:
+        return
+    quantised = if_quantised(record, profile)
+    if quantised is None or quantised.exposed_seconds > LESS_SHARE * exposed:
+        return
+    error = WireFormat(torch.int8, 128).error
+    yield Finding(
+        "wire format",
+        f"in int8, parameters and gradients would send {format_bytes(quantised.sent_bytes)} "
+        f"instead of {format_bytes(record.sent_bytes)} and add "
+        f"{format_seconds(quantised.exposed_seconds)} to the step instead of "
+        f"{format_seconds(exposed)}",
+        "MixedPrecisionPolicy(gather_wire_dtype=torch.int8, reduce_wire_dtype=torch.int8): what "
+        f"arrives is off by at most {error:.2%} of the largest value of its block of 128, so "
+        "compare the loss of a run",
+    )
 
 
 def _less_wire(record: Record) -> Iterator[str]:

@@ -159,6 +159,7 @@ def _row(
         end=transfer.end,
         waited=transfer.waited if transfer.waited >= 0 else end,
         exposed=transfer.exposed,
+        dtype=dtype_of(node),
     )
 
 

@@ -128,6 +128,10 @@ def _settings(model: nn.Module, options: Options) -> dict[str, str]:
     settings = {}
     if unit.settings.precision.param_dtype is not None:
         settings["mp"] = str(unit.settings.precision.param_dtype).removeprefix("torch.")
+    for name in ("gather_wire_dtype", "reduce_wire_dtype"):
+        dtype = getattr(unit.settings.precision, name)
+        if dtype is not None:
+            settings[name.removesuffix("_dtype")] = str(dtype).removeprefix("torch.")
     if unit.settings.offloaded:
         settings["offload"] = "cpu"
     if unit.asked_reshard is not None:

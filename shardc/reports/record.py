@@ -50,7 +50,7 @@ class CollectiveRow:
 
     Attributes:
         phase: "forward" or "backward".
-        kind: "all_gather", "reduce_scatter" or "all_reduce".
+        kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
         buckets: the names of the buckets it moves: several where it is coalesced.
         ranks: among how many ranks it goes.
         nbytes: bytes of the whole (gathered, or before it is reduced).
@@ -60,6 +60,7 @@ class CollectiveRow:
         start, end: when the wire carries it.
         waited: when compute comes to the wait.
         exposed: how long compute stands still there.
+        dtype: what it sends; int8 also stands for float8.
     """
 
     phase: str
@@ -74,6 +75,12 @@ class CollectiveRow:
     end: float
     waited: float
     exposed: float
+    dtype: str = ""
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a rank sends for it, in rings."""
+        return self.nbytes * (self.ranks - 1) / self.ranks * (2 if self.kind == "all_reduce" else 1)
 
     @property
     def seconds(self) -> float:
@@ -226,10 +233,7 @@ class Record:
     @property
     def sent_bytes(self) -> float:
         """Bytes that a rank sends in a step, in rings."""
-        return sum(
-            c.nbytes * (c.ranks - 1) / c.ranks * (2 if c.kind == "all_reduce" else 1)
-            for c in self.collectives
-        )
+        return sum(collective.sent_bytes for collective in self.collectives)
 
     @property
     def peak(self) -> MemoryPoint:

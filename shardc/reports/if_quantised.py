@@ -1,0 +1,75 @@
+"""What a step would send and wait for if its parameters and gradients travelled in int8.
+
+The step is played through once more: all that computes keeps its order and its time, every
+collective starts and is waited for between the same ops, and the wire carries fewer bytes. What
+quantising itself computes is left out, and so is what a schedule could make of the shorter times.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from shardc.passes.cost import collective_seconds
+from shardc.passes.hardware import Profile
+from shardc.passes.timeline import Clock
+from shardc.reports.record import CollectiveRow, Record
+
+BYTES = 1 + 2 / 128
+"""Of an element on the wire, with its part of a block's scale."""
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """The step in int8: bytes that a rank sends, and seconds that communication adds."""
+
+    sent_bytes: float
+    exposed_seconds: float
+
+
+def if_quantised(record: Record, profile: Profile) -> Quantised | None:
+    """None where nothing would change: all that could travels in fewer bits."""
+    shares = {row: _share(row, record.copies) for row in record.collectives}
+    if all(share == 1 for share in shares.values()):
+        return None
+    compute = sorted((op.start, op.seconds) for op in record.ops)
+
+    def computed(moment: float) -> float:
+        """Seconds of compute that were done by then."""
+        return sum(min(seconds, moment - start) for start, seconds in compute if start < moment)
+
+    events = [(row.issued, 0, number) for number, row in enumerate(record.collectives)]
+    events += [(row.waited, 1, number) for number, row in enumerate(record.collectives)]
+    clock, done = Clock(), 0.0
+    for moment, waits, number in sorted(events):
+        until = computed(moment)
+        clock.now += until - done
+        done = until
+        if waits:
+            clock.wait(number)
+        else:
+            row = record.collectives[number]
+            clock.start(number, _seconds(row, shares[row], profile))
+    clock.now += record.compute_seconds - done
+    sent = sum(row.sent_bytes * share for row, share in shares.items())
+    return Quantised(sent, clock.end - record.compute_seconds)
+
+
+def _share(row: CollectiveRow, copies: int) -> float:
+    """Bytes in int8, as a share of those that it sends."""
+    dtype = getattr(torch, row.dtype, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        return 1.0
+    if copies > 1 and row.kind != "all_reduce":  # inside of a node
+        return 1.0
+    return BYTES / dtype.itemsize
+
+
+def _seconds(row: CollectiveRow, share: float, profile: Profile) -> float:
+    if share == 1:
+        return row.seconds
+    rounds = 2 if row.kind == "all_reduce" else 1
+    before, after = (
+        collective_seconds(size, row.ranks, profile, rounds)
+        for size in (row.nbytes, row.nbytes * share)
+    )
+    return max(0.0, row.seconds - before + after)
