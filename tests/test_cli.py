@@ -104,6 +104,11 @@ def test_plan_prints_a_row_a_bucket(capsys):
     assert "parameters 29.92 MiB, gradients 29.92 MiB, Adam's state 59.85 MiB" in lines[-1]
     mixed = ended(capsys, *arguments, "--mp", "bf16")[1]
     assert "gathered bytes" in mixed and "gathered bytes" not in out
+    arguments += ["--mp", "bf16", "--wire", "int8"]
+    quantised = json.loads(ended(capsys, *arguments, "--json")[1])
+    for bucket in (bucket for unit in quantised["units"] for bucket in unit["buckets"]):
+        share = bucket["wire_bytes"] / bucket["gathered_bytes"]
+        assert 0.5 < share < 0.6 or bucket["parameters"] < 1 << 20
 
 
 def test_plan_groups_only_what_is_alike(capsys):

@@ -102,8 +102,8 @@ def test_what_is_not_quantised_comes_first():
     assert layout.exact == 96 and layout.block == 32 and layout.segment % 32 == 0
     assert layout.slots[3].start < layout.exact + 16
     assert (other.block, other.exact) == (0, 0)
-    (apart,) = plan_buckets([*params[:1], Param("bias", (5000,))], 4, block=32)
-    assert apart.block == 0, "vectors that fill a segment: all of it travels as it is"
+    bias, up = plan_buckets([params[0], Param("bias", (5000,))], 4, block=32)
+    assert (bias.block, up.block, up.exact) == (0, 32, 0), "vectors would fill much of a segment"
     assert plan_buckets(params, 4)[0].slots[0].name == "up"
 
 

@@ -92,11 +92,10 @@ def _wire(bucket: "Bucket", purpose: Literal["gather", "reduce"]) -> WireFormat 
     Where there are copies of the model, the ranks that share one count as a node: nothing is
     quantised among them, gradients are among the copies.
     """
-    layout, policy, copies = bucket.layout, bucket.settings.precision, bucket.ranks.copies
-    dtype = policy.gather_wire_dtype if purpose == "gather" else policy.reduce_wire_dtype
-    if dtype is None or not layout.block:
+    layout, copies = bucket.layout, bucket.ranks.copies
+    form = bucket.settings.wire_format(layout, purpose)
+    if form is None:
         return None
-    form = WireFormat(dtype, layout.block, layout.exact, policy.wire_seed)
     if copies > 1:
         fits = layout.exact < form.row_of(layout.segment, copies)
         return form if purpose == "reduce" and fits else None

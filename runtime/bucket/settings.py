@@ -7,7 +7,9 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from shardc.runtime.eager.precision import MixedPrecisionPolicy
+from shardc.runtime.layout.layout import BucketLayout
 from shardc.runtime.layout.spec import Interned, divide_factors, intern_object
+from shardc.runtime.layout.wire_format import WireFormat
 
 if TYPE_CHECKING:
     from shardc.runtime.bucket.unit import Unit
@@ -96,6 +98,16 @@ class Settings:
             return stored, stored
         computed = policy.param_dtype or stored
         return computed, policy.reduce_dtype or computed
+
+    def wire_format(
+        self, layout: BucketLayout, purpose: Literal["gather", "reduce"]
+    ) -> WireFormat | None:
+        """How segments or gradients of a bucket travel; None: in their dtype."""
+        policy = self.precision
+        dtype = policy.gather_wire_dtype if purpose == "gather" else policy.reduce_wire_dtype
+        if dtype is None or not layout.block:
+            return None
+        return WireFormat(dtype, layout.block, layout.exact, policy.wire_seed)
 
     def division(self, ranks: int, dtype: torch.dtype, mean_op: str) -> tuple[str, float, float]:
         """How gradients of `ranks` ranks are averaged: the op, and what to divide before and after.

@@ -26,9 +26,10 @@ class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):
         full_precision_in_eval: do without all casts while the unit's module is in `eval()`.
         gather_wire_dtype: `torch.int8` or `torch.float8_e4m3fn`: what parameters are gathered in,
             with a scale for each block; None: `param_dtype`. Storage, gradients and compute keep
-            their dtypes. See `shardc.WireFormat` for the error.
+            their dtypes. A gathered element is off by at most 0.4% of the largest value of its
+            block (int8), or by 6.3% of itself (float8); twice that with `wire_seed`.
         reduce_wire_dtype: `torch.int8`: what gradients are sent in, to be summed in float32; None:
-            `reduce_dtype`.
+            `reduce_dtype`. Each rank's part of the sum is off by at most 0.4% as above.
         wire_block: elements that share a scale on the wire.
         wire_seed: of stochastic rounding on the wire; None rounds to the nearest.
     """

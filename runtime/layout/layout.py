@@ -163,7 +163,8 @@ def plan_buckets(
             plan_bucket(part, world_size, own)
             for (dtype, _), group in groups.items()
             for own in [block if dtype in _QUANTISED else 0]
-            for part in _split(group, grain, 1 if own else dtype.itemsize)
+            for whole in _split(group, grain, 1 if own else dtype.itemsize)
+            for part in (_apart(whole, world_size) if own else [whole])
         ),
         *(plan_rows(param, world_size) for param in params if param.by_rows),
     )
@@ -173,6 +174,8 @@ _QUANTISED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of buckets that may travel in fewer bits."""
 _SMALL = 1024
 """Elements of a parameter below which it travels as it is."""
+_MOST_EXACT = 1 / 8
+"""Of a segment that is quantised: more than that, and what travels as it is has its own bucket."""
 
 
 def _split(params: list[Param], grain: int, itemsize: int) -> list[list[Param]]:
@@ -201,19 +204,28 @@ def _split(params: list[Param], grain: int, itemsize: int) -> list[list[Param]]:
     return [sorted(part, key=lambda param: place[param.name]) for part in parts]
 
 
+def _apart(params: list[Param], world_size: int) -> list[list[Param]]:
+    """What is not quantised in a bucket of its own, where it would fill much of every segment."""
+    exact = [param for param in params if not _is_quantised(param)]
+    others = [param for param in params if _is_quantised(param)]
+    size, whole = (sum(param.numel for param in some) for some in (exact, params))
+    if exact and others and size * world_size > _MOST_EXACT * whole:
+        return [exact, others]
+    return [params]
+
+
 def plan_bucket(params: Sequence[Param], world_size: int, block: int = 0) -> BucketLayout:
     """Plan one bucket from parameters of one dtype.
 
     Tries segments that are multiples of the parameters' rows, coarsest first, and takes the one
     that cuts the fewest rows within the padding allowed; the tight layout is always a candidate.
-    With a `block`, vectors and small parameters, which are not to be quantised, come first. Where
-    they fill a segment, nothing of the bucket is.
+    With a `block`, vectors and small parameters, which are not to be quantised, come first; where
+    there are no others, nothing of the bucket is.
     """
-    if block:
+    if block and any(map(_is_quantised, params)):
         exact = _end([param for param in params if not _is_quantised(param)], block)
         quantised = _plan_bucket(sorted(params, key=_is_quantised), world_size, block)
-        if exact < quantised.segment:
-            return replace(quantised, block=block, exact=exact)
+        return replace(quantised, block=block, exact=exact)
     return _plan_bucket(params, world_size)
 
 

@@ -9,8 +9,10 @@ import torch
 from shardc.commands.errors import UsageError
 from shardc.commands.target import EXAMPLE
 from shardc.passes.hardware import PROFILES
+from shardc.runtime.eager.precision import MixedPrecisionPolicy
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_WIRE = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -22,12 +24,21 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def add_precision(parser: argparse.ArgumentParser) -> None:
-    """`--mp`."""
-    parser.add_argument(
-        "--mp",
-        choices=sorted(DTYPES),
-        help="param_dtype of mixed precision: the dtype that parameters are gathered in "
-        "(default: as they are stored)",
+    """`--mp` and `--wire`, which `read_precision` reads."""
+    add = parser.add_argument
+    add("--mp", choices=sorted(_DTYPES), help="param_dtype of mixed precision: the dtype that "
+        "parameters are gathered in (default: as they are stored)")  # fmt: skip
+    add("--wire", choices=sorted(_WIRE), help="what parameters are gathered in, in blocks that "
+        "share a scale; gradients are sent in int8 then (default: nothing is quantised)"
+    )  # fmt: skip
+
+
+def read_precision(args: argparse.Namespace) -> MixedPrecisionPolicy:
+    """The policy that `--mp` and `--wire` ask for."""
+    return MixedPrecisionPolicy(
+        param_dtype=_DTYPES.get(args.mp),
+        gather_wire_dtype=_WIRE.get(args.wire),
+        reduce_wire_dtype=torch.int8 if args.wire else None,
     )
 
 

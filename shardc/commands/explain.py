@@ -6,14 +6,13 @@ from pathlib import Path
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from shardc.commands.arguments import DTYPES, add_step, add_target, example_inputs
+from shardc.commands.arguments import add_step, add_target, example_inputs, read_precision
 from shardc.commands.errors import FoundProblem, UsageError
 from shardc.commands.progress_line import showing_progress
 from shardc.commands.target import EXAMPLE, load_model
 from shardc.passes.hardware import PROFILES, current_profile
 from shardc.reports.explain import explain
 from shardc.reports.report import Report, write_as
-from shardc.runtime.eager.precision import MixedPrecisionPolicy
 
 NAME = "explain"
 SUMMARY = "show what a step would do and cost on any number of ranks, without running it"
@@ -100,7 +99,7 @@ def explain_target(
                 progress=progress,
                 symbolic=symbolic,
                 reshard_after_forward=args.reshard,
-                mp_policy=MixedPrecisionPolicy(param_dtype=DTYPES.get(args.mp)),
+                mp_policy=read_precision(args),
                 offload_policy=CPUOffloadPolicy() if args.offload else OffloadPolicy(),
             )
         except (ValueError, TypeError, AttributeError, RuntimeError) as error:

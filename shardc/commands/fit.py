@@ -7,11 +7,11 @@ from typing import Any
 from tabulate import tabulate
 
 from shardc.commands.arguments import (
-    DTYPES,
     add_precision,
     add_profile,
     add_target,
     example_inputs,
+    read_precision,
 )
 from shardc.commands.errors import FoundProblem
 from shardc.commands.progress_line import showing_progress
@@ -19,7 +19,6 @@ from shardc.commands.target import EXAMPLE, load_model
 from shardc.passes.hardware import PROFILES, current_profile
 from shardc.reports.fit import Fit, fewest_ranks, fit
 from shardc.reports.words import format_bytes, format_seconds
-from shardc.runtime.eager.precision import MixedPrecisionPolicy
 
 NAME = "fit"
 SUMMARY = "find the largest batch or sequence that fits a GPU, and the fewest ranks"
@@ -63,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         "kwargs": named,
         "memory": int(memory) if isinstance(memory, float) and memory > 1 else memory,
         "profile": PROFILES[args.profile] if args.profile else current_profile("cuda"),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES.get(args.mp)),
+        "mp_policy": read_precision(args),
     }
     with showing_progress("fit") as progress:
         try:

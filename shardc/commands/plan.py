@@ -16,7 +16,7 @@ from tabulate import tabulate
 from torch import nn
 from torch.distributed.fsdp import OffloadPolicy
 
-from shardc.commands.arguments import DTYPES, add_precision, add_profile, add_target
+from shardc.commands.arguments import add_precision, add_profile, add_target, read_precision
 from shardc.commands.errors import FoundProblem
 from shardc.commands.target import EXAMPLE, load_model
 from shardc.passes.hardware import PROFILES, Profile, current_profile
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     """Plan the model and print the table, or JSON."""
     model, _ = load_model(args.target)
     profile = PROFILES[args.profile] if args.profile else current_profile("cuda")
-    policy = MixedPrecisionPolicy(param_dtype=DTYPES.get(args.mp))
+    policy = read_precision(args)
     plans = plan_model(model, args.world_size, policy, profile)
     groups, totals = group_units(model, plans), total(plans)
     if args.json:
@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({**head, "units": units, "totals": _total_record(totals)}, indent=2))
     else:
         print(f"{args.target} over {args.world_size} ranks, buckets split for {profile.name}\n")
-        print(f"{_table(groups, gathered=args.mp is not None)}\n\n{_summary(totals)}")
+        gathered = args.mp is not None or args.wire is not None
+        print(f"{_table(groups, gathered)}\n\n{_summary(totals)}")
     return 0
 
 
@@ -176,13 +177,16 @@ def _table(groups: Sequence[UnitGroup], gathered: bool) -> str:
                 f"{100 * layout.padding_fraction:.3f}",
             ]
             if gathered:
-                row.insert(4, format_bytes(layout.numel * _gathered(group.plan, layout).itemsize))
+                row[4:4] = [
+                    format_bytes(layout.numel * _gathered(group.plan, layout).itemsize),
+                    format_bytes(_sent(group.plan, layout)),
+                ]
             rows.append(row)
     headers = ["unit (how many)", "parameters", "dtype", "bytes", "segment a rank", "padding %"]
     align = ["left", "right", "left", "right", "right", "right"]
     if gathered:
-        headers.insert(4, "gathered bytes")
-        align.insert(4, "right")
+        headers[4:4] = ["gathered bytes", "on the wire"]
+        align[4:4] = ["right", "right"]
     return tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
 
 
@@ -212,6 +216,7 @@ def _group_record(group: UnitGroup) -> dict[str, Any]:
             "bytes": layout.numel * layout.dtype.itemsize,
             "gathered_dtype": _name(_gathered(group.plan, layout)),
             "gathered_bytes": layout.numel * _gathered(group.plan, layout).itemsize,
+            "wire_bytes": _sent(group.plan, layout),
             "segment_bytes": _segment_bytes(layout),
             "padding_fraction": layout.padding_fraction,
         }
@@ -240,6 +245,14 @@ def _segment_bytes(layout: BucketLayout) -> int:
 
 def _gathered(plan: UnitPlan, layout: BucketLayout) -> torch.dtype:
     return plan.settings.dtypes(layout.dtype, evaluating=False)[0]
+
+
+def _sent(plan: UnitPlan, layout: BucketLayout) -> int:
+    """Bytes of all ranks' messages of a gather."""
+    form = plan.settings.wire_format(layout, "gather")
+    if form is None:
+        return layout.numel * _gathered(plan, layout).itemsize
+    return layout.world_size * form.row_bytes(layout.segment)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -5,11 +5,10 @@ import json
 import os
 from dataclasses import asdict
 
-from shardc.commands.arguments import DTYPES, add_precision, add_target, example_inputs
+from shardc.commands.arguments import add_precision, add_target, example_inputs, read_precision
 from shardc.commands.errors import FoundProblem, UsageError
 from shardc.commands.progress_line import showing_progress
 from shardc.commands.target import EXAMPLE, load_model
-from shardc.runtime.eager.precision import MixedPrecisionPolicy
 
 NAME = "precompile"
 SUMMARY = "compile a model's graphs for any number of ranks, for a job that starts later"
@@ -66,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
                 world_size=args.world_size,
                 in_place=not args.wrapped,
                 progress=progress,
-                mp_policy=MixedPrecisionPolicy(param_dtype=DTYPES.get(args.mp)),
+                mp_policy=read_precision(args),
             )
         except (ValueError, TypeError, AttributeError, RuntimeError) as error:
             what = f"{type(error).__name__}: {error}"

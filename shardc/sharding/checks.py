@@ -80,7 +80,8 @@ _WIRE: dict[str, object] = {
         torch.dtype, Must("torch.int8, torch.float8_e4m3fn", (torch.int8, _FLOAT8).__contains__)
     ]
     | None,
-    "reduce_wire_dtype": Annotated[torch.dtype, Must("torch.int8", (torch.int8,).__contains__)] | None,
+    "reduce_wire_dtype": Annotated[torch.dtype, Must("torch.int8", (torch.int8,).__contains__)]
+    | None,
     "wire_block": Annotated[
         int, Must("a multiple of 16 from 16 to 4096", lambda n: n % 16 == 0 and 16 <= n <= 4096)
     ],
