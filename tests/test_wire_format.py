@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from models import Stack, Wire, compiled, full, mean_over_ranks, seeded, tokens
 from ranks import mesh_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.utils.checkpoint import checkpoint
 
+import shardc
 from shardc import MixedPrecisionPolicy, fully_shard, summon_full_params
 from shardc.runtime.comm.quantise import decode, encode
 from shardc.runtime.layout.layout import Param, plan_buckets
@@ -193,10 +196,14 @@ WAYS = ["uncompiled", "eager", "inductor"]
 
 
 def _call(model, way):
+    if way == "pieces":
+        for layer in model.layers:
+            layer.compile(backend="shardc", options={"executor": "eager"})
+        return model
     return model if way == "uncompiled" else compiled(model, way)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, "pieces"])
 @on_ranks(2, 4)
 def test_training_is_that_on_what_arrives(mesh, way):
     model = _shard(mesh)
@@ -217,8 +224,24 @@ def test_what_is_sent(mesh, way):
 
 
 @pytest.mark.parametrize("way", ["uncompiled", "eager"])
+@on_ranks(2)
+def test_collectives_of_the_users_own_send_what_they_are_given(mesh, way):
+    model = _shard(mesh)
+    model.set_custom_reduce(shardc.compress_bf16)
+    with pytest.warns(UserWarning, match="gathers are left out"):
+        model.layers[0].set_ablation(all_gather=True)
+    model.layers[0].set_custom_reduce(shardc.compress_bf16)
+    call = _call(model, way)
+    with Wire() as wire:
+        call(tokens(0, vocab=64), tokens(1, vocab=64)).backward()
+    sent = {(message.kind, message.dtype) for message in wire.sent}
+    assert sent == {("all_gather", int8), ("reduce_scatter", torch.bfloat16)}
+
+
+@pytest.mark.parametrize("way", ["uncompiled", "eager"])
 @pytest.mark.parametrize(
-    "case", ["float8", "stochastic", "kept", "fewer", "offload", "gather", "reduce", "frozen"]
+    "case",
+    ["float8", "stochastic", "kept", "fewer", "offload", "gather", "reduce", "frozen", "again"],
 )
 @on_ranks(2)
 def test_settings(mesh, case, way):
@@ -231,6 +254,9 @@ def test_settings(mesh, case, way):
     model = _shard(mesh, policy, **kwargs.get(case, {}))
     if case == "frozen":
         model.layers[0].requires_grad_(False)
+    if case == "again":
+        for layer in model.layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     _check(model, _call(model, way), mesh)
 
 

@@ -89,12 +89,18 @@ def is_elsewhere(bucket: "Bucket") -> bool:
 def _wire(bucket: "Bucket", purpose: Literal["gather", "reduce"]) -> WireFormat | None:
     """How segments or gradients travel, where that is not in their dtype.
 
+    A collective of the user's own sends what it is given.
+
     Where there are copies of the model, the ranks that share one count as a node: nothing is
     quantised among them, gradients are among the copies.
     """
-    layout, copies = bucket.layout, bucket.ranks.copies
-    form = bucket.settings.wire_format(layout, purpose)
-    if form is None:
+    layout, settings, copies = bucket.layout, bucket.settings, bucket.ranks.copies
+    if purpose == "gather":
+        own = settings.all_gather
+    else:
+        own = settings.reduce_function or settings.reduce_scatter
+    form = settings.wire_format(layout, purpose)
+    if form is None or own is not None:
         return None
     if copies > 1:
         fits = layout.exact < form.row_of(layout.segment, copies)

@@ -49,22 +49,26 @@ def _codes(blocks: Tensor, finite: Tensor, inverse: Tensor, form: WireFormat) ->
     """The elements of blocks as int8; `inverse`: of their scales."""
     largest, infinite = LARGEST[form.dtype], _INFINITE[form.dtype]
     scaled = blocks * inverse
-    special = torch.where(blocks > 0, infinite, -infinite)
+    is_nan = blocks != blocks  # C++ asks `isnan` of one element after the other
     if form.dtype == torch.int8:
-        rounded = scaled.round() if form.seed is None else _rounded_at_random(scaled, blocks, form)
-        special = torch.where(blocks.isnan(), float(_NAN), special)
-        return torch.where(finite, rounded.clamp(-largest, largest), special).to(torch.int8)
+        if form.seed is None:
+            scaled = scaled.round()
+        else:
+            rounded = _rounded_at_random(scaled, blocks, form).clamp(-largest, largest)
+            scaled = torch.where(finite, rounded, scaled)
+        return torch.where(is_nan, float(_NAN), scaled.clamp(-infinite, infinite)).to(torch.int8)
     if form.seed is not None:
         scaled = _cut_at_random(scaled, blocks, form).clamp(-largest, largest)
-    special = torch.where(blocks.isnan(), blocks, special)
+    special = torch.where(blocks > 0, infinite, -infinite)
+    special = torch.where(is_nan, blocks, special)
     return torch.where(finite, scaled, special).to(form.dtype).view(torch.int8)
 
 
 def _values(codes: Tensor, form: WireFormat) -> Tensor:
     """What codes stand for, without their scale."""
     if form.dtype == torch.int8:
-        values = codes.float()
-        values = torch.where(codes == _NAN, values * torch.nan, values)
+        values = codes.float()  # compared as floats: C++ compares vectors of bytes one by one
+        values = torch.where(values == _NAN, values * torch.nan, values)
     else:
         values = codes.view(form.dtype).float()
     beyond = values.abs() == _INFINITE[form.dtype]

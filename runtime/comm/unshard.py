@@ -74,7 +74,9 @@ def _start_quantised_gather(segment: Tensor, spec: UnshardSpec, form: WireFormat
         exact, values = (
             part.to(spec.compute_dtype) for part in decode(messages, local.numel(), form)
         )
-        return (torch.cat([exact, values], dim=1) if form.exact else values).view(-1)
+        full = torch.cat([exact, values], dim=1) if form.exact else values
+        # Inductor computes the whole before it is split: its parts have no simple index in rows
+        return full.as_strided([full.numel()], [1])
 
     return Started(started.raw, finish, started.done)
 

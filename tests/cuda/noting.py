@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 LIBRARY = ctypes.CDLL(None)  # the stand-ins, which were loaded before all else
 TRANSFERS = ("c10d", "_c10d_functional", "symm_mem")
 """Namespaces of collectives, which the stand-in for NCCL notes."""
-OURS = ("all_gather", "reduce_scatter", "all_reduce", "to_host", "wait")
+OURS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "to_host", "wait")
 """How ops of the project are called that start or wait for transfers."""
 
 

@@ -26,6 +26,7 @@ class Setup:
         reshard: `reshard_after_forward`.
         param_dtype: the compute dtype; None: float32.
         reduce_dtype: what gradients are reduced in.
+        wire: what parameters are gathered in and gradients sent in; None: in their dtypes.
         world, rank: the process is this rank of the world; odd ones have the second GPU.
         faults: waits that are left out, to see that they are missed.
         cache: the folder of compiled graphs and kernels; None: one that all cases share.
@@ -39,6 +40,7 @@ class Setup:
     reshard: bool | int | None = None
     param_dtype: str | None = "bfloat16"
     reduce_dtype: str | None = None
+    wire: str | None = None
     blocks: int = 2
     dim: int = 256
     batch: int = 2

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,12 @@ class _Rehearsal:
             _parallelize(self.model, mesh["tp"])
             mesh = mesh["dp"]
         policy = fsdp.MixedPrecisionPolicy(_dtype(setup.param_dtype), _dtype(setup.reduce_dtype))
+        if setup.wire is not None:
+            policy = replace(
+                shardc.MixedPrecisionPolicy.of(policy),
+                gather_wire_dtype=_dtype(setup.wire),
+                reduce_wire_dtype=torch.int8,
+            )
         kwargs: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         if self.has("offload"):
             kwargs["offload_policy"] = fsdp.CPUOffloadPolicy()
