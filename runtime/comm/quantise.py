@@ -24,25 +24,29 @@ def encode(values: Tensor, form: WireFormat) -> Tensor:
     top = torch.where(finite, sizes, 0.0).amax(-1, keepdim=True)
     high = _upper_half_rounded_up(top / LARGEST[form.dtype])
     codes = _codes(blocks, finite, 1 / _from_upper_half(high), form)
-    parts = [codes.view(rows, -1), _bytes(high.view(rows, count), 2)]
+    parts = [codes.view(rows, -1), *_bytes(high.view(rows, count), 2)]
     if form.exact:
-        parts.append(_bytes(values[:, : form.exact].float().view(torch.int32), 4))
+        parts += _bytes(values[:, : form.exact].float().view(torch.int32), 4)
     padding = form.row_bytes(size) - sum(part.shape[1] for part in parts)
     if padding:
         parts.append(codes.new_zeros(rows, padding))
     return torch.cat(parts, dim=1)
 
 
-def decode(message: Tensor, size: int, form: WireFormat) -> tuple[Tensor, Tensor]:
-    """The values of a message of `(R, size)`, float32: the exact ones, `(R, form.exact)`, and the
-    rest."""
+def decode(
+    message: Tensor, size: int, form: WireFormat, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The values of a message: `(R, size)`, computed in float32."""
     rows, count = message.shape[0], form.blocks(size)
     parts = [count * form.block, 2 * count, 4 * form.exact]
     parts.append(message.shape[1] - sum(parts))
     codes, scales, exact, _ = message.split(parts, dim=1)
     scale = _from_upper_half(_from_bytes(scales, 2)).view(rows, count, 1)
     values = _values(codes.view(rows, count, form.block), form) * scale
-    return _from_bytes(exact, 4).view(torch.float32), values.view(rows, -1)
+    values = values.view(rows, -1).to(dtype)
+    if not form.exact:
+        return values
+    return torch.cat([_from_bytes(exact, 4).view(torch.float32).to(dtype), values], dim=1)
 
 
 def _codes(blocks: Tensor, finite: Tensor, inverse: Tensor, form: WireFormat) -> Tensor:
@@ -122,14 +126,14 @@ def _from_upper_half(high: Tensor) -> Tensor:
     return (high << 16).view(torch.float32)
 
 
-def _bytes(words: Tensor, count: int) -> Tensor:
-    """The lower `count` bytes of int32 `(R, N)` as int8 `(R, count * N)`: all first bytes first."""
+def _bytes(words: Tensor, count: int) -> list[Tensor]:
+    """The lower `count` bytes of int32 `(R, N)`, each as int8 `(R, N)`."""
     planes = [(((words >> 8 * i) & 0xFF) ^ 0x80) - 0x80 for i in range(count)]
-    return torch.cat([plane.to(torch.int8) for plane in planes], dim=1)
+    return [plane.to(torch.int8) for plane in planes]
 
 
 def _from_bytes(planes: Tensor, count: int) -> Tensor:
-    """What `_bytes` was given."""
+    """What `_bytes` was given; its results lie beside each other in each row."""
     first, *others = planes.split(planes.shape[1] // count, dim=1)[:count]
     words = first.to(torch.int32) & 0xFF
     for i, plane in enumerate(others, 1):

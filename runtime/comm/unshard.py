@@ -71,10 +71,7 @@ def _start_quantised_gather(segment: Tensor, spec: UnshardSpec, form: WireFormat
 
     def finish(raw: Tensor) -> Tensor:
         messages = started.then(raw).view(spec.world_size, -1)
-        exact, values = (
-            part.to(spec.compute_dtype) for part in decode(messages, local.numel(), form)
-        )
-        full = torch.cat([exact, values], dim=1) if form.exact else values
+        full = decode(messages, local.numel(), form, spec.compute_dtype)
         # Inductor computes the whole before it is split: its parts have no simple index in rows
         return full.as_strided([full.numel()], [1])
 
@@ -195,8 +192,7 @@ def _start_quantised_reduce(
     started = collectives.start_all_to_all(message, ranks, group)
 
     def finish(raw: Tensor) -> Tensor:
-        exact, values = decode(raw.view(ranks, -1), size, form)
-        part = torch.cat([exact.sum(0), values.sum(0)]) if form.exact else values.sum(0)
+        part = decode(raw.view(ranks, -1), size, form).sum(0)
         return (part / ranks if op == "avg" else part).to(dtype)
 
     return Started(started.raw, finish, started.done)
@@ -212,8 +208,7 @@ def _reducing_among_copies(part: Tensor, form: WireFormat, r: Reduction) -> Step
     started = collectives.start_all_to_all(message, r.copies, r.replicas)
 
     def finish(raw: Tensor) -> Tensor:
-        both = torch.cat(decode(raw.view(r.copies, -1), row, form), dim=1)
-        return both.view(-1)[:size].to(part.dtype)
+        return decode(raw.view(r.copies, -1), row, form, part.dtype).view(-1)[:size]
 
     return (yield Started(started.raw, finish, started.done))
 

@@ -18,6 +18,16 @@ def test_only_casts_are_added(tmp_path: Path) -> None:
     assert ours.count("triton") <= plain.count("triton") + gathered + reduced
 
 
+def test_quantised_messages(tmp_path: Path) -> None:
+    """A gather has two kernels to make a message and one to read it, a reduction three and one."""
+    plain = _trace(Setup(who="plain", **SHAPE), tmp_path / "plain")
+    ours = _trace(Setup(wire="int8", **SHAPE), tmp_path / "shardc")
+    sent = [name for _, order in ours.order for name in order]
+    gathered, reduced = sent.count("all_gather"), sent.count("all_to_all")
+    assert gathered > reduced > 0 and "reduce_scatter" not in sent
+    assert ours.count("triton") <= plain.count("triton") + 3 * gathered + 4 * reduced
+
+
 def _trace(setup: Setup, folder: Path) -> Trace:
     folder.mkdir()
     found = rehearse(setup, folder)
