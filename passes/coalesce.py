@@ -7,6 +7,10 @@ Units are split into several buckets so that the first matmul waits for a small 
 reduction is short; everywhere else a message for each would only add latency. Neighbours (in the
 order of need) are merged greedily as long as the simulated step does not get longer, so what delays
 a matmul stays apart. Coalesced ops leave every bucket in a tensor of its own: nothing is copied.
+All-to-alls have no such op. Their messages are rows that a `cat` writes, so one `cat` writes both:
+
+    before:  a2a0 = all_to_all(cat(a, b))    a2a1 = all_to_all(cat(c, d))
+    after:   rows = all_to_all(cat(a, b, c, d));  a2a0, a2a1 = rows[:, :n], rows[:, n:]
 """
 
 import operator
@@ -14,12 +18,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
-from shardc.passes.context import PassContext, c10d, is_collective, moved_by, set_moved
+from shardc.passes.context import (
+    PassContext,
+    c10d,
+    is_collective,
+    kind_of,
+    moved_by,
+    ranks_in,
+    set_moved,
+)
 from shardc.passes.events import Transfer, read_events, read_problem
 from shardc.passes.reorder import reorder
 from shardc.passes.timeline import Gather, Problem, Reduce, plan_timeline, simulate
+
+aten = torch.ops.aten
 
 _COALESCED = {
     c10d.all_gather_into_tensor.default: c10d.all_gather_into_tensor_coalesced.default,
@@ -49,7 +65,9 @@ def coalesce(gm: GraphModule, ctx: PassContext) -> GraphModule:
     for transfers, groups in zip((events.gathers, events.reduces), merged, strict=True):
         for group in groups:
             if len(group) > 1:
-                _merge(gm, [transfers[index].start for index in group])
+                starts = [transfers[index].start for index in group]
+                merge = _merge_rows if kind_of(starts[0]) == "all_to_all" else _merge
+                merge(gm, starts)
     calls = gm.graph.nodes
     reorder(gm, {n: (i,) for i, n in enumerate(calls) if n.op == "call_function"})
     return gm
@@ -58,6 +76,8 @@ def coalesce(gm: GraphModule, ctx: PassContext) -> GraphModule:
 def _kind(transfer: Transfer, ctx: PassContext) -> Any:
     """Only collectives of one kind may be merged: same op, group, dtype, not coalesced yet."""
     start = transfer.start
+    if kind_of(start) == "all_to_all" and _has_rows(start):
+        return start.target, start.meta["val"].dtype, start.args[-1]
     waits_first = transfer.is_gather and any(map(is_collective, transfer.before))
     if start.target not in _COALESCED or waits_first:
         return object()
@@ -153,3 +173,56 @@ def _merge(gm: GraphModule, starts: list[Node]) -> None:
         after.meta = {k: v for k, v in start.meta.items() if k != "custom"}
         start.replace_all_uses_with(after)
         gm.graph.erase_node(start)
+
+
+def _has_rows(start: Node) -> bool:
+    """Whether an all-to-all sends what a `cat` made, a row a rank, and is read as rows.
+
+    Those among copies of the model follow other reductions, each at its own time.
+    """
+    message, (wait,) = start.all_input_nodes[0], start.users
+    joined = message.all_input_nodes[0] if message.target == aten.view.default else None
+    rows = [ranks_in(start), -1]
+    return bool(
+        joined is not None
+        and joined.target == aten.cat.default
+        and joined.args[1] == 1
+        and all(user.target == aten.view.default and user.args[1] == rows for user in wait.users)
+        and not any(moved.spec.reduction.replicas for moved in moved_by(start))
+    )
+
+
+def _merge_rows(gm: GraphModule, starts: list[Node]) -> None:
+    """One all-to-all of longer rows in place of the last of `starts`."""
+    last, ranks = max(starts), ranks_in(starts[0])
+    joins = [start.all_input_nodes[0].all_input_nodes[0] for start in starts]
+    moved = [moved for start in starts for moved in moved_by(start)]
+    place = last
+
+    def call(target: Any, *args: Any, like: Node) -> Node:
+        nonlocal place
+        with gm.graph.inserting_after(place):
+            place = gm.graph.call_function(target, args)
+        place.meta = {k: v for k, v in like.meta.items() if k != "custom"}
+        place.meta["val"] = target(*map_arg(args, lambda node: node.meta["val"]))
+        return place
+
+    parts = [part for join in joins for part in join.args[0]]  # type: ignore[union-attr]
+    joined = call(aten.cat.default, parts, 1, like=joins[-1])
+    message = call(aten.view.default, joined, [-1], like=joins[-1])
+    sizes = [joined.meta["val"].shape[1]] * ranks
+    together = call(last.target, message, sizes, sizes, last.args[-1], like=last)
+    wait = call(c10d.wait_tensor.default, together, like=next(iter(last.users)))
+    for node in (together, wait):
+        set_moved(node, moved)
+    rows = call(aten.view.default, wait, [ranks, -1], like=wait)
+    end = 0
+    for start, join in zip(starts, joins, strict=True):
+        begin, end = end, end + join.meta["val"].shape[1]
+        (old_wait,) = start.users
+        own = call(aten.slice.Tensor, rows, 1, begin, end, like=rows)
+        for view in list(old_wait.users):
+            view.replace_all_uses_with(own)
+            gm.graph.erase_node(view)
+        for node in (old_wait, start, start.all_input_nodes[0], join):
+            gm.graph.erase_node(node)

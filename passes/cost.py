@@ -185,11 +185,21 @@ def is_fusible(node: Node) -> bool:
 
 def stays_in_registers(node: Node) -> bool:
     """Whether Inductor would never store this value."""
+    users = list(readers_of(node))
+    if node.target in _JOINS:
+        return bool(users) and _is_joined_in_loop(node, users)
     if not _is_pointwise(node):
         return False
-    users = list(readers_of(node))
     looped = all(_is_pointwise(u) or is_reduction(u) or u.target in _JOINS for u in users)
     return bool(users) and looped and not (len(users) > 1 and is_stored_for_reuse(node))
+
+
+def _is_joined_in_loop(node: Node, users: list[Node]) -> bool:
+    """Whether what is joined is computed by its readers: all is, or they are pointwise."""
+    computed = [_is_pointwise(joined) for joined in node.all_input_nodes]
+    if all(map(_is_pointwise, users)):
+        return any(computed)
+    return all(computed) and all(_is_pointwise(user) or is_reduction(user) for user in users)
 
 
 def is_stored_for_reuse(node: Node) -> bool:

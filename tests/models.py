@@ -135,8 +135,17 @@ class Message(NamedTuple):
     dtype: torch.dtype
 
 
-class Wire(TorchDispatchMode):
-    """What shardc sends while it is entered, in order. Compile before."""
+class CompiledMode(TorchDispatchMode):
+    """A mode under which compiled code runs as such: under others, Dynamo has it run op by op."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether compiled code runs, which the mode sees only the calls of."""
+        return True
+
+
+class Wire(CompiledMode):
+    """What shardc sends while it is entered, in order."""
 
     def __enter__(self) -> "Wire":
         self.sent: list[Message] = []
@@ -156,7 +165,7 @@ class Wire(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-class Live(TorchDispatchMode):
+class Live(CompiledMode):
     """Counts the bytes of the storages that operations make and that still exist.
 
     Args:

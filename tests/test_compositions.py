@@ -97,7 +97,9 @@ def test_stages_of_a_pipeline(mesh, kind, schedule, executor):
     check_steps(grid["data"], plain, part, train)
     blocks = 2
     if kind is ShardedStage:
-        assert 1 <= reductions[-1] <= blocks
+        # compiled, a forward takes what waits: GPipe has none waiting at its last forward
+        rounds = 2 if executor and schedule is ScheduleGPipe else 1
+        assert rounds <= reductions[-1] <= rounds * blocks
     else:
         assert reductions[-1] >= 4
 

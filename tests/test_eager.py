@@ -13,13 +13,22 @@ from unittest import mock
 import pytest
 import torch
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
-from models import Block, Choosing, Stack, check_parity, full, mean_over_ranks, seeded, tokens
+from models import (
+    Block,
+    Choosing,
+    CompiledMode,
+    Stack,
+    check_parity,
+    full,
+    mean_over_ranks,
+    seeded,
+    tokens,
+)
 from ranks import on_ranks
 from test_backend import Broken, Graphs
 from test_memory import measured_peak
 from test_shard_tensor import strictly
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from shardc import fully_shard
@@ -480,7 +489,7 @@ def test_a_parameter_that_only_another_rank_used_gets_its_gradient(mesh):
         torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh))
 
 
-class Syncs(TorchDispatchMode):
+class Syncs(CompiledMode):
     """Counts single values that the host reads."""
 
     count = 0

@@ -8,13 +8,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp2 import check_against_fsdp2, fsdp2, sharded, whole
-from models import Stack, check_parity, compiled, full, mean_over_ranks, seeded, tokens
+from models import (
+    CompiledMode,
+    Stack,
+    check_parity,
+    compiled,
+    full,
+    mean_over_ranks,
+    seeded,
+    tokens,
+)
 from ranks import on_ranks
 from test_eager import Events
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import shardc
@@ -30,7 +38,7 @@ def _step(model, call, number):
     _loss(call, 10 * number).backward()
 
 
-class _Messages(TorchDispatchMode):
+class _Messages(CompiledMode):
     """What is sent while it is entered, ours and FSDP2's; `counts` has (all-gathers,
     reduce-scatters) appended when it ends."""
 

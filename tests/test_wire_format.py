@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardc
 from shardc import MixedPrecisionPolicy, fully_shard, summon_full_params
+from shardc.passes.hardware import Link
 from shardc.runtime.comm.quantise import decode, encode
 from shardc.runtime.layout.layout import Param, plan_buckets
 from shardc.runtime.layout.wire_format import WireFormat
@@ -221,6 +222,27 @@ def test_what_is_sent(mesh, way):
         call(*batch).backward()
     kinds = {(message.kind, message.dtype) for message in wire.sent}
     assert kinds == {("all_gather", int8), ("all_to_all", int8)}
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@on_ranks(2)
+def test_gradients_of_several_buckets_travel_together(mesh, executor):
+    quick = shardc.Profile(
+        "quick", "made up", (("float32", 1e7),), 1e9, 1e9, 1, Link(1e-7, 1e9), Link(1e-7, 1e9),
+        message=1e-7,
+    )  # fmt: skip
+    shardc.set_profile(quick)
+    model = _shard(mesh)
+    shardc.set_profile(None)
+    assert len(model.layers[0]._shardc_unit.buckets) > 1
+    options = {"executor": executor, "profile": quick, "coalesce": True}
+    call = torch.compile(model, backend="shardc", options=options, fullgraph=True)
+    _check(model, call, mesh)
+    with Wire() as wire:
+        call(tokens(0, vocab=64), tokens(1, vocab=64)).backward()
+    buckets = [b for unit in shardc.units_of(model).values() for b in unit._shardc_unit.buckets]
+    reductions = [message for message in wire.sent if message.kind != "all_gather"]
+    assert len(reductions) < len(buckets)
 
 
 @pytest.mark.parametrize("way", ["uncompiled", "eager"])

@@ -115,12 +115,21 @@ def full_parameters(full: Tensor, spec: UnshardSpec) -> tuple[Tensor, ...]:
 def pack_gradients(
     grads: Sequence[Tensor | None], spec: UnshardSpec, pending: Tensor | None
 ) -> Tensor:
-    """The gradients of full parameters as one flat tensor, `(W*S,)`, with `pending` added."""
+    """The gradients of full parameters as one flat tensor, `(W*S,)`, with `pending` added.
+
+    In the dtype that they are reduced in; where they are quantised next, as they are.
+    """
     parts = [
         None if slot is None or not spec.trainable[slot] else grads[slot] for _, slot in spec.pieces
     ]
-    dtype = spec.reduction.dtype or spec.compute_dtype
+    r = spec.reduction
+    quantised = r.wire is not None and r.replicas is None and r.sync and r.predivide == 1
+    dtype = spec.compute_dtype if quantised and pending is None else _dtype_of_sum(spec)
     return torch.ops.shardc.pack(parts, [size for size, _ in spec.pieces], dtype, pending)
+
+
+def _dtype_of_sum(spec: UnshardSpec) -> torch.dtype:
+    return spec.reduction.dtype or spec.compute_dtype
 
 
 def reduce(
@@ -156,7 +165,8 @@ def reducing(
         custom = torch.ops.shardc.custom_reduce_scatter
         started = Started(custom(flat, r.op, world, group, r.scatter), done=True)
     elif r.wire is not None and r.replicas is None:
-        started = _start_quantised_reduce(flat, r.wire, r.op, world, group)
+        dtype = _dtype_of_sum(spec)
+        started = _start_quantised_reduce(flat, r.wire, r.op, world, group, dtype)
     elif r.memory is not None or world == 1:
         started = Started(torch.ops.shardc.reduce_scatter(flat, r.op, world, group, r.memory))
     else:
@@ -184,10 +194,10 @@ def reducing(
 
 
 def _start_quantised_reduce(
-    flat: Tensor, form: WireFormat, op: str, ranks: int, group: str
+    flat: Tensor, form: WireFormat, op: str, ranks: int, group: str, dtype: torch.dtype
 ) -> Started:
     """Start to send every rank its part; the sum of what arrives is taken in float32."""
-    dtype, size = flat.dtype, flat.numel() // ranks
+    size = flat.numel() // ranks
     message = encode(flat.view(ranks, size), form).view(-1)
     started = collectives.start_all_to_all(message, ranks, group)
 
@@ -203,7 +213,7 @@ def _reducing_among_copies(part: Tensor, form: WireFormat, r: Reduction) -> Step
     assert r.replicas is not None
     size, row = part.numel(), form.row_of(part.numel(), r.copies)
     rows = torch.nn.functional.pad(part, (0, r.copies * row - size))
-    share = yield _start_quantised_reduce(rows, form, r.op, r.copies, r.replicas)
+    share = yield _start_quantised_reduce(rows, form, r.op, r.copies, r.replicas, rows.dtype)
     message = encode(share.view(1, row), form).repeat(r.copies, 1).view(-1)
     started = collectives.start_all_to_all(message, r.copies, r.replicas)
 

@@ -12,8 +12,9 @@ class ShardedStage(PipelineStage):
 
     Takes what `PipelineStage` takes; `submodule` has been given to `fully_shard` (and may be
     compiled). Until the last micro-batch a step holds the sum of unreduced gradients, as FSDP2
-    does; memory for fewer messages. For schedules whose backwards come in the order of their
-    forwards (GPipe, 1F1B, interleaved 1F1B).
+    does; memory for fewer messages. A compiled stage whose forwards all run first (GPipe) reduces
+    twice: what the last micro-batch gives, and what waited. For schedules whose backwards come in
+    the order of their forwards (GPipe, 1F1B, interleaved 1F1B).
 
     Raises:
         TypeError: `submodule` is not sharded.

@@ -19,8 +19,8 @@ from shardc.runtime.layout.wire_format import WireFormat
 EXPOSED_SHARE = 0.03
 """Communication that adds less than this share to a step is not worth a word."""
 PADDING_SHARE = 0.01
-LESS_SHARE = 0.7
-"""Fewer bits on the wire are worth a word where this share of what is exposed is left, or less."""
+LESS_SHARE = 0.95
+"""Fewer bits on the wire are worth a word where they leave this share of a step, or less."""
 FIXED_SHARE = 0.5
 """A unit is small where more than this share of its gather's time is fixed latency."""
 LARGE_SHARE = 0.5
@@ -136,20 +136,19 @@ def _exposed(record: Record) -> Iterator[Finding]:
 
 
 def _wire_format(record: Record, profile: Profile) -> Iterator[Finding]:
-    """Where messages of one byte an element would take away most of what is exposed."""
-    step, exposed = record.step_seconds, record.exposed_seconds
-    if not step or exposed < EXPOSED_SHARE * step:
+    """Where messages of one byte an element would make the step shorter."""
+    step = record.step_seconds
+    if not step or record.exposed_seconds < EXPOSED_SHARE * step:
         return
     quantised = if_quantised(record, profile)
-    if quantised is None or quantised.exposed_seconds > LESS_SHARE * exposed:
+    if quantised is None or quantised.step_seconds > LESS_SHARE * step:
         return
     error = WireFormat(torch.int8, 128).error
     yield Finding(
         "wire format",
         f"in int8, parameters and gradients would send {format_bytes(quantised.sent_bytes)} "
-        f"instead of {format_bytes(record.sent_bytes)} and add "
-        f"{format_seconds(quantised.exposed_seconds)} to the step instead of "
-        f"{format_seconds(exposed)}",
+        f"instead of {format_bytes(record.sent_bytes)}, and the step would take about "
+        f"{format_seconds(quantised.step_seconds)} instead of {format_seconds(step)}",
         "MixedPrecisionPolicy(gather_wire_dtype=torch.int8, reduce_wire_dtype=torch.int8): what "
         f"arrives is off by at most {error:.2%} of the largest value of its block of 128, so "
         "compare the loss of a run",

@@ -1,8 +1,8 @@
-"""What a step would send and wait for if its parameters and gradients travelled in int8.
+"""What a step would send and take if its parameters and gradients travelled in int8.
 
-The step is played through once more: all that computes keeps its order and its time, every
-collective starts and is waited for between the same ops, and the wire carries fewer bytes. What
-quantising itself computes is left out, and so is what a schedule could make of the shorter times.
+The step is played through once more: what computes keeps its order and its time, every collective
+starts and is waited for between the same ops, the wire carries fewer bytes, and messages have to be
+made and read. What a schedule could make of the shorter times is left out.
 """
 
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ BYTES = 1 + 2 / 128
 
 @dataclass(frozen=True)
 class Quantised:
-    """The step in int8: bytes that a rank sends, and seconds that communication adds."""
+    """The step in int8: bytes that a rank sends, and how long it takes."""
 
     sent_bytes: float
-    exposed_seconds: float
+    step_seconds: float
 
 
 def if_quantised(record: Record, profile: Profile) -> Quantised | None:
@@ -37,6 +37,7 @@ def if_quantised(record: Record, profile: Profile) -> Quantised | None:
         """Seconds of compute that were done by then."""
         return sum(min(seconds, moment - start) for start, seconds in compute if start < moment)
 
+    computed_in = {bucket.name: bucket.gathered_dtype for bucket in record.buckets}
     events = [(row.issued, 0, number) for number, row in enumerate(record.collectives)]
     events += [(row.waited, 1, number) for number, row in enumerate(record.collectives)]
     clock, done = Clock(), 0.0
@@ -44,14 +45,36 @@ def if_quantised(record: Record, profile: Profile) -> Quantised | None:
         until = computed(moment)
         clock.now += until - done
         done = until
+        row = record.collectives[number]
+        more = 0.0
+        if shares[row] < 1:
+            traffic = _traffic(row, _itemsize(computed_in.get(row.buckets[0], row.dtype)))
+            more = traffic / (profile.memory_bandwidth * profile.memory_efficiency)
         if waits:
             clock.wait(number)
+            clock.now += more if row.kind == "all_gather" else 0.0
         else:
-            row = record.collectives[number]
+            clock.now += 0.0 if row.kind == "all_gather" else more
             clock.start(number, _seconds(row, shares[row], profile))
     clock.now += record.compute_seconds - done
     sent = sum(row.sent_bytes * share for row, share in shares.items())
-    return Quantised(sent, clock.end - record.compute_seconds)
+    return Quantised(sent, clock.end)
+
+
+def _traffic(row: CollectiveRow, computed: int) -> float:
+    """Bytes of memory that making and reading messages costs, parts of one rank left out.
+
+    What is gathered is read, and written as `computed`. Gradients are read twice, as they are
+    computed instead of as they are reduced, and written; so is what arrives.
+    """
+    elements, itemsize = row.nbytes / _itemsize(row.dtype), _itemsize(row.dtype)
+    if row.kind == "all_gather":
+        return elements * (1 + computed)
+    return elements * (2 * computed + 2 - (itemsize - computed))
+
+
+def _itemsize(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)
 
 
 def _share(row: CollectiveRow, copies: int) -> float:
