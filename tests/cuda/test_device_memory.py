@@ -29,6 +29,6 @@ def test_peak(model: str, strategy: str, tmp_path: Path) -> None:
     found = rehearse(Setup(**MODELS[model], **STRATEGIES[strategy]), tmp_path)
     assert not found.error, found.error
     print(f"planned {found.planned:,}, peak {found.peak:,}, reserved {found.reserved:,}")
-    least, most = (0.9, 1.07) if strategy == "checkpoint" else (0.92, 1.02)
+    least, most = (0.9, 1.09) if strategy == "checkpoint" else (0.92, 1.02)
     assert least <= found.planned / found.peak <= most
     assert found.reserved <= 1.4 * found.peak
