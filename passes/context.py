@@ -207,10 +207,14 @@ def reach(neighbours: Callable[[Node], Iterable[Node]], *starts: Node) -> set[No
 def prepares(gather: Node) -> set[Node]:
     """What a parameter that says what is sent of it computes before its gather, collectives
     included (a scale from the largest value of all ranks); empty for other gathers."""
-    if not any(moved.spec.extension for moved in moved_by(gather)):
-        return set()
-    before = reach(lambda n: n.all_input_nodes, gather) - {gather}
-    return {node for node in before if node.op == "call_function"}
+    extends = any(moved.spec.extension for moved in moved_by(gather))
+    return computed_for(gather) if extends else set()
+
+
+def computed_for(node: Node) -> set[Node]:
+    """All that is computed for a node to be called."""
+    before = reach(lambda n: n.all_input_nodes, node) - {node}
+    return {each for each in before if each.op == "call_function"}
 
 
 def ranks_in(node: Node) -> int:

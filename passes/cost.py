@@ -178,18 +178,19 @@ def is_fusible(node: Node) -> bool:
     """Whether Inductor makes loops of an op, which it fuses with others that it makes loops of."""
     target, tags = node.target, getattr(node.target, "tags", ())
     # 2.11 has no tag for reductions.
-    named = target in {*_REDUCTIONS, *_READS_ROWS, *_LOOPS, *_JOINS}
+    named = any(target in ops for ops in (_REDUCTIONS, _READS_ROWS, _LOOPS, _JOINS))
     tagged = torch.Tag.pointwise in tags or getattr(torch.Tag, "reduction", None) in tags
     return named or tagged or compat.is_random_value(node)
 
 
 def stays_in_registers(node: Node) -> bool:
     """Whether Inductor would never store this value."""
-    users = list(readers_of(node))
-    if node.target in _JOINS:
-        return bool(users) and _is_joined_in_loop(node, users)
-    if not _is_pointwise(node):
+    joins = node.target in _JOINS
+    if not joins and not _is_pointwise(node):
         return False
+    users = list(readers_of(node))
+    if joins:
+        return bool(users) and _is_joined_in_loop(node, users)
     looped = all(_is_pointwise(u) or is_reduction(u) or u.target in _JOINS for u in users)
     return bool(users) and looped and not (len(users) > 1 and is_stored_for_reuse(node))
 

@@ -94,7 +94,8 @@ def read_events(gm: GraphModule) -> Events:
         before = _preparation(start)
         after = _result(start) if is_all_gather(start) else _tail(start)
         attached[start] = (before, after)
-    _give_to_following(attached)
+    fed_by = _fed_by(attached)
+    _give_to_following(attached, fed_by)
     moving = {node for start, (b, a) in attached.items() for node in (start, *b, *a)}
     steps = [node for node in nodes if node not in moving]
     index = {step: number for number, step in enumerate(steps)}
@@ -111,7 +112,7 @@ def read_events(gm: GraphModule) -> Events:
         unit = moved_by(start)[0].unit
         transfers.append(Transfer(start, tuple(before), tuple(after), step, unit))
     transfers.sort(key=lambda t: t.step)
-    transfers = _follow(transfers, len(steps))
+    transfers = _follow(transfers, fed_by, len(steps))
     positions = sorted({0, *(t.step for t in transfers)})
     return Events(tuple(steps), tuple(transfers), tuple(positions))
 
@@ -133,25 +134,36 @@ def _preparation(start: Node) -> list[Node]:
     return sorted(set(found))
 
 
-def _give_to_following(attached: dict[Node, tuple[list[Node], list[Node]]]) -> None:
+_Attached = dict[Node, tuple[list[Node], list[Node]]]
+
+
+def _fed_by(attached: _Attached) -> dict[Node, set[Node]]:
+    """The reductions that each waits for; among copies of the model it waits for one or two."""
+    fed_by: dict[Node, set[Node]] = {start: set() for start in attached if not is_all_gather(start)}
+    for start in fed_by:
+        for node in attached[start][1]:
+            if node in fed_by:
+                fed_by[node].add(start)
+    return fed_by
+
+
+def _give_to_following(attached: _Attached, fed_by: dict[Node, set[Node]]) -> None:
     """What lies between a reduction and the one over copies that follows prepares the latter."""
-    reductions = {start: both for start, both in attached.items() if not is_all_gather(start)}
-    for start, (before, after) in reductions.items():
+    for start, earlier in fed_by.items():
+        if not earlier:
+            continue
+        before, after = attached[start]
         feeding = reach(lambda n: n.all_input_nodes, start) - {start}
-        for tail in (tail for other, (_, tail) in reductions.items() if other is not start):
-            if feeding & set(tail):
-                before[:] = sorted({*before, *(node for node in tail if node in feeding)})
-                tail[:] = [node for node in tail if node not in (*before, start, *after)]
+        for tail in (attached[other][1] for other in fed_by if other in earlier):
+            before[:] = sorted({*before, *(node for node in tail if node in feeding)})
+            tail[:] = [node for node in tail if node not in (*before, start, *after)]
 
 
-def _follow(transfers: list[Transfer], end: int) -> list[Transfer]:
+def _follow(transfers: list[Transfer], fed_by: dict[Node, set[Node]], end: int) -> list[Transfer]:
     """A reduction that waits for another starts when the next of those has started; the one that
     waits for it in turn, with the one after."""
-    reductions = [t for t in transfers if not t.is_gather]
-    starts = {t.start for t in reductions}
-    fed_by = {t.start: reach(lambda n: n.all_input_nodes, t.start) & starts for t in reductions}
-    depths = {start: len(feeding) - 1 for start, feeding in fed_by.items()}
-    first = [t for t in reductions if not depths[t.start]]
+    depths = {start: len(earlier) for start, earlier in fed_by.items()}
+    first = [t for t in transfers if not t.is_gather and not depths[t.start]]
     place = {t.start: index for index, t in enumerate(first)}
     result = []
     for transfer in transfers:

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from shardc.passes.context import (
     PassContext,
     c10d,
+    computed_for,
     is_all_gather,
     is_random,
     is_view,
@@ -63,21 +64,13 @@ def tag_reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
         elif is_wait(node):
             tag(node, CheckpointPolicy.MUST_SAVE)
         if reshard and is_all_gather(node) and not prepares(node):
-            for made in _message_of(node):
+            # A cast, or codes and scales: smaller than the segment, the partitioner would keep it.
+            for made in computed_for(node):
                 tag(made, CheckpointPolicy.MUST_RECOMPUTE)
     for part in parts:
         tag(part, CheckpointPolicy.MUST_SAVE)
     _recompute_views_of_inputs(gm)
     return gm
-
-
-def _message_of(gather: Node) -> set[Node]:
-    """What is computed of a segment to be sent: a cast, or codes and scales.
-
-    It is smaller than the segment, so the partitioner would rather keep it than compute it again.
-    """
-    before = reach(lambda node: node.all_input_nodes, gather) - {gather}
-    return {node for node in before if node.op == "call_function"}
 
 
 def _recompute_views_of_inputs(gm: GraphModule) -> None:
