@@ -236,7 +236,7 @@ def _is_quantised(param: Param) -> bool:
 def _end(params: Sequence[Param], multiple: int) -> int:
     """Where `params` end at the start of a bucket, rounded up."""
     end = _place(params, _align(params[0].dtype), segment=None)[1] if params else 0
-    return _round_up(end, multiple)
+    return round_up(end, multiple)
 
 
 def _plan_bucket(params: Sequence[Param], world_size: int, block: int = 1) -> BucketLayout:
@@ -244,13 +244,13 @@ def _plan_bucket(params: Sequence[Param], world_size: int, block: int = 1) -> Bu
     align = _align(dtype)
     step = math.lcm(align, block)
     tight_starts, tight_end = _place(params, align, segment=None)
-    tight = _round_up(tight_end, step * world_size) // world_size
+    tight = round_up(tight_end, step * world_size) // world_size
     allowed = (1 + MAX_ROW_PADDING) * sum(p.numel for p in params)
     best = (_cut_rows(params, tight_starts, tight), tight, tight_starts)
     for grain in _grains(params, step):
         if best[0] == 0:
             break
-        segment = _round_up(tight, grain)
+        segment = round_up(tight, grain)
         if segment * world_size > max(allowed, tight * world_size):
             continue
         starts, end = _place(params, align, segment)
@@ -279,7 +279,7 @@ def _align(dtype: torch.dtype) -> int:
     return max(1, ALIGN_BYTES // itemsize)
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
@@ -297,9 +297,9 @@ def _place(params: Sequence[Param], align: int, segment: int | None) -> tuple[li
     """
     starts, cursor = [], 0
     for param in params:
-        start = _round_up(cursor, align)
+        start = round_up(cursor, align)
         if segment and param.row > 1:
-            boundary = _round_up(start + 1, segment)
+            boundary = round_up(start + 1, segment)
             shift = (boundary - start) % param.row
             if boundary < start + param.numel and shift % align == 0:
                 start += shift
@@ -314,7 +314,7 @@ def _cut_rows(params: Sequence[Param], starts: Sequence[int], segment: int) -> i
     for param, start in zip(params, starts, strict=True):
         if param.row == 1 or not param.numel:
             continue
-        first = _round_up(start + 1, segment)
+        first = round_up(start + 1, segment)
         last = (start + param.numel - 1) // segment * segment
         if first > last:
             continue

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from shardc.runtime.layout.layout import round_up
+
 LARGEST = {torch.int8: 126.0, torch.float8_e4m3fn: 416.0}
 """The largest finite code of every dtype; the next one stands for infinity."""
 _ALIGN = 16
@@ -40,13 +42,12 @@ class WireFormat:
 
     def row_of(self, size: int, rows: int) -> int:
         """Values of each of so many rows, whole blocks, that hold `size` values."""
-        whole = rows * self.block
-        return -(-(size - self.exact * rows) // whole) * self.block + self.exact
+        return round_up(size - self.exact * rows, rows * self.block) // rows + self.exact
 
     def row_bytes(self, size: int) -> int:
         """Bytes of the message of a row of `size` values."""
         nbytes = self.blocks(size) * (self.block + 2) + 4 * self.exact
-        return -(-nbytes // _ALIGN) * _ALIGN
+        return round_up(nbytes, _ALIGN)
 
     @property
     def error(self) -> float:

@@ -178,7 +178,7 @@ def _table(groups: Sequence[UnitGroup], gathered: bool) -> str:
             ]
             if gathered:
                 row[4:4] = [
-                    format_bytes(layout.numel * _gathered(group.plan, layout).itemsize),
+                    format_bytes(_gathered_bytes(group.plan, layout)),
                     format_bytes(_sent(group.plan, layout)),
                 ]
             rows.append(row)
@@ -215,7 +215,7 @@ def _group_record(group: UnitGroup) -> dict[str, Any]:
             "requires_grad": layout.requires_grad,
             "bytes": layout.numel * layout.dtype.itemsize,
             "gathered_dtype": _name(_gathered(group.plan, layout)),
-            "gathered_bytes": layout.numel * _gathered(group.plan, layout).itemsize,
+            "gathered_bytes": _gathered_bytes(group.plan, layout),
             "wire_bytes": _sent(group.plan, layout),
             "segment_bytes": _segment_bytes(layout),
             "padding_fraction": layout.padding_fraction,
@@ -247,11 +247,15 @@ def _gathered(plan: UnitPlan, layout: BucketLayout) -> torch.dtype:
     return plan.settings.dtypes(layout.dtype, evaluating=False)[0]
 
 
+def _gathered_bytes(plan: UnitPlan, layout: BucketLayout) -> int:
+    return layout.numel * _gathered(plan, layout).itemsize
+
+
 def _sent(plan: UnitPlan, layout: BucketLayout) -> int:
     """Bytes of all ranks' messages of a gather."""
     form = plan.settings.wire_format(layout, "gather")
     if form is None:
-        return layout.numel * _gathered(plan, layout).itemsize
+        return _gathered_bytes(plan, layout)
     return layout.world_size * form.row_bytes(layout.segment)
 
 

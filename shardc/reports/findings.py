@@ -7,14 +7,11 @@ finds; thresholds are named below.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-import torch
-
 from shardc.passes.cost import collective_seconds
 from shardc.passes.hardware import Profile
-from shardc.reports.if_quantised import if_quantised
+from shardc.reports.if_quantised import FORM, if_quantised
 from shardc.reports.record import BucketRow, CollectiveRow, Finding, Record
 from shardc.reports.words import format_bytes, format_seconds, plural
-from shardc.runtime.layout.wire_format import WireFormat
 
 EXPOSED_SHARE = 0.03
 """Communication that adds less than this share to a step is not worth a word."""
@@ -143,15 +140,14 @@ def _wire_format(record: Record, profile: Profile) -> Iterator[Finding]:
     quantised = if_quantised(record, profile)
     if quantised is None or quantised.step_seconds > LESS_SHARE * step:
         return
-    error = WireFormat(torch.int8, 128).error
     yield Finding(
         "wire format",
         f"in int8, parameters and gradients would send {format_bytes(quantised.sent_bytes)} "
         f"instead of {format_bytes(record.sent_bytes)}, and the step would take about "
         f"{format_seconds(quantised.step_seconds)} instead of {format_seconds(step)}",
         "MixedPrecisionPolicy(gather_wire_dtype=torch.int8, reduce_wire_dtype=torch.int8): what "
-        f"arrives is off by at most {error:.2%} of the largest value of its block of 128, so "
-        "compare the loss of a run",
+        f"arrives is off by at most {FORM.error:.2%} of the largest value of its block of "
+        f"{FORM.block}, so compare the loss of a run",
     )
 
 

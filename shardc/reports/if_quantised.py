@@ -5,6 +5,8 @@ starts and is waited for between the same ops, the wire carries fewer bytes, and
 made and read. What a schedule could make of the shorter times is left out.
 """
 
+import bisect
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +15,12 @@ from shardc.passes.cost import collective_seconds
 from shardc.passes.hardware import Profile
 from shardc.passes.timeline import Clock
 from shardc.reports.record import CollectiveRow, Record
+from shardc.runtime.eager.precision import MixedPrecisionPolicy
+from shardc.runtime.layout.wire_format import WireFormat
 
-BYTES = 1 + 2 / 128
+FORM = WireFormat(torch.int8, MixedPrecisionPolicy.wire_block)
+"""How all that can would travel."""
+_BYTES = FORM.row_bytes(16 * FORM.block) / (16 * FORM.block)
 """Of an element on the wire, with its part of a block's scale."""
 
 
@@ -31,11 +37,16 @@ def if_quantised(record: Record, profile: Profile) -> Quantised | None:
     shares = {row: _share(row, record.copies) for row in record.collectives}
     if all(share == 1 for share in shares.values()):
         return None
-    compute = sorted((op.start, op.seconds) for op in record.ops)
+    ops = sorted((op.start, op.seconds) for op in record.ops)
+    starts = [start for start, _ in ops]
+    sums = [0.0, *itertools.accumulate(seconds for _, seconds in ops)]
 
     def computed(moment: float) -> float:
-        """Seconds of compute that were done by then."""
-        return sum(min(seconds, moment - start) for start, seconds in compute if start < moment)
+        """Seconds of compute that were done by then: ops do not overlap."""
+        last = bisect.bisect_left(starts, moment) - 1
+        if last < 0:
+            return 0.0
+        return sums[last] + min(ops[last][1], moment - starts[last])
 
     computed_in = {bucket.name: bucket.gathered_dtype for bucket in record.buckets}
     events = [(row.issued, 0, number) for number, row in enumerate(record.collectives)]
@@ -84,7 +95,7 @@ def _share(row: CollectiveRow, copies: int) -> float:
         return 1.0
     if copies > 1 and row.kind != "all_reduce":  # inside of a node
         return 1.0
-    return BYTES / dtype.itemsize
+    return _BYTES / dtype.itemsize
 
 
 def _seconds(row: CollectiveRow, share: float, profile: Profile) -> float:
