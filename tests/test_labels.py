@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from models import Stack, compiled, seeded, shard_all, tokens
+from models import QUICK, Stack, compiled, seeded, shard_all, tokens
 from ranks import mesh_of, on_ranks
 from test_fold_repeats import Folds
 from torch import nn
@@ -12,7 +12,6 @@ from torch._dynamo.utils import counters
 
 import shardc
 from shardc import fully_shard
-from shardc.passes.hardware import Link
 from shardc.runtime.comm.progress import Label, in_short, progress
 
 
@@ -49,14 +48,10 @@ def test_every_collective_and_wait_has_the_name_of_its_unit(mesh, executor):
 
 @on_ranks(2)
 def test_coalesced_collectives_name_all_their_buckets(mesh):
-    quick = shardc.Profile(
-        "quick", "made up", (("float32", 1e7),), 1e9, 1e9, 1, Link(1e-7, 1e9), Link(1e-7, 1e9),
-        message=1e-7,
-    )  # fmt: skip
-    shardc.set_profile(quick)
+    shardc.set_profile(QUICK)
     model = fully_shard(seeded(Stack), mesh=mesh, units="auto")
     shardc.set_profile(None)
-    options = {"profile": quick, "coalesce": True}
+    options = {"profile": QUICK, "coalesce": True}
     shown = []
     for executor in ("eager", "inductor"):
         torch._dynamo.reset()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Stack, check_parity, compiled, seeded, tokens
+from models import QUICK, Stack, check_parity, compiled, seeded, tokens
 from ranks import on_ranks
 from torch.fx import Graph, GraphModule
 
@@ -273,17 +273,13 @@ def test_scheduled_results_are_bitwise_those_of_the_unscheduled_graph(mesh):
 
 @on_ranks(2)
 def test_units_are_split_and_merged_and_train_as_before(mesh):
-    quick = shardc.Profile(
-        "quick", "made up", (("float32", 1e7),), 1e9, 1e9, 1, Link(1e-7, 1e9), Link(1e-7, 1e9),
-        message=1e-7,
-    )  # fmt: skip
-    set_profile(quick)
+    set_profile(QUICK)
     plain, sharded = seeded(Stack), seeded(Stack)
     fully_shard(sharded, mesh=mesh, units="auto")
     set_profile(None)
     buckets = [len(m._shardc_unit.buckets) for m in units_of(sharded).values()]
     assert buckets == [2, 2, 2]  # embedding and head; up with the vectors, and down
-    options = {"executor": "eager", "profile": quick, "coalesce": True}
+    options = {"executor": "eager", "profile": QUICK, "coalesce": True}
     step = torch.compile(sharded, backend="shardc", options=options, fullgraph=True)
     check_parity(plain, sharded, step, _batch, mesh)
     coalesced = [line for plan in graph_plans for line in plan.collectives if " and " in line]

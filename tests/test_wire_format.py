@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from models import Stack, Wire, compiled, full, mean_over_ranks, seeded, tokens
+from models import QUICK, Stack, Wire, compiled, full, mean_over_ranks, seeded, tokens
 from ranks import mesh_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import shardc
 from shardc import MixedPrecisionPolicy, fully_shard, summon_full_params
-from shardc.passes.hardware import Link
 from shardc.runtime.comm.quantise import decode, encode
 from shardc.runtime.layout.layout import Param, plan_buckets
 from shardc.runtime.layout.wire_format import WireFormat
@@ -227,15 +226,11 @@ def test_what_is_sent(mesh, way):
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
 @on_ranks(2)
 def test_gradients_of_several_buckets_travel_together(mesh, executor):
-    quick = shardc.Profile(
-        "quick", "made up", (("float32", 1e7),), 1e9, 1e9, 1, Link(1e-7, 1e9), Link(1e-7, 1e9),
-        message=1e-7,
-    )  # fmt: skip
-    shardc.set_profile(quick)
+    shardc.set_profile(QUICK)
     model = _shard(mesh)
     shardc.set_profile(None)
     assert len(model.layers[0]._shardc_unit.buckets) > 1
-    options = {"executor": executor, "profile": quick, "coalesce": True}
+    options = {"executor": executor, "profile": QUICK, "coalesce": True}
     call = torch.compile(model, backend="shardc", options=options, fullgraph=True)
     _check(model, call, mesh)
     with Wire() as wire:
