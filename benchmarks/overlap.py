@@ -36,8 +36,9 @@ def main() -> None:
         for name, rounds in interleave(sides, args.rounds).items()
     }
     rows = [_row(name, rounds, results.get("plain", rounds)) for name, rounds in results.items()]
-    print(f"W={args.world}, {args.latency} ms + {args.bandwidth} GB/s, {args.blocks} blocks of "
-          f"{args.dim}; medians of {args.rounds} rounds (min to max)")  # fmt: skip
+    shape = f"{args.blocks} blocks of {args.dim}, {args.vocab} rows"
+    print(f"W={args.world}, {args.latency} ms + {args.bandwidth} GB/s, {shape}; "
+          f"medians of {args.rounds} rounds (min to max)")  # fmt: skip
     print(
         tabulate(
             rows,
@@ -71,7 +72,7 @@ def prepare(name: str, args: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     line, mesh = wire.join(args["world"], 1e-3 * args["latency"], 1e9 * args["bandwidth"])
-    shape = peers.Shape(blocks=args["blocks"], dim=args["dim"])
+    shape = peers.Shape(args["blocks"], args["dim"], vocab=args["vocab"])
     model = peers.Model(shape).to(device)
     step = peers.ALL[name](model, mesh)
     tokens = torch.randint(shape.vocab, (shape.batch, shape.length), device=device)

@@ -211,19 +211,21 @@ PEERS: dict[str, Callable[..., Step]] = {
     "shardc-blocks": shardc_blocks,
     "shardc-eager": shardc_eager,
 }
-QUANTISED: dict[str, Callable[..., Step]] = {
+OTHERS: dict[str, Callable[..., Step]] = {
+    "shardc-tables": functools.partial(shardc, embedding_rows=False),
     "shardc-int8": functools.partial(shardc_on_wire, computed=None, sent=torch.int8),
     "shardc-float8": functools.partial(shardc_on_wire, computed=None, sent=torch.float8_e4m3fn),
     "shardc-bf16": functools.partial(shardc_on_wire, computed=torch.bfloat16, sent=None),
     "shardc-bf16-int8": functools.partial(shardc_on_wire, computed=torch.bfloat16, sent=torch.int8),
 }
-"""Not the step of the others: run when asked for."""
-ALL = {**PEERS, **QUANTISED}
+"""Run when asked for."""
+ALL = {**PEERS, **OTHERS}
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """`--blocks`, `--dim` and `--peers`."""
+    """`--blocks`, `--dim`, `--vocab` and `--peers`."""
     parser.add_argument("--blocks", type=int, default=8, help="blocks of the model (default 8)")
     parser.add_argument("--dim", type=int, default=512, help="model width (default 512)")
+    parser.add_argument("--vocab", type=int, default=512, help="rows of the table (default 512)")
     parser.add_argument("--peers", nargs="+", choices=ALL, default=list(PEERS), metavar="PEER",
                         help=f"of {', '.join(ALL)} (default: the first {len(PEERS)})")  # fmt: skip

@@ -144,7 +144,7 @@ def _agree(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, own: Kept) -> 
 
     assert ctx.agree_on_choice is not None
     note = json.dumps([own.ahead, sorted(own.positions), own.recomputes], sort_keys=True)
-    notes = ctx.agree_on_choice(facts, note)
+    notes = ctx.agree_on_choice("what a memory budget has room for", facts, note)
     aheads, positions, counts = zip(*map(json.loads, notes), strict=True)
     most: Counter[str] = functools.reduce(operator.or_, map(Counter, counts))
     return replace(

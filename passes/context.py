@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from shardc.passes.hardware import Profile
-from shardc.runtime.comm import comm_buffers  # noqa: F401 (registers its ops)
+from shardc.runtime.comm import comm_buffers, table_rows  # noqa: F401 (register their ops)
 from shardc.runtime.comm.progress import in_short
 from shardc.runtime.layout.spec import Moved, UnshardSpec
 
@@ -23,8 +23,14 @@ GATHERS = {
     c10d.all_gather_into_tensor_coalesced.default,
     torch.ops.shardc.all_gather.default,
 }
-_OWN = {torch.ops.shardc.all_gather.default, torch.ops.shardc.reduce_scatter.default}
-"""Collectives of ours (`comm_buffers`)."""
+FETCH, RETURN = torch.ops.shardc.fetch_rows.default, torch.ops.shardc.return_rows.default
+_OWN = {
+    torch.ops.shardc.all_gather.default,
+    torch.ops.shardc.reduce_scatter.default,
+    FETCH,
+    RETURN,
+}
+"""Collectives of ours (`comm_buffers`, `table_rows`)."""
 
 
 Facts = Callable[[bool], list[str]]
@@ -46,6 +52,7 @@ class ScheduleOptions:
         coalesce: whether collectives may be merged.
         fused: whether the executor fuses elementwise ops, and keeps them in registers (Inductor).
         clones: whether the backend clones what it reduces (gloo).
+        embedding_rows: whether embeddings fetch rows; None leaves it to the cost model.
     """
 
     profile: Profile
@@ -57,6 +64,7 @@ class ScheduleOptions:
     coalesce: bool = True
     fused: bool = True
     clones: bool = False
+    embedding_rows: bool | None = None
 
     def wanted(self, phase: str, gathers: Sequence[tuple[int, int]]) -> list[int | None]:
         """The event at which each gather, given as (unit, event), is asked for, if it is."""
@@ -139,7 +147,8 @@ class PassContext:
         options: what the schedule is planned with; None leaves the graph in its order.
         agree_on_seconds: given the collectives of a graph and the compute seconds between their
             events, the seconds that all ranks plan with.
-        agree_on_choice: given facts and what this rank would choose, the choices of all ranks.
+        agree_on_choice: given what is chosen, in words, facts, and what this rank would choose: the
+            choices of all ranks.
         budget: what memory the plan may use; None for no bound.
         open_positions: inputs that are segments of units whose reshard is left to the compiler.
         kept: what was decided within the budget.
@@ -153,7 +162,7 @@ class PassContext:
     outside: frozenset[int] = frozenset()
     options: ScheduleOptions | None = None
     agree_on_seconds: Callable[[Facts, list[float]], list[float]] | None = None
-    agree_on_choice: Callable[[Facts, str], frozenset[str]] | None = None
+    agree_on_choice: Callable[[str, Facts, str], frozenset[str]] | None = None
     budget: Budget | None = None
     open_positions: frozenset[int] = frozenset()
     kept: Kept = Kept()
@@ -228,6 +237,11 @@ def ranks_in(node: Node) -> int:
 def is_all_gather(node: Node) -> bool:
     """Whether the node starts an all-gather."""
     return node.op == "call_function" and node.target in GATHERS
+
+
+def brings_parameters(node: Node) -> bool:
+    """Whether the node starts what brings parameters, whole or rows of them; else gradients."""
+    return is_all_gather(node) or node.target is FETCH
 
 
 def is_collective(node: Node) -> bool:

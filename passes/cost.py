@@ -14,6 +14,7 @@ elementwise ops other than tanh and its like.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -23,9 +24,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from shardc.passes.context import WRITES, c10d, is_view, moved_by, readers_of
+from shardc.passes.context import FETCH, RETURN, WRITES, c10d, is_view, moved_by, readers_of
 from shardc.passes.hardware import Profile, current_profile
 from shardc.runtime import compat
+from shardc.runtime.layout.spec import UnshardSpec
 
 Expr = Any
 """A number, or a sympy expression over the symbols of the graph and `WORLD`."""
@@ -43,7 +45,6 @@ _ROUNDS: dict[Any, int] = {
     c10d.reduce_scatter_tensor.default: 1,
     c10d.reduce_scatter_tensor_coalesced.default: 1,
     c10d.all_reduce.default: 2,
-    c10d.all_to_all_single.default: 1,
     torch.ops.shardc.all_gather.default: 1,
     torch.ops.shardc.reduce_scatter.default: 1,
 }
@@ -74,6 +75,31 @@ def collective_seconds(nbytes: Expr, world: Expr, profile: Profile, rounds: int 
     if world <= 1:
         return 0.0  # a copy
     return rounds * (within if world <= size else between) + profile.message
+
+
+def exchange_seconds(nbytes: Expr, world: Expr, profile: Profile) -> Expr:
+    """Seconds of an all-to-all in which every rank sends `nbytes`, its own part included.
+
+    Every rank sends to all others at once, and pays `PEER` for each. A ring enters a node once,
+    over all of its network cards; here what goes to other nodes has a rank's share of them.
+    """
+    inside, across, size = profile.inside, profile.across, profile.node_size
+    share = min(across.bandwidth / size, inside.bandwidth)
+    fixed = (world - 1) * PEER + profile.message
+    within = fixed + inside.latency + nbytes * (world - 1) / world / inside.bandwidth
+    beside = nbytes * (size - 1) / world / inside.bandwidth
+    beyond = nbytes * (world - size) / world / share
+    between = fixed + max(inside.latency, across.latency) + _longer(beside, beyond)
+    if isinstance(world, sympy.Expr):
+        return sympy.Piecewise((0, world <= 1), (within, world <= size), (between, True))
+    if world <= 1:
+        return 0.0
+    return within if world <= size else between
+
+
+PEER = 1e-6
+"""Seconds to post a message to one rank, and the one from it: what all-to-alls of a few bytes among
+8 to 1,024 GPUs take is about that. No data sheet has it."""
 
 
 MESSAGES_PER_BUCKET = 2
@@ -292,8 +318,33 @@ def node_seconds(node: Node, profile: Profile, fused: bool = False) -> Expr:
     return together + profile.overhead
 
 
+def among_copies(profile: Profile, shards: int) -> Profile:
+    """`profile` as the ranks see it that hold the same segment of several copies of a model.
+
+    Each copy has `shards` ranks. Of a node that is as large as a copy, or smaller, one rank is in
+    such a group, and all groups of a node share its network cards.
+    """
+    together = max(1, profile.node_size // shards)
+    share = profile.across.bandwidth * together / profile.node_size
+    return replace(profile, node_size=together, across=replace(profile.across, bandwidth=share))
+
+
+def _profile_of(node: Node, profile: Profile) -> Profile:
+    copied = [m.spec.world_size for m in moved_by(node) if _is_among_copies(node, m.spec)]
+    return among_copies(profile, copied[0]) if copied else profile
+
+
+def _is_among_copies(node: Node, spec: UnshardSpec) -> bool:
+    return spec.reduction.replicas is not None and spec.reduction.replicas in node.args
+
+
 def transfer_seconds(node: Node, world: Expr, profile: Profile) -> Expr:
     """Seconds that a collective occupies the wire, after its input has come from the host."""
+    profile = _profile_of(node, profile)
+    if node.target in (FETCH, RETURN):
+        return rows_seconds(_rows_sent(node), world, profile, back=node.target is RETURN)
+    if node.target is c10d.all_to_all_single.default:
+        return exchange_seconds(transfer_bytes(node), world, profile)
     rounds = _ROUNDS.get(node.target, 1)
     seconds = collective_seconds(transfer_bytes(node), world, profile, rounds)
     if node.target is torch.ops.shardc.all_gather.default:
@@ -304,8 +355,65 @@ def transfer_seconds(node: Node, world: Expr, profile: Profile) -> Expr:
     return seconds
 
 
+def rows_seconds(nbytes: Expr, ranks: int, profile: Profile, back: bool) -> Expr:
+    """Seconds that it takes to fetch rows of a table; `back`: to return their gradients.
+
+    Three messages say which rows are wanted, deal out the segments, and bring rows; two return.
+    """
+    seconds = exchange_seconds(nbytes, ranks, profile)
+    empty = exchange_seconds(0, ranks, profile)
+    return seconds + (empty if back else 2 * empty + READ_BY_HOST)
+
+
+READ_BY_HOST = 5e-5
+"""Seconds for the host to read how many rows are fetched, and to go on."""
+
+
+def rows_bytes(
+    count: Expr, rows: int, width: int, ranks: int, dtype: torch.dtype, back: bool
+) -> Expr:
+    """Bytes that every rank sends to fetch `count` rows of a table, or to return gradients.
+
+    Args:
+        rows, width: of the table.
+        dtype: in which rows, or their gradients, are sent.
+    """
+    dealt = -(-rows // ranks)
+    return (dealt + _shorter(count, rows)) * width * dtype.itemsize + (0 if back else rows)
+
+
+def _rows_sent(node: Node) -> Expr:
+    """Bytes that a rank sends for a `FETCH` or `RETURN`."""
+    back = node.target is RETURN
+    dtype, ranks = (node.args[4], node.args[5]) if back else (node.args[2], node.args[4])
+    rows, width = node.args[-2:]
+    looked_up = node.args[0 if back else 1].meta["val"]  # type: ignore[union-attr]
+    count = 1
+    for size in looked_up.shape[:1] if back else looked_up.shape:
+        count = count * compat.size_expr(size)
+    return rows_bytes(count, rows, width, ranks, dtype, back)  # type: ignore[arg-type]
+
+
+def whole_seconds(spec: UnshardSpec, profile: Profile) -> float:
+    """Seconds to gather a bucket and to reduce its gradient over one copy of the model."""
+    part, world = spec.numel // spec.world_size, spec.world_size
+    gathered = (
+        part * spec.compute_dtype.itemsize if spec.wire is None else spec.wire.row_bytes(part)
+    )
+    seconds = collective_seconds(gathered * world, world, profile)
+    if not any(spec.trainable):
+        return seconds
+    r = spec.reduction
+    if r.wire is not None and r.replicas is None:
+        return seconds + exchange_seconds(r.wire.row_bytes(part) * world, world, profile)
+    reduced = (r.dtype or spec.compute_dtype).itemsize * part
+    return seconds + collective_seconds(reduced * world, world, profile)
+
+
 def transfer_bytes(node: Node) -> Expr:
-    """Bytes of the whole that a collective moves: gathered, or before it is reduced."""
+    """Bytes of the whole that a collective moves: gathered, before it is reduced, or sent."""
+    if node.target in (FETCH, RETURN):
+        return _rows_sent(node)
     gathered = tensor_bytes(node.meta.get("val"))
     given = sum(tensor_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)
     return _longer(gathered, given)

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from shardc.passes.context import (
     PassContext,
+    brings_parameters,
     describe,
     is_all_gather,
     is_collective,
@@ -57,8 +58,8 @@ class Transfer:
 
     @property
     def is_gather(self) -> bool:
-        """Whether it gathers; else it reduces."""
-        return is_all_gather(self.start)
+        """Whether it brings parameters; else it reduces."""
+        return brings_parameters(self.start)
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def read_events(gm: GraphModule) -> Events:
     inside = {node for start in filter(is_all_gather, ours) for node in prepares(start)}
     for start in (node for node in ours if node not in inside):
         before = _preparation(start)
-        after = _result(start) if is_all_gather(start) else _tail(start)
+        after = _result(start) if brings_parameters(start) else _tail(start)
         attached[start] = (before, after)
     fed_by = _fed_by(attached)
     _give_to_following(attached, fed_by)
@@ -101,7 +102,7 @@ def read_events(gm: GraphModule) -> Events:
     index = {step: number for number, step in enumerate(steps)}
     transfers = []
     for start, (before, after) in attached.items():
-        if is_all_gather(start):
+        if brings_parameters(start):
             readers = [index[u] for node in after for u in node.users if u in index]
             step = min(readers, default=len(steps))
         else:
@@ -126,7 +127,7 @@ def _preparation(start: Node) -> list[Node]:
     todo = list(start.all_input_nodes)
     while todo:
         node = todo.pop()
-        movable = is_all_gather(start) or _is_pack(node) or is_view(node)
+        movable = brings_parameters(start) or _is_pack(node) or is_view(node)
         movable = movable and node.op == "call_function" and not is_wait(node)
         if movable and all(user is start or user in found for user in node.users):
             found.insert(0, node)
@@ -139,7 +140,9 @@ _Attached = dict[Node, tuple[list[Node], list[Node]]]
 
 def _fed_by(attached: _Attached) -> dict[Node, set[Node]]:
     """The reductions that each waits for; among copies of the model it waits for one or two."""
-    fed_by: dict[Node, set[Node]] = {start: set() for start in attached if not is_all_gather(start)}
+    fed_by: dict[Node, set[Node]] = {
+        start: set() for start in attached if not brings_parameters(start)
+    }
     for start in fed_by:
         for node in attached[start][1]:
             if node in fed_by:

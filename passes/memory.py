@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from shardc.passes.context import (
+    brings_parameters,
     is_all_gather,
     is_collective,
     is_view,
@@ -174,7 +175,7 @@ def _kinds(
     for node in gm.graph.nodes:
         if is_all_gather(node) or node.name in gathered:
             kinds[node] = _GATHERED
-        elif is_collective(node):
+        elif is_collective(node) and not brings_parameters(node):
             given = [roots[operand] for operand in node.all_input_nodes if operand in roots]
             kinds.update(dict.fromkeys([node, *given], _GRADIENTS))
         elif node.all_input_nodes and node.op == "call_function":

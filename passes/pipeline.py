@@ -2,6 +2,7 @@
 
     Dynamo graph      take_gathered             what the eager runtime gathers comes in as inputs
                       insert_unshard            markers become one gather a bucket
+                      fetch_rows                embeddings fetch rows, not tables
     joint graph       choose_kept               what a memory budget has room for
                       reduce_once               one reduction of what is read several times
                       copy_overwritten          what the backward needs of inputs that change
@@ -24,6 +25,7 @@ graph, `differentiated` of a joint graph.
 
 from shardc.passes.coalesce import coalesce
 from shardc.passes.copy_overwritten import copy_overwritten
+from shardc.passes.fetch_rows import fetch_rows
 from shardc.passes.fold_repeats import fold_repeats
 from shardc.passes.insert_unshard import insert_unshard
 from shardc.passes.label import label_collectives
@@ -39,6 +41,7 @@ from shardc.passes.wait_once import wait_once
 from shardc.passes.write_gradients import write_gradients
 
 DYNAMO_PASSES: list[Pass] = [take_gathered, insert_unshard]
+READ_PASSES: list[Pass] = [fetch_rows]
 JOINT_PASSES: list[Pass] = [
     reduce_once,
     copy_overwritten,
@@ -60,5 +63,5 @@ FOLD_PASSES: list[Pass] = [fold_repeats]
 
 def is_own() -> bool:
     """Whether all passes are those of shardc, whose version says what they do."""
-    passes = [*DYNAMO_PASSES, *JOINT_PASSES, *GRAPH_PASSES, *FOLD_PASSES]
+    passes = [*DYNAMO_PASSES, *READ_PASSES, *JOINT_PASSES, *GRAPH_PASSES, *FOLD_PASSES]
     return all(str(getattr(step, "__module__", "")).startswith("shardc.") for step in passes)

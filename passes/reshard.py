@@ -24,6 +24,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shardc.passes.context import (
+    FETCH,
     PassContext,
     c10d,
     computed_for,
@@ -34,6 +35,7 @@ from shardc.passes.context import (
     moved_by,
     prepares,
     reach,
+    results_of,
 )
 from shardc.passes.recompute import tag
 
@@ -69,6 +71,10 @@ def tag_reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
                 tag(made, CheckpointPolicy.MUST_RECOMPUTE)
     for part in parts:
         tag(part, CheckpointPolicy.MUST_SAVE)
+    for fetch in gm.graph.find_nodes(op="call_function", target=FETCH):
+        for found in results_of(fetch)[1:]:  # to fetch again would cost messages
+            for wait in found.users:
+                tag(wait, CheckpointPolicy.MUST_SAVE)
     _recompute_views_of_inputs(gm)
     return gm
 

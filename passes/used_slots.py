@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule
 
-from shardc.passes.context import PassContext, graph_modules, moved_by
+from shardc.passes.context import RETURN, PassContext, graph_modules, moved_by
 
 SEGMENT = "shardc_segment"
 """In the meta of the inputs of a joint graph, and of what it is cut into, that are segments."""
@@ -44,7 +44,7 @@ def mark_segments(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def differentiated(gm: GraphModule) -> Differentiated:
-    """Which slots the gradients of `gm` pack."""
+    """Which slots the gradients of `gm` pack, or return rows for."""
     inputs = gm.graph.find_nodes(op="placeholder")
     primals = [node for node in inputs if not str(node.target).startswith("tangents")]
     outputs = gm.graph.output_node().args[0]
@@ -57,5 +57,9 @@ def differentiated(gm: GraphModule) -> Differentiated:
             pairs = zip(parts, moved.spec.pieces, strict=True)
             packed = {slot for part, (_, slot) in pairs if part is not None and slot is not None}
             slots[moved.position] = slots.get(moved.position, frozenset()) | packed
+        for back in body.graph.find_nodes(op="call_function", target=RETURN):
+            (moved,), start = moved_by(back), back.args[-3]
+            own = {s for s in range(len(moved.spec.shapes)) if moved.spec.starts[s] == start}
+            slots[moved.position] = slots.get(moved.position, frozenset()) | own
     results = len(outputs) - len(primals) if len(primals) < len(inputs) else None
     return Differentiated(results, slots)

@@ -226,10 +226,10 @@ def test_ranks_plan_with_the_slowest_and_know_what_any_would_choose(mesh):
         return ["a test"]
 
     assert agreements.seconds(group, "forward", facts, seconds) == [3.0, 5.0]
-    assert agreements.choices(group, facts, choice) == {"4", "2", "3"}
+    assert agreements.choices(group, "what fits", facts, choice) == {"4", "2", "3"}
     if rank == 0:  # which compiles again, alone: the others would not answer
         assert agreements.seconds(group, "forward", facts, [9.0, 9.0]) == [3.0, 5.0]
-        assert agreements.choices(group, facts, "1") == {"4", "2", "3"}
+        assert agreements.choices(group, "what fits", facts, "1") == {"4", "2", "3"}
 
 
 @on_ranks(2)

@@ -10,13 +10,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardc.passes.cost import (
+    PEER,
+    READ_BY_HOST,
     WORLD,
+    among_copies,
     bucket_grain,
     collective_seconds,
     evaluate,
+    exchange_seconds,
     node_bytes,
     node_flops,
     node_seconds,
+    rows_bytes,
+    rows_seconds,
     stays_in_registers,
     symbol_hints,
     transfer_seconds,
@@ -40,6 +46,39 @@ def test_collective(world, seconds):
     assert both == pytest.approx(2 * seconds - (FLAT.message if world > 1 else 0))
     table = collective_seconds(800, WORLD, FLAT)
     assert float(table.subs(WORLD, world)) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    "world, seconds",
+    [
+        (1, 0),
+        (2, 2 + PEER + 1 + 400 / 50),
+        (8, 2 + 7 * PEER + 1 + 700 / 50),
+        # 8 of 16 ranks are beyond the network, of which a rank has an eighth
+        (16, 2 + 15 * PEER + 4 + 400 / (20 / 8)),
+    ],
+)
+def test_exchange(world, seconds):
+    assert exchange_seconds(800, world, FLAT) == pytest.approx(seconds)
+    table = exchange_seconds(800, WORLD, FLAT)
+    assert float(table.subs(WORLD, world)) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("shards, node_size, bandwidth", [(16, 1, 2.5), (8, 1, 2.5), (2, 4, 10.0)])
+def test_copies_share_the_network_of_a_node(shards, node_size, bandwidth):
+    profile = among_copies(FLAT, shards)
+    assert (profile.node_size, profile.across.bandwidth) == (node_size, bandwidth)
+
+
+def test_rows_take_as_long_as_what_is_sent_for_them():
+    """A row for every number that is looked up, and this rank's part of the table."""
+    fetched = rows_bytes(100, 1000, 64, 8, torch.bfloat16, back=False)
+    assert fetched == (100 + 125) * 64 * 2 + 1000
+    returned = rows_bytes(5000, 1000, 64, 8, torch.float32, back=True)
+    assert returned == (1000 + 125) * 64 * 4  # no row twice
+    three = rows_seconds(0, 8, FLAT, back=False) - READ_BY_HOST
+    assert three == pytest.approx(3 * exchange_seconds(0, 8, FLAT))
+    assert rows_seconds(0, 8, FLAT, back=True) == pytest.approx(2 * three / 3)
 
 
 def test_an_all_reduce_goes_around_twice():

@@ -265,6 +265,30 @@ def test_fewer_bytes_are_recommended_and_foretold():
     assert "gather_wire=int8" in table and "sent" in table
 
 
+def test_reductions_stay_rings_where_nodes_share_their_network():
+    """An all-to-all has a rank's share of a node's cards, a ring all of them: int8 would send less
+    and take longer."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(8)))
+        inputs = torch.zeros(256, 8192, dtype=torch.bfloat16)
+    plain, both, gathers = (
+        shardc.explain(
+            model,
+            inputs,
+            world_size=64,
+            profile="h100-nvlink",
+            mp_policy=shardc.MixedPrecisionPolicy(
+                torch.bfloat16, gather_wire_dtype=g, reduce_wire_dtype=r
+            ),
+        )
+        for g, r in ((None, None), (torch.int8, torch.int8), (torch.int8, None))
+    )
+    assert both.sent_bytes < gathers.sent_bytes < plain.sent_bytes
+    assert gathers.step_seconds < plain.step_seconds < both.step_seconds
+    (finding,) = (finding for finding in plain.findings if finding.kind == "wire format")
+    assert "(gather_wire_dtype=torch.int8)" in finding.advice and "parameters would" in finding.what
+
+
 # -- the report ----------------------------------------------------------------------------------
 
 

@@ -363,7 +363,7 @@ def test_memory_budget(mesh):
 def test_ranks_keep_what_the_tightest_of_them_can(mesh):
     asked = []
 
-    def tight(self, group, facts, choice):
+    def tight(self, group, what, facts, choice):
         ahead, positions, recomputes = json.loads(choice)
         asked.append(positions)  # another rank has room for one bucket only
         return frozenset([choice, json.dumps([ahead, positions[:1], recomputes])])

@@ -30,6 +30,8 @@ VERBS = {
     "reduce_scatter": "reduce",
     "all_reduce": "all-reduce",
     "all_to_all": "reduce",
+    "fetch_rows": "fetch rows",
+    "return_rows": "return rows",
     OFFLOAD: "offload",
 }
 """What collectives and copies are called in the profiler, by kind."""
@@ -98,8 +100,8 @@ class Label:
     """The start of a collective, or the wait for it, around the call that does it.
 
     Attributes:
-        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", or `OFFLOAD`, which is no
-            collective.
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "fetch_rows",
+            "return_rows", or `OFFLOAD`, which is no collective.
         buckets: the names of the buckets it moves.
         phase: "forward" or "backward".
         waits: whether it is the wait.

@@ -23,6 +23,7 @@ from shardc.runtime.comm import (
     custom_comm,
     gradient_ops,  # noqa: F401 (registers its ops)
     host_copies,  # noqa: F401 (registers its op)
+    table_rows,  # noqa: F401 (registers its ops)
 )
 from shardc.runtime.comm.collectives import Started
 from shardc.runtime.comm.extended_gather import start_extended
@@ -140,11 +141,14 @@ def reduce(
     With `all_reduce` off it is reduced over this copy of the model only, and not divided. Where the
     `segment` lies on the host, which must be given then, it is on its way there.
     """
-    steps = reducing(flat, spec, partial, segment)
-    started = next(steps)
+    return _run(reducing(flat, spec, partial, segment))
+
+
+def _run(steps: Steps) -> Tensor:
+    arrived: Tensor = None  # type: ignore[assignment]
     try:
         while True:
-            started = steps.send(started.wait())
+            arrived = steps.send(arrived).wait()
     except StopIteration as done:
         return done.value
 
@@ -173,6 +177,14 @@ def reducing(
         started = collectives.start_reduce_scatter(flat, r.op, world, group)
     del flat
     part = yield started
+    return (yield from _following(part, spec, partial, segment))
+
+
+def _following(
+    part: Tensor, spec: UnshardSpec, partial: Tensor | None, segment: Tensor | None
+) -> Steps:
+    """What follows when `part` is reduced over one copy of the model."""
+    r = spec.reduction
     if partial is not None:
         part = part + partial.to(part.device, part.dtype)
     if r.all_reduce:
@@ -257,6 +269,73 @@ class _Unshard(torch.autograd.Function):
                 return None, None, *(flat if name == "sink" else None for name in spec.extras)
             part = reduce(flat, spec, added.get("partial"), added.get("segment"))
             return part, None, *(None for _ in spec.extras)
+
+
+def look_up(segment: Tensor, ids: Tensor, moved: Moved, slot: int, padding: int) -> Tensor:
+    """The rows `ids` of a parameter, as `embedding` gives them, without gathering its bucket.
+
+    No gradient flows to row `padding`; -1 for none.
+    """
+    return _LookUp.apply(segment, ids, moved, slot, padding)
+
+
+class _LookUp(torch.autograd.Function):
+    """Rows are fetched in the forward, and their gradients are sent back in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: compat.FunctionContext,
+        segment: Tensor,
+        ids: Tensor,
+        moved: Moved,
+        slot: int,
+        padding: int,
+    ) -> Tensor:
+        spec = moved.spec
+        ctx.moved, ctx.slot, ctx.padding = moved, slot, padding
+        device = torch.device(spec.device or segment.device)
+        table = spec.table(slot)
+        with compat.annotate({"shardc": (moved,)}):
+            fetched = torch.ops.shardc.fetch_rows(
+                segment, ids, spec.compute_dtype, device, spec.world_size, spec.group, *table
+            )
+            values, *found = map(collectives.ops.wait_tensor, fetched)
+        given = [ids] if padding >= 0 else []
+        ctx.save_for_backward(*found, *given, *([] if spec.device is None else [segment]))
+        if not spec.trainable[slot]:
+            ctx.mark_non_differentiable(values)
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: compat.FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+        moved, slot, padding = ctx.moved, ctx.slot, ctx.padding
+        spec, r = moved.spec, moved.spec.reduction
+        places, asked, counts, *given = ctx.saved_tensors
+        if padding >= 0:
+            grad = grad.masked_fill((given[0] == padding).unsqueeze(-1), 0)
+        segment = None if spec.device is None else given[-1]
+        if r.predivide != 1:
+            grad = grad / r.predivide
+        with compat.annotate({"shardc": (moved,)}):
+            group, size = r.group or spec.group, spec.numel // spec.world_size
+            part = collectives.ops.wait_tensor(
+                torch.ops.shardc.return_rows(
+                    grad.reshape(-1, grad.shape[-1]),
+                    places,
+                    asked,
+                    counts,
+                    _dtype_of_sum(spec),
+                    spec.world_size,
+                    group,
+                    size,
+                    *spec.table(slot),
+                )
+            )
+            if r.op == "avg":
+                part = part / spec.world_size
+            part = _run(_following(part, spec, None, segment))
+        return part, None, None, None, None
 
 
 _library = torch.library.Library("shardc", "FRAGMENT")

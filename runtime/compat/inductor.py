@@ -55,6 +55,14 @@ def mode_options(mode: str | None) -> dict[str, object]:
     return dict(torch._inductor.list_mode_options(mode)) if mode else {}
 
 
+def replays(given: dict[str, Any], mode: str | None) -> bool:
+    """Whether Inductor with these settings replays CUDA graphs (2.11 to 2.15)."""
+    from torch._inductor import config
+
+    settings = mode_options(mode) | given
+    return bool(settings.get("triton.cudagraphs", config.triton.cudagraphs))
+
+
 def cpp_compiler() -> str:
     """The C++ compiler that Inductor takes (2.11 to 2.15). RuntimeError where it finds none."""
     from torch._inductor.cpp_builder import get_cpp_compiler

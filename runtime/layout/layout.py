@@ -24,18 +24,22 @@ MIN_COMPUTE_ITEMSIZE = 2
 fp16): starts are aligned for it too, so `.bfloat16()` or a param dtype never needs a new layout."""
 MAX_ROW_PADDING = 0.004
 """The share of a bucket that may be spent on letting rank boundaries fall between rows."""
+MAX_TABLE_PADDING = 0.05
+"""The same for a table alone in its bucket, whose rows are fetched only where segments hold whole
+ones."""
 
 
 @dataclass(frozen=True)
 class Param:
     """What the planner knows of a parameter: its name, shape and dtype; `by_rows`: whether it is
-    cut between rows only, in a bucket of its own."""
+    cut between rows only, in a bucket of its own; `is_table`: whether rows of it are looked up."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     requires_grad: bool = True
     by_rows: bool = False
+    is_table: bool = False
 
     @property
     def numel(self) -> int:
@@ -182,8 +186,23 @@ def _split(params: list[Param], grain: int, itemsize: int) -> list[list[Param]]:
     """Parts of at least `grain` bytes each, so that the first can be used while others travel.
 
     Vectors (norms, biases) all go into the first part: they are small, and modules register them
-    where they please, while a block's first norm is what its forward reads first.
+    where they please, while a block's first norm is what its forward reads first. A large table is
+    alone: graphs that fetch rows of it do not gather it.
     """
+    tables = [p for p in params if p.is_table and grain and p.numel * itemsize >= _LARGE * grain]
+    others = [param for param in params if param not in tables]
+    parts = [*([table] for table in tables), *(_split_others(others, grain, itemsize))]
+    place = {param.name: index for index, param in enumerate(params)}
+    return sorted(parts, key=lambda part: place[part[0].name]) if tables else parts
+
+
+_LARGE = 0.5
+"""Grains in a table that is alone: to send it takes as long as a message costs at least."""
+
+
+def _split_others(params: list[Param], grain: int, itemsize: int) -> list[list[Param]]:
+    if not params:
+        return []
     size = sum(param.numel for param in params) * itemsize
     if not grain or size < 2 * grain:
         return [params]
@@ -245,7 +264,8 @@ def _plan_bucket(params: Sequence[Param], world_size: int, block: int = 1) -> Bu
     step = math.lcm(align, block)
     tight_starts, tight_end = _place(params, align, segment=None)
     tight = round_up(tight_end, step * world_size) // world_size
-    allowed = (1 + MAX_ROW_PADDING) * sum(p.numel for p in params)
+    padding = MAX_TABLE_PADDING if len(params) == 1 and params[0].is_table else MAX_ROW_PADDING
+    allowed = (1 + padding) * sum(p.numel for p in params)
     best = (_cut_rows(params, tight_starts, tight), tight, tight_starts)
     for grain in _grains(params, step):
         if best[0] == 0:

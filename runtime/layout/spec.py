@@ -117,6 +117,18 @@ class UnshardSpec:
         return sum(size for size, _ in self.pieces)
 
     @property
+    def starts(self) -> dict[int, int]:
+        """The first element of each slot."""
+        ends = itertools.accumulate(size for size, _ in self.pieces)
+        pairs = zip(ends, self.pieces, strict=True)
+        return {slot: end - size for end, (size, slot) in pairs if slot is not None}
+
+    def table(self, slot: int) -> tuple[int, int, int]:
+        """Where a parameter of two dimensions is: its first element, its rows, their width."""
+        rows, width = self.shapes[slot]
+        return self.starts[slot], rows, width
+
+    @property
     def is_made_later(self) -> bool:
         """Whether what is computed with is made of what arrives, in memory of its own."""
         return self.extension is not None or self.wire is not None

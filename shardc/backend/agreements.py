@@ -108,9 +108,9 @@ class Agreements:
         notes = self._agree_once(group, what, facts, json.dumps(seconds))
         return [max(times) for times in zip(*map(json.loads, notes), strict=True)]
 
-    def choices(self, group: str, facts: Facts, choice: str) -> frozenset[str]:
-        """What any rank would do within its memory budget, from the first compile on."""
-        return self._agree_once(group, "what a memory budget has room for", facts, choice)
+    def choices(self, group: str, what: str, facts: Facts, choice: str) -> frozenset[str]:
+        """What any rank would choose, from the first compile on."""
+        return self._agree_once(group, what, facts, choice)
 
     def collectives(self, gm: GraphModule, phase: str, groups: list[str]) -> None:
         """Raise unless all ranks of each group send the same in the same order."""

@@ -92,11 +92,16 @@ def _compile_graph(
     numbers = number_units(buckets)
     names = {place: (bucket.label, numbers[bucket.owner]) for place, bucket in buckets.items()}
     outside = buckets_of_the_runtime(gm, buckets)
+    first = PassContext("dynamo", names, outside)
     with stages.stage(PASSES):
-        gm = run_passes(gm, PassContext("dynamo", names, outside), pipeline.DYNAMO_PASSES)
+        gm = run_passes(gm, first, pipeline.DYNAMO_PASSES)
     slots, taken = slots_read(gm), taken_by(gm)
     plan = Plan(parsed, {place: buckets[place] for place in slots}, slots, numbers, stages)
     reads, together, alone = _agree_on_reads(plan)
+    if not compat.replays(parsed.inductor, mode):
+        ctx = replace(plan.context("dynamo"), number=first.number)
+        with stages.stage(PASSES):
+            gm = run_passes(gm, ctx, pipeline.READ_PASSES, done=len(pipeline.DYNAMO_PASSES))
     inputs = with_taken(example_inputs, taken)
     if parsed.executor == "eager":
         compiled = _compile_eager(gm, inputs, plan, run or _run_eagerly)

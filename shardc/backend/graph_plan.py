@@ -151,6 +151,7 @@ class Plan:
             reduce_buffers=min(buffers, default=None),
             fused=options.executor == "inductor",
             clones=self._clones,
+            embedding_rows=None if isinstance(rows := options.embedding_rows, str) else rows,
             coalesce=self._coalesces if options.coalesce is None else options.coalesce,
         )
 

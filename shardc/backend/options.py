@@ -32,6 +32,9 @@ class Options:
         backward_prefetch: FSDP1's, for the backward: "auto", "pre", "post" or None.
         coalesce: whether small collectives may travel in one message; default: where the backend
             does not copy them for it (gloo does).
+        embedding_rows: whether embeddings fetch the rows that they look up, and send gradients of
+            rows back, in place of gathering and reducing whole tables: "auto", where the profile
+            says that this takes less than half of the time; True, wherever it can be done.
         memory_budget: bytes a step may use on this device, segments, gradients and optimizer state
             included: a count, a text such as "70GB" or "16GiB", or a fraction of the device's
             memory. Units whose `reshard_after_forward` is None stay gathered where there is room.
@@ -49,6 +52,7 @@ class Options:
     prefetch: Literal["auto"] | Units = "auto"
     backward_prefetch: Literal["auto", "pre", "post"] | None = "auto"
     coalesce: bool | None = None
+    embedding_rows: Literal["auto"] | bool = "auto"
     memory_budget: Budget | None = None
     optimizer_states: NotNegative = 2.0
     agreement_timeout: Seconds | None = None

@@ -137,18 +137,28 @@ def _wire_format(record: Record, profile: Profile) -> Iterator[Finding]:
     step = record.step_seconds
     if not step or record.exposed_seconds < EXPOSED_SHARE * step:
         return
-    quantised = if_quantised(record, profile)
-    if quantised is None or quantised.step_seconds > LESS_SHARE * step:
+    ways = {
+        ("parameters and gradients", _BOTH): if_quantised(record, profile),
+        ("parameters", _GATHERS): if_quantised(record, profile, reduced=False),
+    }
+    times = {way: told.step_seconds for way, told in ways.items() if told is not None}
+    if not times or min(times.values()) > LESS_SHARE * step:
         return
+    what, fields = min(times, key=times.__getitem__)
+    quantised = ways[what, fields]
+    assert quantised is not None
     yield Finding(
         "wire format",
-        f"in int8, parameters and gradients would send {format_bytes(quantised.sent_bytes)} "
+        f"in int8, {what} would send {format_bytes(quantised.sent_bytes)} "
         f"instead of {format_bytes(record.sent_bytes)}, and the step would take about "
         f"{format_seconds(quantised.step_seconds)} instead of {format_seconds(step)}",
-        "MixedPrecisionPolicy(gather_wire_dtype=torch.int8, reduce_wire_dtype=torch.int8): what "
-        f"arrives is off by at most {FORM.error:.2%} of the largest value of its block of "
-        f"{FORM.block}, so compare the loss of a run",
+        f"MixedPrecisionPolicy({fields}): what arrives is off by at most {FORM.error:.2%} of "
+        f"the largest value of its block of {FORM.block}, so compare the loss of a run",
     )
+
+
+_GATHERS = "gather_wire_dtype=torch.int8"
+_BOTH = f"{_GATHERS}, reduce_wire_dtype=torch.int8"
 
 
 def _less_wire(record: Record) -> Iterator[str]:
@@ -168,12 +178,12 @@ def _words(collective: CollectiveRow) -> str:
 
 
 def _is_first(worst: CollectiveRow, rows: tuple[CollectiveRow, ...]) -> bool:
-    gathers = [row for row in rows if row.phase == worst.phase and row.kind == "all_gather"]
+    gathers = [row for row in rows if row.phase == worst.phase and row.brings_parameters]
     return worst in gathers[:2]
 
 
 def _is_last(worst: CollectiveRow, rows: tuple[CollectiveRow, ...]) -> bool:
-    reduces = [row for row in rows if row.kind != "all_gather"]
+    reduces = [row for row in rows if not row.brings_parameters]
     return worst in reduces[-2:]
 
 

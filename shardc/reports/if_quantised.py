@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from shardc.passes.cost import collective_seconds
+from shardc.passes.cost import among_copies, collective_seconds, exchange_seconds
 from shardc.passes.hardware import Profile
 from shardc.passes.timeline import Clock
-from shardc.reports.record import CollectiveRow, Record
+from shardc.reports.record import ROW_KINDS, CollectiveRow, Record
 from shardc.runtime.eager.precision import MixedPrecisionPolicy
 from shardc.runtime.layout.wire_format import WireFormat
 
@@ -32,9 +32,15 @@ class Quantised:
     step_seconds: float
 
 
-def if_quantised(record: Record, profile: Profile) -> Quantised | None:
-    """None where nothing would change: all that could travels in fewer bits."""
-    shares = {row: _share(row, record.copies) for row in record.collectives}
+def if_quantised(record: Record, profile: Profile, reduced: bool = True) -> Quantised | None:
+    """The step with gathers in int8, and reductions too if they are `reduced` so.
+
+    None where nothing would change: all that could travels in fewer bits.
+    """
+    shares = {
+        row: _share(row, record.copies) if reduced or row.kind == "all_gather" else 1.0
+        for row in record.collectives
+    }
     if all(share == 1 for share in shares.values()):
         return None
     ops = sorted((op.start, op.seconds) for op in record.ops)
@@ -63,10 +69,10 @@ def if_quantised(record: Record, profile: Profile) -> Quantised | None:
             more = traffic / (profile.memory_bandwidth * profile.memory_efficiency)
         if waits:
             clock.wait(number)
-            clock.now += more if row.kind == "all_gather" else 0.0
+            clock.now += more if row.brings_parameters else 0.0
         else:
-            clock.now += 0.0 if row.kind == "all_gather" else more
-            clock.start(number, _seconds(row, shares[row], profile))
+            clock.now += 0.0 if row.brings_parameters else more
+            clock.start(number, _seconds(row, shares[row], record, profile))
     clock.now += record.compute_seconds - done
     sent = sum(row.sent_bytes * share for row, share in shares.items())
     return Quantised(sent, clock.end)
@@ -91,6 +97,8 @@ def _itemsize(dtype: str) -> int:
 def _share(row: CollectiveRow, copies: int) -> float:
     """Bytes in int8, as a share of those that it sends."""
     dtype = getattr(torch, row.dtype, None)
+    if row.kind in ROW_KINDS:  # fewer than what int8 would leave of the table
+        return 1.0
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         return 1.0
     if copies > 1 and row.kind != "all_reduce":  # inside of a node
@@ -98,12 +106,17 @@ def _share(row: CollectiveRow, copies: int) -> float:
     return _BYTES / dtype.itemsize
 
 
-def _seconds(row: CollectiveRow, share: float, profile: Profile) -> float:
+def _seconds(row: CollectiveRow, share: float, record: Record, profile: Profile) -> float:
     if share == 1:
         return row.seconds
-    rounds = 2 if row.kind == "all_reduce" else 1
-    before, after = (
-        collective_seconds(size, row.ranks, profile, rounds)
-        for size in (row.nbytes, row.nbytes * share)
-    )
+    size, ranks = row.nbytes, row.ranks
+    if row.kind == "all_reduce":
+        profile = among_copies(profile, record.world_size)
+        before = collective_seconds(size, ranks, profile, rounds=2)
+        after = 2 * exchange_seconds(size * share, ranks, profile)
+    elif row.kind == "all_gather":
+        before, after = (collective_seconds(n, ranks, profile) for n in (size, size * share))
+    else:
+        before = collective_seconds(size, ranks, profile)
+        after = exchange_seconds(size * share, ranks, profile)
     return max(0.0, row.seconds - before + after)

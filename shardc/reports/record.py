@@ -44,16 +44,20 @@ class BucketRow:
     used: bool = True
 
 
+ROW_KINDS = ("fetch_rows", "return_rows")
+"""Kinds of what looks up rows of a table, and sends their gradients back: several messages."""
+
+
 @dataclass(frozen=True)
 class CollectiveRow:
     """One collective, in the order in which they are started.
 
     Attributes:
         phase: "forward" or "backward".
-        kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", or one of `ROW_KINDS`.
         buckets: the names of the buckets it moves: several where it is coalesced.
         ranks: among how many ranks it goes.
-        nbytes: bytes of the whole (gathered, or before it is reduced).
+        nbytes: bytes of the whole (gathered, before it is reduced, or sent to all ranks).
         before: the first op that is computed after it was started.
         needed_by: the first op that is computed after the wait for it.
         issued: when it is started; it may queue behind others.
@@ -76,6 +80,11 @@ class CollectiveRow:
     waited: float
     exposed: float
     dtype: str = ""
+
+    @property
+    def brings_parameters(self) -> bool:
+        """Whether it brings parameters, and not gradients."""
+        return self.kind in ("all_gather", "fetch_rows")
 
     @property
     def sent_bytes(self) -> float:

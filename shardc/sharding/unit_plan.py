@@ -90,6 +90,7 @@ def plan_units(
                 param.dtype,
                 param.requires_grad,
                 by_rows=is_cut_by_rows(name, param, placement_fn),
+                is_table=any(isinstance(each.module, nn.Embedding) for each in owned[param]),
             )
             for name, param in params.items()
         ]

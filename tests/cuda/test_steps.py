@@ -47,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dynamic": with_features("dynamic"),
     "offload": with_features("offload"),
     "offload, accumulate": with_features("offload", "accumulate"),
+    "rows of tables": {"options": {"embedding_rows": True}},
     "float16 with scaler": with_features("scaler", "clip", param_dtype="float16"),
 }
 BY_MODE: dict[str, dict[str, Any]] = {
@@ -101,10 +102,13 @@ def _check(setup: Setup, folder: Path) -> None:
 
 
 def _is_inherent(sync: str, setup: Setup) -> bool:
-    """Whether the host must wait: for offloaded gradients, at the end of the backward, as in FSDP2.
+    """Whether the host must wait: for offloaded gradients, at the end of the backward, as in FSDP2;
+    in the forward, to know how many rows of a table arrive.
 
     Without a fused kernel, flex_attention of torch waits, too.
     """
+    if "embedding_rows" in setup.options and setup.way == "compiled":
+        return sync.startswith("forward: stream")
     if "flex" in setup.features and setup.way == "uncompiled":
         return ": stream" in sync
     return "offload" in setup.features and sync.startswith("backward: event")

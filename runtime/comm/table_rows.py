@@ -1,0 +1,224 @@
+"""Rows of a table: fetched from the ranks that hold them, and their gradients sent back.
+
+    shardc::fetch_rows(segment, ids, dtype, device, ranks, group, start, rows, width)
+        -> (values, places, asked, counts)
+    shardc::return_rows(grads, places, asked, counts, dtype, ranks, group, size, start, rows, width)
+        -> part
+
+A rank looks up a few thousand rows of a table of `(rows, width)`, which lies in a bucket from
+element `start` on. It fetches each of these rows once, however often it looks it up, from the rank
+that serves it, and sends one gradient for it back. Frequent words have small numbers, so the rank
+that holds the first segment would serve most; rows are dealt out first, row r to rank r % ranks.
+A rank's segment is a small part of the table, and so is what dealing sends.
+
+    fetch:   deal the segment;  say which rows are wanted;  send the rows that others want
+    return:  send the gradients;  add up what arrives for each row;  deal back
+
+Every rank sends a byte for every row, 1 where it wants it, so nobody has to know a bound on how
+many these are: messages of rows are as long as they must be. The host waits once, in the forward,
+to read how many rows go to and come from each rank.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardc.runtime import compat
+from shardc.runtime.comm.collectives import Started, start_all_to_all
+from shardc.runtime.layout.layout import interval
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A table of `(rows, width)` from `start` on in a bucket whose segments have `size` elements.
+
+    Attributes:
+        rank, ranks, group: this rank, and how many hold the table.
+        each: places for the rows that a rank serves; the last ranks may serve one row fewer.
+    """
+
+    rows: int
+    width: int
+    start: int
+    size: int
+    rank: int
+    ranks: int
+    group: str
+
+    @property
+    def each(self) -> int:
+        return -(-self.rows // self.ranks)
+
+    @property
+    def served(self) -> int:
+        """How many rows this rank serves."""
+        return len(range(self.rank, self.rows, self.ranks))
+
+    def held(self, rank: int) -> range:
+        """The rows in the segment of `rank`."""
+        first, last = interval(self.start, self.rows * self.width, self.size, rank)
+        return range(first // self.width, last // self.width)
+
+    def of_segment(self, segment: Tensor) -> Tensor:
+        """The rows in this rank's segment, a view of `(rows held, width)`."""
+        held = self.held(self.rank)
+        begin = min(max(self.start - self.rank * self.size, 0), self.size)
+        return segment.narrow(0, begin, len(held) * self.width).view(-1, self.width)
+
+    def dealt(self) -> tuple[list[int], list[int]]:
+        """How many rows of this rank's segment each serves; how many this serves of each."""
+        held = self.held(self.rank)
+        given = [len(held[_first(held, to, self.ranks) :: self.ranks]) for to in range(self.ranks)]
+        taken = [
+            len(theirs[_first(theirs, self.rank, self.ranks) :: self.ranks])
+            for theirs in map(self.held, range(self.ranks))
+        ]
+        return given, taken
+
+    def order(self, device: torch.device) -> Tensor:
+        """The rows held by the rank that serves them, as places in the segment."""
+        held = self.held(self.rank)
+        rows = torch.arange(held.start, held.stop, device=device)
+        return (rows % self.ranks).argsort(stable=True)
+
+
+def _first(held: range, to: int, ranks: int) -> int:
+    """The place of the first row in `held` that rank `to` serves."""
+    return (to - held.start) % ranks
+
+
+def fetch_rows(
+    segment: Tensor,
+    ids: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: int,
+    group: str,
+    start: int,
+    rows: int,
+    width: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The rows `ids` of a table, of any shape: `(*ids.shape, width)`, as `dtype` on `device`.
+
+    Returns:
+        The values; the place of each among the rows that were fetched; which of the rows that this
+        rank serves each rank wants; how many rows came from each rank and went to each, on the
+        host: `(2, ranks)`.
+
+    Raises:
+        IndexError: an id is no row of the table.
+    """
+    rank = compat.resolve_group(group).rank()
+    table = _Table(rows, width, start, segment.numel(), rank, ranks, group)
+    given, taken = table.dealt()
+    own = table.of_segment(segment).to(device, dtype)
+    dealing = _start_exchange(own.index_select(0, table.order(own.device)), given, taken, group)
+    flat = ids.reshape(-1)
+    is_wrong = (flat < 0) | (flat >= rows)
+    spots = torch.where(is_wrong, 0, flat % ranks * table.each + flat // ranks)
+    wanted = torch.zeros(ranks * table.each, dtype=torch.uint8, device=ids.device)
+    wanted.scatter_(0, spots.long(), 1)
+    asked = start_all_to_all(wanted, ranks, group).wait()
+    places = wanted.cumsum(0).index_select(0, spots) - 1
+    totals = [message.view(ranks, -1).sum(1, dtype=torch.int64) for message in (wanted, asked)]
+    read = torch.cat([*totals, is_wrong.any().view(1)]).cpu()
+    come, go, (refused,) = (part.tolist() for part in read.split([ranks, ranks, 1]))
+    served = dealing.wait().view(-1, width)
+    if refused:
+        wrong = flat[is_wrong][0].item()
+        raise IndexError(f"index {wrong} is out of range of an embedding of {rows} rows")
+    answers = served.index_select(0, _rows_of(asked, table, sum(go)))
+    fetched = _start_exchange(answers, go, come, group).wait().view(-1, width)
+    values = fetched.index_select(0, places).view(*ids.shape, width)
+    return values, places, asked, read[: 2 * ranks].view(2, ranks).clone()
+
+
+def return_rows(
+    grads: Tensor,
+    places: Tensor,
+    asked: Tensor,
+    counts: Tensor,
+    dtype: torch.dtype,
+    ranks: int,
+    group: str,
+    size: int,
+    start: int,
+    rows: int,
+    width: int,
+) -> Tensor:
+    """The sum of what all ranks send for this rank's segment, `(size,)`.
+
+    Args:
+        grads: of the values that were looked up, `(lookups, width)`; they are added up by row, as
+            they are, and sent as `dtype`.
+        places, asked, counts: what the fetch gave; `counts` on the host.
+    """
+    table = _Table(rows, width, start, size, compat.resolve_group(group).rank(), ranks, group)
+    come, go = counts.tolist()
+    sums = aten.embedding_dense_backward(grads, places, sum(come), -1, False).to(dtype)
+    arrived = _start_exchange(sums, come, go, group).wait().view(-1, width)
+    spots = _rows_of(asked, table, sum(go))
+    served = aten.embedding_dense_backward(arrived, spots, table.served, -1, False)
+    given, taken = table.dealt()
+    back = _start_exchange(served, taken, given, group).wait().view(-1, width)
+    part = served.new_zeros(size)
+    table.of_segment(part).index_copy_(0, table.order(part.device), back)
+    return part
+
+
+def _rows_of(asked: Tensor, table: _Table, count: int) -> Tensor:
+    """Which of the rows that this rank serves the others want, rank by rank: `(count,)`."""
+    return torch.nonzero_static(asked, size=count).view(-1) % table.each
+
+
+def _start_exchange(rows: Tensor, given: list[int], taken: list[int], group: str) -> Started:
+    """Start to send each rank so many rows, in order, and to take so many of each."""
+    width = rows.shape[1]
+    out, sent = ([width * count for count in counts] for counts in (taken, given))
+    return Started(c10d.all_to_all_single(rows.reshape(-1), out, sent, group))
+
+
+_library = torch.library.Library("shardc", "FRAGMENT")
+_library.define(
+    "fetch_rows(Tensor segment, Tensor ids, ScalarType dtype, Device device, int ranks, str group, "
+    "int start, int rows, int width) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "return_rows(Tensor grads, Tensor places, Tensor asked, Tensor counts, ScalarType dtype, "
+    "int ranks, str group, int size, int start, int rows, int width) -> Tensor"
+)
+_library.impl("fetch_rows", fetch_rows, "CompositeExplicitAutograd")
+_library.impl("return_rows", return_rows, "CompositeExplicitAutograd")
+
+
+def _shapes_of_fetch(
+    segment: Tensor,
+    ids: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: int,
+    group: str,
+    start: int,
+    rows: int,
+    width: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    spots = ids.new_empty(ids.numel(), dtype=torch.int64)
+    return (
+        ids.new_empty(*ids.shape, width, dtype=dtype),
+        spots,
+        spots.new_empty(ranks * -(-rows // ranks), dtype=torch.uint8),
+        torch.empty(2, ranks, dtype=torch.int64, device="cpu"),
+    )
+
+
+torch.library.register_fake("shardc::fetch_rows", _shapes_of_fetch, lib=_library)
+torch.library.register_fake(
+    "shardc::return_rows",
+    lambda grads, places, asked, counts, dtype, ranks, group, size, *table: grads.new_empty(
+        size, dtype=dtype
+    ),
+    lib=_library,
+)
