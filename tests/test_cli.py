@@ -95,13 +95,14 @@ def test_plan_prints_a_row_a_bucket(capsys):
     code, out, _ = ended(capsys, *arguments, "--profile", "h100-nvlink")
     lines = out.splitlines()
     assert code == 0 and lines[0].startswith("examples.models:llama3_8b over 1024 ranks")
-    rows = [" ".join(line.split()) for line in lines[4:6]]
+    rows = [" ".join(line.split()) for line in lines[4:7]]
     assert rows == [
         "model.layers.0 .. model.layers.31 (32) 218,112,000 float32 832 MiB 832 KiB 0.000",
-        "(root) 1,050,677,248 float32 3.922 GiB 3.922 MiB 0.199",
+        "(root) 525,336,576 float32 1.969 GiB 1.969 MiB 0.595",
+        "525,340,672 float32 1.957 GiB 1.957 MiB 0.001",
     ]
-    assert lines[-2] == "8,030,261,248 parameters; units: 33, buckets: 33, padding: 0.026%"
-    assert "parameters 29.92 MiB, gradients 29.92 MiB, Adam's state 59.85 MiB" in lines[-1]
+    assert lines[-2] == "8,030,261,248 parameters; units: 33, buckets: 34, padding: 0.039%"
+    assert "parameters 29.93 MiB, gradients 29.93 MiB, Adam's state 59.85 MiB" in lines[-1]
     mixed = ended(capsys, *arguments, "--mp", "bf16")[1]
     assert "gathered bytes" in mixed and "gathered bytes" not in out
     arguments += ["--mp", "bf16", "--wire", "int8"]

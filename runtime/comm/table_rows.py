@@ -124,7 +124,7 @@ def fetch_rows(
     asked = start_all_to_all(wanted, ranks, group).wait()
     places = wanted.cumsum(0).index_select(0, spots) - 1
     totals = [message.view(ranks, -1).sum(1, dtype=torch.int64) for message in (wanted, asked)]
-    read = torch.cat([*totals, is_wrong.any().view(1)]).cpu()
+    read = read_by_host(torch.cat([*totals, is_wrong.any().view(1)]))
     come, go, (refused,) = (part.tolist() for part in read.split([ranks, ranks, 1]))
     served = dealing.wait().view(-1, width)
     if refused:
@@ -134,6 +134,12 @@ def fetch_rows(
     fetched = _start_exchange(answers, go, come, group).wait().view(-1, width)
     values = fetched.index_select(0, places).view(*ids.shape, width)
     return values, places, asked, read[: 2 * ranks].view(2, ranks).clone()
+
+
+def read_by_host(counts: Tensor) -> Tensor:
+    """What the host waits for: how many rows this rank gets from each, how many it gives to each,
+    and whether an id is no row: `(2 * ranks + 1,)`."""
+    return counts.cpu()
 
 
 def return_rows(

@@ -20,6 +20,8 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardc.runtime.comm import table_rows
+
 LIBRARY = ctypes.CDLL(None)  # the stand-ins, which were loaded before all else
 TRANSFERS = ("c10d", "_c10d_functional", "symm_mem")
 """Namespaces of collectives, which the stand-in for NCCL notes."""
@@ -70,6 +72,11 @@ def _note_op(name: str, read: list[Any], written: list[Any]) -> None:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_OF_SEVERAL = {
+    "fetch_rows.default": table_rows.fetch_rows,
+    "return_rows.default": table_rows.return_rows,
+}
+"""Ops of the project that are made of operators and transfers."""
 
 
 class NotedOps(TorchDispatchMode):
@@ -83,6 +90,9 @@ class NotedOps(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in _OF_SEVERAL:
+            with self:
+                return _OF_SEVERAL[func.__name__](*args)
         result = func(*args, **(kwargs or {}))
         if isinstance(func, HigherOrderOperator):
             _note_op(func.name(), tree_leaves([args, kwargs or {}]), tree_leaves(result))

@@ -38,9 +38,21 @@ from torch.distributed.tensor.parallel import (
 
 import shardc
 from shardc.backend.graph_plan import graph_plans
+from shardc.runtime.comm import table_rows
 from shardc.runtime.compat import cache_counts
 
 STEPS = 3
+ROWS = 3
+"""How many rows of a table every rank wants of every other: no kernel counts them."""
+
+
+def _counted(counts: Tensor) -> Tensor:
+    read = counts.cpu().fill_(ROWS)
+    read[-1] = 0  # all numbers are rows
+    return read
+
+
+table_rows.read_by_host = _counted
 
 
 def run(setup: Setup, folder: Path) -> None:
