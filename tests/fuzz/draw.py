@@ -201,7 +201,14 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     ),
     "a last micro-batch without any parameter, while gradients wait": lambda case: (
         any(step.waits and not step.micro[-1].flag for step in case.steps)
-        and all(b.kind in ("maybe", "nest") for b in all_blocks(case.blocks))
+        and all(b.kind in ("maybe", "nest") or b.frozen for b in all_blocks(case.blocks))
+    ),
+    "torch: a compiled forward of a batch norm before the backward of an uncompiled one": (
+        lambda case: (
+            case.way == "mixed"
+            and any(micro.kind.startswith("two") for step in case.steps for micro in step.micro)
+            and _any(case, lambda block: block.kind == "batchnorm")
+        )
     ),
     "a retained graph's second backward, compiled, where gradients waited": lambda case: (
         _is_compiled(case)
