@@ -87,16 +87,17 @@ THEN = {
 }
 
 
+OPTIONS = '"fallback": False, "embedding_rows": True'
 COMPILE = {
     "eager": 'torch.compile(model, backend="shardc", options={"executor": "eager", '
-    '"fallback": False}%s)',
-    "inductor": 'torch.compile(model, backend="shardc", options={"fallback": False}%s)',
+    f"{OPTIONS}}}%s)",
+    "inductor": f'torch.compile(model, backend="shardc", options={{{OPTIONS}}}%s)',
 }
 
 
 def _caller(case: Case) -> str:
     dynamic = "" if case.dynamic is None else f", dynamic={case.dynamic}"
-    in_place = 'compile(backend="shardc", options={"executor": "eager", "fallback": False}'
+    in_place = f'compile(backend="shardc", options={{"executor": "eager", {OPTIONS}}}'
     lines = ["def caller(model):"]
     if case.way in COMPILE:
         lines.append(f"    return {COMPILE[case.way] % dynamic}")
