@@ -196,6 +196,34 @@ def test_what_is_loaded_trains_as_unsharded(mesh, folder):
     assert hits[1] == 1 and sorted(_gathered(hits[0])) == [0, 1]
 
 
+@on_ranks(2)
+def test_rows_of_tables_are_looked_up_by_what_is_loaded(mesh, folder):
+    def start():
+        torch._dynamo.reset()
+        forget_agreements()
+        counters.clear()
+        graph_plans.clear()
+        model = seeded(lambda: nn.Sequential(nn.Embedding(40, 16), nn.Linear(16, 4)))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        step = torch.compile(model, backend="shardc", options={"embedding_rows": True})
+        out = step(torch.arange(12).view(3, 4) % (9 + mesh.get_local_rank()))
+        out.square().sum().backward()
+        grads = [p.grad.full_tensor() for p in model.parameters()]
+        found = counters["aot_autograd"]["autograd_cache_hit"]
+        return found, [p.collectives for p in graph_plans], [out.detach(), *grads]
+
+    with _in(folder):
+        _, compiled, first = start()
+        found, loaded, second = start()
+    assert found == 1, found
+    assert loaded == compiled, (loaded, compiled)
+    assert any("fetch_rows" in line for line in loaded[0])
+    assert any("return_rows" in line for line in loaded[1])
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert first[1].count_nonzero() > 0
+
+
 def _batch(seed):
     torch.manual_seed(seed)
     return {"x": torch.randn(3, 5)}

@@ -94,14 +94,17 @@ def fetch_rows(
     segment: Tensor,
     ids: Tensor,
     dtype: torch.dtype,
-    device: torch.device,
+    device: torch.device | None,
     ranks: int,
     group: str,
     start: int,
     rows: int,
     width: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The rows `ids` of a table, of any shape: `(*ids.shape, width)`, as `dtype` on `device`.
+    """The rows `ids` of a table, of any shape: `(*ids.shape, width)`, as `dtype`.
+
+    Args:
+        device: where `ids` are and rows are sent from, if the segment lies elsewhere.
 
     Returns:
         The values; the place of each among the rows that were fetched; which of the rows that this
@@ -114,7 +117,7 @@ def fetch_rows(
     rank = compat.resolve_group(group).rank()
     table = _Table(rows, width, start, segment.numel(), rank, ranks, group)
     given, taken = table.dealt()
-    own = table.of_segment(segment).to(device, dtype)
+    own = table.of_segment(segment).to(device or segment.device, dtype)
     dealing = _start_exchange(own.index_select(0, table.order(own.device)), given, taken, group)
     flat = ids.reshape(-1)
     is_wrong = (flat < 0) | (flat >= rows)
@@ -189,7 +192,7 @@ def _start_exchange(rows: Tensor, given: list[int], taken: list[int], group: str
 
 _library = torch.library.Library("shardc", "FRAGMENT")
 _library.define(
-    "fetch_rows(Tensor segment, Tensor ids, ScalarType dtype, Device device, int ranks, str group, "
+    "fetch_rows(Tensor segment, Tensor ids, ScalarType dtype, Device? device, int ranks, str group, "
     "int start, int rows, int width) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
@@ -204,7 +207,7 @@ def _shapes_of_fetch(
     segment: Tensor,
     ids: Tensor,
     dtype: torch.dtype,
-    device: torch.device,
+    device: torch.device | None,
     ranks: int,
     group: str,
     start: int,

@@ -293,7 +293,7 @@ class _LookUp(torch.autograd.Function):
     ) -> Tensor:
         spec = moved.spec
         ctx.moved, ctx.slot, ctx.padding = moved, slot, padding
-        device = torch.device(spec.device or segment.device)
+        device = None if spec.device is None else torch.device(spec.device)
         table = spec.table(slot)
         with compat.annotate({"shardc": (moved,)}):
             fetched = torch.ops.shardc.fetch_rows(

@@ -19,7 +19,7 @@ import torch
 from shardc.runtime.compat.aot import functorch_config
 from shardc.runtime.compat.aot_devices import move_entry, own_gpu, with_index
 
-_FUNCTIONS = ("shardc.runtime.comm.unshard.unshard",)
+_FUNCTIONS = ("shardc.runtime.comm.unshard.unshard", "shardc.runtime.comm.unshard.look_up")
 """Our functions in Dynamo graphs which are no ops: AOT autograd traces through them."""
 
 Found = tuple[Any, bytes] | None
