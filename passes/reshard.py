@@ -20,6 +20,7 @@ The partitioner does the rest; the tags are those of activation checkpointing.
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -86,6 +87,8 @@ def _recompute_views_of_inputs(gm: GraphModule) -> None:
     would have to save the list that a split is.
     """
     for given in gm.graph.find_nodes(op="placeholder"):
+        if not isinstance(given.meta.get("val"), Tensor):
+            continue  # a size, which views of anything may have
         views = reach(lambda node: filter(is_view, node.users), *filter(is_view, given.users))
         if any("recompute" in view.meta for view in views):
             for view in views:
