@@ -192,8 +192,8 @@ def _start_exchange(rows: Tensor, given: list[int], taken: list[int], group: str
 
 _library = torch.library.Library("shardc", "FRAGMENT")
 _library.define(
-    "fetch_rows(Tensor segment, Tensor ids, ScalarType dtype, Device? device, int ranks, str group, "
-    "int start, int rows, int width) -> (Tensor, Tensor, Tensor, Tensor)"
+    "fetch_rows(Tensor segment, Tensor ids, ScalarType dtype, Device? device, int ranks, "
+    "str group, int start, int rows, int width) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
     "return_rows(Tensor grads, Tensor places, Tensor asked, Tensor counts, ScalarType dtype, "
