@@ -132,8 +132,7 @@ class _Forward:
             users = {user for node in aliases[root] for user in node.users if user.op != "output"}
             unit = self._unit_of(root)
             inside = all(self._unit_of(user) == unit for user in users)
-            told = any("recompute" in node.meta for node in aliases[root])
-            if unit is None or not inside or told or not _is_computed(root):
+            if unit is None or not inside or not _is_computed(root):
                 continue
             last = max((forward.places[user] for user in users), default=forward.places[root])
             readers = [u for node in nodes if node.name in read for u in read[node.name].users]

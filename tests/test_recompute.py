@@ -1,5 +1,7 @@
 """What a memory budget has the backward compute again: which values, at what price, exactly."""
 
+import functools
+
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from models import Gated, GatedBlock, seeded
 from ranks import on_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import shardc
 from shardc import fully_shard
@@ -89,9 +92,23 @@ def test_a_choice_holds_and_takes_what_it_is_thought_to(monkeypatch):
 
 def test_what_the_user_checkpoints_stays_as_it_is(monkeypatch):
     tried, model = _trials(monkeypatch), Gated()
-    model.checkpointed = (0, 2)
+    model.checkpointed = (0,)
+    saving = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    run = model.layers[2].forward
+    model.layers[2].forward = functools.partial(
+        checkpoint, run, use_reentrant=False, context_fn=saving
+    )
     _planned(model, torch.empty(4, 64, 32, device="meta"), "1GB")
-    assert {v.saved.unit for v in Tradeoff.of(tried[0]).values} == {"layers.1", "layers.3"}
+    values = [value.saved for value in Tradeoff.of(tried[0]).values]
+    assert {saved.unit for saved in values} == {"layers.1", "layers.3"}
+    assert "layers.* add" not in {saved.kind for saved in values}  # what a block returns
+
+
+def test_what_is_drawn_is_not_drawn_again(monkeypatch):
+    tried = _trials(monkeypatch)
+    _planned(Gated(dropout=0.1), torch.empty(4, 64, 32, device="meta"), "1GB", "eager")
+    kinds = {value.saved.kind for value in Tradeoff.of(tried[0]).values}
+    assert "layers.* mul" in kinds and not any("dropout" in kind for kind in kinds), kinds
 
 
 @on_ranks(2)
