@@ -83,7 +83,7 @@ def fetch_rows(gm: GraphModule, ctx: PassContext) -> GraphModule:
     options = ctx.options
     if options is None or options.embedding_rows is False or ctx.agree_on_choice is None:
         return gm
-    # Ranks know alike which tables would be worth it for one row, and compare where there are some.
+    # Ranks know alike which tables would be worth it for one row, and compare notes on those.
     found = [each for each in _lookups(gm) if _wins(each, 1, ctx)]
     if not found:
         return gm
@@ -144,8 +144,9 @@ def _wins(lookup: _Lookup, count: float, ctx: PassContext) -> bool:
     assert ctx.options is not None
     if ctx.options.embedding_rows:
         return True
-    profile = ctx.options.profile
-    return lookup.seconds(profile, count) < WORTH * whole_seconds(lookup.moved.spec, profile)
+    spec, profile = lookup.moved.spec, ctx.options.profile
+    is_alone = len(spec.shapes) == 1  # a bucket of others, too, may be gathered for those
+    return is_alone and lookup.seconds(profile, count) < WORTH * whole_seconds(spec, profile)
 
 
 def _count(ids: Node) -> float:

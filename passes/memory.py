@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from shardc.passes.context import (
+    FETCH,
+    RETURN,
     brings_parameters,
     is_all_gather,
     is_collective,
@@ -27,7 +29,13 @@ from shardc.passes.context import (
     kind_of,
     waits_for,
 )
-from shardc.passes.cost import evaluate, stays_in_registers, symbol_hints, tensor_bytes
+from shardc.passes.cost import (
+    evaluate,
+    stays_in_registers,
+    symbol_hints,
+    tensor_bytes,
+    transfer_bytes,
+)
 from shardc.passes.kernels import places_of_kernels
 from shardc.passes.used_slots import SEGMENT
 
@@ -99,6 +107,7 @@ def measure_liveness(
     changes = [
         *_lifetimes(counted, last, kinds, places),
         *_clones(nodes, roots, sizes, every=clones),
+        *_messages_of_rows(nodes, hints),
     ]
     curves = {kind: _held(kind, changes, len(nodes)) for kind in (*_KINDS, _OTHER)}
     returned = gm.graph.output_node().all_input_nodes
@@ -146,6 +155,14 @@ def _clones(
             size = sum(sizes.get(roots[i], 0) for i in node.all_input_nodes if i in roots)
             end = max((index[wait] for wait in waits_for(node)), default=len(nodes))
             yield _Held(_GRADIENTS, size, index[node], end)
+
+
+def _messages_of_rows(nodes: Sequence[Node], hints: Mapping[Any, int]) -> Iterator[_Held]:
+    """What is sent and what arrives while rows of a table are fetched or returned."""
+    for index, node in enumerate(nodes):
+        if node.target in (FETCH, RETURN):
+            nbytes = 2 * int(evaluate(transfer_bytes(node), hints))
+            yield _Held(_OTHER, nbytes, index, index)
 
 
 def _held(kind: str, held: Iterable[_Held], length: int) -> list[int]:

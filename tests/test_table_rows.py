@@ -11,8 +11,10 @@ from ranks import mesh_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+import shardc
 from shardc import MixedPrecisionPolicy, fully_shard
 from shardc.backend.agreements import Agreements
+from shardc.backend.graph_plan import graph_plans
 from shardc.passes.hardware import Link
 from shardc.runtime.layout.layout import Param, plan_buckets
 
@@ -222,6 +224,28 @@ def test_all_ranks_fetch_or_none(mesh):
         assert "all_to_all" not in _kinds(call, *2 * [tokens(0, (3, 5), VOCAB)])
     (asked,) = {(what, choice) for what, _, choice in seen}
     assert asked == ("which embeddings fetch rows", "[true]")
+
+
+def test_what_a_plan_says():
+    """A rank sends its part of the table and the rows; while it does, it holds them, and as many
+    that arrive."""
+    model, ids = nn.Sequential(nn.Embedding(4000, 64), nn.Linear(64, 8)), torch.arange(100)
+    table, row = 4000 * 64 * 4, 64 * 4
+    graph_plans.clear()
+    reports = [
+        shardc.explain(model, ids, world_size=8, units=nn.Embedding, profile=QUICK, options=options)
+        for options in ({"executor": "eager"}, {"executor": "eager", "embedding_rows": False})
+    ]
+    fetched, whole = ({row.kind: row for row in report.collectives} for report in reports)
+    assert {"fetch_rows", "return_rows"} == fetched.keys() - whole.keys()
+    sent = fetched["fetch_rows"].nbytes
+    assert sent == table / 8 + 100 * row + 4000
+    assert fetched["return_rows"].nbytes == table / 8 + 100 * row
+    forward, _, dense, _ = graph_plans
+    place = next(i for i, name in enumerate(forward.liveness.nodes) if name.startswith("fetch"))
+    assert 2 * sent <= forward.liveness.live[place] < 3 * sent
+    assert dense.liveness.peak > table
+    assert "fetch-rows" in str(reports[0]) or "fetch_rows" in str(reports[0])
 
 
 @on_ranks(2)
