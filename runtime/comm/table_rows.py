@@ -19,6 +19,7 @@ many these are: messages of rows are as long as they must be. The host waits onc
 to read how many rows go to and come from each rank.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -68,16 +69,6 @@ class _Table:
         begin = min(max(self.start - self.rank * self.size, 0), self.size)
         return segment.narrow(0, begin, len(held) * self.width).view(-1, self.width)
 
-    def dealt(self) -> tuple[list[int], list[int]]:
-        """How many rows of this rank's segment each serves; how many this serves of each."""
-        held = self.held(self.rank)
-        given = [len(held[_first(held, to, self.ranks) :: self.ranks]) for to in range(self.ranks)]
-        taken = [
-            len(theirs[_first(theirs, self.rank, self.ranks) :: self.ranks])
-            for theirs in map(self.held, range(self.ranks))
-        ]
-        return given, taken
-
     def order(self, device: torch.device) -> Tensor:
         """The rows held by the rank that serves them, as places in the segment."""
         held = self.held(self.rank)
@@ -85,9 +76,17 @@ class _Table:
         return (rows % self.ranks).argsort(stable=True)
 
 
-def _first(held: range, to: int, ranks: int) -> int:
-    """The place of the first row in `held` that rank `to` serves."""
-    return (to - held.start) % ranks
+@functools.lru_cache(64)
+def _dealt(table: _Table) -> tuple[list[int], list[int]]:
+    """How many rows of this rank's segment each rank serves; how many this one serves of each."""
+    given = [_count(table.held(table.rank), to, table.ranks) for to in range(table.ranks)]
+    taken = [_count(table.held(i), table.rank, table.ranks) for i in range(table.ranks)]
+    return given, taken
+
+
+def _count(held: range, to: int, ranks: int) -> int:
+    """How many rows in `held` rank `to` serves."""
+    return len(held[(to - held.start) % ranks :: ranks])
 
 
 def fetch_rows(
@@ -116,7 +115,7 @@ def fetch_rows(
     """
     rank = compat.resolve_group(group).rank()
     table = _Table(rows, width, start, segment.numel(), rank, ranks, group)
-    given, taken = table.dealt()
+    given, taken = _dealt(table)
     own = table.of_segment(segment).to(device or segment.device, dtype)
     dealing = _start_exchange(own.index_select(0, table.order(own.device)), given, taken, group)
     flat = ids.reshape(-1)
@@ -171,7 +170,7 @@ def return_rows(
     arrived = _start_exchange(sums, come, go, group).wait().view(-1, width)
     spots = _rows_of(asked, table, sum(go))
     served = aten.embedding_dense_backward(arrived, spots, table.served, -1, False)
-    given, taken = table.dealt()
+    given, taken = _dealt(table)
     back = _start_exchange(served, taken, given, group).wait().view(-1, width)
     part = served.new_zeros(size)
     table.of_segment(part).index_copy_(0, table.order(part.device), back)
