@@ -60,7 +60,6 @@ def coalesce(gm: GraphModule, ctx: PassContext) -> GraphModule:
         problem,
         [_kind(transfer, ctx) for transfer in events.gathers],
         [_kind(transfer, ctx) for transfer in events.reduces],
-        ctx.options.profile.message,
     )
     for transfers, groups in zip((events.gathers, events.reduces), merged, strict=True):
         for group in groups:
@@ -95,14 +94,13 @@ Groups = list[list[int]]
 
 
 def plan_groups(
-    problem: Problem, gather_kinds: Sequence[Any], reduce_kinds: Sequence[Any], message: float
+    problem: Problem, gather_kinds: Sequence[Any], reduce_kinds: Sequence[Any]
 ) -> tuple[Groups, Groups]:
     """Which gathers and which reductions travel together.
 
     Args:
         problem: one entry a collective.
         gather_kinds, reduce_kinds: only neighbours of equal kind are merged.
-        message: seconds that each merge saves on the wire.
     """
     gathers: Groups = [[index] for index in range(len(problem.gathers))]
     reduces: Groups = [[index] for index in range(len(problem.reduces))]
@@ -110,8 +108,8 @@ def plan_groups(
     def seconds() -> list[float]:
         trial = replace(
             problem,
-            gathers=tuple(_merged_gather(problem, group, message) for group in gathers),
-            reduces=tuple(_merged_reduce(problem, group, message) for group in reduces),
+            gathers=tuple(_merged_gather(problem, group) for group in gathers),
+            reduces=tuple(_merged_reduce(problem, group) for group in reduces),
         )
         timeline = plan_timeline(trial)
         return [simulate(trial, timeline, speed) for speed in SPEEDS]
@@ -137,21 +135,23 @@ def plan_groups(
     return gathers, reduces
 
 
-def _merged_gather(problem: Problem, group: list[int], message: float) -> Gather:
+def _merged_gather(problem: Problem, group: list[int]) -> Gather:
     members = [problem.gathers[index] for index in group]
     needed = min(member.needed for member in members)
-    return Gather(needed, *_together(members, message), members[0].wanted)
+    return replace(members[0], needed=needed, **_together(members))
 
 
-def _merged_reduce(problem: Problem, group: list[int], message: float) -> Reduce:
+def _merged_reduce(problem: Problem, group: list[int]) -> Reduce:
     members = [problem.reduces[index] for index in group]
-    return Reduce(max(member.ready for member in members), *_together(members, message))
+    ready = max(member.ready for member in members)
+    return replace(members[0], ready=ready, **_together(members))
 
 
-def _together(members: Sequence[Gather] | Sequence[Reduce], message: float) -> tuple[int, float]:
-    """Bytes and seconds of one message in the place of several."""
-    seconds = sum(member.seconds for member in members) - message * (len(members) - 1)
-    return sum(member.nbytes for member in members), seconds
+def _together(members: Sequence[Gather] | Sequence[Reduce]) -> dict[str, Any]:
+    """Bytes and seconds of one message in the place of several: what is fixed is paid once."""
+    seconds = sum(member.seconds for member in members)
+    saved = sum(member.fixed for member in members[1:])
+    return {"nbytes": sum(member.nbytes for member in members), "seconds": seconds - saved}
 
 
 # -- editing -------------------------------------------------------------------------------------

@@ -22,10 +22,13 @@ GATHERS = {
     c10d.all_gather_into_tensor_out.default,
     c10d.all_gather_into_tensor_coalesced.default,
     torch.ops.shardc.all_gather.default,
+    torch.ops.shardc.all_gather_in_steps.default,
 }
 FETCH, RETURN = torch.ops.shardc.fetch_rows.default, torch.ops.shardc.return_rows.default
+IN_STEPS = torch.ops.shardc.all_gather_in_steps.default
 _OWN = {
     torch.ops.shardc.all_gather.default,
+    IN_STEPS,
     torch.ops.shardc.reduce_scatter.default,
     FETCH,
     RETURN,
@@ -230,6 +233,8 @@ def ranks_in(node: Node) -> int:
     """Among how many ranks a collective goes."""
     if kind_of(node) == "all_to_all":
         return len(node.args[1])  # type: ignore[arg-type]
+    if node.target is IN_STEPS:
+        return moved_by(node)[0].spec.world_size
     given = [argument for argument in node.args if isinstance(argument, int)]
     return given[0] if given else next((m.spec.reduction.copies for m in moved_by(node)), 1)
 
@@ -242,6 +247,13 @@ def is_all_gather(node: Node) -> bool:
 def brings_parameters(node: Node) -> bool:
     """Whether the node starts what brings parameters, whole or rows of them; else gradients."""
     return is_all_gather(node) or node.target is FETCH
+
+
+def goes_inside(node: Node) -> bool:
+    """Whether the node starts the step of a reduction that stays inside of nodes."""
+    steps = (moved.spec.reduction.hierarchy for moved in moved_by(node))
+    reduces = not brings_parameters(node)
+    return reduces and any(step is not None and step.inside in node.args for step in steps)
 
 
 def is_collective(node: Node) -> bool:

@@ -24,7 +24,16 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from shardc.passes.context import FETCH, RETURN, WRITES, c10d, is_view, moved_by, readers_of
+from shardc.passes.context import (
+    FETCH,
+    IN_STEPS,
+    RETURN,
+    WRITES,
+    c10d,
+    is_view,
+    moved_by,
+    readers_of,
+)
 from shardc.passes.hardware import Profile, current_profile
 from shardc.runtime import compat
 from shardc.runtime.layout.spec import UnshardSpec
@@ -330,17 +339,28 @@ def among_copies(profile: Profile, shards: int) -> Profile:
 
 
 def _profile_of(node: Node, profile: Profile) -> Profile:
-    copied = [m.spec.world_size for m in moved_by(node) if _is_among_copies(node, m.spec)]
-    return among_copies(profile, copied[0]) if copied else profile
-
-
-def _is_among_copies(node: Node, spec: UnshardSpec) -> bool:
-    return spec.reduction.replicas is not None and spec.reduction.replicas in node.args
+    specs = [moved.spec for moved in moved_by(node)]
+    if node.target is IN_STEPS:
+        assert specs[0].hierarchy is not None
+        return among_copies(profile, specs[0].hierarchy.local)
+    for r, shards in ((spec.reduction, spec.world_size) for spec in specs):
+        if r.replicas is not None and r.replicas in node.args:
+            return among_copies(profile, shards)
+        if r.hierarchy is not None and r.hierarchy.across in node.args:
+            return among_copies(profile, r.hierarchy.local)
+    return profile
 
 
 def transfer_seconds(node: Node, world: Expr, profile: Profile) -> Expr:
-    """Seconds that a collective occupies the wire, after its input has come from the host."""
+    """Seconds that a collective occupies the wire, after its input has come from the host.
+
+    Of a gather in steps, those across nodes; `following_seconds` are inside of them.
+    """
     profile = _profile_of(node, profile)
+    if node.target is IN_STEPS:
+        nodes, local = node.args[3], node.args[5]
+        column = transfer_bytes(node) / local
+        return _from_host(node, profile) + collective_seconds(column, nodes, profile)
     if node.target in (FETCH, RETURN):
         return rows_seconds(_rows_sent(node), world, profile, back=node.target is RETURN)
     if node.target is c10d.all_to_all_single.default:
@@ -348,11 +368,32 @@ def transfer_seconds(node: Node, world: Expr, profile: Profile) -> Expr:
     rounds = _ROUNDS.get(node.target, 1)
     seconds = collective_seconds(transfer_bytes(node), world, profile, rounds)
     if node.target is torch.ops.shardc.all_gather.default:
-        segment = node.args[0]
-        if any(moved.spec.device is not None for moved in moved_by(node)):
-            read = tensor_bytes(segment.meta.get("val"))  # type: ignore[union-attr]
-            seconds = seconds + read / profile.host_bandwidth
+        seconds = seconds + _from_host(node, profile)
     return seconds
+
+
+def _from_host(node: Node, profile: Profile) -> Expr:
+    """Seconds for a gather's segment to come from the host; 0 where it is on the device."""
+    if all(moved.spec.device is None for moved in moved_by(node)):
+        return 0
+    segment = node.args[0]
+    return tensor_bytes(segment.meta.get("val")) / profile.host_bandwidth  # type: ignore[union-attr]
+
+
+def following_seconds(node: Node, profile: Profile) -> Expr:
+    """Seconds that a gather in steps takes inside of nodes; 0 for other collectives."""
+    if node.target is not IN_STEPS:
+        return 0
+    return collective_seconds(transfer_bytes(node), node.args[5], profile)
+
+
+def fixed_seconds(node: Node, world: int, profile: Profile) -> float:
+    """The part of `transfer_seconds` that does not depend on what is sent; among a known number of
+    ranks."""
+    profile = _profile_of(node, profile)
+    if node.target is c10d.all_to_all_single.default:
+        return float(exchange_seconds(0, world, profile))
+    return float(collective_seconds(0, world, profile, _ROUNDS.get(node.target, 1)))
 
 
 def rows_seconds(nbytes: Expr, ranks: int, profile: Profile, back: bool) -> Expr:

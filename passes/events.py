@@ -18,6 +18,7 @@ from shardc.passes.context import (
     PassContext,
     brings_parameters,
     describe,
+    goes_inside,
     is_all_gather,
     is_collective,
     is_view,
@@ -30,6 +31,8 @@ from shardc.passes.context import (
 )
 from shardc.passes.cost import (
     evaluate,
+    fixed_seconds,
+    following_seconds,
     node_seconds,
     symbol_hints,
     tensor_bytes,
@@ -48,6 +51,7 @@ class Transfer:
         after: its wait, then views of its result; for a reduction all that follows.
         step: the first step that reads a gather; for a reduction, the first that may follow it.
         unit: the number of the unit whose bucket it moves.
+        inside: of a reduction across nodes, those inside of them that it waits for.
     """
 
     start: Node
@@ -55,6 +59,7 @@ class Transfer:
     after: tuple[Node, ...]
     step: int
     unit: int
+    inside: tuple[Node, ...] = ()
 
     @property
     def is_gather(self) -> bool:
@@ -115,6 +120,8 @@ def read_events(gm: GraphModule) -> Events:
     transfers.sort(key=lambda t: t.step)
     transfers = _follow(transfers, fed_by, len(steps))
     positions = sorted({0, *(t.step for t in transfers)})
+    if any(goes_inside(start) for start in fed_by):
+        positions = _with_places_between(positions, len(steps))
     return Events(tuple(steps), tuple(transfers), tuple(positions))
 
 
@@ -164,19 +171,36 @@ def _give_to_following(attached: _Attached, fed_by: dict[Node, set[Node]]) -> No
 
 def _follow(transfers: list[Transfer], fed_by: dict[Node, set[Node]], end: int) -> list[Transfer]:
     """A reduction that waits for another starts when the next of those has started; the one that
-    waits for it in turn, with the one after."""
-    depths = {start: len(earlier) for start, earlier in fed_by.items()}
+    waits for it in turn, with the one after. Of one in two steps the second starts before the next
+    does, or earlier (`read_problem`)."""
+    depths = {start: _depth(start, fed_by) for start in fed_by}
     first = [t for t in transfers if not t.is_gather and not depths[t.start]]
     place = {t.start: index for index, t in enumerate(first)}
     result = []
     for transfer in transfers:
         depth = depths.get(transfer.start, 0)
         if depth:
-            own = next(place[start] for start in fed_by[transfer.start] if start in place)
+            own = max(place[start] for start in fed_by[transfer.start] if start in place)
             later = first[own + depth :]
-            transfer = replace(transfer, step=later[0].step if later else end)
+            step = later[0].step if later else end
+            inside = tuple(filter(goes_inside, fed_by[transfer.start]))
+            transfer = replace(transfer, step=step, inside=inside)
         result.append(transfer)
-    return sorted(result, key=lambda t: (t.step, depths.get(t.start, 0)))
+    return sorted(result, key=lambda t: (t.step, -1 if t.inside else depths.get(t.start, 0)))
+
+
+_PARTS = 4
+
+
+def _with_places_between(positions: list[int], end: int) -> list[int]:
+    """`positions`, and places between them that split their steps into equal parts."""
+    intervals = itertools.pairwise([*positions, end])
+    return sorted({a + (b - a) * part // _PARTS for a, b in intervals for part in range(_PARTS)})
+
+
+def _depth(start: Node, fed_by: dict[Node, set[Node]]) -> int:
+    """How many reductions it waits for, one after the other."""
+    return max((1 + _depth(earlier, fed_by) for earlier in fed_by[start]), default=0)
 
 
 def _tail(start: Node) -> list[Node]:
@@ -223,16 +247,36 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
         each = [transfer_seconds(node, ranks_in(node), options.profile) for node in sent]
         return sum(evaluate(seconds, hints) for seconds in each)
 
+    def then(transfer: Transfer) -> float:
+        return evaluate(following_seconds(transfer.start, options.profile), hints)
+
+    def fixed(transfer: Transfer) -> float:
+        return fixed_seconds(transfer.start, ranks_in(transfer.start), options.profile)
+
     def nbytes(*nodes: Node) -> int:
         return int(sum(evaluate(tensor_bytes(node.meta.get("val")), hints) for node in nodes))
 
     gathers, reduces = events.gathers, events.reduces
     wanted = options.wanted(ctx.phase, [(g.unit, events.of(g)) for g in gathers])
     gathered = [
-        Gather(events.of(g), nbytes(g.start), wire(g), w)
+        Gather(events.of(g), nbytes(g.start), wire(g), w, then(g), fixed(g))
         for g, w in zip(gathers, wanted, strict=True)
     ]
-    made = [Reduce(events.of(r), nbytes(*r.start.all_input_nodes), wire(r)) for r in reduces]
+    inside = {r.start: r for r in reduces if goes_inside(r.start)}
+
+    def ready(reduce: Transfer) -> int:
+        earlier = [inside[start] for start in reduce.inside]
+        event = max(map(events.of, earlier), default=events.of(reduce))
+        left = sum(map(wire, earlier))
+        while event < events.of(reduce) and left > 0:
+            left -= seconds[event]
+            event += 1
+        return event
+
+    made = [
+        Reduce(ready(r), nbytes(*operands), wire(r), goes_inside(r.start), fixed(r))
+        for r, operands in ((r, r.start.all_input_nodes) for r in reduces)
+    ]
     ahead = ctx.kept.ahead
     limits = Limits(
         ahead * _largest_unit((t.unit, g.nbytes) for t, g in zip(gathers, gathered, strict=True)),

@@ -33,9 +33,10 @@ def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
             keys[node] = (order[start], _GATHER, number)
         for node in gather.after:
             keys[node] = (gather.step, _READ, number)
-    for number, (reduce, wait) in enumerate(zip(events.reduces, timeline.waits, strict=True)):
+    planned = zip(events.reduces, problem.reduces, timeline.waits, strict=True)
+    for number, (reduce, in_numbers, wait) in enumerate(planned):
         for node in (*reduce.before, reduce.start):
-            keys[node] = (reduce.step, _REDUCE, number)
+            keys[node] = (order[in_numbers.ready], _REDUCE, number)
         for node in reduce.after:
             keys[node] = (order[wait], _WAIT_REDUCE, number)
     reorder(gm, keys)

@@ -2,7 +2,8 @@
 
 A graph is seen as a line of events, the places where a collective may start: between two events
 lies compute that takes some seconds. Gathers are needed at an event; reductions are ready at one.
-There is one wire, which sends in the order it is given.
+There is one wire, which sends in the order it is given. Where collectives go in two steps, those
+inside of nodes have wires of their own, gathers one and reductions one, as they have communicators.
 
 A gather starts as late as it can and still be there when it is needed (`_latest`), but no later
 than a hint asks, and no earlier than the bytes in flight allow (`_earliest`). Starting earlier
@@ -16,24 +17,42 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gather:
-    """An all-gather: `needed` is the event before its first reader, `nbytes` what it makes live.
+    """An all-gather.
 
-    `wanted` is the event at which a prefetch hint asks for it; None leaves it to the plan.
+    Attributes:
+        needed: the event before its first reader.
+        nbytes: what it makes live.
+        seconds: on the wire.
+        wanted: the event at which a prefetch hint asks for it; None leaves it to the plan.
+        then: seconds that follow on the wire inside of nodes.
+        fixed: the part of `seconds` that it takes whatever it sends.
     """
 
     needed: int
     nbytes: int
     seconds: float
     wanted: int | None = None
+    then: float = 0.0
+    fixed: float = 0.0
 
 
 @dataclass(frozen=True)
 class Reduce:
-    """A reduction: `ready` is an event, `nbytes` its input, live from then until the wait."""
+    """A reduction.
+
+    Attributes:
+        ready: the event at which its input is there.
+        nbytes: of its input, live from then until the wait.
+        seconds: on the wire.
+        inside: whether that is the wire inside of nodes.
+        fixed: the part of `seconds` that it takes whatever it sends.
+    """
 
     ready: int
     nbytes: int
     seconds: float
+    inside: bool = False
+    fixed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -79,8 +98,12 @@ class Problem:
 
     @property
     def wire_seconds(self) -> float:
-        """What the wire needs for everything."""
-        return sum(g.seconds for g in self.gathers) + sum(r.seconds for r in self.reduces)
+        """What the wire that is busiest needs for everything."""
+        sent = {"gathers": 0.0, "wire": sum(g.seconds for g in self.gathers), "reductions": 0.0}
+        for reduce in self.reduces:
+            sent["reductions" if reduce.inside else "wire"] += reduce.seconds
+        sent["gathers"] = sum(gather.then for gather in self.gathers)
+        return max(sent.values())
 
 
 MARGIN = 2.0
@@ -103,22 +126,33 @@ def plan_timeline(problem: Problem) -> Timeline:
 
 
 class Clock:
-    """Time in a step: compute goes on by itself, transfers queue on the one wire.
+    """Time in a step: compute goes on by itself, transfers queue on their wire.
 
     Attributes:
         now: seconds of compute, stalls included.
-        wire: when the wire is done with all that was started.
         arrived: when each transfer that was started is done.
     """
 
     def __init__(self) -> None:
-        self.now = self.wire = 0.0
+        self.now = 0.0
         self.arrived: dict[Hashable, float] = {}
+        self._free = {"wire": 0.0, "gathers inside": 0.0, "reductions inside": 0.0}
 
-    def start(self, transfer: Hashable, seconds: float) -> float:
-        """Send something, behind what is on the wire; when the wire begins to."""
-        begin = max(self.wire, self.now)
-        self.wire = self.arrived[transfer] = begin + seconds
+    def start(
+        self, transfer: Hashable, seconds: float, inside: bool = False, then: float = 0.0
+    ) -> float:
+        """Send something, behind what is on its wire; when that begins to.
+
+        Args:
+            seconds: on the wire; with `inside`, on that of reductions inside of nodes.
+            then: on that of gathers inside of nodes, afterwards.
+        """
+        queue = "reductions inside" if inside else "wire"
+        begin = max(self._free[queue], self.now)
+        end = self._free[queue] = begin + seconds
+        if then:
+            end = self._free["gathers inside"] = max(self._free["gathers inside"], end) + then
+        self.arrived[transfer] = end
         return begin
 
     def wait(self, transfer: Hashable) -> None:
@@ -128,7 +162,7 @@ class Clock:
     @property
     def end(self) -> float:
         """When all compute and all transfers are done."""
-        return max(self.now, self.wire)
+        return max(self.now, *self._free.values())
 
 
 def simulate(problem: Problem, timeline: Timeline, speed: float = 1.0) -> float:
@@ -148,12 +182,14 @@ def simulate(problem: Problem, timeline: Timeline, speed: float = 1.0) -> float:
     clock = Clock()
     for event, interval in enumerate([*problem.seconds, 0.0]):
         for index in started[event]:
-            clock.start(index, problem.gathers[index].seconds)
+            gather = problem.gathers[index]
+            clock.start(index, gather.seconds, then=gather.then)
         for index in ready[event]:
             for earlier in waited[event]:
                 if event < end and ~earlier in clock.arrived:
                     clock.wait(~earlier)
-            clock.start(~index, problem.reduces[index].seconds)  # ~: another key than a gather's
+            reduce = problem.reduces[index]
+            clock.start(~index, reduce.seconds, reduce.inside)  # ~: another key than a gather's
         for index in needed[event]:
             clock.wait(index)
         clock.now += interval / speed
@@ -167,8 +203,8 @@ def _latest(problem: Problem) -> list[int]:
     for interval in seconds:
         clock.append(clock[-1] + interval / MARGIN)
     latest = [0] * len(gathers)
-    must_end = float("inf")
-    event, pending = len(seconds), list(problem.reduces)
+    must_end = must_end_inside = float("inf")
+    event, pending = len(seconds), [reduce for reduce in problem.reduces if not reduce.inside]
     for index in reversed(range(len(gathers))):
         gather = gathers[index]
         # Reductions that become ready before this one is needed may be ahead of it on the wire.
@@ -178,7 +214,10 @@ def _latest(problem: Problem) -> list[int]:
         previous = gathers[index - 1].needed if index else 0
         while pending and pending[-1].ready > previous:
             ahead += pending.pop().seconds
-        must_end = min(must_end, clock[gather.needed]) - gather.seconds - ahead
+        arrives = clock[gather.needed]
+        if gather.then:
+            arrives = must_end_inside = min(must_end_inside, arrives) - gather.then
+        must_end = min(must_end, arrives) - gather.seconds - ahead
         event = min(event, gather.needed)
         while event > 0 and clock[event] > must_end:
             event -= 1

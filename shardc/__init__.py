@@ -28,7 +28,7 @@ from shardc.runtime.modules.summon import summon_full_params
 from shardc.runtime.tensor.shard_gathers import strict
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.sharding.materialize import materialize
-from shardc.sharding.mesh import hybrid_mesh
+from shardc.sharding.mesh import hierarchical_mesh, hybrid_mesh
 from shardc.sharding.same_values import check_same_values
 from shardc.sharding.shard import fully_shard
 from shardc.sharding.units import units_of
@@ -70,6 +70,7 @@ __all__ = [
     "get_optimizer_state_dict",
     "get_profile",
     "get_state_dict",
+    "hierarchical_mesh",
     "hybrid_mesh",
     "load_pretrained",
     "materialize",

@@ -170,6 +170,8 @@ class Wire(CompiledMode):
             group = next(given for given in reversed(args) if isinstance(given, str))
             ranks = compat.resolve_group(group).size()
             self.sent += [Message(kind, ranks, value.dtype) for value in inputs]
+        if op._opname == "all_gather_in_steps":  # the second is sent by the wait
+            self.sent += [Message("all_gather", ranks, args[1]) for ranks in (args[3], args[5])]
         if op._opname in ("fetch_rows", "return_rows"):  # they send several messages
             with self:
                 return getattr(table_rows, op._opname)(*args)

@@ -20,11 +20,11 @@ def problems(draw):
     events = st.integers(0, len(seconds) - 1)
     needed = sorted(draw(st.lists(events, max_size=10)))
     ready = sorted(draw(st.lists(st.integers(0, len(seconds)), max_size=10)))
-    sizes = st.integers(1, 50)
+    sizes, then = st.integers(1, 50), TIMES if draw(st.booleans()) else st.just(0.0)
     return Problem(
         seconds,
-        tuple(Gather(event, draw(sizes), draw(TIMES)) for event in needed),
-        tuple(Reduce(event, draw(sizes), draw(TIMES)) for event in ready),
+        tuple(Gather(event, draw(sizes), draw(TIMES), then=draw(then)) for event in needed),
+        tuple(Reduce(event, draw(sizes), draw(TIMES), draw(st.booleans())) for event in ready),
         Limits(draw(st.integers(0, 120)), draw(st.integers(0, 120)), draw(st.none() | st.just(2))),
     )
 
@@ -81,6 +81,20 @@ def test_a_gather_starts_before_what_would_be_ahead_of_it_on_the_wire():
     assert plan_timeline(replace(alone, reduces=(reduce,))).starts == (2,)
 
 
+def test_what_goes_inside_of_nodes_has_wires_of_its_own():
+    gathers = tuple(Gather(event, 10, 1.0, then=1.0) for event in range(8))
+    problem = Problem((4.0,) * 8, gathers, (), Limits(1000, 1000))
+    assert plan_timeline(problem).starts == (0, 0, 1, 2, 3, 4, 5, 6)
+    assert simulate(problem, plan_timeline(problem)) == 2 + 8 * 4
+    behind = replace(problem, seconds=(0.0,) * 8)  # the wire does all of it
+    assert simulate(behind, plan_timeline(behind)) == 8 + 1
+    gather, inside = Gather(5, 10, 1.0, then=1.0), Reduce(3, 10, 2.0, inside=True)
+    problem = Problem((2.0,) * 6, (gather,), (inside,), Limits(100, 100))
+    assert plan_timeline(problem).starts == (3,), "a reduction inside is not ahead of it"
+    both = replace(problem, reduces=(replace(inside, inside=False),))
+    assert plan_timeline(both).starts == (1,)
+
+
 def test_a_slow_wire_is_never_idle():
     gathers = tuple(Gather(event, 10, 3.0) for event in range(8))
     problem = Problem((1.0,) * 8, gathers, (), Limits(20, 20))
@@ -124,18 +138,18 @@ def test_a_gather_starts_where_a_hint_asks_for_it():
 
 
 def test_what_delays_nothing_is_sent_together():
-    gathers = tuple(Gather(event, 1, 0.3) for event in range(12))
+    gathers = tuple(Gather(event, 1, 0.3, fixed=0.2) for event in range(12))
     problem = Problem((1.0,) * 12, gathers, (), Limits(100, 100))
-    groups, _ = plan_groups(problem, ["same"] * 12, [], message=0.2)
+    groups, _ = plan_groups(problem, ["same"] * 12, [])
     assert groups[0] == [0]  # the first is not delayed
     assert sum(map(len, groups)) == 12 and len(groups) < 12
-    unlike, _ = plan_groups(problem, [str(index) for index in range(12)], [], message=0.2)
+    unlike, _ = plan_groups(problem, [str(index) for index in range(12)], [])
     assert unlike == [[index] for index in range(12)]
 
 
 def test_what_is_sent_together_is_at_most_half_of_what_may_be_under_way():
-    gathers = tuple(Gather(event, 10, 0.3) for event in range(12))
+    gathers = tuple(Gather(event, 10, 0.3, fixed=0.2) for event in range(12))
     for limit, most in ((1000, 8), (60, 3)):
         problem = Problem((1.0,) * 12, gathers, (), Limits(limit, limit))
-        groups, _ = plan_groups(problem, ["same"] * 12, [], message=0.2)
+        groups, _ = plan_groups(problem, ["same"] * 12, [])
         assert max(map(len, groups)) == most

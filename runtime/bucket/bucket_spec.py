@@ -11,7 +11,8 @@ import torch
 from shardc.runtime import compat
 from shardc.runtime.comm.backends import backend_of
 from shardc.runtime.comm.communicators import own_group
-from shardc.runtime.layout.spec import Reduction, UnshardSpec
+from shardc.runtime.comm.hierarchy import own_hierarchy
+from shardc.runtime.layout.spec import Hierarchy, Reduction, UnshardSpec
 from shardc.runtime.layout.wire_format import WireFormat
 
 if TYPE_CHECKING:
@@ -25,27 +26,46 @@ class Groups:
     Attributes:
         gather, reduce: for gathers; for reductions, if that is not the mesh's own.
         recut: (ranks, group) among which the backward gathers, where not among all.
+        gather_steps, reduce_steps: the same two where there are two steps.
         mean_op: "avg" where reductions average by themselves, else "sum".
     """
 
     gather: str
     reduce: str | None
     recut: tuple[int, str] | None
+    gather_steps: Hierarchy | None
+    reduce_steps: Hierarchy | None
     mean_op: str
 
 
 def groups_for(bucket: "Bucket") -> Groups:
     """Those that its settings ask for, made at first use; every rank of the bucket must call it."""
-    settings, shared = bucket.settings, bucket.ranks.shard
+    settings, shared, steps = bucket.settings, bucket.ranks.shard, bucket.ranks.hierarchy
+    asked = {"gather": settings.gathers_on, "reduce": settings.reduces_on}
     own = {
         purpose: own_group(shared, purpose, on == "urgent")
-        for purpose, on in (("gather", settings.gathers_on), ("reduce", settings.reduces_on))
+        for purpose, on in asked.items()
         if on != "shared"
     }
+    gather_steps = reduce_steps = steps
+    if steps is not None:  # what waits for the network must not hold up what does not
+        reduce_steps = own_hierarchy(steps, "reduce", asked["reduce"] == "urgent")
+        if "gather" in own:
+            gather_steps = own_hierarchy(steps, "gather", asked["gather"] == "urgent")
     size = settings.reshard_after_forward
-    part = None if isinstance(size, bool) else (size, own_group(shared, f"of_{size}", size=size))
+    part = None
+    if not isinstance(size, bool):
+        inside = steps.inside if steps is not None and size == steps.local else None
+        part = size, inside or own_group(shared, f"of_{size}", size=size)
     mean_op = "avg" if backend_of(shared, bucket.device.type).averages else "sum"
-    return Groups(own.get("gather", shared), own.get("reduce"), part, mean_op)
+    return Groups(
+        gather=own.get("gather", shared),
+        reduce=own.get("reduce"),
+        recut=part,
+        gather_steps=gather_steps,
+        reduce_steps=reduce_steps,
+        mean_op=mean_op,
+    )
 
 
 def spec_for(bucket: "Bucket", groups: Groups, evaluating: bool = False) -> UnshardSpec:
@@ -55,6 +75,7 @@ def spec_for(bucket: "Bucket", groups: Groups, evaluating: bool = False) -> Unsh
     computed, _ = settings.dtypes(stored, evaluating)
     _, reduced = settings.dtypes(stored, evaluating=False)
     memory, _ = _memory(bucket)
+    own = settings.all_gather is not None or memory is not None
     return UnshardSpec(
         dtype=stored,
         world_size=layout.world_size,
@@ -74,6 +95,7 @@ def spec_for(bucket: "Bucket", groups: Groups, evaluating: bool = False) -> Unsh
         memory=memory,
         extension=None if bucket.extension is None else bucket.extension.key,
         wire=None if settings.is_full_precision(evaluating) else _wire(bucket, "gather"),
+        hierarchy=None if own or bucket.extension is not None else groups.gather_steps,
         hints=bucket.unit.hints if bucket.unit is not None else (),
     )
 
@@ -126,6 +148,7 @@ def _reduction(bucket: "Bucket", groups: Groups, dtype: torch.dtype) -> Reductio
         return Reduction(dtype=dtype, sync=not any(bucket.trainable))
     last = dtype == bucket.segment.dtype and settings.hook is None and not is_elsewhere(bucket)
     _, memory = _memory(bucket)
+    own = settings.reduce_function or settings.reduce_scatter or memory
     op, before, after = settings.division(ranks.world_size * ranks.copies, dtype, groups.mean_op)
     return Reduction(
         op=op,
@@ -145,4 +168,5 @@ def _reduction(bucket: "Bucket", groups: Groups, dtype: torch.dtype) -> Reductio
         hook=settings.hook,
         hook_sees_mean=dtype != torch.float16 and not settings.force_sum,
         wire=_wire(bucket, "reduce"),
+        hierarchy=groups.reduce_steps if own is None else None,
     )

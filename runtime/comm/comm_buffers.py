@@ -1,6 +1,7 @@
 """Collectives that see to the memory they work in: a segment on the host, or buffers of the group.
 
     shardc::all_gather(segment, dtype, device, ranks, group, memory)
+    shardc::all_gather_in_steps(segment, dtype, device, nodes, across, local, inside)
     shardc::reduce_scatter(flat, op, ranks, group, memory)
 
 They start a collective, as the functional ones do, and are waited for in the same way; in a graph
@@ -8,6 +9,10 @@ the passes move them like those. The gather is in place: the segment is copied, 
 to where its part lies in the result. `memory` says where buffers come from: "group", the process
 group's own allocator (NCCL: registered memory, for transfers without copies); "symmetric", torch's
 symmetric memory; None, the device's allocator. Among one rank they are copies, without a message.
+
+A gather in steps goes across nodes first, then inside of each, both in place (`hierarchy`). The
+second step starts when the first is done, on a stream of its own, so compute waits for neither;
+where the host does what a collective does (gloo), the wait starts it.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +22,8 @@ from torch import Tensor
 
 from shardc.runtime import compat
 from shardc.runtime.comm import collectives
-from shardc.runtime.comm.host_copies import copy_in
+from shardc.runtime.comm.backends import backend_of
+from shardc.runtime.comm.host_copies import copy_in, stream_of
 
 
 def _allocate(
@@ -54,6 +60,40 @@ def _all_gather(
     return full
 
 
+def _all_gather_in_steps(
+    segment: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    nodes: int,
+    across: str,
+    local: int,
+    inside: str,
+) -> Tensor:
+    """Gather `segment: (S,)`, as `dtype`, on `device`: `(local * nodes * S,)`."""
+    size = segment.numel()
+    full = torch.empty(local * nodes * size, dtype=dtype, device=device)
+    column = full.view(local, -1)[compat.resolve_group(inside).rank()]
+    part = column.view(nodes, -1)[compat.resolve_group(across).rank()]
+    behind: AbstractContextManager[object] = nullcontext()
+    if segment.device.type == device.type:
+        part.copy_(segment)
+    else:
+        behind = copy_in(segment, part)
+    with behind:
+        collectives.start_all_gather_into(column, part, nodes, across)
+
+    def follow() -> None:
+        collectives.ops.wait_tensor(column)
+        collectives.start_all_gather_into(full, column, local, inside)
+
+    if device.type == "cpu" or backend_of(across, device.type).on_host:
+        compat.follow_when_waited_for(full, follow)
+    else:
+        with stream_of(device, "steps"):
+            follow()
+    return full
+
+
 def _reduce_scatter(flat: Tensor, op: str, ranks: int, group: str, memory: str | None) -> Tensor:
     """Reduce `flat: (ranks * S,)` over the ranks: this rank's part, `(S,)`."""
     if ranks == 1:
@@ -70,13 +110,25 @@ _library.define(
     "all_gather(Tensor segment, ScalarType dtype, Device device, int ranks, str group, "
     "str? memory) -> Tensor"
 )
+_library.define(
+    "all_gather_in_steps(Tensor segment, ScalarType dtype, Device device, int nodes, str across, "
+    "int local, str inside) -> Tensor"
+)
 _library.define("reduce_scatter(Tensor flat, str op, int ranks, str group, str? memory) -> Tensor")
 _library.impl("all_gather", _all_gather, "CompositeExplicitAutograd")
+_library.impl("all_gather_in_steps", _all_gather_in_steps, "CompositeExplicitAutograd")
 _library.impl("reduce_scatter", _reduce_scatter, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "shardc::all_gather",
     lambda segment, dtype, device, ranks, group, memory: segment.new_empty(
         ranks * segment.numel(), dtype=dtype, device=device
+    ),
+    lib=_library,
+)
+torch.library.register_fake(
+    "shardc::all_gather_in_steps",
+    lambda segment, dtype, device, nodes, across, local, inside: segment.new_empty(
+        local * nodes * segment.numel(), dtype=dtype, device=device
     ),
     lib=_library,
 )

@@ -6,6 +6,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.runtime import compat
 from shardc.runtime.comm.communicators import group_over
+from shardc.runtime.comm.hierarchy import hierarchy_of
+from shardc.runtime.layout.spec import Hierarchy
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,7 @@ class Ranks:
         shard: the ranks among which a bucket is cut; `world_size` of them, this one is `rank`.
         replicas: the ranks that hold the same segment, `copies` of them; None without copies.
         everyone: all of them.
+        hierarchy: the steps in which the ranks of `shard` gather, where these are two.
     """
 
     shard: str
@@ -24,6 +27,7 @@ class Ranks:
     replicas: str | None
     copies: int
     everyone: str
+    hierarchy: Hierarchy | None = None
 
 
 def ranks_of(mesh: DeviceMesh) -> Ranks:
@@ -31,7 +35,7 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
     shard = compat.group_name(mesh.get_group(mesh.ndim - 1))
     size, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
     if mesh.ndim == 1:
-        return Ranks(shard, size, rank, None, 1, shard)
+        return Ranks(shard, size, rank, None, 1, shard, hierarchy_of(mesh.get_group()))
     copies = mesh.size(0)
     replicas = compat.group_name(mesh.get_group(0)) if copies > 1 else None
     one = mesh.get_group(0)

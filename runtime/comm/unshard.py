@@ -81,6 +81,9 @@ def _start_quantised_gather(segment: Tensor, spec: UnshardSpec, form: WireFormat
 
 def _start_gather(local: Tensor, spec: UnshardSpec, dtype: torch.dtype) -> Started:
     """Start to gather what every rank has of the same size, as `dtype`, where it is computed on."""
+    if spec.hierarchy is not None:
+        device = torch.device(spec.device or local.device)
+        return Started(torch.ops.shardc.all_gather_in_steps(local, dtype, device, *spec.hierarchy))
     own = spec.device is not None or spec.memory is not None or spec.world_size == 1
     if spec.gather is None and own:
         device = torch.device(spec.device or local.device)
@@ -124,7 +127,8 @@ def pack_gradients(
         None if slot is None or not spec.trainable[slot] else grads[slot] for _, slot in spec.pieces
     ]
     r = spec.reduction
-    quantised = r.wire is not None and r.replicas is None and r.sync and r.predivide == 1
+    at_once = r.replicas is None and r.hierarchy is None
+    quantised = r.wire is not None and at_once and r.sync and r.predivide == 1
     dtype = spec.compute_dtype if quantised and pending is None else _dtype_of_sum(spec)
     return torch.ops.shardc.pack(parts, [size for size, _ in spec.pieces], dtype, pending)
 
@@ -168,6 +172,8 @@ def reducing(
     elif r.scatter is not None:
         custom = torch.ops.shardc.custom_reduce_scatter
         started = Started(custom(flat, r.op, world, group, r.scatter), done=True)
+    elif r.hierarchy is not None:
+        return (yield from _reducing_in_steps(flat, spec, partial, segment))
     elif r.wire is not None and r.replicas is None:
         dtype = _dtype_of_sum(spec)
         started = _start_quantised_reduce(flat, r.wire, r.op, world, group, dtype)
@@ -203,6 +209,23 @@ def _following(
         return part.to(spec.dtype)
     assert segment is not None
     return torch.ops.shardc.to_host(part, segment)
+
+
+def _reducing_in_steps(
+    flat: Tensor, spec: UnshardSpec, partial: Tensor | None, segment: Tensor | None
+) -> Steps:
+    """Reduce inside nodes, in full precision, then across nodes."""
+    r, h = spec.reduction, spec.reduction.hierarchy
+    assert h is not None
+    started = collectives.start_reduce_scatter(flat, r.op, h.local, h.inside)
+    del flat
+    part = yield started
+    if r.wire is None:
+        started = collectives.start_reduce_scatter(part, r.op, h.nodes, h.across)
+    else:
+        started = _start_quantised_reduce(part, r.wire, r.op, h.nodes, h.across, part.dtype)
+    del part
+    return (yield from _following((yield started), spec, partial, segment))
 
 
 def _start_quantised_reduce(

@@ -5,7 +5,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -58,8 +58,12 @@ def resolve_group(name: str) -> dist.ProcessGroup:
         ) from error
 
 
-def new_group(ranks: list[int], purpose: str, **options: Any) -> dist.ProcessGroup:
+def new_group(
+    ranks: list[int], purpose: str, keeps_order: bool = False, **options: Any
+) -> dist.ProcessGroup:
     """A group of those global ranks, each of which calls it: `dist.new_group` among them only.
+
+    Ranks are numbered in ascending order, as torch does by default, or in the order given.
 
     torch names such a group after its ranks and the number of groups that this process is in, so
     ranks that are in different numbers of groups would wait for each other without an end. Ours is
@@ -68,7 +72,11 @@ def new_group(ranks: list[int], purpose: str, **options: Any) -> dist.ProcessGro
     from torch.distributed import distributed_c10d
 
     name = "_".join(["shardc", purpose, *map(str, ranks)])
-    with mock.patch.object(distributed_c10d, "_hash_ranks_to_str", lambda ranks: name):
+    put_in_order = list if keeps_order else sorted  # 2.11 has no option for it
+    with (
+        mock.patch.object(distributed_c10d, "_hash_ranks_to_str", lambda ranks: name),
+        mock.patch.object(distributed_c10d, "sorted", put_in_order, create=True),
+    ):
         return dist.new_group(ranks, use_local_synchronization=True, **options)
 
 
@@ -104,6 +112,19 @@ def groups_within(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
 
     own, groups = set(dist.get_process_group_ranks(group)), distributed_c10d._world.pg_group_ranks
     return [one for one, ranks in list(groups.items()) if len(ranks) > 1 and own.issuperset(ranks)]
+
+
+def follow_when_waited_for(value: Tensor, start: Callable[[], object]) -> None:
+    """Have the wait for `value` call `start`, and wait for what that starts into it (2.11 to
+    2.15)."""
+    c10d: Any = torch._C._distributed_c10d  # the stubs lack it
+
+    def finish(timeout: timedelta) -> bool:
+        start()
+        torch.ops._c10d_functional.wait_tensor(value)
+        return True
+
+    c10d._register_work(value, c10d.PythonCallbackWork(finish))
 
 
 def flight_record_path(default: str = "") -> str | None:

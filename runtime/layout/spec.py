@@ -15,6 +15,20 @@ import torch
 from shardc.runtime.layout.wire_format import WireFormat
 
 
+class Hierarchy(NamedTuple):
+    """The two steps in which all ranks of several nodes gather: across nodes, then inside of each.
+
+    Attributes:
+        nodes, across: one rank of each node; the first step goes among them.
+        local, inside: the ranks of one node; the second step goes among them.
+    """
+
+    nodes: int
+    across: str
+    local: int
+    inside: str
+
+
 @dataclass(frozen=True)
 class Reduction:
     """How the gradient of a bucket travels back to the segments.
@@ -35,7 +49,9 @@ class Reduction:
         memory: where the buffers of the reduce-scatter come from; None for the device's allocator.
         hook: the user's function that is given the reduced gradient, by key.
         hook_sees_mean: whether that is after all divisions, as where the backend averages.
-        wire: how it travels, where that is not in its dtype; with `replicas`, among those.
+        wire: how it travels, where that is not in its dtype; with `replicas`, among those; with
+            `hierarchy`, across nodes.
+        hierarchy: the steps of a reduce-scatter, last one first; None for one step.
     """
 
     op: str = "sum"
@@ -56,12 +72,14 @@ class Reduction:
     hook: str | None = None
     hook_sees_mean: bool = True
     wire: WireFormat | None = None
+    hierarchy: Hierarchy | None = None
 
     @property
     def kinds(self) -> list[str]:
         """The collectives that follow each other, by kind."""
         if self.replicas is None:
-            return ["reduce_scatter" if self.wire is None else "all_to_all"]
+            last = "reduce_scatter" if self.wire is None else "all_to_all"
+            return [last] if self.hierarchy is None else ["reduce_scatter", last]
         across = ["all_reduce"] if self.wire is None else ["all_to_all", "all_to_all"]
         return ["reduce_scatter", *(across if self.all_reduce else [])]
 
@@ -88,6 +106,7 @@ class UnshardSpec:
         extension: what the parameter sends and makes of what it gets, by key, where its subclass
             says that (`tensor.extension`).
         wire: how segments travel, where that is not in the dtype that they are computed in.
+        hierarchy: the steps of a gather; None for one step.
         hints: wishes for the schedule, here so that a change of them compiles anew.
     """
 
@@ -109,6 +128,7 @@ class UnshardSpec:
     memory: str | None = None
     extension: str | None = None
     wire: WireFormat | None = None
+    hierarchy: Hierarchy | None = None
     hints: tuple[object, ...] = ()
 
     @property

@@ -12,6 +12,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from shardc.passes.context import (
+    goes_inside,
     is_collective,
     is_wait,
     kind_of,
@@ -23,6 +24,7 @@ from shardc.passes.context import (
 from shardc.passes.cost import (
     evaluate,
     first_made,
+    following_seconds,
     node_flops,
     node_seconds,
     symbol_hints,
@@ -111,8 +113,9 @@ def read_graph(
         before = clock.now
         if is_collective(node) and moved_by(node):
             seconds = evaluate(transfer_seconds(node, ranks_in(node), profile), hints)
-            start = clock.start(node, seconds)
-            sent[node] = _Sent(node, place, before, start, clock.wire)
+            then = evaluate(following_seconds(node, profile), hints)
+            start = clock.start(node, seconds, goes_inside(node), then)
+            sent[node] = _Sent(node, place, before, start, clock.arrived[node])
         elif is_wait(node) and (source := _started_by(node)) in sent:
             transfer = sent[source]
             clock.wait(source)

@@ -11,6 +11,7 @@ from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, Must, checked
 from shardc.runtime.comm.backends import backend_of
 from shardc.runtime.comm.communicators import kept_with
+from shardc.runtime.comm.hierarchy import hierarchical_group
 from shardc.runtime.tensor.tensor_parallel import Spmd
 
 MeshDims = Annotated[
@@ -109,17 +110,48 @@ def hybrid_mesh(devices_per_node: Count | None = None) -> DeviceMesh:
         RuntimeError: no process group.
         TypeError, ValueError: not a whole number, or the world size is no multiple of it.
     """
+    size, world = _node_size("hybrid_mesh", devices_per_node), dist.get_world_size()
+    kind = _default_device_type()
+    return init_device_mesh(kind, (world // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+@checked
+def hierarchical_mesh(devices_per_node: Count | None = None) -> DeviceMesh:
+    """A mesh of all ranks for many nodes: graphs gather across nodes first, then inside of each.
+
+    A ring over all ranks takes a step a rank, and each costs latency; in two steps the network sees
+    a step a node. Gradients are reduced inside nodes first, in full precision, then across nodes,
+    where `MixedPrecisionPolicy(reduce_wire_dtype=...)` says how they travel. Parameters and
+    gradients are cut among all ranks as without it. Ranks are numbered by their place in their
+    node first, so checkpoints are the same and `mesh.get_local_rank()` is another. Uncompiled code
+    gathers in one step.
+
+    Args:
+        devices_per_node: consecutive ranks on one node; default: what torchrun says
+            (LOCAL_WORLD_SIZE), else the accelerators of this machine. Among the ranks of one node,
+            or with one a node, there is one step, and this is the mesh of all ranks.
+
+    Raises:
+        RuntimeError: no process group.
+        TypeError, ValueError: not a whole number, or the world size is no multiple of it.
+    """
+    size, world = _node_size("hierarchical_mesh", devices_per_node), dist.get_world_size()
+    if size in (1, world):
+        return _all_ranks()
+    return DeviceMesh.from_group(hierarchical_group(size), _default_device_type())
+
+
+def _node_size(function: str, devices_per_node: int | None) -> int:
+    """The ranks of a node; the errors of `function`."""
     if not dist.is_initialized():
-        raise RuntimeError("hybrid_mesh needs a process group: call init_process_group() first")
+        raise RuntimeError(f"{function} needs a process group: call init_process_group() first")
     size = devices_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-    size = size or torch.accelerator.device_count()
-    world = dist.get_world_size()
+    size, world = size or torch.accelerator.device_count(), dist.get_world_size()
     if size < 1 or world % size:
         raise ValueError(
             f"{world} ranks cannot be split into nodes of {size}; give devices_per_node"
         )
-    kind = _default_device_type()
-    return init_device_mesh(kind, (world // size, size), mesh_dim_names=("replicate", "shard"))
+    return size
 
 
 def _all_ranks() -> DeviceMesh:

@@ -154,6 +154,8 @@ class _Rehearsal:
         world = self.setup.world
         if self.has("hsdp"):
             return init_device_mesh("cuda", (2, world // 2), mesh_dim_names=("copies", "shards"))
+        if self.has("hierarchical"):
+            return shardc.hierarchical_mesh(world // 2)
         if self.has("tp"):
             return init_device_mesh("cuda", (world // 2, 2), mesh_dim_names=("dp", "tp"))
         return init_device_mesh("cuda", (world,))

@@ -1,0 +1,57 @@
+"""Groups for gathers in two steps: across nodes first, then inside of each.
+
+A ring over all ranks of many nodes takes a step a rank; a ring across nodes takes one a node. Ranks
+are numbered by their place in their node first: what the ranks at one place hold is one stretch of
+the bucket, so a rank that has gathered across nodes has a stretch, and the gather inside a node
+puts stretches side by side. Nothing is copied between the steps.
+"""
+
+from functools import partial
+
+import torch.distributed as dist
+
+from shardc.runtime import compat
+from shardc.runtime.comm.communicators import kept_with, own_group
+from shardc.runtime.layout.spec import Hierarchy
+
+
+def hierarchical_group(local: int) -> dist.ProcessGroup:
+    """All ranks, `local` consecutive ones a node, numbered by their place in their node first.
+
+    Made at first use; every rank must call it.
+    """
+    world = dist.distributed_c10d.GroupMember.WORLD
+    assert world is not None
+    return kept_with(world, ("hierarchical", local), partial(_make, world, local))
+
+
+def hierarchy_of(group: dist.ProcessGroup) -> Hierarchy | None:
+    """The steps in which the ranks of `group` gather, if `hierarchical_group` made it."""
+    return kept_with(group, Hierarchy, lambda: None)
+
+
+def own_hierarchy(hierarchy: Hierarchy, purpose: str, high_priority: bool) -> Hierarchy:
+    """The same steps over communicators for one purpose; see `own_group`."""
+    across, inside = (
+        own_group(group, purpose, high_priority) for group in (hierarchy.across, hierarchy.inside)
+    )
+    return hierarchy._replace(across=across, inside=inside)
+
+
+def _make(world: dist.ProcessGroup, local: int) -> dist.ProcessGroup:
+    ranks, timeout = dist.get_world_size(), compat.group_timeout(world)
+    node, place = divmod(dist.get_rank(), local)
+
+    def group(members: range | list[int], purpose: str) -> dist.ProcessGroup:
+        return compat.new_group(
+            list(members), f"{purpose}_{local}", keeps_order=True, timeout=timeout
+        )
+
+    columns = [range(first, ranks, local) for first in range(local)]
+    whole = group([rank for column in columns for rank in column], "hierarchical")
+    across = group(columns[place], "across_nodes")
+    inside = group(range(node * local, (node + 1) * local), "inside_node")
+    names = map(compat.group_name, (across, inside))
+    steps = Hierarchy(ranks // local, next(names), local, next(names))
+    kept_with(whole, Hierarchy, lambda: steps)
+    return whole
