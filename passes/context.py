@@ -249,6 +249,13 @@ def brings_parameters(node: Node) -> bool:
     return is_all_gather(node) or node.target is FETCH
 
 
+def in_steps(node: Node) -> bool:
+    """Whether a collective goes in two steps, across nodes and inside of them, or is one of two."""
+    specs = [moved.spec for moved in moved_by(node)]
+    steps = [h for spec in specs for h in (spec.hierarchy, spec.reduction.hierarchy) if h]
+    return any(group in node.args for h in steps for group in (h.across, h.inside))
+
+
 def goes_inside(node: Node) -> bool:
     """Whether the node starts the step of a reduction that stays inside of nodes."""
     steps = (moved.spec.reduction.hierarchy for moved in moved_by(node))

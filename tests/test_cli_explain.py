@@ -67,6 +67,15 @@ def test_explain_as_json_with_every_option(capsys):
     assert all("?" not in row["buckets"] and row["buckets"] for row in values["collectives"])
 
 
+def test_explain_in_two_steps(capsys):
+    code, out, _ = ended(
+        capsys, "explain", "user_model:built", "--world-size", "16", "--hierarchical",
+        "--profile", "h100-nvlink", "--json",
+    )  # fmt: skip
+    assert code == 0
+    assert {row["ranks"] for row in json.loads(out)["collectives"] if row["in_steps"]} == {2, 8, 16}
+
+
 def test_compare_takes_ranks_and_files(capsys, tmp_path):
     path = str(tmp_path / "two.json")
     ended(capsys, "explain", "user_model:built", "--world-size", "2", "--save", path)

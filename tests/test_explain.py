@@ -15,6 +15,7 @@ import shardc
 from shardc.passes.context import module_of
 from shardc.passes.cost import collective_seconds
 from shardc.reports.formulas import evaluate
+from shardc.reports.if_hierarchical import if_hierarchical
 from shardc.reports.if_quantised import if_quantised
 from shardc.reports.record import CollectiveRow, MemoryPoint, Op, Record
 from shardc.reports.report import Report
@@ -287,6 +288,37 @@ def test_reductions_stay_rings_where_nodes_share_their_network():
     assert gathers.step_seconds < plain.step_seconds < both.step_seconds
     (finding,) = (finding for finding in plain.findings if finding.kind == "wire format")
     assert "(gather_wire_dtype=torch.int8)" in finding.advice and "parameters would" in finding.what
+
+
+def test_two_steps_are_recommended_and_foretold():
+    """Where rings over many ranks are mostly latency; on few nodes they are not."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(8)))
+        inputs = torch.zeros(2048, 8192, dtype=torch.bfloat16)
+
+    def explained(world_size, devices_per_node=None):
+        return shardc.explain(
+            model,
+            inputs,
+            world_size=world_size,
+            devices_per_node=devices_per_node,
+            profile="h100-nvlink",
+            mp_policy=shardc.MixedPrecisionPolicy(torch.bfloat16),
+        )
+
+    def kinds(report):
+        return {finding.kind for finding in report.findings}
+
+    ring, steps, few = explained(1024), explained(1024, 8), explained(16)
+    (finding,) = (finding for finding in ring.findings if finding.kind == "many ranks")
+    assert "hierarchical_mesh" in finding.advice
+    assert "many ranks" not in kinds(steps) | kinds(few) and "wire format" not in kinds(steps)
+    told = if_hierarchical(ring, shardc.get_profile("h100-nvlink"))
+    assert steps.step_seconds < 0.8 * ring.step_seconds
+    assert told == pytest.approx(steps.step_seconds, rel=0.15)
+    assert {row.ranks for row in steps.collectives} == {8, 128, 1024}
+    with pytest.raises(ValueError, match="devices_per_node goes with"):
+        shardc.explain(model, inputs, mesh=(2, 8), devices_per_node=8)
 
 
 # -- the report ----------------------------------------------------------------------------------

@@ -147,6 +147,14 @@ def test_what_delays_nothing_is_sent_together():
     assert unlike == [[index] for index in range(12)]
 
 
+def test_what_is_sent_together_pays_its_latency_once():
+    for fixed, together in ((1.5, [[0, 1]]), (0.0, [[0], [1]])):
+        gathers = tuple(Gather(event, 1, 2.0, fixed=fixed) for event in range(2))
+        problem = Problem((0.1, 5.0), gathers, (), Limits(100, 100))
+        groups, _ = plan_groups(problem, ["same"] * 2, [])
+        assert groups == together
+
+
 def test_what_is_sent_together_is_at_most_half_of_what_may_be_under_way():
     gathers = tuple(Gather(event, 10, 0.3, fixed=0.2) for event in range(12))
     for limit, most in ((1000, 8), (60, 3)):

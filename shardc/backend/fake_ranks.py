@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardc.runtime import compat
 from shardc.runtime.bucket.params import convert
+from shardc.sharding.mesh import hierarchical_mesh
 from shardc.sharding.shard import fully_shard
 from shardc.sharding.units import units_of
 
@@ -66,8 +67,18 @@ def sizes_of(
 
 
 @contextmanager
-def fake_ranks(sizes: tuple[int, ...] | None) -> Iterator[DeviceMesh | None]:
-    """A mesh of these sizes over a fake process group, which ends with the context."""
+def fake_ranks(
+    sizes: tuple[int, ...] | None, devices_per_node: int | None = None
+) -> Iterator[DeviceMesh | None]:
+    """A mesh of these sizes over a fake process group, which ends with the context.
+
+    With `devices_per_node`, a `hierarchical_mesh`. Raises ValueError where that cannot be.
+    """
+    if devices_per_node is not None and (sizes is None or len(sizes) > 1):
+        raise ValueError(
+            "devices_per_node goes with world_size or a mesh of one size: give no mesh of two, and "
+            "a model that is not sharded yet"
+        )
     if sizes is None:
         yield None
         return
@@ -77,7 +88,10 @@ def fake_ranks(sizes: tuple[int, ...] | None) -> Iterator[DeviceMesh | None]:
         compat.join_fake_group(ranks)
     try:
         names = ("replicate", "shard")[-len(sizes) :]
-        yield init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        if devices_per_node is None:
+            yield init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        else:
+            yield hierarchical_mesh(devices_per_node)
     finally:
         if own:
             dist.destroy_process_group()

@@ -60,6 +60,9 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     add_profile(parser, "the hardware that times are for")
     add("--copies", type=count, default=1, metavar="N", help="copies of the model (HSDP), each "
         "over --world-size ranks (default 1)")  # fmt: skip
+    add("--hierarchical", action="store_true", help="gather across nodes first, then inside of "
+        "each (hierarchical_mesh), with as many ranks a node as the profile has"
+    )  # fmt: skip
     add("--reshard", type=_reshard, metavar="WHEN", help="reshard_after_forward: yes, no, or a "
         "number of ranks (default: all units but the outermost)")  # fmt: skip
     add("--memory-budget", "--memory", metavar="BYTES", help="what a step may use, such as 70GB: "

@@ -94,6 +94,7 @@ def explain_target(
                 *positional,
                 kwargs=named,
                 mesh=mesh,
+                devices_per_node=profile.node_size if args.hierarchical else None,
                 profile=profile,
                 memory_budget=args.memory_budget,
                 progress=progress,

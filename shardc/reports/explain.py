@@ -44,6 +44,7 @@ def explain(
     kwargs: Mapping[str, Any] | None = None,
     world_size: Count | None = None,
     mesh: DeviceMesh | Sequence[int] | None = None,
+    devices_per_node: Count | None = None,
     profile: Profile | str = "h100-nvlink",
     options: dict[str, Any] | None = None,
     memory_budget: Literal["curve"] | Budget | None = None,
@@ -63,6 +64,8 @@ def explain(
         args, kwargs: example inputs of one rank's step; tensors may be on meta.
         world_size: ranks to shard over (default 8), up to 16,384.
         mesh: instead of it: sizes (replicate, shard) for HSDP, or a mesh over a fake process group.
+        devices_per_node: gather across nodes of so many ranks first, then inside of each, as with
+            `hierarchical_mesh`; default: in one step.
         profile: the hardware to plan for: a name (see `get_profile`) or a `Profile`.
         options: as for `torch.compile(..., options=)`.
         memory_budget: the option of that name; "curve" plans the step without a budget and has the
@@ -90,7 +93,7 @@ def explain(
     parsed = Options.parse(given_options)
     sizes = sizes_of("explain", model, world_size, mesh, sharding)
     named = dict(kwargs or {})
-    with fake_ranks(sizes) as made, planning_for(hardware):
+    with fake_ranks(sizes, devices_per_node) as made, planning_for(hardware):
         progress("sharding")
         sharded = sharded_copy(model, mesh if made is None else made, sharding)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from shardc.passes.cost import collective_seconds
 from shardc.passes.hardware import Profile
+from shardc.reports.if_hierarchical import if_hierarchical
 from shardc.reports.if_quantised import FORM, if_quantised
 from shardc.reports.record import BucketRow, CollectiveRow, Finding, Record
 from shardc.reports.words import format_bytes, format_seconds, plural
@@ -30,6 +31,7 @@ def find(record: Record, profile: Profile) -> tuple[Finding, ...]:
         _memory(record, profile),
         _exposed(record),
         _wire_format(record, profile),
+        _nodes(record, profile),
         _units(record, profile),
         _padding(record),
     )
@@ -155,6 +157,22 @@ def _wire_format(record: Record, profile: Profile) -> Iterator[Finding]:
         f"MixedPrecisionPolicy({fields}): what arrives is off by at most {FORM.error:.2%} of "
         f"the largest value of its block of {FORM.block}, so compare the loss of a run",
     )
+
+
+def _nodes(record: Record, profile: Profile) -> Iterator[Finding]:
+    """Where collectives in two steps would make the step shorter."""
+    step = record.step_seconds
+    if not step or record.exposed_seconds < EXPOSED_SHARE * step:
+        return
+    hierarchical = if_hierarchical(record, profile)
+    if hierarchical is not None and hierarchical <= LESS_SHARE * step:
+        yield Finding(
+            "many ranks",
+            f"rings over {record.world_size} ranks pay for each of them; across nodes first, then "
+            f"inside of each, the step would take about {format_seconds(hierarchical)} instead of "
+            f"{format_seconds(step)}",
+            "fully_shard(mesh=shardc.hierarchical_mesh())",
+        )
 
 
 _GATHERS = "gather_wire_dtype=torch.int8"

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from shardc.passes.context import (
     goes_inside,
+    in_steps,
     is_collective,
     is_wait,
     kind_of,
@@ -163,6 +164,7 @@ def _row(
         waited=transfer.waited if transfer.waited >= 0 else end,
         exposed=transfer.exposed,
         dtype=dtype_of(node),
+        in_steps=in_steps(node),
     )
 
 

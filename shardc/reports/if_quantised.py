@@ -1,20 +1,17 @@
 """What a step would send and take if its parameters and gradients travelled in int8.
 
-The step is played through once more: what computes keeps its order and its time, every collective
-starts and is waited for between the same ops, the wire carries fewer bytes, and messages have to be
-made and read. What a schedule could make of the shorter times is left out.
+The step is played through once more: the wire carries fewer bytes, and messages have to be made and
+read.
 """
 
-import bisect
-import itertools
 from dataclasses import dataclass
 
 import torch
 
 from shardc.passes.cost import among_copies, collective_seconds, exchange_seconds
 from shardc.passes.hardware import Profile
-from shardc.passes.timeline import Clock
 from shardc.reports.record import ROW_KINDS, CollectiveRow, Record
+from shardc.reports.replay import Carried, replay
 from shardc.runtime.eager.precision import MixedPrecisionPolicy
 from shardc.runtime.layout.wire_format import WireFormat
 
@@ -35,47 +32,26 @@ class Quantised:
 def if_quantised(record: Record, profile: Profile, reduced: bool = True) -> Quantised | None:
     """The step with gathers in int8, and reductions too if they are `reduced` so.
 
-    None where nothing would change: all that could travels in fewer bits.
+    None where nothing would change: all that could travels in fewer bits, or in two steps, of which
+    nothing is known here.
     """
     shares = {
         row: _share(row, record.copies) if reduced or row.kind == "all_gather" else 1.0
         for row in record.collectives
     }
-    if all(share == 1 for share in shares.values()):
+    if all(share == 1 for share in shares.values()) or any(row.in_steps for row in shares):
         return None
-    ops = sorted((op.start, op.seconds) for op in record.ops)
-    starts = [start for start, _ in ops]
-    sums = [0.0, *itertools.accumulate(seconds for _, seconds in ops)]
-
-    def computed(moment: float) -> float:
-        """Seconds of compute that were done by then: ops do not overlap."""
-        last = bisect.bisect_left(starts, moment) - 1
-        if last < 0:
-            return 0.0
-        return sums[last] + min(ops[last][1], moment - starts[last])
-
     computed_in = {bucket.name: bucket.gathered_dtype for bucket in record.buckets}
-    events = [(row.issued, 0, number) for number, row in enumerate(record.collectives)]
-    events += [(row.waited, 1, number) for number, row in enumerate(record.collectives)]
-    clock, done = Clock(), 0.0
-    for moment, waits, number in sorted(events):
-        until = computed(moment)
-        clock.now += until - done
-        done = until
-        row = record.collectives[number]
-        more = 0.0
-        if shares[row] < 1:
-            traffic = _traffic(row, _itemsize(computed_in.get(row.buckets[0], row.dtype)))
-            more = traffic / (profile.memory_bandwidth * profile.memory_efficiency)
-        if waits:
-            clock.wait(number)
-            clock.now += more if row.brings_parameters else 0.0
-        else:
-            clock.now += 0.0 if row.brings_parameters else more
-            clock.start(number, _seconds(row, shares[row], record, profile))
-    clock.now += record.compute_seconds - done
+
+    def carried(row: CollectiveRow) -> Carried:
+        if shares[row] == 1:
+            return Carried(row.seconds)
+        traffic = _traffic(row, _itemsize(computed_in.get(row.buckets[0], row.dtype)))
+        made = traffic / (profile.memory_bandwidth * profile.memory_efficiency)
+        return Carried(_seconds(row, shares[row], record, profile), computed=made)
+
     sent = sum(row.sent_bytes * share for row, share in shares.items())
-    return Quantised(sent, clock.end)
+    return Quantised(sent, replay(record, carried))
 
 
 def _traffic(row: CollectiveRow, computed: int) -> float:
@@ -107,8 +83,6 @@ def _share(row: CollectiveRow, copies: int) -> float:
 
 
 def _seconds(row: CollectiveRow, share: float, record: Record, profile: Profile) -> float:
-    if share == 1:
-        return row.seconds
     size, ranks = row.nbytes, row.ranks
     if row.kind == "all_reduce":
         profile = among_copies(profile, record.world_size)

@@ -65,6 +65,7 @@ class CollectiveRow:
         waited: when compute comes to the wait.
         exposed: how long compute stands still there.
         dtype: what it sends; int8 also stands for float8.
+        in_steps: whether it goes in two steps, or is one of two: across nodes, and inside of them.
     """
 
     phase: str
@@ -80,6 +81,7 @@ class CollectiveRow:
     waited: float
     exposed: float
     dtype: str = ""
+    in_steps: bool = False
 
     @property
     def brings_parameters(self) -> bool:

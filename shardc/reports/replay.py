@@ -1,0 +1,60 @@
+"""A step played through once more, with messages that take another time.
+
+What computes keeps its order and its time, and every collective starts and is waited for between
+the same ops. What a schedule could make of other times is left out.
+"""
+
+import bisect
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardc.passes.timeline import Clock
+from shardc.reports.record import CollectiveRow, Record
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What a collective takes.
+
+    Attributes:
+        seconds: on the wire.
+        then: on the wire inside of nodes, afterwards.
+        computed: seconds of compute to make what it sends, or what arrives.
+    """
+
+    seconds: float
+    then: float = 0.0
+    computed: float = 0.0
+
+
+def replay(record: Record, carried: Callable[[CollectiveRow], Carried]) -> float:
+    """The seconds of the step whose collectives take what `carried` says."""
+    ops = sorted((op.start, op.seconds) for op in record.ops)
+    starts = [start for start, _ in ops]
+    sums = [0.0, *itertools.accumulate(seconds for _, seconds in ops)]
+
+    def computed(moment: float) -> float:
+        """Seconds of compute that were done by then: ops do not overlap."""
+        last = bisect.bisect_left(starts, moment) - 1
+        if last < 0:
+            return 0.0
+        return sums[last] + min(ops[last][1], moment - starts[last])
+
+    events = [(row.issued, 0, number) for number, row in enumerate(record.collectives)]
+    events += [(row.waited, 1, number) for number, row in enumerate(record.collectives)]
+    times = list(map(carried, record.collectives))
+    clock, done = Clock(), 0.0
+    for moment, waits, number in sorted(events):
+        until = computed(moment)
+        clock.now += until - done
+        done = until
+        row, time = record.collectives[number], times[number]
+        if waits:
+            clock.wait(number)
+            clock.now += time.computed if row.brings_parameters else 0.0
+        else:
+            clock.now += 0.0 if row.brings_parameters else time.computed
+            clock.start(number, time.seconds, then=time.then)
+    clock.now += record.compute_seconds - done
+    return clock.end
