@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardc
 from shardc import MixedPrecisionPolicy, fully_shard
-from shardc.passes.context import is_collective, is_wait, kind_of, waits_for
+from shardc.passes.context import FETCH, is_collective, is_wait, kind_of, waits_for
 from shardc.passes.cost import node_seconds
 from shardc.runtime import compat
 
@@ -150,6 +150,22 @@ def test_a_memory_budget_and_hints(mesh):
         options = {"executor": "eager", **options}
         call = torch.compile(model, backend="shardc", options=options, fullgraph=True)
         check_parity(plain, model, call, _batch, nodes, steps=1)
+
+
+@on_ranks(4)
+def test_rows_of_tables(mesh):
+    def build():
+        return Stack(2, vocab=400)
+
+    nodes = _mesh()
+    model, plain = seeded(build), seeded(build)
+    fully_shard([model.embed], mesh=nodes)
+    shard_all(model, nodes)
+    options = {"executor": "eager", "embedding_rows": True}
+    call = torch.compile(model, backend="shardc", options=options, fullgraph=True)
+    with Graphs() as graphs:
+        check_parity(plain, model, call, _batch, nodes)
+    assert any(node.target is FETCH for _, gm in graphs.seen for node in gm.graph.nodes)
 
 
 @on_ranks(4)

@@ -107,6 +107,7 @@ class Case:
     Attributes:
         world: ranks.
         replicas: of a 2-D mesh, its first dim; 0 for a 1-D mesh. Must divide `world`.
+        hierarchical: four ranks as two nodes; not with a 2-D mesh.
         way: a name in `training.WAYS`.
         precision: a name in PRECISIONS.
         root: the model itself is a unit, its `reshard_after_forward` as in `Unit`.
@@ -119,6 +120,7 @@ class Case:
 
     world: int = 2
     replicas: int = 0
+    hierarchical: bool = False
     width: int = 4
     blocks: tuple[Block, ...] = (Block(),)
     way: str = "uncompiled"

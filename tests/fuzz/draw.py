@@ -35,9 +35,11 @@ def _case(chance: Choice) -> Case:
     blocks = tuple(_block(chance, depth=0, plain=plain) for _ in range(count))
     root = None if plain and chance.random() < 0.06 else _unit(chance)
     made = _weighted(chance, calls=70, policy=22, auto=8) if root else "calls"
+    replicas = chance.choice(divisors) if chance.random() < 0.3 else 0
     return Case(
         world=world,
-        replicas=chance.choice(divisors) if chance.random() < 0.3 else 0,
+        replicas=replicas,
+        hierarchical=world == 4 and not replicas and chance.random() < 0.4,
         width=chance.randint(3, 9),
         blocks=blocks,
         way=way,

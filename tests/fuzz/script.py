@@ -220,6 +220,8 @@ def _shard(case: Case) -> str:
         common.append(f"ignored_params=[{', '.join(ignored)}]")
     options = ", ".join(common)
     lines = ["def shard(model, mesh):"]
+    if case.hierarchical:
+        lines.append("    mesh = shardc.hierarchical_mesh(2)")
     if case.split:
         lines.append("    shardc.set_profile(QUICK)")
     lines += _UNITS[case.made](case, options)

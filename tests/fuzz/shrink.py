@@ -46,7 +46,9 @@ def is_whole(case: Case) -> bool:
     def fine(block: Block) -> bool:
         return (block.kind == "nest") == bool(block.children) and all(map(fine, block.children))
 
-    return all(map(fine, case.blocks)) and (not case.replicas or case.world % case.replicas == 0)
+    fits = not case.replicas or case.world % case.replicas == 0
+    fits = fits and not (case.hierarchical and (case.replicas or case.world != 4))
+    return all(map(fine, case.blocks)) and fits
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], tries: int) -> Case:
