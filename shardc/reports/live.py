@@ -126,6 +126,8 @@ def _settings(model: nn.Module, options: Options) -> dict[str, str]:
     """What was asked for beside the defaults, in words."""
     unit = next(iter(units_of(model).values()))._shardc_unit
     settings = {}
+    if any(bucket.ranks.hierarchy is not None for bucket in unit.buckets):
+        settings["mesh"] = "hierarchical"
     if unit.settings.precision.param_dtype is not None:
         settings["mp"] = str(unit.settings.precision.param_dtype).removeprefix("torch.")
     for name in ("gather_wire_dtype", "reduce_wire_dtype"):

@@ -108,7 +108,7 @@ def collective_table(collectives: Sequence[CollectiveRow], every_row: bool = Fal
         [
             str(number),
             row.phase,
-            row.kind.replace("_", "-"),
+            row.kind.replace("_", "-") + (f", {row.ranks} ranks" if row.in_steps else ""),
             in_short(row.buckets),
             format_bytes(row.nbytes),
             row.before,
@@ -123,7 +123,7 @@ def collective_table(collectives: Sequence[CollectiveRow], every_row: bool = Fal
         "", "phase", "collective", "of", "bytes", "started before", "waited for before", "time",
         "hidden", "exposed",
     ]  # fmt: skip
-    keys = [_pattern(row.phase, row.kind, *row.buckets) for row in collectives]
+    keys = [_pattern(row.phase, row.kind, *row.buckets) + f" {row.ranks}" for row in collectives]
     shown = rows if every_row else list(_ends(rows, keys, collectives))
     align = ["right", "left", "left", "left", "right", "left", "left", "right", "right", "right"]
     return tabulate(shown, headers=headers, disable_numparse=True, colalign=align)
