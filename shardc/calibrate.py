@@ -23,7 +23,7 @@ from shardc.passes.hardware import Link, Profile, current_profile, set_profile
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import checked
 from shardc.runtime.comm import collectives
-from shardc.runtime.comm.agreement import agree
+from shardc.runtime.comm.agreement import Statement, agree
 from shardc.runtime.comm.backends import backend_of
 
 _MATMUL = 1024
@@ -62,10 +62,13 @@ def calibrate(mesh: DeviceMesh, *, refresh: bool = False) -> Profile:
     path = calibration_file(mesh)
     name = path.stem
     kept = "" if refresh else _read(path)
-    figures, compare = kept, functools.partial(agree, group, facts=[name], every_time=True)
-    if compare(what="the calibration that ranks keep", note=kept) != {kept} or not kept:
+    found = agree(
+        group, Statement("the calibration that ranks keep", [name], kept), every_time=True
+    )
+    figures = kept
+    if found != {kept} or not kept:
         measured = json.dumps(_measure(mesh, device))
-        notes = compare(what="a calibration", note=measured)
+        notes = agree(group, Statement("a calibration", [name], measured), every_time=True)
         figures = json.dumps([max(each) for each in zip(*map(json.loads, notes), strict=True)])
         _keep(figures, path)
     profile = _profile(name, json.loads(figures), device.type, group.size())

@@ -26,7 +26,7 @@ from shardc.backend.agreements import Agreements
 from shardc.backend.graph_plan import graph_plans
 from shardc.runtime import compat
 from shardc.runtime.comm import agreement
-from shardc.runtime.comm.agreement import agree
+from shardc.runtime.comm.agreement import Statement, agree
 from shardc.runtime.comm.communicators import kept_with
 
 
@@ -191,10 +191,10 @@ def test_what_differs_is_said_the_same_way_on_all_ranks(mesh):
     ]  # fmt: skip
     for facts, expected in cases:
         with pytest.raises(RuntimeError, match="ranks disagree on a test") as caught:
-            agree(group, "a test", facts, every_time=True)
+            agree(group, Statement("a test", facts), every_time=True)
         assert expected in str(caught.value), caught.value
     with pytest.raises(RuntimeError, match="rank 0 compares a test, rank 2 compares another"):
-        agree(group, "another" if rank == 2 else "a test", ["a"], every_time=True)
+        agree(group, Statement("another" if rank == 2 else "a test", ["a"]), every_time=True)
 
 
 @on_ranks(2)
@@ -203,15 +203,16 @@ def test_what_was_agreed_on_is_forgotten_in_the_order_of_rounds(mesh):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agreement, "_KEPT", 3)
         for number in range(5):
-            agree(group, "a test of what is kept", [str(number)])
-            agree(group, "a test of what is compared every time", [str(number)], every_time=True)
+            fact = [str(number)]
+            agree(group, Statement("a test of what is kept", fact))
+            agree(group, Statement("a test of what is compared every time", fact), every_time=True)
         history = kept_with(group, agreement._History, agreement._History)
         rounds = history.rounds
         assert len(history.notes) == 3
-        agree(group, "a test of what is kept", ["4"])
-        agree(group, "a test of what is kept", ["2"])
+        agree(group, Statement("a test of what is kept", ["4"]))
+        agree(group, Statement("a test of what is kept", ["2"]))
         assert history.rounds == rounds
-        agree(group, "a test of what is kept", ["0"])
+        agree(group, Statement("a test of what is kept", ["0"]))
         assert history.rounds == rounds + 1 and len(history.notes) == 3
 
 

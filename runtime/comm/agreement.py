@@ -29,24 +29,50 @@ _KEPT = 4096
 """On how many facts a group remembers that it agreed. All ranks forget the same ones."""
 
 
+@dataclass(frozen=True)
+class Statement:
+    """What a rank states, for the others of its group to state the same.
+
+    Attributes:
+        what: what is compared, for the error.
+        facts: lines of text that must be equal.
+        note: a line of text that may differ from rank to rank; all give one, or none does.
+        first_note_stands: once agreed on, the same facts give the same notes for good; else a new
+            note starts another round, which all ranks must enter.
+        kept_as: what is remembered of the facts, if not the facts. Facts that are kept as the same
+            are agreed on, too.
+    """
+
+    what: str
+    facts: Sequence[str] = ()
+    note: str = ""
+    first_note_stands: bool = False
+    kept_as: Sequence[str] | None = None
+
+    @property
+    def name(self) -> str:
+        """Under which it is remembered."""
+        return digest(self.what, *(self.facts if self.kept_as is None else self.kept_as))
+
+
 @dataclass
 class _History:
     """What one group has agreed on.
 
     Attributes:
         rounds: how many times its ranks have compared something.
-        notes: by digest of the facts, oldest first, the notes of each round on them.
+        notes: by name of a statement, oldest first, the notes of each round on it.
     """
 
     rounds: int = 0
     notes: dict[str, list[frozenset[str]]] = field(default_factory=dict)
 
-    def known(self, name: str, note: str, first_note_stands: bool) -> frozenset[str]:
-        """The notes of the rounds in which a rank gave `note`, or of the first if that stands."""
+    def known(self, name: str, stated: Statement) -> frozenset[str]:
+        """The notes of the rounds in which a rank gave this one, or of the first if that stands."""
         rounds = self.notes.get(name, [])
-        if first_note_stands:
+        if stated.first_note_stands:
             return frozenset().union(*rounds[:1])
-        return frozenset().union(*(given for given in rounds if note in given))
+        return frozenset().union(*(given for given in rounds if stated.note in given))
 
     def keep(self, name: str, notes: frozenset[str]) -> None:
         self.notes.setdefault(name, []).append(notes)
@@ -56,51 +82,39 @@ class _History:
 
 def agree(
     group: dist.ProcessGroup,
-    what: str,
-    facts: Sequence[str],
+    stated: Statement,
     timeout: timedelta | None = None,
-    note: str = "",
-    first_note_stands: bool = False,
     every_time: bool = False,
-    kept_as: Sequence[str] | None = None,
     before: Callable[[], None] | None = None,
 ) -> frozenset[str]:
     """Raise on every rank of `group` unless all state the same facts.
 
     Args:
         group: the ranks that compare.
-        what: what is compared, for the error.
-        facts: lines of text that must be equal.
+        stated: what this rank states.
         timeout: how long to wait for the others (default: the group's timeout).
-        note: a line of text that may differ from rank to rank; all give one, or none does.
-        first_note_stands: once agreed on, the same facts give the same notes for good; else a new
-            note starts another round, which all ranks must enter.
         every_time: compare even what was agreed on before: all ranks call this together.
-        kept_as: what is remembered of the facts (default: the facts). Facts that are kept as the
-            same are agreed on, too.
         before: is called where something is to be compared.
 
     Returns:
-        The notes of all ranks, in the rounds in which one of them gave `note`; with
+        The notes of all ranks, in the rounds in which one of them gave this rank's note; with
         `first_note_stands` those of the first round.
 
     Raises:
         RuntimeError: a rank states something else, or does not answer in time.
     """
     if not has_others(group):
-        return frozenset([note])
-    history = kept_with(group, _History, _History)
-    text = "\n".join([what, *facts])
-    name = digest(what, *(facts if kept_as is None else kept_as))
-    notes = frozenset[str]() if every_time else history.known(name, note, first_note_stands)
+        return frozenset([stated.note])
+    history, name = kept_with(group, _History, _History), stated.name
+    notes = frozenset[str]() if every_time else history.known(name, stated)
     if not notes:
         timeout = timeout or compat.group_timeout(group)
         if before is not None:
             before()
         store = _next_round(group)
-        with in_history(compat.group_name(group)), _entry(what, facts):
+        with in_history(compat.group_name(group)), _entry(stated.what, stated.facts):
             try:
-                notes = _exchange(store, group.rank(), group.size(), what, text, timeout, note)
+                notes = _exchange(store, group.rank(), group.size(), stated, timeout)
             except dist.DistError:  # the store is gone
                 _raise_if_parted()
                 raise
@@ -114,18 +128,12 @@ def has_others(group: dist.ProcessGroup) -> bool:
     return group.size() > 1 and not compat.is_fake_group(group)
 
 
-def settle(
-    group: dist.ProcessGroup,
-    what: str,
-    kept_as: Sequence[str],
-    note: str = "",
-    first_note_stands: bool = False,
-) -> frozenset[str]:
+def settle(group: dist.ProcessGroup, stated: Statement) -> frozenset[str]:
     """Remember facts as agreed on, as all ranks of `group` do: they are known to be equal."""
-    history, name = kept_with(group, _History, _History), digest(what, *kept_as)
-    if not history.known(name, note, first_note_stands):
-        history.keep(name, frozenset([note]))
-    return history.known(name, note, first_note_stands)
+    history, name = kept_with(group, _History, _History), stated.name
+    if not history.known(name, stated):
+        history.keep(name, frozenset([stated.note]))
+    return history.known(name, stated)
 
 
 def rounds(group: dist.ProcessGroup) -> int:
@@ -166,13 +174,14 @@ def _next_round(group: dist.ProcessGroup) -> dist.Store:
 
 
 def _exchange(
-    store: dist.Store, rank: int, world: int, what: str, text: str, timeout: timedelta, note: str
+    store: dist.Store, rank: int, world: int, stated: Statement, timeout: timedelta
 ) -> frozenset[str]:
     """One round: rank 0 gives the reference; who comes last, differs or gives up, the verdict.
 
     The first verdict stands, so that whoever comes late learns that the others have given up. Only
     the first rank of a block that comes with a text compares it: others stated the same.
     """
+    what, note, text = stated.what, stated.note, "\n".join([stated.what, *stated.facts])
     if note and store.add(f"note {digest(note)}", 1) == 1:
         store.append("notes", f"{note}\n")  # type: ignore[attr-defined]
     if rank == 0:

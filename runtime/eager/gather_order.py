@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardc.runtime import compat
 from shardc.runtime.comm import collectives
-from shardc.runtime.comm.agreement import agree
+from shardc.runtime.comm.agreement import Statement, agree
 from shardc.runtime.comm.progress import Label
 from shardc.runtime.comm.unshard import start_gather
 from shardc.runtime.eager.needs import EagerBucket, EagerUnit
@@ -107,11 +107,9 @@ class Gathers:
             if dist.get_debug_level() != dist.DebugLevel.OFF:  # TORCH_DISTRIBUTED_DEBUG
                 warnings.warn(message, stacklevel=2)
         self._known = ()
-        agree(
-            compat.resolve_group(bucket.ranks.everyone),
-            f"the order in which an uncompiled {self.phase} gathers",
-            [f"gather {place}: {bucket}", f"after {self._path.hexdigest()}"],
-        )
+        facts = [f"gather {place}: {bucket}", f"after {self._path.hexdigest()}"]
+        stated = Statement(f"the order in which an uncompiled {self.phase} gathers", facts)
+        agree(compat.resolve_group(bucket.ranks.everyone), stated)
 
     def _following(self, bucket: EagerBucket) -> Iterator[tuple[EagerBucket, "Again | None"]]:
         """What to gather ahead now: pairs of a bucket and what its backward expects, or None."""

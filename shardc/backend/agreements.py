@@ -5,7 +5,7 @@ that it makes no difference to the others.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,19 +16,15 @@ from shardc.backend.stages import RANKS
 from shardc.passes.context import Facts
 from shardc.passes.verify import collective_sequence
 from shardc.runtime import compat
-from shardc.runtime.comm.agreement import agree, settle
+from shardc.runtime.comm.agreement import Statement, agree, settle
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """One comparison: see `agree`. `notes` are those of all ranks."""
+    """One comparison within a group: what this rank stated, and the notes of all ranks."""
 
     group: str
-    what: str
-    facts: tuple[str, ...]
-    kept_as: tuple[str, ...]
-    note: str
-    first_note_stands: bool
+    stated: Statement
     notes: frozenset[str]
 
 
@@ -57,50 +53,22 @@ class Agreements:
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self._stage = stage
 
-    def agree(
-        self,
-        group: str,
-        what: str,
-        facts: list[str],
-        note: str = "",
-        first_note_stands: bool = False,
-        every_time: bool = False,
-        kept_as: Iterable[str] | None = None,
-    ) -> frozenset[str]:
+    def agree(self, group: str, stated: Statement, every_time: bool = False) -> frozenset[str]:
         """`agree` by a group's name, with the timeout of the options."""
         members = compat.resolve_group(group)
-        kept = tuple(facts if kept_as is None else kept_as)
         if self.settled:
-            notes = settle(members, what, kept, note, first_note_stands)
+            notes = settle(members, stated)
         else:
             with self._stage(RANKS):
-                notes = agree(
-                    members,
-                    what,
-                    facts,
-                    self._timeout,
-                    note,
-                    first_note_stands,
-                    every_time,
-                    kept,
-                    self.before_comparing,
-                )
+                notes = agree(members, stated, self._timeout, every_time, self.before_comparing)
         if not every_time:
-            stated = Agreed(group, what, tuple(facts), kept, note, first_note_stands, notes)
-            self.made.append(stated)
+            self.made.append(Agreed(group, stated, notes))
         return notes
 
     def again(self, made: tuple[Agreed, ...]) -> bool:
         """Compare what another compile compared; whether all ranks gave the same notes."""
-        for each in made:  # what follows other notes is other facts
-            facts = list(each.facts)
-            stands = each.first_note_stands
-            notes = self.agree(
-                each.group, each.what, facts, each.note, stands, kept_as=each.kept_as
-            )
-            if notes != each.notes:
-                return False
-        return True
+        # what follows other notes is other facts
+        return all(self.agree(each.group, each.stated) == each.notes for each in made)
 
     def seconds(self, group: str, phase: str, facts: Facts, seconds: list[float]) -> list[float]:
         """The compute times all ranks plan with: the slowest's, from the first compile on."""
@@ -115,10 +83,10 @@ class Agreements:
     def collectives(self, gm: GraphModule, phase: str, groups: list[str]) -> None:
         """Raise unless all ranks of each group send the same in the same order."""
         facts, kept_as = collective_sequence(gm), collective_sequence(gm, by_number=True)
+        stated = Statement(f"the collectives of a {phase} graph", facts, kept_as=kept_as)
         for group in groups:
-            self.agree(group, f"the collectives of a {phase} graph", facts, kept_as=kept_as)
+            self.agree(group, stated)
 
     def _agree_once(self, group: str, what: str, facts: Facts, note: str) -> frozenset[str]:
-        return self.agree(
-            group, what, facts(False), note, first_note_stands=True, kept_as=facts(True)
-        )
+        stated = Statement(what, facts(False), note, first_note_stands=True, kept_as=facts(True))
+        return self.agree(group, stated)

@@ -34,7 +34,7 @@ from shardc.passes.take_gathered import taken_by
 from shardc.passes.verify import check_collectives, collective_sequence
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket, bucket_of
-from shardc.runtime.comm.agreement import rounds
+from shardc.runtime.comm.agreement import Statement, rounds
 from shardc.runtime.comm.collectives import BoxedGraph, naming_failures
 from shardc.runtime.comm.progress import label_of, progress
 from shardc.runtime.eager.accumulate import flush_when_done
@@ -97,7 +97,7 @@ def _compile_graph(
         gm = run_passes(gm, first, pipeline.DYNAMO_PASSES)
     slots, taken = slots_read(gm), taken_by(gm)
     plan = Plan(parsed, {place: buckets[place] for place in slots}, slots, numbers, stages)
-    reads, together, alone = _agree_on_reads(plan)
+    agreed = _agree_on_reads(plan)
     if not compat.replays(parsed.inductor, mode):
         ctx = replace(plan.context("dynamo"), number=first.number)
         with stages.stage(PASSES):
@@ -108,12 +108,13 @@ def _compile_graph(
     elif run is not None:
         compiled = _compile_inductor(gm, inputs, plan, mode, run)
     else:
-        cache = CompileCache(plan, together, alone, _hints(inputs), _naming_inductor)
+        cache = CompileCache(plan, agreed.together, agreed.alone, _hints(inputs), _naming_inductor)
         wanted = _can_cache(plan)
         if not wanted:
             cache.bypassed()
         with cache.waited_for():
             compiled = _compile_inductor(gm, inputs, plan, mode, None, cache if wanted else None)
+    reads = agreed.reads
     if plan.joint is not None:
         slots_of = plan.joint.slots_of
         reads = [replace(read, slots=slots_of(read.position, read.slots)) for read in reads]
@@ -249,17 +250,29 @@ class _Read:
     elsewhere: frozenset[int]
 
 
-def _agree_on_reads(plan: Plan) -> tuple[list[_Read], dist.ProcessGroup | None, bool]:
+@dataclass(frozen=True)
+class _AgreedReads:
+    """What ranks agreed that a graph reads.
+
+    Attributes:
+        reads: what this rank reads.
+        together: the group whose ranks have compared it now and so compile together; None where
+            there is no such one.
+        alone: whether this rank may be the only one that compiles: no group has compared anything.
+    """
+
+    reads: list[_Read]
+    together: dist.ProcessGroup | None
+    alone: bool
+
+
+def _agree_on_reads(plan: Plan) -> _AgreedReads:
     """All ranks read the same buckets, in the same order; slots may differ and are united.
 
     A graph that reads the same again, but waits for gradients, say, or computes none, is another
     one: all ranks come to it together. One that reads equal buckets of equal modules is not: where
     equal blocks, or copies of a model, run one graph, a rank may compile it anew while the others
     do not. Which slots any of them reads counts for all of these.
-
-    Returns:
-        What is read; the group whose ranks have compared it now and so compile together, None where
-        there is no such one; and whether this rank may be alone, as no group has compared anything.
     """
     by_group: dict[str, list[tuple[int, Bucket, frozenset[int]]]] = {}
     for position, bucket in plan.buckets.items():
@@ -273,15 +286,15 @@ def _agree_on_reads(plan: Plan) -> tuple[list[_Read], dist.ProcessGroup | None, 
         note = json.dumps([sorted(slots) for *_, slots in members])
         first = min(bucket.origin for _, bucket, _ in members)
         kept_as = [_reading(bucket, bucket.origin - first) for _, bucket, _ in members]
-        what = "the buckets that a graph reads"
-        notes = plan.agreements.agree(group, what, facts, note, kept_as=kept_as)
+        stated = Statement("the buckets that a graph reads", facts, note, kept_as=kept_as)
+        notes = plan.agreements.agree(group, stated)
         for index, (position, bucket, slots) in enumerate(members):
             union = frozenset(slot for other in notes for slot in json.loads(other)[index])
             reads.append(_Read(position, bucket.label, slots, union - slots))
         if rounds(ranks) > before:
             together.add(ranks)
-    alone = not together
-    return reads, together.pop() if len(together) == len(by_group) == 1 else None, alone
+    one = next(iter(together)) if len(together) == len(by_group) == 1 else None
+    return _AgreedReads(reads, one, alone=not together)
 
 
 def _reading(bucket: Bucket, place: int | None = None) -> str:

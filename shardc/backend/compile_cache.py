@@ -29,7 +29,7 @@ from shardc.backend.stages import RANKS
 from shardc.passes.context import Kept
 from shardc.passes.used_slots import Differentiated
 from shardc.runtime import compat
-from shardc.runtime.comm.agreement import has_others
+from shardc.runtime.comm.agreement import Statement, has_others
 from shardc.runtime.comm.hand_over import HandOver
 
 Wrap = Callable[[Any, list[str], bool], Any]
@@ -174,8 +174,8 @@ class CompileCache:
         if self._group is None:
             return frozenset([note])
         name = compat.group_name(self._group)
-        what = "which compiled graphs exist"
-        return self._plan.agreements.agree(name, what, [], note, every_time=True)
+        stated = Statement("which compiled graphs exist", note=note)
+        return self._plan.agreements.agree(name, stated, every_time=True)
 
     def _use(self, found: compat.Found) -> compat.Found:
         """The entry, with what was decided for it said and agreed on again."""

@@ -23,7 +23,7 @@ from shardc.runtime import compat
 from shardc.runtime.bucket.params import allocate, parameter_like
 from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.arguments import Must, check_value
-from shardc.runtime.comm.agreement import agree, decline
+from shardc.runtime.comm.agreement import Statement, agree, decline
 from shardc.runtime.modules.modules import ShardedModule
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
@@ -144,7 +144,7 @@ def _agree_on_work(
             facts = [f"{owner}: {sorted(owner.states)}" for owner in owners]
             if of_group[group].copies > 1 and owners and not seeds_may_differ:
                 facts.append(generator_fact(units[0].device))
-            agree(compat.resolve_group(group), what, facts, every_time=True)
+            agree(compat.resolve_group(group), Statement(what, facts), every_time=True)
     except (TypeError, ValueError, RuntimeError) as error:
         for group in left:
             decline(compat.resolve_group(group), what, str(error))

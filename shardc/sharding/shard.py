@@ -17,7 +17,7 @@ from shardc.runtime.bucket.bucket import Bucket
 from shardc.runtime.bucket.params import take
 from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.arguments import check_arguments
-from shardc.runtime.comm.agreement import agree, decline
+from shardc.runtime.comm.agreement import Statement, agree, decline
 from shardc.runtime.comm.ranks import Ranks, ranks_of
 from shardc.runtime.eager.precision import keep_buffers_in
 from shardc.runtime.modules.controls import Reshard
@@ -134,7 +134,7 @@ def fully_shard(
     except Exception as error:
         decline(everyone, what, f"{type(error).__name__}: {error}")
         raise
-    notes = agree(everyone, what, facts, note=note, every_time=True)
+    notes = agree(everyone, Statement(what, facts, note), every_time=True)
     scatter = sync and can_scatter(notes)
     watch_optimizers()
     made = [_apply(plan, mesh, ranks, alone, spmd, scatter) for plan in plans]
