@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from shardc.passes.context import (
     PassContext,
@@ -110,6 +112,8 @@ def read_events(gm: GraphModule) -> Events:
         if brings_parameters(start):
             readers = [index[u] for node in after for u in node.users if u in index]
             step = min(readers, default=len(steps))
+            while step and not _computes(steps[step - 1]):
+                step -= 1
         else:
             made = [
                 index[i] for node in (start, *before) for i in node.all_input_nodes if i in index
@@ -123,6 +127,14 @@ def read_events(gm: GraphModule) -> Events:
     if any(goes_inside(start) for start in fed_by):
         positions = _with_places_between(positions, len(steps))
     return Events(tuple(steps), tuple(transfers), tuple(positions))
+
+
+def _computes(step: Node) -> bool:
+    """Whether it fills a tensor. Views and sizes there may be more of where sizes are dynamic, and
+    some ranks may have them so: where a gather is needed must not depend on these steps."""
+    given = (step, *step.all_input_nodes) if step.meta.get("val") is None else (step,)
+    values = tree_leaves([node.meta.get("val") for node in given])
+    return any(isinstance(value, Tensor) for value in values) and not is_view(step)
 
 
 def _preparation(start: Node) -> list[Node]:
