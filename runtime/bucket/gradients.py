@@ -30,15 +30,15 @@ class Gradients:
 
     Attributes:
         waiting: gradients that wait to be reduced.
-        used, elsewhere: slots that the backward under way differentiates, here and on other ranks.
+        used: slots that a backward differentiates, here and on other ranks, by its number: a
+            reentrant checkpoint runs one within another, which goes on to differentiate.
         delivers: whether parameters are given their gradients now.
     """
 
     def __init__(self, bucket: "Bucket") -> None:
         self.bucket = bucket
         self.waiting = Accumulated(bucket)
-        self.used: set[int] = set()
-        self.elsewhere: set[int] = set()
+        self.used: dict[int, tuple[set[int], set[int]]] = {}
         self.delivers = False
         self._warned = False
 
@@ -67,8 +67,9 @@ class Gradients:
     def note_used(self, slots: Iterable[int], elsewhere: Iterable[int], *, sync: bool) -> None:
         """A backward that is about to run, and reduces gradients (`sync`) or not, differentiates
         `slots`; other ranks `elsewhere` too."""
-        by = self if sync else self.waiting
-        into = (by.used, by.elsewhere)
+        into = (self.waiting.used, self.waiting.elsewhere)
+        if sync:
+            into = self.used.setdefault(compat.backward_number(), (set(), set()))
         for noted, given in zip(into, (slots, elsewhere), strict=True):
             noted.update(slot for slot in given if is_selected(self.bucket, slot))
 
@@ -108,7 +109,7 @@ class Gradients:
     def receive(self, segment: Tensor) -> None:
         """The hook of the segment: a backward has computed its gradient."""
         part, segment.grad = segment.grad, None
-        used, elsewhere, self.used, self.elsewhere = self.used, self.elsewhere, set(), set()
+        used, elsewhere = self.used.pop(compat.backward_number(), (set(), set()))
         if part is not None:  # else read, but nothing that was differentiated depends on it
             self.deliver(part, used, elsewhere)
             self.bucket.end_backward()
@@ -203,7 +204,7 @@ class Gradients:
 
     def reset(self) -> None:
         """Forget a backward that was interrupted."""
-        self.used, self.elsewhere = set(), set()
+        self.used.clear()
         self.waiting.clear()
 
 
