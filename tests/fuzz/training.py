@@ -150,6 +150,8 @@ def training(case: Case) -> str:
             f"        one.zero_grad({keep})",
             f"    compare_states({number}, plain, ours, {tolerance})",
         ]
+        if PRECISIONS[case.precision][1]:
+            lines.append("    take_over(plain, ours)")
         if step.then and number < count - 1:
             lines += ["    " + line for line in THEN[step.then].splitlines()]
     lines.append("    check()")
