@@ -191,7 +191,7 @@ _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**
 
 
 def budget_bytes(budget: Budget, profile: Profile) -> int:
-    """A memory budget in bytes: a count, a text such as "70GB", or a fraction of `profile.memory`.
+    """A memory budget in bytes: a count, a text as "70GB" or "0.9", a fraction of `profile.memory`.
 
     Raises:
         ValueError: none of these.
@@ -199,7 +199,9 @@ def budget_bytes(budget: Budget, profile: Profile) -> int:
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*)\s*([a-z]*)\s*", budget.lower())
         if match and match[2] in _UNITS and float(match[1]):
-            return int(float(match[1]) * _UNITS[match[2]])
+            number = float(match[1])
+            is_share = not match[2] and "." in match[1] and number <= 1
+            return int(number * (profile.memory if is_share else _UNITS[match[2]]))
     elif isinstance(budget, float) and 0 < budget <= 1:
         return int(budget * profile.memory)
     elif isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:

@@ -180,7 +180,17 @@ def test_the_input_of_a_collective_lives_until_its_wait():
 
 @pytest.mark.parametrize(
     "given, nbytes",
-    [("70GB", 70e9), ("16GiB", 16 * 2**30), ("1.5 mb", 1.5e6), ("100", 100), (0.5, 40e9), (7, 7)],
+    [
+        ("70GB", 70e9),
+        ("16GiB", 16 * 2**30),
+        ("1.5 mb", 1.5e6),
+        ("100", 100),
+        (0.5, 40e9),
+        (7, 7),
+        ("0.5", 40e9),
+        ("1.0", 80e9),
+        ("1", 1),
+    ],
 )
 def test_budget_in_bytes(given, nbytes):
     assert budget_bytes(given, PROFILES["h100-nvlink"]) == nbytes

@@ -8,7 +8,7 @@ import torch
 
 from shardc.commands.errors import UsageError
 from shardc.commands.target import EXAMPLE
-from shardc.passes.hardware import PROFILES
+from shardc.passes.hardware import PROFILES, Profile, current_profile
 from shardc.runtime.eager.precision import MixedPrecisionPolicy
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,6 +53,11 @@ def add_profile(parser: argparse.ArgumentParser, what: str) -> None:
     )
 
 
+def read_profile(args: argparse.Namespace) -> Profile:
+    """The profile that `--profile` names, or its default."""
+    return PROFILES[args.profile] if args.profile else current_profile("cuda")
+
+
 def add_step(parser: argparse.ArgumentParser) -> None:
     """What shapes a step beside the model and the number of ranks."""
     add = parser.add_argument
@@ -65,7 +70,8 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--reshard", type=_reshard, metavar="WHEN", help="reshard_after_forward: yes, no, or a "
         "number of ranks (default: all units but the outermost)")  # fmt: skip
-    add("--memory-budget", "--memory", metavar="BYTES", help="what a step may use, such as 70GB: "
+    add("--memory-budget", "--memory", metavar="BYTES", help="what a step may use, such as 70GB, "
+        "or 0.9 for that share of the device: "
         "the fastest step that fits is chosen; or 'curve', to see step time against memory "
         "(default: no budget)")  # fmt: skip
     add("--offload", action="store_true", help="keep segments, gradients and optimizer state on "

@@ -1,5 +1,8 @@
 """What a command may end with, and its exit code: 0 fine, 1 found a problem, 2 wrong usage."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UsageError(ValueError):
     """What was typed cannot be run: exit code 2. Says what to type instead."""
@@ -7,3 +10,13 @@ class UsageError(ValueError):
 
 class FoundProblem(RuntimeError):
     """The command ran and found a problem: exit code 1. Says how to get out of it."""
+
+
+@contextmanager
+def finding_problems(target: str, verb: str) -> Iterator[None]:
+    """Inside, `target` is planned or compiled: what that raises is a problem of `target`."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise FoundProblem(f"{target} cannot be {verb}, {what}") from error

@@ -6,11 +6,16 @@ from pathlib import Path
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from shardc.commands.arguments import add_step, add_target, example_inputs, read_precision
-from shardc.commands.errors import FoundProblem, UsageError
+from shardc.commands.arguments import (
+    add_step,
+    add_target,
+    example_inputs,
+    read_precision,
+    read_profile,
+)
+from shardc.commands.errors import FoundProblem, UsageError, finding_problems
 from shardc.commands.progress_line import showing_progress
 from shardc.commands.target import EXAMPLE, load_model
-from shardc.passes.hardware import PROFILES, current_profile
 from shardc.reports.explain import explain
 from shardc.reports.report import Report, write_as
 
@@ -85,24 +90,21 @@ def explain_target(
     """
     model, inputs = load_model(target)
     positional, named = example_inputs(inputs, target)
-    profile = PROFILES[args.profile] if args.profile else current_profile("cuda")
+    profile = read_profile(args)
     mesh = (args.copies, world_size) if args.copies > 1 else (world_size,)
-    with showing_progress(f"explain for {args.copies * world_size} ranks") as progress:
-        try:
-            return explain(
-                model,
-                *positional,
-                kwargs=named,
-                mesh=mesh,
-                devices_per_node=profile.node_size if args.hierarchical else None,
-                profile=profile,
-                memory_budget=args.memory_budget,
-                progress=progress,
-                symbolic=symbolic,
-                reshard_after_forward=args.reshard,
-                mp_policy=read_precision(args),
-                offload_policy=CPUOffloadPolicy() if args.offload else OffloadPolicy(),
-            )
-        except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise FoundProblem(f"{target} cannot be explained, {what}") from error
+    showing = showing_progress(f"explain for {args.copies * world_size} ranks")
+    with showing as progress, finding_problems(target, "explained"):
+        return explain(
+            model,
+            *positional,
+            kwargs=named,
+            mesh=mesh,
+            devices_per_node=profile.node_size if args.hierarchical else None,
+            profile=profile,
+            memory_budget=args.memory_budget,
+            progress=progress,
+            symbolic=symbolic,
+            reshard_after_forward=args.reshard,
+            mp_policy=read_precision(args),
+            offload_policy=CPUOffloadPolicy() if args.offload else OffloadPolicy(),
+        )

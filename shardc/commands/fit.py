@@ -12,11 +12,11 @@ from shardc.commands.arguments import (
     add_target,
     example_inputs,
     read_precision,
+    read_profile,
 )
-from shardc.commands.errors import FoundProblem
+from shardc.commands.errors import finding_problems
 from shardc.commands.progress_line import showing_progress
 from shardc.commands.target import EXAMPLE, load_model
-from shardc.passes.hardware import PROFILES, current_profile
 from shardc.reports.fit import Fit, fewest_ranks, fit
 from shardc.reports.words import format_bytes, format_seconds
 
@@ -57,27 +57,22 @@ def run(args: argparse.Namespace) -> int:
     """Search, and print both answers."""
     model, inputs = load_model(args.target)
     positional, named = example_inputs(inputs, args.target)
-    memory = float(args.memory) if args.memory.replace(".", "", 1).isdigit() else args.memory
     given: dict[str, Any] = {
         "kwargs": named,
-        "memory": int(memory) if isinstance(memory, float) and memory > 1 else memory,
-        "profile": PROFILES[args.profile] if args.profile else current_profile("cuda"),
+        "memory": args.memory,
+        "profile": read_profile(args),
         "mp_policy": read_precision(args),
     }
-    with showing_progress("fit") as progress:
-        try:
-            size = fit(
-                model,
-                *positional,
-                world_size=args.world_size,
-                dim=_DIMS[args.grow],
-                progress=progress,
-                **given,
-            )
-            ranks = fewest_ranks(model, *positional, progress=progress, **given)
-        except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise FoundProblem(f"{args.target} cannot be planned, {what}") from error
+    with showing_progress("fit") as progress, finding_problems(args.target, "planned"):
+        size = fit(
+            model,
+            *positional,
+            world_size=args.world_size,
+            dim=_DIMS[args.grow],
+            progress=progress,
+            **given,
+        )
+        ranks = fewest_ranks(model, *positional, progress=progress, **given)
     if args.json:
         print(json.dumps({args.grow: _record(size), "ranks": _record(ranks)}, indent=2))
     else:

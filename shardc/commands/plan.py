@@ -16,10 +16,16 @@ from tabulate import tabulate
 from torch import nn
 from torch.distributed.fsdp import OffloadPolicy
 
-from shardc.commands.arguments import add_precision, add_profile, add_target, read_precision
+from shardc.commands.arguments import (
+    add_precision,
+    add_profile,
+    add_target,
+    read_precision,
+    read_profile,
+)
 from shardc.commands.errors import FoundProblem
 from shardc.commands.target import EXAMPLE, load_model
-from shardc.passes.hardware import PROFILES, Profile, current_profile
+from shardc.passes.hardware import Profile
 from shardc.reports.words import format_bytes
 from shardc.runtime.eager.precision import MixedPrecisionPolicy
 from shardc.runtime.layout.layout import BucketLayout
@@ -59,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan the model and print the table, or JSON."""
     model, _ = load_model(args.target)
-    profile = PROFILES[args.profile] if args.profile else current_profile("cuda")
+    profile = read_profile(args)
     policy = read_precision(args)
     plans = plan_model(model, args.world_size, policy, profile)
     groups, totals = group_units(model, plans), total(plans)

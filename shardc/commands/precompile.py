@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict
 
 from shardc.commands.arguments import add_precision, add_target, example_inputs, read_precision
-from shardc.commands.errors import FoundProblem, UsageError
+from shardc.commands.errors import UsageError, finding_problems
 from shardc.commands.progress_line import showing_progress
 from shardc.commands.target import EXAMPLE, load_model
 
@@ -56,20 +56,17 @@ def run(args: argparse.Namespace) -> int:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath(args.cache)
     model, inputs = load_model(args.target)
     positional, named = example_inputs(inputs, args.target)
-    with showing_progress(f"precompile for {args.world_size} ranks") as progress:
-        try:
-            done = precompile(
-                model,
-                *positional,
-                kwargs=named,
-                world_size=args.world_size,
-                in_place=not args.wrapped,
-                progress=progress,
-                mp_policy=read_precision(args),
-            )
-        except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise FoundProblem(f"{args.target} cannot be compiled, {what}") from error
+    showing = showing_progress(f"precompile for {args.world_size} ranks")
+    with showing as progress, finding_problems(args.target, "compiled"):
+        done = precompile(
+            model,
+            *positional,
+            kwargs=named,
+            world_size=args.world_size,
+            in_place=not args.wrapped,
+            progress=progress,
+            mp_policy=read_precision(args),
+        )
     if args.json:
         print(json.dumps(asdict(done)))
         return 0
