@@ -6,7 +6,7 @@ modules keep holding it. A DTensor cannot, and gets a successor.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class SlotRef:
             return bucket.gathered.read(self.index)
         return bucket.params[self.index]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SlotRef":
+    def __deepcopy__(self, memo: compat.Memo) -> "SlotRef":
         bucket: Bucket | None = memo.get(id(self.bucket))  # of the unit that is copied, if one is
         return self if bucket is None else SlotRef(bucket, self.index)
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeGuard
 
 from torch import Tensor
 
@@ -46,14 +46,14 @@ def runs_hooks() -> bool:
     return _current is None or _current.hooks
 
 
-def is_sharded(value: object) -> bool:
+def is_sharded(value: object) -> TypeGuard[ShardTensor]:
     """Whether `value` is a parameter that a bucket holds."""
     return isinstance(value, ShardTensor) and hasattr(value, "_slot")
 
 
 def run_for_inputs(
-    run: Callable[[Sequence[Any], bool], object],
-    inputs: Sequence[Any],
+    run: Callable[[Sequence[object], bool], object],
+    inputs: Sequence[Tensor],
     accumulates: bool,
     create_graph: bool,
     allow_unused: bool,
@@ -71,10 +71,13 @@ def run_for_inputs(
         RuntimeError: what is asked cannot be done for a bucket; says what can.
     """
     slots: defaultdict[EagerBucket, set[int]] = defaultdict(set)
-    for param in filter(is_sharded, inputs):
+    for param in inputs:
+        if not is_sharded(param):
+            continue
         if not param.requires_grad:
             raise RuntimeError("One of the differentiated Tensors does not require grad")
-        slots[param._slot.bucket].add(param._slot.index)
+        slot = param._slot  # type: ignore[attr-defined]
+        slots[slot.bucket].add(slot.index)
     _refuse_parts(slots, accumulates)
     others = [value for value in inputs if not is_sharded(value)]
     waiting = [bucket.gradients.waiting for bucket in slots]

@@ -7,7 +7,7 @@ ranks share them, so their collectives keep one order.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from shardc.runtime import compat
 from shardc.runtime.comm.backends import high_priority_options
 
 T = TypeVar("T")
-_kept: WeakKeyDictionary[dist.ProcessGroup, dict[object, Any]] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[dist.ProcessGroup, dict[object, object]] = WeakKeyDictionary()
 
 
 def kept_with(group: dist.ProcessGroup, key: object, make: Callable[[], T]) -> T:
@@ -24,8 +24,7 @@ def kept_with(group: dist.ProcessGroup, key: object, make: Callable[[], T]) -> T
     kept = _kept.setdefault(group, {})
     if key not in kept:
         kept[key] = make()
-    found: T = kept[key]
-    return found
+    return cast(T, kept[key])
 
 
 def group_over(ranks: list[int], like: dist.ProcessGroup) -> str:

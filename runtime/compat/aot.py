@@ -13,7 +13,7 @@ from torch.fx.node import Argument
 _T = TypeVar("_T")
 
 
-def size_expr(size: Any) -> Any:
+def size_expr(size: object) -> Any:
     """A size as a number, or as the sympy expression behind a SymInt (2.11 to 2.15)."""
     if isinstance(size, torch.SymInt):
         expr = size.node.expr
@@ -21,7 +21,7 @@ def size_expr(size: Any) -> Any:
     return size
 
 
-def symbol_values(size: Any) -> dict[Any, int]:
+def symbol_values(size: object) -> dict[Any, int]:
     """The values of all symbols of the trace that a SymInt comes from (2.11 to 2.15)."""
     if not isinstance(size, torch.SymInt):
         return {}
@@ -30,7 +30,7 @@ def symbol_values(size: Any) -> dict[Any, int]:
     return {symbol: int(value) for symbol, value in known.items()}
 
 
-def flop_formulas() -> dict[Any, Callable[..., Any]]:
+def flop_formulas() -> dict[object, Callable[..., object]]:
     """What torch knows of FLOPs, by op, with the CPU's attention added (2.11 to 2.15)."""
     from torch.utils.flop_counter import flop_registry
 
@@ -45,7 +45,7 @@ def flop_formulas() -> dict[Any, Callable[..., Any]]:
     return formulas
 
 
-def _with_equal_heads(formula: Callable[..., Any], before: int) -> Callable[..., Any]:
+def _with_equal_heads(formula: Callable[..., object], before: int) -> Callable[..., object]:
     """The formula of an attention, for fewer heads of keys and values, too, which 2.11 refuses.
 
     Args:
@@ -53,7 +53,7 @@ def _with_equal_heads(formula: Callable[..., Any], before: int) -> Callable[...,
         before: how many.
     """
 
-    def flops(*args: Any, **kwargs: Any) -> Any:
+    def flops(*args: Any, **kwargs: object) -> object:
         query, *others = (tuple(each.shape) for each in args[before : before + 3])
         wide = [(*shape[:1], query[1], *shape[2:]) for shape in others]
         return formula(*args[:before], query, *wide, *args[before + 3 :], **kwargs)
@@ -61,7 +61,7 @@ def _with_equal_heads(formula: Callable[..., Any], before: int) -> Callable[...,
     return flops
 
 
-def place_of_random_op(target: Any) -> int | None:
+def place_of_random_op(target: object) -> int | None:
     """Where a call has the op that it gives the state of random numbers; None for other calls.
 
     The partitioner wraps so what is computed again and may draw numbers (2.11 to 2.15).
@@ -119,7 +119,7 @@ def compile_aot(
     forward: Callable[..., object],
     backward: Callable[..., object],
     partition: Callable[..., object],
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """AOT autograd with our compilers and no decompositions (2.11 to 2.15).
 
     A backward is compiled with its forward: with dynamic sizes AOT autograd does so, and a rank
@@ -146,7 +146,7 @@ def donating_nothing(compile_graph: Callable[..., _T]) -> Callable[..., _T]:
     to 2.15 also where its setting `donated_buffer` was off while it compiled, but is on later.
     """
 
-    def compiled(*args: Any, **kwargs: Any) -> _T:
+    def compiled(*args: object, **kwargs: object) -> _T:
         context = torch._guards.TracingContext.try_get()
         donated = context and context.fw_metadata and context.fw_metadata.bw_donated_idxs
         if donated:

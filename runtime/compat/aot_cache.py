@@ -11,19 +11,25 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from unittest import mock
 
 import torch
 
 from shardc.runtime.compat.aot import functorch_config
-from shardc.runtime.compat.aot_devices import move_entry, own_gpu, with_index
+from shardc.runtime.compat.aot_devices import Entry, move_entry, own_gpu, with_index
 
 _FUNCTIONS = ("shardc.runtime.comm.unshard.unshard", "shardc.runtime.comm.unshard.look_up")
 """Our functions in Dynamo graphs which are no ops: AOT autograd traces through them."""
 
-Found = tuple[Any, bytes] | None
+Found = tuple[Entry, bytes] | None
 """An entry, and the same pickled."""
+
+Wrap = Callable[[Any], object]
+"""Changes a loaded graph in place."""
+
+Compiled = Callable[..., object]
+"""A compiled graph, as it is called."""
 
 
 class Guest(Protocol):
@@ -35,7 +41,7 @@ class Guest(Protocol):
     def bypassed(self) -> None:
         """The graph is one that cannot be kept."""
 
-    def keep(self, entry: Any, save: Callable[[str], None]) -> None:
+    def keep(self, entry: Entry, save: Callable[[str], None]) -> None:
         """A graph was compiled: `save` keeps its entry on disk, under a key."""
 
 
@@ -67,24 +73,24 @@ def aot_cache(guest: Guest | None) -> Iterator[None]:
     theirs = {name: getattr(AOTAutogradCache, name) for name in names}
     asked = False
 
-    def try_load(*args: Any, **kwargs: Any) -> Any:
+    def try_load(*args: object, **kwargs: object) -> object:
         result = theirs["try_load"](*args, **kwargs)
         if not asked:
             guest.bypassed()
         return result
 
-    def lookup(key: str, *args: Any, **kwargs: Any) -> Found:
+    def lookup(key: str, *args: object, **kwargs: object) -> Found:
         nonlocal asked
         asked = True
         return guest.look(key, lambda own_key: find(own_key, *args, **kwargs))
 
-    def find(key: str, *args: Any, **kwargs: Any) -> Found:
+    def find(key: str, *args: object, **kwargs: object) -> Found:
         found: Found = theirs["_lookup"](key, *args, **kwargs)
         if found is not None:
             move_entry(found[0], found[0].shardc_gpu, own_gpu())
         return found
 
-    def make_entry(*args: Any, **kwargs: Any) -> Any:
+    def make_entry(*args: object, **kwargs: object) -> Entry:
         try:
             entry = theirs["make_entry"](*args, **kwargs)
         except AssertionError:  # a graph is not of Inductor: it runs op by op
@@ -92,7 +98,7 @@ def aot_cache(guest: Guest | None) -> Iterator[None]:
         entry.shardc_gpu = own_gpu()
         return entry
 
-    def save(key: str, entry: Any, *args: Any, **kwargs: Any) -> None:
+    def save(key: str, entry: Entry, *args: object, **kwargs: object) -> None:
         if entry is None:
             return
         guest.keep(entry, lambda own_key: theirs["save"](own_key, entry, *args, **kwargs))
@@ -104,7 +110,7 @@ def aot_cache(guest: Guest | None) -> Iterator[None]:
         _stable_keys(),
     ):
         for name, ours in zip(names, (try_load, lookup, make_entry, save), strict=True):
-            setattr(AOTAutogradCache, name, staticmethod(ours))
+            setattr(AOTAutogradCache, name, staticmethod(cast(Compiled, ours)))
         try:
             yield
         finally:
@@ -125,7 +131,7 @@ def _stable_keys() -> Iterator[None]:
 
     dumps = Pickler.dumps
 
-    def stable_dumps(self: Any, value: Any) -> bytes:
+    def stable_dumps(self: Any, value: object) -> bytes:
         self.dispatch_table[torch.memory_format] = lambda known: (str, (str(known),))
         own = own_gpu()
         if own is None:
@@ -179,7 +185,7 @@ def folder_id() -> str:
         return uuid.uuid4().hex  # nobody else's
 
 
-def wrap_entry(entry: Any, forward: Callable[[Any], Any], backward: Callable[[Any], Any]) -> None:
+def wrap_entry(entry: Entry, forward: Wrap, backward: Wrap) -> None:
     """Have these change the graphs of an entry once they are loaded (2.11 to 2.15)."""
     entry.compiled_fw = _Wrapping(entry.compiled_fw, forward)
     if entry.compiled_bw is not None:
@@ -189,11 +195,11 @@ def wrap_entry(entry: Any, forward: Callable[[Any], Any], backward: Callable[[An
 class _Wrapping:
     """A graph of an entry, given to `wrap` once it is loaded."""
 
-    def __init__(self, loadable: Any, wrap: Callable[[Any], Any]) -> None:
+    def __init__(self, loadable: Any, wrap: Wrap) -> None:
         self._loadable = loadable
         self._wrap = wrap
 
-    def post_compile(self, *args: Any) -> Any:
+    def post_compile(self, *args: object) -> object:
         loaded = self._loadable.post_compile(*args)
         innermost = loaded
         while hasattr(innermost, "__wrapped__"):
@@ -201,11 +207,11 @@ class _Wrapping:
         self._wrap(innermost)
         return loaded
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._loadable, name)
 
 
-def wrap_compiled(output: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+def wrap_compiled(output: Any, wrap: Callable[[Compiled], Compiled]) -> object:
     """Put `wrap` around what a graph that Inductor compiled calls (2.11 to 2.15).
 
     A graph without any call, which only passes inputs on, comes back as a plain function.

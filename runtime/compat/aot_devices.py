@@ -7,9 +7,12 @@ it is made anew from the code.
 """
 
 import re
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+
+Entry: TypeAlias = Any
+"""What AOT autograd keeps of a graph; its class is another in each version of torch."""
 
 _INDEX = (
     r"(cuda:|type='cuda', index=|_DeviceGuard\(|cuda\.set_device\(|cuda\.device\(|"
@@ -34,7 +37,7 @@ def with_index(code: str, before: int, index: int | str) -> str:
     return re.sub(_INDEX.format(before), rf"\g<1>{index}", code)
 
 
-def move_entry(entry: Any, before: int | None, index: int | None) -> None:
+def move_entry(entry: Entry, before: int | None, index: int | None) -> None:
     """Have an entry that was compiled for one GPU run on another (2.11 to 2.15)."""
     if before is None or index is None or before == index:
         return

@@ -12,7 +12,7 @@ from torch import Tensor
 FunctionContext: TypeAlias = Any
 """What torch gives the methods of an autograd Function: any attribute may be set on it."""
 
-PackHook = Callable[[Tensor], Any]
+PackHook = Callable[[Tensor], object]
 UnpackHook = Callable[[Any], Tensor]
 SavedTensorsHooks = tuple[PackHook, UnpackHook]
 
@@ -59,7 +59,7 @@ def when_outermost_backward_ends(call: Callable[[], None]) -> None:
         when_backward_ends(call)
 
 
-def _nesting(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _nesting(engine: Callable[..., object], *args: object, **kwargs: object) -> object:
     """Run the engine; see `when_outermost_backward_ends`."""
     if not in_backward():
         return engine(*args, **kwargs)
@@ -73,7 +73,7 @@ def _nesting(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def give_engine_inputs(run_for: Callable[..., Any], is_meant: Callable[[object], bool]) -> None:
+def give_engine_inputs(run_for: Callable[..., object], is_meant: Callable[[object], bool]) -> None:
     """Have `run_for` do what the engine is asked for inputs of which `is_meant` says so.
 
     It is called as `selection.run_for_inputs`. The engine looks for the node of a tensor where no
@@ -82,13 +82,13 @@ def give_engine_inputs(run_for: Callable[..., Any], is_meant: Callable[[object],
     engine = functools.partial(_nesting, torch.autograd._engine_run_backward)
 
     @functools.wraps(torch.autograd._engine_run_backward)
-    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_backward(outputs: object, *args: Any, **kwargs: Any) -> object:
         inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
         if not any(map(is_meant, inputs)):
             return engine(outputs, *args, **kwargs)
         given = dict(zip(_ENGINE_ARGUMENTS, args, strict=False)) | kwargs
 
-        def run(known: Sequence[Any], allow_missing: bool) -> Any:
+        def run(known: Sequence[object], allow_missing: bool) -> object:
             where = (tuple(known), allow_missing, True)
             return engine(outputs, *(given[name] for name in _ENGINE_ARGUMENTS[:3]), *where)
 

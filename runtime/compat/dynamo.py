@@ -36,14 +36,14 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def compile_calls(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+def compile_calls(module: nn.Module, *args: object, **kwargs: Any) -> None:
     """As `nn.Module.compile`, also where Dynamo skips the module's `forward` (2.11 to 2.15).
 
     It skips those of torch's own modules; `torch.compile(module)` gives them a frame, too.
     """
     from torch._dynamo import external_utils, trace_rules
 
-    call: Callable[..., Any] = module._call_impl
+    call: Callable[..., object] = module._call_impl
     if trace_rules.check(module.forward):
         call = external_utils.wrap_inline(call)
     module._compiled_call_impl = torch.compile(call, *args, **kwargs)

@@ -1,7 +1,7 @@
 """Inductor: its lowering, its settings, its scheduler and the code it writes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch._inductor.exc import InductorError as InductorError
@@ -13,19 +13,28 @@ from shardc.runtime.compat.aot import (
     is_body,
     keeping_reductions,
 )
-from shardc.runtime.compat.aot_cache import Guest, aot_cache
+from shardc.runtime.compat.aot_cache import Compiled, Guest, aot_cache
 
 LabelOf = Callable[[torch.fx.Node], object]
 """Gives a node the context in which it runs, or None."""
 
+Output: TypeAlias = Any
+"""A graph as Inductor compiled it; its class is another in each version of torch."""
+
+Input = torch.Tensor | int | torch.SymInt | None
+"""What a graph is traced with."""
+
+Kernel: TypeAlias = Any
+"""A node of Inductor's own graph."""
+
 
 def compile_fx(
     gm: GraphModule,
-    example_inputs: Sequence[Any],
-    inner_compile: Callable[..., Any],
+    example_inputs: Sequence[Input],
+    inner_compile: Callable[..., Output],
     patches: dict[str, object],
     cache: Guest | None = None,
-) -> Callable[..., Any]:
+) -> Compiled:
     """Inductor, with `inner_compile` lowering each partitioned graph (2.11 to 2.15).
 
     The backward is compiled together with its forward, on all ranks alike. AOT autograd's cache
@@ -55,11 +64,11 @@ def mode_options(mode: str | None) -> dict[str, object]:
     return dict(torch._inductor.list_mode_options(mode)) if mode else {}
 
 
-def replays(given: dict[str, Any], mode: str | None) -> bool:
+def replays(given: Mapping[str, object], mode: str | None) -> bool:
     """Whether Inductor with these settings replays CUDA graphs (2.11 to 2.15)."""
     from torch._inductor import config
 
-    settings = mode_options(mode) | given
+    settings = {**mode_options(mode), **given}
     return bool(settings.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
@@ -72,11 +81,11 @@ def cpp_compiler() -> str:
 
 def compile_fx_inner(
     gm: GraphModule,
-    inputs: Sequence[Any],
+    inputs: Sequence[Input],
     label_of: LabelOf,
     check: Callable[[torch.fx.Graph], None] | None = None,
     **kwargs: Any,
-) -> Any:
+) -> Output:
     """Inductor's lowering of one graph, graph cache included (2.11 to 2.15).
 
     Collectives and waits stay in the order of the graph, and run in the context that `label_of`
@@ -103,11 +112,11 @@ def changed_inductor_settings() -> dict[str, Any]:
 
 def compile_alone(
     gm: GraphModule,
-    inputs: Sequence[Any],
+    inputs: Sequence[Input],
     label_of: LabelOf,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     arguments: Mapping[str, Any],
-) -> Any:
+) -> Output:
     """`compile_fx_inner` with `settings`, outside of any compile (2.11 to 2.15)."""
     from torch._inductor import config
 
@@ -115,7 +124,7 @@ def compile_alone(
         return compile_fx_inner(gm, inputs, label_of, **arguments)
 
 
-def generated_code(output: Any) -> tuple[str, str] | None:
+def generated_code(output: Output) -> tuple[str, str] | None:
     """What Inductor made of a graph: the path of the code, which need not exist, and its text.
 
     None where it made none. (2.11 to 2.15)
@@ -130,7 +139,7 @@ JOINT_PASS = "joint_custom_post_pass"
 """The setting of Inductor under which it takes a pass over joint graphs (2.11 to 2.15)."""
 
 
-def joint_pass(apply: Callable[[GraphModule], object], key: str, given: Any = None) -> Any:
+def joint_pass(apply: Callable[[GraphModule], object], key: str, given: object = None) -> object:
     """`apply` as Inductor's `joint_custom_post_pass`, after those of the user.
 
     Those are `given`, or what is set in Inductor's configuration. `key` enters the key of its graph
@@ -148,14 +157,14 @@ def joint_pass(apply: Callable[[GraphModule], object], key: str, given: Any = No
     return _graph_pass(_passes(given or getattr(config, JOINT_PASS)), on_module, key)
 
 
-def _passes(setting: Any) -> tuple[Any, ...]:
+def _passes(setting: object) -> tuple[Any, ...]:
     """The passes in a setting of Inductor: none, one, or since 2.13 several."""
     if setting is None:
         return ()
     return tuple(setting) if isinstance(setting, (list, tuple)) else (setting,)
 
 
-def _graph_pass(given: Sequence[Any], apply: Callable[[torch.fx.Graph], None], key: str) -> Any:
+def _graph_pass(given: Sequence[Any], apply: Callable[[torch.fx.Graph], None], key: str) -> object:
     """One pass of Inductor over a graph: those of the user, then `apply` (2.11 to 2.15)."""
     from torch._inductor import custom_graph_pass
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -200,7 +209,7 @@ def order_settings() -> dict[str, object]:
     return {name: value for name, value in wanted.items() if name in known}
 
 
-def _collectives_pass(gm: GraphModule, label_of: LabelOf) -> Any:
+def _collectives_pass(gm: GraphModule, label_of: LabelOf) -> object:
     """A pass of Inductor's scheduler for the collectives and waits of `gm` (2.11 to 2.15).
 
     It keeps them in the order of the graph. Without that, a kernel fused from an early and a late
@@ -227,7 +236,7 @@ def _collectives_pass(gm: GraphModule, label_of: LabelOf) -> Any:
     key = given.uuid() if isinstance(given, base) else None
 
     class KeepOrder(base):
-        def __call__(self, nodes: list[Any]) -> list[Any]:
+        def __call__(self, nodes: list[Kernel]) -> list[Kernel]:
             last = None
             for node in nodes:
                 is_call = isinstance(node.node, InvokeSubgraph)  # may write to what it is given
@@ -255,14 +264,14 @@ def _collectives_pass(gm: GraphModule, label_of: LabelOf) -> Any:
     return keep_order
 
 
-def _label_of_kernel(kernel: Any, label_of: LabelOf) -> object:
+def _label_of_kernel(kernel: Kernel, label_of: LabelOf) -> object:
     """The label of the node that became a call of an op as it is; else None (2.11 to 2.15)."""
     op = getattr(kernel, "op_overload", None)
     nodes = [] if op is None else [node for node in kernel.get_origins() if node.target is op]
     return label_of(nodes[0]) if len(nodes) == 1 else None
 
 
-def _run_within(kernel: Any, label: object) -> None:
+def _run_within(kernel: Kernel, label: object) -> None:
     """Have the Python code for a kernel enter and leave a label (2.11 to 2.15)."""
     from torch._inductor.virtualized import V
 

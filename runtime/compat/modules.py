@@ -1,12 +1,16 @@
 """`nn.Module` and optimizers: what they cache, and hooks that torch has no way to set."""
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+
+Memo: TypeAlias = dict[int, Any]
+"""What `copy.deepcopy` has copied so far, by the id of the original."""
 
 
 def is_replicated(module: nn.Module) -> bool:
@@ -34,7 +38,7 @@ def after_zero_grad(call: Callable[[Iterable[Tensor]], None]) -> None:
         method: Callable[..., None], params: Callable[[Any], Iterable[Tensor]]
     ) -> Callable[..., None]:
         @functools.wraps(method)
-        def zero_grad(self: Any, *args: object, **kwargs: object) -> None:
+        def zero_grad(self: object, *args: object, **kwargs: object) -> None:
             method(self, *args, **kwargs)
             call(params(self))
 
@@ -71,7 +75,7 @@ def without_parameters(module: nn.Module, names: Iterable[str]) -> Iterator[None
         module.__dict__["_parameters"] = parameters
 
 
-def rnn_weight_references(module: nn.Module) -> list[Any]:
+def rnn_weight_references(module: nn.Module) -> list[weakref.ref[nn.Parameter] | None]:
     """The weak references that `nn.LSTM` and friends keep to their weights (2.11 to 2.15)."""
     return list(module._flat_weight_refs) if isinstance(module, nn.RNNBase) else []
 

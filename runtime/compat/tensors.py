@@ -111,10 +111,12 @@ def is_in_graph(tensor: Tensor) -> bool:
     if not tensor.requires_grad or not tensor.is_leaf:
         return False
     with torch.inference_mode(False), torch.enable_grad():
-        view: Any = tensor.view_as(tensor).grad_fn
+        view = tensor.view_as(tensor).grad_fn
+    assert view is not None
     node = view.next_functions[0][0]
+    assert node is not None
     mark = _Mark()
-    node.metadata[_Mark] = mark
+    node.metadata[_Mark] = mark  # type: ignore[index]
     found = weakref.ref(mark)
     del mark, node, view
     return found() is not None

@@ -2,12 +2,21 @@
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-NewBuffer = Callable[[Any, Tensor, bool], Tensor]
+
+class QuantisingOptimizer(Protocol):
+    """One of them, as far as shardc needs it."""
+
+    block_size: int
+
+    def _subclass_zeros(self, like: Tensor, signed: bool, block_size: int) -> Tensor: ...
+
+
+NewBuffer = Callable[[QuantisingOptimizer, Tensor, bool], Tensor]
 """Given the optimizer, a parameter, and whether the state is signed: a state of zeros."""
 
 

@@ -10,7 +10,6 @@ is reduced when that backward ends.
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,8 +173,8 @@ def _discard(params: Iterable[Tensor]) -> None:
 
 
 def _refuse_step(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    optimizer: torch.optim.Optimizer, args: compat.Args, kwargs: compat.Kwargs
+) -> tuple[compat.Args, compat.Kwargs] | None:
     """Before a step, refuse gradients that wait; a closure may reduce them: look after it."""
     if not _waiting:
         return None
@@ -184,7 +183,7 @@ def _refuse_step(
         _require_reduced(optimizer)
         return None
 
-    def checked_closure() -> Any:
+    def checked_closure() -> object:
         loss = closure()
         _require_reduced(optimizer)
         return loss

@@ -8,17 +8,17 @@ parameters do.
 
 import copy
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
+from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket
 from shardc.runtime.bucket.params import make_param
 from shardc.runtime.bucket.settings import Settings
 from shardc.runtime.bucket.unit import Unit
 
 
-def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def copy_sharded(module: nn.Module, memo: compat.Memo) -> nn.Module:
     """A deep copy of a module that holds sharded parameters. Every rank must make it.
 
     The other modules of a unit of several are copied with it, and so is the memory of all of them.
@@ -33,7 +33,7 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         memo[id(m)] = object.__new__(type(m))
     copies = [_copy_unit(unit, memo) for unit in units]
     for m in shells:
-        shell = memo[id(m)]
+        shell: nn.Module = memo[id(m)]
         for name, value in vars(m).items():
             vars(shell)[name] = copy.deepcopy(value, memo)
     for unit, new in zip(units, copies, strict=True):
@@ -44,7 +44,7 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return result
 
 
-def _copied_with(module: nn.Module, memo: dict[int, Any]) -> tuple[list[nn.Module], list[Unit]]:
+def _copied_with(module: nn.Module, memo: compat.Memo) -> tuple[list[nn.Module], list[Unit]]:
     """What a copy of `module` copies that `memo` does not know yet."""
     modules = [m for m in module.modules() if id(m) not in memo]
     known, units = {id(m) for m in modules} | memo.keys(), dict[Unit, None]()
@@ -81,7 +81,7 @@ def _forwards_copies(module: nn.Module) -> bool:
     return hasattr(module, "__deepcopy__") and not hasattr(type(module), "__deepcopy__")
 
 
-def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
+def _copy_unit(unit: Unit, memo: compat.Memo) -> Unit:
     settings = replace(unit.settings)
     new = Unit(
         tuple(memo[id(m)] for m in unit.modules),
@@ -98,7 +98,7 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     return new
 
 
-def _copy_bucket(bucket: Bucket, settings: Settings, memo: dict[int, Any]) -> Bucket:
+def _copy_bucket(bucket: Bucket, settings: Settings, memo: compat.Memo) -> Bucket:
     segment = bucket.segment.detach().clone()
     if bucket.segment.is_pinned():
         segment = segment.pin_memory()

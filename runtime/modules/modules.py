@@ -109,7 +109,7 @@ class ShardedParameters(_Mixed):
             _refuse_removing(self, name)
         super().__delattr__(name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+    def __deepcopy__(self, memo: compat.Memo) -> nn.Module:
         return copy_sharded(self, memo)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -273,7 +273,7 @@ class ShardedModule(Controls, ShardedParameters):
         args, kwargs = unit.prepare_inputs(self, args, kwargs)
         return unit.finish_outputs(self, super().__call__(*args, **kwargs))
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
+    def compile(self, *args: object, **kwargs: Any) -> None:
         """As `nn.Module.compile`; a container of torch (`nn.Sequential`) becomes one graph, too.
 
         Raises:

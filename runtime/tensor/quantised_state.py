@@ -10,7 +10,7 @@ checkpoints have the values of AdamW's state, and load at any world size.
 
 import functools
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -97,7 +97,7 @@ def _same_blocks(a: object, b: object) -> bool:
 
 
 def _making_shards(own: compat.NewBuffer) -> compat.NewBuffer:
-    def new_buffer(optimizer: Any, param: Tensor, signed: bool) -> Tensor:
+    def new_buffer(optimizer: compat.QuantisingOptimizer, param: Tensor, signed: bool) -> Tensor:
         if isinstance(param, ShardTensor):
             return _zeros(optimizer, param, signed)
         return own(optimizer, param, signed)
@@ -105,7 +105,7 @@ def _making_shards(own: compat.NewBuffer) -> compat.NewBuffer:
     return new_buffer
 
 
-def _zeros(optimizer: Any, param: ShardTensor, signed: bool) -> Tensor:
+def _zeros(optimizer: compat.QuantisingOptimizer, param: ShardTensor, signed: bool) -> Tensor:
     """A new state of `param`, sharded alike, quantised where an unsharded run would."""
     spec, block = param._spec, optimizer.block_size
     start, stop = spec.interval()
@@ -121,7 +121,7 @@ def _zeros(optimizer: Any, param: ShardTensor, signed: bool) -> Tensor:
 # -- state dicts ----------------------------------------------------------------------------------
 
 
-def _dequantised(value: Any) -> Any:
+def _dequantised(value: object) -> object:
     if isinstance(value, ShardTensor) and isinstance(value._local, BlockState):
         return ShardTensor(value._local.dequantised().clone(), value.shape, value._spec)
     return value
@@ -137,13 +137,15 @@ def _show_values(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
 
 
 @torch.no_grad()
-def _quantise_again(optimizer: Any) -> None:
+def _quantise_again(optimizer: Optimizer) -> None:
     """After `load_state_dict`, and before a first step: quantise what was loaded."""
     for param, state in optimizer.state.items():
-        for name, value in state.items() if isinstance(param, ShardTensor) else ():
+        if not isinstance(param, ShardTensor):
+            continue
+        for name, value in state.items():
             if not isinstance(value, ShardTensor) or isinstance(value._local, BlockState):
                 continue
-            made = _zeros(optimizer, param, signed=name == "exp_avg")
+            made = _zeros(cast(compat.QuantisingOptimizer, optimizer), param, name == "exp_avg")
             state[name] = made.copy_(value)
 
 

@@ -152,7 +152,7 @@ def _ask_local(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> obj
 def _view(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
     """Views of consecutive elements: a part of the interval, under the view's shape.
 
-    Any view of a tensor without data tells which elements it takes: `p[3]`, `p[2:5]`, `p.view(-1)`
+    A view of a tensor without data tells which elements it takes: `p[3]`, `p[2:5]`, `p.view(-1)`
     and the pieces of `p.chunk(3)` are contiguous, a transposed matrix is not.
     """
     source: ShardTensor = args[0]

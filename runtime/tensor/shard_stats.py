@@ -11,7 +11,7 @@ Left out: statistics that need all values at once (median, sort, prod), which ar
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -197,7 +197,7 @@ _MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-def _start(over: Over, dtype: torch.dtype) -> Any:
+def _start(over: Over, dtype: torch.dtype) -> float | int:
     if over == "sum":
         return 0
     if dtype.is_floating_point:

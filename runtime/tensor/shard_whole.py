@@ -8,7 +8,7 @@ Left out: ops on process groups, random ops (ranks could draw different values),
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -152,7 +152,7 @@ class WholeView(Tensor):
         """As of a plain tensor; a write to the array does not reach the parameter."""
         return self.clone().numpy(force=force)
 
-    def tolist(self) -> Any:
+    def tolist(self) -> list[object]:
         """As of a plain tensor."""
         return self.clone().tolist()
 
@@ -162,5 +162,5 @@ class WholeView(Tensor):
     def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         return self.detach().clone()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         return self.detach().clone().__reduce_ex__(protocol)
