@@ -22,7 +22,6 @@ BoxedGraph = Callable[[list[object]], object]
 """A compiled graph: it takes its inputs as one list and empties it."""
 
 ops = torch.ops._c10d_functional
-compat.let_backend_threads_finish()
 compat.gather_under_short_names()
 
 _CARRIED_AS_IS = {

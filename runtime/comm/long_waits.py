@@ -46,6 +46,7 @@ def watch(group: str) -> History | None:
     if _thread is None:
         _thread = threading.Thread(target=_watch, name="shardc watch", daemon=True)
         _thread.start()
+        compat.let_backend_threads_finish()
         atexit.register(_stop, _thread)
         _tell_when_it_ends()
     history = history_of(group)

@@ -271,6 +271,8 @@ def _default_group() -> dist.ProcessGroup:
 def let_backend_threads_finish() -> None:
     """At exit, let gloo's threads drop the tensors of the last collective (2.13).
 
+    For a process that enters its first collective.
+
     They take the GIL for it, up to one switch interval (5 ms) after the wait has returned; an
     interpreter that finalizes in that time ends them, which aborts the process ("terminate called
     without an active exception").
