@@ -17,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def pytest_collection_finish(session: Any) -> None:
     import ranks
 
+    ranks.collect_garbage_less()
     ranks.start_for(session.items)
 
 

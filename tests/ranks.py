@@ -58,6 +58,11 @@ class RankLost(AssertionError):
     """A rank's process was ended by a signal that says that memory is corrupt."""
 
 
+def collect_garbage_less() -> None:
+    """Have the garbage collector look less often: a compile spends a fifth of its time there."""
+    gc.set_threshold(20_000, 20, 20)
+
+
 def free_port() -> int:
     """A port of this host on which nothing listens now."""
     with socket.socket() as probe:
@@ -252,6 +257,7 @@ def _serve(rank: int, world: int, port: int, device: str, pipe: Any, stacks: str
             torch._dynamo.reset()
             forget_agreements()
             torch.manual_seed(0)
+            collect_garbage_less()
             if device == "sim":
                 accelerator.configure()
             function = getattr(importlib.import_module(module), name)

@@ -24,6 +24,7 @@ from shardc.runtime.layout import spec
 
 
 def _made(mesh, **options):
+    gc.set_threshold(700, 10, 10)  # Python's own, as in a program of a user
     return shard_all(seeded(Stack), mesh, **options)
 
 
