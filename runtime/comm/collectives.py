@@ -134,28 +134,46 @@ def all_reduce(value: Tensor, op: str, group: str) -> Tensor:
         return start_all_reduce(value, op, group).wait()
 
 
-def all_to_all(
+@dataclass(frozen=True)
+class CallStarted:
+    """A collective for a call of the user that was started and is waited for later."""
+
+    started: Started
+    call: Call
+    group: str
+
+    def wait(self) -> Tensor:
+        """The result; a failure is named as the call."""
+        with naming(self.group), self.call.waiting():
+            return self.started.wait()
+
+
+def start_exchange(
     flat: Tensor, out_sizes: list[int], in_sizes: list[int], group: str, what: str
-) -> Tensor:
-    """Send each rank its piece of `flat`: `(sum(in_sizes),)` -> `(sum(out_sizes),)`.
+) -> CallStarted:
+    """Start to send each rank its piece of `flat`: `(sum(in_sizes),)` -> `(sum(out_sizes),)`.
 
     Args:
         out_sizes, in_sizes: elements from and for each rank.
         what: what is sent, in words that are the same on all ranks.
     """
+    with naming(group), Call(f"an all-to-all of {what}") as call:
+        return CallStarted(_start_exchange(flat, out_sizes, in_sizes, group), call, group)
+
+
+def _start_exchange(flat: Tensor, out_sizes: list[int], in_sizes: list[int], group: str) -> Started:
     if len(in_sizes) == 1:
-        return flat.clone()
+        return Started(flat.clone(), done=True)
     if flat.is_complex():
-        twice = [[2 * size for size in sizes] for sizes in (out_sizes, in_sizes)]
-        return _as_complex(
-            all_to_all(torch.view_as_real(flat).flatten(), twice[0], twice[1], group, what)
-        )
+        out, into = ([2 * size for size in sizes] for sizes in (out_sizes, in_sizes))
+        started = _start_exchange(torch.view_as_real(flat).flatten(), out, into, group)
+        return Started(started.raw, lambda raw: _as_complex(started.then(raw)))
     if flat.dtype not in _CARRIED_AS_IS:
-        item = flat.element_size()
-        more = [[item * size for size in sizes] for sizes in (out_sizes, in_sizes)]
-        return all_to_all(flat.view(torch.uint8), more[0], more[1], group, what).view(flat.dtype)
-    with entering(f"an all-to-all of {what}", group, flat):
-        return ops.wait_tensor(ops.all_to_all_single(flat, out_sizes, in_sizes, group))
+        item, dtype = flat.element_size(), flat.dtype
+        out, into = ([item * size for size in sizes] for sizes in (out_sizes, in_sizes))
+        started = _start_exchange(flat.view(torch.uint8), out, into, group)
+        return Started(started.raw, lambda raw: started.then(raw).view(dtype))
+    return Started(ops.all_to_all_single(flat, out_sizes, in_sizes, group))
 
 
 def labelled(name: str) -> AbstractContextManager[object]:

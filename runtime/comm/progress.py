@@ -2,7 +2,8 @@
 
     with Label("all_gather", ("layers.3",), "forward"): ...               # start it
     with Label("all_gather", ("layers.3",), "forward", waits=True): ...   # wait for it
-    with Call("an all-reduce of 3 numbers"): ...                          # both, for a user's call
+    with Call("an all-reduce of 3 numbers") as call: ...                  # both, for a user's call
+    with call.waiting(): ...                                              # where the wait is later
 
 A label costs less than a microsecond where no profiler runs, so every collective of a graph has its
 own. Where one fails it is not taken back: `progress` then says what this rank was waiting for.
@@ -200,12 +201,36 @@ class Call(Label):
     def __str__(self) -> str:
         return self.text
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "Call":  # type: ignore[override]
         self._note()  # as a wait
         progress.started += 1
         progress.last = self
         if progress.history is not None:
             progress.history.enter(digest_of(self.what), self.text)
+        return self
+
+    def waiting(self) -> "CallWait":
+        """The wait for a collective that was only started inside."""
+        return CallWait(self.text)
+
+
+class CallWait(Label):
+    """The wait for what a `Call` started before; other collectives may have been entered since."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        super().__init__("call", (), "", waits=True)
+        self.text = text
+
+    def renamed(self) -> Label:
+        return self
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __enter__(self) -> None:
+        self._note()
 
 
 def in_short(buckets: Sequence[str]) -> str:

@@ -1,17 +1,22 @@
-"""Intervals to their owners and back: one all-to-all for each process group and dtype.
+"""Intervals to their owners and back: one all-to-all each way for the parameters of a route.
 
 Every rank has an interval of every parameter, and every parameter has one owner. A rank sends each
 owner its intervals of all that this one owns, one after the other; what comes back has the same
-order. All sizes follow from layouts, which are equal on all ranks.
+order. All sizes follow from layouts, which are equal on all ranks. A message is started here and
+waited for when its result is asked for.
+
+Of a parameter that tensor parallelism cuts as well, the intervals are those of a local value, and
+each tensor-parallel rank of the owner's place gets its own: there they are gathered to the whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shardc.runtime.comm.collectives import all_to_all
+from shardc.optim.owners import stages_of
+from shardc.runtime.comm.collectives import CallStarted, start_exchange
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
 
@@ -40,8 +45,18 @@ class Route:
         """The parameters that this rank owns, by position."""
         return [index for index, owner in enumerate(self.owners) if owner == self.rank]
 
-    def to_owners(self, rows: Sequence[tuple[int, Tensor]], what: str) -> list[Tensor]:
-        """Send intervals; the whole tensors of those that this rank owns, in order.
+    def in_stages(self) -> list["Route"]:
+        """The same parameters in several routes, in each about as many bytes for every owner."""
+        nbytes = [param.nbytes for param in self.params]  # whole: equal on tensor-parallel ranks
+        return [
+            Route(tuple(self.params[i] for i in some), tuple(self.owners[i] for i in some))
+            for some in stages_of(nbytes, self.owners, self.world_size)
+        ]
+
+    def to_owners(
+        self, rows: Sequence[tuple[int, Tensor]], what: str
+    ) -> Callable[[], list[Tensor]]:
+        """Start to send intervals; gives the whole tensors of those that this rank owns, in order.
 
         Args:
             rows: (position of the parameter, this rank's interval of it or of its gradient).
@@ -49,38 +64,47 @@ class Route:
         """
         mine = [index for index, _ in rows if self.owners[index] == self.rank]
         sent = [part for o in range(self.world_size) for i, part in rows if self.owners[i] == o]
-        given = self._all_to_all(sent, [i for i, _ in rows], what, back=False)
-        wholes = [given.new_empty(self.params[index].shape) for index in mine]
+        started = self._start(sent, [i for i, _ in rows], what, back=False)
+        return lambda: self._joined(mine, started.wait())
+
+    def _joined(self, mine: Sequence[int], given: Tensor) -> list[Tensor]:
+        """Whole tensors of all ranks' intervals."""
+        flats = [given.new_empty(self.params[index]._spec.numel) for index in mine]
         at = 0
         for rank in range(self.world_size):
-            for index, whole in zip(mine, wholes, strict=True):
+            for index, flat in zip(mine, flats, strict=True):
                 start, stop = self.params[index]._spec.interval(rank)
-                whole.view(-1)[start:stop] = given[at : at + stop - start]
+                flat[start:stop] = given[at : at + stop - start]
                 at += stop - start
-        return wholes
+        return [_whole(self.params[i], flat) for i, flat in zip(mine, flats, strict=True)]
 
-    def to_parts(self, wholes: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Send whole tensors of all that this rank owns; its interval of every parameter."""
+    def to_parts(self, wholes: Sequence[Tensor], what: str) -> Callable[[], list[Tensor]]:
+        """Start to send whole tensors of all that this rank owns, which may be freed then; gives
+        its interval of every parameter."""
         everything, mine = range(len(self.params)), self.owned()
+        flats = [_flat(self.params[i], whole) for i, whole in zip(mine, wholes, strict=True)]
         sent = []
         for rank in range(self.world_size):
-            for index, whole in zip(mine, wholes, strict=True):
+            for index, flat in zip(mine, flats, strict=True):
                 start, stop = self.params[index]._spec.interval(rank)
-                sent.append(whole.reshape(-1)[start:stop])
-        given = self._all_to_all(sent, list(everything), what, back=True)
-        parts: dict[int, Tensor] = {}
-        at = 0
-        for index in sorted(everything, key=lambda i: (self.owners[i], i)):
-            size = self._size(index, self.rank)
-            parts[index] = given[at : at + size]
-            at += size
-        return [parts[index] for index in everything]
+                sent.append(flat[start:stop])
+        started = self._start(sent, list(everything), what, back=True)
+
+        def finish() -> list[Tensor]:
+            given, parts, at = started.wait(), {}, 0
+            for index in sorted(everything, key=lambda i: (self.owners[i], i)):
+                size = self._size(index, self.rank)
+                parts[index] = given[at : at + size]
+                at += size
+            return [parts[index] for index in everything]
+
+        return finish
 
     def _size(self, index: int, rank: int) -> int:
         start, stop = self.params[index]._spec.interval(rank)
         return stop - start
 
-    def _all_to_all(self, sent: list[Tensor], indices: list[int], what: str, back: bool) -> Tensor:
+    def _start(self, sent: list[Tensor], indices: list[int], what: str, back: bool) -> CallStarted:
         """Concatenated, in the order of ranks that they are for, and come from."""
         ranks = range(self.world_size)
         owned_by = [[i for i in indices if self.owners[i] == rank] for rank in ranks]
@@ -89,7 +113,21 @@ class Route:
         local = self.params[0]._local
         flat = torch.cat(sent) if sent else local.new_empty(0)
         out, into = (theirs_here, mine_at) if back else (mine_at, theirs_here)
-        return all_to_all(flat.to(local.dtype), into, out, self.group, what)
+        return start_exchange(flat.to(local.dtype), into, out, self.group, what)
+
+
+def _whole(param: ShardTensor, flat: Tensor) -> Tensor:
+    """The whole tensor of the flattened value that `param`'s group cuts."""
+    tp = param._spec.tp
+    if tp is None:
+        return flat.view(param.shape)
+    return tp.wrap(flat.view(tp.local_shape)).full_tensor().contiguous()
+
+
+def _flat(param: ShardTensor, whole: Tensor) -> Tensor:
+    """Back: the flattened value that `param`'s group cuts."""
+    tp = param._spec.tp
+    return (whole if tp is None else tp.local_of(whole)).reshape(-1)
 
 
 def routes_of(params: Sequence[ShardTensor], owners: dict[Tensor, int]) -> list[Route]:

@@ -7,6 +7,9 @@ from torch import Tensor, nn
 
 Params = nn.Module | Iterable[Any]
 
+OWN = ("params", "param_names")
+"""What a group says of its parameters; the rest are settings."""
+
 
 class _Named(nn.Module):
     """Some parameters of a model under their names, for optimizers that take a model."""

@@ -1,20 +1,49 @@
-"""The whole tensors that a rank owns of an optimizer's parameters, there for the time of a step.
+"""The whole tensors that a rank owns of an optimizer's parameters, there while they are updated.
 
 Of its own parameters a rank has a tensor each, which keeps its shape and loses its memory between
 steps. Plain parameters are their own whole tensors, on every rank.
+
+Parameters are updated in stages. While owners update those of a stage, the gradients and values of
+the next travel to their owners, and the values of the one before travel back:
+
+    wire     to 0 | to 1    | to 2, back 0 | to 3, back 1 | ... | back n
+    owners        | stage 0 | stage 1      | stage 2      | ... |
+
+Where all parameters have one owner there is one stage.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardc.optim.exchange import Route, routes_of
 from shardc.optim.owners import owners_of
 from shardc.runtime.comm.collectives import all_reduce
 from shardc.runtime.tensor.shard_operands import bump, cut
 from shardc.runtime.tensor.shard_tensor import ShardTensor
+
+Finish = Callable[[], None]
+"""Waits for messages that were started and takes what they brought."""
+
+
+@dataclass(eq=False)
+class Stage:
+    """Parameters that travel at once and are updated at once; the same on all ranks.
+
+    Attributes:
+        params: all of them.
+        routes: between their parts and owners; none for plain parameters.
+        inner: the stock optimizer of those that this rank updates; None where it has none.
+    """
+
+    params: tuple[Tensor, ...]
+    routes: tuple[Route, ...] = ()
+    inner: Optimizer | None = None
 
 
 class Owned:
@@ -24,25 +53,32 @@ class Owned:
         together: whether all parameters have the same owner.
         whole: by parameter, the tensor that is updated here.
         owners: the rank that owns each sharded parameter.
-        routes: between parts and owners.
+        stages: in the order in which they are updated.
     """
 
     def __init__(self, together: bool) -> None:
         self.together = together
         self.whole: dict[Tensor, nn.Parameter] = {}
         self.owners: dict[Tensor, int] = {}
-        self.routes: list[Route] = []
+        self.stages: list[Stage] = []
 
-    def add(self, params: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+    @property
+    def routes(self) -> list[Route]:
+        """Of all stages."""
+        return [route for stage in self.stages for route in stage.routes]
+
+    def add(self, params: Sequence[Tensor], known: Sequence[Tensor]) -> list[Stage]:
         """Give `params` owners, and this rank the whole tensors of its own.
 
         Args:
             known: all parameters of the optimizer, these included.
+
+        Returns:
+            The stages that have them.
         """
+        if self.together:
+            _check_together(known)
         sharded = [p for p in params if isinstance(p, ShardTensor)]
-        cut = [p for p in known if isinstance(p, ShardTensor)]
-        if self.together and cut:
-            _check_together(cut, known)
         for group in dict.fromkeys(p._spec.group for p in sharded):
             own = [p for p in sharded if p._spec.group == group]
             world = own[0]._spec.world_size
@@ -56,45 +92,119 @@ class Owned:
             elif self.owners[param] == param._spec.rank:
                 self.whole[param] = stand_in(param, param.device)
                 self.whole[param].untyped_storage().resize_(0)
-        self.routes = routes_of(cut, self.owners)
+        new = self._stages_of(known if self.together else params)
+        if self.together and self.stages:
+            new[0].inner = self.stages.pop().inner
+        self.stages += new
+        return new
 
-    @torch.no_grad()
+    def _stages_of(self, params: Sequence[Tensor]) -> list[Stage]:
+        routes = routes_of([p for p in params if isinstance(p, ShardTensor)], self.owners)
+        if self.together:
+            return [Stage(tuple(params), tuple(routes))]
+        plain = tuple(p for p in params if not isinstance(p, ShardTensor))
+        parts = [part for route in routes for part in route.in_stages()]
+        return [*([Stage(plain)] if plain else []), *(Stage(p.params, (p,)) for p in parts)]
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def update(self, each: Callable[[Stage], None]) -> None:
+        """Call `each` for every stage while its whole tensors are here, and bring them back."""
+        used = self._used()
+        coming = self._to_owners(self.stages[0], used)
+        leaving: Finish = _nothing
+        for stage, following in zip_longest(self.stages, self.stages[1:]):
+            arrive, coming = coming, self._to_owners(following, used) if following else _nothing
+            arrive()
+            each(stage)
+            settle, leaving = leaving, self._to_parts(stage)
+            settle()
+        leaving()
+
     def collect(self, values: bool) -> None:
-        """Bring gradients, and `values`, to their owners."""
-        for route in self.routes:
-            flags = torch.tensor(
-                [p.grad is not None for p in route.params],
-                dtype=torch.int32,
-                device=route.params[0].device,
-            )
-            used = all_reduce(flags, "max", route.group).bool().tolist()
-            rows = [(i, p._local) for i, p in enumerate(route.params)] if values else []
-            rows += [(i, _local_gradient(p)) for i, p in enumerate(route.params) if used[i]]
-            count = sum(used)
-            wholes = route.to_owners(rows, f"the gradients of {count} parameters for their owners")
-            owned = route.owned()
-            for index in owned if values else ():
-                self.whole[route.params[index]].data = wholes.pop(0)
-            for index in owned:
-                whole = self.whole[route.params[index]]
-                whole.grad = wholes.pop(0) if used[index] else None
+        """Bring gradients, and `values`, of all stages to their owners."""
+        used = self._used()
+        for arrive in [self._to_owners(stage, used, values) for stage in self.stages]:
+            arrive()
 
-    @torch.no_grad()
     def distribute(self) -> None:
-        """Bring the owners' values to the parts."""
-        for route in self.routes:
-            wholes = [self.whole[route.params[index]].detach() for index in route.owned()]
-            what = f"the values of {len(route.params)} parameters from their owners"
-            for param, part in zip(route.params, route.to_parts(wholes, what), strict=True):
-                param._local.copy_(part)
-            bump([param._local for param in route.params])
+        """Bring the owners' values of all stages to the parts; owners keep theirs."""
+        for settle in [self._to_parts(stage, keeps=True) for stage in self.stages]:
+            settle()
 
     def release(self) -> None:
         """Free whole values and gradients."""
-        for param, whole in self.whole.items():
-            if whole is not param:
-                whole.grad = None
-                whole.untyped_storage().resize_(0)
+        for param in self.whole:
+            self._release(param)
+
+    def _release(self, param: Tensor) -> None:
+        whole = self.whole.get(param, param)
+        if whole is not param:
+            whole.grad = None
+            whole.untyped_storage().resize_(0)
+
+    # -- its messages ------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _used(self) -> set[Tensor]:
+        """The sharded parameters that have a gradient on some rank: one message a group."""
+        groups: dict[str, list[ShardTensor]] = {}
+        for route in self.routes:
+            groups.setdefault(route.group, []).extend(route.params)
+        used: set[Tensor] = set()
+        for group, params in groups.items():
+            has = [param.grad is not None for param in params]
+            flags = torch.tensor(has, dtype=torch.int32, device=params[0].device)
+            for name in dict.fromkeys([group, *(g for p in params for g in _tp_groups(p))]):
+                flags = all_reduce(flags, "max", name)
+            used |= {p for p, flag in zip(params, flags.tolist(), strict=True) if flag}
+        return used
+
+    @torch.no_grad()
+    def _to_owners(self, stage: Stage, used: set[Tensor], values: bool = True) -> Finish:
+        """Start to bring gradients, and `values`, to their owners."""
+        started = []
+        for route in stage.routes:
+            graded = {i for i, p in enumerate(route.params) if p in used}
+            rows = [(i, p._local) for i, p in enumerate(route.params)] if values else []
+            rows += [(i, _local_gradient(route.params[i])) for i in sorted(graded)]
+            what = f"the gradients of {len(graded)} parameters for their owners"
+            started.append((route, graded, route.to_owners(rows, what)))
+
+        @torch.no_grad()
+        def arrive() -> None:
+            for route, graded, finish in started:
+                wholes = iter(finish())
+                owned = route.owned()
+                for index in owned if values else ():
+                    self.whole[route.params[index]].data = next(wholes)
+                for index in owned:
+                    whole = self.whole[route.params[index]]
+                    whole.grad = next(wholes) if index in graded else None
+
+        return arrive
+
+    @torch.no_grad()
+    def _to_parts(self, stage: Stage, keeps: bool = False) -> Finish:
+        """Start to bring the owners' values to the parts; owners free theirs, or keep them."""
+        started = []
+        for route in stage.routes:
+            wholes = [self.whole[route.params[index]].detach() for index in route.owned()]
+            what = f"the values of {len(route.params)} parameters from their owners"
+            started.append((route, route.to_parts(wholes, what)))
+        for param in () if keeps else stage.params:
+            self._release(param)
+
+        @torch.no_grad()
+        def settle() -> None:
+            for route, finish in started:
+                for param, part in zip(route.params, finish(), strict=True):
+                    param._local.copy_(part)
+                bump([param._local for param in route.params])
+
+        return settle
+
+    # -- closures ----------------------------------------------------------------------------
 
     def is_asked(self, mine: bool) -> bool:
         """Whether the owner, alone to say so, wants a gradient."""
@@ -111,23 +221,21 @@ class Owned:
         return all_reduce(loss.detach(), "sum", route.group) / route.world_size
 
 
-def check_cut(params: Sequence[Tensor]) -> None:
-    """Raise for parameters that have no owner for a whole tensor."""
-    for param in params:
-        if isinstance(param, ShardTensor) and param._spec.tp is not None:
-            raise ValueError(
-                f"WholeTensorOptimizer: {param._label()} is also cut by tensor parallelism "
-                f"({param._spec.tp.placements}), which has no owner for a whole tensor: give it "
-                "to an optimizer that works elementwise"
-            )
+def _nothing() -> None:
+    pass
 
 
-def _check_together(sharded: Sequence[ShardTensor], params: Sequence[Tensor]) -> None:
+def _tp_groups(param: ShardTensor) -> tuple[str, ...]:
+    return () if param._spec.tp is None else param._spec.tp.groups
+
+
+def _check_together(params: Sequence[Tensor]) -> None:
     """All must be able to have one owner."""
+    sharded = [p for p in params if isinstance(p, ShardTensor)]
     why = "the optimizer looks at all parameters together, so that one rank must own them"
     if len({p._spec.group for p in sharded}) > 1:
         raise ValueError(f"{why}, but they are sharded over several meshes: make an optimizer each")
-    if len(sharded) < len(params):
+    if sharded and len(sharded) < len(params):
         plain = next(p for p in params if not isinstance(p, ShardTensor))
         raise ValueError(
             f"{why}, but one of shape {tuple(plain.shape)} is not sharded: shard it too, or give "

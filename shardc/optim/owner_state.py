@@ -5,6 +5,7 @@ as a whole: what saves, gathers and loads sharded tensors needs to know no more.
 element and what is no tensor are small, and every rank gets them.
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardc.optim.first_state import first_state
+from shardc.optim.given import OWN
 from shardc.optim.owners import on_owner
 from shardc.runtime import compat
 from shardc.runtime.comm.collectives import entering
@@ -36,19 +38,17 @@ class OwnerState:
     """Of one optimizer, on this rank.
 
     Attributes:
-        inner: the stock optimizer; None where this rank owns nothing.
-        whole: the tensors that it updates, by parameter.
+        inners: the stock optimizers, and for each the numbers of the groups that its own stand for.
+        whole: the tensors that they update, by parameter.
         owners: by sharded parameter.
         params: all, in the order of the groups.
-        settings: those of the groups that it has, by number.
         groups: the process groups that cut parameters.
     """
 
-    inner: Optimizer | None
+    inners: Sequence[tuple[Optimizer, Sequence[int]]]
     whole: Mapping[Tensor, nn.Parameter]
     owners: Mapping[Tensor, int]
     params: Sequence[Tensor]
-    settings: Mapping[int, dict[str, Any]]
     groups: Sequence[dist.ProcessGroup]
 
     def states(self, first: bool) -> tuple[dict[Tensor, Any], dict[int, dict[str, Any]]]:
@@ -59,14 +59,14 @@ class OwnerState:
         Args:
             first: if there is none yet, give what a first step makes.
         """
-        mine = self._of_params(self.inner.state if self.inner is not None else {})
+        mine = self._of_params([inner.state for inner, _ in self.inners])
         shown = self._from_all(_told(mine))
         added: dict[int, dict[str, Any]] = {}
         if first and not shown:
-            if self.inner is not None:
-                made = first_state(self.inner)
-                mine = self._of_params(made.state)
-                added = dict(zip(self.settings, made.settings, strict=True))
+            made = [first_state(inner) for inner, _ in self.inners]
+            mine = self._of_params([each.state for each in made])
+            for each, (_, numbers) in zip(made, self.inners, strict=True):
+                added |= dict(zip(numbers, each.settings, strict=True))
             shown = self._from_all(_told(mine))
             added = {**self._from_all(_told(added)), **added}
         return self._by_param(mine, shown), added
@@ -82,7 +82,12 @@ class OwnerState:
 
     def settings_of_all(self) -> dict[int, dict[str, Any]]:
         """By number of a group, its settings where it is updated. Every rank must call it."""
-        return {**self._from_all(_told(self.settings)), **self.settings}
+        own = {
+            number: {key: value for key, value in group.items() if key not in OWN}
+            for inner, numbers in self.inners
+            for number, group in zip(numbers, inner.param_groups, strict=True)
+        }
+        return {**self._from_all(_told(own)), **own}
 
     def taken(self, given: Mapping[Tensor, Any]) -> dict[Tensor, Any]:
         """Of state on all ranks, this one's: plain tensors. Every rank must call it."""
@@ -93,9 +98,9 @@ class OwnerState:
                 local[param] = value
         return local
 
-    def _of_params(self, state: Mapping[Any, Any]) -> dict[int, Any]:
+    def _of_params(self, states: Sequence[Mapping[Any, Any]]) -> dict[int, Any]:
         """By position of the parameter."""
-        found = {}
+        found, state = {}, ChainMap(*map(dict, states))
         for number, param in enumerate(self.params):
             tree = state.get(self.whole[param]) if param in self.whole else None
             if tree:

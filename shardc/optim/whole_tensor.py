@@ -6,14 +6,17 @@ the intervals. State exists on owners only, whole values and gradients there for
 The update is the code of the unsharded run on the same tensors, so it is exact. Work and state are
 1/W a rank; a step sends about what a gather and a reduction of the model send.
 
-Where an optimizer looks at all parameters together (Prodigy, LBFGS, global norms), they all have
-one owner: exact too, but one rank does all of the work. That is found out by trying it.
+Parameters are updated in a few stages, each by a stock optimizer of its own: messages of one stage
+travel while another is updated (`owned`).
 
-Left out: updates that overlap with messages, and parameters also cut by tensor parallelism.
+Where an optimizer looks at all parameters together (Prodigy, LBFGS, global norms), they all have
+one owner, and one stage: exact too, but one rank does all of the work. That is found out by trying
+it.
 """
 
+import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, overload
 
 import torch
@@ -21,14 +24,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardc.optim.first_state import parameters_of
-from shardc.optim.given import Given, Params
+from shardc.optim.given import OWN, Given, Params
 from shardc.optim.independence import is_independent
-from shardc.optim.owned import Owned, check_cut, stand_in
+from shardc.optim.owned import Owned, Stage, stand_in
 from shardc.optim.owner_state import OwnerState
 from shardc.runtime import compat
-
-OWN = ("params", "param_names")
-"""What a group says of its parameters; the rest are settings."""
 
 Closure = Callable[[], Any]
 
@@ -49,8 +49,7 @@ class WholeTensorOptimizer(Optimizer):
         settings: the optimizer's own.
 
     Raises:
-        ValueError: parameters also cut by tensor parallelism, or `together` for parameters of
-            several meshes, or for sharded and plain ones.
+        ValueError: `together` for parameters of several meshes, or for sharded and plain ones.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class WholeTensorOptimizer(Optimizer):
         self._ready = False
         self._make, self._settings = make, settings
         given = Given(params)
-        check_cut(given.params)
         stand_ins = {p: stand_in(p, "meta") for p in given.params}
         template = make(given.replaced(stand_ins), **settings)
         users = {made: param for param, made in stand_ins.items()}
@@ -76,11 +74,20 @@ class WholeTensorOptimizer(Optimizer):
         self._asks_closure = _needs_closure(template)
         self.together = self._must_be_together(given) if together is None else together
         self.owned = Owned(self.together)
-        self.owned.add(parameters_of(self), parameters_of(self))
-        self.inner: Optimizer | None = None
-        if self.owned.whole:
-            self.inner = make(given.replaced(self.owned.whole), **settings)
+        for stage in self.owned.add(parameters_of(self), parameters_of(self)):
+            own = self._own(stage.params)
+            if own:
+                stage.inner = make(given.replaced(own), **settings)
         self._ready = True
+
+    @property
+    def inners(self) -> list[Optimizer]:
+        """The stock optimizers that update this rank's own parameters, one a stage."""
+        return [stage.inner for stage in self.owned.stages if stage.inner is not None]
+
+    def _own(self, params: Iterable[Tensor]) -> dict[Tensor, nn.Parameter]:
+        """The whole tensors that this rank has of `params`."""
+        return {p: self.owned.whole[p] for p in params if p in self.owned.whole}
 
     def _must_be_together(self, given: Given) -> bool:
         params = parameters_of(self)
@@ -101,15 +108,15 @@ class WholeTensorOptimizer(Optimizer):
         if not self._ready:
             return
         group = self.param_groups[-1]
-        check_cut(group["params"])
-        self.owned.add(group["params"], parameters_of(self))
-        own = [self.owned.whole[p] for p in group["params"] if p in self.owned.whole]
         settings = {key: value for key, value in group.items() if key not in OWN}
-        if own and self.inner is None:
-            self.inner = self._make([{**settings, "params": own}], **self._settings)
-        elif own:
-            assert self.inner is not None
-            self.inner.add_param_group({**settings, "params": own})
+        new = set(group["params"])
+        for stage in self.owned.add(group["params"], parameters_of(self)):
+            own = self._own(p for p in stage.params if p in new)
+            given = {**settings, "params": list(own.values())}
+            if own and stage.inner is not None:
+                stage.inner.add_param_group(given)
+            elif own:
+                stage.inner = self._make([given], **self._settings)
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -132,13 +139,19 @@ class WholeTensorOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        graded: list[Optimizer] = []
+        ungraded: list[Optimizer] = []
+
+        def update(stage: Stage) -> None:
+            if stage.inner is not None:
+                stage.inner.step()
+                has = any(param.grad is not None for param in parameters_of(stage.inner))
+                (graded if has else ungraded).append(stage.inner)
+
         try:
-            self.owned.collect(values=True)
             self._give_settings()
-            if self.inner is not None:
-                self.inner.step()
-            self._take_settings()
-            self.owned.distribute()
+            self.owned.update(update)
+            self._take_settings([*ungraded, *graded])  # the last one's stay: it did update
         finally:
             self.owned.release()
         return loss
@@ -163,13 +176,14 @@ class WholeTensorOptimizer(Optimizer):
         try:
             self.owned.collect(values=True)
             self._give_settings()
-            if self.inner is not None:
-                self.inner.step(asked)
+            for inner in self.inners:  # one, on the owner
+                inner.step(asked)
+            if self.inners:
                 self.owned.is_asked(False)
             else:
                 while self.owned.is_asked(False):
                     evaluate()
-            self._take_settings()
+            self._take_settings(self.inners)
             self.owned.distribute()
         finally:
             self.owned.release()
@@ -177,22 +191,29 @@ class WholeTensorOptimizer(Optimizer):
 
     # -- settings ----------------------------------------------------------------------------
 
-    def _beside(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(number of a group, the group of the stock optimizer that has its parameters)."""
+    def _numbers(self, inner: Optimizer) -> list[int]:
+        """The number of the group that each group of a stock optimizer has parameters of."""
         users = {whole: param for param, whole in self.owned.whole.items()}
         number = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        for group in self.inner.param_groups if self.inner is not None else ():
-            yield number[users[group["params"][0]]], group
+        return [number[users[group["params"][0]]] for group in inner.param_groups]
+
+    def _beside(self, inners: Iterable[Optimizer]) -> Iterator[tuple[dict[str, Any], ...]]:
+        """(group of this optimizer, group of a stock one that has parameters of it)."""
+        for inner in inners:
+            for number, group in zip(self._numbers(inner), inner.param_groups, strict=True):
+                yield self.param_groups[number], group
 
     def _give_settings(self) -> None:
-        for number, group in self._beside():
-            new = self.param_groups[number]
-            group.update({key: value for key, value in new.items() if key not in OWN})
+        """Each stock optimizer has its own: some write to them in place."""
+        for mine, group in self._beside(self.inners):
+            group.update({k: _copied(value) for k, value in mine.items() if k not in OWN})
 
-    def _take_settings(self) -> None:
-        for number, group in self._beside():
-            new = {key: value for key, value in group.items() if key not in OWN}
-            self.param_groups[number].update(new)
+    def _take_settings(self, inners: Iterable[Optimizer]) -> None:
+        """A tensor that has not changed stays the one that users hold."""
+        for mine, group in self._beside(inners):
+            for key, value in group.items():
+                if key not in OWN and not _is_same(mine.get(key), value):
+                    mine[key] = value
 
     # -- state -------------------------------------------------------------------------------
 
@@ -214,16 +235,11 @@ class WholeTensorOptimizer(Optimizer):
 
     def _shared(self) -> OwnerState:
         names = dict.fromkeys(route.group for route in self.owned.routes)
-        settings = {
-            number: {key: value for key, value in group.items() if key not in OWN}
-            for number, group in self._beside()
-        }
         return OwnerState(
-            self.inner,
+            [(inner, self._numbers(inner)) for inner in self.inners],
             self.owned.whole,
             self.owned.owners,
             parameters_of(self),
-            settings,
             [compat.resolve_group(name) for name in names],
         )
 
@@ -256,13 +272,11 @@ class WholeTensorOptimizer(Optimizer):
         params = parameters_of(self)
         given = {params[index]: tree for index, tree in state_dict["state"].items()}
         local = self._shared().taken(given)
-        if self.inner is None:
-            return
         self._give_settings()
-        own = self.inner.state_dict()
-        number = {param: index for index, param in enumerate(parameters_of(self.inner))}
-        state = {number[self.owned.whole[param]]: tree for param, tree in local.items()}
-        self.inner.load_state_dict({**own, "state": state})
+        for inner in self.inners:
+            number = {param: index for index, param in enumerate(parameters_of(inner))}
+            own = {number[w]: local[p] for p, w in self._own(local).items() if w in number}
+            inner.load_state_dict({**inner.state_dict(), "state": own})
 
     def _title(self) -> str:
         return getattr(self._make, "__name__", type(self).__name__)
@@ -271,3 +285,13 @@ class WholeTensorOptimizer(Optimizer):
 def _needs_closure(optimizer: Optimizer) -> bool:
     parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value) if isinstance(value, (dict, list, set)) else value
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    return isinstance(old, Tensor) and isinstance(new, Tensor) and torch.equal(old, new)
