@@ -73,7 +73,7 @@ docs: $(STAMP)  ## Build the documentation into build/docs
 	@cd build/api/shardc && ln -s ../../../shardc/* ../../../passes ../../../runtime .
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
-tables: $(STAMP)  ## Write the tables of docs/optimizers.md, a minute
+tables: $(STAMP)  ## Write the tables of docs/optimizers.md, minutes
 	$(PY) benchmarks/tables.py --write
 
 demo: $(STAMP)  ## Train a small language model on two ranks, a few minutes

@@ -1,24 +1,30 @@
 """The tables of docs/optimizers.md: what shardc and FSDP2 give, beside an unsharded run.
 
-    python benchmarks/tables.py         # prints them, a minute; needs the extra `test`
+    python benchmarks/tables.py         # prints them, minutes; needs the extra `test`
     python benchmarks/tables.py --write # puts them into the page
 
-Two processes with gloo train the same parameters with the same gradients, and run the same ops on
-the same parameter. "equal" is to 1e-5 of the largest value, after five steps.
+Processes with gloo train the same parameters with the same gradients, run the same ops on the same
+parameter, train weights of tensor subclasses (`table_of_subclasses`), and count what optimizers
+keep (`table_of_state`). "equal" is to 1e-5 of the largest value, after five steps.
 """
 
 import datetime
+import json
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import bitsandbytes.optim as eight_bit
+import heavyball
 import pytorch_optimizer as more
 import torch
 import torch.distributed as dist
+from table_of_state import WORLDS, state_cells
+from table_of_subclasses import subclass_rows
 from tabulate import tabulate
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
@@ -50,12 +56,19 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "Shampoo": (more.Shampoo, {"lr": 0.05}, True),
     "SOAP": (more.SOAP, {"lr": 0.05, "precondition_frequency": 2}, True),
     "CAME": (more.CAME, {"lr": 0.05}, True),
+    "AdamMini": (more.AdamMini, {"lr": 0.05, "num_embeds": 4, "num_heads": 2}, True),
     "Kron": (more.Kron, {"lr": 0.05}, True),
     "Prodigy": (more.Prodigy, {"lr": 1.0}, True),
     "StableAdamW": (more.StableAdamW, {"lr": 0.05}, True),
     "LARS": (more.LARS, {"lr": 0.05}, True),
     "LAMB": (more.Lamb, {"lr": 0.05}, True),
+    "Muon (heavyball)": (heavyball.Muon, {"lr": 0.05}, True),
+    "SOAP (heavyball)": (heavyball.SOAP, {"lr": 0.05}, True),
+    "PSGDKron (heavyball)": (heavyball.PSGDKron, {"lr": 0.05}, True),
 }
+
+TAKE_MODEL = ("AdamMini",)
+"""Optimizers that are given the model in place of its parameters."""
 
 OPS: dict[str, Callable[[Tensor], Any]] = {
     "p.sum()": lambda p: p.sum(),
@@ -129,26 +142,24 @@ def optimizer_rows(mesh: Any) -> list[list[str]]:
     """A row for each optimizer: name, how shardc runs it, what shardc and FSDP2 give."""
     rows = []
     for name, (make, settings, is_whole) in OPTIMIZERS.items():
-        torch.manual_seed(0)
-        plain = Some()
-        wanted = _trained(plain, make(plain.parameters(), **settings))
 
-        def ours(make: Any = make, settings: Any = settings, is_whole: bool = is_whole) -> Any:
+        def trained(
+            shard: Callable[[nn.Module], nn.Module],
+            make: Any = make,
+            settings: dict[str, Any] = settings,
+            takes_model: bool = name in TAKE_MODEL,
+        ) -> list[Tensor]:
             torch.manual_seed(0)
-            model = shardc.fully_shard(Some(), mesh=mesh)
-            if is_whole:
-                return _trained(
-                    model, shardc.WholeTensorOptimizer(make, model.parameters(), **settings)
-                )
-            return _trained(model, make(model.parameters(), **settings))
+            model = shard(Some())
+            return _trained(model, make(model if takes_model else model.parameters(), **settings))
 
-        def theirs(make: Any = make, settings: Any = settings) -> Any:
-            torch.manual_seed(0)
-            model = fsdp2(Some(), mesh=mesh)
-            return _trained(model, make(model.parameters(), **settings))
-
-        how = "`WholeTensorOptimizer`" if is_whole else "as it is"
-        rows.append([name, how, _outcome(ours, wanted), _outcome(theirs, wanted)])
+        wanted = trained(lambda model: model)
+        whole = partial(shardc.WholeTensorOptimizer, make) if is_whole else make
+        cells = [
+            _outcome(partial(trained, partial(shardc.fully_shard, mesh=mesh), whole), wanted),
+            _outcome(partial(trained, partial(fsdp2, mesh=mesh)), wanted),
+        ]
+        rows.append([name, "`WholeTensorOptimizer`" if is_whole else "as it is", *cells])
     return rows
 
 
@@ -166,31 +177,50 @@ def op_rows(mesh: Any) -> list[list[str]]:
     return rows
 
 
-def _rank(rank: int, store: str, into: str) -> None:
+def _rank(rank: int, world: int, store: str, into: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=60)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout
     )
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (world,))
+    found: dict[str, Any] = {}
     with torch.compiler.set_stance("force_eager"):
-        optimizers, ops = optimizer_rows(mesh), op_rows(mesh)
+        found["state"] = state_cells(mesh)
+        if world == WORLDS[0]:
+            found |= {"optimizers": optimizer_rows(mesh), "ops": op_rows(mesh)}
+    if world == WORLDS[0]:
+        found["subclasses"] = subclass_rows(mesh)
     if rank == 0:
-        tables = [
-            tabulate(optimizers, ["optimizer", "how", "shardc", "FSDP2"], "pipe"),
-            tabulate(ops, ["op", "shardc", "FSDP2"], "pipe"),
-        ]
-        Path(into).write_text("\n\n".join(tables) + "\n")
+        Path(into).write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 def tables() -> str:
-    """Both, as Markdown."""
+    """All, as Markdown."""
+    found: dict[int, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        into = f"{folder}/tables"
-        torch.multiprocessing.spawn(_rank, (f"{folder}/store", into), nprocs=2)
-        return Path(into).read_text()
+        for world in WORLDS:
+            into = f"{folder}/tables{world}"
+            arguments = (world, f"{folder}/store{world}", into)
+            torch.multiprocessing.spawn(_rank, arguments, nprocs=world)
+            found[world] = json.loads(Path(into).read_text())
+    first = found[WORLDS[0]]
+    state = [
+        [name, how, *(found[world]["state"][name][1] for world in WORLDS)]
+        for name, (how, _) in first["state"].items()
+    ]
+    made = [
+        (first["optimizers"], ["optimizer", "how", "shardc", "FSDP2"]),
+        (state, ["state of", "how", *(f"W={world}" for world in WORLDS)]),
+        (first["ops"], ["op", "shardc", "FSDP2"]),
+        (first["subclasses"], ["subclass", "compared with", "uncompiled", "compiled"]),
+    ]
+    return (
+        "\n\n".join(tabulate(rows, head, "pipe", disable_numparse=True) for rows, head in made)
+        + "\n"
+    )
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from shardc import (
     set_optimizer_state_dict,
 )
 from shardc.optim.owners import owners_of, update_cost
+from shardc.optim.state_sizes import state_sizes
 
 MATRICES = {"a": (12, 20), "b": (9, 7), "c": (16, 16), "d": (5, 3)}
 ALL = {**MATRICES, "bias": (13,), "conv": (4, 3, 3, 3), "scalar": (1,)}
@@ -119,7 +120,7 @@ def test_every_optimizer(mesh, name):
     _every_optimizer(mesh, name)
 
 
-@pytest.mark.parametrize("name", ["Muon", "SOAP", "CAME", "Prodigy"])
+@pytest.mark.parametrize("name", TABLE)
 @on_ranks(4)
 def test_on_more_ranks(mesh, name):
     _every_optimizer(mesh, name)
@@ -200,7 +201,7 @@ def test_state_is_on_owners_only(mesh):
     assert all(p.grad is None and not p.untyped_storage().nbytes() for p in inner.state)
 
 
-def test_owners_have_equal_work():
+def test_owners_have_equal_work_and_equal_state():
     shapes = [(64, 64)] * 6 + [(128, 64)] * 3 + [(64,)] * 9 + [()]
     for world in (1, 2, 3, 4):
         owners = owners_of(shapes, world)
@@ -208,6 +209,27 @@ def test_owners_have_equal_work():
         for shape, owner in zip(shapes, owners, strict=True):
             loads[owner] += update_cost(shape)
         assert max(loads) <= 1.2 * sum(loads) / world and set(owners) == set(range(world))
+    shapes, state = [(64, 64)] * 8, [100] * 4 + [1] * 4
+    owners = owners_of(shapes, 4, state)
+    assert sorted(owners) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert sorted(owners[:4]) == [0, 1, 2, 3], "those that keep most are not on one rank"
+
+
+def test_state_is_seen_without_values():
+    def sizes(make, *shapes, **settings):
+        params = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+        return state_sizes(lambda: make(params, lr=0.1, **settings), params)
+
+    states = torch.random.get_rng_state(), random.getstate()
+    step = 4  # bytes of a count
+    assert sizes(optim.Muon, (8, 6), (3, 2)) == [4 * 48, 4 * 6]
+    assert sizes(optim.AdamW, (8, 6), (7,)) == [2 * 4 * 48 + step, 2 * 4 * 7 + step]
+    assert sizes(optim.Adafactor, (8, 6)) == [4 * (8 + 6) + step], "it reads values"
+    kept, skipped = sizes(more.SOAP, (64, 8), (8, 4), max_precondition_dim=32)
+    assert skipped == 4 * (2 * 32 + 2 * 64 + 2 * 16) and kept == 4 * (2 * 512 + 2 * 64)
+    assert sizes(optim.SGD, (8, 6)) == [4 * 48], "no state: as large as the parameter"
+    assert sizes(optim.LBFGS, (8, 6)) == [4 * 48], "no step without a closure"
+    assert torch.equal(torch.random.get_rng_state(), states[0]) and random.getstate() == states[1]
 
 
 # -- life of an optimizer --------------------------------------------------------------------------
@@ -323,14 +345,16 @@ def test_refusals(mesh):
 
 
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
-@on_ranks(2)
+@on_ranks(2, 4)
 def test_lbfgs(mesh, search):
     def build() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2))
 
     plain, sharded = build(), fully_shard(build(), mesh=mesh)
-    batches = [torch.randn(4, 6, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+    batches = [
+        torch.randn(4, 6, generator=torch.Generator().manual_seed(r)) for r in range(mesh.size())
+    ]
     settings = {"lr": 0.5, "max_iter": 6, "line_search_fn": search}
     losses, calls = [], []
     for model, make, x in (
@@ -355,31 +379,45 @@ def test_lbfgs(mesh, search):
         torch.testing.assert_close(full(q), p.detach(), rtol=1e-3, atol=1e-4)
 
 
-@on_ranks(2)
+@on_ranks(4)
 def test_lbfgs_resumes_with_its_history(mesh):
-    _, sharded = pair(mesh, MATRICES)
-    optimizer = WholeTensorOptimizer(optim.LBFGS, sharded.parameters(), max_iter=3)
+    """From two ranks to four."""
+    grid = mesh_of("cpu", (2, 2), ("outer", "inner"))
+    plain, first = pair(grid["inner"], MATRICES)
+    second = fully_shard(Some(MATRICES), mesh=mesh)
 
-    def closure() -> float:
+    def closure(model) -> float:
         value = 0.0
-        for p in sharded.parameters():
+        for p in model.parameters():
             p.grad = p.detach() ** 3
             value += float((p.detach() ** 4).sum()) / 4
         return value
 
-    optimizer.step(closure)
-    names = {n: full(p) for n, p in sharded.named_parameters()}
+    reference = optim.LBFGS(plain.parameters(), max_iter=3)
+    optimizer = WholeTensorOptimizer(optim.LBFGS, first.parameters(), max_iter=3)
+    reference.step(partial(closure, plain))
+    optimizer.step(partial(closure, first))
     whole = StateDictOptions(full_state_dict=True)
-    saved = get_optimizer_state_dict(sharded, optimizer, options=whole)
+    saved = get_optimizer_state_dict(first, optimizer, options=whole)
     assert saved["state"]["a"]["old_dirs"], saved["state"]
-    optimizer.step(closure)
-    want = [full(p) for p in sharded.parameters()]
-    set_model_state_dict(sharded, names)
-    fresh = WholeTensorOptimizer(optim.LBFGS, sharded.parameters(), max_iter=3)
-    set_optimizer_state_dict(sharded, fresh, saved)
-    fresh.step(closure)
-    for p, value in zip(sharded.parameters(), want, strict=True):
-        assert torch.equal(full(p), value)
+    set_model_state_dict(second, {n: full(p) for n, p in first.named_parameters()})
+    forgetful, fresh = (
+        WholeTensorOptimizer(optim.LBFGS, second.parameters(), max_iter=3) for _ in range(2)
+    )
+    set_optimizer_state_dict(second, fresh, saved)
+    before = [full(p) for p in second.parameters()]
+    reference.step(partial(closure, plain))
+    optimizer.step(partial(closure, first))
+    fresh.step(partial(closure, second))
+    for p, q in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(full(q), full(p), rtol=1e-5, atol=1e-6)
+    assert_same(plain, second, "LBFGS")
+    after = [full(p) for p in second.parameters()]
+    with torch.no_grad():
+        for p, value in zip(second.parameters(), before, strict=True):
+            p.copy_(value)
+    forgetful.step(partial(closure, second))
+    assert not all(map(torch.equal, after, map(full, second.parameters()))), "history is used"
 
 
 @on_ranks(2)
@@ -403,9 +441,7 @@ def test_closure_of_others(mesh):
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["Muon", "Adafactor", "Shampoo", "SOAP", "CAME", "Prodigy", "LAMB"]
-)
+@pytest.mark.parametrize("name", TABLE)
 @on_ranks(4)
 def test_resume_at_another_world_size(mesh, name):
     """Two of four ranks save (sharded, and full); all four load, and go on as the unsharded run."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 Op: TypeAlias = "OpOverload[..., Any]"
 Args = tuple[Any, ...]
@@ -24,6 +24,17 @@ Index: TypeAlias = Any
 
 NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
 """A tensor subclass that only wants `__torch_dispatch__` (2.11 to 2.15)."""
+
+
+class OnesForValues(TorchDispatchMode):
+    """Inside, `.item()` of a tensor on meta is 1 instead of an error (2.11 to 2.15)."""
+
+    def __torch_dispatch__(
+        self, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.ones((), dtype=args[0].dtype).item()
+        return func(*args, **(kwargs or {}))
 
 
 def tracking_versions() -> AbstractContextManager[None]:

@@ -8,7 +8,8 @@ together.
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -36,18 +37,26 @@ def is_independent(make: Make, shapes: Sequence[Sequence[int]], groups: Sequence
         groups: the parameter group of each.
     """
     chosen = _chosen(shapes, groups)
-    states = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with keeping_random_states(), torch.enable_grad():
             together = _run(make, chosen, shapes)
             apart = {index: _run(make, [index], shapes)[index] for index in chosen}
     except Exception as error:
         log.info("its parameters stay on one rank, as it fails on small tensors: %s", error)
         return False
+    return all(_same(together[index], apart[index]) for index in chosen)
+
+
+@contextmanager
+def keeping_random_states() -> Iterator[None]:
+    """What is drawn inside changes no generator."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-    return all(_same(together[index], apart[index]) for index in chosen)
 
 
 def _chosen(shapes: Sequence[Sequence[int]], groups: Sequence[int]) -> list[int]:

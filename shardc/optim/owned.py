@@ -12,7 +12,7 @@ the next travel to their owners, and the values of the one before travel back:
 Where all parameters have one owner there is one stage.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -67,11 +67,14 @@ class Owned:
         """Of all stages."""
         return [route for stage in self.stages for route in stage.routes]
 
-    def add(self, params: Sequence[Tensor], known: Sequence[Tensor]) -> list[Stage]:
+    def add(
+        self, params: Sequence[Tensor], known: Sequence[Tensor], state: Mapping[Tensor, int]
+    ) -> list[Stage]:
         """Give `params` owners, and this rank the whole tensors of its own.
 
         Args:
             known: all parameters of the optimizer, these included.
+            state: bytes of the state of each of `params`.
 
         Returns:
             The stages that have them.
@@ -83,7 +86,8 @@ class Owned:
             own = [p for p in sharded if p._spec.group == group]
             world = own[0]._spec.world_size
             shapes = [tuple(p.shape) for p in own]
-            owners = [0] * len(own) if self.together else owners_of(shapes, world)
+            sizes = [state[p] for p in own]
+            owners = [0] * len(own) if self.together else owners_of(shapes, world, sizes)
             self.owners.update(zip(own, owners, strict=True))
         for param in params:
             if not isinstance(param, ShardTensor):

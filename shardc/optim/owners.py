@@ -11,26 +11,44 @@ from shardc.runtime.tensor.shard_tensor import ShardSpec, ShardTensor
 def update_cost(shape: Sequence[int]) -> int:
     """How long an update takes, in no unit.
 
-    What whole tensors are needed for (orthogonalising, preconditioners) multiplies a tensor by
-    square matrices of its sides; an update of a vector goes by its elements.
+    What whole tensors are needed for (orthogonalising, preconditioners) multiplies a matrix by
+    square ones of its smaller side; an update of a vector goes by its elements.
     """
-    return math.prod(shape) * (sum(shape) if len(shape) > 1 else 1)
+    numel = math.prod(shape)
+    return numel * (min(shape[0], numel // shape[0]) if len(shape) > 1 and numel else 1)
 
 
-def owners_of(shapes: Sequence[Sequence[int]], world_size: int) -> list[int]:
-    """An owner for each tensor, so that ranks have about equal work."""
-    return _dealt([update_cost(shape) for shape in shapes], world_size)
+def owners_of(
+    shapes: Sequence[Sequence[int]], world_size: int, state: Sequence[int] | None = None
+) -> list[int]:
+    """An owner for each tensor, so that ranks have about equal work and about equal state.
+
+    Args:
+        state: bytes of each tensor's state; None: they go by its elements.
+    """
+    held = [math.prod(shape) for shape in shapes] if state is None else state
+    return _dealt(
+        [(update_cost(shape), size) for shape, size in zip(shapes, held, strict=True)], world_size
+    )
 
 
-def _dealt(costs: Sequence[int], count: int) -> list[int]:
-    """A share for each of `costs`, so that shares are about equal: the costliest is dealt first, to
-    the share that has the least."""
-    shares, load = [0] * len(costs), [0] * count
-    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        share = min(range(count), key=load.__getitem__)
-        shares[index] = share
-        load[share] += costs[index]
-    return shares
+def _dealt(costs: Sequence[Sequence[int]], count: int) -> list[int]:
+    """One of `count` piles for each item, so that piles cost about as much in every way.
+
+    The costliest is dealt first, to the pile that is then the least of all in its worst way.
+
+    Args:
+        costs: of each item, in one or more ways.
+    """
+    totals = [max(sum(way), 1) for way in zip(*costs, strict=True)]
+    shares = [[cost / total for cost, total in zip(c, totals, strict=True)] for c in costs]
+    load = [[0.0] * len(totals) for _ in range(count)]
+    piles = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: -max(shares[i])):
+        after = [[a + b for a, b in zip(shares[index], pile, strict=True)] for pile in load]
+        piles[index] = min(range(count), key=lambda pile: (max(after[pile]), sum(after[pile])))
+        load[piles[index]] = after[piles[index]]
+    return piles
 
 
 MOST_STAGES, LEAST_BYTES = 8, 4 * 2**20
@@ -49,7 +67,7 @@ def stages_of(nbytes: Sequence[int], owners: Sequence[int], world_size: int) -> 
     stages: list[list[int]] = [[] for _ in range(count)]
     for rank in range(world_size):
         own = [index for index, owner in enumerate(owners) if owner == rank]
-        for index, stage in zip(own, _dealt([nbytes[i] for i in own], count), strict=True):
+        for index, stage in zip(own, _dealt([(nbytes[i],) for i in own], count), strict=True):
             stages[stage].append(index)
     return [sorted(stage) for stage in stages if stage]
 

@@ -28,6 +28,7 @@ from shardc.optim.given import OWN, Given, Params
 from shardc.optim.independence import is_independent
 from shardc.optim.owned import Owned, Stage, stand_in
 from shardc.optim.owner_state import OwnerState
+from shardc.optim.state_sizes import state_sizes
 from shardc.runtime import compat
 
 Closure = Callable[[], Any]
@@ -74,7 +75,13 @@ class WholeTensorOptimizer(Optimizer):
         self._asks_closure = _needs_closure(template)
         self.together = self._must_be_together(given) if together is None else together
         self.owned = Owned(self.together)
-        for stage in self.owned.add(parameters_of(self), parameters_of(self)):
+        state = {param: param.nbytes for param in stand_ins}
+        if not self.together:
+            sizes = state_sizes(
+                lambda: make(given.replaced(stand_ins), **settings), [*stand_ins.values()]
+            )
+            state = dict(zip(stand_ins, sizes, strict=True))
+        for stage in self.owned.add(parameters_of(self), parameters_of(self), state):
             own = self._own(stage.params)
             if own:
                 stage.inner = make(given.replaced(own), **settings)
@@ -109,8 +116,8 @@ class WholeTensorOptimizer(Optimizer):
             return
         group = self.param_groups[-1]
         settings = {key: value for key, value in group.items() if key not in OWN}
-        new = set(group["params"])
-        for stage in self.owned.add(group["params"], parameters_of(self)):
+        new = {param: param.nbytes for param in group["params"]}
+        for stage in self.owned.add(group["params"], parameters_of(self), new):
             own = self._own(p for p in stage.params if p in new)
             given = {**settings, "params": list(own.values())}
             if own and stage.inner is not None:
