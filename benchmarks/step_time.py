@@ -46,7 +46,7 @@ def main() -> None:
     os.environ["KINETO_LOG_LEVEL"] = "6"  # the profiler's notes would garble the progress bar
     sides = {}
     for name in args.peers:
-        arguments = (name, _free_port(), vars(args))
+        arguments = (name, free_port(), vars(args))
         sides[name] = [functools.partial(prepare, rank, *arguments) for rank in range(args.ranks)]
     results = interleave(sides, args.rounds)
     base = results.get(BASE, results[args.peers[0]])
@@ -82,7 +82,7 @@ def _row(
 def prepare(rank: int, name: str, port: int, args: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     """Build and warm one rank of a competitor in this process; what runs one round of it."""
     torch.set_num_threads(1)
-    mesh = _join(rank, args["ranks"], port)
+    mesh = join(rank, args["ranks"], port)
     torch.manual_seed(0)
     shape = peers.Shape(blocks=args["blocks"], dim=args["dim"])
     model = peers.Model(shape).to(mesh.device_type)
@@ -112,7 +112,7 @@ def prepare(rank: int, name: str, port: int, args: dict[str, Any]) -> Callable[[
     return run
 
 
-def _join(rank: int, ranks: int, port: int) -> DeviceMesh:
+def join(rank: int, ranks: int, port: int) -> DeviceMesh:
     """Be `rank` of a process group over real links."""
     kind = _device_type(ranks)
     if kind == "cuda":
@@ -126,7 +126,7 @@ def _device_type(ranks: int) -> str:
     return "cuda" if torch.cuda.device_count() >= ranks else "cpu"
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
