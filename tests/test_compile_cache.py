@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from models import check_parity, seeded
 from ranks import FORKS, forget_agreements, free_port, on_ranks
+from subclasses import Fp8, extended
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
@@ -439,6 +440,9 @@ def test_what_cannot_be_precompiled():
         shardc.precompile(model, torch.ones(2, 3), mesh=(2, 2))
     with pytest.raises(ValueError, match="give world_size or mesh, not both"):
         shardc.precompile(model, torch.ones(2, 3), mesh=(2,), world_size=2)
+    extended(model, Fp8)
+    with pytest.raises(ValueError, match=r"'weight' is a Fp8, .* not kept on disk.*at its start"):
+        shardc.precompile(model, torch.ones(2, 3), world_size=2)
 
 
 class Rows(nn.Module):

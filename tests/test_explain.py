@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 from models import Stack, compiled, shard_all, tokens
 from ranks import on_ranks
+from subclasses import Fp8, Rowwise, extended
 from torch import nn
 from torch.fx import Graph
+from torchao import float8
 
 import shardc
 from shardc.passes.context import module_of
@@ -151,6 +153,58 @@ def test_options_and_sharding_arguments_are_those_of_a_run(executor):
     assert not any(bucket.reshard for bucket in report.buckets)
     assert not [r for r in report.collectives if r.phase == "backward" and r.kind == "all_gather"]
     assert report.settings == {"mp": "bfloat16", "reshard_after_forward": "False"}
+
+
+class UpAndDown(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu()).square().mean()
+
+
+def test_subclasses_send_what_their_hooks_say():
+    def sent(model):
+        x = torch.randn(16, 32)
+        report = shardc.explain(model, x, world_size=8, reshard_after_forward=True)
+        findings = {finding.kind for finding in report.findings}
+        return findings, [(c.kind, c.dtype, c.nbytes) for c in report.collectives]
+
+    elements = 32 * 64
+    plain = [
+        ("all_gather", "float32", 8 * elements),
+        ("all_gather", "float32", 8 * elements),
+        ("reduce_scatter", "float32", 8 * elements),
+    ]
+    findings, found = sent(UpAndDown())
+    assert found == plain and "wire format" in findings
+    findings, found = sent(extended(UpAndDown(), Fp8))
+    largest, weight = ("all_reduce", "float32", 4), ("all_gather", "uint8", elements)
+    assert found == [largest, weight, largest, weight, weight, plain[2]]
+    assert "wire format" not in findings, "such a parameter does not travel in int8"
+    findings, found = sent(extended(UpAndDown(), Rowwise))
+    scales = 4 * (64 + 32)
+    assert found == [
+        ("all_gather", "uint8", 2 * elements + scales),
+        ("all_gather", "uint8", elements + 4 * 32),
+        plain[2],
+    ]
+
+
+def test_float8_of_torchao_is_planned_on_meta():
+    def build(convert):
+        with torch.device("meta"):
+            model = UpAndDown()
+        config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+        return float8.convert_to_float8_training(model, config=config) if convert else model
+
+    plans = [
+        shardc.explain(build(flag), torch.randn(16, 32), world_size=8) for flag in (False, True)
+    ]
+    gathered = [sum(c.nbytes for c in p.collectives if c.kind == "all_gather") for p in plans]
+    assert gathered[0] == 4 * gathered[1] == 4 * 2 * 32 * 64
+    assert all(type(p) is nn.Parameter for p in build(False).parameters())
 
 
 def test_a_model_that_is_sharded_already():

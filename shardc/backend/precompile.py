@@ -21,6 +21,7 @@ from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, checked
 from shardc.runtime.comm.backends import fake_group_as_on_cpus
 from shardc.runtime.eager.precision import map_tensors
+from shardc.runtime.tensor.extension import extends_gather
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,9 @@ def precompile(
         sharding: other arguments of `fully_shard`: `units` (default "auto"), `mp_policy`, ...
 
     Raises:
-        ValueError: bad arguments, what `fully_shard` refuses, a real process group, or a mesh of
-            two dims, on which each rank has graphs of its own.
+        ValueError: bad arguments, what `fully_shard` refuses, a real process group, a mesh of two
+            dims, on which each rank has graphs of its own, or parameters of a subclass that says
+            what is gathered of it.
         RuntimeError: the model cannot be compiled.
     """
     parsed = Options.parse(options)
@@ -81,6 +83,7 @@ def precompile(
             f"precompile takes a mesh of one dim, got {sizes}: with copies of the model (HSDP) "
             "each rank's graphs name its own groups, and are compiled at the job's first start"
         )
+    _check_kept(model)
     compat.forget_compiled()
     with fake_ranks(sizes) as made, fake_group_as_on_cpus():
         progress("sharding")
@@ -99,6 +102,16 @@ def precompile(
             "TORCH_LOGS=graph_breaks), Inductor cannot compile it, or caches are off"
         )
     return Precompiled(compat.cache_folder(), kept, found)
+
+
+def _check_kept(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if extends_gather(param):
+            raise ValueError(
+                f"parameter '{name}' is a {type(param.data).__name__}, which says itself what is "
+                "gathered of it: graphs with its code are not kept on disk, so there is nothing "
+                "to precompile. The job compiles them at its start; shardc.explain shows its plan"
+            )
 
 
 def _compile(

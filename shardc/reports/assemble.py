@@ -83,6 +83,7 @@ def bucket_row(bucket: Bucket) -> BucketRow:
         segment=bucket.segment.nbytes,
         trained=any(bucket.trainable),
         reshard=code.reshard_after_forward,
+        extended=bucket.extension is not None,
     )
 
 

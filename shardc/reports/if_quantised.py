@@ -35,8 +35,11 @@ def if_quantised(record: Record, profile: Profile, reduced: bool = True) -> Quan
     None where nothing would change: all that could travels in fewer bits, or in two steps, of which
     nothing is known here.
     """
+    extended = {bucket.name for bucket in record.buckets if bucket.extended}
     shares = {
-        row: _share(row, record.copies) if reduced or row.kind == "all_gather" else 1.0
+        row: _share(row, record.copies)
+        if (reduced or row.kind == "all_gather") and extended.isdisjoint(row.buckets)
+        else 1.0
         for row in record.collectives
     }
     if all(share == 1 for share in shares.values()) or any(row.in_steps for row in shares):

@@ -28,6 +28,7 @@ class BucketRow:
         trained: whether it gets a gradient.
         reshard: whether it is freed after the forward and gathered again.
         used: whether any graph gathers it.
+        extended: whether its parameter's subclass says itself what is sent of it.
     """
 
     name: str
@@ -42,6 +43,7 @@ class BucketRow:
     trained: bool
     reshard: bool
     used: bool = True
+    extended: bool = False
 
 
 ROW_KINDS = ("fetch_rows", "return_rows")
