@@ -18,6 +18,11 @@ from torch.distributed._functional_collectives import (
     all_to_all_single_autograd,
 )
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import (
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from shardc import ShardTensor, fully_shard
 from shardc.integrations.pipelining import ShardedStage
@@ -102,6 +107,45 @@ def test_stages_of_a_pipeline(mesh, kind, schedule, executor):
         assert rounds <= reductions[-1] <= rounds * blocks
     else:
         assert reductions[-1] >= 4
+
+
+ROUND, ZIGZAG = ((0, 2), (1, 3)), ((0, 3), (1, 2))
+"""The stages of each place, of four."""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "places"),
+    [
+        (ScheduleInterleaved1F1B, ROUND),
+        (ScheduleInterleavedZeroBubble, ROUND),
+        (ScheduleZBVZeroBubble, ZIGZAG),
+    ],
+)
+@pytest.mark.parametrize("executor", [None, "eager"])
+@on_ranks(4)
+def test_several_stages_a_rank(mesh, schedule, places, executor):
+    """Schedules of two stages a rank, also those that ask for a backward in two halves."""
+    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("stage", "data"))
+    own = places[grid.get_local_rank("stage")]
+    plain = seeded(lambda: nn.Sequential(*(Block(WIDTH) for _ in range(4))))
+    parts = nn.ModuleDict({str(number): copy.deepcopy(plain[number]) for number in own})
+    for part in parts.values():
+        fully_shard(part, mesh=grid["data"])
+        if executor:
+            part.compile(backend="shardc", options={"executor": executor})
+    device, group = torch.device("cpu"), grid.get_group("stage")
+    stages = [ShardedStage(parts[str(n)], n, 4, device, group=group) for n in own]
+    pipeline = schedule(stages, n_microbatches=4, loss_fn=loss_of)
+    reductions = []
+
+    def train(x, target):
+        with Wire() if reductions else contextlib.nullcontext() as wire:  # the first step compiles
+            pipeline.step(*([x] if 0 in own else []), target=target if 3 in own else None)
+        sent = wire.sent if wire else ()
+        reductions.append([message.kind for message in sent].count("reduce_scatter"))
+
+    check_steps(grid["data"], plain, parts, train)
+    assert len(stages) <= reductions[-1] <= 2 * len(stages)
 
 
 class Experts(nn.Module):

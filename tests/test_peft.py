@@ -2,6 +2,7 @@
 
 import tempfile
 
+import bitsandbytes
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ from models import full
 from peft import LoraConfig, PeftModel, get_peft_model
 from ranks import on_ranks
 from torch import nn
+from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor, to_nf4
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardc import (
@@ -19,6 +21,7 @@ from shardc import (
     summon_full_params,
 )
 
+EAGER = {"executor": "eager"}
 DORA = pytest.mark.parametrize("dora", [False, True])
 
 
@@ -154,3 +157,103 @@ def test_embeddings_are_resized_before_sharding(mesh):
     fully_shard(model, units="auto")
     train(model, model, [dist.get_rank()])
     assert logits(model).shape == (2, 7, 40)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@on_ranks(2)
+def test_embeddings_that_stayed_gathered_are_not_resized_in_silence(mesh, compiled):
+    """After a forward its module gives the full weight, of which `.data` is replaced."""
+    model = fully_shard(adapted(False), units="auto", reshard_after_forward=False)
+    call = torch.compile(model, backend="shardc", options=EAGER) if compiled else model
+    call(input_ids=tokens(0), labels=tokens(0))
+    with pytest.raises(RuntimeError, match=r"resize_token_embeddings.*before fully_shard"):
+        model.resize_token_embeddings(40)
+        call(input_ids=tokens(0), labels=tokens(0))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@on_ranks(2)
+def test_adapters_that_come_later(mesh, compiled):
+    """Nothing reduces their gradients: the step is refused, until they are sharded, too."""
+    model, plain = (adapted(False) for _ in range(2))
+    fully_shard(model, units="auto")
+    second = LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)
+    for each in (model, plain):
+        torch.manual_seed(3)
+        each.add_adapter("second", second)
+        each.set_adapter("second")
+    start = {name: full(p).clone() for name, p in model.named_parameters()}
+    call = torch.compile(model, backend="shardc", options=EAGER) if compiled else model
+    with pytest.raises(RuntimeError, match=r"'base_model.*q_proj\.lora_A\.second\.weight'.*Add it"):
+        train(model, call, [dist.get_rank()])
+    for name, param in model.named_parameters():
+        assert torch.equal(full(param), start[name]), name
+    for module in model.modules():
+        if hasattr(module, "lora_A") and "second" in module.lora_A:
+            fully_shard([module.lora_A["second"], module.lora_B["second"]])
+    model.zero_grad()
+    train(model, call, [dist.get_rank()])
+    train(plain, plain, list(range(dist.get_world_size())))
+    check_equal(model, plain)
+
+
+# -- quantised bases -------------------------------------------------------------------------------
+
+
+def quantised(library: str) -> PeftModel:
+    """A Llama whose linear weights are NF4, each whole on every rank, with adapters."""
+    model = base()
+    for name, module in list(model.named_modules()):
+        if not name.endswith("_proj"):
+            continue
+        if library == "bitsandbytes":
+            made = bitsandbytes.nn.Linear4bit(
+                module.in_features, module.out_features, bias=False, quant_type="nf4",
+                compute_dtype=torch.float32,
+            )  # fmt: skip
+            made.load_state_dict(module.state_dict())
+            model.set_submodule(name, made.to("cpu"))
+        else:
+            weight = to_nf4(module.weight.detach(), block_size=16, scaler_block_size=8)
+            module.weight = nn.Parameter(weight, requires_grad=False)
+    torch.manual_seed(1)
+    config = LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return get_peft_model(model, config)
+
+
+def is_quantised(param: nn.Parameter) -> bool:
+    return isinstance(param, bitsandbytes.nn.Params4bit) or type(param.data) is NF4Tensor
+
+
+@pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
+@pytest.mark.parametrize("compiled", [False, True])
+@on_ranks(2)
+def test_quantised_bases_are_whole_under_sharded_adapters(mesh, library, compiled, tmp_path):
+    """QLoRA: adapters and the rest are sharded, NF4 weights are left alone."""
+    model, plain = quantised(library), quantised(library)
+    bases = [param for param in model.parameters() if is_quantised(param)]
+    assert len(bases) == 14
+    fully_shard(model, units="auto", ignored_params=bases)
+    assert {isinstance(param, ShardTensor) for param in bases} == {False}
+    call = torch.compile(model, backend="shardc", options=EAGER) if compiled else model
+    train(model, call, [dist.get_rank()])
+    train(plain, plain, list(range(dist.get_world_size())))
+    start, want = (dict(each.named_parameters()) for each in (quantised(library), plain))
+    for name, param in model.named_parameters():
+        if isinstance(param, ShardTensor):
+            assert torch.equal(want[name], start[name]) != param.requires_grad, name
+            torch.testing.assert_close(full(param), want[name], rtol=1e-4, atol=1e-5)
+    options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+    state = get_model_state_dict(model, options=options)
+    folder = tempfile.mkdtemp()
+    model.save_pretrained(folder, state_dict=state)
+    loaded = PeftModel.from_pretrained(quantised(library).unload(), folder, is_trainable=True)
+    torch.testing.assert_close(logits(loaded), logits(plain), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
+@on_ranks(2)
+def test_quantised_bases_are_not_cut(mesh, library):
+    model = quantised(library)
+    with pytest.raises(NotImplementedError, match=r"q_proj.*ignored_params"):
+        fully_shard(model, units="auto")

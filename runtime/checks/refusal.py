@@ -37,6 +37,8 @@ _INTEGRATIONS = {
         "other trainers, trains sharded models",
     "accelerate": "shardc.integrations.accelerate.prepare(accelerator, model, ...) prepares a "
         "sharded model",
+    "lightning.fabric": "shardc.integrations.lightning.FabricStrategy trains sharded models",
+    "lightning.pytorch": "shardc.integrations.lightning.TrainerStrategy trains sharded models",
 }  # fmt: skip
 """Libraries that wrap and save what they are given, and what to give it to instead."""
 
@@ -63,7 +65,7 @@ def caller_and_way_out() -> tuple[str, str]:
     asker, way_out = next(
         row for row in _WAYS_OUT if any(call.module.startswith(row[0]) for call in calls)
     )
-    if asker:
+    if asker and asker != "torch.optim":  # whose loop it is does not matter to an optimizer
         way_out = _integration() or way_out
     shown = [call for call in calls if not call.module.startswith(_PLUMBING)]
     if not shown:

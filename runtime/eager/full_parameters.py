@@ -198,7 +198,7 @@ class Gathered:
         """Whether what an earlier forward has read is what the next one would gather."""
         if self.current is None or self.current.written != self.bucket.version:
             return False
-        if not (self.is_kept or self._ran or compat.in_backward()):
+        if not (self.is_kept or self._ran or compat.in_backward()) or self._is_lost(self.current):
             return False
         code = self.bucket.key.reading_code()
         return bool(replace(self.current.code, reduction=code.reduction) == code)
@@ -289,16 +289,23 @@ class Gathered:
         Raises:
             RuntimeError: it was written to after the forward, which nobody will see.
         """
-        current, is_kept = self.current, self.is_kept
+        current = self.current
+        is_lost = current is not None and self._is_lost(current)
         self.current, self.is_kept, self._ran = None, False, set()
         if current is None:
             return
-        is_lost = is_kept and not current.code.held and current.state() != self._kept_state
         current.close(at_once)
         if is_lost:
             raise RuntimeError(
                 f"parameters of {self.bucket.label} were written while a module gave full ones, "
                 "because they stayed gathered after a forward: what was written is lost. Write to "
                 "those of parameters(), or inside summon_full_params(module), or call "
-                "module.reshard() first"
+                "module.reshard() first. What gives them another shape (as resize_token_embeddings "
+                "does) comes before fully_shard"
             )
+
+    def _is_lost(self, current: Unsharded) -> bool:
+        """Whether something was written to full parameters that stayed after a forward."""
+        if current.is_resized:
+            return True
+        return self.is_kept and not current.code.held and current.state() != self._kept_state

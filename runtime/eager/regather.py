@@ -65,6 +65,12 @@ class Unsharded:
         parts = [part for view in self.local_views for part in compat.plain_parts(view)]
         return [part._version for part in self._parts], [part.data_ptr() for part in parts]
 
+    @property
+    def is_resized(self) -> bool:
+        """Whether a full parameter was given another shape, through `.data`."""
+        slots = zip(self.local_views, self.bucket.layout.slots, strict=False)
+        return any(view.shape != slot.shape for view, slot in slots)
+
     def close(self, at_once: bool) -> None:
         """Nothing reads it any more. Backwards to come gather again what is freed `at_once`."""
         for storage in self._storages:

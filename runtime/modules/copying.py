@@ -16,6 +16,7 @@ from shardc.runtime.bucket.bucket import Bucket
 from shardc.runtime.bucket.params import make_param
 from shardc.runtime.bucket.settings import Settings
 from shardc.runtime.bucket.unit import Unit
+from shardc.runtime.modules.late_params import watch_for_late_params
 
 
 def copy_sharded(module: nn.Module, memo: compat.Memo) -> nn.Module:
@@ -95,6 +96,7 @@ def _copy_unit(unit: Unit, memo: compat.Memo) -> Unit:
         on_meta=unit.on_meta,
     )
     memo[id(unit)] = new
+    watch_for_late_params(new)
     return new
 
 

@@ -22,6 +22,7 @@ from shardc.runtime.checks.meta import require_values
 from shardc.runtime.eager.eager import begin_call, end_call
 from shardc.runtime.modules.controls import Controls
 from shardc.runtime.modules.copying import copy_sharded
+from shardc.runtime.modules.late_params import watch_for_late_params
 from shardc.runtime.modules.summon import summon_full_params
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
@@ -208,6 +209,7 @@ def make_unit(unit: "Unit") -> None:
     unit.name = type(unit.modules[0]).__name__
     unit.settle()
     unit.note_meta()
+    watch_for_late_params(unit)
 
 
 def _install_properties(module: nn.Module, unit: "Unit | None") -> None:

@@ -6,40 +6,27 @@ models first and marks them; accelerate prepares the rest. `accumulate`, `no_syn
 gradients have one norm on all ranks.
 
 Three methods would read whole state dicts on every rank: `get_state_dict`, `save_state` and
-`load_state`. `prepare` replaces them on the accelerator that it is given, not on the class.
+`load_state`. `prepare` replaces them on the accelerator that it is given: see `accelerate_state`.
 """
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardc.integrations.accelerate_state import StateOfModels
 from shardc.runtime.checks.arguments import check_value
 from shardc.runtime.eager.precision import MixedPrecisionPolicy
 from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.sharding.mesh import data_parallel_mesh
 from shardc.sharding.shard import fully_shard
 from shardc.sharding.units import units_of
-from shardc.state.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-
-FOLDER = "shardc"
-"""The folder of a checkpoint that holds sharded models and their optimizers."""
 
 _PARAM_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -69,12 +56,14 @@ def prepare(
         The objects in their order; the object itself if it is one.
 
     Raises:
-        ValueError: an accelerator that shards by itself, or an optimizer that has state of whole
-            parameters; and what `fully_shard` raises.
+        ValueError: an accelerator that shards by itself, a mesh that is not of all its processes,
+            or an optimizer that has state of whole parameters; and what `fully_shard` raises.
     """
     check_value("prepare: accelerator", accelerator, Accelerator)
     _check_plugins(accelerator)
     models = [each for each in objects if isinstance(each, nn.Module)]
+    for model in models:
+        _check_ranks(accelerator, model, **sharding)
     optimizers = [each for each in objects if isinstance(each, Optimizer)]
     _check_optimizers(models, optimizers)
     for model in models:
@@ -92,6 +81,8 @@ def shard(
 ) -> None:
     """Shard one model so that the accelerator takes it for prepared."""
     _check_plugins(accelerator)
+    _check_ranks(accelerator, model, **sharding)
+    _scale_losses(accelerator)
     if not units_of(model):
         precision = _precision_of(accelerator)
         fully_shard(model, **{"units": "auto", "mp_policy": precision, **sharding})
@@ -101,7 +92,7 @@ def shard(
     if compile and not getattr(model, "_is_accelerate_prepared", False):
         _compile(model, plugin, compile_options)
     model._is_accelerate_prepared = True  # type: ignore[assignment]
-    _StateOfModels.take_over(accelerator)
+    StateOfModels.take_over(accelerator)
 
 
 def _check_plugins(accelerator: Accelerator) -> None:
@@ -111,6 +102,38 @@ def _check_plugins(accelerator: Accelerator) -> None:
             f"prepare: the accelerator shards models itself ({kind.value}): make it without that "
             "plugin, and launch without `use_fsdp` or `use_deepspeed` in its configuration"
         )
+
+
+def _check_ranks(
+    accelerator: Accelerator,
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    dp_mesh_dims: Any = None,
+    **_: Any,
+) -> None:
+    """Raise where several processes would hold parts of one copy of the model."""
+    units = units_of(model)
+    if units:
+        size = max(module._shardc_unit.mesh.size() for module in units.values())
+    else:
+        size = data_parallel_mesh(mesh, dp_mesh_dims).size()
+    if size != accelerator.num_processes:
+        raise ValueError(
+            f"prepare: the mesh shards the model over {size} of {accelerator.num_processes} "
+            "processes, and accelerate hands each process a batch of its own: ranks that hold "
+            "parts of one matmul or one sequence would get different ones. Shard over all "
+            "processes (copies: a mesh (replicate, shard)); with tensor parallelism write the "
+            "loop, or take tensor_parallel_size of shardc.integrations.lightning"
+        )
+
+
+def _scale_losses(accelerator: Accelerator) -> None:
+    """Give the accelerator a scaler for float16 where it makes none: on the CPU."""
+    if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
+        handler = accelerator.scaler_handler
+        settings = handler.to_kwargs() if handler is not None else {}
+        accelerator.scaler = torch.amp.GradScaler(accelerator.device.type, **settings)
+        accelerator.native_amp = True  # clipping then unscales
 
 
 def _precision_of(accelerator: Accelerator) -> MixedPrecisionPolicy:
@@ -162,139 +185,3 @@ def _compile(model: nn.Module, plugin: Any, options: Mapping[str, Any] | None) -
     elif plugin.mode != "default":
         asked["mode"] = plugin.mode
     model.compile(backend="shardc", **asked)
-
-
-# -- state ---------------------------------------------------------------------------------------
-
-
-def whole_state(model: nn.Module) -> dict[str, Any]:
-    """The whole model on the host of rank 0, `{}` on the others; every rank must call it."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_model_state_dict(model, options=options)
-
-
-def save_sharded(
-    folder: str | os.PathLike[str],
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    options: StateDictOptions | None = None,
-    **more: Any,
-) -> None:
-    """Write each rank's part of a model, and of its optimizers, into `folder`."""
-    state = {"model": get_model_state_dict(model, options=options), **more}
-    if optimizers:
-        state["optimizer"] = get_optimizer_state_dict(model, optimizers)
-    dcp.save(state, checkpoint_id=Path(folder, FOLDER))
-
-
-def load_sharded_model(
-    folder: str | os.PathLike[str], model: nn.Module, options: StateDictOptions | None = None
-) -> None:
-    """Read into a model what `save_sharded` wrote, at any number of ranks."""
-    state = {"model": get_model_state_dict(model, options=options)}
-    dcp.load(state, checkpoint_id=Path(folder, FOLDER))
-    set_model_state_dict(model, state["model"], options=options)
-
-
-def load_sharded_optimizers(
-    folder: str | os.PathLike[str], model: nn.Module, optimizers: Sequence[Optimizer]
-) -> None:
-    """Read into optimizers what `save_sharded` wrote, at any number of ranks."""
-    state = {"optimizer": get_optimizer_state_dict(model, optimizers)}
-    dcp.load(state, checkpoint_id=Path(folder, FOLDER))
-    set_optimizer_state_dict(model, optimizers, state["optimizer"])
-
-
-def plain_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer without accelerate's wrapper."""
-    wrapped = isinstance(optimizer, AcceleratedOptimizer)
-    inner: Optimizer = optimizer.optimizer if wrapped else optimizer
-    return inner
-
-
-@dataclass
-class _StateOfModels:
-    """What stands in for three methods of an accelerator that has sharded models."""
-
-    accelerator: Accelerator
-    plain_get: Callable[..., Any]
-    plain_save: Callable[..., Any]
-    plain_load: Callable[..., Any]
-    saving: bool = False
-    step: int | None = None
-    optimizers: list[Any] = field(default_factory=list)
-
-    @classmethod
-    def take_over(cls, accelerator: Accelerator) -> None:
-        """Replace the methods of this accelerator, once."""
-        if isinstance(getattr(accelerator.save_state, "__self__", None), cls):
-            return
-        self = cls(
-            accelerator, accelerator.get_state_dict, accelerator.save_state, accelerator.load_state
-        )
-        accelerator.get_state_dict = self.get_state_dict
-        accelerator.save_state = self.save_state
-        accelerator.load_state = self.load_state
-        accelerator.register_save_state_pre_hook(self._write)
-        accelerator.register_load_state_pre_hook(self._read)
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state on the host of rank 0 for a sharded model, `{}` on the others."""
-        if not units_of(model):
-            return self.plain_get(model, unwrap=unwrap)
-        return {} if self.saving else whole_state(model)
-
-    def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As the accelerator's; sharded models and their optimizers go into a folder of DCP."""
-        with self._own_optimizers_aside():
-            return self.plain_save(*args, **kwargs)
-
-    def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """As the accelerator's; sharded models and optimizers load at any number of ranks."""
-        with self._own_optimizers_aside():
-            self.plain_load(*args, **kwargs)
-        if self.step is not None:
-            self.accelerator.step = self.step
-
-    @contextmanager
-    def _own_optimizers_aside(self) -> Iterator[None]:
-        """Within, accelerate sees only the optimizers of models that are not sharded."""
-        everything = self.accelerator._optimizers
-        self.optimizers = [each for each in everything if _is_sharded(each)]
-        self.accelerator._optimizers = [each for each in everything if not _is_sharded(each)]
-        self.saving, self.step = True, None
-        try:
-            yield
-        finally:
-            self.accelerator._optimizers, self.saving = everything, False
-
-    def _write(self, models: list[Any], weights: list[Any], folder: str) -> None:
-        sharded = self._take_sharded(models, weights)
-        if sharded is not None:
-            optimizers = [plain_optimizer(each) for each in self.optimizers]
-            save_sharded(folder, sharded, optimizers, step=self.accelerator.step)
-
-    def _read(self, models: list[Any], folder: str) -> None:
-        sharded = self._take_sharded(models, models)
-        if sharded is not None:
-            load_sharded_model(folder, sharded)
-            if self.optimizers:
-                optimizers = [plain_optimizer(each) for each in self.optimizers]
-                load_sharded_optimizers(folder, sharded, optimizers)
-            state = {"step": 0}  # that of ranks without a file of their own, too
-            dcp.load(state, checkpoint_id=Path(folder, FOLDER))
-            self.step = state["step"]
-
-    def _take_sharded(self, models: list[Any], entries: list[Any]) -> nn.Module | None:
-        """The sharded models as one module; their entries are taken out of the list."""
-        found = [(index, each) for index, each in enumerate(models) if units_of(each)]
-        for index, _ in reversed(found):
-            del entries[index]
-        if not found:
-            return None
-        return found[0][1] if len(found) == 1 else nn.ModuleList([each for _, each in found])
-
-
-def _is_sharded(optimizer: Optimizer) -> bool:
-    groups = optimizer.param_groups
-    return any(isinstance(param, ShardTensor) for group in groups for param in group["params"])

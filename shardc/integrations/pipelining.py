@@ -14,7 +14,11 @@ class ShardedStage(PipelineStage):
     compiled). Until the last micro-batch a step holds the sum of unreduced gradients, as FSDP2
     does; memory for fewer messages. A compiled stage whose forwards all run first (GPipe) reduces
     twice: what the last micro-batch gives, and what waited. For schedules whose backwards come in
-    the order of their forwards (GPipe, 1F1B, interleaved 1F1B).
+    the order of their forwards: all of torch's but DualPipeV.
+
+    Schedules that split a backward in two (ZBV, interleaved zero bubble) run all of it where they
+    put the half for the inputs: a compiled backward is one piece. The bubble that the half for the
+    weights would fill stays.
 
     Raises:
         TypeError: `submodule` is not sharded.
@@ -35,10 +39,19 @@ class ShardedStage(PipelineStage):
         self._reduce_if_last(fwd_chunk_id)
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: Any = False,
+    ) -> None:
         """The backward of a micro-batch. Uncompiled, it is decided here whether it reduces."""
         self._reduce_if_last(bwd_chunk_id)
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        super().backward_one_chunk(bwd_chunk_id, loss, True, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Nothing is left to do."""
 
     def _reduce_if_last(self, chunk: int) -> None:
         self.submod.set_requires_gradient_sync(self.chunks is None or chunk == self.chunks - 1)

@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from shardc.integrations.accelerate import (
+from shardc.integrations.accelerate import shard
+from shardc.integrations.accelerate_state import (
     FOLDER,
     load_sharded_model,
     load_sharded_optimizers,
     plain_optimizer,
     save_sharded,
-    shard,
     whole_state,
 )
 from shardc.optim.whole_tensor import WholeTensorOptimizer

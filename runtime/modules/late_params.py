@@ -1,0 +1,67 @@
+"""Parameters that came into a sharded model after `fully_shard`: nothing reduces their gradients.
+
+An adapter that is added later, or a module that takes the place of another, holds plain parameters,
+and each rank would train its own values. The step of an optimizer that holds one is refused. What
+`ignored_params` left alone, and a frozen parameter, is not.
+"""
+
+import functools
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardc.runtime.bucket.unit import Unit
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+
+_units: "weakref.WeakSet[Unit]" = weakref.WeakSet()
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Plain parameters that were looked for in all models, and not found or left alone."""
+
+
+def watch_for_late_params(unit: Unit) -> None:
+    """From now on, optimizers are asked for plain parameters below the unit's modules."""
+    _units.add(unit)
+    _known.clear()
+    _watch_optimizers()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_refuse_late)
+
+
+def _refuse_late(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if torch.compiler.is_compiling():
+        return
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    plain = [p for p in params if p.requires_grad and not isinstance(p, ShardTensor)]
+    unknown = {id(p) for p in plain if p not in _known}
+    if not unknown:
+        return
+    for unit in sorted((unit for unit in _units if unit.is_root), key=lambda unit: unit.number):
+        for name in _late(unit, unknown):
+            raise RuntimeError(
+                f"'{name}' came into the sharded {unit.name} after fully_shard (as add_adapter and "
+                f"load_adapter do) and {type(optimizer).__name__} would train it: no rank reduces "
+                "its gradient, so each rank would have its own values. Add it before fully_shard; "
+                "or call fully_shard on the module that has it, and make the optimizer anew. What "
+                "each rank shall train by itself is named in ignored_params"
+            )
+    for param in plain:
+        _known[param] = True
+
+
+def _late(unit: Unit, plain: set[int]) -> Iterator[str]:
+    """The names of those parameters, by id, that lie below a root unit and were not left alone."""
+    for root in unit.modules:
+        units = (vars(module).get("_shardc_unit") for module in root.modules())
+        inner: set[Unit] = {inner for inner in units if inner is not None}
+        alone = {below for each in inner for module in each.skipped for below in module.modules()}
+        wanted = plain - {id(param) for each in inner for param in each.ignored}
+        for prefix, module in root.named_modules():
+            for name, param in module.named_parameters(recurse=False):
+                if id(param) in wanted and module not in alone:
+                    yield f"{prefix}.{name}".lstrip(".")
