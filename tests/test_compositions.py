@@ -18,7 +18,9 @@ from torch.distributed._functional_collectives import (
     all_to_all_single_autograd,
 )
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining._backward import stage_backward_input
 from torch.distributed.pipelining.schedules import (
+    ScheduleDualPipeV,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
@@ -114,16 +116,17 @@ ROUND, ZIGZAG = ((0, 2), (1, 3)), ((0, 3), (1, 2))
 
 
 @pytest.mark.parametrize(
-    ("schedule", "places"),
+    ("schedule", "places", "pieces"),
     [
-        (ScheduleInterleaved1F1B, ROUND),
-        (ScheduleInterleavedZeroBubble, ROUND),
-        (ScheduleZBVZeroBubble, ZIGZAG),
+        (ScheduleInterleaved1F1B, ROUND, 4),
+        (ScheduleInterleavedZeroBubble, ROUND, 4),
+        (ScheduleZBVZeroBubble, ZIGZAG, 4),
+        (ScheduleDualPipeV, ZIGZAG, 8),
     ],
 )
 @pytest.mark.parametrize("executor", [None, "eager"])
 @on_ranks(4)
-def test_several_stages_a_rank(mesh, schedule, places, executor):
+def test_several_stages_a_rank(mesh, schedule, places, pieces, executor):
     """Schedules of two stages a rank, also those that ask for a backward in two halves."""
     grid = mesh_of("cpu", (2, 2), mesh_dim_names=("stage", "data"))
     own = places[grid.get_local_rank("stage")]
@@ -135,7 +138,7 @@ def test_several_stages_a_rank(mesh, schedule, places, executor):
             part.compile(backend="shardc", options={"executor": executor})
     device, group = torch.device("cpu"), grid.get_group("stage")
     stages = [ShardedStage(parts[str(n)], n, 4, device, group=group) for n in own]
-    pipeline = schedule(stages, n_microbatches=4, loss_fn=loss_of)
+    pipeline = schedule(stages, n_microbatches=pieces, loss_fn=loss_of)
     reductions = []
 
     def train(x, target):
@@ -146,6 +149,16 @@ def test_several_stages_a_rank(mesh, schedule, places, executor):
 
     check_steps(grid["data"], plain, parts, train)
     assert len(stages) <= reductions[-1] <= 2 * len(stages)
+
+
+@on_ranks(2)
+def test_a_split_backward_needs_a_sharded_stage(mesh):
+    """`PipelineStage` would lose gradients: those of weights that it does not find in the graph."""
+    part, x = fully_shard(Block(WIDTH), mesh=mesh), torch.ones(2, WIDTH, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"shardc\.integrations\.pipelining\.ShardedStage"):
+        stage_backward_input([part(x)], [torch.ones(2, WIDTH)], [x], part.parameters())
+    weight = next(part.parameters())
+    assert isinstance(weight.view_as(weight), ShardTensor)
 
 
 class Experts(nn.Module):

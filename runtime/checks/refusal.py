@@ -76,6 +76,19 @@ def caller_and_way_out() -> tuple[str, str]:
     return f" (called in {first.module}.{first.function}, from {own.place})", way_out
 
 
+def refuse_split_backward() -> None:
+    """Raise for a pipeline that asks a parameter where its gradient comes from.
+
+    Its schedule splits backwards in two, and looks in the stage's graph for parameters, which are
+    not there: it would lose their gradients.
+    """
+    if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.pipelining._backward":
+        raise RuntimeError(
+            "this schedule splits backwards in two, and PipelineStage finds no sharded parameters "
+            "in its graph: make stages with shardc.integrations.pipelining.ShardedStage"
+        )
+
+
 def _integration() -> str | None:
     """What to use in place of the outermost library whose loop runs, if shardc has it."""
     frame: FrameType | None = sys._getframe(1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.runtime import compat
-from shardc.runtime.checks.refusal import caller_and_way_out
+from shardc.runtime.checks.refusal import caller_and_way_out, refuse_split_backward
 from shardc.runtime.comm.collectives import all_gather
 from shardc.runtime.layout.interval_boxes import Box, boxes_of
 from shardc.runtime.layout.layout import interval
@@ -204,6 +204,12 @@ class ShardTensor(Tensor):
             "param.copy_(full) under torch.no_grad(), each rank takes its part, or "
             "shardc.set_model_state_dict for a model. To read all of it: param.full_tensor()"
         )
+
+    def view_as(self, other: Tensor) -> Tensor:
+        """As `Tensor.view_as`, which stages of a pipeline call to find a parameter in a graph."""
+        if not torch.compiler.is_compiling():
+            refuse_split_backward()
+        return super().view_as(other)
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         """Refused: one rank holds only a part."""

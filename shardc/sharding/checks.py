@@ -269,6 +269,11 @@ def _check_parameter(
             raise NotImplementedError(
                 f"parameter '{name}' is a {kind} and cannot be sharded: {why}"
             )
+    elif type(param).__module__.startswith("bitsandbytes."):
+        raise NotImplementedError(
+            f"parameter '{name}' is a {type(param).__name__} of bitsandbytes: packed bytes, whose "
+            "scales lie beside them. Name it in ignored_params: every rank keeps it whole"
+        )
     elif type(param.data) is not Tensor:
         raise NotImplementedError(
             f"parameter '{name}' is a {kind}; shardc shards plain tensors, DTensors and "
