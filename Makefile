@@ -73,8 +73,9 @@ docs: $(STAMP)  ## Build the documentation into build/docs
 	@cd build/api/shardc && ln -s ../../../shardc/* ../../../passes ../../../runtime .
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
-tables: $(STAMP)  ## Write the tables of docs/optimizers.md, minutes
+tables: $(STAMP)  ## Write the tables of docs/optimizers.md and docs/integrations/index.md, minutes
 	$(PY) benchmarks/tables.py --write
+	$(PY) benchmarks/libraries.py --write
 
 demo: $(STAMP)  ## Train a small language model on two ranks, a few minutes
 	@$(if $(findstring --resume,$(DEMO_ARGS)),,rm -rf $(DEMO_DIR))

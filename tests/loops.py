@@ -21,17 +21,14 @@ import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradScalerKwargs
-from models import Stack, seeded, tokens
+from models import Block, Stack, seeded, tokens
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as torch_states
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.fsdp import fully_shard as fsdp2
 
-from shardc import (
-    StateDictOptions,
-    fully_shard,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+import shardc
+from shardc import StateDictOptions, fully_shard
 
 HALF, STEPS, CLIP, LR = 2, 4, 0.5, 0.01
 Outcome = tuple[dict[str, Tensor], Callable[[], dict[str, Tensor]]]
@@ -46,8 +43,14 @@ class Words(Stack):
 
 @dataclass(frozen=True)
 class Run:
-    """`options`: of the backend, None: uncompiled. `fp16`: with a scaler whose first scale is too
-    large."""
+    """How a loop runs.
+
+    Attributes:
+        options: of the backend; None: uncompiled.
+        fp16: with a scaler whose first scale is too large.
+        build: makes the model.
+        fsdp2: the library's own sharding, where it has it on CPUs, in the place of shardc.
+    """
 
     mesh: Any
     folder: str
@@ -55,10 +58,27 @@ class Run:
     resumed: bool = False
     fp16: bool = False
     build: Callable[[], nn.Module] = Words
+    fsdp2: bool = False
 
     def model(self) -> nn.Module:
         """A model; other values where they are to be loaded."""
         return seeded(self.build, int(self.resumed))
+
+    def shard(self, model: nn.Module, mesh: Any) -> nn.Module:
+        """Where the loop leaves it to the user."""
+        if not self.fsdp2:
+            return fully_shard(model, mesh=mesh, units="auto")
+        for block in (module for module in model.modules() if isinstance(module, Block)):
+            fsdp2(block, mesh=mesh)
+        return fsdp2(model, mesh=mesh)
+
+    def compiled(self, model: nn.Module) -> nn.Module:
+        """Where the loop leaves it to the user."""
+        if self.options is None:
+            return model
+        if self.fsdp2:
+            return torch.compile(model, backend="aot_eager")
+        return torch.compile(model, backend="shardc", options=self.options)
 
     @property
     def steps(self) -> range:
@@ -189,20 +209,26 @@ def quiet() -> Iterator[None]:
 def with_fabric(run: Run) -> Outcome:
     from lightning.fabric import Fabric
     from lightning.fabric.plugins import MixedPrecision
+    from lightning.fabric.strategies import ModelParallelStrategy
 
     from shardc.integrations.lightning import FabricStrategy
 
     scaler = torch.amp.GradScaler("cpu", **SCALES)
     plugins = [MixedPrecision("16-mixed", "cpu", scaler)] if run.fp16 else []
-    fabric = Fabric(
-        accelerator="cpu", devices=run.mesh.size(), strategy=FabricStrategy(), plugins=plugins
-    )
+    strategy: Any = FabricStrategy()
+    if run.fsdp2:
+        strategy = ModelParallelStrategy(
+            lambda model, mesh: run.shard(model, mesh["data_parallel"]), run.mesh.size(), 1
+        )
+    fabric = Fabric(accelerator="cpu", devices=run.mesh.size(), strategy=strategy, plugins=plugins)
     fabric.launch()
     model = run.model()
-    given = model
-    if run.options is not None:
-        given = torch.compile(model, backend="shardc", options=run.options)
-    given, optimizer = fabric.setup(given, optimizer_of(model, run.fp16))
+    given: Any = run.compiled(model)
+    if run.fsdp2:  # its parameters are new ones
+        given = fabric.setup_module(given)
+        optimizer = fabric.setup_optimizers(optimizer_of(model, run.fp16))
+    else:
+        given, optimizer = fabric.setup(given, optimizer_of(model, run.fp16))
     state = {"model": given, "optimizer": optimizer}
     if run.resumed:
         fabric.load(f"{run.folder}/half", state)
@@ -223,6 +249,7 @@ def with_fabric(run: Run) -> Outcome:
 def with_lightning(run: Run) -> Outcome:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.plugins import MixedPrecision
+    from lightning.pytorch.strategies import ModelParallelStrategy
     from torch.utils.data import DataLoader
 
     from shardc.integrations.lightning import TrainerStrategy
@@ -231,6 +258,12 @@ def with_lightning(run: Run) -> Outcome:
         def __init__(self) -> None:
             super().__init__()
             self.net = run.model()
+
+        def configure_model(self) -> None:
+            if run.fsdp2:
+                run.shard(self.net, self.device_mesh["data_parallel"])
+                if run.options is not None:
+                    self.net.compile(backend="aot_eager")
 
         def training_step(self, rows: dict[str, Tensor], index: int) -> Tensor:
             return self.net(**rows)["loss"]
@@ -244,12 +277,14 @@ def with_lightning(run: Run) -> Outcome:
                 trainer.save_checkpoint(f"{run.folder}/half")
 
     scaler = torch.amp.GradScaler("cpu", **SCALES)
+    strategy: Any = TrainerStrategy(compile_options=run.options)
+    if run.fsdp2:
+        strategy = ModelParallelStrategy(run.mesh.size(), 1)
     trainer = Trainer(
         accelerator="cpu", devices=run.mesh.size(), max_epochs=-1, max_steps=STEPS, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         gradient_clip_val=CLIP, use_distributed_sampler=False, callbacks=[Saves()],
-        strategy=TrainerStrategy(compile_options=run.options),
-        plugins=[MixedPrecision("16-mixed", "cpu", scaler)] if run.fp16 else [],
+        strategy=strategy, plugins=[MixedPrecision("16-mixed", "cpu", scaler)] if run.fp16 else [],
     )  # fmt: skip
     task, data = Task(), [batch(step, run.mesh.get_rank()) for step in range(2)]
     loader = DataLoader(data, batch_size=None)
@@ -274,26 +309,26 @@ def adapted() -> nn.Module:
 def with_peft(run: Run) -> Outcome:
     from peft import PeftModel
 
+    states: Any = torch_states if run.fsdp2 else shardc
+
     model = seeded(adapted, int(run.resumed))
     if run.resumed:
         model.base_model.load_state_dict(seeded(adapted).base_model.state_dict())  # as pretrained
         for name, param in model.named_parameters():
             if "lora" in name:
                 param.data.add_(1)
-    fully_shard(model, mesh=run.mesh, units="auto")
-    call, optimizer = model, optimizer_of(model)
-    if run.options is not None:
-        call = torch.compile(model, backend="shardc", options=run.options)
+    run.shard(model, run.mesh)
+    call, optimizer = run.compiled(model), optimizer_of(model)
     trained = StateDictOptions(ignore_frozen_params=True, strict=False)
 
     def state() -> dict[str, Any]:
-        model_state, optimizer_state = get_state_dict(model, optimizer, options=trained)
+        model_state, optimizer_state = states.get_state_dict(model, optimizer, options=trained)
         return {"model": model_state, "optimizer": optimizer_state}
 
     if run.resumed:
         loaded = state()
         dcp.load(loaded, checkpoint_id=f"{run.folder}/half")
-        set_state_dict(
+        states.set_state_dict(
             model, optimizer, model_state_dict=loaded["model"],
             optim_state_dict=loaded["optimizer"], options=trained,
         )  # fmt: skip
@@ -304,7 +339,7 @@ def with_peft(run: Run) -> Outcome:
         optimizer.zero_grad()
         if run.saves(step):
             dcp.save(state(), checkpoint_id=f"{run.folder}/half")
-    whole = get_model_state_dict(
+    whole = states.get_model_state_dict(
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
     if dist.get_rank() == 0:

@@ -49,7 +49,9 @@ _GRACE = 20.0
 # (There is one such process for all that is tested, also for copies of shardc: it has none.)
 # `RANK_START=fork` forks them from this one, before any test runs and starts some (autograd's).
 FORKS = mp.get_context(os.environ.get("RANK_START", "forkserver"))
-FORKS.set_forkserver_preload(["torch._inductor.compile_fx", "torch.testing"])
+_IMPORTED = ("torch._inductor.compile_fx", "torch.testing")
+_IMPORTED_IF_TESTED = ("transformers.trainer", "lightning.pytorch", "accelerate", "peft")
+FORKS.set_forkserver_preload([*_IMPORTED])
 
 reruns: list[str] = []  # a line for each test that ran again after a signal
 
@@ -176,7 +178,13 @@ def run_on_ranks(
 
 
 def start_for(tests: Iterable[Any]) -> None:
-    """Start the processes of collected tests at once, if they are forked from this process."""
+    """Know the collected tests: libraries that they import are imported once, for all processes.
+
+    Processes that are forked from this one are started at once.
+    """
+    FORKS.set_forkserver_preload(
+        [*_IMPORTED, *(name for name in _IMPORTED_IF_TESTED if name in sys.modules)]
+    )
     if FORKS.get_start_method() != "fork":
         return
     for test in tests:
