@@ -12,6 +12,7 @@ the cell says why it was not tried.
 import datetime
 import itertools
 import logging
+import os
 import pickle
 import sys
 import tempfile
@@ -29,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from loops import LOOPS, Run, Words, adapted, plain_run, quiet
 from models import seeded
+from ranks import free_port
 
 import shardc
 
@@ -110,14 +112,16 @@ def measured(mesh: Any, library: str, fsdp2: bool, folder: str) -> dict[str, str
     return cells
 
 
-def _rank(rank: int, library: str, fsdp2: bool, folder: str) -> None:
+def _rank(rank: int, port: int, library: str, fsdp2: bool, folder: str) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timeout
-    )
+    # As torchrun says it: else Lightning starts this script again, for the other ranks.
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
+        WORLD_SIZE="2", SHARDC_PROGRESS="0",
+    )  # fmt: skip
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     cells = measured(init_device_mesh("cpu", (2,)), library, fsdp2, folder)
     if rank == 0:
         Path(folder, "cells").write_bytes(pickle.dumps(cells))
@@ -132,7 +136,7 @@ def table() -> str:
             continue
         print(library, "by FSDP2" if fsdp2 else "by shardc", file=sys.stderr)
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(_rank, (library, fsdp2, folder), nprocs=2)
+            torch.multiprocessing.spawn(_rank, (free_port(), library, fsdp2, folder), nprocs=2)
             found[library, fsdp2] = pickle.loads(Path(folder, "cells").read_bytes())
     rows = [
         [library, feature, *(_cell(found, library, feature, side) for side in (False, True)),

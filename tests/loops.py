@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 import shardc
-from shardc import StateDictOptions, fully_shard
+from shardc import fully_shard
 
 HALF, STEPS, CLIP, LR = 2, 4, 0.5, 0.01
 Outcome = tuple[dict[str, Tensor], Callable[[], dict[str, Tensor]]]
@@ -319,7 +319,7 @@ def with_peft(run: Run) -> Outcome:
                 param.data.add_(1)
     run.shard(model, run.mesh)
     call, optimizer = run.compiled(model), optimizer_of(model)
-    trained = StateDictOptions(ignore_frozen_params=True, strict=False)
+    trained = states.StateDictOptions(ignore_frozen_params=True, strict=False)
 
     def state() -> dict[str, Any]:
         model_state, optimizer_state = states.get_state_dict(model, optimizer, options=trained)
@@ -340,7 +340,7 @@ def with_peft(run: Run) -> Outcome:
         if run.saves(step):
             dcp.save(state(), checkpoint_id=f"{run.folder}/half")
     whole = states.get_model_state_dict(
-        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        model, options=states.StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
     if dist.get_rank() == 0:
         model.save_pretrained(f"{run.folder}/exported", state_dict=whole)
