@@ -52,8 +52,9 @@ setup: $(STAMP)  ## Create .venv with torch, the project and its tools
 test: $(STAMP)  ## Run the tests
 	$(PY) -m pytest --numprocesses auto --maxprocesses 2 --dist loadfile $(TEST_ARGS)
 
-test-cuda: $(STAMP)  ## Rehearse training steps on CUDA without a GPU (5 GB, the first time)
-	$(PY) tests/cuda $(TEST_ARGS)
+# It keeps a CUDA build of its own for each version of torch, beside .venv.
+test-cuda:  ## Rehearse training steps on CUDA without a GPU (5 GB the first time, for each TORCH)
+	$(if $(TORCH),SHARDC_CUDA_TORCH=$(patsubst torch==%,%,$(TORCH))) $(PYTHON) tests/cuda $(TEST_ARGS)
 
 lint: $(STAMP)  ## Check style, formatting and types
 	$(PY) -m ruff check .

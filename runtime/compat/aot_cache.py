@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from shardc.runtime.compat.aot import functorch_config
-from shardc.runtime.compat.aot_devices import Entry, move_entry, own_gpu, with_index
+from shardc.runtime.compat.aot_devices import Entry, move_entry, name_ptxas, own_gpu, with_index
 
 _FUNCTIONS = ("shardc.runtime.comm.unshard.unshard", "shardc.runtime.comm.unshard.look_up")
 """Our functions in Dynamo graphs which are no ops: AOT autograd traces through them."""
@@ -69,6 +69,7 @@ def aot_cache(guest: Guest | None) -> Iterator[None]:
         with functorch_config().patch(enable_autograd_cache=False):
             yield
         return
+    name_ptxas()
     names = ("try_load", "_lookup", "make_entry", "save")
     theirs = {name: getattr(AOTAutogradCache, name) for name in names}
     asked = False

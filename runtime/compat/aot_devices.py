@@ -32,6 +32,20 @@ def own_gpu() -> int | None:
     return None if stays else torch.cuda.current_device()
 
 
+def name_ptxas() -> None:
+    """Have Triton use the ptxas that Inductor will name from the start.
+
+    Keys of kernels have its version. Inductor of 2.11 names another than Triton's own once it
+    compiles its first kernel, and Triton may have been asked before: then keys depend on what a
+    process has compiled. (2.11; Inductor of 2.13 looks for one where there is none.)
+    """
+    from torch._inductor.runtime import compile_tasks
+
+    name = getattr(compile_tasks, "_set_triton_ptxas_path", None)
+    if name is not None and torch.cuda.is_initialized():
+        name()
+
+
 def with_index(code: str, before: int, index: int | str) -> str:
     """Code of Inductor or a graph that is for one GPU, for another."""
     return re.sub(_INDEX.format(before), rf"\g<1>{index}", code)

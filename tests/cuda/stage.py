@@ -15,11 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import inductor  # noqa: F401
 import torch
-import torch._inductor.codegen.cuda_combined_scheduling
-import torch._inductor.compile_fx
-import torch._inductor.fx_passes.fuse_attention
-import torch._inductor.select_algorithm
 import torch.distributed as dist
 import torch.distributed.tensor.experimental
 import triton
