@@ -1,12 +1,17 @@
 """Rehearses three training steps in a process of its own, where the stand-ins are the GPU.
 
-The process is a rank of a world over ProcessGroupNCCL. There are no peers, so ranks do not agree on
-anything; all that this rank does is real but for the kernels. The last step is traced.
+The process is a rank of a world over ProcessGroupNCCL. Alone it has no peers to agree with; several
+meet at a store, agree on all that ranks agree on, and have their traces compared. Collectives move
+nothing. All else is real but for the kernels. The last step is traced.
 """
 
 import json
 import multiprocessing
-from dataclasses import dataclass, field
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +33,10 @@ class Setup:
         reduce_dtype: what gradients are reduced in.
         wire: what parameters are gathered in and gradients sent in; None: in their dtypes.
         world, rank: the process is this rank of the world; odd ones have the second GPU.
-        faults: waits that are left out, to see that they are missed.
+        expandable: whether the allocator's segments grow in place.
+        faults: what is left out, to see that it is missed: waits, or that ranks agree.
         cache: the folder of compiled graphs and kernels; None: one that all cases share.
+        port: where the ranks of the world meet; 0: there are no others.
     """
 
     who: str = "shardc"
@@ -47,8 +54,10 @@ class Setup:
     length: int = 128
     world: int = 8
     rank: int = 0
+    expandable: bool = False
     faults: frozenset[str] = frozenset()
     cache: Path | None = None
+    port: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,11 +91,30 @@ class Outcome:
 
 def rehearse(setup: Setup, folder: Path) -> Outcome:
     """Run `setup` in a process of its own, which keeps its files in `folder`."""
+    return _end(_start(setup, folder), folder, time.monotonic() + LIMIT_S)
+
+
+def rehearse_together(setups: Sequence[Setup], folder: Path) -> list[Outcome]:
+    """Run ranks that meet, in the order of their ranks; each has a folder of its own."""
+    port, folders = _free_port(), [folder / str(rank) for rank in range(len(setups))]
+    started = []
+    for rank, (setup, own) in enumerate(zip(setups, folders, strict=True)):
+        own.mkdir()
+        started.append(_start(replace(setup, rank=rank, world=len(setups), port=port), own))
+    until = time.monotonic() + LIMIT_S
+    return [_end(process, own, until) for process, own in zip(started, folders, strict=True)]
+
+
+def _start(setup: Setup, folder: Path) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["stage"])
     process = context.Process(target=_on_stage, args=(setup, folder))
     process.start()
-    process.join(LIMIT_S)
+    return process
+
+
+def _end(process: BaseProcess, folder: Path, until: float) -> Outcome:
+    process.join(max(0.0, until - time.monotonic()))
     log, found = folder / "log", folder / "outcome.json"
     if process.is_alive():
         process.kill()
@@ -95,6 +123,12 @@ def rehearse(setup: Setup, folder: Path) -> Outcome:
         end = log.read_text()[-3000:]
         raise RuntimeError(f"the rehearsal ended with {process.exitcode}:\n{end}")
     return Outcome(**json.loads(found.read_text()), log=log, trace=folder / "trace")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _on_stage(setup: Setup, folder: Path) -> None:

@@ -4,9 +4,11 @@ It is forked from one that has imported all of this, parts of Inductor among it,
 CUDA.
 """
 
+import gc
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -61,6 +63,7 @@ def run(setup: Setup, folder: Path) -> None:
     else:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(setup.cache)
         del os.environ["TRITON_CACHE_DIR"]  # in the other's, then, by device
+    os.environ["STANDIN_MEETING"] = str(folder.parent)  # of ranks that split communicators
     numbers = ("held", "peak", "reserved", "planned", "loaded", "compiled")
     error, result = "", dict.fromkeys(numbers, 0)
     kernels = note_compiled_code()
@@ -77,7 +80,8 @@ def run(setup: Setup, folder: Path) -> None:
     text = json.dumps({"error": error, "kernels": kernels, "orders": orders, **result})
     (folder / "outcome.json").write_text(text)
     sys.stdout.flush()
-    os._exit(0)  # no peers take part in the end of the groups
+    _leave(setup)
+    os._exit(0)  # collectives of the end would move nothing
 
 
 def _note_compiled(
@@ -110,6 +114,29 @@ class _Peers(dist.Store):
         return self._own.get(key) if self._own.check([key]) else bytes(128)
 
 
+def _meeting_place(setup: Setup) -> dist.Store:
+    if setup.port:
+        store: dist.Store = dist.TCPStore(
+            "127.0.0.1", setup.port, setup.world, setup.rank == 0, wait_for_workers=False
+        )
+    else:
+        store = dist.HashStore() if setup.rank == 0 else _Peers()
+    _stores.append(store)
+    return store
+
+
+def _leave(setup: Setup) -> None:
+    """The first rank, which has the store, waits for the others, also for those that failed."""
+    if not setup.port or not _stores:
+        return
+    _stores[0].add("left", 1)
+    until = time.monotonic() + 60
+    while setup.rank == 0 and time.monotonic() < until:
+        if _stores[0].add("left", 0) == setup.world:
+            return
+        time.sleep(0.05)
+
+
 class _Rehearsal:
     """A model, its optimizer, and how a step is done."""
 
@@ -117,11 +144,16 @@ class _Rehearsal:
         self.setup = setup
         torch.set_float32_matmul_precision("high")
         torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN has no stand-in
+        expandable = f"expandable_segments:{setup.expandable}"
+        torch._C._accelerator_setAllocatorSettings(expandable)  # type: ignore[attr-defined]
         torch.cuda.set_device(setup.rank % 2)
-        store = dist.HashStore() if setup.rank == 0 else _Peers()
-        _kept.append(store)
-        dist.init_process_group("nccl", rank=setup.rank, world_size=setup.world, store=store)
-        dist.ProcessGroup.emulated = True  # type: ignore[attr-defined]
+        store = _meeting_place(setup)
+        device = torch.device("cuda", setup.rank % 2) if self.has("bound") else None
+        dist.init_process_group(
+            "nccl", rank=setup.rank, world_size=setup.world, store=store, device_id=device
+        )
+        alone = not setup.port or "agreement" in setup.faults
+        dist.ProcessGroup.emulated = alone  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(self.has("deterministic"))
         torch.manual_seed(0)
         with torch.device("cuda"):
@@ -253,6 +285,16 @@ class _Rehearsal:
             self.model.failing = self.fails_inside
         self.scaler.scale(loss).backward()
 
+    def tune(self) -> None:
+        """Compile and tune kernels before the steps, and give back the memory that this took.
+
+        Kernels that are found tuned take none, so what steps reserve would depend on what ran
+        before.
+        """
+        self.backward(self.forward())
+        self.optimizer.zero_grad()
+        torch.cuda.empty_cache()
+
     def between(self, step: int) -> None:
         """What happens between two steps."""
         if self.has("dynamic"):
@@ -273,6 +315,7 @@ class _Rehearsal:
     def run(self, path: Path) -> dict[str, int]:
         """Three steps, the last with a trace; bytes held before it and the most during it."""
         with NotedOps() if self.setup.way != "compiled" else nullcontext():
+            self.tune()
             for step in range(STEPS - 1):
                 self.step()
                 self.between(step)
@@ -280,12 +323,16 @@ class _Rehearsal:
             torch.cuda.reset_peak_memory_stats()
             if self.has("offload"):
                 LIBRARY.standin_events_complete(0)  # a device that never catches up
+            gc.collect()  # and not at some moment of the step
+            gc.disable()
             held = torch.cuda.memory_allocated()
             with tracing(path):
                 if self.has("summon") or self.has("state dicts"):
                     self.between(STEPS)
                 self.step()
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        segments = torch.cuda.memory_snapshot()
+        assert any(each["is_expandable"] for each in segments) == self.setup.expandable
         return {"held": held, "peak": peak, "reserved": reserved}
 
 
@@ -313,3 +360,4 @@ def _leave_out(faults: frozenset[str]) -> None:
 
 
 _kept: list[Any] = []
+_stores: list[dist.Store] = []

@@ -9,6 +9,7 @@ A line of the trace is one of:
     gemm STREAM MxNxK                         a product of cuBLAS
     copy STREAM TO FROM BYTES KIND, fill STREAM TO BYTES
     collective STREAM NAME FROM BYTES TO BYTES COMMUNICATOR RANKS
+                                              communicators have one name on all their ranks
     record STREAM EVENT, wait STREAM EVENT
     sync stream|event|device|copy ...         the host waits
     seen EVENT                                the host asked, and it was done
@@ -18,8 +19,9 @@ The host is a stream, too: of operators on pinned memory, which copies touch as 
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,15 @@ class Race:
         return f"lines {self.lines[0]} and {self.lines[1]}: {self.first} | {self.second}"
 
 
+@dataclass(frozen=True)
+class Message:
+    """A collective as all ranks of its communicator must enter it."""
+
+    communicator: str
+    ranks: int
+    what: str
+
+
 @dataclass
 class Trace:
     """What a trace says.
@@ -59,6 +70,7 @@ class Trace:
         names: (phase, name) of each kernel and Triton kernel, counted.
         order: for each phase, its name and starts of collectives and the first wait for each.
         moved: bytes that collectives sent, by (phase, name).
+        sent: the collectives, in the order of their launches.
         devices: where kernels and products were launched.
         syncs: what the host waited for in a phase.
         races: pairs of launches that nothing puts in order.
@@ -68,6 +80,7 @@ class Trace:
     names: Counter[tuple[str, str]] = field(default_factory=Counter)
     order: list[list[Any]] = field(default_factory=list)
     moved: Counter[tuple[str, str]] = field(default_factory=Counter)
+    sent: list[Message] = field(default_factory=list)
     devices: set[int] = field(default_factory=set)
     syncs: list[str] = field(default_factory=list)
     races: list[Race] = field(default_factory=list)
@@ -106,6 +119,8 @@ def read_trace(path: Path) -> Trace:
             if kind == "collective":
                 trace.order[-1][1].append(rest[1])
                 trace.moved[phase, rest[1]] += max(int(rest[3]), int(rest[5]))
+                what = f"{rest[1]} of {rest[3]} to {rest[5]} bytes"
+                trace.sent.append(Message(rest[6], int(rest[7]), what))
                 waits.start(rest[0])
             if kind in ("kernel", "triton"):
                 trace.names[phase, rest[1]] += 1
@@ -113,6 +128,30 @@ def read_trace(path: Path) -> Trace:
                 trace.launches[phase, kind] += 1
             trace.races += clocks.launch(rest[0], " ".join([kind, *rest[1:2]]), number, kind, rest)
     return trace
+
+
+def partings(traces: Sequence[Trace]) -> list[str]:
+    """Where ranks part: GPUs of two ranks that enter different collectives wait for each other.
+
+    Any two ranks must launch the collectives of all communicators that both are in, in one order:
+    within a communicator because nothing else says which belong together, and across them because
+    each holds multiprocessors while it waits (NCCL's user guide, "Using multiple NCCL communicators
+    concurrently").
+    """
+    found, present = [], Counter[str]()
+    for trace in traces:
+        present.update({message.communicator for message in trace.sent})
+    sizes = {message.communicator: message.ranks for trace in traces for message in trace.sent}
+    for name, ranks in sizes.items():
+        if present[name] != ranks:
+            found.append(f"communicator {name}: {present[name]} of its {ranks} ranks use it")
+    for (first, a), (second, b) in combinations(enumerate(traces), 2):
+        common = {m.communicator for m in a.sent} & {m.communicator for m in b.sent}
+        theirs = [[m for m in trace.sent if m.communicator in common] for trace in (a, b)]
+        pairs = enumerate(zip_longest(*theirs))
+        if part := next((f"{n}: {x} | {y}" for n, (x, y) in pairs if x != y), None):
+            found.append(f"ranks {first} and {second} part at their message {part}")
+    return found
 
 
 def _accesses(kind: str, rest: list[str]) -> Iterator[Access]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from rehearsal import Setup, rehearse
-from step_trace import read_trace
+from step_trace import partings, read_trace
 
 
 @pytest.mark.parametrize("way", ["compiled", "uncompiled"])
@@ -72,3 +72,30 @@ def test_order_and_counts(tmp_path: Path) -> None:
     }
     assert trace.moved == {("forward", "all_gather"): 128}
     assert trace.syncs == ["backward: stream 0x0, line 9"]
+
+
+GATHER, REDUCE, OTHER = (
+    "collective 0x30 all_gather 0x100 16 0x200 128 aa 2",
+    "collective 0x30 reduce_scatter 0x100 128 0x200 16 aa 2",
+    "collective 0x40 all_gather 0x100 16 0x200 128 bb 2",
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "part"),
+    [
+        ([GATHER, REDUCE], [GATHER, REDUCE], 0),
+        ([GATHER, REDUCE], [REDUCE, GATHER], 1),
+        ([GATHER, REDUCE], [GATHER], 1),  # one more on one rank
+        ([GATHER], [GATHER.replace("128 aa", "256 aa")], 1),  # another size
+        ([GATHER, OTHER], [GATHER, OTHER], 0),
+        ([GATHER, OTHER], [OTHER, GATHER], 1),  # each in order, but not the two
+        ([GATHER, OTHER], [GATHER], 1),  # nobody else is there
+    ],
+)
+def test_partings(first: list[str], second: list[str], part: int, tmp_path: Path) -> None:
+    traces = []
+    for name, lines in (("first", first), ("second", second)):
+        (tmp_path / name).write_text("\n".join(lines))
+        traces.append(read_trace(tmp_path / name))
+    assert len(partings(traces)) == part

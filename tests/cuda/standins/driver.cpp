@@ -2,8 +2,9 @@
 //
 // A cubin is never run, but it must be one: a module that is no ELF file is refused.
 #include <cuda.h>
-#include <dlfcn.h>
+#include <sys/mman.h>
 
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -13,13 +14,22 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
+extern "C" {  // of runtime.cpp, which was loaded before
+void standin_note(const char* text);
+void standin_note_device();
+void standin_map(uintptr_t start, size_t bytes, int device);
+void standin_unmap(uintptr_t start);
+size_t standin_free_bytes();
+}
+
 namespace {
+constexpr size_t kGranularity = 2 << 20;
+
 CUresult launched(CUfunction function, CUstream stream) {
-  static auto note = (void (*)(const char*))dlsym(RTLD_DEFAULT, "standin_note");
-  static auto note_device = (void (*)())dlsym(RTLD_DEFAULT, "standin_note_device");
   char line[512];
   snprintf(line, sizeof line, "triton %p %s", (void*)stream, (const char*)function);
-  if (note) note_device(), note(line);
+  standin_note_device();
+  standin_note(line);
   return CUDA_SUCCESS;
 }
 }  // namespace
@@ -39,7 +49,9 @@ EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, C
       {CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, 3201000},
       {CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, 6144},
       {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 9},
-      {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0}};
+      {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0},
+      {CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED, 0},
+      {CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED, 0}};
   auto found = values.find(attribute);
   *value = found == values.end() ? 1 : found->second;
   return CUDA_SUCCESS;
@@ -57,6 +69,43 @@ EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* activ
 EXPORT CUresult cuGetErrorString(CUresult, const char** text) {
   return *text = "an error of the stand-in", CUDA_SUCCESS;
 }
+
+// -- memory that is mapped where its addresses were reserved (expandable segments) ------------------
+
+EXPORT CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*,
+                                              CUmemAllocationGranularity_flags) {
+  return *bytes = kGranularity, CUDA_SUCCESS;
+}
+EXPORT CUresult cuMemAddressReserve(CUdeviceptr* start, size_t bytes, size_t, CUdeviceptr,
+                                    unsigned long long) {
+  int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* all = mmap(nullptr, bytes + kGranularity, PROT_NONE, flags, -1, 0);
+  if (all == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+  *start = ((uintptr_t)all + kGranularity - 1) & ~(kGranularity - 1);
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuMemAddressFree(CUdeviceptr start, size_t bytes) {
+  return munmap((void*)start, bytes), CUDA_SUCCESS;
+}
+EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes,
+                            const CUmemAllocationProp* properties, unsigned long long) {
+  if (bytes > standin_free_bytes()) return CUDA_ERROR_OUT_OF_MEMORY;
+  return *handle = 1 + properties->location.id, CUDA_SUCCESS;  // all that is asked of it later
+}
+EXPORT CUresult cuMemMap(CUdeviceptr start, size_t bytes, size_t, CUmemGenericAllocationHandle handle,
+                         unsigned long long) {
+  if (mprotect((void*)start, bytes, PROT_READ | PROT_WRITE)) return CUDA_ERROR_INVALID_VALUE;
+  return standin_map(start, bytes, handle - 1), CUDA_SUCCESS;
+}
+EXPORT CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) {
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuMemUnmap(CUdeviceptr start, size_t bytes) {
+  int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+  void* emptied = mmap((void*)start, bytes, PROT_NONE, flags, -1, 0);
+  return standin_unmap(start), emptied == MAP_FAILED ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+EXPORT CUresult cuMemRelease(CUmemGenericAllocationHandle) { return CUDA_SUCCESS; }
 
 // -- modules and kernels -------------------------------------------------------------------------
 

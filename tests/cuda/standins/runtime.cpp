@@ -7,7 +7,10 @@
 #include <dlfcn.h>
 #include <nccl.h>
 #include <sys/mman.h>
+#include <sys/random.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +18,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -93,7 +97,7 @@ EXPORT void standin_trace(const char* path) {  // an empty path ends it
 }
 EXPORT void standin_note(const char* text) { write_line("%s", text); }
 EXPORT void standin_events_complete(int whether) { state().events_complete = whether; }
-EXPORT size_t standin_device_bytes() { return state().used; }
+EXPORT size_t standin_free_bytes() { return kDeviceBytes - state().used; }
 
 // -- the device --------------------------------------------------------------------------------
 
@@ -186,6 +190,19 @@ EXPORT cudaError_t cudaFree(void* pointer) {
   now.used -= block->second;
   now.device.erase(block);
   return cudaSuccess;
+}
+EXPORT void standin_map(uintptr_t start, size_t bytes, int device) {  // for driver.cpp
+  Locked locked;
+  state().device[start] = bytes;
+  state().owner[start] = device;
+  state().used += bytes;
+}
+EXPORT void standin_unmap(uintptr_t start) {
+  Locked locked;
+  auto block = state().device.find(start);
+  if (block == state().device.end()) return;
+  state().used -= block->second;
+  state().device.erase(block);
 }
 EXPORT cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
   Locked locked;
@@ -398,7 +415,8 @@ EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** fun
                                                     unsigned long long,
                                                     cudaDriverEntryPointQueryResult* result) {
   static auto succeed = +[]() -> int { return 0; };
-  void* found = dlsym(RTLD_DEFAULT, name);
+  static void* driver = dlopen("libcuda.so.1", RTLD_NOW);
+  void* found = driver ? dlsym(driver, name) : nullptr;
   *function = found ? found : (void*)succeed;
   if (result) *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;
@@ -437,6 +455,8 @@ EXPORT int cublasLtMatmul(void*, void*, const void*, const void*, void*, const v
 
 struct ncclComm {
   int ranks, rank;
+  unsigned long long name;  // the same on all its ranks
+  int splits;
 };
 
 namespace {
@@ -450,17 +470,21 @@ size_t bytes_of(ncclDataType_t type) {
 }
 ncclResult_t collective(const char* name, cudaStream_t stream, const void* from, size_t from_bytes,
                         const void* to, size_t to_bytes, ncclComm_t comm) {
-  write_line("collective %p %s %p %zu %p %zu %p %d", stream, name, from, from_bytes, to, to_bytes,
-             (void*)comm, comm->ranks);
+  write_line("collective %p %s %p %zu %p %zu %llx %d", stream, name, from, from_bytes, to, to_bytes,
+             comm->name, comm->ranks);
   return ncclSuccess;
 }
 }  // namespace
 
 EXPORT ncclResult_t ncclGetVersion(int* version) { return *version = NCCL_VERSION_CODE, ncclSuccess; }
-EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId* id) { return memset(id, 7, sizeof *id), ncclSuccess; }
-EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId, int rank,
+EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+  return getrandom(id, sizeof *id, 0) == sizeof *id ? ncclSuccess : ncclSystemError;
+}
+EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId id, int rank,
                                            ncclConfig_t*) {
-  return *comm = new ncclComm{ranks, rank}, ncclSuccess;
+  *comm = new ncclComm{ranks, rank};
+  memcpy(&(*comm)->name, &id, sizeof(*comm)->name);
+  return ncclSuccess;
 }
 EXPORT ncclResult_t ncclCommInitRank(ncclComm_t* comm, int ranks, ncclUniqueId id, int rank) {
   return ncclCommInitRankConfig(comm, ranks, id, rank, nullptr);
@@ -469,9 +493,35 @@ EXPORT ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int ranks, int ra
                                              ncclConfig_t*) {
   return ncclCommInitRankConfig(comm, ranks, *id, rank, nullptr);
 }
-EXPORT ncclResult_t ncclCommSplit(ncclComm_t, int, int, ncclComm_t*, ncclConfig_t*) {
-  // Only the peers know how many of them join, and there are none.
-  return fprintf(stderr, "stand-in: ncclCommSplit is not known here\n"), ncclInvalidUsage;
+// Ranks that split a communicator have to know each other's colours: they meet in files.
+EXPORT ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t* made, ncclConfig_t*) {
+  const char* folder = getenv("STANDIN_MEETING");
+  if (!folder) {
+    fprintf(stderr, "stand-in: ncclCommSplit needs the parent's other ranks\n");
+    return ncclInvalidUsage;
+  }
+  char stem[512];
+  snprintf(stem, sizeof stem, "%s/%llx.%d.", folder, parent->name, parent->splits);
+  auto path = [&](int rank) { return stem + std::to_string(rank); };
+  FILE* own = fopen((path(parent->rank) + ".new").c_str(), "w");
+  if (!own) return ncclSystemError;
+  fprintf(own, "%d %d", color, key), fclose(own);
+  rename((path(parent->rank) + ".new").c_str(), path(parent->rank).c_str());
+  std::vector<std::pair<int, int>> members;  // key and rank, of the same colour
+  for (int rank = 0, looks = 0; rank < parent->ranks; rank++) {
+    FILE* file;
+    while (!(file = fopen(path(rank).c_str(), "r")) && looks++ < 60000) usleep(1000);
+    int their_color, their_key;
+    if (!file || fscanf(file, "%d %d", &their_color, &their_key) != 2) return ncclSystemError;
+    fclose(file);
+    if (their_color == color) members.push_back({their_key, rank});
+  }
+  auto name = (parent->name + ++parent->splits) * 0x9e3779b97f4a7c15ull + (unsigned)color;
+  if (color == NCCL_SPLIT_NOCOLOR) return *made = nullptr, ncclSuccess;
+  std::sort(members.begin(), members.end());
+  auto place = std::find(members.begin(), members.end(), std::pair{key, parent->rank});
+  *made = new ncclComm{(int)members.size(), int(place - members.begin()), name};
+  return ncclSuccess;
 }
 EXPORT ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) { return *count = comm->ranks, ncclSuccess; }
 EXPORT ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) { return *rank = comm->rank, ncclSuccess; }
