@@ -67,28 +67,33 @@ def install() -> Installed:
 
 
 def _install_torch(there: Installed) -> None:
+    # === takes the build that is named exactly so, the one with CUDA; == may take a local +cpu.
+    packages = [f"torch==={TORCH}", "nvidia-cuda-cccl", "numpy", "tabulate", "tqdm"]
+    packages += ["hypothesis", "pytest", "pytest-timeout"]  # of the tests
     done = there.root / "installed"
-    if done.exists():
+    if done.exists() and done.read_text().split() == packages:
         return
     print(f"setting up torch {TORCH} with CUDA in {there.root} (5 GB, minutes)", flush=True)
     subprocess.run([sys.executable, "-m", "venv", there.root / "venv"], check=True)
-    # === takes the build that is named exactly so, the one with CUDA; == may take a local +cpu.
-    packages = [f"torch==={TORCH}", "nvidia-cuda-cccl", "numpy", "tabulate", "tqdm"]
     pip = [there.python, "-m", "pip", "--disable-pip-version-check", "install", "-q", "-q"]
-    subprocess.run([*pip, *packages, "pytest", "pytest-timeout"], check=True)
-    done.touch()
+    subprocess.run([*pip, *packages], check=True)
+    done.write_text("\n".join(packages))
 
 
 def _build_stand_ins(there: Installed) -> None:
-    sources = [HERE / "standins/runtime.cpp", HERE / "standins/driver.cpp", Path(__file__)]
+    names = ("runtime", "driver", "management")
+    sources = [HERE / f"standins/{name}.cpp" for name in names]
     driver = there.libraries / "libcuda.so.1"
-    if driver.exists() and all(s.stat().st_mtime < driver.stat().st_mtime for s in sources):
+    if driver.exists() and all(
+        source.stat().st_mtime < driver.stat().st_mtime for source in (*sources, Path(__file__))
+    ):
         return
     runtime = there.libraries / "libstandin.so"
     _compile(there, sources[0], runtime)
     # What torch wants of these libraries and runtime.cpp lacks: calls that succeed.
     wanted = {n for path in there.site_packages.glob("torch/lib/*.so") for n in _undefined(path)}
     _compile(there, sources[0], runtime, *_succeeding(there, wanted - _defined(runtime)))
+    _compile(there, sources[2], there.libraries / "libnvidia-ml.so.1")
     maps = ["cuTensorMapEncodeTiled", "cuTensorMapEncodeIm2col"]
     _compile(there, sources[1], driver, *_succeeding(there, maps), "-Wl,-soname,libcuda.so.1")
     (there.libraries / "libcuda.so").unlink(missing_ok=True)
