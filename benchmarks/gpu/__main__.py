@@ -4,60 +4,95 @@
 
 It needs one GPU, torch and this checkout; nothing is installed. A part is a list of cases. Each
 case is a process of its own, so a crash costs one case. What a case gave is kept in
-`build/gpu/PART.json`: called again, the kit goes on where it was cut off.
+`build/gpu/PART.json`: called again, the kit goes on where it was cut off, then tries again what
+failed. What this Python lacks is said first, and the parts that need it are left out.
 """
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from tabulate import tabulate
-from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 PROJECT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(PROJECT / "benchmarks")]
 PARTS = ("smoke", "numerics", "hazards", "speed", "memory", "profiles", "suite")
-CASE_SECONDS = 420
+NEEDS = {"": ("torch", "numpy", "tabulate", "tqdm"), "suite": ("pytest", "hypothesis")}
+"""Modules that every part imports (shardc itself does), and that one part imports beside them."""
+CASE_SECONDS = {"speed": 420, "memory": 240, "suite": 420}
+"""How long a case of a part may take; of the others: 180."""
+LEAST_SECONDS = 20
+"""No case is started that has less."""
 
 
 def main() -> None:
     """Run the cases that have no result yet, and print a table for each part."""
+    args = _arguments()
+    if args.case:
+        print("RESULT", json.dumps(_part(args.case[0])[args.case[1]](args.tiny)))
+        return
+    if problem := _problem():
+        raise SystemExit(problem)
+    from tabulate import tabulate  # not before it is known to be there
+
+    until = time.monotonic() + args.limit
+    failed = False
+    for name in args.parts or PARTS:
+        if lacking := _lacking(name):
+            print(f"\n{name}: left out, this Python lacks {', '.join(lacking)}", flush=True)
+            failed = True
+            continue
+        results, left = _run(name, args, until)
+        rows = [{"case": case, **result} for case, result in results.items()]
+        print(f"\n{name}\n{tabulate(rows, headers='keys', floatfmt='.4g')}", flush=True)
+        failed |= any("error" in result for result in results.values())
+        if left:
+            print(f"{left} cases are left: call it again")
+    raise SystemExit(failed)
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--only", default="", help="cases with this text in their names")
     parser.add_argument("--limit", type=float, default=560, help="seconds in all (default 560)")
     parser.add_argument("--again", action="store_true", help="also what has a result")
     parser.add_argument("--tiny", action="store_true", help="small models, to try the kit itself")
     parser.add_argument("--folder", type=Path, default=PROJECT / "build/gpu", help="of the results")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.case:
-        print("RESULT", json.dumps(_part(args.case[0])[args.case[1]](args.tiny)))
-        return
     if unknown := set(args.parts) - set(PARTS):
         parser.error(
             f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}"
         )
-    until = time.monotonic() + args.limit
-    failed = False
-    for name in args.parts or PARTS:
-        results = _run(name, args, until)
-        rows = [{"case": case, **result} for case, result in results.items()]
-        print(f"\n{name}\n{tabulate(rows, headers='keys', floatfmt='.4g')}", flush=True)
-        failed |= any("error" in result for result in results.values())
-        left = len(_part(name)) - len(results)
-        if left:
-            print(f"{left} cases are left: call it again")
-    raise SystemExit(failed)
+    return args
+
+
+def _lacking(part: str) -> list[str]:
+    return [name for name in NEEDS.get(part, ()) if importlib.util.find_spec(name) is None]
+
+
+def _problem() -> str:
+    """Why nothing can run here, or an empty text."""
+    if lacking := _lacking(""):
+        return f"{sys.executable} lacks {', '.join(lacking)}, which shardc imports: install them"
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} of {sys.executable} finds no CUDA device"
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}", flush=True)
+    return ""
 
 
 def _part(name: str) -> Mapping[str, Any]:
@@ -66,41 +101,80 @@ def _part(name: str) -> Mapping[str, Any]:
     return cases
 
 
-def _run(name: str, args: argparse.Namespace, until: float) -> dict[str, dict[str, Any]]:
+def _run(
+    name: str, args: argparse.Namespace, until: float
+) -> tuple[dict[str, dict[str, Any]], int]:
+    """All results of a part so far, and how many cases are left."""
+    from tqdm import tqdm
+
     args.folder.mkdir(parents=True, exist_ok=True)
     path = args.folder / f"{name}.json"
-    results = json.loads(path.read_text()) if path.exists() and not args.again else {}
-    wanted = [case for case in _part(name) if case not in results or "error" in results[case]]
+    results = json.loads(path.read_text()) if path.exists() else {}
+    cases = [case for case in _part(name) if args.only in case]
+    if args.again:
+        results = {case: result for case, result in results.items() if case not in cases}
+    missing = [case for case in cases if case not in results]
+    wanted = missing + [case for case in cases if "error" in results.get(case, {})]
+    longest = CASE_SECONDS.get(name, 180)
     with tqdm(wanted, desc=name, unit="case", leave=False) as progress:
         for case in progress:
             progress.set_postfix_str(case)
-            seconds = min(CASE_SECONDS, until - time.monotonic())
-            if seconds < 20:
+            seconds = until - time.monotonic()
+            if seconds < LEAST_SECONDS:
                 break
-            results[case] = _run_case(name, case, args.tiny, seconds, args.folder)
+            result = _run_case(name, case, args.tiny, min(longest, seconds), args.folder)
+            if result is None and seconds < longest:
+                break  # it had less time than it may take: it comes first in the next call
+            log = _log(name, case, args.folder)
+            results[case] = result or {"error": f"no end in {longest} s: {log}"}
             path.write_text(json.dumps(results, indent=1))
-    return results
+    return results, sum(case not in results for case in cases)
 
 
-def _run_case(part: str, case: str, tiny: bool, seconds: float, folder: Path) -> dict[str, Any]:
-    """What a case gives, or its error; what it prints is kept beside the results."""
+def _log(part: str, case: str, folder: Path) -> Path:
+    return folder / f"{part}-{case.replace(' ', '_').replace('/', '_')}.log"
+
+
+def _run_case(
+    part: str, case: str, tiny: bool, seconds: float, folder: Path
+) -> dict[str, Any] | None:
+    """What a case gives, or its error; None if it did not end.
+
+    What it prints is kept beside the results.
+    """
     command = [sys.executable, str(HERE), "--case", part, case, *(["--tiny"] if tiny else [])]
-    log = folder / f"{part}-{case.replace(' ', '_').replace('/', '_')}.log"
+    log = _log(part, case, folder)
     start = time.monotonic()
     with log.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, env=_environment(), start_new_session=True
+        )
         try:
-            subprocess.run(
-                command, stdout=file, stderr=file, timeout=seconds, env=_environment(), check=False
-            )
+            process.wait(seconds)
         except subprocess.TimeoutExpired:
-            return {"error": f"no end in {seconds:.0f} s: {log}"}
+            return None
+        finally:
+            _end_all(process)
     printed = log.read_text(errors="replace")
     found = [line[7:] for line in printed.splitlines() if line.startswith("RESULT ")]
     if not found:
-        last = printed.strip().splitlines()[-1:] or ["no output"]
-        return {"error": f"{last[0][:150]}: {log}"}
+        return {"error": f"{_end_of(printed, process.returncode)[:150]}: {log}"}
     result: dict[str, Any] = json.loads(found[-1])
     return {**result, "s": round(time.monotonic() - start)}
+
+
+def _end_of(printed: str, code: int) -> str:
+    """Why a case has no result, in a line."""
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return (printed.strip().splitlines() or ["no output"])[-1]
+
+
+def _end_all(process: subprocess.Popen[bytes]) -> None:
+    """End a case with the ranks that it has started, which would keep the GPU's memory."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _environment() -> dict[str, str]:

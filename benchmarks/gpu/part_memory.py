@@ -1,6 +1,5 @@
 """Peak memory of a whole step: planned, allocated and reserved, beside FSDP2's."""
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ SHAPES = {
 
 def measure(shape: peers.Shape, name: str, segments: str, tiny: bool) -> dict[str, Any]:
     """MB of a step with AdamW, with the allocator's segments fixed or expandable."""
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"expandable_segments:{segments}"
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{segments}")
     _, mesh = wire.join(WORLD, 20e-6, 360e9)
     shape = TINY if tiny else shape
     model = peers.Model(shape).cuda()
@@ -39,6 +38,9 @@ def measure(shape: peers.Shape, name: str, segments: str, tiny: bool) -> dict[st
         optimizer.step()
         optimizer.zero_grad()
     reserved = torch.cuda.max_memory_reserved()
+    expandable = {segment["is_expandable"] for segment in torch.cuda.memory_snapshot()}
+    if expandable != {segments == "True"}:
+        raise RuntimeError(f"segments were to be expandable: {segments}, and are: {expandable}")
     planned = max((plan.peak for plan in graph_plans), default=0)
     return {
         "planned MB": planned / 1e6,

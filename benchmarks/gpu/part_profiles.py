@@ -27,7 +27,9 @@ def _calibrate(rank: int) -> dict[str, Any]:
     return {
         "profile": sheet.name,
         **{f"{name} / sheet": rates[name] / promised[name] for name in rates if name in promised},
-        "bandwidth / sheet": found.bandwidth / sheet.bandwidth,
+        "memory / sheet": found.memory_bandwidth / sheet.memory_bandwidth,
+        "link / sheet": found.inside.bandwidth / sheet.inside.bandwidth,
+        "host / sheet": found.host_bandwidth / sheet.host_bandwidth,
     }
 
 
