@@ -196,8 +196,9 @@ def test_a_trainer_of_trl(tmp_path: Path) -> None:
         run_on_ranks(world, MODULE, "sft", {"folder": str(tmp_path), "ours": world == 2})
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor"])
+@pytest.mark.parametrize("optim", ["adagrad", "rmsprop", "adafactor"])
 def test_optimizers(tmp_path: Path, optim: str) -> None:
+    """Beside fused AdamW, which is the default, and SGD, which test_integrations has."""
     both(tmp_path, optim=optim)
 
 
