@@ -39,11 +39,13 @@ class Subclass(NamedTuple):
         build: makes the model.
         policy: its mixed precision.
         unsharded: makes a model that computes the same where nothing is sharded; None: FSDP2 runs.
+        ignores_frozen: whether shardc leaves frozen parameters whole on every rank.
     """
 
     build: Callable[[], nn.Module]
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
     unsharded: Callable[[], nn.Module] | None = None
+    ignores_frozen: bool = False
 
 
 def _plain(rows: int = WIDTH) -> nn.Module:
@@ -78,6 +80,7 @@ SUBCLASSES = {
     "float8 (torchao), float8 all-gather": Subclass(_float8, BF16),
     "int8 mixed precision (torchao)": Subclass(_int8, BF16),
     "NF4 (torchao), frozen": Subclass(_nf4),
+    "the same in `ignored_params`": Subclass(_nf4, ignores_frozen=True),
     "int8 and a scale a row, two messages": Subclass(lambda: extended(_plain(), Rowwise)),
     "the same, rows that ranks do not divide": Subclass(
         lambda: extended(_plain(33), Rowwise),
@@ -113,9 +116,11 @@ def _fsdp2(case: Subclass, mesh: Any) -> nn.Module:
 def _outcome(case: Subclass, mesh: Any, compiled: bool, wanted: list[Tensor]) -> str:
     try:
         model = case.build()
+        frozen = {p for p in model.parameters() if not p.requires_grad and case.ignores_frozen}
+        options = {"mesh": mesh, "mp_policy": case.policy, "ignored_params": frozen}
         for module in (model[0], model[2]):
-            shardc.fully_shard(module, mesh=mesh, mp_policy=case.policy)
-        shardc.fully_shard(model, mesh=mesh, mp_policy=case.policy)
+            shardc.fully_shard(module, **options)
+        shardc.fully_shard(model, **options)
         if compiled:
             model.compile(backend="shardc", options={"executor": "eager"}, fullgraph=True)
         found = _losses_and_gradients(model, mesh)

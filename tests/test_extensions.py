@@ -71,6 +71,7 @@ def compiled(model, how):
         ("rowwise", "blocks"),
         ("fp8", "uncompiled"),
         ("fp8", "eager"),
+        ("fp8", "blocks"),
         ("fp8", "inductor"),
     ],
 )
@@ -258,12 +259,21 @@ class Packed(Fp8):
         return ["_inner", "_inner"], None
 
 
+class Uncut(Packed):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.split.Tensor:
+            raise NotImplementedError("split")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 @on_ranks(2)
 def test_refused_by_name(mesh):
     for kind, why in (
         (OneHook, "it has no fsdp_post_all_gather"),
         (TwoArguments, r"fsdp_pre_all_gather takes 2 arguments; it must take \(mesh\) or"),
-        (Packed, "not made of one plain tensor of its own shape and dtype.*ignored_params"),
+        (Packed, r"of several tensors, which are sharded only frozen: requires_grad_\(False\)"),
+        (Uncut, "nor of several that torch.chunk cuts with its rows: name it in ignored_params"),
     ):
         model = extended(nn.Linear(4, 4), kind)
         weight = model.weight

@@ -83,7 +83,7 @@ def test_no_silent_difference():
     for name, *cells in page["optimizer"] + page["op"]:
         assert cells[-2] == "equal" or name.endswith("(torchao)"), name
     for name, _, *cells in page["subclass"]:
-        assert set(cells) <= {"bitwise", "equal"} or name.startswith("NF4"), name
+        assert set(cells) <= {"bitwise", "equal"}, name
 
 
 def test_state_is_shared_evenly():

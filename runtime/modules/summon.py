@@ -26,6 +26,7 @@ from shardc.runtime.bucket.params import cut, parameter_like, view
 from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.arguments import checked
 from shardc.runtime.comm import collectives
+from shardc.runtime.tensor.extension import inner_value, shape_and_dtype
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import wrapped
 
@@ -226,7 +227,7 @@ def _write_back(
     now |= {held.index: value for held, value in found if value is not full[held.index]}
     for index, value in now.items():
         name, param = bucket.layout.slots[index].name, bucket.params[index]
-        if not isinstance(value, Tensor) or value.shape != param.shape:
+        if not isinstance(value, Tensor) or shape_and_dtype(value)[0] != tuple(param.shape):
             what = tuple(value.shape) if isinstance(value, Tensor) else value
             raise ValueError(
                 f"parameter '{name}' of shape {tuple(param.shape)} was {what} when "
@@ -234,7 +235,7 @@ def _write_back(
             )
     for index, value in now.items():
         param = bucket.params[index]
-        param.copy_(value.detach())
+        param.copy_(inner_value(value.detach()))
         if with_grads:
             grad = value.grad
             param.grad = None if grad is None else cut(bucket, index, grad)

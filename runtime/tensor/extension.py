@@ -6,8 +6,9 @@ torchao). Such a parameter has a bucket of its own, cut by rows as FSDP2 cuts it
 optimizers update and checkpoints hold is the plain tensor inside the subclass; the subclass is put
 around the rows for a gather, and around the whole value where one is asked for.
 
-Left out: subclasses of several inner tensors, or of one of another shape or dtype (NF4), whose
-rows are no part of a flat segment.
+Of a frozen subclass of several tensors (NF4) the plain tensor is their bytes (`packing`).
+
+Left out: several tensors that are trained, or whose groups of rows the ranks do not divide.
 """
 
 import inspect
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardc.runtime import compat
 from shardc.runtime.layout.spec import intern_object
+from shardc.runtime.tensor.packing import Packing, on_device, rows_of
 
 HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
@@ -41,13 +43,27 @@ def extends_gather(tensor: Tensor) -> bool:
 
 
 def inner_value(tensor: Tensor) -> Tensor:
-    """The plain tensor inside a subclass that extends the gather; others as they are."""
-    wrapping = _wrapping(tensor) if extends_gather(tensor) else None
-    return tensor if wrapping is None else wrapping.inner.detach()
+    """The plain tensor for a subclass that extends the gather; others as they are."""
+    if not extends_gather(tensor):
+        return tensor
+    wrapping = _wrapping(tensor)
+    if wrapping is not None:
+        return wrapping.inner.detach()
+    packing = _packing(tensor)
+    return tensor if packing is None else packing.pack(tensor)
 
 
-def why_not_extended(tensor: Tensor) -> str | None:
-    """Why a tensor that extends the gather cannot be sharded; None if it can."""
+def shape_and_dtype(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    """Those of the plain tensor."""
+    if extends_gather(tensor) and _wrapping(tensor) is None:
+        packing = _packing(tensor)
+        if packing is not None:
+            return (packing.groups, packing.nbytes), torch.uint8
+    return tuple(tensor.shape), tensor.dtype
+
+
+def why_not_extended(tensor: Tensor, world_size: int) -> str | None:
+    """Why a tensor that extends the gather cannot be sharded over so many; None if it can."""
     missing = [hook for hook in HOOKS if not hasattr(tensor, hook)]
     if missing:
         return f"it has no {missing[0]}, which belongs to the other hook of the gather"
@@ -59,12 +75,34 @@ def why_not_extended(tensor: Tensor) -> str | None:
             f"its fsdp_pre_all_gather takes {parameters} arguments; it must take (mesh) or (mesh, "
             "outer_size, outer_stride, module, mp_policy)"
         )
-    if _wrapping(tensor) is None:
+    if tensor.dim() == 0:
+        return "it has no dim to cut"
+    return None if _wrapping(tensor) is not None else _why_not_packed(tensor, world_size)
+
+
+def _why_not_packed(tensor: Tensor, world_size: int) -> str | None:
+    alone = "name it in ignored_params, and each rank keeps all of it"
+    packing = _packing(tensor)
+    if packing is None:
         return (
-            "it is not made of one plain tensor of its own shape and dtype, which is what shardc "
-            "cuts by rows: name it in ignored_params, and each rank keeps all of it"
+            "it is not made of one plain tensor of its own shape and dtype, nor of several that "
+            f"torch.chunk cuts with its rows: {alone}"
         )
-    return None if tensor.dim() else "it has no dim to cut"
+    if tensor.requires_grad:
+        return "it is made of several tensors, which are sharded only frozen: requires_grad_(False)"
+    if packing.groups % world_size:
+        return (
+            f"it is made of several tensors, whose blocks end with every {packing.rows} rows: "
+            f"{world_size} ranks do not divide {packing.groups} times as many; {alone}"
+        )
+    return None
+
+
+def _packing(tensor: Any) -> Packing | None:
+    if not compat.is_wrapper(tensor) or not tensor.dim() or not tensor.numel():
+        return None
+    with torch.no_grad():
+        return Packing.of(tensor.detach())
 
 
 def _arguments(tensor: Any) -> int:
@@ -84,8 +122,12 @@ def _wrapping(tensor: Any) -> _Wrapping | None:
 
 def attributes_of_subclass(tensor: Tensor) -> set[str]:
     """What a subclass that extends the gather keeps on `tensor`, beside what users put there."""
-    wrapping = _wrapping(tensor) if extends_gather(tensor) else None
-    return set() if wrapping is None else set(vars(_around(type(tensor), *wrapping)))
+    if not extends_gather(tensor):
+        return set()
+    wrapping = _wrapping(tensor)
+    if wrapping is None:
+        return set() if _packing(tensor) is None else set(vars(tensor.detach()))
+    return set(vars(_around(type(tensor), *wrapping)))
 
 
 def _around(cls: Any, attribute: str, context: Any, plain: Tensor) -> Tensor:
@@ -99,6 +141,9 @@ class Extension:
 
     Attributes:
         cls, attribute, context: the subclass, where it has its inner tensor, what else it is.
+        packing: how it lies in bytes, of several tensors; `context` is that of this rank's rows.
+        whole_context: that of all rows.
+        dtype: that of the subclass.
         shape: of the whole parameter.
         mesh: the ranks that its rows are cut over.
         rank: this one's number among them.
@@ -110,6 +155,9 @@ class Extension:
     cls: type[Tensor]
     attribute: str
     context: Any = field(repr=False)
+    packing: Packing | None
+    whole_context: Any = field(repr=False)
+    dtype: torch.dtype
     shape: tuple[int, ...]
     mesh: DeviceMesh = field(repr=False)
     rank: int
@@ -127,14 +175,21 @@ class Extension:
         cls, param: Tensor, mesh: DeviceMesh, module: nn.Module, precision: MixedPrecisionPolicy
     ) -> "Extension | None":
         """That of `param`; None where it does not extend its gather."""
-        wrapping = _wrapping(param) if extends_gather(param) else None
-        if wrapping is None:
+        if not extends_gather(param):
             return None
         if mesh.ndim > 1:
             mesh = DeviceMesh.from_group(mesh.get_group(mesh.ndim - 1), mesh.device_type)
-        rank, where, shape = mesh.get_local_rank(), weakref.ref(module), tuple(param.shape)
-        attribute, context, _ = wrapping
-        return cls(type(param), attribute, context, shape, mesh, rank, where, precision)
+        wrapping, packing = _wrapping(param), None
+        if wrapping is not None:
+            attribute, context, _ = wrapping
+            whole = context
+        else:
+            attribute, packing = "", _packing(param)
+            parts: tuple[Any, Any] = (rows_of(param, mesh.size()), param.detach())
+            context, whole = (value.__tensor_flatten__()[1] for value in parts)
+        rank, where = mesh.get_local_rank(), weakref.ref(module)
+        own = (attribute, context, packing, whole, param.dtype, tuple(param.shape))
+        return cls(type(param), *own, mesh, rank, where, precision)
 
     def copied_to(self, memo: dict[int, Any]) -> "Extension":
         """The same in a copy of the model, whose `memo` has the copied modules."""
@@ -148,7 +203,21 @@ class Extension:
 
     def around(self, plain: Tensor) -> Tensor:
         """The subclass around rows of the parameter, or all of it."""
-        return _around(self.cls, self.attribute, self.context, plain)
+        if self.packing is None:
+            return _around(self.cls, self.attribute, self.context, plain)
+        shape = (plain.shape[0] * self.packing.rows, *self.shape[1:])
+        context = self.whole_context if shape == self.shape else self.context
+        context = on_device(context, plain.device)
+        stride = torch.empty(shape, device="meta").stride()
+        inner = self.packing.unpack(plain)
+        made: Any = self.cls
+        return cast(Tensor, made.__tensor_unflatten__(inner, context, torch.Size(shape), stride))
+
+    def _rows(self, segment: Tensor) -> Tensor:
+        """This rank's rows, which are all its segment has."""
+        if self.packing is not None:
+            return segment.view(-1, self.packing.nbytes)
+        return segment.view(self.padded_rows, *self.shape[1:])
 
     def before_gather(self, segment: Tensor) -> tuple[list[Tensor], Any]:
         """What is sent of this rank's rows, of the same sizes on all ranks, and metadata.
@@ -158,7 +227,9 @@ class Extension:
         """
         padded, shape = self.padded_rows, self.shape
         rows = min(max(shape[0] - self.rank * padded, 0), padded)
-        local = segment.view(padded, *shape[1:])[:rows]
+        local = self._rows(segment)
+        if self.packing is None:
+            local = local[:rows]
         if not rows and padded:
             local = segment.new_zeros((1, *shape[1:]))
         given: tuple[Any, ...] = (self.mesh,)
@@ -167,14 +238,17 @@ class Extension:
             whole = torch.empty(shape, device="meta")
             given += (whole.size(), whole.stride(), self.module(), self.precision)
         sent, metadata = instance.fsdp_pre_all_gather(*given)
+        if self.packing is not None:
+            return list(sent), metadata
         return [_padded(tensor, local.shape[0], padded) for tensor in sent], metadata
 
     def after_gather(
         self, gathered: Sequence[Tensor], metadata: Any, dtype: torch.dtype, segment: Tensor
     ) -> Tensor:
         """The full parameter of what was gathered, each with all ranks' rows along dim 0."""
-        padded = segment.view(self.padded_rows, *self.shape[1:])
-        instance: Any = self.around(padded)
+        instance: Any = self.around(self._rows(segment))
+        if self.packing is not None:
+            dtype = self.precision.param_dtype or self.dtype
         full, _ = instance.fsdp_post_all_gather(tuple(gathered), metadata, dtype)
         stride = torch.empty(self.shape, device="meta").stride()
         return torch.as_strided(full, self.shape, stride, storage_offset=0)

@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardc.runtime import compat
 from shardc.runtime.layout.spec import intern_object, object_of
-from shardc.runtime.tensor.extension import inner_value
+from shardc.runtime.tensor.extension import inner_value, shape_and_dtype
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,11 @@ def _wrap_spmd(local: Tensor, key: str) -> DTensor:
 def local_value(param: Tensor) -> Tensor:
     """The value of a parameter that this rank holds, plain."""
     return compat.local_of(param) if isinstance(param, DTensor) else inner_value(param)
+
+
+def stored_as(param: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of the same."""
+    return shape_and_dtype(compat.local_of(param) if isinstance(param, DTensor) else param)
 
 
 def unsupported(param: DTensor, ranks: Sequence[int], spmd: Spmd | None) -> str | None:

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from shardc.passes.take_gathered import Taken, markers_of
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket, bucket_of
+from shardc.runtime.comm.unshard import full_parameters, gather
 from shardc.runtime.eager.eager import is_inside_other_unit
 from shardc.runtime.eager.regather import saving_handles
 
@@ -52,9 +53,14 @@ def with_taken(example_inputs: Sequence[Any], taken: Sequence[Taken]) -> list[An
         bucket: Bucket = bucket_of(example_inputs[take.position])
         code = bucket.key.reading_code()
         with compat.fake_tensors_of_trace():
-            example = torch.empty(
-                code.shapes[take.slot], dtype=code.compute_dtype, device=bucket.device
-            )
+            if code.extension is not None:  # what its subclass makes of what is gathered
+                own = bucket.segment
+                segment = torch.empty(own.shape, dtype=own.dtype, device=own.device)
+                example = full_parameters(gather(segment, code), code)[take.slot]
+            else:
+                example = torch.empty(
+                    code.shapes[take.slot], dtype=code.compute_dtype, device=bucket.device
+                )
         examples.append(example.requires_grad_(code.trainable[take.slot]))
     return examples
 

@@ -98,7 +98,7 @@ def plan_model(
         alone = check_ignored(modules, None)
         plans = plan_units(modules, "auto", options, alone, world_size, profile)
         params = [param for plan in plans for param in plan.params.values()]
-        check_model(modules, params, range(world_size), None)
+        check_model(modules, params, range(world_size), world_size, None)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise FoundProblem(f"fully_shard would refuse this model: {error}") from error
     if not params:

@@ -190,9 +190,15 @@ def check_model(
     modules: tuple[nn.Module, ...],
     params: list[nn.Parameter],
     ranks: Sequence[int],
+    world_size: int,
     spmd: Spmd | None,
 ) -> None:
-    """Raise where parameters cannot be cut over global `ranks`, or something else holds them."""
+    """Raise where parameters cannot be cut, or something else holds them.
+
+    Args:
+        ranks: as numbers of the whole job, copies included.
+        world_size: how many of them share a parameter.
+    """
     names = {p: n for root in modules for n, p in root.named_parameters(remove_duplicate=False)}
     known = {
         id(ref)
@@ -201,7 +207,7 @@ def check_model(
         for ref in compat.rnn_weight_references(m)
     }
     for param in params:
-        _check_parameter(names[param], param, ranks, spmd)
+        _check_parameter(names[param], param, ranks, world_size, spmd)
         if _is_held(param, known) and _is_held_after_collection(param, known):
             raise ValueError(
                 f"parameter '{names[param]}' is in use by an autograd graph, a weak reference or a "
@@ -254,7 +260,7 @@ def _check_sole_owner(
 
 
 def _check_parameter(
-    name: str, param: nn.Parameter, ranks: Sequence[int], spmd: Spmd | None
+    name: str, param: nn.Parameter, ranks: Sequence[int], world_size: int, spmd: Spmd | None
 ) -> None:
     kind = type(param.data).__name__
     if isinstance(param, DTensor):
@@ -264,7 +270,7 @@ def _check_parameter(
                 f"parameter '{name}' is a {kind} and cannot be sharded: {why}"
             )
     elif extends_gather(param) and spmd is None:
-        why = why_not_extended(param)
+        why = why_not_extended(param, world_size)
         if why is not None:
             raise NotImplementedError(
                 f"parameter '{name}' is a {kind} and cannot be sharded: {why}"

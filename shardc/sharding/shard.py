@@ -124,7 +124,7 @@ def fully_shard(
         alone = check_ignored(modules, ignored_params, whole_model=units is not None)
         world_size, profile = mesh.size(mesh.ndim - 1), current_profile(mesh.device_type)
         plans = plan_units(modules, units, given, alone, world_size, profile, shard_placement_fn)
-        check_model(modules, _params(plans), mesh.mesh.flatten().tolist(), spmd)
+        check_model(modules, _params(plans), mesh.mesh.flatten().tolist(), world_size, spmd)
         _check_devices(modules, plans, compute_device(mesh), mixed=sync_module_states)
         init, sync = param_init_fn is not None, sync_module_states
         buffers = list(unsynced_buffers(modules, alone.modules)) if sync else []

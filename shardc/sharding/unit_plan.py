@@ -18,7 +18,7 @@ from shardc.runtime.eager.precision import MixedPrecisionPolicy as Precision
 from shardc.runtime.layout.layout import BucketLayout, Param, plan_buckets
 from shardc.runtime.modules.controls import check_reshard
 from shardc.runtime.tensor.shard_tensor import ShardTensor
-from shardc.runtime.tensor.tensor_parallel import local_value, restore_ties
+from shardc.runtime.tensor.tensor_parallel import restore_ties, stored_as
 from shardc.sharding.checks import LeftAlone, check_initialized, check_policies
 from shardc.sharding.rows import PlacementFn, is_cut_by_rows
 from shardc.sharding.units import UnitPolicy, UnitRequest, find_inner_units, owned_parameters
@@ -86,8 +86,7 @@ def plan_units(
         described = [
             Param(
                 name,
-                tuple(local_value(param).shape),
-                param.dtype,
+                *stored_as(param),
                 param.requires_grad,
                 by_rows=is_cut_by_rows(name, param, placement_fn),
                 is_table=any(isinstance(each.module, nn.Embedding) for each in owned[param]),

@@ -1,0 +1,123 @@
+"""Weights of subclasses made of several tensors, as bytes: NF4's values, scales and their scales.
+
+Some inner tensors go along the rows, in blocks that end where rows do; the others are small and
+belong to all rows. Rows are taken in the smallest groups that every inner tensor has whole elements
+of. `(groups, bytes)` of uint8 has a group's part of each inner tensor, and all of those that belong
+to all rows: any stretch of groups is such a weight again, on any number of ranks.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Part:
+    """An inner tensor's part of a group: `shape` with a group's share of dim 0, or all of it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    along_rows: bool
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a weight of several tensors lies in bytes: so many groups of so many rows."""
+
+    groups: int
+    rows: int
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of a group."""
+        return sum(part.nbytes for part in self.parts)
+
+    @classmethod
+    def of(cls, weight: Any) -> "Packing | None":
+        """That of a weight, whose subclass must be able to split it by rows; None if not."""
+        names, _ = weight.__tensor_flatten__()
+        inner = {name: getattr(weight, name) for name in names}
+        if any(type(value) not in (Tensor, nn.Parameter) for value in inner.values()):
+            return None
+        firsts = (_first(weight, count) for count in _primes(weight.shape[0]))
+        first = next((found for found in firsts if found is not None), None)
+        if first is None:
+            return None
+        along = [name for name in names if getattr(first, name).shape != inner[name].shape]
+        groups = math.gcd(weight.shape[0], *(inner[name].shape[0] for name in along))
+        if not along or _first(weight, groups) is None:
+            return None
+        parts = []
+        for name, value in inner.items():
+            share = value.shape[0] // groups if name in along else 0
+            shape = (share, *value.shape[1:]) if name in along else tuple(value.shape)
+            parts.append(Part(name, value.dtype, shape, name in along))
+        return cls(groups, weight.shape[0] // groups, tuple(parts))
+
+    def pack(self, weight: Any) -> Tensor:
+        """The weight as `(groups, bytes)` of uint8."""
+        columns = []
+        for part in self.parts:
+            value = getattr(weight, part.name).detach().contiguous()
+            rows = value.view(self.groups if part.along_rows else 1, -1).view(torch.uint8)
+            columns.append(rows.expand(self.groups, -1))
+        return torch.cat(columns, dim=1)
+
+    def unpack(self, packed: Tensor) -> dict[str, Tensor]:
+        """The inner tensors of some groups, `(number, bytes)`."""
+        columns = packed.split([part.nbytes for part in self.parts], dim=1)
+        inner = {}
+        for part, column in zip(self.parts, columns, strict=True):
+            taken = column if part.along_rows else column[:1]
+            flat = taken.reshape(-1).clone().view(part.dtype)
+            shape = (-1, *part.shape[1:]) if part.along_rows else part.shape
+            inner[part.name] = flat.view(shape)
+        return inner
+
+
+def on_device(context: Any, device: torch.device) -> Any:
+    """What a subclass keeps beside its inner tensors, where it names a device: this one."""
+    if isinstance(context, torch.device):
+        return device
+    if isinstance(context, dict):
+        return {key: on_device(value, device) for key, value in context.items()}
+    if type(context) in (list, tuple):
+        return type(context)(on_device(value, device) for value in context)
+    if is_dataclass(context) and not isinstance(context, type):
+        own = {each.name: getattr(context, each.name) for each in fields(context) if each.init}
+        return replace(context, **{key: on_device(value, device) for key, value in own.items()})
+    return context
+
+
+def rows_of(weight: Tensor, count: int) -> Any:
+    """The first of `count` equal parts of a weight along dim 0."""
+    return torch.chunk(weight.detach(), count)[0]
+
+
+def _first(weight: Tensor, count: int) -> Any:
+    """As `rows_of`; None where the subclass cannot be split so."""
+    try:
+        return rows_of(weight, count)
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError):
+        return None
+
+
+def _primes(number: int) -> Iterator[int]:
+    """The prime factors of a number, each once."""
+    factor = 2
+    while factor <= number:
+        if number % factor == 0:
+            yield factor
+            while number % factor == 0:
+                number //= factor
+        factor += 1
