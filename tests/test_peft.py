@@ -214,7 +214,7 @@ def quantised(library: str) -> PeftModel:
             made.load_state_dict(module.state_dict())
             model.set_submodule(name, made.to("cpu"))
         else:
-            weight = to_nf4(module.weight.detach(), block_size=16, scaler_block_size=8)
+            weight = to_nf4(module.weight.detach(), block_size=16, scaler_block_size=4)
             module.weight = nn.Parameter(weight, requires_grad=False)
     torch.manual_seed(1)
     config = LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
@@ -225,22 +225,25 @@ def is_quantised(param: nn.Parameter) -> bool:
     return isinstance(param, bitsandbytes.nn.Params4bit) or type(param.data) is NF4Tensor
 
 
-@pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
+@pytest.mark.parametrize(
+    "library, cut", [("bitsandbytes", False), ("torchao", False), ("torchao", True)]
+)
 @pytest.mark.parametrize("compiled", [False, True])
 @on_ranks(2)
-def test_quantised_bases_are_whole_under_sharded_adapters(mesh, library, compiled, tmp_path):
-    """QLoRA: adapters and the rest are sharded, NF4 weights are left alone."""
+def test_quantised_bases_under_sharded_adapters(mesh, library, cut, compiled, tmp_path):
+    """QLoRA: adapters and the rest are sharded; NF4 weights are left alone, or cut, too."""
     model, plain = quantised(library), quantised(library)
-    bases = [param for param in model.parameters() if is_quantised(param)]
+    bases = [name for name, param in model.named_parameters() if is_quantised(param)]
     assert len(bases) == 14
-    fully_shard(model, units="auto", ignored_params=bases)
-    assert {isinstance(param, ShardTensor) for param in bases} == {False}
+    whole = None if cut else [model.get_parameter(name) for name in bases]
+    fully_shard(model, units="auto", ignored_params=whole)
+    assert {isinstance(model.get_parameter(name), ShardTensor) for name in bases} == {cut}
     call = torch.compile(model, backend="shardc", options=EAGER) if compiled else model
     train(model, call, [dist.get_rank()])
     train(plain, plain, list(range(dist.get_world_size())))
     start, want = (dict(each.named_parameters()) for each in (quantised(library), plain))
     for name, param in model.named_parameters():
-        if isinstance(param, ShardTensor):
+        if isinstance(param, ShardTensor) and name not in bases:
             assert torch.equal(want[name], start[name]) != param.requires_grad, name
             torch.testing.assert_close(full(param), want[name], rtol=1e-4, atol=1e-5)
     options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
@@ -251,9 +254,8 @@ def test_quantised_bases_are_whole_under_sharded_adapters(mesh, library, compile
     torch.testing.assert_close(logits(loaded), logits(plain), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
 @on_ranks(2)
-def test_quantised_bases_are_not_cut(mesh, library):
-    model = quantised(library)
+def test_weights_of_bitsandbytes_are_not_cut(mesh):
+    model = quantised("bitsandbytes")
     with pytest.raises(NotImplementedError, match=r"q_proj.*ignored_params"):
         fully_shard(model, units="auto")

@@ -53,6 +53,7 @@ class Unsharded:
             self.views: tuple[Tensor, ...] = tuple(
                 wrapped(view, placed) for view, placed in zip(views, bucket.placed, strict=True)
             )
+        self._shapes = [view.shape for view in views]
         self._parts = compat.plain_parts(full)
         self._versions = [part._version for part in self._parts]
         self._storages = [compat.storage_id(part) for part in self._parts]
@@ -68,8 +69,8 @@ class Unsharded:
     @property
     def is_resized(self) -> bool:
         """Whether a full parameter was given another shape, through `.data`."""
-        slots = zip(self.local_views, self.bucket.layout.slots, strict=False)
-        return any(view.shape != slot.shape for view, slot in slots)
+        known = zip(self.local_views, self._shapes, strict=False)  # no views once it is closed
+        return any(view.shape != shape for view, shape in known)
 
     def close(self, at_once: bool) -> None:
         """Nothing reads it any more. Backwards to come gather again what is freed `at_once`."""
