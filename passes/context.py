@@ -1,6 +1,7 @@
 """What passes share: the context they are given and the predicates they ask of nodes."""
 
 import itertools
+import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,23 @@ _OWN = {
 Facts = Callable[[bool], list[str]]
 """Lines that ranks compare. Given True, they number a graph's units and do not name them: equal
 blocks, which run one graph, say the same."""
+
+
+class NotAgreed(Exception):
+    """Ranks have not agreed on something yet."""
+
+
+@dataclass(frozen=True)
+class Recall:
+    """What ranks agreed on when they compiled before. It asks nobody, and raises `NotAgreed`.
+
+    Attributes:
+        seconds: given a phase and facts, the compute seconds that all ranks plan with.
+        collectives: given a finished graph and its phase, raises unless ranks send what it does.
+    """
+
+    seconds: Callable[[str, Facts], list[float]]
+    collectives: Callable[[GraphModule, str], None]
 
 
 @dataclass(frozen=True)
@@ -100,10 +118,25 @@ class Budget:
     Attributes:
         nbytes: of everything.
         static: of segments and optimizer state; gradients count where the backward makes them.
+        margin: what is left free for what the model does not see, as a share of what graphs hold.
     """
 
     nbytes: int
     static: int
+    margin: float = 0.0
+
+    @property
+    def room(self) -> int:
+        """What a graph may hold, by the model."""
+        return int((self.nbytes - self.static) * (1 - self.margin))
+
+    def needed(self, peak: int) -> int:
+        """The least bound with room for `peak`."""
+        return self.static + math.ceil(peak / (1 - self.margin))
+
+
+MARGIN = 0.02
+"""Under Inductor: small buffers, and kernels that are fused otherwise than the model thinks."""
 
 
 UNITS_IN_FLIGHT = 2
@@ -152,6 +185,7 @@ class PassContext:
             events, the seconds that all ranks plan with.
         agree_on_choice: given what is chosen, in words, facts, and what this rank would choose: the
             choices of all ranks.
+        recall: what ranks agreed on before; None where nobody is to agree with.
         budget: what memory the plan may use; None for no bound.
         open_positions: inputs that are segments of units whose reshard is left to the compiler.
         kept: what was decided within the budget.
@@ -166,6 +200,7 @@ class PassContext:
     options: ScheduleOptions | None = None
     agree_on_seconds: Callable[[Facts, list[float]], list[float]] | None = None
     agree_on_choice: Callable[[str, Facts, str], frozenset[str]] | None = None
+    recall: Recall | None = None
     budget: Budget | None = None
     open_positions: frozenset[int] = frozenset()
     kept: Kept = Kept()
@@ -227,6 +262,12 @@ def computed_for(node: Node) -> set[Node]:
     """All that is computed for a node to be called."""
     before = reach(lambda n: n.all_input_nodes, node) - {node}
     return {each for each in before if each.op == "call_function"}
+
+
+def groups_in(gm: GraphModule) -> list[str]:
+    """The process groups over which `gm` communicates."""
+    specs = [moved.spec for node in our_collectives(gm) for moved in moved_by(node)]
+    return list(dict.fromkeys(spec.everyone or spec.group for spec in specs))
 
 
 def ranks_in(node: Node) -> int:
@@ -306,6 +347,14 @@ def readers_of(node: Node) -> Iterator[Node]:
             yield from readers_of(user)
         else:
             yield user
+
+
+def sources_of(node: Node) -> Iterator[Node]:
+    """What a node reads, through views."""
+    for given in node.all_input_nodes:
+        while is_view(given) and given.all_input_nodes:
+            given = given.all_input_nodes[0]
+        yield given
 
 
 WRITES = "shardc_writes"

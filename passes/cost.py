@@ -13,7 +13,7 @@ a model: a kernel that could not be fused moves more. Left out: caches, and the 
 elementwise ops other than tanh and its like.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from shardc.passes.context import (
     is_view,
     moved_by,
     readers_of,
+    sources_of,
 )
 from shardc.passes.hardware import Profile, current_profile
 from shardc.runtime import compat
@@ -221,21 +222,43 @@ def is_fusible(node: Node) -> bool:
 def stays_in_registers(node: Node) -> bool:
     """Whether Inductor would never store this value."""
     joins = node.target in _JOINS
-    if not joins and not _is_pointwise(node):
+    if not joins and not is_pointwise(node):
         return False
     users = list(readers_of(node))
     if joins:
         return bool(users) and _is_joined_in_loop(node, users)
-    looped = all(_is_pointwise(u) or is_reduction(u) or u.target in _JOINS for u in users)
+    looped = all(is_pointwise(u) or is_reduction(u) or u.target in _JOINS for u in users)
     return bool(users) and looped and not (len(users) > 1 and is_stored_for_reuse(node))
+
+
+def in_registers(nodes: Iterable[Node]) -> dict[Node, set[Node]]:
+    """The values that Inductor never stores, and which stored ones each is computed from.
+
+    It stores what it computes from many if several read it.
+
+    Args:
+        nodes: of a graph, in its order.
+    """
+    reads: dict[Node, set[Node]] = {}
+    for node in nodes:
+        if stays_in_registers(node):
+            stored = set[Node]().union(*(reads.get(s, {s}) for s in sources_of(node)))
+            if len(stored) <= MOST_READ or len(set(readers_of(node))) == 1:
+                reads[node] = stored
+    return reads
+
+
+MOST_READ = 4
+"""From so many values what several read is computed where it is read (Inductor's
+`realize_reads_threshold`)."""
 
 
 def _is_joined_in_loop(node: Node, users: list[Node]) -> bool:
     """Whether what is joined is computed by its readers: all is, or they are pointwise."""
-    computed = [_is_pointwise(joined) for joined in node.all_input_nodes]
-    if all(map(_is_pointwise, users)):
+    computed = [is_pointwise(joined) for joined in node.all_input_nodes]
+    if all(map(is_pointwise, users)):
         return any(computed)
-    return all(computed) and all(_is_pointwise(user) or is_reduction(user) for user in users)
+    return all(computed) and all(is_pointwise(user) or is_reduction(user) for user in users)
 
 
 def is_stored_for_reuse(node: Node) -> bool:
@@ -259,11 +282,12 @@ def _is_slow(node: Node) -> bool:
         node = todo.pop()
         if getattr(node.target, "overloadpacket", None) in _SLOW:
             return True
-        todo += [o for o in node.all_input_nodes if _is_pointwise(o) and len(o.users) == 1]
+        todo += [o for o in node.all_input_nodes if is_pointwise(o) and len(o.users) == 1]
     return False
 
 
-def _is_pointwise(node: Node) -> bool:
+def is_pointwise(node: Node) -> bool:
+    """Whether an op makes each value of one of each that it reads."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 

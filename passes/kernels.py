@@ -6,22 +6,24 @@ its first stored value, and that op before: its results are there from then on, 
 until then. That is a model: Inductor weighs what a fusion saves.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from shardc.passes.context import WRITES, is_collective, is_view, is_wait, readers_of
+from shardc.passes.context import WRITES, is_collective, is_view, is_wait, reach, readers_of
 from shardc.passes.cost import (
     evaluate,
+    in_registers,
     is_fusible,
+    is_pointwise,
     is_reduction,
     is_stored_for_reuse,
     runs_on_cpu,
-    stays_in_registers,
     tensor_bytes,
 )
 
@@ -59,15 +61,16 @@ def places_of_kernels(nodes: Sequence[Node], hints: Mapping[Any, float]) -> Plac
         hints: the values of symbolic sizes.
     """
     index = {node: number for number, node in enumerate(nodes)}
+    registers = in_registers(nodes)
     places: Places = {node: (at, at) for node, at in index.items()}
     kernels: dict[Node, list[_Kernel]] = {}  # those that touch a stored value
     made = 0
     for node in nodes:
-        if not _is_loop(node) or stays_in_registers(node):
+        if not _is_loop(node) or node in registers:
             continue
         made += 1
         alone = _is_alone(node)
-        stored, registers = _read_by(node, index if alone else {})
+        stored, inside = _read_by(node, registers, index if alone else {})
         size = max(_elements(each, hints) for each in (node, *stored))
         near = {id(kernel): kernel for each in stored for kernel in kernels.get(each, ())}
         fits = [k for k in near.values() if k.size == size and made - k.number < _FAR and not alone]
@@ -79,10 +82,67 @@ def places_of_kernels(nodes: Sequence[Node], hints: Mapping[Any, float]) -> Plac
             kernel.touched.add(each)
             kernels.setdefault(each, []).append(kernel)
         places[node] = (kernel.place, kernel.place)
-        for each in registers:
+        for each in inside:
             known = {kernel.place} if places[each] == (index[each],) * 2 else {*places[each]}
             places[each] = (min(kernel.place, *known), max(kernel.place, *known))
     return places
+
+
+def is_only_read_inside(node: Node, places: Places) -> bool:
+    """Whether one kernel computes a value and all that read it: then it need not be stored."""
+    readers = list(readers_of(node))
+    together = all(places.get(reader) == places[node] for reader in readers)
+    return bool(readers) and together and _is_loop(node)
+
+
+def written_in_place(
+    nodes: Sequence[Node], places: Places, last: Mapping[Node, int]
+) -> dict[Node, Node]:
+    """The values that elementwise ops write over one that they read, and which that is.
+
+    It is of the same size, made within the graph, and nothing else reads it then or later.
+
+    Args:
+        nodes: of a graph, in its order.
+        places: where each is computed.
+        last: the index of the last kernel that reads a storage, by the node that made it.
+    """
+    registers = in_registers(nodes)
+    read: dict[tuple[Node, int], list[Node]] = {}
+    for node in nodes:
+        if _is_loop(node) and node not in registers:
+            for source in _read_by(node, registers, {})[0]:
+                read.setdefault((source, places[node][0]), []).append(node)
+    found: dict[Node, Node] = {}
+    for (source, place), (node, *others) in read.items():
+        is_free = last.get(source) == place and not others and _is_made_here(source)
+        if is_free and node not in found and is_pointwise(node) and _is_alike(source, node):
+            found[node] = source
+    return found
+
+
+def _is_made_here(node: Node) -> bool:
+    return node.target in _MATMULS or _is_loop(node)
+
+
+def _is_alike(source: Node, node: Node) -> bool:
+    """Whether two values lie in memory alike, and none of the views between them turns it."""
+    a, b = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.dtype != b.dtype:
+        return False
+    views = reach(lambda n: filter(is_view, n.users), source) - {source}
+    flat = all(getattr(view.target, "overloadpacket", None) in _FLAT for view in views)
+    sized = tensor_bytes(a) == tensor_bytes(b)
+    return flat and sized and a.is_contiguous() and b.is_contiguous()
+
+
+_MATMULS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+}
+_FLAT = {torch.ops.aten.view, torch.ops.aten._unsafe_view, torch.ops.aten.reshape}
 
 
 def _join(kernels: list[_Kernel], stored: set[Node], places: Places) -> _Kernel | None:
@@ -141,26 +201,28 @@ def _is_computed_twice(operand: Node, node: Node, index: Mapping[Node, int]) -> 
     return min(needs, default=-1) > index[node]
 
 
-def _read_by(node: Node, index: Mapping[Node, int]) -> tuple[set[Node], set[Node]]:
-    """The stored values that a kernel for `node` reads, and what it has in registers.
+def _read_by(
+    node: Node, registers: Collection[Node], index: Mapping[Node, int]
+) -> tuple[set[Node], set[Node]]:
+    """The stored values that a kernel for `node` reads, and what it computes without storing it.
 
     With `index`, the places of all nodes, it computes anew what is stored only later.
     """
-    stored, registers = set[Node](), set[Node]()
+    stored, computed = set[Node](), set[Node]()
     todo = list(node.all_input_nodes)
     while todo:
         operand = todo.pop()
         while is_view(operand) and operand.all_input_nodes:
             operand = operand.all_input_nodes[0]
-        if operand in registers:
+        if operand in computed:
             continue
-        inside = _is_loop(operand) and stays_in_registers(operand)
+        inside = _is_loop(operand) and operand in registers
         if inside or (index and _is_computed_twice(operand, node, index)):
-            registers.add(operand)
+            computed.add(operand)
             todo += operand.all_input_nodes
         else:
             stored.add(operand)
-    return stored, registers
+    return stored, computed
 
 
 def _elements(node: Node, hints: Mapping[Any, float]) -> float:

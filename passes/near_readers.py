@@ -8,20 +8,33 @@ call, and calls end at collectives. So such an op comes down to the first that i
 with, and ops that read the same in the same size go up to where that is read first. Collectives,
 matmuls and all else that Inductor does not fuse stay where they are.
 
+What stays in registers and is read between several collectives is computed between each of them: a
+call would store it for the next one.
+
 What an op reads is held until its new place, what goes up is there earlier: as it would be if the
 graph were not folded. No op goes further than `FURTHEST`.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from shardc.passes.context import WRITES, is_collective, is_view, is_wait, reach, readers_of
-from shardc.passes.cost import is_fusible
+from shardc.passes.context import (
+    WRITES,
+    is_collective,
+    is_random,
+    is_view,
+    is_wait,
+    reach,
+    readers_of,
+    sources_of,
+)
+from shardc.passes.cost import in_registers, is_fusible, is_pointwise, tensor_bytes
 from shardc.passes.reorder import reorder
 
 FURTHEST = 4
@@ -35,6 +48,7 @@ def move_near_readers(gm: GraphModule, is_foldable: Callable[[Node], bool]) -> N
         places.hoist(place)
     for place in range(0, places.end, 2):
         places.sink(place)
+    places.compute_anew()
     places.carry_views()
     reorder(gm, {node: (place,) for node, place in places.of.items()})
 
@@ -51,6 +65,7 @@ class _Places:
         self.of: dict[Node, int] = {}
         self._movable: dict[int, list[Node]] = defaultdict(list)
         self._closed: set[int] = set()
+        self._hoisted: set[Node] = set()
         place = 0
         for node in filter(lambda n: n.op == "call_function", gm.graph.nodes):
             foldable = is_foldable(node)
@@ -68,7 +83,7 @@ class _Places:
 
     def sink(self, place: int) -> None:
         """Bring ops down from `place` to the first that reads them, if they could be fused."""
-        stay = set[Node]()
+        stay = set(self._hoisted)  # or the kernel that they joined would store what they read
         while True:
             down = self._way_down(place, stay)
             # A reduction of what stays would read all of it once more.
@@ -78,7 +93,7 @@ class _Places:
                 if torch.Tag.pointwise not in node.target.tags  # type: ignore[union-attr]
                 and any(
                     self.of.get(source) == place and is_fusible(source) and source not in down
-                    for source in _sources(node)
+                    for source in sources_of(node)
                 )
             }
             if not torn:
@@ -112,16 +127,64 @@ class _Places:
         """Bring ops up from `place` that read what ops of the same size read or give before it."""
         if not self._is_open(place - 2, place):
             return
-        above = {pair for n in self._movable[place - 2] for pair in _in_size(n, (n, *_sources(n)))}
+        above = {
+            pair for n in self._movable[place - 2] for pair in _in_size(n, (n, *sources_of(n)))
+        }
         here = frozenset(self._movable[place])
         todo = set(here)
         while todo:
-            group = reach(lambda n: here.intersection([*_sources(n), *readers_of(n)]), todo.pop())
+            group = reach(lambda n: here.intersection([*sources_of(n), *readers_of(n)]), todo.pop())
             todo -= group
-            read = {source for node in group for source in _sources(node)} - group
+            read = {source for node in group for source in sources_of(node)} - group
             ready = all(self.of.get(source, -1) < place - 1 for source in read)
-            if ready and any(above & _in_size(node, _sources(node)) for node in group):
+            if ready and any(above & _in_size(node, sources_of(node)) for node in group):
                 self._move(dict.fromkeys(group, place - 2))
+                self._hoisted |= group
+
+    def compute_anew(self) -> None:
+        """Have every place that reads a value compute it, if several do and it is not stored.
+
+        What that reads must be there anyway, or be no larger than the value.
+        """
+        reads = in_registers(self.of)
+        for node in reversed([n for n in reads if is_pointwise(n) and not is_random(n)]):
+            own = self.of[node]
+            places = {self.of.get(user, self.end) for user in readers_of(node)}
+            for place in sorted(places - {own}) if len(places) > 1 else ():
+                late = [source for source in reads[node] if self._last_read(source) < place]
+                if self._is_open(own, place) and _nbytes(late) <= _nbytes([node]):
+                    self._copy(node, place)
+            if all(is_view(user) and not any(readers_of(user)) for user in node.users):
+                self._erase(node)
+
+    def _last_read(self, node: Node) -> int:
+        return max((self.of.get(user, self.end) for user in readers_of(node)), default=0)
+
+    def _erase(self, node: Node) -> None:
+        """Remove a value that nothing reads, and its views."""
+        for view in list(node.users):
+            self._erase(view)
+        node.graph.erase_node(node)
+        del self.of[node]
+
+    def _copy(self, node: Node, place: int) -> None:
+        """A copy of `node` at `place`, for those that read it there."""
+        readers = {user for user in readers_of(node) if self.of.get(user) == place}
+        with node.graph.inserting_before(min(readers)):
+            copied = node.graph.node_copy(node)
+        self.of[copied] = place
+        self._read_instead(node, copied, readers)
+
+    def _read_instead(self, node: Node, other: Node, readers: set[Node]) -> None:
+        """Have `readers` read `other`, and views of it, in the place of `node`."""
+        for user in list(node.users):
+            if user in readers:
+                user.replace_input_with(node, other)
+            elif is_view(user) and not readers.isdisjoint(readers_of(user)):
+                with node.graph.inserting_after(other):
+                    view = node.graph.node_copy(user, lambda n: other if n is node else n)
+                self.of[view] = self.of[other]
+                self._read_instead(user, view, readers)
 
     def carry_views(self) -> None:
         """Have views follow what they look at, and come before what reads them."""
@@ -151,12 +214,10 @@ def _writes_to_its_own(node: Node) -> bool:
     return WRITES in node.meta  # the input of a reduction
 
 
-def _sources(node: Node) -> Iterator[Node]:
-    """What `node` reads, through views."""
-    for given in node.all_input_nodes:
-        while is_view(given) and given.all_input_nodes:
-            given = given.all_input_nodes[0]
-        yield given
+def _nbytes(nodes: Iterable[Node]) -> float:
+    """Bytes of what nodes give; infinite where a size is symbolic: such a place is not folded."""
+    sizes = [tensor_bytes(node.meta.get("val")) for node in nodes]
+    return sum(sizes) if all(isinstance(size, int) for size in sizes) else math.inf
 
 
 def _in_size(node: Node, values: Iterable[Node]) -> set[tuple[Node, int]]:

@@ -1,5 +1,6 @@
 """Repeated compute as calls of one body: what is found, what it gives, what it costs."""
 
+import functools
 import re
 
 import pytest
@@ -203,6 +204,40 @@ def test_what_no_kernel_would_take_in_stays():
 
     stay = ["mm", "add", "relu", "sum", "mm"]
     assert _together(run, *_of_8(4)) == [["add"], stay, ["mul"]]
+
+
+def test_what_stays_in_registers_is_computed_wherever_it_is_read():
+    """As the parts of an activation that is computed again for its gradient."""
+
+    def run(x, w, v, u):
+        hidden = x @ c10d.wait_tensor(w)
+        inner = (hidden * 2).view(64).cos()
+        used = (inner + 1).view(8, 8) @ v
+        return [(used @ c10d.wait_tensor(u)) * inner.view(8, 8)]
+
+    parts = ["mul", "cos"]
+    assert _together(run, *_of_8(4)) == [["mm", *parts, "add", "mm"], ["mm", *parts, "mul"]]
+
+
+def test_what_would_have_more_held_is_stored_for_those_that_read_it_later():
+    """It is made of two values that nothing else reads there."""
+
+    def run(x, w, v, u):
+        total = x @ w + x @ v
+        return [((total.cos() @ w) @ c10d.wait_tensor(u)) * total]
+
+    assert _together(run, *_of_8(4)) == [["mm", "mm", "add", "cos", "mm"], ["mm", "mul"]]
+
+
+def test_what_is_made_of_much_is_stored_for_those_that_read_it_later():
+    def run(x, w, u, *weights):
+        parts = [x @ each for each in weights]
+        total = functools.reduce(torch.add, parts)
+        out = (total.cos() @ w) @ c10d.wait_tensor(u)
+        return [functools.reduce(torch.mul, [out, total, *parts])]
+
+    assert _together(run, *_of_8(7))[1] == ["mm", *["add"] * 3, *["mul"] * 5]
+    assert _together(run, *_of_8(8))[1] == ["mm", *["mul"] * 6]
 
 
 def test_nothing_crosses_what_writes():
