@@ -5,8 +5,8 @@ gathers may run. Beside it lie the choices (`tradeoff`): values that the backwar
 free memory and cost compute, buckets that stay gathered cost memory and save the wire. The one with
 the shortest step that fits is tried, and if it holds more than was thought, the next one.
 
-Ranks do what the tightest of them must. Without a budget nothing is decided here: units reshard as
-they were told to, and the partitioner saves what it saves.
+Ranks do what the tightest of them must, and keep to it when sizes grow (`growth`). Without a budget
+nothing is decided: units reshard as they were told to, and the partitioner saves what it saves.
 """
 
 import functools
@@ -29,6 +29,7 @@ from shardc.passes.context import (
     is_all_gather,
     our_collectives,
 )
+from shardc.passes.growth import bound_sizes, dynamic_sizes, recompute_more
 from shardc.passes.tradeoff import Choice, Tradeoff
 from shardc.passes.trial import Trial, run_trial
 
@@ -55,12 +56,13 @@ def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
 
     Raises:
         BudgetTooSmall: the budget is less than the graph needs with everything resharded,
-            everything computed again that may be, and nothing gathered ahead.
+            everything computed again that may be, and nothing gathered ahead; or less than it
+            needs with what ranks agreed on for other sizes.
     """
     budget = ctx.budget
     if budget is None or ctx.options is None:
         return Kept()
-    room = budget.nbytes - budget.static
+    room = budget.room
     tradeoffs = [_tradeoff(gm, ctx, UNITS_IN_FLIGHT)]
     first = tradeoffs[0].fastest(room)
     if first is None or first.recomputed:  # it may be faster to gather fewer units ahead
@@ -74,16 +76,32 @@ def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
         tradeoff = min(tradeoffs, key=lambda each: each.trial.kept.ahead)
         found = _least(gm, ctx, tradeoff, budget)
     agreed = found if ctx.agree_on_choice is None else _agree(gm, ctx, tradeoff, found)
-    if (
-        agreed != found
-        and (peak := run_trial(gm, ctx, agreed).peak + budget.static) > budget.nbytes
-    ):
-        log.warning(
-            "memory_budget: a graph may hold %d bytes, its budget is %d: ranks have agreed on what "
-            "stays gathered and what is computed again when they compiled for other sizes",
-            peak,
-            budget.nbytes,
-        )
+    if agreed != found:
+        agreed = _as_agreed(gm, ctx, agreed, budget)
+    if dynamic_sizes(gm):
+        bound_sizes(run_trial(gm, ctx, agreed), room)
+    return agreed
+
+
+def _as_agreed(gm: GraphModule, ctx: PassContext, agreed: Kept, budget: Budget) -> Kept:
+    """What ranks agreed on, with more computed again if sizes have grown. Raises BudgetTooSmall."""
+    trial = run_trial(gm, ctx, agreed)
+    if trial.peak > budget.room:
+        tradeoff = _tradeoff(gm, ctx, agreed.ahead)
+        kinds = Counter(value.saved.kind for value in tradeoff.values)
+
+        def again(kept: Kept, kind: str) -> Kept:
+            counts = Counter(kept.recomputes) | Counter({kind: kinds[kind]})
+            return replace(kept, **_recomputing(tradeoff, counts))
+
+        more = recompute_more(gm, ctx, agreed, kinds, again, budget.room)
+        if more is None:
+            said = "memory_budget: a graph may hold %d bytes with what ranks agreed on, not %d"
+            log.warning(said, trial.peak + budget.static, budget.nbytes)
+        elif more.peak > budget.room:
+            raise BudgetTooSmall(_grown(budget, more), budget.needed(more.peak))
+        else:
+            return more.kept
     return agreed
 
 
@@ -111,8 +129,8 @@ def _least(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, budget: Budget
     """What holds least, if that fits: it may hold less than was thought. Raises BudgetTooSmall."""
     kept = _kept(tradeoff, Choice(len(tradeoff.values)))
     trial = min(run_trial(gm, ctx, kept), tradeoff.trial, key=lambda each: each.peak)
-    if trial.peak + budget.static > budget.nbytes:
-        raise BudgetTooSmall(_too_small(budget, trial), budget.static + trial.peak)
+    if trial.peak > budget.room:
+        raise BudgetTooSmall(_too_small(budget, trial), budget.needed(trial.peak))
     return trial.kept
 
 
@@ -165,15 +183,27 @@ def _recomputing(tradeoff: Tradeoff, counts: Mapping[str, int]) -> dict[str, Any
     return {"recomputed": frozenset(names), "recomputes": dict(sorted(counts.items()))}
 
 
+def _grown(budget: Budget, trial: Trial) -> str:
+    kept = len(trial.kept.positions)
+    return (
+        f"memory_budget of {budget.nbytes:,} bytes is too small for sizes that have grown: a step "
+        f"needs at least {budget.needed(trial.peak):,} bytes with what ranks agreed on when they "
+        f"compiled for smaller ones ({kept} buckets stay gathered, {trial.kept.ahead} units are "
+        "gathered ahead), and computed again what can be. Compile for the largest sizes first "
+        "(`shardc.warmup`), or use smaller ones"
+    )
+
+
 def _too_small(budget: Budget, trial: Trial) -> str:
     before, after = trial.forward.liveness, trial.backward.liveness
+    margin = f", and {budget.margin:.0%} of that" if budget.margin else ""
     worst, phase = (before, "forward") if before.peak > after.peak else (after, "backward")
     return (
         f"memory_budget of {budget.nbytes:,} bytes is too small: with every unit resharded, "
         "nothing gathered ahead, and computed again what can be, a step needs at least "
-        f"{budget.static + worst.peak:,} bytes: "
+        f"{budget.needed(worst.peak):,} bytes: "
         f"{budget.static:,} for segments, optimizer state and workspaces, {worst.inputs:,} for "
         f"tensors saved for the backward, {worst.peak - worst.inputs:,} for values, gradients and "
-        f"gathered buckets at '{worst.peak_node}' of the {phase}. Use more ranks, smaller units or "
-        "a smaller batch"
+        f"gathered buckets at '{worst.peak_node}' of the {phase}{margin}. Use more ranks, smaller "
+        "units or a smaller batch"
     )

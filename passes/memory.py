@@ -10,6 +10,7 @@ be fused stores more.
 """
 
 import itertools
+import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,13 +32,16 @@ from shardc.passes.context import (
 )
 from shardc.passes.cost import (
     evaluate,
-    stays_in_registers,
+    in_registers,
     symbol_hints,
     tensor_bytes,
     transfer_bytes,
 )
-from shardc.passes.kernels import places_of_kernels
+from shardc.passes.kernels import is_only_read_inside, places_of_kernels, written_in_place
 from shardc.passes.used_slots import SEGMENT
+
+Storages = Mapping[str, tuple[str, Any]]
+"""See `Liveness.storages`."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Liveness:
         outputs: bytes of what the graph returns and did not get.
         kept: names of the outputs that are gathered buckets or views of them: a forward saves
             them for its backward.
+        storages: by the name of an output, the first output in its storage, and the bytes of that.
     """
 
     nodes: tuple[str, ...]
@@ -62,6 +67,7 @@ class Liveness:
     inputs: int
     outputs: int
     kept: frozenset[str]
+    storages: Storages
 
     @property
     def peak(self) -> int:
@@ -81,6 +87,8 @@ def measure_liveness(
     fused: bool = False,
     clones: bool = False,
     gathered: Collection[str] = (),
+    hints: Mapping[Any, int] | None = None,
+    saved: Storages | None = None,
 ) -> Liveness:
     """Bytes held after each node of `gm`, in its order; segments are there all the time.
 
@@ -90,18 +98,29 @@ def measure_liveness(
         fused: leave out what Inductor keeps in registers.
         clones: the backend clones what it reduces, until the wait (gloo).
         gathered: the names of inputs that are gathered buckets, kept by the forward.
+        hints: the values of symbolic sizes (default: those that it was traced with).
+        saved: the storages of the forward whose backward this is.
     """
-    hints = symbol_hints(gm)
+    hints = symbol_hints(gm) if hints is None else hints
     nodes = tuple(node for node in gm.graph.nodes if node.op in ("placeholder", "call_function"))
-    roots = storage_roots(gm)
+    roots = storage_roots(gm, saved, apart=True)
     places = places_of_kernels(nodes, hints) if fused else {n: (i, i) for i, n in enumerate(nodes)}
+    places |= {n: places[n.all_input_nodes[0]] for n in roots.values() if _is_item(n)}
     last = _last_uses(nodes, roots, places)
+    unstored = set[Node]()
+    if fused:
+        unstored = {*in_registers(nodes), *(n for n in nodes if is_only_read_inside(n, places))}
+        over = written_in_place(nodes, places, last)
+        last |= {source: places[node][0] - 1 for node, source in over.items()}
     sizes = {
-        root: 0 if fused and stays_in_registers(root) else int(evaluate(_own_bytes(root), hints))
+        root: 0 if root in unstored else int(evaluate(_own_bytes(root), hints))
         for root in roots.values()
         if SEGMENT not in root.meta
     }
     inputs = {node for node in nodes if node.op == "placeholder"}
+    for node in inputs & sizes.keys():
+        if saved and node.name in saved:  # it may be a part of what is held
+            sizes[node] = int(evaluate(saved[node.name][1], hints))
     counted = sizes if owns_inputs else {r: s for r, s in sizes.items() if r not in inputs}
     kinds = _kinds(gm, roots, gathered)
     changes = [
@@ -120,6 +139,7 @@ def measure_liveness(
         sum(size for root, size in counted.items() if root in inputs),
         sum(size for root, size in counted.items() if root in results - inputs),
         frozenset(n.name for n in returned if kinds.get(roots.get(n, n)) == _GATHERED),
+        _storages(returned, roots),
     )
 
 
@@ -205,16 +225,43 @@ def _kinds(
     return kinds
 
 
-def storage_roots(gm: GraphModule) -> dict[Node, Node]:
-    """For every node that gives a tensor, the node that made its storage."""
+def _storages(returned: Iterable[Node], roots: Mapping[Node, Node]) -> Storages:
+    """What `Liveness.storages` says of outputs."""
+    first: dict[Node, str] = {}
+    made = [(node.name, roots[node]) for node in returned if node in roots]
+    return {name: (first.setdefault(root, name), _own_bytes(root)) for name, root in made}
+
+
+def storage_roots(
+    gm: GraphModule, saved: Storages | None = None, apart: bool = False
+) -> dict[Node, Node]:
+    """For every node that gives a tensor, the node that made its storage.
+
+    Args:
+        gm: a graph.
+        saved: the storages of its inputs, by name.
+        apart: what an op gives of several is a storage each.
+    """
     roots: dict[Node, Node] = {}
+    first: dict[str, Node] = {}
     for node in gm.graph.nodes:
         if node.op not in ("placeholder", "call_function") or node.meta.get("val") is None:
             continue
+        if node.op == "placeholder":
+            key = saved[node.name][0] if saved and node.name in saved else node.name
+            roots[node] = first.setdefault(key, node)
+            continue
         source = next((i for i in node.all_input_nodes if i in roots), None)
         aliases = is_view(node) or is_wait(node) or _writes_its_input(node)
+        aliases = aliases and not (apart and _is_item(node))
         roots[node] = roots[source] if aliases and source is not None else node
     return roots
+
+
+def _is_item(node: Node) -> bool:
+    """Whether it is one of several values that an op makes."""
+    made = node.all_input_nodes[0] if node.target is operator.getitem else None
+    return made is not None and not (is_view(made) or is_collective(made) or is_wait(made))
 
 
 def _writes_its_input(node: Node) -> bool:
@@ -252,4 +299,6 @@ def _own_bytes(node: Node) -> Any:
     value = node.meta.get("val")
     if node.target is torch.ops.shardc.to_host.default:
         return 0
+    if node.users and isinstance(value, (list, tuple)) and all(map(_is_item, node.users)):
+        return 0  # each is counted
     return tensor_bytes(value) if isinstance(value, (Tensor, list, tuple)) else 0

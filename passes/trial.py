@@ -1,19 +1,22 @@
 """Joint graph: cut and scheduled on a copy, to see what a choice would hold and how long it takes.
 
-Ranks agree on nothing meanwhile: a trial is this rank's own.
+Ranks agree on nothing meanwhile: a trial is this rank's own. It may go by what they agreed on.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from shardc.passes import pipeline
 from shardc.passes.context import (
+    Facts,
     Kept,
     PassContext,
+    Recall,
     is_view,
     moved_by,
     reach,
@@ -21,7 +24,7 @@ from shardc.passes.context import (
 )
 from shardc.passes.cost import collective_seconds, evaluate, symbol_hints, tensor_bytes
 from shardc.passes.events import Events, read_events, read_problem
-from shardc.passes.memory import Liveness, measure_liveness
+from shardc.passes.memory import Liveness, Storages, measure_liveness
 from shardc.passes.runner import run_passes
 from shardc.passes.timeline import Problem, plan_timeline, simulate
 from shardc.runtime import compat
@@ -34,13 +37,18 @@ class Phase:
 
     Attributes:
         gm: its graph, scheduled.
-        liveness: what it holds after each node.
         ctx: the context of its passes.
+        saved: the storages of the forward whose backward it is.
     """
 
     gm: GraphModule
-    liveness: Liveness
     ctx: PassContext
+    saved: Storages | None = None
+
+    @cached_property
+    def liveness(self) -> Liveness:
+        """What it holds after each node."""
+        return self.liveness_for(symbol_hints(self.gm))
 
     @cached_property
     def events(self) -> Events:
@@ -56,6 +64,19 @@ class Phase:
     def seconds(self) -> float:
         """How long it takes, by the cost model."""
         return simulate(self.problem, plan_timeline(self.problem))
+
+    def liveness_for(self, sizes: Mapping[Any, int]) -> Liveness:
+        """What it would hold with these values of its symbols."""
+        options, owns = self.ctx.options, self.ctx.phase == "backward"
+        assert options is not None
+        return measure_liveness(
+            self.gm,
+            owns_inputs=owns,
+            fused=options.fused,
+            clones=owns and options.clones,
+            hints=sizes,
+            saved=self.saved,
+        )
 
     @cached_property
     def places(self) -> dict[Node, int]:
@@ -84,19 +105,32 @@ class Trial:
         return self.forward.seconds + self.backward.seconds
 
 
-def run_trial(gm: GraphModule, ctx: PassContext, kept: Kept) -> Trial:
-    """Partition and schedule a copy of `gm`."""
+def run_trial(gm: GraphModule, ctx: PassContext, kept: Kept, recall: Recall | None = None) -> Trial:
+    """Partition and schedule a copy of `gm`.
+
+    Raises:
+        NotAgreed: with `recall`, which the trial is planned by: ranks have not agreed on what it
+            sends.
+    """
     assert ctx.options is not None
     joint = replace(ctx, kept=kept, number=None, agree_on_seconds=None, agree_on_choice=None)
     tagged = run_passes(GraphModule(gm, copy.deepcopy(gm.graph)), joint, pipeline.JOINT_PASSES)
     graphs = compat.min_cut_partition(tagged, None, num_fwd_outputs=ctx.results)
-    contexts = [replace(joint, phase=phase) for phase in ("forward", "backward")]
-    for graph, each in zip(graphs, contexts, strict=True):
+    phases: list[Phase] = []
+    for graph, phase in zip(graphs, ("forward", "backward"), strict=True):
+        each = replace(joint, phase=phase)
+        if recall is not None:
+            each = replace(each, agree_on_seconds=_recalling(recall, phase))
         run_passes(graph, each, pipeline.GRAPH_PASSES)
-    fused, clones = ctx.options.fused, ctx.options.clones
-    before = measure_liveness(graphs[0], owns_inputs=False, fused=fused)
-    after = measure_liveness(graphs[1], owns_inputs=True, fused=fused, clones=clones)
-    return Trial(kept, Phase(graphs[0], before, contexts[0]), Phase(graphs[1], after, contexts[1]))
+        if recall is not None:
+            recall.collectives(graph, phase)
+        saved = phases[0].liveness.storages if phases else None
+        phases.append(Phase(graph, each, saved))
+    return Trial(kept, *phases)
+
+
+def _recalling(recall: Recall, phase: str) -> Callable[[Facts, list[float]], list[float]]:
+    return lambda facts, _: recall.seconds(phase, facts)
 
 
 @dataclass(frozen=True)

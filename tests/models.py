@@ -1,8 +1,10 @@
 """Small models and the parity check that tests share."""
 
 import copy
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -213,6 +215,22 @@ class Live(CompiledMode):
             time.sleep(0.001)
         self.peak = max(self.peak, self._now())
         return result
+
+
+def measured_peak(run: Callable[[], Any], folder: Path) -> int:
+    """The most bytes that `run` allocates at a time, by the profiler's account."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        run()
+    path = str(folder / "trace.json")
+    profile.export_chrome_trace(path)
+    with open(path) as file:
+        events = [e for e in json.load(file)["traceEvents"] if e.get("name") == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event["ts"]):
+        live += event["args"]["Bytes"]
+        peak = max(peak, live)
+    return peak
 
 
 def _storages(values: Any) -> list[UntypedStorage]:

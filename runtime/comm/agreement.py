@@ -123,6 +123,11 @@ def agree(
     return notes
 
 
+def known(group: dist.ProcessGroup, stated: Statement) -> frozenset[str]:
+    """The notes that `agree` would give at once; empty if it would have to ask the other ranks."""
+    return kept_with(group, _History, _History).known(stated.name, stated)
+
+
 def has_others(group: dist.ProcessGroup) -> bool:
     """Whether `group` has other ranks, and they are processes."""
     return group.size() > 1 and not compat.is_fake_group(group)

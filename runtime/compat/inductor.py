@@ -209,6 +209,15 @@ def order_settings() -> dict[str, object]:
     return {name: value for name, value in wanted.items() if name in known}
 
 
+def frugal_settings() -> dict[str, object]:
+    """The settings with which Inductor frees what it has no use for at once (2.11 to 2.15).
+
+    With others it may keep freed memory for a later value of the same size, as long as it believes
+    that the peak is elsewhere; it does not know what calls and backends of collectives hold.
+    """
+    return {"allow_buffer_reuse": False}
+
+
 def _collectives_pass(gm: GraphModule, label_of: LabelOf) -> object:
     """A pass of Inductor's scheduler for the collectives and waits of `gm` (2.11 to 2.15).
 

@@ -13,10 +13,10 @@ from datetime import timedelta
 from torch.fx import GraphModule
 
 from shardc.backend.stages import RANKS
-from shardc.passes.context import Facts
+from shardc.passes.context import Facts, NotAgreed
 from shardc.passes.verify import collective_sequence
 from shardc.runtime import compat
-from shardc.runtime.comm.agreement import Statement, agree, settle
+from shardc.runtime.comm.agreement import Statement, agree, known, settle
 
 
 @dataclass(frozen=True)
@@ -72,21 +72,48 @@ class Agreements:
 
     def seconds(self, group: str, phase: str, facts: Facts, seconds: list[float]) -> list[float]:
         """The compute times all ranks plan with: the slowest's, from the first compile on."""
-        what = f"the collectives of a {phase} graph, before they are scheduled"
-        notes = self._agree_once(group, what, facts, json.dumps(seconds))
-        return [max(times) for times in zip(*map(json.loads, notes), strict=True)]
+        return _slowest(self.agree(group, _unscheduled(phase, facts, json.dumps(seconds))))
 
     def choices(self, group: str, what: str, facts: Facts, choice: str) -> frozenset[str]:
         """What any rank would choose, from the first compile on."""
-        return self._agree_once(group, what, facts, choice)
+        return self.agree(group, _once(what, facts, choice))
 
     def collectives(self, gm: GraphModule, phase: str, groups: list[str]) -> None:
         """Raise unless all ranks of each group send the same in the same order."""
-        facts, kept_as = collective_sequence(gm), collective_sequence(gm, by_number=True)
-        stated = Statement(f"the collectives of a {phase} graph", facts, kept_as=kept_as)
         for group in groups:
-            self.agree(group, stated)
+            self.agree(group, _sequence(gm, phase))
 
-    def _agree_once(self, group: str, what: str, facts: Facts, note: str) -> frozenset[str]:
-        stated = Statement(what, facts(False), note, first_note_stands=True, kept_as=facts(True))
-        return self.agree(group, stated)
+
+def recall_seconds(group: str, phase: str, facts: Facts) -> list[float]:
+    """The compute times that all ranks plan with, if they have agreed on them. Asks nobody."""
+    return _slowest(_recall(group, _unscheduled(phase, facts)))
+
+
+def recall_collectives(gm: GraphModule, phase: str, groups: list[str]) -> None:
+    """Raise unless all ranks of each group have agreed to send what `gm` does. Asks nobody."""
+    for group in groups:
+        _recall(group, _sequence(gm, phase))
+
+
+def _recall(group: str, stated: Statement) -> frozenset[str]:
+    notes = known(compat.resolve_group(group), stated)
+    if not notes:
+        raise NotAgreed(stated.what)
+    return notes
+
+
+def _unscheduled(phase: str, facts: Facts, note: str = "") -> Statement:
+    return _once(f"the collectives of a {phase} graph, before they are scheduled", facts, note)
+
+
+def _once(what: str, facts: Facts, note: str) -> Statement:
+    return Statement(what, facts(False), note, first_note_stands=True, kept_as=facts(True))
+
+
+def _sequence(gm: GraphModule, phase: str) -> Statement:
+    facts, kept_as = collective_sequence(gm), collective_sequence(gm, by_number=True)
+    return Statement(f"the collectives of a {phase} graph", facts, kept_as=kept_as)
+
+
+def _slowest(notes: frozenset[str]) -> list[float]:
+    return [max(times) for times in zip(*map(json.loads, notes), strict=True)]

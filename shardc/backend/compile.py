@@ -26,7 +26,7 @@ from shardc.backend.regional import buckets_of_the_runtime, giving, with_taken
 from shardc.backend.repro import copy_graph, write_repro
 from shardc.backend.stages import INDUCTOR, PASSES, Stages
 from shardc.passes import pipeline
-from shardc.passes.context import PassContext, moved_by, our_collectives
+from shardc.passes.context import PassContext, groups_in
 from shardc.passes.dump import dump_code, is_wanted
 from shardc.passes.insert_unshard import slots_read
 from shardc.passes.runner import name_of, run_passes
@@ -132,7 +132,9 @@ def _compile_inductor(
     run: Run | None,
     cache: CompileCache | None = None,
 ) -> Callable[..., Any]:
-    patches = compat.mode_options(mode) | plan.options.inductor | compat.order_settings()
+    frugal = {} if plan.options.memory_budget is None else compat.frugal_settings()
+    given = compat.mode_options(mode) | plan.options.inductor
+    patches = frugal | given | compat.order_settings()
     patches[compat.JOINT_PASS] = compat.joint_pass(
         plan.finish_joint,
         repr([name_of(step) for step in pipeline.JOINT_PASSES]),
@@ -144,7 +146,7 @@ def _compile_inductor(
         graph = _finish_graph(graph, ctx, plan)
         if run is not None:
             return run(graph)
-        plan.calls[ctx.phase] = _groups(graph), bool(kwargs.get("cudagraphs"))
+        plan.calls[ctx.phase] = groups_in(graph), bool(kwargs.get("cudagraphs"))
         original = copy_graph(graph)
         try:
             with plan.stages.stage(INDUCTOR):
@@ -198,7 +200,7 @@ def _compile_eager(
 
 
 def _run_eagerly(graph: GraphModule) -> BoxedGraph:
-    run, groups = eager_executor(graph), _groups(graph)
+    run, groups = eager_executor(graph), groups_in(graph)
     return naming_failures(run, groups) if groups else run
 
 
@@ -228,7 +230,7 @@ def _finish_graph(gm: GraphModule, ctx: PassContext, plan: Plan) -> GraphModule:
     """What every forward and backward graph goes through before it is lowered."""
     with plan.stages.stage(PASSES):
         gm = run_passes(gm, ctx, pipeline.GRAPH_PASSES)
-    plan.agreements.collectives(gm, ctx.phase, _groups(gm))
+    plan.agreements.collectives(gm, ctx.phase, groups_in(gm))
     plan.record(gm, ctx)
     return gm
 
@@ -307,12 +309,6 @@ def _reading(bucket: Bucket, place: int | None = None) -> str:
         holders = [f"{type(m).__module__}.{type(m).__qualname__}" for m in bucket.owner.modules]
         text = f"bucket +{place} of {' '.join(holders)} of {bucket.content}"
     return f"{text}, with {' and '.join(modes)}" if modes else text
-
-
-def _groups(gm: GraphModule) -> list[str]:
-    """The process groups over which `gm` communicates."""
-    specs = [moved.spec for node in our_collectives(gm) for moved in moved_by(node)]
-    return list(dict.fromkeys(spec.everyone or spec.group for spec in specs))
 
 
 # -- what runs around a compiled graph -----------------------------------------------------------

@@ -10,16 +10,19 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from shardc.backend.agreements import Agreements
+from shardc.backend.agreements import Agreements, recall_collectives, recall_seconds
 from shardc.backend.options import Options
 from shardc.backend.stages import PASSES, Stages
 from shardc.passes import pipeline
 from shardc.passes.budget import choose_kept
 from shardc.passes.context import (
+    MARGIN,
     Budget,
     Kept,
     PassContext,
+    Recall,
     ScheduleOptions,
+    groups_in,
     is_collective,
     is_wait,
     kind_of,
@@ -31,7 +34,7 @@ from shardc.passes.hardware import (
     current_profile,
     workspace_bytes,
 )
-from shardc.passes.memory import Liveness, measure_liveness
+from shardc.passes.memory import Liveness, Storages, measure_liveness
 from shardc.passes.runner import run_passes
 from shardc.passes.used_slots import Differentiated, differentiated
 from shardc.passes.verify import collective_sequence
@@ -72,6 +75,7 @@ class Plan:
         self.graphs: list[GraphPlan] = []
         self.calls: dict[str, tuple[list[str], bool]] = {}
         self._saved = frozenset[str]()  # names of gathered buckets that the forward saves
+        self._storages: Storages | None = None  # of what the forward saves
         self.references = {position: weakref.ref(bucket) for position, bucket in buckets.items()}
         first = next(iter(buckets.values()), None)
         self.everyone = "" if first is None else first.ranks.everyone
@@ -97,6 +101,10 @@ class Plan:
         return PassContext(
             phase,
             results=results,
+            recall=Recall(
+                functools.partial(recall_seconds, everyone),
+                lambda gm, phase: recall_collectives(gm, phase, groups_in(gm)),
+            ),
             budget=self._budget(),
             open_positions=self._open,
             kept=self.kept,
@@ -134,6 +142,7 @@ class Plan:
         return Budget(
             nbytes=budget_bytes(options.memory_budget, self.profile),
             static=self.static_bytes,
+            margin=MARGIN if options.executor == "inductor" else 0.0,
         )
 
     def _schedule_options(self, numbers: Mapping[Unit, int]) -> ScheduleOptions:
@@ -163,9 +172,10 @@ class Plan:
             fused=self.options.executor == "inductor",
             clones=self._clones,
             gathered=self._saved,
+            saved=self._storages,
         )
         if ctx.phase == "forward":
-            self._saved = liveness.kept
+            self._saved, self._storages = liveness.kept, liveness.storages
         order = [kind_of(node) for node in gm.graph.nodes if is_collective(node) or is_wait(node)]
         finished = GraphPlan(
             ctx.phase,
