@@ -34,7 +34,8 @@ def fold_repeats(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """A copy of `gm` in which stretches that repeat are calls; `gm` itself where none do."""
     folded = GraphModule(gm, copy.deepcopy(gm.graph))
     folded.meta.update(gm.meta)
-    move_near_readers(folded, ends_no_stretch)
+    recomputes = ctx.phase == "backward" and bool(ctx.kept.recomputed)
+    move_near_readers(folded, ends_no_stretch, anew=recomputes)
     groups = find_repeats(folded)
     twins: dict[Node, Node] = {}
     for number, group in enumerate(groups):

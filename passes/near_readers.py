@@ -8,8 +8,8 @@ call, and calls end at collectives. So such an op comes down to the first that i
 with, and ops that read the same in the same size go up to where that is read first. Collectives,
 matmuls and all else that Inductor does not fuse stay where they are.
 
-What stays in registers and is read between several collectives is computed between each of them: a
-call would store it for the next one.
+What stays in registers and is read between several collectives is computed between each of them, on
+request: a call would store it for the next one, as what a memory budget has computed again.
 
 What an op reads is held until its new place, what goes up is there earlier: as it would be if the
 graph were not folded. No op goes further than `FURTHEST`.
@@ -41,14 +41,22 @@ FURTHEST = 4
 """How many places down an op may go: past two borders with a run between them."""
 
 
-def move_near_readers(gm: GraphModule, is_foldable: Callable[[Node], bool]) -> None:
-    """Reorder `gm`; runs of nodes that are not `is_foldable` are the borders of calls."""
+def move_near_readers(
+    gm: GraphModule, is_foldable: Callable[[Node], bool], anew: bool = False
+) -> None:
+    """Reorder `gm`; runs of nodes that are not `is_foldable` are the borders of calls.
+
+    Args:
+        anew: compute what stays in registers in each run that reads it. Blocks whose runs read
+            other values then are no longer equal.
+    """
     places = _Places(gm, is_foldable)
     for place in range(2, places.end, 2):
         places.hoist(place)
     for place in range(0, places.end, 2):
         places.sink(place)
-    places.compute_anew()
+    if anew:
+        places.compute_anew()
     places.carry_views()
     reorder(gm, {node: (place,) for node, place in places.of.items()})
 

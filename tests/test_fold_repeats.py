@@ -140,11 +140,11 @@ def test_a_gradient_is_written_into_a_buffer_of_another_stretch():
 # -- what would be one kernel --------------------------------------------------------------------
 
 
-def _together(run, *args):
+def _together(run, *args, anew=False):
     """The names of ops between the waits of a graph, after they have moved."""
     gm = _trace(run, *args)
     flat = eager_executor(gm)([arg.clone() for arg in args])
-    move_near_readers(gm, ends_no_stretch)
+    move_near_readers(gm, ends_no_stretch, anew)
     gm.recompile()
     moved = eager_executor(gm)([arg.clone() for arg in args])
     assert all(map(torch.equal, flat, moved))
@@ -216,7 +216,10 @@ def test_what_stays_in_registers_is_computed_wherever_it_is_read():
         return [(used @ c10d.wait_tensor(u)) * inner.view(8, 8)]
 
     parts = ["mul", "cos"]
-    assert _together(run, *_of_8(4)) == [["mm", *parts, "add", "mm"], ["mm", *parts, "mul"]]
+    assert _together(run, *_of_8(4), anew=True) == [
+        ["mm", *parts, "add", "mm"],
+        ["mm", *parts, "mul"],
+    ]
 
 
 def test_what_would_have_more_held_is_stored_for_those_that_read_it_later():
@@ -226,7 +229,7 @@ def test_what_would_have_more_held_is_stored_for_those_that_read_it_later():
         total = x @ w + x @ v
         return [((total.cos() @ w) @ c10d.wait_tensor(u)) * total]
 
-    assert _together(run, *_of_8(4)) == [["mm", "mm", "add", "cos", "mm"], ["mm", "mul"]]
+    assert _together(run, *_of_8(4), anew=True) == [["mm", "mm", "add", "cos", "mm"], ["mm", "mul"]]
 
 
 def test_what_is_made_of_much_is_stored_for_those_that_read_it_later():
@@ -236,8 +239,8 @@ def test_what_is_made_of_much_is_stored_for_those_that_read_it_later():
         out = (total.cos() @ w) @ c10d.wait_tensor(u)
         return [functools.reduce(torch.mul, [out, total, *parts])]
 
-    assert _together(run, *_of_8(7))[1] == ["mm", *["add"] * 3, *["mul"] * 5]
-    assert _together(run, *_of_8(8))[1] == ["mm", *["mul"] * 6]
+    assert _together(run, *_of_8(7), anew=True)[1] == ["mm", *["add"] * 3, *["mul"] * 5]
+    assert _together(run, *_of_8(8), anew=True)[1] == ["mm", *["mul"] * 6]
 
 
 def test_nothing_crosses_what_writes():

@@ -22,6 +22,12 @@ Kwargs = dict[str, Any]
 Index: TypeAlias = Any
 """What a tensor takes between brackets, which torch has no type for."""
 
+Subclass: TypeAlias = Any
+"""A tensor with `__tensor_flatten__` and hooks of its own, which torch has no type for."""
+
+Context: TypeAlias = Any
+"""What `__tensor_flatten__` gives beside the names of inner tensors."""
+
 NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
 """A tensor subclass that only wants `__torch_dispatch__` (2.11 to 2.15)."""
 

@@ -15,7 +15,7 @@ import inspect
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class _Wrapping(NamedTuple):
     """A subclass around one plain tensor, taken apart."""
 
     attribute: str
-    context: Any
+    context: compat.Context
     inner: Tensor
 
 
@@ -98,18 +98,18 @@ def _why_not_packed(tensor: Tensor, world_size: int) -> str | None:
     return None
 
 
-def _packing(tensor: Any) -> Packing | None:
+def _packing(tensor: compat.Subclass) -> Packing | None:
     if not compat.is_wrapper(tensor) or not tensor.dim() or not tensor.numel():
         return None
     with torch.no_grad():
         return Packing.of(tensor.detach())
 
 
-def _arguments(tensor: Any) -> int:
+def _arguments(tensor: compat.Subclass) -> int:
     return len(inspect.signature(tensor.fsdp_pre_all_gather).parameters)
 
 
-def _wrapping(tensor: Any) -> _Wrapping | None:
+def _wrapping(tensor: compat.Subclass) -> _Wrapping | None:
     if not compat.is_wrapper(tensor):
         return None
     names, context = tensor.__tensor_flatten__()
@@ -130,7 +130,7 @@ def attributes_of_subclass(tensor: Tensor) -> set[str]:
     return set(vars(_around(type(tensor), *wrapping)))
 
 
-def _around(cls: Any, attribute: str, context: Any, plain: Tensor) -> Tensor:
+def _around(cls: compat.Subclass, attribute: str, context: compat.Context, plain: Tensor) -> Tensor:
     made = cls.__tensor_unflatten__({attribute: plain}, context, plain.shape, plain.stride())
     return cast(Tensor, made)
 
@@ -154,9 +154,9 @@ class Extension:
 
     cls: type[Tensor]
     attribute: str
-    context: Any = field(repr=False)
+    context: compat.Context = field(repr=False)
     packing: Packing | None
-    whole_context: Any = field(repr=False)
+    whole_context: compat.Context = field(repr=False)
     dtype: torch.dtype
     shape: tuple[int, ...]
     mesh: DeviceMesh = field(repr=False)
@@ -185,13 +185,16 @@ class Extension:
             whole = context
         else:
             attribute, packing = "", _packing(param)
-            parts: tuple[Any, Any] = (rows_of(param, mesh.size()), param.detach())
+            parts: tuple[compat.Subclass, compat.Subclass] = (
+                rows_of(param, mesh.size()),
+                param.detach(),
+            )
             context, whole = (value.__tensor_flatten__()[1] for value in parts)
         rank, where = mesh.get_local_rank(), weakref.ref(module)
         own = (attribute, context, packing, whole, param.dtype, tuple(param.shape))
         return cls(type(param), *own, mesh, rank, where, precision)
 
-    def copied_to(self, memo: dict[int, Any]) -> "Extension":
+    def copied_to(self, memo: compat.Memo) -> "Extension":
         """The same in a copy of the model, whose `memo` has the copied modules."""
         module = self.module()
         return replace(self, module=weakref.ref(cast(nn.Module, memo.get(id(module), module))))
@@ -210,7 +213,7 @@ class Extension:
         context = on_device(context, plain.device)
         stride = torch.empty(shape, device="meta").stride()
         inner = self.packing.unpack(plain)
-        made: Any = self.cls
+        made: compat.Subclass = self.cls
         return cast(Tensor, made.__tensor_unflatten__(inner, context, torch.Size(shape), stride))
 
     def _rows(self, segment: Tensor) -> Tensor:
@@ -219,7 +222,7 @@ class Extension:
             return segment.view(-1, self.packing.nbytes)
         return segment.view(self.padded_rows, *self.shape[1:])
 
-    def before_gather(self, segment: Tensor) -> tuple[list[Tensor], Any]:
+    def before_gather(self, segment: Tensor) -> tuple[list[Tensor], object]:
         """What is sent of this rank's rows, of the same sizes on all ranks, and metadata.
 
         `segment: (S,)`. As FSDP2 does, the subclass is given the rows without padding; what has as
@@ -232,8 +235,8 @@ class Extension:
             local = local[:rows]
         if not rows and padded:
             local = segment.new_zeros((1, *shape[1:]))
-        given: tuple[Any, ...] = (self.mesh,)
-        instance: Any = self.around(local)
+        given: tuple[object, ...] = (self.mesh,)
+        instance: compat.Subclass = self.around(local)
         if _arguments(instance) == 5:
             whole = torch.empty(shape, device="meta")
             given += (whole.size(), whole.stride(), self.module(), self.precision)
@@ -243,10 +246,10 @@ class Extension:
         return [_padded(tensor, local.shape[0], padded) for tensor in sent], metadata
 
     def after_gather(
-        self, gathered: Sequence[Tensor], metadata: Any, dtype: torch.dtype, segment: Tensor
+        self, gathered: Sequence[Tensor], metadata: object, dtype: torch.dtype, segment: Tensor
     ) -> Tensor:
         """The full parameter of what was gathered, each with all ranks' rows along dim 0."""
-        instance: Any = self.around(self._rows(segment))
+        instance: compat.Subclass = self.around(self._rows(segment))
         if self.packing is not None:
             dtype = self.precision.param_dtype or self.dtype
         full, _ = instance.fsdp_post_all_gather(tuple(gathered), metadata, dtype)

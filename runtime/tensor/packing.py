@@ -9,10 +9,11 @@ to all rows: any stretch of groups is such a weight again, on any number of rank
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from shardc.runtime import compat
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Packing:
         return sum(part.nbytes for part in self.parts)
 
     @classmethod
-    def of(cls, weight: Any) -> "Packing | None":
+    def of(cls, weight: compat.Subclass) -> "Packing | None":
         """That of a weight, whose subclass must be able to split it by rows; None if not."""
         names, _ = weight.__tensor_flatten__()
         inner = {name: getattr(weight, name) for name in names}
@@ -64,7 +65,7 @@ class Packing:
             parts.append(Part(name, value.dtype, shape, name in along))
         return cls(groups, weight.shape[0] // groups, tuple(parts))
 
-    def pack(self, weight: Any) -> Tensor:
+    def pack(self, weight: compat.Subclass) -> Tensor:
         """The weight as `(groups, bytes)` of uint8."""
         columns = []
         for part in self.parts:
@@ -85,7 +86,7 @@ class Packing:
         return inner
 
 
-def on_device(context: Any, device: torch.device) -> Any:
+def on_device(context: compat.Context, device: torch.device) -> compat.Context:
     """What a subclass keeps beside its inner tensors, where it names a device: this one."""
     if isinstance(context, torch.device):
         return device
@@ -99,12 +100,12 @@ def on_device(context: Any, device: torch.device) -> Any:
     return context
 
 
-def rows_of(weight: Tensor, count: int) -> Any:
+def rows_of(weight: Tensor, count: int) -> compat.Subclass:
     """The first of `count` equal parts of a weight along dim 0."""
     return torch.chunk(weight.detach(), count)[0]
 
 
-def _first(weight: Tensor, count: int) -> Any:
+def _first(weight: Tensor, count: int) -> compat.Subclass:
     """As `rows_of`; None where the subclass cannot be split so."""
     try:
         return rows_of(weight, count)
