@@ -15,7 +15,15 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from shardc.passes.context import WRITES, is_collective, is_view, is_wait, reach, readers_of
+from shardc.passes.context import (
+    WRITES,
+    is_collective,
+    is_view,
+    is_wait,
+    reach,
+    readers_of,
+    sources_of,
+)
 from shardc.passes.cost import (
     evaluate,
     in_registers,
@@ -209,17 +217,15 @@ def _read_by(
     With `index`, the places of all nodes, it computes anew what is stored only later.
     """
     stored, computed = set[Node](), set[Node]()
-    todo = list(node.all_input_nodes)
+    todo = list(sources_of(node))
     while todo:
         operand = todo.pop()
-        while is_view(operand) and operand.all_input_nodes:
-            operand = operand.all_input_nodes[0]
         if operand in computed:
             continue
         inside = _is_loop(operand) and operand in registers
         if inside or (index and _is_computed_twice(operand, node, index)):
             computed.add(operand)
-            todo += operand.all_input_nodes
+            todo += sources_of(operand)
         else:
             stored.add(operand)
     return stored, computed

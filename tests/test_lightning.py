@@ -1,18 +1,13 @@
 """shardc's strategies for Lightning's Fabric and Trainer, against plain loops."""
 
-import logging
-import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
+from loops import quiet
 from models import full
 from ranks import on_ranks, run_on_ranks
 from torch import Tensor, nn
@@ -69,15 +64,6 @@ def check_equal(model: nn.Module, plain: nn.Module) -> None:
         if name in start:
             assert not torch.allclose(want[name], start[name]), f"{name} was not trained"
         torch.testing.assert_close(value, want[name].detach(), rtol=1e-5, atol=1e-6)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Lightning changes the environment and warns about small data sets."""
-    logging.getLogger("lightning").setLevel(logging.ERROR)
-    with mock.patch.dict(os.environ), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 # -- Fabric ----------------------------------------------------------------------------------------

@@ -40,12 +40,8 @@ def state_sizes(make: Callable[[], Optimizer], params: Sequence[nn.Parameter]) -
     except Exception as error:
         log.info("its state is taken to be as large as the parameters: %s", error)
         return own
-    sizes = [sum(map(_nbytes, _tensors(optimizer.state.get(param, {})))) for param in params]
+    sizes = [sum(t.nbytes for t in _tensors(optimizer.state.get(param, {}))) for param in params]
     return sizes if any(sizes) else own
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
