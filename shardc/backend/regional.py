@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from shardc.backend.recomputed import note_readings
 from shardc.passes.take_gathered import Taken, markers_of
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket, bucket_of
@@ -72,6 +73,7 @@ def giving(compiled: Callable[..., Any], taken: Sequence[Taken]) -> Callable[...
 
     @torch.compiler.disable
     def run(*args: Any) -> Any:
+        note_readings(dict.fromkeys(bucket_of(args[take.position]).key for take in taken))
         with _open(args, taken) as full, saving_handles() or contextlib.nullcontext():
             return compiled(*args, *full)
 
