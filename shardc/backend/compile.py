@@ -141,6 +141,11 @@ def _compile_inductor(
         patches.get(compat.JOINT_PASS),
     )
 
+    if plan.options.memory_budget is not None:
+        patches[compat.PARTITIONER] = compat.partitioner(
+            plan.finish_partition, "shardc: saves on the host", patches.get(compat.PARTITIONER)
+        )
+
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         ctx = plan.context("backward" if kwargs.get("is_backward") else "forward")
         graph = _finish_graph(graph, ctx, plan)
@@ -192,7 +197,9 @@ def _compile_eager(
         return lambda graph, _: run(_finish_graph(graph, plan.context(phase), plan))
 
     def partition(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
-        return compat.min_cut_partition(plan.finish_joint(graph), *args, **kwargs)
+        graphs = compat.min_cut_partition(plan.finish_joint(graph), *args, **kwargs)
+        plan.finish_partition(*graphs)
+        return graphs
 
     return compat.compile_aot(
         gm, example_inputs, compile_phase("forward"), compile_phase("backward"), partition

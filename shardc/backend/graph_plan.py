@@ -35,6 +35,7 @@ from shardc.passes.hardware import (
     workspace_bytes,
 )
 from shardc.passes.memory import Liveness, Storages, measure_liveness
+from shardc.passes.offload import offload_saved
 from shardc.passes.runner import run_passes
 from shardc.passes.used_slots import Differentiated, differentiated
 from shardc.passes.verify import collective_sequence
@@ -122,6 +123,11 @@ class Plan:
                 look(gm, ctx, self)
             self.kept = choose_kept(gm, ctx)
             return run_passes(gm, replace(ctx, kept=self.kept), pipeline.JOINT_PASSES)
+
+    def finish_partition(self, forward: GraphModule, backward: GraphModule) -> None:
+        """Have what was chosen for it be saved on the host."""
+        with self.stages.stage(PASSES):
+            offload_saved(forward, backward, self.context("joint"))
 
     @property
     def buckets(self) -> dict[int, Bucket]:
