@@ -79,6 +79,7 @@ class ScheduleOptions:
         fused: whether the executor fuses elementwise ops, and keeps them in registers (Inductor).
         clones: whether the backend clones what it reduces (gloo).
         embedding_rows: whether embeddings fetch rows; None leaves it to the cost model.
+        saves_on_host: whether a memory budget may have values saved on the host.
     """
 
     profile: Profile
@@ -91,6 +92,7 @@ class ScheduleOptions:
     fused: bool = True
     clones: bool = False
     embedding_rows: bool | None = None
+    saves_on_host: bool = False
 
     def wanted(self, phase: str, gathers: Sequence[tuple[int, int]]) -> list[int | None]:
         """The event at which each gather, given as (unit, event), is asked for, if it is."""

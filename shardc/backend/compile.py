@@ -96,9 +96,11 @@ def _compile_graph(
     with stages.stage(PASSES):
         gm = run_passes(gm, first, pipeline.DYNAMO_PASSES)
     slots, taken = slots_read(gm), taken_by(gm)
-    plan = Plan(parsed, {place: buckets[place] for place in slots}, slots, numbers, stages)
+    replays = compat.replays(parsed.inductor, mode)
+    read = {place: buckets[place] for place in slots}
+    plan = Plan(parsed, read, slots, numbers, stages, replays)
     agreed = _agree_on_reads(plan)
-    if not compat.replays(parsed.inductor, mode):
+    if not replays:
         ctx = replace(plan.context("dynamo"), number=first.number)
         with stages.stage(PASSES):
             gm = run_passes(gm, ctx, pipeline.READ_PASSES, done=len(pipeline.DYNAMO_PASSES))

@@ -56,6 +56,9 @@ class Plan:
     phase the groups of their collectives and whether a CUDA graph replays these (`calls`). What
     depends on buckets is read when the plan is made: compiled code outlives them, and equal ones
     run it.
+
+    Args:
+        replays: whether CUDA graphs are replayed.
     """
 
     def __init__(
@@ -65,8 +68,10 @@ class Plan:
         slots: Mapping[int, frozenset[int]],
         numbers: Mapping[Unit, int],
         stages: Stages,
+        replays: bool = False,
     ) -> None:
         self.options = options
+        self._replays = replays
         self.stages = stages
         self.agreements = Agreements(options.agreement_timeout, stages.stage)
         self.slots = slots
@@ -81,6 +86,8 @@ class Plan:
         first = next(iter(buckets.values()), None)
         self.everyone = "" if first is None else first.ranks.everyone
         self._device = "cpu" if first is None else first.device.type
+        planned = any(bucket.settings.host_is_apart for bucket in buckets.values())
+        self._host_is_apart = self._device != "cpu" or planned
         kept = _static_bytes(buckets.values(), options)
         self.static_bytes = kept + workspace_bytes(self.profile)
         self.labels = {position: bucket.label for position, bucket in buckets.items()}
@@ -168,7 +175,14 @@ class Plan:
             clones=self._clones,
             embedding_rows=None if isinstance(rows := options.embedding_rows, str) else rows,
             coalesce=self._coalesces if options.coalesce is None else options.coalesce,
+            saves_on_host=self._may_save_on_host(),
         )
+
+    def _may_save_on_host(self) -> bool:
+        """Whether a memory budget may save values on the host: a device with memory of its own."""
+        if self._replays or not self.options.offload_activations:
+            return False
+        return self._host_is_apart and self.profile.host_bandwidth > 0
 
     def record(self, gm: GraphModule, ctx: PassContext) -> None:
         """Keep in `graph_plans` what was decided for a graph, and tell the `listeners`."""
