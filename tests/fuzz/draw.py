@@ -142,7 +142,8 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
         and _any(case, lambda b: b.kind == "attention")
     ),
     "output_dtype of inner units, whose followers compute in param_dtype": lambda case: (
-        "output" in case.precision and _any(case, lambda b: b.unit is not None)
+        "output" in case.precision
+        and (case.made == "auto" or _any(case, lambda b: b.unit is not None))
     ),
     "torch: a checkpoint without states of unused parameters is not loaded": lambda case: (
         any(step.then == "reload" for step in case.steps)
