@@ -24,6 +24,7 @@ from shardc.passes.context import (
     ScheduleOptions,
     groups_in,
     is_collective,
+    is_host_copy,
     is_wait,
     kind_of,
 )
@@ -87,7 +88,7 @@ class Plan:
         self.everyone = "" if first is None else first.ranks.everyone
         self._device = "cpu" if first is None else first.device.type
         planned = any(bucket.settings.host_is_apart for bucket in buckets.values())
-        self._host_is_apart = self._device != "cpu" or planned
+        self._has_link = self._device != "cpu" or planned
         kept = _static_bytes(buckets.values(), options)
         self.static_bytes = kept + workspace_bytes(self.profile)
         self.labels = {position: bucket.label for position, bucket in buckets.items()}
@@ -175,14 +176,14 @@ class Plan:
             clones=self._clones,
             embedding_rows=None if isinstance(rows := options.embedding_rows, str) else rows,
             coalesce=self._coalesces if options.coalesce is None else options.coalesce,
-            saves_on_host=self._may_save_on_host(),
+            saves_on_host=self.saves_on_host,
         )
 
-    def _may_save_on_host(self) -> bool:
+    @property
+    def saves_on_host(self) -> bool:
         """Whether a memory budget may save values on the host: a device with memory of its own."""
-        if self._replays or not self.options.offload_activations:
-            return False
-        return self._host_is_apart and self.profile.host_bandwidth > 0
+        wanted = self.options.offload_activations and not self._replays
+        return wanted and self._has_link and self.profile.host_bandwidth > 0
 
     def record(self, gm: GraphModule, ctx: PassContext) -> None:
         """Keep in `graph_plans` what was decided for a graph, and tell the `listeners`."""
@@ -196,7 +197,11 @@ class Plan:
         )
         if ctx.phase == "forward":
             self._saved, self._storages = liveness.kept, liveness.storages
-        order = [kind_of(node) for node in gm.graph.nodes if is_collective(node) or is_wait(node)]
+        order = [
+            kind_of(node)
+            for node in gm.graph.nodes
+            if is_collective(node) or (is_wait(node) and not is_host_copy(node.args[0]))
+        ]
         finished = GraphPlan(
             ctx.phase,
             self.static_bytes,
