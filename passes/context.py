@@ -40,6 +40,7 @@ _OWN = {
 }
 """Collectives of ours (`comm_buffers`, `table_rows`)."""
 SAVE, LOAD = torch.ops.shardc.save_on_host.default, torch.ops.shardc.load_from_host.default
+WAIT_SAVED = torch.ops.shardc.wait_until_saved.default
 
 
 Facts = Callable[[bool], list[str]]
@@ -349,7 +350,7 @@ def is_transfer(node: Node) -> bool:
 
 def is_wait(node: Node) -> bool:
     """Whether the node waits for a collective, or for a copy of a value."""
-    return node.op == "call_function" and node.target is c10d.wait_tensor.default
+    return node.op == "call_function" and node.target in (c10d.wait_tensor.default, WAIT_SAVED)
 
 
 def our_collectives(gm: GraphModule) -> list[Node]:

@@ -33,6 +33,7 @@ from shardc.passes.context import (
     ranks_in,
     reach,
     unit_of_copy,
+    waits_for,
 )
 from shardc.passes.cost import (
     evaluate,
@@ -122,7 +123,8 @@ def read_events(gm: GraphModule) -> Events:
         attached[start] = (before, after)
     fed_by = _fed_by(attached)
     _give_to_following(attached, fed_by)
-    attached |= {copy: ([], _result(copy)) for copy in filter(is_host_copy, nodes)}
+    for copy in filter(is_host_copy, nodes):
+        attached[copy] = ([], _result(copy) if _brings(copy) else waits_for(copy))
     moving = {node for start, (b, a) in attached.items() for node in (start, *b, *a)}
     steps = [node for node in nodes if node not in moving]
     index = {step: number for number, step in enumerate(steps)}

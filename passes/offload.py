@@ -1,7 +1,7 @@
 """Forward and backward graph: what is chosen for it is saved on the host, and loaded from there.
 
     forward:   ... x ... return y, x
-    becomes:   ... x; host = save_on_host(x); x_on_host = wait(host) ... return y, x_on_host
+    becomes:   ... x; host = save_on_host(x); x_on_host = wait(host, x) ... return y, x_on_host
     backward:  x ... f(x)
     becomes:   x_on_host ... value = load_from_host(x_on_host); x = wait(value); f(x)
 
@@ -12,7 +12,7 @@ backward is given. `schedule` moves the copies behind compute.
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from shardc.passes.context import LOAD, SAVE, PassContext, c10d, set_unit_of_copy
+from shardc.passes.context import LOAD, SAVE, WAIT_SAVED, PassContext, c10d, set_unit_of_copy
 
 _SUFFIX = "_on_host"
 
@@ -45,7 +45,7 @@ def _save(graph: Graph, node: Node, unit: str) -> Node:
         start = graph.call_function(SAVE, (node,))
     with graph.inserting_after(start):
         wait = graph.create_node(
-            "call_function", c10d.wait_tensor.default, (start,), name=node.name + _SUFFIX
+            "call_function", WAIT_SAVED, (start, node), name=node.name + _SUFFIX
         )
     for each in (start, wait):
         each.meta = {key: node.meta[key] for key in _FACTS if key in node.meta}

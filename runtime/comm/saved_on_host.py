@@ -1,11 +1,13 @@
 """Values that a forward saves for its backward on the host, and not on the device.
 
-    shardc::save_on_host(value) -> host             # in the forward
-    shardc::load_from_host(host, device) -> value   # in the backward
+    shardc::save_on_host(value) -> host                 # in the forward
+    shardc::wait_until_saved(host, value) -> host
+    shardc::load_from_host(host, device) -> value       # in the backward
 
-Both start a copy on a stream of its own (`host_copies.stream_of`) and are waited for like a
-collective, by `wait_tensor`: the stream that computes waits, the host does not. Until its wait a
-copy holds what it reads, so the device's memory is free again at a known place of the graph.
+Copies are started on streams of their own (`host_copies.stream_of`). The stream that computes
+waits for them, the host does not. Until its wait a save holds what it reads, so the device's memory
+is free again at a known place of the graph; the wait reads it for a compiler, which would let
+another kernel write there. What is loaded is waited for like a collective, by `wait_tensor`.
 The host's memory is pinned, and comes from torch's cache of such memory. Sizes and strides stay.
 """
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardc.runtime import compat
+from shardc.runtime.comm import collectives
 from shardc.runtime.comm.host_copies import stream_of
 
 
@@ -24,6 +27,11 @@ def _save_on_host(value: Tensor) -> Tensor:
     )
     _copy(host, value, value.device, "out")
     return host
+
+
+def _wait_until_saved(host: Tensor, value: Tensor) -> Tensor:
+    """Have the device wait until `host` has the values: the same tensor."""
+    return collectives.ops.wait_tensor(host)
 
 
 def _load_from_host(host: Tensor, device: torch.device) -> Tensor:
@@ -53,8 +61,10 @@ def _copy(target: Tensor, source: Tensor, device: torch.device, direction: str) 
 
 _library = torch.library.Library("shardc", "FRAGMENT")
 _library.define("save_on_host(Tensor value) -> Tensor")
+_library.define("wait_until_saved(Tensor(a) host, Tensor value) -> Tensor(a)")
 _library.define("load_from_host(Tensor host, Device device) -> Tensor")
 _library.impl("save_on_host", _save_on_host, "CompositeExplicitAutograd")
+_library.impl("wait_until_saved", _wait_until_saved, "CompositeExplicitAutograd")
 _library.impl("load_from_host", _load_from_host, "CompositeExplicitAutograd")
 
 
@@ -65,4 +75,5 @@ def _like(value: Tensor, device: torch.device) -> Tensor:
 torch.library.register_fake(
     "shardc::save_on_host", lambda value: _like(value, torch.device("cpu")), lib=_library
 )
+torch.library.register_fake("shardc::wait_until_saved", lambda host, value: host, lib=_library)
 torch.library.register_fake("shardc::load_from_host", _like, lib=_library)
