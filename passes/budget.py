@@ -1,9 +1,11 @@
-"""Joint graph: what stays gathered and what is computed again, within a memory budget.
+"""Joint graph: what stays gathered, what is computed again and what is saved on the host, within a
+memory budget.
 
 A trial with every open unit resharded shows the least that stays saved, and how many units ahead
 gathers may run. Beside it lie the choices (`tradeoff`): values that the backward computes again
-free memory and cost compute, buckets that stay gathered cost memory and save the wire. The one with
-the shortest step that fits is tried, and if it holds more than was thought, the next one.
+free memory and cost compute, values that are saved on the host cost the link to it, buckets that
+stay gathered cost memory and save the wire. The one with the shortest step that fits is tried, and
+if it holds more than was thought, the next one.
 
 Ranks do what the tightest of them must, and keep to it when sizes grow (`growth`). Without a budget
 nothing is decided: units reshard as they were told to, and the partitioner saves what it saves.
@@ -14,9 +16,9 @@ import json
 import logging
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.fx import GraphModule
 
@@ -30,6 +32,8 @@ from shardc.passes.context import (
     our_collectives,
 )
 from shardc.passes.growth import bound_sizes, dynamic_sizes, recompute_more
+from shardc.passes.offloadable import Offload
+from shardc.passes.recomputable import Recompute
 from shardc.passes.tradeoff import Choice, Tradeoff
 from shardc.passes.trial import Trial, run_trial
 
@@ -65,7 +69,8 @@ def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
     room = budget.room
     tradeoffs = [_tradeoff(gm, ctx, UNITS_IN_FLIGHT)]
     first = tradeoffs[0].fastest(room)
-    if first is None or first.recomputed:  # it may be faster to gather fewer units ahead
+    if first is None or first.recomputed or first.offloaded:
+        # It may be faster to gather fewer units ahead.
         tradeoffs += [_tradeoff(gm, ctx, ahead) for ahead in range(UNITS_IN_FLIGHT)]
         tradeoffs.sort(key=lambda each: each.least_seconds(room))
     for tradeoff in tradeoffs:
@@ -88,11 +93,12 @@ def _as_agreed(gm: GraphModule, ctx: PassContext, agreed: Kept, budget: Budget) 
     trial = run_trial(gm, ctx, agreed)
     if trial.peak > budget.room:
         tradeoff = _tradeoff(gm, ctx, agreed.ahead)
-        kinds = Counter(value.saved.kind for value in tradeoff.values)
+        values = _staying(tradeoff, agreed.offloaded)
+        kinds = Counter(value.saved.kind for value in values)
 
         def again(kept: Kept, kind: str) -> Kept:
             counts = Counter(kept.recomputes) | Counter({kind: kinds[kind]})
-            return replace(kept, **_recomputing(tradeoff, counts))
+            return replace(kept, **_recomputing(values, counts))
 
         more = recompute_more(gm, ctx, agreed, kinds, again, budget.room)
         if more is None:
@@ -127,8 +133,10 @@ def _fitting(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, room: int) -
 
 def _least(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, budget: Budget) -> Kept:
     """What holds least, if that fits: it may hold less than was thought. Raises BudgetTooSmall."""
-    kept = _kept(tradeoff, Choice(len(tradeoff.values)))
-    trial = min(run_trial(gm, ctx, kept), tradeoff.trial, key=lambda each: each.peak)
+    values, copies = len(tradeoff.values), len(tradeoff.copies)
+    everything = [Choice(values), *([Choice(values, 0, copies)] if copies else [])]
+    tried = [run_trial(gm, ctx, _kept(tradeoff, choice)) for choice in everything]
+    trial = min([*tried, tradeoff.trial], key=lambda each: each.peak)
     if trial.peak > budget.room:
         raise BudgetTooSmall(_too_small(budget, trial), budget.needed(trial.peak))
     return trial.kept
@@ -145,42 +153,79 @@ def _tighter(room: int, base: int, thought: int, found: int) -> int:
 
 def _kept(tradeoff: Tradeoff, choice: Choice) -> Kept:
     """What is kept by a choice."""
-    values = tradeoff.values[: choice.recomputed]
-    return replace(
+    copies, again = tradeoff.copies[: choice.offloaded], tradeoff.computed_again(choice)
+    kept = replace(
         tradeoff.trial.kept,
         positions=frozenset(b.position for b in tradeoff.buckets[: choice.gathered]),
-        **_recomputing(tradeoff, Counter(value.saved.kind for value in values)),
     )
+    return _moving(kept, tradeoff, _kinds(copies), _kinds(again))
 
 
 def _agree(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, own: Kept) -> Kept:
-    """What all ranks do: keep what each of them would, and compute again what any of them would."""
+    """What all ranks do: keep what each of them would, and compute again what any of them would,
+    or save it on the host."""
 
     def facts(by_number: bool) -> list[str]:
         gathers = filter(is_all_gather, our_collectives(gm))
         return [str(ctx.budget), *(describe(node, by_number) for node in gathers)]
 
     assert ctx.agree_on_choice is not None
-    note = json.dumps([own.ahead, sorted(own.positions), own.recomputes], sort_keys=True)
+    choice = [own.ahead, sorted(own.positions), own.recomputes, own.offloads]
+    note = json.dumps(choice, sort_keys=True)
     notes = ctx.agree_on_choice("what a memory budget has room for", facts, note)
-    aheads, positions, counts = zip(*map(json.loads, notes), strict=True)
-    most: Counter[str] = functools.reduce(operator.or_, map(Counter, counts))
-    return replace(
+    aheads, positions, again, copies = zip(*map(json.loads, notes), strict=True)
+    kept = replace(
         own,
         ahead=min(aheads),
         positions=frozenset.intersection(*map(frozenset, positions)),
-        **_recomputing(tradeoff, most),
     )
+    return _moving(kept, tradeoff, _most(copies), _most(again))
 
 
-def _recomputing(tradeoff: Tradeoff, counts: Mapping[str, int]) -> dict[str, Any]:
-    """What `Kept` says of so many values of each kind that are computed again, the first ones."""
-    left, names = Counter(counts), set[str]()
-    for value in tradeoff.values:
+Counts = Mapping[str, int]
+"""How many values of each kind."""
+
+
+def _kinds(values: Iterable[Recompute] | Iterable[Offload]) -> Counts:
+    return Counter(value.saved.kind for value in values)
+
+
+def _most(counts: Iterable[Counts]) -> Counts:
+    return functools.reduce(operator.or_, map(Counter, counts))
+
+
+def _moving(kept: Kept, tradeoff: Tradeoff, copies: Counts, again: Counts) -> Kept:
+    """`kept`, with so many values of each kind saved on the host, and of the others so many
+    computed again, the first ones."""
+    offloaded: dict[str, str] = {}
+    for copy in _first(tradeoff.copies, copies):
+        offloaded |= copy.names
+    offloads = dict(sorted(copies.items()))
+    staying = _staying(tradeoff, offloaded)
+    return replace(kept, offloaded=offloaded, offloads=offloads, **_recomputing(staying, again))
+
+
+def _staying(tradeoff: Tradeoff, offloaded: Collection[str]) -> list[Recompute]:
+    """The values that may be computed again, because they are not saved on the host."""
+    return [v for v in tradeoff.values if not any(n.name in offloaded for n in v.saved.nodes)]
+
+
+def _recomputing(values: Iterable[Recompute], counts: Counts) -> dict[str, Any]:
+    """What `Kept` says of so many values of each kind that are computed again."""
+    names = {name for value in _first(values, counts) for name in value.names}
+    return {"recomputed": frozenset(names), "recomputes": dict(sorted(counts.items()))}
+
+
+_Value = TypeVar("_Value", Recompute, Offload)
+
+
+def _first(values: Iterable[_Value], counts: Counts) -> Iterator[_Value]:
+    """The first values of each kind, so many."""
+    left = Counter(counts)
+    for value in values:
         if left[value.saved.kind] > 0:
             left[value.saved.kind] -= 1
-            names |= value.names
-    return {"recomputed": frozenset(names), "recomputes": dict(sorted(counts.items()))}
+            yield value
 
 
 def _grown(budget: Budget, trial: Trial) -> str:

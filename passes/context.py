@@ -12,7 +12,11 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from shardc.passes.hardware import Profile
-from shardc.runtime.comm import comm_buffers, table_rows  # noqa: F401 (register their ops)
+from shardc.runtime.comm import (  # noqa: F401 (register their ops)
+    comm_buffers,
+    saved_on_host,
+    table_rows,
+)
 from shardc.runtime.comm.progress import in_short
 from shardc.runtime.layout.spec import Moved, UnshardSpec
 
@@ -35,6 +39,8 @@ _OWN = {
     RETURN,
 }
 """Collectives of ours (`comm_buffers`, `table_rows`)."""
+SAVE, LOAD = torch.ops.shardc.save_on_host.default, torch.ops.shardc.load_from_host.default
+WAIT_SAVED = torch.ops.shardc.wait_until_saved.default
 
 
 Facts = Callable[[bool], list[str]]
@@ -74,6 +80,7 @@ class ScheduleOptions:
         fused: whether the executor fuses elementwise ops, and keeps them in registers (Inductor).
         clones: whether the backend clones what it reduces (gloo).
         embedding_rows: whether embeddings fetch rows; None leaves it to the cost model.
+        saves_on_host: whether a memory budget may have values saved on the host.
     """
 
     profile: Profile
@@ -86,6 +93,7 @@ class ScheduleOptions:
     fused: bool = True
     clones: bool = False
     embedding_rows: bool | None = None
+    saves_on_host: bool = False
 
     def wanted(self, phase: str, gathers: Sequence[tuple[int, int]]) -> list[int | None]:
         """The event at which each gather, given as (unit, event), is asked for, if it is."""
@@ -153,6 +161,9 @@ class Kept:
         ahead: how many units may be under way or waiting to be read.
         recomputed: names of the joint graph's nodes that the backward computes again.
         recomputes: the same in words: what kind of value, in how many units.
+        offloaded: names of the joint graph's nodes that the forward saves on the host, each with
+            the name of its unit.
+        offloads: the same in words, as `recomputes`.
     """
 
     among: frozenset[int] = frozenset()
@@ -160,6 +171,8 @@ class Kept:
     ahead: int = UNITS_IN_FLIGHT
     recomputed: frozenset[str] = frozenset()
     recomputes: Mapping[str, int] = field(default_factory=dict)
+    offloaded: Mapping[str, str] = field(default_factory=dict)
+    offloads: Mapping[str, int] = field(default_factory=dict)
 
     def reshards(self, gather: Node) -> bool:
         """Whether the bucket that `gather` gathers is freed after the forward."""
@@ -312,9 +325,32 @@ def is_collective(node: Node) -> bool:
     return is_functional or node.target in _OWN
 
 
+def is_host_copy(node: Node) -> bool:
+    """Whether the node starts to save a value on the host, or to load it from there."""
+    return node.op == "call_function" and node.target in (SAVE, LOAD)
+
+
+def unit_of_copy(node: Node) -> str:
+    """The name of the unit whose forward makes the value that a copy moves."""
+    return str((node.meta.get("custom") or {}).get(_COPIED_FOR, ""))
+
+
+def set_unit_of_copy(node: Node, unit: str) -> None:
+    """Give a copy the fact that `unit_of_copy` reads."""
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), _COPIED_FOR: unit}
+
+
+_COPIED_FOR = "shardc_copied_for"
+
+
+def is_transfer(node: Node) -> bool:
+    """Whether the node starts something that is waited for: a collective, or a copy of a value."""
+    return is_collective(node) or is_host_copy(node)
+
+
 def is_wait(node: Node) -> bool:
-    """Whether the node waits for a collective."""
-    return node.op == "call_function" and node.target is c10d.wait_tensor.default
+    """Whether the node waits for a collective, or for a copy of a value."""
+    return node.op == "call_function" and node.target in (c10d.wait_tensor.default, WAIT_SAVED)
 
 
 def our_collectives(gm: GraphModule) -> list[Node]:

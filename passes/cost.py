@@ -398,7 +398,7 @@ def transfer_seconds(node: Node, world: Expr, profile: Profile) -> Expr:
 
 def _from_host(node: Node, profile: Profile) -> Expr:
     """Seconds for a gather's segment to come from the host; 0 where it is on the device."""
-    if all(moved.spec.device is None for moved in moved_by(node)):
+    if not profile.host_bandwidth or all(moved.spec.device is None for moved in moved_by(node)):
         return 0
     segment = node.args[0]
     return tensor_bytes(segment.meta.get("val")) / profile.host_bandwidth  # type: ignore[union-attr]

@@ -28,6 +28,7 @@ class Point:
         gathered: how many buckets stay gathered, of how many.
         recomputed: how many kinds of values are computed again, cheapest first.
         last: of the last of these kinds, in how many units, of how many.
+        on_host: bytes that the forward saves on the host.
     """
 
     setting: str
@@ -37,6 +38,7 @@ class Point:
     gathered: tuple[int, int]
     recomputed: int
     last: tuple[int, int]
+    on_host: int
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,9 @@ def memory_curve(gm: GraphModule, ctx: PassContext) -> Curve:
 
 def _points(tradeoff: Tradeoff, ahead: int) -> Iterator[Point]:
     everything = Choice(0, len(tradeoff.buckets))
-    least = min(map(tradeoff.peak, (Choice(), Choice(len(tradeoff.values)))))
+    values, copies = len(tradeoff.values), len(tradeoff.copies)
+    ends = (Choice(), Choice(values), Choice(values, 0, copies))
+    least = min(map(tradeoff.peak, ends))
     most = max(least, tradeoff.peak(everything))
     for number in range(POINTS):
         room = least + (most - least) * number // (POINTS - 1)
@@ -98,7 +102,7 @@ def _settings(tradeoff: Tradeoff) -> Iterator[Point]:
 
 
 def _point(setting: str, tradeoff: Tradeoff, choice: Choice, ahead: int) -> Point:
-    taken = [value.saved.kind for value in tradeoff.values[: choice.recomputed]]
+    taken = [value.saved.kind for value in tradeoff.computed_again(choice)]
     last = taken[-1] if taken else ""
     return Point(
         setting=setting,
@@ -108,6 +112,7 @@ def _point(setting: str, tradeoff: Tradeoff, choice: Choice, ahead: int) -> Poin
         gathered=(choice.gathered, len(tradeoff.buckets)),
         recomputed=len(set(taken)),
         last=(taken.count(last), sum(value.saved.kind == last for value in tradeoff.values)),
+        on_host=sum(copy.nbytes for copy in tradeoff.copies[: choice.offloaded]),
     )
 
 

@@ -8,7 +8,7 @@ for its own shapes: what is planned never depends on anything that differs betwe
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,12 +17,14 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from shardc.passes.context import (
+    LOAD,
     PassContext,
     brings_parameters,
     describe,
     goes_inside,
     is_all_gather,
     is_collective,
+    is_host_copy,
     is_view,
     is_wait,
     moved_by,
@@ -30,6 +32,8 @@ from shardc.passes.context import (
     prepares,
     ranks_in,
     reach,
+    unit_of_copy,
+    waits_for,
 )
 from shardc.passes.cost import (
     evaluate,
@@ -48,11 +52,11 @@ class Transfer:
     """A collective in the graph with all that moves along.
 
     Attributes:
-        start: the node that starts it.
+        start: the node that starts it: a collective, or a copy of a value to or from the host.
         before: what only prepares its input (casts, `pack`; what `prepares` it).
         after: its wait, then views of its result; for a reduction all that follows.
-        step: the first step that reads a gather; for a reduction, the first that may follow it.
-        unit: the number of the unit whose bucket it moves.
+        step: the first step that reads what it brings; of what is sent, the first that may follow.
+        unit: the number of the unit whose bucket it moves; None for a copy.
         inside: of a reduction across nodes, those inside of them that it waits for.
     """
 
@@ -60,13 +64,18 @@ class Transfer:
     before: tuple[Node, ...]
     after: tuple[Node, ...]
     step: int
-    unit: int
+    unit: int | None
     inside: tuple[Node, ...] = ()
 
     @property
+    def is_copy(self) -> bool:
+        """Whether it copies a value to the host or from there; else it is a collective."""
+        return self.unit is None
+
+    @property
     def is_gather(self) -> bool:
-        """Whether it brings parameters; else it reduces."""
-        return brings_parameters(self.start)
+        """Whether it brings parameters, or a value; else it reduces, or saves one."""
+        return _brings(self.start)
 
 
 @dataclass(frozen=True)
@@ -84,16 +93,26 @@ class Events:
     @property
     def gathers(self) -> list[Transfer]:
         """The gathers, in the order in which they are needed."""
-        return [transfer for transfer in self.transfers if transfer.is_gather]
+        return [each for each in self.transfers if each.is_gather and not each.is_copy]
 
     @property
     def reduces(self) -> list[Transfer]:
         """The reductions, in the order in which they are ready."""
-        return [transfer for transfer in self.transfers if not transfer.is_gather]
+        return [each for each in self.transfers if not (each.is_gather or each.is_copy)]
+
+    @property
+    def loads(self) -> list[Transfer]:
+        """The copies from the host, in the order in which they are needed."""
+        return [each for each in self.transfers if each.is_gather and each.is_copy]
+
+    @property
+    def saves(self) -> list[Transfer]:
+        """The copies to the host, in the order in which they are ready."""
+        return [each for each in self.transfers if each.is_copy and not each.is_gather]
 
 
 def read_events(gm: GraphModule) -> Events:
-    """Find the collectives of ours and the compute steps between which they may move."""
+    """Find what is sent and brought, and the compute steps between which that may move."""
     nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
     attached: dict[Node, tuple[list[Node], list[Node]]] = {}
     ours = our_collectives(gm)
@@ -104,12 +123,14 @@ def read_events(gm: GraphModule) -> Events:
         attached[start] = (before, after)
     fed_by = _fed_by(attached)
     _give_to_following(attached, fed_by)
+    for copy in filter(is_host_copy, nodes):
+        attached[copy] = ([], _result(copy) if _brings(copy) else waits_for(copy))
     moving = {node for start, (b, a) in attached.items() for node in (start, *b, *a)}
     steps = [node for node in nodes if node not in moving]
     index = {step: number for number, step in enumerate(steps)}
     transfers = []
     for start, (before, after) in attached.items():
-        if brings_parameters(start):
+        if _brings(start):
             readers = [index[u] for node in after for u in node.users if u in index]
             step = min(readers, default=len(steps))
             while step and not _computes(steps[step - 1]):
@@ -119,7 +140,7 @@ def read_events(gm: GraphModule) -> Events:
                 index[i] for node in (start, *before) for i in node.all_input_nodes if i in index
             ]
             step = max(made, default=-1) + 1
-        unit = moved_by(start)[0].unit
+        unit = None if is_host_copy(start) else moved_by(start)[0].unit
         transfers.append(Transfer(start, tuple(before), tuple(after), step, unit))
     transfers.sort(key=lambda t: t.step)
     transfers = _follow(transfers, fed_by, len(steps))
@@ -127,6 +148,10 @@ def read_events(gm: GraphModule) -> Events:
     if any(goes_inside(start) for start in fed_by):
         positions = _with_places_between(positions, len(steps))
     return Events(tuple(steps), tuple(transfers), tuple(positions))
+
+
+def _brings(start: Node) -> bool:
+    return brings_parameters(start) or start.target is LOAD
 
 
 def _computes(step: Node) -> bool:
@@ -186,7 +211,7 @@ def _follow(transfers: list[Transfer], fed_by: dict[Node, set[Node]], end: int) 
     waits for it in turn, with the one after. Of one in two steps the second starts before the next
     does, or earlier (`read_problem`)."""
     depths = {start: _depth(start, fed_by) for start in fed_by}
-    first = [t for t in transfers if not t.is_gather and not depths[t.start]]
+    first = [t for t in transfers if t.start in fed_by and not depths[t.start]]
     place = {t.start: index for index, t in enumerate(first)}
     result = []
     for transfer in transfers:
@@ -249,7 +274,7 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
     if ctx.agree_on_seconds is not None:
 
         def facts(by_number: bool) -> list[str]:
-            starts = [(describe(t.start, by_number), events.of(t)) for t in events.transfers]
+            starts = [(_described(t, by_number), events.of(t)) for t in events.transfers]
             return [str(options), *(f"{start} at event {event}" for start, event in starts)]
 
         seconds = ctx.agree_on_seconds(facts, seconds)
@@ -269,7 +294,8 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
         return int(sum(evaluate(tensor_bytes(node.meta.get("val")), hints) for node in nodes))
 
     gathers, reduces = events.gathers, events.reduces
-    wanted = options.wanted(ctx.phase, [(g.unit, events.of(g)) for g in gathers])
+    needed = [(g.unit, events.of(g)) for g in gathers if g.unit is not None]
+    wanted = options.wanted(ctx.phase, needed)
     gathered = [
         Gather(events.of(g), nbytes(g.start), wire(g), w, then(g), fixed(g))
         for g, w in zip(gathers, wanted, strict=True)
@@ -289,18 +315,33 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
         Reduce(ready(r), nbytes(*operands), wire(r), goes_inside(r.start), fixed(r))
         for r, operands in ((r, r.start.all_input_nodes) for r in reduces)
     ]
+
+    def copied(transfer: Transfer) -> float:
+        return nbytes(transfer.start) / options.profile.host_bandwidth
+
+    copies = [*events.loads, *events.saves]  # a graph has either
+    loads = tuple(Gather(events.of(t), nbytes(t.start), copied(t)) for t in events.loads)
+    saves = tuple(Reduce(events.of(t), nbytes(t.start), copied(t)) for t in events.saves)
     ahead = ctx.kept.ahead
     limits = Limits(
         ahead * _largest_unit((t.unit, g.nbytes) for t, g in zip(gathers, gathered, strict=True)),
         ahead * _largest_unit((t.unit, r.nbytes) for t, r in zip(reduces, made, strict=True)),
         options.reduce_buffers,
+        ahead * _largest_unit((unit_of_copy(t.start), nbytes(t.start)) for t in copies),
     )
-    return Problem(tuple(seconds), tuple(gathered), tuple(made), limits)
+    return Problem(tuple(seconds), tuple(gathered), tuple(made), limits, loads, saves)
 
 
-def _largest_unit(sizes: Iterable[tuple[int, int]]) -> int:
+def _described(transfer: Transfer, by_number: bool) -> str:
+    """A transfer in one line, equal on all ranks."""
+    if transfer.is_copy:
+        return "a copy from the host" if transfer.is_gather else "a copy to the host"
+    return describe(transfer.start, by_number)
+
+
+def _largest_unit(sizes: Iterable[tuple[Hashable, int]]) -> int:
     """The most bytes of any unit, given (unit, bytes)."""
-    units: dict[int, int] = {}
+    units: dict[Hashable, int] = {}
     for unit, size in sizes:
         units[unit] = units.get(unit, 0) + size
     return max(units.values(), default=0)

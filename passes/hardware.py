@@ -45,7 +45,8 @@ class Profile:
         transcendental: elements/s of tanh and its like, whose arithmetic a CPU feels.
         overlaps: whether a kernel loads and stores while it computes; if not, the times add up.
         attention_efficiency: the share of a matmul's rate that fused attention reaches.
-        host_bandwidth: bytes/s of a copy from pinned memory of the host.
+        host_bandwidth: bytes/s of a copy from pinned memory of the host; 0 where that is the
+            device's own.
         workspace: bytes that the matmul library keeps for each thread that computes.
         board: part of the name that torch has for GPUs of this profile; "": for none by default.
     """
@@ -124,7 +125,7 @@ PROFILES: dict[str, Profile] = {
                 "the machines this was developed on; calibrate() measures yours",
                 (("float32", 100e9), ("bfloat16", 50e9), ("float64", 50e9)), 10e9, 16e9, 1,
                 Link(1e-4, 1e9), Link(1e-4, 1e9), overhead=2e-6, message=2e-4,
-                transcendental=6e8, overlaps=False),
+                transcendental=6e8, overlaps=False, host_bandwidth=0.0),
     ]
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardc.passes.context import (
     WRITES,
-    is_collective,
+    is_transfer,
     is_view,
     is_wait,
     reach,
@@ -171,7 +171,7 @@ def _computed_after(kernel: _Kernel, stored: set[Node], places: Places) -> set[N
     late, todo = set[Node](), list(stored - kernel.made)
     while todo:
         node = todo.pop()
-        if node in kernel.made or is_collective(node) or is_wait(node):
+        if node in kernel.made or is_transfer(node) or is_wait(node):
             if node in kernel.made or places[node][0] > kernel.place:
                 return None
         elif node not in late and places[node][0] > kernel.place:

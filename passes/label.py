@@ -1,5 +1,5 @@
 """Forward and backward graphs: every collective of ours, and its wait, knows its unit's name,
-as does a copy of a gradient to the host.
+as does a copy of a gradient or a value to the host, or of a value from there.
 
 What runs the graph shows the names in the profiler and in the error of a collective that fails. The
 facts travel on the nodes: later steps (folding, Inductor's own passes) move and rewrite them.
@@ -8,7 +8,15 @@ facts travel on the nodes: later steps (folding, Inductor's own passes) move and
 import torch
 from torch.fx import GraphModule
 
-from shardc.passes.context import PassContext, kind_of, labels_of, our_collectives, waits_for
+from shardc.passes.context import (
+    PassContext,
+    is_host_copy,
+    kind_of,
+    labels_of,
+    our_collectives,
+    unit_of_copy,
+    waits_for,
+)
 from shardc.runtime.comm.progress import OFFLOAD, Label, set_label
 
 
@@ -21,4 +29,9 @@ def label_collectives(gm: GraphModule, ctx: PassContext) -> GraphModule:
             set_label(wait, Label(kind, buckets, ctx.phase, waits=True))
     for copy in gm.graph.find_nodes(op="call_function", target=torch.ops.shardc.to_host.default):
         set_label(copy, Label(OFFLOAD, labels_of(copy), ctx.phase))
+    for copy in filter(is_host_copy, gm.graph.nodes):
+        kind, unit = kind_of(copy), (unit_of_copy(copy),)
+        set_label(copy, Label(kind, unit, ctx.phase))
+        for wait in waits_for(copy):
+            set_label(wait, Label(kind, unit, ctx.phase, waits=True))
     return gm

@@ -1,7 +1,8 @@
 """Liveness: what a graph holds after each node, in bytes.
 
 A value's storage lives from the node that makes it to the last one that reads it or a view of it.
-What a collective reads or writes lives until its wait, because the backend keeps it. Inputs belong
+What a collective reads or writes lives until its wait, because the backend keeps it; so does what a
+copy to the host reads. Inputs belong
 to the caller: in a backward graph they are the saved tensors, which are freed after their last use.
 
 Under Inductor, elementwise values that only elementwise ops or reductions read are never stored:
@@ -22,9 +23,11 @@ from torch.fx import GraphModule, Node
 from shardc.passes.context import (
     FETCH,
     RETURN,
+    SAVE,
     brings_parameters,
     is_all_gather,
     is_collective,
+    is_transfer,
     is_view,
     is_wait,
     kind_of,
@@ -261,7 +264,7 @@ def storage_roots(
 def _is_item(node: Node) -> bool:
     """Whether it is one of several values that an op makes."""
     made = node.all_input_nodes[0] if node.target is operator.getitem else None
-    return made is not None and not (is_view(made) or is_collective(made) or is_wait(made))
+    return made is not None and not (is_view(made) or is_transfer(made) or is_wait(made))
 
 
 def _writes_its_input(node: Node) -> bool:
@@ -278,8 +281,8 @@ def _last_uses(
     for node, root in roots.items():
         for user in node.users:
             last[root] = max(last[root], places[user][1] if user in places else end)
-    for node in nodes:  # the backend keeps what a collective reads until the wait
-        if is_collective(node):
+    for node in nodes:  # what a transfer reads is kept until the wait
+        if is_transfer(node):
             wait = max((places[w][0] for w in waits_for(node)), default=places[node][0])
             for operand in node.all_input_nodes:
                 if operand in roots:
@@ -297,7 +300,7 @@ def _own_bytes(node: Node) -> Any:
     A view of less than its base does not make any.
     """
     value = node.meta.get("val")
-    if node.target is torch.ops.shardc.to_host.default:
+    if node.target in (torch.ops.shardc.to_host.default, SAVE):
         return 0
     if node.users and isinstance(value, (list, tuple)) and all(map(_is_item, node.users)):
         return 0  # each is counted

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 from shardc.passes.context import (
     WRITES,
-    is_collective,
     is_random,
+    is_transfer,
     is_view,
     is_wait,
     reach,
@@ -216,7 +216,7 @@ class _Places:
 
 def _writes_to_its_own(node: Node) -> bool:
     """Whether a node at a border writes to nothing that ops read: they may cross it."""
-    if is_collective(node) or is_wait(node) or is_view(node):
+    if is_transfer(node) or is_wait(node) or is_view(node):
         schema = getattr(node.target, "_schema", None)
         return schema is None or not schema.is_mutable
     return WRITES in node.meta  # the input of a reduction

@@ -1,22 +1,20 @@
 """A trial: which of what the forward saves the backward may compute again, and what that costs.
 
 Only what is made and read within one unit is: a unit's results stay saved, so the backward of a
-unit computes again what it needs of this unit and no more. Values of one kind are those at the same
-place of equal units ("mlp.up_proj: mm" of every block).
+unit computes again what it needs of this unit and no more.
 
 What is left as it is: what the user checkpoints, random numbers (so they are the same ones),
 collectives of the model, ops that write.
 """
 
 import operator
-import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from shardc.passes.context import (
@@ -24,34 +22,11 @@ from shardc.passes.context import (
     is_random,
     is_view,
     is_wait,
-    labels_of,
-    module_of,
-    our_collectives,
 )
-from shardc.passes.cost import evaluate, node_flops, node_seconds, symbol_hints, tensor_bytes
-from shardc.passes.memory import storage_roots
+from shardc.passes.cost import evaluate, node_flops, node_seconds, symbol_hints
 from shardc.passes.recompute import is_tagged
-from shardc.passes.trial import Phase, Trial
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A value that the forward saves and the backward could compute again.
-
-    Attributes:
-        kind: at which place of which units it is made, equal for equal units.
-        unit: the name of its unit.
-        nodes: those of the forward graph that are saved; they share memory.
-        nbytes: held less while it is not saved.
-        forward, backward: the first and last place at which it is not held then.
-    """
-
-    kind: str
-    unit: str
-    nodes: tuple[Node, ...]
-    nbytes: int
-    forward: tuple[int, int]
-    backward: tuple[int, int]
+from shardc.passes.saved import Saved, SavedValues, is_value
+from shardc.passes.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -77,10 +52,12 @@ def recomputable(trial: Trial) -> list[Recompute]:
     What the first units save is held for longest: it is there when the later ones compute theirs
     again.
     """
-    graph = _Forward(trial)
+    values = SavedValues(trial)
+    graph = _Forward(trial, values)
     kinds: dict[str, list[Saved]] = defaultdict(list)
-    for saved in graph.saved():
-        kinds[saved.kind].append(saved)
+    for saved in values:
+        if saved.is_inside:
+            kinds[saved.kind].append(saved)
     chosen: list[Recompute] = []
     dropped, again = set[Node](), set[Node]()
     while kinds:
@@ -104,51 +81,13 @@ def recomputable(trial: Trial) -> list[Recompute]:
 class _Forward:
     """The forward graph of a trial, and what its backward reads."""
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: Trial, values: SavedValues) -> None:
         self._trial = trial
+        self._values = values
         self._options = trial.forward.ctx.options
         self._hints = symbol_hints(trial.forward.gm)
-        self._units = sorted(_unit_names(trial.forward.gm), key=len, reverse=True)
         self._in_backward = {node.name for node in trial.backward.places}
         self._seconds: dict[Node, float] = {}
-
-    def saved(self) -> list[Saved]:
-        """What could be computed again, in graph order."""
-        forward, backward = self._trial.forward, self._trial.backward
-        roots = storage_roots(forward.gm)
-        aliases: dict[Node, list[Node]] = defaultdict(list)
-        for node, root in roots.items():
-            aliases[root].append(node)
-        results, saved = _outputs(forward)
-        returned = {roots[node] for node in results if node in roots}
-        by_root: dict[Node, list[Node]] = defaultdict(list)
-        for node in saved:
-            if node in roots and roots[node] not in returned:
-                by_root[roots[node]].append(node)
-        read = {node.name: node for node in backward.gm.graph.find_nodes(op="placeholder")}
-        found, counts = [], defaultdict[str, int](int)
-        end = len(forward.liveness.live)
-        for root, nodes in by_root.items():
-            users = {user for node in aliases[root] for user in node.users if user.op != "output"}
-            unit = self._unit_of(root)
-            inside = all(self._unit_of(user) == unit for user in users)
-            if unit is None or not inside or not _is_computed(root):
-                continue
-            last = max((forward.places[user] for user in users), default=forward.places[root])
-            readers = [u for node in nodes if node.name in read for u in read[node.name].users]
-            first = min((backward.places[u] for u in readers if u in backward.places), default=0)
-            module = module_of(root)
-            where = module.rpartition(unit)[2].strip(".") if unit else module
-            op = _in_words(root)
-            kind = f"{_starred(unit)} {where}: {op}".replace(" :", "")
-            counts[f"{unit} {kind}"] += 1
-            if (number := counts[f"{unit} {kind}"]) > 1:
-                kind = f"{kind} {number}"
-            nbytes = int(evaluate(tensor_bytes(root.meta["val"]), self._hints))
-            if nbytes:
-                held = ((last + 1, end), (0, first - 1))
-                found.append(Saved(kind, unit, tuple(nodes), nbytes, *held))
-        return found
 
     def recompute(
         self, members: Sequence[Saved], dropped: set[Node], again: set[Node]
@@ -178,9 +117,9 @@ class _Forward:
         while todo:
             node = todo.pop()
             there = node.name in self._in_backward and node not in without
-            if node in found or there or is_tagged(node) or not _is_value(node):
+            if node in found or there or is_tagged(node) or not is_value(node):
                 continue
-            if self._unit_of(node) != saved.unit or not _may_run_again(node):
+            if self._values.unit_of(node) != saved.unit or not _may_run_again(node):
                 return None
             found.add(node)
             todo += node.all_input_nodes
@@ -192,50 +131,6 @@ class _Forward:
             seconds = node_seconds(node, self._options.profile, self._options.fused)
             self._seconds[node] = evaluate(seconds, self._hints)
         return self._seconds[node]
-
-    def _unit_of(self, node: Node) -> str | None:
-        """The name of the unit that a node belongs to; None for what is outside of all."""
-        if len(self._units) == 1:
-            return self._units[0]
-        # A unit's name may be part of the path: what is compiled may hold the sharded model.
-        module = f".{module_of(node)}."
-        return next((u for u in self._units if f".{u}." in module), None)
-
-
-def _in_words(node: Node) -> str:
-    op = str(getattr(node.target, "_opname", node.name))
-    if "attention" in op:
-        return "attention"
-    return "matmul" if op in ("mm", "addmm", "bmm", "baddbmm") else op
-
-
-def _unit_names(gm: GraphModule) -> set[str]:
-    labels = {label for node in our_collectives(gm) for label in labels_of(node)}
-    return {re.sub(r"\[\d+\]$", "", label) for label in labels}
-
-
-def _starred(name: str) -> str:
-    return re.sub(r"\d+", "*", name)
-
-
-def _outputs(forward: Phase) -> tuple[list[Node], list[Node]]:
-    """What a forward returns to the caller, and what it saves."""
-    outputs, results = forward.gm.graph.output_node().args[0], forward.ctx.results
-    assert isinstance(outputs, (list, tuple))
-    border = len(outputs) if results is None else results
-    parts = outputs[:border], outputs[border:]
-    returned, saved = ([each for each in part if isinstance(each, Node)] for part in parts)
-    return returned, saved
-
-
-def _is_computed(node: Node) -> bool:
-    return node.op == "call_function" and _is_value(node) and not is_tagged(node)
-
-
-def _is_value(node: Node) -> bool:
-    """Whether a node makes tensors; sizes are there anyway."""
-    tensors = (isinstance(leaf, Tensor) for leaf in tree_leaves(node.meta.get("val")))
-    return node.op == "call_function" and any(tensors)
 
 
 _WITHOUT_SCHEMA = (operator.getitem, torch.ops.higher_order.flex_attention)

@@ -14,9 +14,11 @@ MUST_RECOMPUTE into MUST_SAVE (seen on 2.11 to 2.15)."""
 
 
 def tag_recomputed(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Tag what a memory budget has the backward compute again."""
+    """Tag what a memory budget has the backward compute again, or find saved on the host."""
     for node in gm.graph.nodes:
-        if node.name in ctx.kept.recomputed:
+        if node.name in ctx.kept.offloaded:
+            tag(node, CheckpointPolicy.MUST_SAVE)
+        elif node.name in ctx.kept.recomputed:
             tag(node, CheckpointPolicy.MUST_RECOMPUTE)
     return gm
 

@@ -1,5 +1,7 @@
 """Forward and backward graphs: start gathers early, wait late, keep everything else in order.
 
+Copies of values to and from the host move in the same way.
+
     before:  ... ag0 wait0 block0 ag1 wait1 block1 ... grad1 pack1 rs1 wait_rs1 ...
     after:   ag0 ag1 wait0 block0 wait1 block1 ... grad1 pack1 rs1 ... wait_rs1
 
@@ -28,13 +30,16 @@ def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
     timeline = plan_timeline(problem)
     order = [*events.positions, len(events.steps)]
     keys = {step: (index, _STEP, index) for index, step in enumerate(events.steps)}
-    for number, (gather, start) in enumerate(zip(events.gathers, timeline.starts, strict=True)):
+    gathers = zip(events.gathers, timeline.starts, strict=True)
+    loads = zip(events.loads, timeline.load_starts, strict=True)
+    for number, (gather, start) in enumerate((*gathers, *loads)):
         for node in (*gather.before, gather.start):
             keys[node] = (order[start], _GATHER, number)
         for node in gather.after:
             keys[node] = (gather.step, _READ, number)
-    planned = zip(events.reduces, problem.reduces, timeline.waits, strict=True)
-    for number, (reduce, in_numbers, wait) in enumerate(planned):
+    reduces = zip(events.reduces, problem.reduces, timeline.waits, strict=True)
+    saves = zip(events.saves, problem.saves, timeline.save_waits, strict=True)
+    for number, (reduce, in_numbers, wait) in enumerate((*reduces, *saves)):
         for node in (*reduce.before, reduce.start):
             keys[node] = (order[in_numbers.ready], _REDUCE, number)
         for node in reduce.after:

@@ -5,14 +5,17 @@ lies compute that takes some seconds. Gathers are needed at an event; reductions
 There is one wire, which sends in the order it is given. Where collectives go in two steps, those
 inside of nodes have wires of their own, gathers one and reductions one, as they have communicators.
 
+Values that are saved on the host travel on two more wires, one for each direction.
+
 A gather starts as late as it can and still be there when it is needed (`_latest`), but no later
 than a hint asks, and no earlier than the bytes in flight allow (`_earliest`). Starting earlier
 than needed costs memory, never time. The plan depends on nothing but its arguments, which ranks
 agree on, so that the order of collectives is the same everywhere.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeVar, get_args
 
 
 @dataclass(frozen=True)
@@ -64,20 +67,25 @@ class Limits:
             bucket is always allowed.
         reduce_in_flight: bytes of inputs of reductions that may be under way; one always may.
         reduce_buffers: how many reductions may be under way, at most.
+        copies_in_flight: bytes of values that may be on their way to the host, and of those that
+            may be on their way from there or waiting to be read; one always may.
     """
 
     in_flight: int
     reduce_in_flight: int
     reduce_buffers: int | None = None
+    copies_in_flight: int = 0
 
 
 @dataclass(frozen=True)
 class Timeline:
     """The plan: for each gather the event at which it starts, for each reduction the one at which
-    it is waited for (the number of events: at the end)."""
+    it is waited for (the number of events: at the end). The same for loads and saves."""
 
     starts: tuple[int, ...]
     waits: tuple[int, ...]
+    load_starts: tuple[int, ...] = ()
+    save_waits: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,12 +97,16 @@ class Problem:
         gathers: in the order in which they are needed.
         reduces: in the order in which they are ready.
         limits: bounds on memory.
+        loads: copies of values from the host, in the order in which they are needed.
+        saves: copies of values to the host, in the order in which they are ready.
     """
 
     seconds: tuple[float, ...]
     gathers: tuple[Gather, ...]
     reduces: tuple[Reduce, ...]
     limits: Limits
+    loads: tuple[Gather, ...] = ()
+    saves: tuple[Reduce, ...] = ()
 
     @property
     def wire_seconds(self) -> float:
@@ -103,6 +115,8 @@ class Problem:
         for reduce in self.reduces:
             sent["reductions" if reduce.inside else "wire"] += reduce.seconds
         sent["gathers"] = sum(gather.then for gather in self.gathers)
+        sent["loads"] = sum(load.seconds for load in self.loads)
+        sent["saves"] = sum(save.seconds for save in self.saves)
         return max(sent.values())
 
 
@@ -112,17 +126,34 @@ only, a stall costs time, and models of compute are off by tens of per cent."""
 
 
 def plan_timeline(problem: Problem) -> Timeline:
-    """Place the starts of gathers and the waits for reductions."""
-    latest = _latest(problem)
+    """Place the starts of gathers and loads, and the waits for reductions and saves."""
+    seconds, limits = problem.seconds, problem.limits
+    copies = Limits(limits.copies_in_flight, limits.copies_in_flight)
+    return Timeline(
+        _starts(seconds, problem.gathers, problem.reduces, limits),
+        _waits(problem.reduces, limits, len(seconds)),
+        _starts(seconds, problem.loads, (), copies),
+        _waits(problem.saves, copies, len(seconds)),
+    )
+
+
+def _starts(
+    seconds: Sequence[float], gathers: Sequence[Gather], reduces: Sequence[Reduce], limits: Limits
+) -> tuple[int, ...]:
+    """Where each gather starts, among reductions on the same wire."""
+    latest = _latest(seconds, gathers, reduces)
     starts: list[int] = []
-    for index, gather in enumerate(problem.gathers):
+    for index, gather in enumerate(gathers):
         if gather.wanted is not None:
             start = gather.wanted
         else:
-            before = problem.gathers[:index]
-            start = max(latest[index], _earliest(gather, before, problem.limits.in_flight))
+            start = max(latest[index], _earliest(gather, gathers[:index], limits.in_flight))
         starts.append(max([min(start, gather.needed), *starts[-1:]]))
-    return Timeline(tuple(starts), _waits(problem.reduces, problem.limits, len(problem.seconds)))
+    return tuple(starts)
+
+
+Wire = Literal["wire", "gathers inside", "reductions inside", "to host", "from host"]
+"""What carries messages: the network, links inside of nodes, the link to the host."""
 
 
 class Clock:
@@ -136,18 +167,19 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.arrived: dict[Hashable, float] = {}
-        self._free = {"wire": 0.0, "gathers inside": 0.0, "reductions inside": 0.0}
+        self._free = dict.fromkeys(get_args(Wire), 0.0)
 
     def start(
-        self, transfer: Hashable, seconds: float, inside: bool = False, then: float = 0.0
+        self, transfer: Hashable, seconds: float, queue: Wire = "wire", then: float = 0.0
     ) -> float:
         """Send something, behind what is on its wire; when that begins to.
 
         Args:
-            seconds: on the wire; with `inside`, on that of reductions inside of nodes.
-            then: on that of gathers inside of nodes, afterwards.
+            transfer: what is sent.
+            seconds: on its wire.
+            queue: which one that is.
+            then: seconds on that of gathers inside of nodes, afterwards.
         """
-        queue = "reductions inside" if inside else "wire"
         begin = max(self._free[queue], self.now)
         end = self._free[queue] = begin + seconds
         if then:
@@ -171,40 +203,67 @@ def simulate(problem: Problem, timeline: Timeline, speed: float = 1.0) -> float:
     `speed` is how much faster than modelled compute is.
     """
     end = len(problem.seconds)
-    lists: list[list[list[int]]] = [[[] for _ in range(end + 1)] for _ in range(4)]
+    lists: list[list[list[_Sent]]] = [[[] for _ in range(end + 1)] for _ in range(4)]
     started, needed, ready, waited = lists
-    for index, (gather, start) in enumerate(zip(problem.gathers, timeline.starts, strict=True)):
-        started[start].append(index)
-        needed[gather.needed].append(index)
-    for index, (reduce, wait) in enumerate(zip(problem.reduces, timeline.waits, strict=True)):
-        ready[reduce.ready].append(index)
-        waited[wait].append(index)
+    for gather, start, wire in _planned(
+        ("wire", problem.gathers, timeline.starts),
+        ("from host", problem.loads, timeline.load_starts),
+    ):
+        sent = _Sent(wire, gather.seconds, gather.then)
+        started[start].append(sent)
+        needed[gather.needed].append(sent)
+    for reduce, wait, wire in _planned(
+        ("wire", problem.reduces, timeline.waits), ("to host", problem.saves, timeline.save_waits)
+    ):
+        sent = _Sent("reductions inside" if reduce.inside else wire, reduce.seconds)
+        ready[reduce.ready].append(sent)
+        waited[wait].append(sent)
     clock = Clock()
     for event, interval in enumerate([*problem.seconds, 0.0]):
-        for index in started[event]:
-            gather = problem.gathers[index]
-            clock.start(index, gather.seconds, then=gather.then)
-        for index in ready[event]:
+        for sent in started[event]:
+            clock.start(sent, sent.seconds, sent.wire, sent.then)
+        for sent in ready[event]:
             for earlier in waited[event]:
-                if event < end and ~earlier in clock.arrived:
-                    clock.wait(~earlier)
-            reduce = problem.reduces[index]
-            clock.start(~index, reduce.seconds, reduce.inside)  # ~: another key than a gather's
-        for index in needed[event]:
-            clock.wait(index)
+                if event < end and earlier in clock.arrived:
+                    clock.wait(earlier)
+            clock.start(sent, sent.seconds, sent.wire)
+        for sent in needed[event]:
+            clock.wait(sent)
         clock.now += interval / speed
     return clock.end
 
 
-def _latest(problem: Problem) -> list[int]:
+_Transfer = TypeVar("_Transfer", Gather, Reduce)
+
+
+def _planned(
+    *groups: tuple[Wire, Sequence[_Transfer], Sequence[int]],
+) -> Iterator[tuple[_Transfer, int, Wire]]:
+    """Every transfer, the event that was planned for it, and its wire."""
+    for wire, transfers, events in groups:
+        for transfer, event in zip(transfers, events, strict=True):
+            yield transfer, event, wire
+
+
+@dataclass(frozen=True, eq=False)
+class _Sent:
+    """One transfer of a simulated step, known by its identity."""
+
+    wire: Wire
+    seconds: float
+    then: float = 0.0
+
+
+def _latest(
+    seconds: Sequence[float], gathers: Sequence[Gather], reduces: Sequence[Reduce]
+) -> list[int]:
     """The last event at which each gather may start to be in time, on a wire it shares."""
-    gathers, seconds = problem.gathers, problem.seconds
     clock = [0.0]
     for interval in seconds:
         clock.append(clock[-1] + interval / MARGIN)
     latest = [0] * len(gathers)
     must_end = must_end_inside = float("inf")
-    event, pending = len(seconds), [reduce for reduce in problem.reduces if not reduce.inside]
+    event, pending = len(seconds), [reduce for reduce in reduces if not reduce.inside]
     for index in reversed(range(len(gathers))):
         gather = gathers[index]
         # Reductions that become ready before this one is needed may be ahead of it on the wire.

@@ -1,14 +1,15 @@
-"""What a step holds and how long it takes by two choices: how much is computed again, and how many
-buckets stay gathered.
+"""What a step holds and how long it takes by three choices: how much is computed again, how many
+buckets stay gathered, and how much is saved on the host.
 
-Both are prefixes of a list, best first, so a choice is two counts. A trial gives the curves of
-memory and the line of events without either; what a choice changes of them is added here, so that
+Each is a prefix of a list, best first, so a choice is three counts. A trial gives the curves of
+memory and the line of events without any; what a choice changes of them is added here, so that
 thousands of choices are looked at in a second. What is left out (the partitioner saves something
 else, kernels fuse otherwise, gathers move) shows in a trial of what was chosen.
 """
 
 import bisect
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,46 +18,62 @@ import numpy as np
 import numpy.typing as npt
 
 from shardc.passes.context import moved_by
+from shardc.passes.offloadable import Offload, offloadable
 from shardc.passes.recomputable import Recompute, recomputable
-from shardc.passes.timeline import plan_timeline, simulate
-from shardc.passes.trial import Gathered, Trial, gathered_again
+from shardc.passes.saved import Saved
+from shardc.passes.timeline import Gather, Limits, Reduce, plan_timeline, simulate
+from shardc.passes.trial import Gathered, Phase, Trial, gathered_again
 
 Bytes = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How many of the values that may be are computed again, and of the buckets stay gathered."""
+    """How many of the values that may be are computed again, of the buckets stay gathered, and of
+    the values that may be are saved on the host. A value that is saved there is not computed again.
+    """
 
     recomputed: int = 0
     gathered: int = 0
+    offloaded: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Tradeoff:
-    """The choices beside a trial of the one in which nothing is computed again or stays gathered.
+    """The choices beside a trial of the one in which nothing is computed again, stays gathered or
+    goes to the host.
 
     Attributes:
         trial: of that.
         values: what may be computed again, cheapest first.
         buckets: what may stay gathered, best first.
+        copies: what may be saved on the host, best first.
     """
 
     trial: Trial
     values: Sequence[Recompute]
     buckets: Sequence[Gathered]
+    copies: Sequence[Offload] = ()
 
     @classmethod
     def of(cls, trial: Trial) -> "Tradeoff":
         """All choices beside a trial."""
-        return cls(trial, recomputable(trial), gathered_again(trial))
+        options, values = trial.forward.ctx.options, recomputable(trial)
+        copies = offloadable(trial, values) if options and options.saves_on_host else ()
+        return cls(trial, values, gathered_again(trial), copies)
+
+    def computed_again(self, choice: Choice) -> list[Recompute]:
+        """The values that a choice has computed again."""
+        gone = {copy.saved.nodes for copy in self.copies[: choice.offloaded]}
+        return [v for v in self.values[: choice.recomputed] if v.saved.nodes not in gone]
 
     def fastest(self, room: int) -> Choice | None:
         """The choice with the shortest step that holds `room` bytes at most; None if none does."""
         best: tuple[float, Choice] | None = None
         for choice in self._fullest(room):
             seconds = self.seconds(choice)
-            if best is None or seconds < best[0] * (1 - _WORTH):
+            copies = best is not None and choice.offloaded > best[1].offloaded
+            if best is None or seconds < best[0] * (1 - (_WORTH_COPIES if copies else _WORTH)):
                 best = seconds, choice
         return None if best is None else best[1]
 
@@ -78,16 +95,24 @@ class Tradeoff:
     # -- what it is made of --------------------------------------------------------------------
 
     def _fullest(self, room: int) -> Iterator[Choice]:
-        """For every count of values the most buckets that fit, where that changes something."""
-        count, live = -1, self._live.copy()
-        for recomputed in range(len(self.values) + 1):
-            if recomputed:
-                self._add(live, -self.values[recomputed - 1].saved.nbytes, recomputed - 1)
-            before = count
-            while count < len(self.buckets) and (live + self._held[count + 1]).max() <= room:
-                count += 1
-            if count > before:
-                yield Choice(recomputed, count)
+        """For counts of copies and every count of values the most buckets that fit, where that
+        changes something."""
+        for offloaded in self._counts_of_copies():
+            copies = self.copies[:offloaded]
+            count, live = -1, self._live - self._freed(Choice(0, 0, offloaded))
+            gone = {copy.saved.nodes for copy in copies}
+            for recomputed in range(len(self.values) + 1):
+                if recomputed and (saved := self.values[recomputed - 1].saved).nodes not in gone:
+                    self._add(live, -saved.nbytes, saved)
+                before = count
+                while count < len(self.buckets) and (live + self._held[count + 1]).max() <= room:
+                    count += 1
+                if count > before:
+                    yield Choice(recomputed, count, offloaded)
+
+    def _counts_of_copies(self) -> list[int]:
+        steps = range(_COUNTS_OF_COPIES + 1)
+        return sorted({len(self.copies) * step // _COUNTS_OF_COPIES for step in steps})
 
     @cached_property
     def _live(self) -> Bytes:
@@ -97,12 +122,14 @@ class Tradeoff:
 
     def _freed(self, choice: Choice) -> Bytes:
         freed = np.zeros_like(self._live)
-        for index in range(choice.recomputed):
-            self._add(freed, self.values[index].saved.nbytes, index)
+        for value in self.computed_again(choice):
+            self._add(freed, value.saved.nbytes, value.saved)
+        for copy in self.copies[: choice.offloaded]:
+            self._add(freed, copy.nbytes, copy.saved)
         return freed
 
-    def _add(self, live: Bytes, nbytes: int, index: int) -> None:
-        saved, start = self.values[index].saved, len(self.trial.forward.liveness.live)
+    def _add(self, live: Bytes, nbytes: int, saved: Saved) -> None:
+        start = len(self.trial.forward.liveness.live)
         live[saved.forward[0] : start] += nbytes
         live[start : start + saved.backward[1] + 1] += nbytes
 
@@ -122,35 +149,72 @@ class Tradeoff:
         return {}
 
     def _simulate(self, choice: Choice) -> float:
-        backward = self.trial.backward
+        forward, backward = self.trial.forward, self.trial.backward
         problem = backward.problem
         seconds = list(problem.seconds)
-        for event, more in zip(
-            self._events[: choice.recomputed], self.values[: choice.recomputed], strict=True
-        ):
-            seconds[event] += more.seconds
+        for more in self.computed_again(choice):
+            seconds[self._read_at(more.saved)] += more.seconds
         stay = {bucket.position for bucket in self.buckets[: choice.gathered]}
         gathers = tuple(
             gather
             for transfer, gather in zip(backward.events.gathers, problem.gathers, strict=True)
             if not all(moved.position in stay for moved in moved_by(transfer.start))
         )
-        changed = replace(problem, seconds=tuple(seconds), gathers=gathers)
-        return self.trial.forward.seconds + simulate(changed, plan_timeline(changed))
+        copies = self.copies[: choice.offloaded]
+        loads = [Gather(self._read_at(c.saved), c.nbytes, c.seconds) for c in copies]
+        changed = replace(
+            problem,
+            seconds=tuple(seconds),
+            gathers=gathers,
+            loads=tuple(sorted(loads, key=lambda load: load.needed)),
+            limits=self._limits(problem.limits, copies),
+        )
+        return self._forward_seconds(forward, copies) + simulate(changed, plan_timeline(changed))
+
+    def _forward_seconds(self, forward: Phase, copies: Sequence[Offload]) -> float:
+        if not copies:
+            return forward.seconds
+        positions, steps = forward.events.positions, self._steps[0]
+        ready = [bisect.bisect_left(positions, steps[copy.made] + 1) for copy in copies]
+        saves = [Reduce(at, c.nbytes, c.seconds) for at, c in zip(ready, copies, strict=True)]
+        changed = replace(
+            forward.problem,
+            saves=tuple(sorted(saves, key=lambda save: save.ready)),
+            limits=self._limits(forward.problem.limits, copies),
+        )
+        return simulate(changed, plan_timeline(changed))
+
+    def _limits(self, limits: Limits, copies: Sequence[Offload]) -> Limits:
+        units = Counter[str]()
+        for copy in copies:
+            units[copy.saved.unit] += copy.nbytes
+        most = self.trial.kept.ahead * max(units.values(), default=0)
+        return replace(limits, copies_in_flight=most)
+
+    def _read_at(self, saved: Saved) -> int:
+        """The event of the backward before which a value is read first."""
+        step = self._steps[1][saved.backward[1] + 1]
+        return max(0, bisect.bisect_right(self.trial.backward.events.positions, step) - 1)
 
     @cached_property
-    def _events(self) -> list[int]:
-        """At which event of the backward each value is computed again: before its first reader."""
-        backward = self.trial.backward
-        events, order = backward.events, list(backward.places)
-        step_of = {step: number for number, step in enumerate(events.steps)}
-        found = []
-        for value in self.values:
-            first = value.saved.backward[1] + 1
-            step = next((step_of[n] for n in order[first:] if n in step_of), len(events.steps))
-            found.append(max(0, bisect.bisect_right(events.positions, step) - 1))
-        return found
+    def _steps(self) -> tuple[list[int], list[int]]:
+        """For the places of the forward, and of the backward: the number of the first step there
+        or behind."""
+        return _steps_at(self.trial.forward), _steps_at(self.trial.backward)
+
+
+def _steps_at(phase: Phase) -> list[int]:
+    steps = phase.events.steps
+    step_of = {step: number for number, step in enumerate(steps)}
+    found = [len(steps)]
+    for node in reversed(phase.places):
+        found.append(step_of.get(node, found[-1]))
+    return [*reversed(found), len(steps)]
 
 
 _WORTH = 1e-4
 """A choice that computes more again must be faster by this share: else rounding would choose."""
+_WORTH_COPIES = 5e-3
+"""One that saves more on the host must be faster by this one: links are shared, and hosts busy."""
+_COUNTS_OF_COPIES = 16
+"""So many counts of copies are looked at."""

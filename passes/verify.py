@@ -1,6 +1,7 @@
 """Forward and backward graphs: prove what every pass before promised.
 
-Every collective has exactly one wait for each bucket it moves; nothing else reads its result;
+Every collective has exactly one wait for each bucket it moves, and every copy of a value to the
+host or from there has one; nothing else reads their results;
 weights that are resharded, their views and what is computed from them alone are not among the
 tensors the forward saves. `collective_sequence` states what ranks compare.
 """
@@ -14,6 +15,7 @@ from shardc.passes.context import (
     PassContext,
     describe,
     is_all_gather,
+    is_host_copy,
     is_random,
     is_wait,
     labels_of,
@@ -25,7 +27,8 @@ from shardc.passes.context import (
 
 def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Raise AssertionError if `gm` breaks an invariant."""
-    for result in (result for node in our_collectives(gm) for result in results_of(node)):
+    started = [*our_collectives(gm), *filter(is_host_copy, gm.graph.nodes)]
+    for result in (result for node in started for result in results_of(node)):
         users = list(result.users)
         assert len(users) == 1 and is_wait(users[0]), (
             f"{result.name} must be read by one wait only, is read by {users}"

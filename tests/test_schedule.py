@@ -364,9 +364,9 @@ def test_ranks_keep_what_the_tightest_of_them_can(mesh):
     asked = []
 
     def tight(self, group, what, facts, choice):
-        ahead, positions, recomputes = json.loads(choice)
+        ahead, positions, *others = json.loads(choice)
         asked.append(positions)  # another rank has room for one bucket only
-        return frozenset([choice, json.dumps([ahead, positions[:1], recomputes])])
+        return frozenset([choice, json.dumps([ahead, positions[:1], *others])])
 
     with mock.patch.object(Agreements, "choices", tight):
         (_, backward), _ = _planned(mesh, _backward, memory_budget="1GB")

@@ -26,6 +26,9 @@ from shardc.runtime.comm.history import History, digest_of
 OFFLOAD = "to_host"
 """The kind of a copy of a gradient to the host."""
 
+_COPIES = (OFFLOAD, "save_on_host", "load_from_host")
+"""The kinds that are no collectives."""
+
 VERBS = {
     "all_gather": "gather",
     "reduce_scatter": "reduce",
@@ -34,6 +37,8 @@ VERBS = {
     "fetch_rows": "fetch rows",
     "return_rows": "return rows",
     OFFLOAD: "offload",
+    "save_on_host": "save on host",
+    "load_from_host": "load from host",
 }
 """What collectives and copies are called in the profiler, by kind."""
 
@@ -102,7 +107,7 @@ class Label:
 
     Attributes:
         kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "fetch_rows",
-            "return_rows", or `OFFLOAD`, which is no collective.
+            "return_rows"; or a copy: `OFFLOAD`, "save_on_host", "load_from_host".
         buckets: the names of the buckets it moves.
         phase: "forward" or "backward".
         waits: whether it is the wait.
@@ -140,7 +145,7 @@ class Label:
         return f"Label({self.kind!r}, {self.buckets!r}, {self.phase!r}, {self.waits!r})"
 
     def __enter__(self) -> None:
-        if self.kind != OFFLOAD:
+        if self.kind not in _COPIES:
             self._note()
         if compat.is_profiled():
             shown = torch.profiler.record_function(self.renamed().name)

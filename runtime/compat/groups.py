@@ -117,11 +117,20 @@ def groups_within(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
 def follow_when_waited_for(value: Tensor, start: Callable[[], object]) -> None:
     """Have the wait for `value` call `start`, and wait for what that starts into it (2.11 to
     2.15)."""
+
+    def follow() -> None:
+        start()
+        torch.ops._c10d_functional.wait_tensor(value)
+
+    call_when_waited_for(value, follow)
+
+
+def call_when_waited_for(value: Tensor, wait: Callable[[], object]) -> None:
+    """Have `wait_tensor` of `value` call `wait`, once (2.11 to 2.15)."""
     c10d: Any = torch._C._distributed_c10d  # the stubs lack it
 
     def finish(timeout: timedelta) -> bool:
-        start()
-        torch.ops._c10d_functional.wait_tensor(value)
+        wait()
         return True
 
     c10d._register_work(value, c10d.PythonCallbackWork(finish))

@@ -12,6 +12,7 @@ from shardc.runtime.compat.aot import (
     donating_nothing,
     is_body,
     keeping_reductions,
+    min_cut_partition,
 )
 from shardc.runtime.compat.aot_cache import Compiled, Guest, aot_cache
 
@@ -155,6 +156,41 @@ def joint_pass(apply: Callable[[GraphModule], object], key: str, given: object =
             apply(graph.owning_module)
 
     return _graph_pass(_passes(given or getattr(config, JOINT_PASS)), on_module, key)
+
+
+PARTITIONER = "custom_partitioner_fn"
+"""The setting of Inductor under which it takes a partitioner (2.11 to 2.15)."""
+
+
+def partitioner(
+    apply: Callable[[GraphModule, GraphModule], object], key: str, given: Any = None
+) -> object:
+    """A partitioner for Inductor that has `apply` edit the forward and the backward.
+
+    It cuts as `given` does, or what is set in Inductor's configuration; else as torch does. `key`
+    enters the key of the graph cache. Bodies of higher-order ops are cut, too; `apply` gets whole
+    graphs only. (2.11 to 2.15)
+    """
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    cut = given or getattr(config, PARTITIONER) or min_cut_partition
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(
+            self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+        ) -> tuple[GraphModule, GraphModule]:
+            nested = is_body(gm)
+            forward, backward = cut(gm, joint_inputs, **kwargs)
+            if not nested:
+                apply(forward, backward)
+            return forward, backward
+
+        def uuid(self) -> str | None:
+            own = cut.uuid() if isinstance(cut, CustomPartitionerFn) else "min cut"
+            return f"{own}, {key}" if own else None
+
+    return Partitioner()
 
 
 def _passes(setting: object) -> tuple[Any, ...]:

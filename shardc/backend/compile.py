@@ -96,9 +96,11 @@ def _compile_graph(
     with stages.stage(PASSES):
         gm = run_passes(gm, first, pipeline.DYNAMO_PASSES)
     slots, taken = slots_read(gm), taken_by(gm)
-    plan = Plan(parsed, {place: buckets[place] for place in slots}, slots, numbers, stages)
+    replays = compat.replays(parsed.inductor, mode)
+    read = {place: buckets[place] for place in slots}
+    plan = Plan(parsed, read, slots, numbers, stages, replays)
     agreed = _agree_on_reads(plan)
-    if not compat.replays(parsed.inductor, mode):
+    if not replays:
         ctx = replace(plan.context("dynamo"), number=first.number)
         with stages.stage(PASSES):
             gm = run_passes(gm, ctx, pipeline.READ_PASSES, done=len(pipeline.DYNAMO_PASSES))
@@ -140,6 +142,11 @@ def _compile_inductor(
         repr([name_of(step) for step in pipeline.JOINT_PASSES]),
         patches.get(compat.JOINT_PASS),
     )
+
+    if plan.saves_on_host and plan.options.memory_budget is not None:
+        patches[compat.PARTITIONER] = compat.partitioner(
+            plan.finish_partition, "shardc: saves on the host", patches.get(compat.PARTITIONER)
+        )
 
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         ctx = plan.context("backward" if kwargs.get("is_backward") else "forward")
@@ -192,7 +199,9 @@ def _compile_eager(
         return lambda graph, _: run(_finish_graph(graph, plan.context(phase), plan))
 
     def partition(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
-        return compat.min_cut_partition(plan.finish_joint(graph), *args, **kwargs)
+        graphs = compat.min_cut_partition(plan.finish_joint(graph), *args, **kwargs)
+        plan.finish_partition(*graphs)
+        return graphs
 
     return compat.compile_aot(
         gm, example_inputs, compile_phase("forward"), compile_phase("backward"), partition

@@ -24,6 +24,7 @@ from shardc.passes.context import (
     ScheduleOptions,
     groups_in,
     is_collective,
+    is_host_copy,
     is_wait,
     kind_of,
 )
@@ -35,6 +36,7 @@ from shardc.passes.hardware import (
     workspace_bytes,
 )
 from shardc.passes.memory import Liveness, Storages, measure_liveness
+from shardc.passes.offload import offload_saved
 from shardc.passes.runner import run_passes
 from shardc.passes.used_slots import Differentiated, differentiated
 from shardc.passes.verify import collective_sequence
@@ -55,6 +57,9 @@ class Plan:
     phase the groups of their collectives and whether a CUDA graph replays these (`calls`). What
     depends on buckets is read when the plan is made: compiled code outlives them, and equal ones
     run it.
+
+    Args:
+        replays: whether CUDA graphs are replayed.
     """
 
     def __init__(
@@ -64,8 +69,10 @@ class Plan:
         slots: Mapping[int, frozenset[int]],
         numbers: Mapping[Unit, int],
         stages: Stages,
+        replays: bool = False,
     ) -> None:
         self.options = options
+        self._replays = replays
         self.stages = stages
         self.agreements = Agreements(options.agreement_timeout, stages.stage)
         self.slots = slots
@@ -80,6 +87,8 @@ class Plan:
         first = next(iter(buckets.values()), None)
         self.everyone = "" if first is None else first.ranks.everyone
         self._device = "cpu" if first is None else first.device.type
+        planned = any(bucket.settings.host_is_apart for bucket in buckets.values())
+        self._has_link = self._device != "cpu" or planned
         kept = _static_bytes(buckets.values(), options)
         self.static_bytes = kept + workspace_bytes(self.profile)
         self.labels = {position: bucket.label for position, bucket in buckets.items()}
@@ -123,6 +132,11 @@ class Plan:
             self.kept = choose_kept(gm, ctx)
             return run_passes(gm, replace(ctx, kept=self.kept), pipeline.JOINT_PASSES)
 
+    def finish_partition(self, forward: GraphModule, backward: GraphModule) -> None:
+        """Have what was chosen for it be saved on the host."""
+        with self.stages.stage(PASSES):
+            offload_saved(forward, backward, self.context("joint"))
+
     @property
     def buckets(self) -> dict[int, Bucket]:
         """Those that still exist, by input."""
@@ -162,7 +176,14 @@ class Plan:
             clones=self._clones,
             embedding_rows=None if isinstance(rows := options.embedding_rows, str) else rows,
             coalesce=self._coalesces if options.coalesce is None else options.coalesce,
+            saves_on_host=self.saves_on_host,
         )
+
+    @property
+    def saves_on_host(self) -> bool:
+        """Whether a memory budget may save values on the host: a device with memory of its own."""
+        wanted = self.options.offload_activations and not self._replays
+        return wanted and self._has_link and self.profile.host_bandwidth > 0
 
     def record(self, gm: GraphModule, ctx: PassContext) -> None:
         """Keep in `graph_plans` what was decided for a graph, and tell the `listeners`."""
@@ -176,7 +197,11 @@ class Plan:
         )
         if ctx.phase == "forward":
             self._saved, self._storages = liveness.kept, liveness.storages
-        order = [kind_of(node) for node in gm.graph.nodes if is_collective(node) or is_wait(node)]
+        order = [
+            kind_of(node)
+            for node in gm.graph.nodes
+            if is_collective(node) or (is_wait(node) and not is_host_copy(node.args[0]))
+        ]
         finished = GraphPlan(
             ctx.phase,
             self.static_bytes,

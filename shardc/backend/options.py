@@ -38,6 +38,8 @@ class Options:
         memory_budget: bytes a step may use on this device, segments, gradients and optimizer state
             included: a count, a text such as "70GB" or "16GiB", or a fraction of the device's
             memory. Units whose `reshard_after_forward` is None stay gathered where there is room.
+        offload_activations: whether a memory budget may have values that the forward saves wait on
+            the host (in pinned memory); never on CPUs, nor where CUDA graphs are replayed.
         optimizer_states: copies of the parameters that the optimizer keeps (2: Adam).
         agreement_timeout: seconds ranks wait for each other when they compare their sequences of
             collectives; default: the process group's timeout.
@@ -54,6 +56,7 @@ class Options:
     coalesce: bool | None = None
     embedding_rows: Literal["auto"] | bool = "auto"
     memory_budget: Budget | None = None
+    offload_activations: bool = True
     optimizer_states: NotNegative = 2.0
     agreement_timeout: Seconds | None = None
 

@@ -12,9 +12,12 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from shardc.passes.context import (
+    LOAD,
     goes_inside,
     in_steps,
     is_collective,
+    is_host_copy,
+    is_transfer,
     is_wait,
     kind_of,
     labels_of,
@@ -29,12 +32,13 @@ from shardc.passes.cost import (
     node_flops,
     node_seconds,
     symbol_hints,
+    tensor_bytes,
     transfer_bytes,
     transfer_seconds,
 )
 from shardc.passes.hardware import Profile
 from shardc.passes.memory import Liveness
-from shardc.passes.timeline import Clock
+from shardc.passes.timeline import Clock, Wire
 from shardc.reports.record import CollectiveRow, MemoryPoint, Op
 
 
@@ -112,10 +116,17 @@ def read_graph(
     nodes = {node.name: node for node in gm.graph.nodes}
     for place, node in enumerate(nodes[name] for name in liveness.nodes):
         before = clock.now
-        if is_collective(node) and moved_by(node):
+        if is_host_copy(node):
+            wire: Wire = "from host" if node.target is LOAD else "to host"
+            nbytes = evaluate(tensor_bytes(node.meta.get("val")), hints)
+            clock.start(node, nbytes / profile.host_bandwidth, wire)
+        elif is_wait(node) and is_host_copy(_started_by(node)):
+            clock.wait(_started_by(node))
+        elif is_collective(node) and moved_by(node):
             seconds = evaluate(transfer_seconds(node, ranks_in(node), profile), hints)
             then = evaluate(following_seconds(node, profile), hints)
-            start = clock.start(node, seconds, goes_inside(node), then)
+            wire = "reductions inside" if goes_inside(node) else "wire"
+            start = clock.start(node, seconds, wire, then)
             sent[node] = _Sent(node, place, before, start, clock.arrived[node])
         elif is_wait(node) and (source := _started_by(node)) in sent:
             transfer = sent[source]
@@ -138,7 +149,7 @@ def read_graph(
 def _started_by(wait: Node) -> Node:
     source = wait.args[0]
     assert isinstance(source, Node)
-    return source if is_collective(source) else source.all_input_nodes[0]
+    return source if is_transfer(source) else source.all_input_nodes[0]
 
 
 def _row(

@@ -26,6 +26,7 @@ def curve_rows(curve: Curve, static: int, optimizer: float) -> tuple[CurveRow, .
             *point.gathered,
             point.ahead,
             _again(point, curve.kinds),
+            point.on_host,
         )
 
     return tuple(map(row, (*curve.points, *curve.settings)))
@@ -54,17 +55,26 @@ def curve_table(record: Record) -> str:
 
 
 def _table(rows: Iterable[CurveRow]) -> str:
-    headers = ["memory", "step", "stay gathered", "ahead", "computed again", "that is"]
+    headers = [
+        "memory",
+        "step",
+        "stay gathered",
+        "ahead",
+        "on the host",
+        "computed again",
+        "that is",
+    ]
     cells = [
         [
             format_bytes(row.nbytes),
             format_seconds(row.seconds),
             f"{row.gathered} of {row.buckets}",
             plural(row.ahead, "unit"),
+            format_bytes(row.on_host) if row.on_host else "",
             row.again,
             row.setting,
         ]
         for row in rows
     ]
-    align = ["right", "right", "right", "right", "left", "left"]
-    return tabulate(cells, headers=headers, disable_numparse=True, colalign=align)
+    align = ["right", "right", "right", "right", "right", "left", "left"]
+    return tabulate(cells, headers=[*headers, "that is"], disable_numparse=True, colalign=align)

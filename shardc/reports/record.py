@@ -166,6 +166,7 @@ class CurveRow:
         gathered, buckets: how many buckets stay gathered after the forward, of how many that may.
         ahead: how many units may be gathered ahead.
         again: what is computed again in the backward, in words.
+        on_host: bytes that the forward saves on the host.
     """
 
     setting: str
@@ -175,6 +176,7 @@ class CurveRow:
     buckets: int
     ahead: int
     again: str
+    on_host: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from rehearsal import Setup, rehearse
+from step_trace import read_trace
 
 MODELS: dict[str, dict[str, int]] = {
     "4 x 1024": {"blocks": 4, "dim": 1024, "batch": 4, "length": 1024},
@@ -39,3 +40,23 @@ def test_peak(model: str, strategy: str, segments: str, tmp_path: Path) -> None:
     least, most = (0.9, 1.09) if strategy == "checkpoint" else (0.92, 1.02)
     assert least <= found.planned / found.peak <= most
     assert found.reserved <= RESERVED[segments] * found.peak
+
+
+@pytest.mark.parametrize("share", [0.9, 0.75])
+def test_a_budget_saves_on_the_host(share: float, tmp_path: Path) -> None:
+    """Copies of values race with nothing, nobody waits on the host, and the budget is kept."""
+    sizes: dict[str, int] = {"blocks": 4, "dim": 512, "batch": 8, "length": 1024}
+    (tmp_path / "free").mkdir()
+    (tmp_path / "bound").mkdir()
+    free = rehearse(Setup(**sizes), tmp_path / "free")
+    options = {"memory_budget": int(share * free.planned)}
+    found = rehearse(Setup(**sizes, options=options), tmp_path / "bound")
+    assert not found.error, found.error
+    before, trace = read_trace(free.trace), read_trace(found.trace)
+    copied = trace.count("copy") - before.count("copy")
+    print(f"{copied} copies, planned {found.planned:,}, peak {found.peak:,}, free {free.peak:,}")
+    assert copied > 4
+    assert not trace.races, "\n".join(map(str, trace.races[:10]))
+    assert not trace.syncs, trace.syncs
+    assert found.planned <= options["memory_budget"]
+    assert found.peak <= options["memory_budget"] and 0.92 <= found.planned / found.peak <= 1.02

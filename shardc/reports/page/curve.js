@@ -20,7 +20,8 @@ function scaleOf(values, from, to) {
 function curveTitle(row) {
   const kept = `${row.gathered} of ${row.buckets} buckets stay gathered`;
   const figures = [formatBytes(row.nbytes), formatSeconds(row.seconds)];
-  const parts = [row.setting, ...figures, kept, `computed again: ${row.again}`];
+  const copied = row.on_host ? `${formatBytes(row.on_host)} saved on the host` : "";
+  const parts = [row.setting, ...figures, kept, copied, `computed again: ${row.again}`];
   return parts.filter((part) => part).join(" \u00b7 ");
 }
 

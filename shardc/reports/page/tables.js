@@ -111,6 +111,7 @@ const CURVE_COLUMNS = [
   figures("step", (row) => row.seconds, formatSeconds),
   text("stay gathered", (row) => `${row.gathered} of ${row.buckets}`),
   figures("units ahead", (row) => row.ahead),
+  figures("on the host", (row) => row.on_host, formatBytes),
   text("computed again", (row) => row.again),
   text("that is", (row) => row.setting),
 ];

@@ -1,0 +1,79 @@
+"""Values that a forward saves for its backward on the host, and not on the device.
+
+    shardc::save_on_host(value) -> host                 # in the forward
+    shardc::wait_until_saved(host, value) -> host
+    shardc::load_from_host(host, device) -> value       # in the backward
+
+Copies are started on streams of their own (`host_copies.stream_of`). The stream that computes
+waits for them, the host does not. Until its wait a save holds what it reads, so the device's memory
+is free again at a known place of the graph; the wait reads it for a compiler, which would let
+another kernel write there. What is loaded is waited for like a collective, by `wait_tensor`.
+The host's memory is pinned, and comes from torch's cache of such memory. Sizes and strides stay.
+"""
+
+import torch
+from torch import Tensor
+
+from shardc.runtime import compat
+from shardc.runtime.comm import collectives
+from shardc.runtime.comm.host_copies import stream_of
+
+
+def _save_on_host(value: Tensor) -> Tensor:
+    """Start to copy `value` to the host."""
+    pinned = value.device.type != "cpu"
+    host = torch.empty_strided(
+        value.size(), value.stride(), dtype=value.dtype, device="cpu", pin_memory=pinned
+    )
+    _copy(host, value, value.device, "out")
+    return host
+
+
+def _wait_until_saved(host: Tensor, value: Tensor) -> Tensor:
+    """Have the device wait until `host` has the values: the same tensor."""
+    return collectives.ops.wait_tensor(host)
+
+
+def _load_from_host(host: Tensor, device: torch.device) -> Tensor:
+    """Start to copy `host` to the device."""
+    value = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
+    _copy(value, host, device, "in")
+    return value
+
+
+def _copy(target: Tensor, source: Tensor, device: torch.device, direction: str) -> None:
+    """Copy once what is queued on `device` is done; `target` is waited for."""
+    if device.type == "cpu":
+        target.copy_(source)
+        return
+    stream = stream_of(device, direction)
+    with stream:
+        target.copy_(source, non_blocking=True)
+        done = stream.record_event()
+    held = [source]
+
+    def wait() -> None:
+        torch.accelerator.current_stream(device).wait_event(done)
+        held.clear()
+
+    compat.call_when_waited_for(target, wait)
+
+
+_library = torch.library.Library("shardc", "FRAGMENT")
+_library.define("save_on_host(Tensor value) -> Tensor")
+_library.define("wait_until_saved(Tensor(a) host, Tensor value) -> Tensor(a)")
+_library.define("load_from_host(Tensor host, Device device) -> Tensor")
+_library.impl("save_on_host", _save_on_host, "CompositeExplicitAutograd")
+_library.impl("wait_until_saved", _wait_until_saved, "CompositeExplicitAutograd")
+_library.impl("load_from_host", _load_from_host, "CompositeExplicitAutograd")
+
+
+def _like(value: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+
+
+torch.library.register_fake(
+    "shardc::save_on_host", lambda value: _like(value, torch.device("cpu")), lib=_library
+)
+torch.library.register_fake("shardc::wait_until_saved", lambda host, value: host, lib=_library)
+torch.library.register_fake("shardc::load_from_host", _like, lib=_library)
