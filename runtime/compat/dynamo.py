@@ -121,6 +121,9 @@ def region_nodes() -> tuple[set[object], set[object]]:
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 """What `torch.no_grad()` leaves in a Dynamo graph (2.11 to 2.15)."""
 
+AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+"""What `torch.autocast` leaves in a Dynamo graph (2.11 to 2.15)."""
+
 
 def compile_id() -> tuple[int, int] | None:
     """Of what Dynamo compiles now: the number of the frame, how often it was compiled before.

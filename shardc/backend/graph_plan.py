@@ -36,6 +36,7 @@ from shardc.passes.hardware import (
 )
 from shardc.passes.memory import Liveness, Storages, measure_liveness
 from shardc.passes.runner import run_passes
+from shardc.passes.trace_once import Calls
 from shardc.passes.used_slots import Differentiated, differentiated
 from shardc.passes.verify import collective_sequence
 from shardc.runtime import compat
@@ -70,6 +71,7 @@ class Plan:
         self.agreements = Agreements(options.agreement_timeout, stages.stage)
         self.slots = slots
         self.number = next(_numbers)
+        self.bodies = Calls()
         self.kept = Kept()
         self.joint: Differentiated | None = None
         self.graphs: list[GraphPlan] = []
