@@ -13,6 +13,7 @@ Where a call cannot be a body (`repeated_calls`), or a body writes to what it is
 stays as it is. Left out: Dynamo's own trace, which comes before.
 """
 
+import functools
 import logging
 import operator
 import weakref
@@ -31,10 +32,6 @@ from shardc.runtime.layout.spec import Moved
 
 log = logging.getLogger("shardc.passes")
 
-_ORIGIN = "shardc_origin"
-"""Where `meta["custom"]` of a body's nodes has the place of the node that they were traced of."""
-
-
 @dataclass(eq=False)
 class _Traced:
     """A call, and the body that stands for it.
@@ -50,6 +47,21 @@ class _Traced:
     call: Call
     first: Call
     body: compat.JointBody
+
+    @functools.cached_property
+    def buckets(self) -> dict[Moved, Moved]:
+        """Which bucket each of the body's is in this call."""
+        return dict(zip(self.first.buckets, self.call.buckets, strict=True))
+
+    @functools.cached_property
+    def modules(self) -> dict[tuple[Any, ...], Any]:
+        """Which modules the body's are in this call, by what their nodes say."""
+        stacks = (
+            [node.meta.get("nn_module_stack") for node in call.nodes]
+            for call in (self.first, self.call)
+        )
+        pairs = zip(*stacks, strict=True)
+        return {tuple(body.items()): own for body, own in pairs if body and own}
 
 
 class Calls:
@@ -126,10 +138,8 @@ def _make_body(call: Call) -> GraphModule:
     for index, operand in enumerate(call.operands):
         inner[operand] = graph.placeholder(f"operand_{index}")
         inner[operand].meta = {"example_value": operand.meta["example_value"]}
-    for place, node in enumerate(call.nodes):
+    for node in call.nodes:
         inner[node] = graph.node_copy(node, inner.__getitem__)
-        custom = {**(node.meta.get("custom") or {}), _ORIGIN: place}
-        inner[node].meta = {**node.meta, "custom": custom}
     graph.output(tuple(inner[result] for result in call.results))
     return GraphModule({}, graph)
 
@@ -227,29 +237,24 @@ def _copy(
     memory: compat.Memories,
 ) -> None:
     """Copies of the body's `nodes` in the place of a call, as if traced there."""
-    moved = dict(zip(traced.first.buckets, traced.call.buckets, strict=True))
     with graph.inserting_before(before):
         for node in nodes:
             copied = known[node] = graph.node_copy(node, known.__getitem__)
-            copied.meta = _meta(node, traced, moved)
+            copied.meta = _meta(node, traced)
             if "val" in node.meta:
                 copied.meta["val"] = tree_map(memory.copy, node.meta["val"])
 
 
-def _meta(node: Node, traced: _Traced, moved: Mapping[Moved, Moved]) -> dict[str, Any]:
+def _meta(node: Node, traced: _Traced) -> dict[str, Any]:
     """What a body's node says, with the call's own modules and buckets."""
     meta = dict(node.meta)
-    custom = dict(meta.pop("custom", None) or {})
-    place = custom.pop(_ORIGIN, None)
+    for key in ("nn_module_stack", "fwd_nn_module_stack"):
+        if meta.get(key):
+            meta[key] = traced.modules.get(tuple(meta[key].items()), meta[key])
+    custom = meta.get("custom") or {}
     if "shardc" in custom:
-        custom["shardc"] = tuple(moved.get(bucket, bucket) for bucket in custom["shardc"])
-    if custom:
-        meta["custom"] = custom
-    if place is not None:
-        own = traced.call.nodes[place].meta.get("nn_module_stack")
-        for key in ("nn_module_stack", "fwd_nn_module_stack"):
-            if key in meta and own is not None:
-                meta[key] = own
+        own = tuple(traced.buckets.get(bucket, bucket) for bucket in custom["shardc"])
+        meta["custom"] = {**custom, "shardc": own}
     return meta
 
 

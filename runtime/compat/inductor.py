@@ -12,6 +12,7 @@ from shardc.runtime.compat.aot import (
     donating_nothing,
     is_body,
     keeping_reductions,
+    writing_no_graphs,
 )
 from shardc.runtime.compat.aot_cache import Compiled, Guest, aot_cache
 
@@ -43,7 +44,12 @@ def compile_fx(
     """
     from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
 
-    with aot_cache(cache), compiling_backward_at_once(), keeping_reductions():
+    with (
+        aot_cache(cache),
+        compiling_backward_at_once(),
+        keeping_reductions(),
+        writing_no_graphs(),
+    ):
         return inductor_compile_fx(  # type: ignore[return-value]
             gm,
             list(example_inputs),
