@@ -370,7 +370,9 @@ def node_seconds(
         arithmetic = tensor_bytes(value) / value.element_size() / profile.transcendental
     if fused and _stays(node, known):
         return arithmetic
-    traffic = node_bytes(node, fused, known) / (profile.memory_bandwidth * profile.memory_efficiency)
+    traffic = node_bytes(node, fused, known) / (
+        profile.memory_bandwidth * profile.memory_efficiency
+    )
     flops = node_flops(node)
     if flops == 0:
         return traffic + arithmetic + profile.overhead

@@ -23,8 +23,10 @@ from torch.utils._pytree import tree_map
 from shardc.runtime import compat
 from shardc.runtime.layout.spec import Moved
 
-FEWEST_CALLS = 4
+FEWEST_CALLS = 3
 """With fewer, a body of its own costs as much as it saves."""
+SMALLEST = 6
+"""Nodes that a call must have: one op is cheaper to trace than a call of it."""
 
 _PLAIN = (
     int, float, complex, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -114,7 +116,7 @@ def _stacks(nodes: list[Node]) -> list[list[str]]:
 def read_call(nodes: Sequence[Node]) -> Call | None:
     """What is known of a run of nodes; None if it cannot be a call of a body."""
     inside = set(nodes)
-    if not all(_is_plain(node) for node in nodes):
+    if len(nodes) < SMALLEST or not all(_is_plain(node) for node in nodes):
         return None
     results = tuple(node for node in nodes if any(user not in inside for user in node.users))
     operands = tuple(

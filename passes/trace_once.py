@@ -14,12 +14,13 @@ stays as it is. Left out: Dynamo's own trace, which comes before.
 """
 
 import functools
+import itertools
 import logging
 import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ from shardc.runtime import compat
 from shardc.runtime.layout.spec import Moved
 
 log = logging.getLogger("shardc.passes")
+aten = torch.ops.aten
+
 
 @dataclass(eq=False)
 class _Traced:
@@ -76,8 +79,8 @@ class Calls:
         self._calls[name] = _traced[name] = _Traced(name, call, first, body)
         return name
 
-    def __bool__(self) -> bool:
-        return bool(self._calls)
+    def __len__(self) -> int:
+        return len(self._calls)
 
     def inline(self, gm: GraphModule) -> None:
         """Put the bodies in the place of the calls in `gm`, a joint graph or one for inference."""
@@ -96,6 +99,7 @@ class Calls:
         if inlined:
             gm.graph.eliminate_dead_code()
             gm.recompile()
+            self._calls.clear()
 
 
 _memory = compat.Memories
@@ -116,19 +120,27 @@ def call_once(gm: GraphModule, inductor: bool) -> Calls:
     """
     calls = Calls()
     groups = find_calls(gm)
-    bodies = [compat.trace_body(_make_body(g[0]), _operands(g[0]), inductor) for g in groups]
+    bodies = [_trace(group[0], inductor) for group in groups]
     twins: dict[Node, Node] = {}
     for group, body in zip(groups, bodies, strict=True):
         if body is not None:
             for call in group:
                 name = calls.add(call, group[0], body)
                 twins |= _replace(gm.graph, call, name, twins)
-    log.debug("%d calls of modules are traced once each kind", len(calls._calls))
+    log.debug("%d calls of modules are traced once each kind", len(calls))
     return calls
 
 
-def _operands(call: Call) -> list[Tensor]:
-    return [compat.like(operand.meta["example_value"]) for operand in call.operands]
+def _trace(call: Call, inductor: bool) -> compat.JointBody | None:
+    """The body of a call; None where it does not do what the call did."""
+    operands = [compat.like(operand.meta["example_value"]) for operand in call.operands]
+    body = compat.trace_body(_make_body(call), operands, inductor)
+    return body if body and body.tangents == sum(_trained(call)) else None
+
+
+def _trained(call: Call) -> list[bool]:
+    """Which results have a gradient."""
+    return [result.meta["example_value"].requires_grad for result in call.results]
 
 
 def _make_body(call: Call) -> GraphModule:
@@ -175,6 +187,7 @@ def _inline_forward(
     results = _outputs(body)[: body.results]
     nodes = _computed(body)
     last = max(nodes.index(result) for result in results)
+    _share(node, results, memory)
     _copy(graph, node, nodes[: last + 1], traced, known, memory)
     _take_items(graph, node, [known[result] for result in results])
 
@@ -191,23 +204,29 @@ def _inline_backward(
         ]
     _give(inputs, tangents, known, memory)
     rest = [each for each in _computed(body) if each not in known]
-    _copy(graph, node, rest, traced, known, memory)
     gradients = [g for g in _outputs(body)[body.results :] if g is not None]
+    _share(node, gradients, memory)
+    _copy(graph, node, rest, traced, known, memory)
     _take_items(graph, node, [known[gradient] for gradient in gradients])
 
 
 def _as_traced(graph: Graph, tangent: Any, wanted: Tensor) -> Node:
     """A tangent with the strides that the body was traced for; zeros where there is none."""
     if tangent is None:
-        arguments = {"dtype": wanted.dtype, "device": wanted.device}
         made = graph.call_function(
-            torch.ops.aten.full.default, (list(wanted.shape), 0), {**arguments, "pin_memory": False}
+            aten.full.default,
+            (list(wanted.shape), 0),
+            {"dtype": wanted.dtype, "device": wanted.device, "pin_memory": False},
         )
     elif tangent.meta["val"].stride() == wanted.stride():
-        return tangent  # type: ignore[no-any-return]
+        return cast(Node, tangent)
     else:
-        layout = {"memory_format": torch.contiguous_format}
-        made = graph.call_function(torch.ops.aten.clone.default, (tangent,), layout)
+        strides = list(wanted.stride())
+        empty = graph.call_function(
+            aten.new_empty_strided.default, (tangent, wanted.shape, strides)
+        )
+        empty.meta["val"] = _memory().copy(wanted)
+        made = graph.call_function(aten.copy.default, (empty, tangent))
     made.meta["val"] = _memory().copy(wanted)
     return made
 
@@ -218,6 +237,14 @@ def _give(
     for inner, outer in zip(inputs, given, strict=True):
         known[inner] = outer
         memory.stand_for(inner.meta["val"], outer.meta["val"])
+
+
+def _share(node: Node, results: Sequence[Node], memory: compat.Memories) -> None:
+    """Have results lie where the call's do: what was traced around it may be views of these."""
+    for item in node.users:
+        result, value = results[cast(int, item.args[1])].meta["val"], item.meta["val"]
+        if result.untyped_storage().nbytes() == value.untyped_storage().nbytes():
+            memory.stand_for(result, value)
 
 
 def _outputs(body: compat.JointBody) -> Any:
@@ -296,19 +323,13 @@ def _(name: str, tangents: Sequence[Tensor | None]) -> list[Tensor]:
 def _note(ctx: Any, inputs: tuple[str, list[Tensor]], output: list[Tensor]) -> None:
     ctx.name = inputs[0]
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*_not_trained(output, _traced[ctx.name]))
-
-
-def _not_trained(results: Sequence[Tensor], traced: _Traced) -> list[Tensor]:
-    values = [result.meta["example_value"] for result in traced.call.results]
-    return [r for r, value in zip(results, values, strict=True) if not value.requires_grad]
+    trained = _trained(_traced[ctx.name].call)
+    ctx.mark_non_differentiable(*itertools.compress(output, map(operator.not_, trained)))
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[None, list[Tensor | None]]:
     traced = _traced[ctx.name]
-    values = [result.meta["example_value"] for result in traced.call.results]
-    trained = [value.requires_grad for value in values]
-    tangents = [grad for grad, wanted in zip(grads, trained, strict=True) if wanted]
+    tangents = list(itertools.compress(grads, _trained(traced.call)))
     given = iter(_call_backward(ctx.name, tangents))
     body = traced.body
     return None, [None if g is None else next(given) for g in _outputs(body)[body.results :]]

@@ -1,7 +1,7 @@
 """Joint graphs of parts of a Dynamo graph, traced by AOT autograd as the whole would be."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,13 @@ class JointBody:
         graph: takes operands, then tangents; returns results, then a gradient or None an operand.
         results: how many results there are.
         operands: how many operands there are.
+        tangents: how many tangents there are.
     """
 
     graph: GraphModule
     results: int
     operands: int
+    tangents: int
 
 
 class _Traced(Exception):
@@ -46,9 +48,11 @@ def trace_body(body: GraphModule, operands: Sequence[Tensor], inductor: bool) ->
 
     found: list[GraphModule] = []
 
-    def stop(graph: GraphModule, *args: object, **kwargs: object) -> Any:
+    def keep(graph: GraphModule, *args: object, **kwargs: object) -> Any:
         found.append(graph)
         raise _Traced
+
+    stop: Any = keep
 
     table, prepare = _of_inductor() if inductor else ({}, None)
     if prepare is not None:
@@ -57,19 +61,16 @@ def trace_body(body: GraphModule, operands: Sequence[Tensor], inductor: bool) ->
     mode = torch._guards.TracingContext.get().fake_mode
     context = torch._guards.tracing(torch._guards.TracingContext(mode))
     settings = functorch_config().patch(enable_autograd_cache=False)
-    with context, settings, keeping_reductions():
-        try:
-            aot_module_simplified(
-                body,
-                list(operands),
-                fw_compiler=stop,
-                bw_compiler=stop,
-                inference_compiler=stop,
-                partition_fn=stop,
-                decompositions=table,
-            )
-        except _Traced:
-            pass
+    with context, settings, keeping_reductions(), suppress(_Traced):
+        aot_module_simplified(
+            body,
+            list(operands),
+            fw_compiler=stop,
+            bw_compiler=stop,
+            inference_compiler=stop,
+            partition_fn=stop,
+            decompositions=table,
+        )
     return _checked(found[0], results, list(operands))
 
 
@@ -95,7 +96,7 @@ def _checked(joint: GraphModule, results: int, operands: list[Tensor]) -> JointB
     own = {_memory(value) for value in values}
     if len(own) != results or own & given:
         return None
-    return JointBody(joint, results, len(operands))
+    return JointBody(joint, results, len(operands), tangents)
 
 
 def _memory(value: Tensor) -> int:
