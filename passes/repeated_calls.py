@@ -136,7 +136,7 @@ def _is_plain(node: Node) -> bool:
     """Whether a node computes its results only."""
     if node.op not in ("call_function", "call_method"):
         return False
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if compat.is_higher_order(node.target):
         return False
     if callable(node.target) and _module(node.target).split(".")[0] not in _KNOWN:
         return False  # its name does not say what it computes
@@ -194,7 +194,7 @@ def _is_moved(argument: object) -> bool:
 
 
 def _target(node: Node) -> str:
-    if isinstance(node.target, (str, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(node.target, str) or compat.is_op(node.target):
         return f"{node.op} {node.target}"
     return f"{node.op} {_module(node.target)}.{getattr(node.target, '__qualname__', '')}"
 
