@@ -31,7 +31,7 @@ from shardc.passes.dump import dump_code, is_wanted
 from shardc.passes.insert_unshard import slots_read
 from shardc.passes.runner import name_of, run_passes
 from shardc.passes.take_gathered import taken_by
-from shardc.passes.trace_once import call_once
+from shardc.passes.trace_once import Calls, call_once
 from shardc.passes.verify import check_collectives, collective_sequence
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket, bucket_of
@@ -118,6 +118,7 @@ def _compile_graph(
             cache.bypassed()
         with cache.waited_for():
             compiled = _compile_inductor(gm, inputs, plan, mode, None, cache if wanted else None)
+    plan.bodies = Calls()  # a graph that was loaded has not inlined them
     reads = agreed.reads
     if plan.joint is not None:
         slots_of = plan.joint.slots_of

@@ -51,7 +51,8 @@ _numbers = itertools.count()
 class Plan:
     """What the graphs of one Dynamo graph share.
 
-    Options, the bucket by input and which of its slots are read; once the joint graph is finished,
+    Options, the bucket by input and which of its slots are read; what the Dynamo graph calls of
+    blocks that are traced once (`bodies`), until it is compiled; once the joint graph is finished,
     what was decided and found there (`kept`, `joint`), then the finished graphs (`graphs`), and by
     phase the groups of their collectives and whether a CUDA graph replays these (`calls`). What
     depends on buckets is read when the plan is made: compiled code outlives them, and equal ones
