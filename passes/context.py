@@ -1,5 +1,6 @@
 """What passes share: the context they are given and the predicates they ask of nodes."""
 
+import functools
 import itertools
 import math
 import operator
@@ -372,7 +373,11 @@ def is_random(node: Node) -> bool:
 
 def is_view(node: Node) -> bool:
     """Whether the node only looks at its input in another way, at no cost."""
-    target = node.target
+    return node.op == "call_function" and _is_view_op(node.target)
+
+
+@functools.cache
+def _is_view_op(target: object) -> bool:
     return getattr(target, "is_view", False) or target in (operator.getitem, *_ALIASES)
 
 

@@ -13,6 +13,7 @@ a model: a kernel that could not be fused moves more. Left out: caches, and the 
 elementwise ops other than tanh and its like.
 """
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -130,7 +131,7 @@ def bucket_grain(world: int, profile: Profile) -> int:
 def tensor_bytes(value: Any) -> Expr:
     """Bytes of the tensors in `value`, dense."""
     total: Expr = 0
-    for leaf in tree_leaves(value):
+    for leaf in (value,) if isinstance(value, Tensor) else tree_leaves(value):
         if isinstance(leaf, Tensor):
             size: Expr = leaf.element_size()
             for dim in leaf.shape:
@@ -184,11 +185,19 @@ def _made(node: Node) -> Any:
 
 def first_made(node: Node) -> Tensor | None:
     """The first tensor that a node makes or writes."""
-    return next((v for v in tree_leaves(_made(node)) if isinstance(v, Tensor)), None)
+    made = _made(node)
+    if isinstance(made, Tensor):
+        return made
+    return next((v for v in tree_leaves(made) if isinstance(v, Tensor)), None)
 
 
-def node_bytes(node: Node, fused: bool = False) -> Expr:
+Registers = dict[Node, bool]
+"""Which nodes `stays_in_registers`, as far as it is known, while nobody changes their graph."""
+
+
+def node_bytes(node: Node, fused: bool = False, known: Registers | None = None) -> Expr:
     """Bytes of memory traffic: what a node reads and writes, and its fused producers read."""
+    known = {} if known is None else known
     written = tensor_bytes(_made(node))
     if node.target in _READS_ROWS:
         return 2 * written
@@ -202,7 +211,7 @@ def node_bytes(node: Node, fused: bool = False) -> Expr:
         source = operand
         while is_view(source) and source.all_input_nodes:
             source = source.all_input_nodes[0]
-        if fused and stays_in_registers(source):
+        if fused and _stays(source, known):
             todo += source.all_input_nodes
         else:
             whole = tensor_bytes(source.meta.get("val"))
@@ -229,6 +238,12 @@ def stays_in_registers(node: Node) -> bool:
         return bool(users) and _is_joined_in_loop(node, users)
     looped = all(is_pointwise(u) or is_reduction(u) or u.target in _JOINS for u in users)
     return bool(users) and looped and not (len(users) > 1 and is_stored_for_reuse(node))
+
+
+def _stays(node: Node, known: Registers) -> bool:
+    if node not in known:
+        known[node] = stays_in_registers(node)
+    return known[node]
 
 
 def in_registers(nodes: Iterable[Node]) -> dict[Node, set[Node]]:
@@ -288,7 +303,12 @@ def _is_slow(node: Node) -> bool:
 
 def is_pointwise(node: Node) -> bool:
     """Whether an op makes each value of one of each that it reads."""
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return _has_pointwise_tag(node.target)
+
+
+@functools.cache
+def _has_pointwise_tag(target: object) -> bool:
+    return torch.Tag.pointwise in getattr(target, "tags", ())
 
 
 def is_reduction(node: Node) -> bool:
@@ -328,8 +348,18 @@ _READS_ROWS: set[Any] = {
 """Of a table these read no more than they write."""
 
 
-def node_seconds(node: Node, profile: Profile, fused: bool = False) -> Expr:
-    """Seconds that a compute node takes; views take none, in registers only the arithmetic does."""
+def node_seconds(
+    node: Node, profile: Profile, fused: bool = False, known: Registers | None = None
+) -> Expr:
+    """Seconds that a compute node takes; views take none, in registers only the arithmetic does.
+
+    Args:
+        node: of a graph.
+        profile: the device.
+        fused: whether Inductor fuses elementwise ops.
+        known: filled and read in calls for nodes of one graph that nobody changes between them.
+    """
+    known = {} if known is None else known
     if node.op != "call_function" or is_view(node) or node.target in _EMPTY:
         return 0
     value = first_made(node)
@@ -338,9 +368,11 @@ def node_seconds(node: Node, profile: Profile, fused: bool = False) -> Expr:
     arithmetic: Expr = 0
     if getattr(node.target, "overloadpacket", None) in _TRANSCENDENTAL:
         arithmetic = tensor_bytes(value) / value.element_size() / profile.transcendental
-    if fused and stays_in_registers(node):
+    if fused and _stays(node, known):
         return arithmetic
-    traffic = node_bytes(node, fused) / (profile.memory_bandwidth * profile.memory_efficiency)
+    traffic = node_bytes(node, fused, known) / (
+        profile.memory_bandwidth * profile.memory_efficiency
+    )
     flops = node_flops(node)
     if flops == 0:
         return traffic + arithmetic + profile.overhead

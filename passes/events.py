@@ -36,6 +36,7 @@ from shardc.passes.context import (
     waits_for,
 )
 from shardc.passes.cost import (
+    Registers,
     evaluate,
     fixed_seconds,
     following_seconds,
@@ -266,8 +267,10 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
     """The same in numbers, with the limits and hints of `ctx.options`."""
     hints, options = symbol_hints(gm), ctx.options
     assert options is not None
+    known: Registers = {}
     costs = [
-        evaluate(node_seconds(step, options.profile, options.fused), hints) for step in events.steps
+        evaluate(node_seconds(step, options.profile, options.fused, known), hints)
+        for step in events.steps
     ]
     bounds = [*events.positions, len(events.steps)]
     seconds = [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]

@@ -3,6 +3,7 @@
     Dynamo graph      take_gathered             what the eager runtime gathers comes in as inputs
                       insert_unshard            markers become one gather a bucket
                       fetch_rows                embeddings fetch rows, not tables
+    (traced)          trace_once                modules that repeat are traced once
     joint graph       choose_kept               what a memory budget has room for
                       reduce_once               one reduction of what is read several times
                       copy_overwritten          what the backward needs of inputs that change

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import check_parity, seeded
+from models import check_parity, seeded, tokens
 from ranks import FORKS, forget_agreements, free_port, on_ranks
 from subclasses import Fp8, extended
 from torch import nn
@@ -195,6 +195,43 @@ def test_what_is_loaded_trains_as_unsharded(mesh, folder):
             check_parity(plain, model, step, _batch, mesh, steps=2)
             hits.append(counters["aot_autograd"]["autograd_cache_hit"])
     assert hits[1] == 1 and sorted(_gathered(hits[0])) == [0, 1]
+
+
+@on_ranks(2)
+def test_blocks_that_are_traced_once_are_kept_and_loaded(mesh, folder):
+    class Repeated(nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+            self.layers = nn.ModuleList(Scaled(scale) for _ in range(4))
+
+        def forward(self, x):
+            x = self.first(x)
+            for layer in self.layers:
+                x = layer(x)
+            return x.sum()
+
+    class Scaled(nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.linear, self.scale = nn.Linear(6, 6), scale
+
+        def forward(self, x):
+            return x + self.scale * torch.tanh(self.linear(x))
+
+    hits = []
+    with _in(folder):
+        for scale in (2.0, 2.0, 3.0):
+            torch._dynamo.reset()
+            forget_agreements()
+            counters.clear()
+            plain, model = (seeded(lambda s=scale: Repeated(s)) for _ in range(2))
+            fully_shard(model, mesh=mesh, units="auto")
+            step = torch.compile(model, backend="shardc")
+            check_parity(plain, model, step, lambda seed: {"x": tokens(seed, (2, 6)) / 31}, mesh)
+            hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert sorted(_gathered(hits[0])) == [0, 1] and hits[1] == 1
+    assert sorted(_gathered(hits[2])) == [0, 1]  # the body counts, which only its digest names
 
 
 @on_ranks(2)

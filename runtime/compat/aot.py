@@ -1,7 +1,8 @@
 """AOT autograd: fake tensors, symbolic sizes, the partitioner, the formulas of its ops."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.node import Argument
+
+from shardc.runtime.compat.dynamo import is_traced
 
 _T = TypeVar("_T")
 
@@ -128,7 +131,7 @@ def compile_aot(
     from torch._dynamo.backends.common import aot_autograd
 
     cache = functorch_config().patch(enable_autograd_cache=False)
-    with cache, compiling_backward_at_once(), keeping_reductions():
+    with cache, compiling_backward_at_once(), keeping_reductions(), writing_no_graphs():
         return aot_autograd(
             fw_compiler=donating_nothing(forward),
             bw_compiler=backward,
@@ -182,6 +185,27 @@ def keeping_reductions() -> AbstractContextManager[object]:
     reductions = [theirs.reduce_scatter_tensor, theirs.all_reduce, theirs.all_to_all_single]
     reductions += [ours.reduce_scatter, ours.custom_reduce_scatter]
     return mock.patch.object(compile_utils, "rand_ops", [*compile_utils.rand_ops, *reductions])
+
+
+@contextmanager
+def writing_no_graphs() -> Iterator[None]:
+    """Inside, AOT autograd writes graphs as text only where somebody reads them (2.11 to 2.15).
+
+    It does so for every graph, for its log and the structured trace.
+    """
+    from torch._functorch._aot_autograd import graph_compile
+
+    own = (getattr(graph_compile, f"{name}_log", None) for name in ("aot_joint", "aot_graphs"))
+    names = ("_log_joint_graph", "_log_fw_bw_graphs")
+    known = all(hasattr(graph_compile, name) for name in names)
+    if not known or is_traced() or any(log and log.isEnabledFor(logging.INFO) for log in own):
+        yield
+        return
+    no_text = (lambda *args: None, lambda *args: (None, None))
+    with ExitStack() as stack:
+        for name, nothing in zip(names, no_text, strict=True):
+            stack.enter_context(mock.patch.object(graph_compile, name, nothing))
+        yield
 
 
 def functorch_config() -> Any:

@@ -118,8 +118,21 @@ def region_nodes() -> tuple[set[object], set[object]]:
     return opens, closes
 
 
+def is_higher_order(target: object) -> bool:
+    """Whether a node calls an op that runs a body of its own (2.11 to 2.15)."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def is_op(target: object) -> bool:
+    """Whether a node calls an op of a library, of which its text says all (2.11 to 2.15)."""
+    return isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+
+
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 """What `torch.no_grad()` leaves in a Dynamo graph (2.11 to 2.15)."""
+
+AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+"""What `torch.autocast` leaves in a Dynamo graph (2.11 to 2.15)."""
 
 
 def compile_id() -> tuple[int, int] | None:

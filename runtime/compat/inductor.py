@@ -13,6 +13,7 @@ from shardc.runtime.compat.aot import (
     is_body,
     keeping_reductions,
     min_cut_partition,
+    writing_no_graphs,
 )
 from shardc.runtime.compat.aot_cache import Compiled, Guest, aot_cache
 
@@ -44,7 +45,12 @@ def compile_fx(
     """
     from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
 
-    with aot_cache(cache), compiling_backward_at_once(), keeping_reductions():
+    with (
+        aot_cache(cache),
+        compiling_backward_at_once(),
+        keeping_reductions(),
+        writing_no_graphs(),
+    ):
         return inductor_compile_fx(  # type: ignore[return-value]
             gm,
             list(example_inputs),
@@ -193,6 +199,22 @@ def partitioner(
     return Partitioner()
 
 
+def before_joint_passes(
+    settings: dict[str, object], apply: Callable[[GraphModule], object], key: str = "shardc"
+) -> None:
+    """Have Inductor's `settings` apply something to joint graphs before any pass (2.11 to 2.15)."""
+    from torch._inductor import config
+
+    name = "joint_custom_pre_pass"
+
+    def on_module(graph: torch.fx.Graph) -> None:
+        assert graph.owning_module is not None
+        apply(graph.owning_module)
+
+    later = _passes(settings.get(name) or getattr(config, name))
+    settings[name] = _graph_pass((), on_module, key, later)
+
+
 def _passes(setting: object) -> tuple[Any, ...]:
     """The passes in a setting of Inductor: none, one, or since 2.13 several."""
     if setting is None:
@@ -200,23 +222,33 @@ def _passes(setting: object) -> tuple[Any, ...]:
     return tuple(setting) if isinstance(setting, (list, tuple)) else (setting,)
 
 
-def _graph_pass(given: Sequence[Any], apply: Callable[[torch.fx.Graph], None], key: str) -> object:
-    """One pass of Inductor over a graph: those of the user, then `apply` (2.11 to 2.15)."""
+def _graph_pass(
+    given: Sequence[Any],
+    apply: Callable[[torch.fx.Graph], None],
+    key: str,
+    later: Sequence[Any] = (),
+) -> object:
+    """One pass of Inductor over a graph: those of the user, around `apply` (2.11 to 2.15)."""
     from torch._inductor import custom_graph_pass
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     # 2.11 has no passes that are told whether the graph is for inference.
     aware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
 
+    def run(steps: Sequence[Any], graph: torch.fx.Graph, is_inference: bool) -> None:
+        for step in steps:
+            tells = aware is not CustomGraphPass and isinstance(step, aware)
+            step(graph, is_inference) if tells else step(graph)
+
     class Chain(aware):
         def __call__(self, graph: torch.fx.Graph, is_inference: bool = False) -> None:
-            for step in given:
-                tells = aware is not CustomGraphPass and isinstance(step, aware)
-                step(graph, is_inference) if tells else step(graph)
+            run(given, graph, is_inference)
             apply(graph)
+            run(later, graph, is_inference)
 
         def uuid(self) -> str | None:
-            keys = [step.uuid() if isinstance(step, CustomGraphPass) else None for step in given]
+            users = [*given, *later]
+            keys = [step.uuid() if isinstance(step, CustomGraphPass) else None for step in users]
             return f"{keys}, {key}" if all(keys) else None
 
     return Chain()

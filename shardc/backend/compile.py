@@ -31,6 +31,7 @@ from shardc.passes.dump import dump_code, is_wanted
 from shardc.passes.insert_unshard import slots_read
 from shardc.passes.runner import name_of, run_passes
 from shardc.passes.take_gathered import taken_by
+from shardc.passes.trace_once import Calls, call_once
 from shardc.passes.verify import check_collectives, collective_sequence
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket, bucket_of
@@ -105,6 +106,9 @@ def _compile_graph(
         with stages.stage(PASSES):
             gm = run_passes(gm, ctx, pipeline.READ_PASSES, done=len(pipeline.DYNAMO_PASSES))
     inputs = with_taken(example_inputs, taken)
+    with stages.stage(PASSES):
+        if parsed.fold:
+            plan.bodies = call_once(gm, inductor=parsed.executor == "inductor")
     if parsed.executor == "eager":
         compiled = _compile_eager(gm, inputs, plan, run or _run_eagerly)
     elif run is not None:
@@ -116,6 +120,7 @@ def _compile_graph(
             cache.bypassed()
         with cache.waited_for():
             compiled = _compile_inductor(gm, inputs, plan, mode, None, cache if wanted else None)
+    plan.bodies = Calls()  # a graph that was loaded has not inlined them
     reads = agreed.reads
     if plan.joint is not None:
         slots_of = plan.joint.slots_of
@@ -147,6 +152,8 @@ def _compile_inductor(
         patches[compat.PARTITIONER] = compat.partitioner(
             plan.finish_partition, "shardc: saves on the host", patches.get(compat.PARTITIONER)
         )
+    if plan.bodies:
+        compat.before_joint_passes(patches, plan.bodies.inline)
 
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         ctx = plan.context("backward" if kwargs.get("is_backward") else "forward")
@@ -196,9 +203,14 @@ def _compile_eager(
     gm: GraphModule, example_inputs: Sequence[Any], plan: Plan, run: Run
 ) -> Callable[..., Any]:
     def compile_phase(phase: str) -> Callable[[GraphModule, Sequence[Any]], Any]:
-        return lambda graph, _: run(_finish_graph(graph, plan.context(phase), plan))
+        def compile_one(graph: GraphModule, _: Sequence[Any]) -> Any:
+            plan.bodies.inline(graph)
+            return run(_finish_graph(graph, plan.context(phase), plan))
+
+        return compile_one
 
     def partition(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        plan.bodies.inline(graph)
         graphs = compat.min_cut_partition(plan.finish_joint(graph), *args, **kwargs)
         plan.finish_partition(*graphs)
         return graphs

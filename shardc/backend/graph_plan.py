@@ -38,6 +38,7 @@ from shardc.passes.hardware import (
 from shardc.passes.memory import Liveness, Storages, measure_liveness
 from shardc.passes.offload import offload_saved
 from shardc.passes.runner import run_passes
+from shardc.passes.trace_once import Calls
 from shardc.passes.used_slots import Differentiated, differentiated
 from shardc.passes.verify import collective_sequence
 from shardc.runtime import compat
@@ -52,7 +53,8 @@ _numbers = itertools.count()
 class Plan:
     """What the graphs of one Dynamo graph share.
 
-    Options, the bucket by input and which of its slots are read; once the joint graph is finished,
+    Options, the bucket by input and which of its slots are read; what the Dynamo graph calls of
+    blocks that are traced once (`bodies`), until it is compiled; once the joint graph is finished,
     what was decided and found there (`kept`, `joint`), then the finished graphs (`graphs`), and by
     phase the groups of their collectives and whether a CUDA graph replays these (`calls`). What
     depends on buckets is read when the plan is made: compiled code outlives them, and equal ones
@@ -77,6 +79,7 @@ class Plan:
         self.agreements = Agreements(options.agreement_timeout, stages.stage)
         self.slots = slots
         self.number = next(_numbers)
+        self.bodies = Calls()
         self.kept = Kept()
         self.joint: Differentiated | None = None
         self.graphs: list[GraphPlan] = []

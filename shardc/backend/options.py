@@ -22,7 +22,7 @@ class Options:
     Attributes:
         executor: "inductor", or "eager" to run the same graphs op by op.
         fallback: run a graph that Inductor cannot compile in the eager executor, with a warning.
-        fold: whether Inductor compiles once what repeats from block to block.
+        fold: whether what repeats from block to block is traced and compiled once.
         inductor: settings of `torch._inductor.config` for this compile. Passes among them run
             before those of shardc; what moves or merges collectives is refused.
         schedule: False leaves collectives where they are used.

@@ -9,6 +9,7 @@ Left out: what a kernel loses to its neighbours, the optimizer's own choices (a 
 assumed), and allocators that fragment.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -93,7 +94,7 @@ def explain(
     parsed = Options.parse(given_options)
     sizes = sizes_of("explain", model, world_size, mesh, sharding)
     named = dict(kwargs or {})
-    with fake_ranks(sizes, devices_per_node) as made, planning_for(hardware):
+    with fake_ranks(sizes, devices_per_node) as made, planning_for(hardware), _collecting_nothing():
         progress("sharding")
         sharded = sharded_copy(model, mesh if made is None else made, sharding)
 
@@ -111,6 +112,18 @@ def explain(
                 return report
             doubled = report_on(lambda tensor: torch.cat([fake(tensor)] * 2))
         return replace(report, formulas={**report.formulas, **token_formulas(report, doubled)})
+
+
+@contextmanager
+def _collecting_nothing() -> Iterator[None]:
+    """Inside, no garbage is looked for: graphs are large, and none is dropped before the end."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 # -- the curve -----------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from shardc.passes.context import (
     ranks_in,
 )
 from shardc.passes.cost import (
+    Registers,
     evaluate,
     first_made,
     following_seconds,
@@ -106,7 +107,7 @@ def read_graph(
         liveness: of the same graph, in the same order.
         fused: whether elementwise ops are fused.
     """
-    hints = symbol_hints(gm)
+    hints, known = symbol_hints(gm), Registers()
     clock = Clock()
     sent: dict[Node, _Sent] = {}
     ops: list[Op] = []
@@ -135,7 +136,7 @@ def read_graph(
                 transfer.waited, transfer.exposed = before, clock.now - before
                 transfer.wait_place = place
         else:
-            seconds = evaluate(node_seconds(node, profile, fused), hints)
+            seconds = evaluate(node_seconds(node, profile, fused, known), hints)
             if seconds > 0:
                 places.append(place)
                 ops.append(Op(phase, _name(node), module_of(node), before, seconds))

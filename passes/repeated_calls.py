@@ -1,0 +1,212 @@
+"""Which calls of modules in a Dynamo graph repeat: the decision of `trace_once`, read only.
+
+A call is the run of nodes that one call of a module left. It is known by its text: its ops, their
+constants, how they feed each other, what values they are given, and which of them are read later.
+Two calls of equal text are the same function of their operands. A parameter is among these: buckets
+are compared by their signature, which equal units share.
+
+A call is not taken if an op of it could act on more than its results: on whether gradients are
+computed, on autocast, on a body of its own (activation checkpointing), or if it takes or gives
+values whose size is symbolic. What writes to an operand is found when a body is traced.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_map
+
+from shardc.runtime import compat
+from shardc.runtime.layout.spec import Moved
+
+FEWEST_CALLS = 3
+"""With fewer, a body of its own costs as much as it saves."""
+SMALLEST = 6
+"""Nodes that a call must have: one op is cheaper to trace than a call of it."""
+
+_PLAIN = (
+    int, float, complex, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+_KNOWN = ("torch", "_operator", "math", "builtins", "shardc")
+"""Packages whose functions are what their names say."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call of a module left in a Dynamo graph.
+
+    Attributes:
+        nodes: its nodes, in order.
+        operands: what they read of other nodes, in the order in which they do.
+        results: those of them that are read later.
+        buckets: the buckets that it reads, in order.
+        text: equal for calls that are the same function of their operands.
+    """
+
+    nodes: tuple[Node, ...]
+    operands: tuple[Node, ...]
+    results: tuple[Node, ...]
+    buckets: tuple[Moved, ...]
+    text: str
+
+    @property
+    def digest(self) -> str:
+        """A short text that stands for `text`."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def find_calls(gm: GraphModule) -> list[list[Call]]:
+    """Calls of equal text, each list one text, in graph order; the outermost modules that repeat.
+
+    Calls of one list do not lie in those of another.
+    """
+    nodes = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+    stacks = _stacks(nodes)
+    return list(_within(nodes, stacks, 0))
+
+
+def _within(nodes: list[Node], stacks: list[list[str]], depth: int) -> Iterator[list[Call]]:
+    """Repeats among calls at that depth of modules, and inside of those that do not repeat."""
+    groups: dict[str, list[Call]] = {}
+    left: list[tuple[list[Node], list[list[str]]]] = []
+    for start, stop in _runs(stacks, depth):
+        run = nodes[start:stop]
+        call = read_call(run)
+        if call is not None:
+            groups.setdefault(call.text, []).append(call)
+        left.append((run, stacks[start:stop]))
+    taken = {id(call.nodes[0]) for g in groups.values() if len(g) >= FEWEST_CALLS for call in g}
+    yield from (group for group in groups.values() if len(group) >= FEWEST_CALLS)
+    inside = [(run, own) for run, own in left if id(run[0]) not in taken]
+    if inside:
+        nodes = [node for run, _ in inside for node in run]
+        yield from _within(nodes, [stack for _, own in inside for stack in own], depth + 1)
+
+
+def _runs(stacks: list[list[str]], depth: int) -> Iterator[tuple[int, int]]:
+    """The runs of nodes that lie in one module at that depth."""
+    start = 0
+    for stop in range(1, len(stacks) + 1):
+        if stop == len(stacks) or stacks[stop][: depth + 1] != stacks[start][: depth + 1]:
+            if len(stacks[start]) > depth:
+                yield start, stop
+            start = stop
+
+
+def _stacks(nodes: list[Node]) -> list[list[str]]:
+    """The modules that each node lies in, outermost first; what has none lies where the next does.
+
+    A pass that adds nodes gives them none.
+    """
+    stacks: list[list[str]] = []
+    following: list[str] = []
+    for node in reversed(nodes):
+        known = node.meta.get("nn_module_stack")
+        if known:
+            following = [str(path) for path, _ in known.values()]
+        stacks.insert(0, following)
+    return stacks
+
+
+def read_call(nodes: Sequence[Node]) -> Call | None:
+    """What is known of a run of nodes; None if it cannot be a call of a body."""
+    inside = set(nodes)
+    if len(nodes) < SMALLEST or not all(_is_plain(node) for node in nodes):
+        return None
+    results = tuple(node for node in nodes if any(user not in inside for user in node.users))
+    operands = tuple(
+        dict.fromkeys(i for node in nodes for i in node.all_input_nodes if i not in inside)
+    )
+    values = [node.meta.get("example_value") for node in (*operands, *results)]
+    if not results or not all(compat.is_plain_fake(value) for value in values):
+        return None
+    buckets: list[Moved] = []
+    text = _text(nodes, operands, results, buckets)
+    if text is None:
+        return None
+    return Call(tuple(nodes), operands, results, tuple(buckets), text)
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether a node computes its results only."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if compat.is_higher_order(node.target):
+        return False
+    if callable(node.target) and _module(node.target).split(".")[0] not in _KNOWN:
+        return False  # its name does not say what it computes
+    opens, closes = compat.region_nodes()
+    switches = {compat.SET_GRAD_ENABLED, *opens, *closes, *compat.AUTOCAST}
+    value = node.meta.get("example_value")
+    numbers = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return node.target not in switches and not numbers
+
+
+class _Unknown(Exception):
+    """An argument whose text does not say what it is."""
+
+
+def _text(
+    nodes: Sequence[Node],
+    operands: Sequence[Node],
+    results: Sequence[Node],
+    buckets: list[Moved],
+) -> str | None:
+    """Fills `buckets`, too. None for calls with arguments that have no text."""
+    names = {node: _Name(f"%{index}") for index, node in enumerate((*operands, *nodes))}
+
+    def say(argument: Any) -> Any:
+        if isinstance(argument, Node):
+            return names[argument]
+        if isinstance(argument, Moved):
+            buckets.append(argument)
+            return _Name(f"bucket {argument.signature}")
+        if isinstance(argument, slice):
+            return slice(*map(say, (argument.start, argument.stop, argument.step)))
+        if argument is None or argument is Ellipsis or isinstance(argument, _PLAIN):
+            return argument
+        raise _Unknown
+
+    lines = [f"{names[operand]} = {_value(operand)}" for operand in operands]
+    try:
+        for node in nodes:
+            arguments = tree_map(say, (node.args, node.kwargs), is_leaf=_is_moved)
+            lines.append(f"{names[node]} = {_target(node)}{arguments!r} -> {_value(node)}")
+    except _Unknown:
+        return None
+    return "\n".join([*lines, f"return {[names[result] for result in results]}"])
+
+
+class _Name(str):
+    """Stands for a node among the arguments of another, and shows without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _is_moved(argument: object) -> bool:
+    return isinstance(argument, Moved)
+
+
+def _target(node: Node) -> str:
+    if isinstance(node.target, str) or compat.is_op(node.target):
+        return f"{node.op} {node.target}"
+    return f"{node.op} {_module(node.target)}.{getattr(node.target, '__qualname__', '')}"
+
+
+def _module(target: object) -> str:
+    """Where a function is from; what torch has built in does not say."""
+    return getattr(target, "__module__", None) or "torch"
+
+
+def _value(node: Node) -> str:
+    value = node.meta.get("example_value")
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    facts = (value.dtype, tuple(value.shape), value.stride(), value.device, value.requires_grad)
+    return str(facts)

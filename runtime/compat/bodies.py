@@ -1,0 +1,164 @@
+"""Joint graphs of parts of a Dynamo graph, traced by AOT autograd as the whole would be."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from shardc.runtime.compat.aot import functorch_config, keeping_reductions
+
+
+@dataclass(frozen=True)
+class JointBody:
+    """What AOT autograd traced of a part of a graph.
+
+    Attributes:
+        graph: takes operands, then tangents; returns results, then a gradient or None an operand.
+        results: how many results there are.
+        operands: how many operands there are.
+        tangents: how many tangents there are.
+    """
+
+    graph: GraphModule
+    results: int
+    operands: int
+    tangents: int
+
+
+class _Traced(Exception):
+    """The joint graph is there: AOT autograd has nothing more to do."""
+
+
+def trace_body(body: GraphModule, operands: Sequence[Tensor], inductor: bool) -> JointBody | None:
+    """The joint graph of `body`, or its forward where no operand requires a gradient.
+
+    None where the joint graph has more inputs or outputs than `body`: it writes to an operand, or
+    some of its results alias. (2.11 to 2.15)
+
+    Args:
+        body: a graph with the ops of a Dynamo graph; returns a tuple of tensors.
+        operands: as `like` makes them.
+        inductor: whether ops are decomposed, and rewritten before, as Inductor has it.
+    """
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    found: list[GraphModule] = []
+
+    def keep(graph: GraphModule, *args: object, **kwargs: object) -> Any:
+        found.append(graph)
+        raise _Traced
+
+    stop: Any = keep
+
+    table, prepare = _of_inductor() if inductor else ({}, None)
+    if prepare is not None:
+        body = prepare(body, operands)
+    results = len(body.graph.output_node().args[0])  # type: ignore[arg-type]
+    mode = torch._guards.TracingContext.get().fake_mode
+    context = torch._guards.tracing(torch._guards.TracingContext(mode))
+    settings = functorch_config().patch(enable_autograd_cache=False)
+    with context, settings, keeping_reductions(), suppress(_Traced):
+        aot_module_simplified(
+            body,
+            list(operands),
+            fw_compiler=stop,
+            bw_compiler=stop,
+            inference_compiler=stop,
+            partition_fn=stop,
+            decompositions=table,
+        )
+    return _checked(found[0], results, list(operands))
+
+
+def _of_inductor() -> tuple[dict[Any, Callable[..., Any]], Callable[..., GraphModule]]:
+    from torch._inductor.compile_fx import _recursive_pre_grad_passes
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table(), _recursive_pre_grad_passes
+
+
+def _checked(joint: GraphModule, results: int, operands: list[Tensor]) -> JointBody | None:
+    inputs = joint.graph.find_nodes(op="placeholder")
+    outputs: Any = joint.graph.output_node().args[0]
+    made = outputs[:results]
+    trained = [t for t in operands if t.requires_grad]
+    values = [node.meta["val"] for node in made if isinstance(node, torch.fx.Node)]
+    if len(values) != results or not all(isinstance(value, Tensor) for value in values):
+        return None
+    tangents = len(inputs) - len(operands)
+    if tangents < 0 or len(outputs) != results + (len(operands) if trained and tangents else 0):
+        return None
+    given = {_memory(node.meta["val"]) for node in inputs[: len(operands)]}
+    own = {_memory(value) for value in values}
+    if len(own) != results or own & given:
+        return None
+    return JointBody(joint, results, len(operands), tangents)
+
+
+def _memory(value: Tensor) -> int:
+    return value.untyped_storage()._cdata
+
+
+def like(value: Tensor) -> Tensor:
+    """A new tensor without data for the trace under way, like `value` (2.11 to 2.15)."""
+    mode = torch._guards.TracingContext.get().fake_mode
+    with mode or nullcontext():
+        return torch.empty_strided(
+            value.shape,
+            value.stride(),
+            dtype=value.dtype,
+            device=value.device,
+            requires_grad=value.requires_grad,
+        )
+
+
+def is_plain_fake(value: object) -> bool:
+    """Whether a value of a trace is a strided tensor of known size, no subclass (2.11 to 2.15)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return (
+        isinstance(value, FakeTensor)
+        and type(value) in (FakeTensor, torch.nn.Parameter, torch.nn.Buffer)
+        and value.layout == torch.strided
+        and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+    )
+
+
+class Memories:
+    """Copies of the values of a trace, on memory of their own that they share as the originals do.
+
+    (2.11 to 2.15)
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[torch.UntypedStorage, int]] = {}
+
+    def stand_for(self, value: Tensor, by: Tensor) -> None:
+        """Views of `value` become views of `by`, which is as large."""
+        moved = _offset_bytes(by) - _offset_bytes(value)
+        self._known[_memory(value)] = by.untyped_storage(), moved
+
+    def copy(self, value: Any) -> Any:
+        """A copy of one value."""
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        if not isinstance(value, FakeTensor):
+            return value
+        key = _memory(value)
+        if key not in self._known:
+            size = value.untyped_storage().nbytes()
+            self._known[key] = torch.UntypedStorage(size, device="meta"), 0
+        storage, moved = self._known[key]
+        offset = value.storage_offset() + moved // value.element_size()
+        with torch._C._DisableTorchDispatch():
+            inner = torch.empty(0, dtype=value.dtype, device="meta")
+            inner.set_(storage, offset, value.shape, value.stride())
+        return FakeTensor(value.fake_mode, inner, value.fake_device)
+
+
+def _offset_bytes(value: Tensor) -> int:
+    return int(value.storage_offset()) * value.element_size()

@@ -1,0 +1,239 @@
+"""Calls of modules that repeat, traced once: the joint graph is what it is when each is traced."""
+
+import contextlib
+
+import pytest
+import torch
+from models import Gated, Stack, check_parity, compiled, full, seeded, shard_all, tokens
+from ranks import on_ranks
+from torch import nn
+
+from shardc import explain
+from shardc.backend import compile as backend
+from shardc.backend.graph_plan import joint_listeners
+from shardc.passes.context import module_of, moved_by
+from shardc.passes.repeated_calls import FEWEST_CALLS
+
+
+@contextlib.contextmanager
+def _looking():
+    """Gives, by compile: how many calls were replaced, and the joint graph, node by node."""
+    calls, joints = [], []
+    replace = backend.call_once
+
+    def count(*args, **kwargs):
+        made = replace(*args, **kwargs)
+        calls.append(len(made))
+        return made
+
+    def look(gm, ctx, plan):
+        joints.append(_rows(gm))
+
+    joint_listeners.append(look)
+    backend.call_once = count
+    try:
+        yield calls, joints
+    finally:
+        backend.call_once = replace
+        joint_listeners.remove(look)
+
+
+def _rows(gm):
+    """What passes can see of each node, names left out."""
+    numbers, storages, rows = {}, {}, []
+    for node in gm.graph.nodes:
+        numbers[node] = len(numbers)
+        value = node.meta.get("val")
+        tensors = [
+            (v.shape, v.stride(), v.dtype, v.storage_offset(), v.device, _number(storages, v))
+            for v in (value if isinstance(value, (list, tuple)) else [value])
+            if isinstance(v, torch.Tensor)
+        ]
+        target = "" if node.op == "placeholder" else str(node.target)
+        args = str(torch.fx.node.map_arg((node.args, node.kwargs), lambda n: numbers[n]))
+        phase = [node.meta.get(key) for key in ("autograd_backward", "partitioner_tag")]
+        rows.append((target, args, tensors, moved_by(node), module_of(node), phase))
+    return rows
+
+
+def _number(storages, tensor):
+    return storages.setdefault(tensor.untyped_storage()._cdata, len(storages))
+
+
+def _explained(build, args, executor, fold, **sharding):
+    torch.manual_seed(0)
+    options = {"executor": executor, "fold": fold}
+    return explain(build(), *args, world_size=4, options=options, **sharding).to_dict()
+
+
+def _compare(build, args, calls, executor="eager", **sharding):
+    with _looking() as (made, joints):
+        once, each = (_explained(build, args, executor, f, **sharding) for f in (True, False))
+    assert made == [calls]  # without `fold` nothing is looked for
+    assert len(joints) == 2
+    _check_equal(*joints)
+    assert once == each
+    return joints[0]
+
+
+def _check_equal(once, each):
+    for got, want in zip(once, each, strict=True):
+        assert got == want
+
+
+TOKENS = (torch.zeros(2, 8, dtype=torch.long), torch.zeros(2, 8, dtype=torch.long))
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+def test_joint_graph_is_as_if_each_was_traced(executor):
+    rows = _compare(lambda: Stack(blocks=5), TOKENS, 5, executor)
+    modules = {row[4] for row in rows}
+    assert {f"layers.{i}.up" for i in range(5)} <= modules  # every node says its own module
+    labels = [moved.label for row in rows if "all_gather_into" in row[0] for moved in row[3]]
+    assert sorted(labels)[-5:] == [f"layers.{i}" for i in range(5)]
+
+
+def test_attention_dropout_and_casts():
+    x = torch.zeros(2, 8, 32)
+    policy = {"mp_policy": torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    rows = _compare(lambda: Gated(4, dropout=0.1), (x,), 3, **policy)  # x needs no gradient
+    assert sum(row[0] == "aten.native_dropout.default" for row in rows) == 8
+
+
+def test_under_autocast():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rows = _compare(lambda: Gated(4), (torch.zeros(2, 8, 32),), 3)
+    assert any(tensors and tensors[0][2] == torch.bfloat16 for _, _, tensors, *_ in rows)
+
+
+def test_few_calls_are_traced_each():
+    _compare(lambda: Stack(blocks=FEWEST_CALLS - 1), TOKENS, 0)
+
+
+class _Model(nn.Module):
+    def __init__(self, kind, blocks=4):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(kind(i) for i in range(blocks))
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class _Numbered(nn.Module):
+    """Every other one has a factor of its own."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.linear, self.factor = nn.Linear(8, 8), 1.0 + number % 2
+
+    def forward(self, x):
+        return x + self.factor * torch.tanh(self.linear(x))
+
+
+class _Counting(_Numbered):
+    """Writes to a buffer."""
+
+    def __init__(self, number):
+        super().__init__(0)
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x):
+        self.seen.add_(x.detach().mean((0, 1)))
+        return super().forward(x)
+
+
+class _Seeing(_Numbered):
+    """Gives a view of what it computes."""
+
+    def forward(self, x):
+        return (x + torch.tanh(self.linear(x))).transpose(0, 1)
+
+
+class _Partly(_Numbered):
+    """Computes a part of it without gradients."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            scale = self.linear(x).abs().amax()
+        return x / (1 + scale) + torch.tanh(self.linear(x))
+
+
+class _Writing(_Numbered):
+    """Writes to what it is given."""
+
+    def __init__(self, number):
+        super().__init__(0)
+
+    def forward(self, x):
+        return x.add_(torch.tanh(self.linear(x.detach().clone())))
+
+
+X = (torch.zeros(8, 8, 8),)
+
+
+def test_blocks_that_differ_in_a_constant_are_two_kinds():
+    rows = _compare(lambda: _Model(_Numbered, 2 * FEWEST_CALLS), X, 2 * FEWEST_CALLS)
+    factors = [row[1].split(",")[-2] for row in rows if row[0] == "aten.mul.Tensor"]
+    assert {"2.0" in factor for factor in factors} == {True, False}
+    _compare(lambda: _Model(_Numbered, 2 * FEWEST_CALLS - 2), X, 0)
+
+
+@pytest.mark.parametrize("kind", [_Counting, _Seeing, _Partly, _Writing])
+def test_what_is_no_function_of_its_operands_is_traced_each(kind):
+    with _looking() as (made, joints):
+        once, each = (_explained(lambda: _Model(kind), X, "eager", f) for f in (True, False))
+    _check_equal(*joints)
+    assert once == each
+    assert made == [0]
+
+
+@on_ranks(1)
+def test_dynamic_sizes_are_traced_each(mesh):
+    model = shard_all(Stack(blocks=4), mesh)
+    with _looking() as (made, _):
+        step = torch.compile(model, backend="shardc", dynamic=True, options={"executor": "eager"})
+        step(*TOKENS).backward()
+    assert made and not any(made)
+
+
+def _batch(seed):
+    return {"tokens": tokens(seed), "targets": tokens(seed + 1)}
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+def test_training_equals_unsharded(mesh, executor):
+    plain = seeded(lambda: Stack(blocks=4))
+    sharded = shard_all(seeded(lambda: Stack(blocks=4)), mesh)
+    with _looking() as (made, _):
+        check_parity(plain, sharded, compiled(sharded, executor), _batch, mesh)
+    assert made == [4]
+
+
+@on_ranks(2)
+def test_gradients_are_bitwise_those_of_each_traced(mesh):
+    gradients = []
+    for fold in (True, False):
+        torch._dynamo.reset()
+        model = shard_all(seeded(lambda: Gated(4, dropout=0.2)), mesh)
+        options = {"executor": "eager", "fold": fold}
+        step = torch.compile(model, backend="shardc", options=options)
+        torch.manual_seed(3)
+        with _looking() as (made, _):
+            step(torch.randn(2, 8, 32)).backward()
+        assert made == ([3] if fold else [])
+        gradients.append([full(p.grad) for p in model.parameters()])
+    assert all(map(torch.equal, *gradients)) and float(gradients[0][0].abs().sum()) > 0
+
+
+@on_ranks(2)
+def test_without_gradients(mesh):
+    plain = seeded(lambda: Stack(blocks=4))
+    model = shard_all(seeded(lambda: Stack(blocks=4)), mesh)
+    with _looking() as (made, _), torch.no_grad():
+        torch.testing.assert_close(compiled(model)(**_batch(0)), plain(**_batch(0)))
+    assert made == [4]
