@@ -37,7 +37,7 @@ def reduce_once(gm: GraphModule, ctx: PassContext) -> GraphModule:
 def _to_sum(pack: Node, others: set[Node]) -> list[Node]:
     """What follows `pack` up to the first sum of what was reduced with another gradient, that
     included. It may be one that is no reduction, of rows of a table; one of `others` follows."""
-    chain, sums = [pack], []
+    chain, sums = [pack], list[int]()
     while True:
         (user,) = chain[-1].users
         operands = [node for node in user.all_input_nodes if node is not chain[-1]]
