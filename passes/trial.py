@@ -17,6 +17,7 @@ from shardc.passes.context import (
     Kept,
     PassContext,
     Recall,
+    is_all_gather,
     is_view,
     moved_by,
     reach,
@@ -177,6 +178,8 @@ def gathered_again(trial: Trial) -> list[Gathered]:
 def _gathered(phase: Phase) -> Iterable[tuple[Moved, int, Node, int]]:
     """Every gathered bucket of an open unit: where its gather starts, its wait, its last reader."""
     for transfer in phase.events.gathers:
+        if not is_all_gather(transfer.start):
+            continue  # rows of a table
         waits = waits_for(transfer.start)
         for moved, wait in zip(moved_by(transfer.start), waits, strict=True):
             if moved.position in phase.ctx.open_positions:

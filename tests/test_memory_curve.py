@@ -63,3 +63,16 @@ def test_the_command_prints_it(capsys):
     )
     assert code == 0 and "no checkpointing, resharded" in printed and "stay gathered" in printed
     assert "  1. layers.* " in printed
+
+
+def test_tables_whose_rows_are_fetched_are_no_choice():
+    rows = {"embedding_rows": True}
+    report = shardc.explain(
+        Stack(3), tokens(0), tokens(1), options=rows, memory_budget="curve", **MORE
+    )
+    assert "fetch_rows" in {row.kind for row in report.collectives} and report.curve
+    budget = min(row.nbytes for row in report.curve if not row.setting) * 2
+    bound = shardc.explain(
+        Stack(3), tokens(0), tokens(1), options=rows | {"memory_budget": budget}, **MORE
+    )
+    assert bound.peak.total <= budget
