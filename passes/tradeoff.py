@@ -97,6 +97,7 @@ class Tradeoff:
     def _fullest(self, room: int) -> Iterator[Choice]:
         """For counts of copies and every count of values the most buckets that fit, where that
         changes something."""
+        both = np.empty_like(self._live)  # taken once: the arrays are large
         for offloaded in self._counts_of_copies():
             copies = self.copies[:offloaded]
             count, live = -1, self._live - self._freed(Choice(0, 0, offloaded))
@@ -105,7 +106,9 @@ class Tradeoff:
                 if recomputed and (saved := self.values[recomputed - 1].saved).nodes not in gone:
                     self._add(live, -saved.nbytes, saved)
                 before = count
-                while count < len(self.buckets) and (live + self._held[count + 1]).max() <= room:
+                while count < len(self.buckets):
+                    if np.add(live, self._held[count + 1], out=both).max() > room:
+                        break
                     count += 1
                 if count > before:
                     yield Choice(recomputed, count, offloaded)
@@ -216,5 +219,5 @@ _WORTH = 1e-4
 """A choice that computes more again must be faster by this share: else rounding would choose."""
 _WORTH_COPIES = 5e-3
 """One that saves more on the host must be faster by this one: links are shared, and hosts busy."""
-_COUNTS_OF_COPIES = 16
+_COUNTS_OF_COPIES = 8
 """So many counts of copies are looked at."""
