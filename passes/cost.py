@@ -433,7 +433,12 @@ def _from_host(node: Node, profile: Profile) -> Expr:
     if not profile.host_bandwidth or all(moved.spec.device is None for moved in moved_by(node)):
         return 0
     segment = node.args[0]
-    return tensor_bytes(segment.meta.get("val")) / profile.host_bandwidth  # type: ignore[union-attr]
+    return host_seconds(tensor_bytes(segment.meta.get("val")), profile)  # type: ignore[union-attr]
+
+
+def host_seconds(nbytes: Expr, profile: Profile) -> Expr:
+    """Seconds that `nbytes` take between the device and pinned memory of the host."""
+    return nbytes / profile.host_bandwidth
 
 
 def following_seconds(node: Node, profile: Profile) -> Expr:

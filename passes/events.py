@@ -40,6 +40,7 @@ from shardc.passes.cost import (
     evaluate,
     fixed_seconds,
     following_seconds,
+    host_seconds,
     node_seconds,
     symbol_hints,
     tensor_bytes,
@@ -320,7 +321,7 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
     ]
 
     def copied(transfer: Transfer) -> float:
-        return nbytes(transfer.start) / options.profile.host_bandwidth
+        return float(host_seconds(nbytes(transfer.start), options.profile))
 
     copies = [*events.loads, *events.saves]  # a graph has either
     loads = tuple(Gather(events.of(t), nbytes(t.start), copied(t)) for t in events.loads)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from shardc.passes.cost import evaluate, symbol_hints, tensor_bytes
+from shardc.passes.cost import evaluate, host_seconds, symbol_hints, tensor_bytes
 from shardc.passes.recomputable import Recompute
 from shardc.passes.saved import Saved, SavedValues
 from shardc.passes.trial import Trial
@@ -45,14 +45,17 @@ class Offload:
         return {node.name: self.saved.unit for node in self.nodes}
 
 
-def offloadable(trial: Trial, recomputes: Sequence[Recompute]) -> list[Offload]:
+def offloadable(
+    trial: Trial, values: SavedValues, recomputes: Sequence[Recompute]
+) -> list[Offload]:
     """What may be saved on the host, best first.
 
     Args:
         trial: with nothing on the host.
+        values: what its forward saves.
         recomputes: what may be computed again, cheapest kind first.
     """
-    found = [each for saved in SavedValues(trial) if (each := _offload(saved, trial)) is not None]
+    found = [each for saved in values if (each := _offload(saved, trial)) is not None]
     last = found[-1].saved.unit if found else ""
     price = {each.saved.kind: place for place, each in enumerate(recomputes)}
     found = [each for each in found if each.saved.unit != last]
@@ -67,7 +70,7 @@ def _offload(saved: Saved, trial: Trial) -> Offload | None:
     sizes = {n: int(evaluate(tensor_bytes(n.meta["val"]), hints)) for n in saved.nodes}
     nodes = tuple(n for n, size in sizes.items() if size > _SMALL * saved.nbytes)
     nbytes = sum(sizes[node] for node in nodes)
-    seconds = nbytes / options.profile.host_bandwidth
+    seconds = host_seconds(nbytes, options.profile)
     # More: several look at one memory. Less: it is a part of what would be held all the same.
     alone = (1 - _SMALL) * saved.nbytes < nbytes <= saved.nbytes
     by_user = any("recompute" in node.meta for node in nodes)

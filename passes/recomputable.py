@@ -46,13 +46,12 @@ class Recompute:
     is_heavy: bool
 
 
-def recomputable(trial: Trial) -> list[Recompute]:
+def recomputable(trial: Trial, values: SavedValues) -> list[Recompute]:
     """What may be computed again, cheapest kind per byte first, and of a kind the first units.
 
     What the first units save is held for longest: it is there when the later ones compute theirs
     again.
     """
-    values = SavedValues(trial)
     graph = _Forward(trial, values)
     kinds: dict[str, list[Saved]] = defaultdict(list)
     for saved in values:

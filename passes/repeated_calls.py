@@ -158,14 +158,14 @@ def _text(
     buckets: list[Moved],
 ) -> str | None:
     """Fills `buckets`, too. None for calls with arguments that have no text."""
-    names = {node: _Name(f"%{index}") for index, node in enumerate((*operands, *nodes))}
+    names = {node: Name(f"%{index}") for index, node in enumerate((*operands, *nodes))}
 
     def say(argument: Any) -> Any:
         if isinstance(argument, Node):
             return names[argument]
         if isinstance(argument, Moved):
             buckets.append(argument)
-            return _Name(f"bucket {argument.signature}")
+            return Name(f"bucket {argument.signature}")
         if isinstance(argument, slice):
             return slice(*map(say, (argument.start, argument.stop, argument.step)))
         if argument is None or argument is Ellipsis or isinstance(argument, _PLAIN):
@@ -182,7 +182,7 @@ def _text(
     return "\n".join([*lines, f"return {[names[result] for result in results]}"])
 
 
-class _Name(str):
+class Name(str):
     """Stands for a node among the arguments of another, and shows without quotes."""
 
     def __repr__(self) -> str:

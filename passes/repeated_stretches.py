@@ -23,6 +23,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from shardc.passes.context import is_transfer, is_view, is_wait
+from shardc.passes.repeated_calls import Name
 from shardc.runtime import compat
 from shardc.runtime.comm import gradient_ops  # noqa: F401 (registers its ops)
 
@@ -187,17 +188,10 @@ def _text(body: Sequence[Node], operands: Sequence[Node], results: Sequence[Node
     names = {node: f"%{index}" for index, node in enumerate((*operands, *body))}
     lines = [f"{names[operand]} = {_value(operand)}" for operand in operands]
     for node in body:
-        arguments = map_arg((node.args, node.kwargs), lambda n: _Name(names[n]))
+        arguments = map_arg((node.args, node.kwargs), lambda n: Name(names[n]))
         lines.append(f"{names[node]} = {node.target}{arguments!r} -> {_value(node)}")
     lines.append(f"return {[names[result] for result in results]}")
     return "\n".join(lines)
-
-
-class _Name(str):
-    """Stands for a node among the arguments of another, and shows without quotes."""
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def _value(node: Node) -> str:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from shardc.passes.context import moved_by
 from shardc.passes.offloadable import Offload, offloadable
 from shardc.passes.recomputable import Recompute, recomputable
-from shardc.passes.saved import Saved
+from shardc.passes.saved import Saved, SavedValues
 from shardc.passes.timeline import Gather, Limits, Reduce, plan_timeline, simulate
 from shardc.passes.trial import Gathered, Phase, Trial, gathered_again
 
@@ -58,8 +58,9 @@ class Tradeoff:
     @classmethod
     def of(cls, trial: Trial) -> "Tradeoff":
         """All choices beside a trial."""
-        options, values = trial.forward.ctx.options, recomputable(trial)
-        copies = offloadable(trial, values) if options and options.saves_on_host else ()
+        options, saved = trial.forward.ctx.options, SavedValues(trial)
+        values = recomputable(trial, saved)
+        copies = offloadable(trial, saved, values) if options and options.saves_on_host else ()
         return cls(trial, values, gathered_again(trial), copies)
 
     def computed_again(self, choice: Choice) -> list[Recompute]:

@@ -30,6 +30,7 @@ from shardc.passes.cost import (
     evaluate,
     first_made,
     following_seconds,
+    host_seconds,
     node_flops,
     node_seconds,
     symbol_hints,
@@ -120,7 +121,7 @@ def read_graph(
         if is_host_copy(node):
             wire: Wire = "from host" if node.target is LOAD else "to host"
             nbytes = evaluate(tensor_bytes(node.meta.get("val")), hints)
-            clock.start(node, nbytes / profile.host_bandwidth, wire)
+            clock.start(node, host_seconds(nbytes, profile), wire)
         elif is_wait(node) and is_host_copy(_started_by(node)):
             clock.wait(_started_by(node))
         elif is_collective(node) and moved_by(node):
