@@ -4,10 +4,13 @@
     traced:         h1 = call("0", h0); h2 = call("1", h1)     one node each; the body once, apart
     joint graph:    block0; block1; ...; block1 backward; block0 backward     as if traced each
 
-`call_once` replaces the runs before AOT autograd traces the graph; `inline_calls` puts the body's
-nodes in the place of each call, in the forward and in the backward, before any pass looks at the
-joint graph. So passes, schedules and reports see what they would have seen. Tracing an op takes
-milliseconds, copying a node microseconds.
+`call_once` replaces the runs before AOT autograd traces the graph; `Calls.inline` puts the body's
+nodes in the place of each call, in the forward and in the backward, before any pass of shardc looks
+at the joint graph. So passes, schedules and reports see what they would have seen. Tracing an op
+takes milliseconds, copying a node microseconds.
+
+Inductor's passes over joint graphs see a body once, and then the graph with calls in it. Bodies for
+which that would make a difference (`JointBody.finished`) are inlined before these passes.
 
 Where a call cannot be a body (`repeated_calls`), or a body writes to what it is given, the graph
 stays as it is. Left out: Dynamo's own trace, which comes before.
@@ -82,14 +85,21 @@ class Calls:
     def __len__(self) -> int:
         return len(self._calls)
 
+    @property
+    def unfinished(self) -> "Calls":
+        """Those over whose bodies Inductor's passes have not run."""
+        calls = Calls()
+        calls._calls = {n: each for n, each in self._calls.items() if not each.body.finished}
+        return calls
+
     def inline(self, gm: GraphModule) -> None:
         """Put the bodies in the place of the calls in `gm`, a joint graph or one for inference."""
         inlined: dict[str, dict[Node, Any]] = {}
         memories: dict[str, compat.Memories] = {}
         for node in list(gm.graph.nodes):
-            if node.target not in (_call, _call_backward):
+            name = str(node.args[0]) if node.target in (_call, _call_backward) else ""
+            if name not in self._calls:
                 continue
-            name = str(node.args[0])
             traced = self._calls[name]
             known, memory = inlined.setdefault(name, {}), memories.setdefault(name, _memory())
             if node.target is _call:
@@ -111,12 +121,12 @@ _traced: weakref.WeakValueDictionary[str, _Traced] = weakref.WeakValueDictionary
 # -- before the trace ----------------------------------------------------------------------------
 
 
-def call_once(gm: GraphModule, inductor: bool) -> Calls:
+def call_once(gm: GraphModule, inductor: Mapping[str, object] | None) -> Calls:
     """Replace calls of modules that repeat in a Dynamo graph, in place; empty where none do.
 
     Args:
         gm: the graph.
-        inductor: whether Inductor lowers it.
+        inductor: Inductor's settings if it lowers the graph.
     """
     calls = Calls()
     groups = find_calls(gm)
@@ -131,7 +141,7 @@ def call_once(gm: GraphModule, inductor: bool) -> Calls:
     return calls
 
 
-def _trace(call: Call, inductor: bool) -> compat.JointBody | None:
+def _trace(call: Call, inductor: Mapping[str, object] | None) -> compat.JointBody | None:
     """The body of a call; None where it does not do what the call did."""
     operands = [compat.like(operand.meta["example_value"]) for operand in call.operands]
     body = compat.trace_body(_make_body(call), operands, inductor)
@@ -185,10 +195,8 @@ def _inline_forward(
     inputs = body.graph.graph.find_nodes(op="placeholder")
     _give(inputs[: body.operands], node.args[1], known, memory)
     results = _outputs(body)[: body.results]
-    nodes = _computed(body)
-    last = max(nodes.index(result) for result in results)
     _share(node, results, memory)
-    _copy(graph, node, nodes[: last + 1], traced, known, memory)
+    _copy(graph, node, _forward(body), traced, known, memory)
     _take_items(graph, node, [known[result] for result in results])
 
 
@@ -249,6 +257,17 @@ def _share(node: Node, results: Sequence[Node], memory: compat.Memories) -> None
 
 def _outputs(body: compat.JointBody) -> Any:
     return body.graph.graph.output_node().args[0]
+
+
+def _forward(body: compat.JointBody) -> list[Node]:
+    """What is computed up to the last result, and needs no tangent."""
+    late = set(body.graph.graph.find_nodes(op="placeholder")[body.operands :])
+    nodes = _computed(body)
+    last = max(nodes.index(result) for result in _outputs(body)[: body.results])
+    for node in nodes[: last + 1]:
+        if not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+    return [node for node in nodes[: last + 1] if node not in late]
 
 
 def _computed(body: compat.JointBody) -> list[Node]:

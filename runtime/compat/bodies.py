@@ -1,8 +1,8 @@
 """Joint graphs of parts of a Dynamo graph, traced by AOT autograd as the whole would be."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,19 +21,23 @@ class JointBody:
         results: how many results there are.
         operands: how many operands there are.
         tangents: how many tangents there are.
+        finished: whether Inductor's passes over joint graphs have run.
     """
 
     graph: GraphModule
     results: int
     operands: int
     tangents: int
+    finished: bool = False
 
 
 class _Traced(Exception):
     """The joint graph is there: AOT autograd has nothing more to do."""
 
 
-def trace_body(body: GraphModule, operands: Sequence[Tensor], inductor: bool) -> JointBody | None:
+def trace_body(
+    body: GraphModule, operands: Sequence[Tensor], settings: Mapping[str, object] | None
+) -> JointBody | None:
     """The joint graph of `body`, or its forward where no operand requires a gradient.
 
     None where the joint graph has more inputs or outputs than `body`: it writes to an operand, or
@@ -42,8 +46,30 @@ def trace_body(body: GraphModule, operands: Sequence[Tensor], inductor: bool) ->
     Args:
         body: a graph with the ops of a Dynamo graph; returns a tuple of tensors.
         operands: as `like` makes them.
-        inductor: whether ops are decomposed, and rewritten before, as Inductor has it.
+        settings: of Inductor, where it will lower the graph: its decompositions are used, and its
+            passes run over the graph before the trace and, where they draw no random numbers and
+            the user has none of his own, after it. None for the eager executor.
     """
+    if settings is None:
+        return _checked(_trace(body, operands, {}), body, operands)
+    from torch._inductor import config
+    from torch._inductor.compile_fx import _recursive_pre_grad_passes
+    from torch._inductor.decomposition import select_decomp_table
+
+    with config.patch(dict(settings)):
+        body = _recursive_pre_grad_passes(body, operands)
+        joint = _trace(body, operands, select_decomp_table())
+        traced = _checked(joint, body, operands)
+        own = config.joint_custom_pre_pass or config.joint_custom_post_pass
+        if traced is None or own or _draws(joint):
+            return traced
+        joint = _finish(joint)
+    traced = _checked(joint, body, operands)
+    return traced and replace(traced, finished=True)
+
+
+def _trace(body: GraphModule, operands: Sequence[Tensor], table: Mapping[Any, Any]) -> GraphModule:
+    """The joint graph of `body`, or its forward."""
     from torch._functorch.aot_autograd import aot_module_simplified
 
     found: list[GraphModule] = []
@@ -53,11 +79,6 @@ def trace_body(body: GraphModule, operands: Sequence[Tensor], inductor: bool) ->
         raise _Traced
 
     stop: Any = keep
-
-    table, prepare = _of_inductor() if inductor else ({}, None)
-    if prepare is not None:
-        body = prepare(body, operands)
-    results = len(body.graph.output_node().args[0])  # type: ignore[arg-type]
     mode = torch._guards.TracingContext.get().fake_mode
     context = torch._guards.tracing(torch._guards.TracingContext(mode))
     settings = functorch_config().patch(enable_autograd_cache=False)
@@ -69,24 +90,35 @@ def trace_body(body: GraphModule, operands: Sequence[Tensor], inductor: bool) ->
             bw_compiler=stop,
             inference_compiler=stop,
             partition_fn=stop,
-            decompositions=table,
+            decompositions=dict(table),
         )
-    return _checked(found[0], results, list(operands))
+    return found[0]
 
 
-def _of_inductor() -> tuple[dict[Any, Callable[..., Any]], Callable[..., GraphModule]]:
-    from torch._inductor.compile_fx import _recursive_pre_grad_passes
-    from torch._inductor.decomposition import select_decomp_table
+def _draws(joint: GraphModule) -> bool:
+    """Whether an op draws random numbers: Inductor draws the seeds of a whole graph at once."""
+    seeded = torch.Tag.nondeterministic_seeded
+    return any(seeded in getattr(node.target, "tags", ()) for node in joint.graph.nodes)
 
-    return select_decomp_table(), _recursive_pre_grad_passes
+
+def _finish(joint: GraphModule) -> GraphModule:
+    """What Inductor's passes over joint graphs make of one."""
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes
+
+    first = next(iter(joint.graph.nodes)).meta["val"]
+    return _recursive_joint_graph_passes(joint, input_device=first.device)
 
 
-def _checked(joint: GraphModule, results: int, operands: list[Tensor]) -> JointBody | None:
+def _checked(
+    joint: GraphModule, body: GraphModule, operands: Sequence[Tensor]
+) -> JointBody | None:
+    """The joint graph of `body`, if it is a function of its operands, and gives new tensors."""
+    results = len(body.graph.output_node().args[0])  # type: ignore[arg-type]
     inputs = joint.graph.find_nodes(op="placeholder")
     outputs: Any = joint.graph.output_node().args[0]
     made = outputs[:results]
     trained = [t for t in operands if t.requires_grad]
-    values = [node.meta["val"] for node in made if isinstance(node, torch.fx.Node)]
+    values = [node.meta.get("val") for node in made if isinstance(node, torch.fx.Node)]
     if len(values) != results or not all(isinstance(value, Tensor) for value in values):
         return None
     tangents = len(inputs) - len(operands)

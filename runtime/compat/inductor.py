@@ -255,14 +255,16 @@ def _graph_pass(
 
 
 def order_settings() -> dict[str, object]:
-    """The settings with which Inductor leaves collectives alone: as they are and where they are.
+    """The settings with which Inductor keeps to what shardc plans.
 
-    With others it would merge them or move them, by what each rank measures. Some are missing in
-    some versions. (2.11 to 2.15)
+    It runs the passes of shardc among its own over joint graphs, and leaves collectives as they are
+    and where they are: with others it would merge them or move them, by what each rank measures.
+    Some are missing in some versions. (2.11 to 2.15)
     """
     from torch._inductor import config
 
-    wanted = {
+    wanted: dict[str, object] = {
+        "use_joint_graph_passes": True,
         "reorder_for_peak_memory": False,
         "reorder_for_compute_comm_overlap": False,
         "aten_distributed_optimizations.enable_overlap_scheduling": False,

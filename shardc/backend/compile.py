@@ -108,7 +108,8 @@ def _compile_graph(
     inputs = with_taken(example_inputs, taken)
     with stages.stage(PASSES):
         if parsed.fold:
-            plan.bodies = call_once(gm, inductor=parsed.executor == "inductor")
+            lowered = parsed.executor == "inductor"
+            plan.bodies = call_once(gm, _settings(plan, mode) if lowered else None)
     if parsed.executor == "eager":
         compiled = _compile_eager(gm, inputs, plan, run or _run_eagerly)
     elif run is not None:
@@ -139,9 +140,7 @@ def _compile_inductor(
     run: Run | None,
     cache: CompileCache | None = None,
 ) -> Callable[..., Any]:
-    frugal = {} if plan.options.memory_budget is None else compat.frugal_settings()
-    given = compat.mode_options(mode) | plan.options.inductor
-    patches = frugal | given | compat.order_settings()
+    patches = _settings(plan, mode)
     patches[compat.JOINT_PASS] = compat.joint_pass(
         plan.finish_joint,
         repr([name_of(step) for step in pipeline.JOINT_PASSES]),
@@ -152,8 +151,8 @@ def _compile_inductor(
         patches[compat.PARTITIONER] = compat.partitioner(
             plan.finish_partition, "shardc: saves on the host", patches.get(compat.PARTITIONER)
         )
-    if plan.bodies:
-        compat.before_joint_passes(patches, plan.bodies.inline)
+    if unfinished := plan.bodies.unfinished:
+        compat.before_joint_passes(patches, unfinished.inline)
 
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         ctx = plan.context("backward" if kwargs.get("is_backward") else "forward")
@@ -176,6 +175,13 @@ def _compile_inductor(
         return _naming_inductor(compiled, *plan.calls[ctx.phase])
 
     return compat.compile_fx(gm, example_inputs, inner_compile, patches, cache)
+
+
+def _settings(plan: Plan, mode: str | None) -> dict[str, object]:
+    """Those of Inductor for a compile, passes of shardc left out."""
+    frugal = {} if plan.options.memory_budget is None else compat.frugal_settings()
+    given = compat.mode_options(mode) | plan.options.inductor
+    return frugal | given | compat.order_settings()
 
 
 def _lower(
@@ -210,7 +216,6 @@ def _compile_eager(
         return compile_one
 
     def partition(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
-        plan.bodies.inline(graph)
         graphs = compat.min_cut_partition(plan.finish_joint(graph), *args, **kwargs)
         plan.finish_partition(*graphs)
         return graphs

@@ -128,6 +128,7 @@ class Plan:
     def finish_joint(self, gm: GraphModule) -> GraphModule:
         """Decide what stays gathered, and run the passes over the joint graph."""
         with self.stages.stage(PASSES):
+            self.bodies.inline(gm)
             self.joint = differentiated(gm)
             ctx = self.context("joint")
             for look in joint_listeners:

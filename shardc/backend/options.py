@@ -90,13 +90,13 @@ class Options:
 
 
 def _check_order(inductor: dict[str, Any]) -> None:
-    """Raise ValueError where a setting of Inductor would undo the planned order of collectives."""
+    """Raise ValueError where a setting of Inductor would undo what is planned."""
     for name, value in compat.order_settings().items():
         if inductor.get(name, value) != value:
             raise ValueError(
                 f"options={{'inductor': {{'{name}': {inductor[name]!r}}}}} would have Inductor "
-                "move or merge the collectives that shardc has planned and that all ranks have "
-                f"agreed on: leave it at {value!r}. What shardc plans with are the options "
+                "leave out the passes of shardc, or move or merge the collectives that all ranks "
+                f"have agreed on: leave it at {value!r}. What shardc plans with are the options "
                 "'prefetch', 'coalesce' and 'profile'"
             )
 
