@@ -287,8 +287,10 @@ def _copy(
         for node in nodes:
             copied = known[node] = graph.node_copy(node, known.__getitem__)
             copied.meta = _meta(node, traced)
-            if "val" in node.meta:
-                copied.meta["val"] = tree_map(memory.copy, node.meta["val"])
+            value = node.meta.get("val")
+            if value is not None:
+                plain = isinstance(value, Tensor)
+                copied.meta["val"] = memory.copy(value) if plain else tree_map(memory.copy, value)
 
 
 def _meta(node: Node, traced: _Traced) -> dict[str, Any]:

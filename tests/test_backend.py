@@ -471,6 +471,7 @@ def test_verify_notices_that_tags_are_lost():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("use_joint_graph_passes", False),
         ("reorder_for_peak_memory", True),
         ("reorder_for_compute_comm_overlap", True),
         ("bucket_all_gathers_fx", "all"),
@@ -478,7 +479,7 @@ def test_verify_notices_that_tags_are_lost():
     ],
 )
 def test_what_would_undo_the_plan_is_refused(name, value):
-    with pytest.raises(ValueError, match=f"{name}.*leave it at (False|'none'|None)"):
+    with pytest.raises(ValueError, match=f"{name}.*leave it at (True|False|'none'|None)"):
         shardc.backend.compile.Options.parse({"inductor": {name: value}})
     default = compat.order_settings()[name]
     shardc.backend.compile.Options.parse({"inductor": {name: default}})

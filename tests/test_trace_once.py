@@ -1,18 +1,22 @@
 """Calls of modules that repeat, traced once: the joint graph is what it is when each is traced."""
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
 from models import Gated, Stack, check_parity, compiled, full, seeded, shard_all, tokens
 from ranks import on_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardc import explain
 from shardc.backend import compile as backend
 from shardc.backend.graph_plan import joint_listeners
 from shardc.passes.context import module_of, moved_by
 from shardc.passes.repeated_calls import FEWEST_CALLS
+from shardc.reports import plan_step
+from shardc.runtime import compat
 
 
 @contextlib.contextmanager
@@ -60,10 +64,13 @@ def _number(storages, tensor):
     return storages.setdefault(tensor.untyped_storage()._cdata, len(storages))
 
 
-def _explained(build, args, executor, fold, **sharding):
+def _explained(build, args, executor, fold, regions=False, **sharding):
+    """With `regions`, Dynamo traces units that repeat once, too; inputs have another order then."""
     torch.manual_seed(0)
     options = {"executor": executor, "fold": fold}
-    return explain(build(), *args, world_size=4, options=options, **sharding).to_dict()
+    known = regions and compat.traces_regions_once()
+    with mock.patch.object(compat, "traces_regions_once", lambda: known):
+        return explain(build(), *args, world_size=4, options=options, **sharding).to_dict()
 
 
 def _compare(build, args, calls, executor="eager", **sharding):
@@ -98,6 +105,29 @@ def test_attention_dropout_and_casts():
     policy = {"mp_policy": torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
     rows = _compare(lambda: Gated(4, dropout=0.1), (x,), 3, **policy)  # x needs no gradient
     assert sum(row[0] == "aten.native_dropout.default" for row in rows) == 8
+
+
+def test_seeds_are_drawn_for_the_whole_graph():
+    """Inductor's passes see the nodes of bodies that draw random numbers in the joint graph."""
+    x = torch.zeros(2, 8, 32)
+    rows = _compare(lambda: Gated(4, dropout=0.1), (x,), 3, "inductor")
+    assert sum("inductor_seeds" in row[0] for row in rows) == 1
+    assert sum("inductor_lookup_seed" in row[0] for row in rows) == 8
+
+
+def test_passes_of_the_user_see_each_call():
+    seen = []
+
+    def look(graph):
+        seen.append(sum(node.target is torch.ops.aten.silu.default for node in graph.nodes))
+
+    def explained(fold):
+        torch.manual_seed(0)
+        options = {"inductor": {"joint_custom_pre_pass": look}, "fold": fold}
+        return explain(Gated(4), torch.zeros(2, 8, 32), world_size=4, options=options).to_dict()
+
+    assert explained(True) == explained(False)
+    assert len(seen) == 2 and seen[0] == seen[1]
 
 
 def test_under_autocast():
@@ -237,3 +267,93 @@ def test_without_gradients(mesh):
     with _looking() as (made, _), torch.no_grad():
         torch.testing.assert_close(compiled(model)(**_batch(0)), plain(**_batch(0)))
     assert made == [4]
+
+
+# -- by Dynamo, in `explain` ---------------------------------------------------------------------
+
+
+class _Breaking(_Numbered):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+class _Checkpointed(_Numbered):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class _Outside(_Numbered):
+    """Reads a parameter of another unit, whose place is no part of its own."""
+
+    def __init__(self, number):
+        super().__init__(0)
+        self.of = [_Numbered(0)]
+
+    def forward(self, x):
+        return super().forward(x) + self.of[0].linear.bias
+
+
+class _Deeper(_Model):
+    """Has a block in each block."""
+
+    def __init__(self, kind):
+        super().__init__(kind)
+        for layer in self.layers:
+            layer.inner = kind(0)
+            layer.linear = nn.Sequential(layer.linear, layer.inner)
+
+
+@pytest.mark.skipif(
+    not compat.traces_regions_once(), reason="before 2.13 Dynamo traces each call of a region"
+)
+@pytest.mark.parametrize(
+    ("build", "args", "regions"),
+    [
+        (lambda: Stack(blocks=5), TOKENS, 5),
+        (lambda: Gated(4, dropout=0.1), (torch.zeros(2, 8, 32),), 4),
+        (lambda: _Model(_Numbered, 6), X, 6),
+        (lambda: _Model(_Partly), X, 4),
+        (lambda: _Model(_Counting), X, 4),
+        (lambda: _Model(_Outside), X, 4),
+        (lambda: _Deeper(_Numbered), X, 4),
+        (lambda: _Model(_Checkpointed), X, None),
+        (lambda: _Model(_Breaking), X, None),
+        (lambda: Stack(blocks=FEWEST_CALLS - 1), TOKENS, 0),
+    ],
+    ids=["stack", "gated", "kinds", "partly", "counting", "outside", "deeper", "checkpointed",
+         "breaking", "few"],
+)  # fmt: skip
+def test_explain_has_dynamo_trace_units_once(build, args, regions, monkeypatch):
+    calls, inline = [], compat.inline_regions
+
+    def count(gm):
+        found = len(gm.graph.find_nodes(op="call_function", target=_INVOKE))
+        inline(gm)
+        calls.append(found)
+        assert not gm.graph.find_nodes(op="call_function", target=_INVOKE)
+
+    monkeypatch.setattr(compat, "inline_regions", count)
+    once = _explained(build, args, "eager", fold=True, regions=True)
+    assert calls == ([] if not regions else [regions])
+    assert once == _explained(build, args, "eager", fold=True)
+
+
+_INVOKE = torch.ops.higher_order.invoke_subgraph
+
+
+def test_regions_leave_no_trace_on_classes(monkeypatch):
+    def build():
+        return Stack(blocks=3)
+
+    classes = []
+    find = plan_step._repeated
+    monkeypatch.setattr(
+        plan_step, "_repeated", lambda model: classes.append(find(model)) or classes[-1]
+    )
+    _explained(build, TOKENS, "eager", fold=True, regions=True)
+    (repeated,) = classes
+    (cls,) = repeated
+    assert "forward" not in vars(cls) and len(repeated[cls]) == 3
+    assert not hasattr(cls.forward, "__marked_compile_region_fn__")
+    assert not hasattr(cls.forward, "__marked_compile_region_config__")

@@ -16,5 +16,6 @@ from shardc.runtime.compat.groups import *
 from shardc.runtime.compat.hf_writer import *
 from shardc.runtime.compat.inductor import *
 from shardc.runtime.compat.modules import *
+from shardc.runtime.compat.regions import *
 from shardc.runtime.compat.tensors import *
 from shardc.runtime.compat.torchao import *

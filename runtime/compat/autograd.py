@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -129,6 +129,22 @@ def saved_tensors_hooks_allowed() -> bool:
 def is_checkpoint_hook(pack: PackHook) -> bool:
     """Whether a pack hook is that of `torch.utils.checkpoint`, which recomputes (2.11 to 2.15)."""
     return pack.__module__ == "torch.utils.checkpoint"
+
+
+def hidden_from_checkpoints() -> AbstractContextManager[object]:
+    """Inside, selective checkpoints see no ops, as they see none of Inductor's code (2.11 to 2.15).
+
+    They save or compute again op by op, in order; a graph that was compiled for other sizes in the
+    meantime has other ops.
+    """
+    from torch.utils import _python_dispatch as dispatch
+    from torch.utils import checkpoint
+
+    selective = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
+    modes = dispatch._get_current_dispatch_mode_stack()
+    if any(isinstance(mode, selective) for mode in modes):
+        return dispatch._disable_current_modes()
+    return nullcontext()
 
 
 def checkpoint_frames() -> list[Any]:

@@ -47,8 +47,8 @@ def trace_body(
         body: a graph with the ops of a Dynamo graph; returns a tuple of tensors.
         operands: as `like` makes them.
         settings: of Inductor, where it will lower the graph: its decompositions are used, and its
-            passes run over the graph before the trace and, where they draw no random numbers and
-            the user has none of his own, after it. None for the eager executor.
+            passes run over the graph before the trace and, where they give no seeds and the user
+            has none of his own, after it. None for the eager executor.
     """
     if settings is None:
         return _checked(_trace(body, operands, {}), body, operands)
@@ -61,7 +61,7 @@ def trace_body(
         joint = _trace(body, operands, select_decomp_table())
         traced = _checked(joint, body, operands)
         own = config.joint_custom_pre_pass or config.joint_custom_post_pass
-        if traced is None or own or _draws(joint):
+        if traced is None or own or _is_given_seeds(joint):
             return traced
         joint = _finish(joint)
     traced = _checked(joint, body, operands)
@@ -95,10 +95,11 @@ def _trace(body: GraphModule, operands: Sequence[Tensor], table: Mapping[Any, An
     return found[0]
 
 
-def _draws(joint: GraphModule) -> bool:
-    """Whether an op draws random numbers: Inductor draws the seeds of a whole graph at once."""
-    seeded = torch.Tag.nondeterministic_seeded
-    return any(seeded in getattr(node.target, "tags", ()) for node in joint.graph.nodes)
+def _is_given_seeds(joint: GraphModule) -> bool:
+    """Whether Inductor replaces random ops; it draws the seeds of a whole graph in one op."""
+    aten = torch.ops.aten
+    replaced = {aten.rand, aten.randn, aten.randint}
+    return any(getattr(n.target, "overloadpacket", None) in replaced for n in joint.graph.nodes)
 
 
 def _finish(joint: GraphModule) -> GraphModule:
@@ -109,9 +110,7 @@ def _finish(joint: GraphModule) -> GraphModule:
     return _recursive_joint_graph_passes(joint, input_device=first.device)
 
 
-def _checked(
-    joint: GraphModule, body: GraphModule, operands: Sequence[Tensor]
-) -> JointBody | None:
+def _checked(joint: GraphModule, body: GraphModule, operands: Sequence[Tensor]) -> JointBody | None:
     """The joint graph of `body`, if it is a function of its operands, and gives new tensors."""
     results = len(body.graph.output_node().args[0])  # type: ignore[arg-type]
     inputs = joint.graph.find_nodes(op="placeholder")
@@ -119,13 +118,14 @@ def _checked(
     made = outputs[:results]
     trained = [t for t in operands if t.requires_grad]
     values = [node.meta.get("val") for node in made if isinstance(node, torch.fx.Node)]
-    if len(values) != results or not all(isinstance(value, Tensor) for value in values):
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if len(tensors) != results:
         return None
     tangents = len(inputs) - len(operands)
     if tangents < 0 or len(outputs) != results + (len(operands) if trained and tangents else 0):
         return None
     given = {_memory(node.meta["val"]) for node in inputs[: len(operands)]}
-    own = {_memory(value) for value in values}
+    own = {_memory(value) for value in tensors}
     if len(own) != results or own & given:
         return None
     return JointBody(joint, results, len(operands), tangents)

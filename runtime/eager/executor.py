@@ -10,6 +10,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from shardc.runtime import compat
 from shardc.runtime.comm.collectives import BoxedGraph
 from shardc.runtime.comm.progress import label_of
 
@@ -42,14 +43,15 @@ def eager_executor(gm: GraphModule) -> BoxedGraph:
         for node in unread:
             del env[node]
         look_up = env.__getitem__
-        for node in steps:
-            assert callable(node.target)
-            with labels.get(node, _UNLABELLED):
-                env[node] = node.target(
-                    *map_arg(node.args, look_up), **map_arg(node.kwargs, look_up)
-                )
-            for dead in last_use.get(node, ()):
-                del env[dead]
+        with compat.hidden_from_checkpoints():
+            for node in steps:
+                assert callable(node.target)
+                with labels.get(node, _UNLABELLED):
+                    env[node] = node.target(
+                        *map_arg(node.args, look_up), **map_arg(node.kwargs, look_up)
+                    )
+                for dead in last_use.get(node, ()):
+                    del env[dead]
         return map_arg(result, look_up)
 
     run._boxed_call = True  # type: ignore[attr-defined]

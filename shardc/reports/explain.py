@@ -21,9 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
-from shardc.backend.compile import compile_graph
 from shardc.backend.fake_ranks import fake_ranks, give_fakes, sharded_copy, sizes_of
-from shardc.backend.graph_plan import GraphPlan, Plan, graph_plans, joint_listeners
+from shardc.backend.graph_plan import Plan, joint_listeners
 from shardc.backend.options import Options
 from shardc.passes.context import PassContext
 from shardc.passes.curve import Curve, memory_curve
@@ -31,10 +30,10 @@ from shardc.passes.hardware import Budget, Profile, as_profile, planning_for
 from shardc.reports.formulas import token_formulas
 from shardc.reports.live import report_of
 from shardc.reports.memory_curve import curve_rows
+from shardc.reports.plan_step import plan_step
 from shardc.reports.report import Report
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, checked
-from shardc.runtime.eager.executor import shapes_only
 from shardc.runtime.eager.precision import map_tensors
 
 
@@ -101,7 +100,7 @@ def explain(
         def report_on(make: Callable[[Tensor], Tensor]) -> Report:
             given, by_name = map_tensors(make, (args, named))
             with _drawing_curves(wants_curve, progress) as curves:
-                graphs, breaks = _compile(sharded, given, by_name, parsed, train, progress)
+                graphs, breaks = plan_step(sharded, given, by_name, parsed, train, progress)
             report = report_of(sharded, graphs, hardware, parsed, _tokens([given, by_name]), breaks)
             return _with_curve(report, curves) if wants_curve else report
 
@@ -164,47 +163,6 @@ def _with_curve(report: Report, curves: list[tuple[Curve, int]]) -> Report:
     ((curve, static),) = curves
     optimizer = sum(op.seconds for op in report.ops if op.phase == "optimizer")
     return replace(report, curve=curve_rows(curve, static, optimizer), kinds=curve.kinds)
-
-
-# -- compiling -----------------------------------------------------------------------------------
-
-
-def _compile(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    options: Options,
-    train: bool,
-    progress: Callable[[str], object],
-) -> tuple[list[GraphPlan], list[str]]:
-    """Compile a step under fake tensors: the plans of its graphs, and why it broke where it did.
-
-    Raises:
-        RuntimeError: nothing was compiled.
-    """
-
-    def backend(gm: GraphModule, inputs: Sequence[Any], **ignored: Any) -> Callable[..., Any]:
-        progress("planning")
-        return compile_graph(gm, inputs, options, run=shapes_only)
-
-    progress("tracing")
-    before = graph_plans[-1] if graph_plans else None
-    compat.forget_compiled()
-    try:
-        with compat.compiling_backward_at_once(), torch.set_grad_enabled(train):
-            model.train(train)
-            torch.compile(model, backend=backend)(*args, **kwargs)
-        breaks = compat.graph_break_reasons()
-    finally:
-        compat.forget_compiled()
-    plans = list(graph_plans)
-    start = next((i + 1 for i in reversed(range(len(plans))) if plans[i] is before), 0)
-    if not plans[start:]:
-        raise RuntimeError(
-            "nothing of the model was compiled: its forward cannot be traced at all, see "
-            "TORCH_LOGS=graph_breaks"
-        )
-    return plans[start:], breaks
 
 
 def _tokens(inputs: Any) -> int:

@@ -60,7 +60,11 @@ KINDS: dict[str, tuple[str, str]] = {
         "self.lin = nn.Linear(D, D)",
         "x = torch.tanh(F.linear(x, self.lin.weight, self.lin.bias))",
     ),
-    "function": ("self.weight = nn.Parameter(torch.rand(D, D))", "x = Times.apply(x, self.weight)"),
+    "function": (
+        # Three of it make no values so large that a sine of one is rounding.
+        "self.weight = nn.Parameter(torch.rand(D, D) / D)",
+        "x = Times.apply(x, self.weight)",
+    ),
     "weight_norm": (
         "self.lin = nn.utils.parametrizations.weight_norm(nn.Linear(D, D))",
         "x = torch.tanh(self.lin(x))",

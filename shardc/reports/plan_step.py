@@ -1,0 +1,132 @@
+"""Plans the graphs of a step of a sharded model: they are compiled, and computed on no values.
+
+Dynamo traces units that repeat once, where it can (`_trace_once`). A run does not: in a region of
+Dynamo's what cannot be traced is an error, and no break.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from shardc.backend.compile import compile_graph
+from shardc.backend.graph_plan import GraphPlan, buckets_by_input, graph_plans
+from shardc.backend.options import Options
+from shardc.passes.repeated_calls import FEWEST_CALLS
+from shardc.runtime import compat
+from shardc.runtime.eager.executor import shapes_only
+from shardc.runtime.modules.modules import ShardedModule
+from shardc.sharding.units import units_of
+
+log = logging.getLogger("shardc")
+
+
+def plan_step(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    train: bool,
+    progress: Callable[[str], object],
+) -> tuple[list[GraphPlan], list[str]]:
+    """Compile a step under fake tensors: the plans of its graphs, and why it broke where it did.
+
+    Raises:
+        RuntimeError: nothing was compiled.
+    """
+    before = graph_plans[-1] if graph_plans else None
+    breaks: list[str] = []
+
+    def plan(gm: GraphModule, inputs: Sequence[Any], **ignored: Any) -> Callable[..., Any]:
+        progress("planning")
+        return compile_graph(gm, inputs, options, run=shapes_only)
+
+    progress("tracing")
+    with compat.compiling_backward_at_once(), torch.set_grad_enabled(train):
+        model.train(train)
+        if not (options.fold and _trace_once(model, args, kwargs, plan)):
+            breaks = _trace(model, args, kwargs, plan)
+    plans = list(graph_plans)
+    start = next((i + 1 for i in reversed(range(len(plans))) if plans[i] is before), 0)
+    if not plans[start:]:
+        raise RuntimeError(
+            "nothing of the model was compiled: its forward cannot be traced at all, see "
+            "TORCH_LOGS=graph_breaks"
+        )
+    return plans[start:], breaks
+
+
+_Planner = Callable[..., Callable[..., Any]]
+"""Plans a Dynamo graph, and gives what stands for the compiled one."""
+
+
+def _trace(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    plan: _Planner,
+    fullgraph: bool = False,
+) -> list[str]:
+    """Have Dynamo trace a step: why it broke graphs where it did."""
+    compat.forget_compiled()
+    try:
+        torch.compile(model, backend=plan, fullgraph=fullgraph)(*args, **kwargs)
+        return compat.graph_break_reasons()
+    finally:
+        compat.forget_compiled()
+
+
+def _trace_once(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], plan: _Planner
+) -> bool:
+    """The same, with units of one class that repeat traced once; False where Dynamo cannot do so.
+
+    It cannot where the graph breaks, or where a body lies in a body. Dynamo takes the graph of an
+    equal unit only where all that it read is equal, so the graph is what it is when each is traced.
+    """
+    repeated = _repeated(model) if compat.traces_regions_once() else {}
+    traced = False
+
+    def plan_inlined(gm: GraphModule, *inputs: Any, **ignored: Any) -> Callable[..., Any]:
+        nonlocal traced
+        compat.inline_regions(gm)
+        _check_read(gm, repeated)
+        traced = True
+        return plan(gm, *inputs, **ignored)
+
+    if repeated:
+        try:
+            with compat.as_regions(repeated):
+                _trace(model, args, kwargs, plan_inlined, fullgraph=True)
+        except Exception as error:
+            if traced:
+                raise
+            log.debug("units are traced each: %s", error)
+    return traced
+
+
+def _repeated(model: nn.Module) -> dict[type[nn.Module], list[ShardedModule]]:
+    """The outermost units whose class repeats, by class."""
+    units = units_of(model)
+    counts = Counter(type(unit) for unit in units.values())
+    found: list[str] = []
+    for name in units:  # outermost first
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if counts[type(units[name])] >= FEWEST_CALLS and not inside:
+            found.append(name)
+    repeated: dict[type[nn.Module], list[ShardedModule]] = {}
+    for name in found:
+        repeated.setdefault(type(units[name]), []).append(units[name])
+    return repeated
+
+
+def _check_read(gm: GraphModule, repeated: Mapping[type, Sequence[ShardedModule]]) -> None:
+    """Raise ValueError where units of a class do not all read their own buckets, or all do not."""
+    read = set(buckets_by_input(gm).values())
+    for cls, units in repeated.items():
+        if len({read.isdisjoint(unit._shardc_unit.buckets) for unit in units}) > 1:
+            raise ValueError(f"some units of {cls.__name__} do not read their own parameters")
