@@ -343,17 +343,16 @@ _INVOKE = torch.ops.higher_order.invoke_subgraph
 
 
 def test_regions_leave_no_trace_on_classes(monkeypatch):
-    def build():
-        return Stack(blocks=3)
-
-    classes = []
+    classes, before = [], []
     find = plan_step._repeated
-    monkeypatch.setattr(
-        plan_step, "_repeated", lambda model: classes.append(find(model)) or classes[-1]
-    )
-    _explained(build, TOKENS, "eager", fold=True, regions=True)
-    (repeated,) = classes
-    (cls,) = repeated
-    assert "forward" not in vars(cls) and len(repeated[cls]) == 3
-    assert not hasattr(cls.forward, "__marked_compile_region_fn__")
-    assert not hasattr(cls.forward, "__marked_compile_region_config__")
+
+    def look(model):
+        classes.extend(found := find(model))
+        before.extend((cls.forward, dict(vars(cls.forward))) for cls in found)
+        return found
+
+    monkeypatch.setattr(plan_step, "_repeated", look)
+    _explained(lambda: Stack(blocks=3), TOKENS, "eager", fold=True, regions=True)
+    (cls,), ((forward, marks),) = classes, before
+    assert "forward" not in vars(cls)
+    assert cls.forward is forward and vars(forward) == marks
