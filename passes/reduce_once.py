@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from shardc.passes.context import PassContext, is_wait, moved_by, reach
+from shardc.passes.context import PassContext, moved_by, reach
 from shardc.runtime.layout.spec import Moved
 
 aten, ops = torch.ops.aten, torch.ops.shardc
@@ -30,24 +30,23 @@ def reduce_once(gm: GraphModule, ctx: PassContext) -> GraphModule:
             continue
         _take_in(last, others)
         for pack in others:
-            _leave_out(_to_sum(pack, {*others, last} - {pack}))
+            _leave_out(_to_sum(pack, {*others, last} - {pack}, moved.spec.reduction.partial))
     return gm
 
 
-def _to_sum(pack: Node, others: set[Node]) -> list[Node]:
+def _to_sum(pack: Node, others: set[Node], partial: bool) -> list[Node]:
     """What follows `pack` up to the first sum of what was reduced with another gradient, that
-    included. It may be one that is no reduction, of rows of a table; one of `others` follows."""
+    included. It may be one that is no reduction, of rows of a table; one of `others` follows. The
+    sum with what waits for copies (`partial`) comes before, and is part of the reduction."""
     chain, sums = [pack], list[int]()
     while True:
         (user,) = chain[-1].users
         operands = [node for node in user.all_input_nodes if node is not chain[-1]]
         chain.append(user)
-        if is_wait(user):
-            sums.clear()  # what was added is part of the message
-        elif user.target is aten.add.Tensor and operands:
+        if user.target is aten.add.Tensor and operands:
             sums.append(len(chain))
             if _come_of(operands, others):
-                return chain[: sums[0]]
+                return chain[: sums[partial]]
 
 
 def _come_of(nodes: Sequence[Node], sources: set[Node]) -> bool:
