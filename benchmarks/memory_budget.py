@@ -1,12 +1,12 @@
 """Step time at equal memory: shardc's memory_budget beside what people set by hand.
 
-    python benchmarks/memory_budget.py --blocks 8 --bandwidth 0.5
+    python benchmarks/memory_budget.py --model llama --blocks 8 --bandwidth 0.5
 
 Every side is one rank of an emulated wire (`wire.py`) in a process of its own; rounds are
-interleaved. First FSDP2 (blocks compiled) with no, selective and full activation checkpointing,
-resharded, is measured for the memory that it needs; then shardc plans for as much, and so does
-torch's `activation_memory_budget` with shardc's gathers (the largest of its settings that holds no
-more). Memory is what a step allocates beside segments, gradients counted; no optimizer.
+interleaved. The peers are FSDP2 (blocks compiled) with no, selective and full activation
+checkpointing, resharded, and torch's `activation_memory_budget` with shardc's gathers. They are
+measured for the memory that they need; then shardc plans for as much as each, and for the least
+that it can. Memory is what a step allocates beside segments, gradients counted; no optimizer.
 """
 
 import argparse
@@ -22,15 +22,18 @@ import wire
 from processes import add_round_options, interleave, median_ratio
 from step_time import allocated_peak
 from tabulate import tabulate
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-CHECKPOINTS = ("none", "selective", "full")
-TORCH_BUDGETS = (0.0, 0.2, 0.4, 0.6, 0.8)
+PEERS: dict[str, tuple[str, Any]] = {
+    **{f"fsdp2, {name}": ("fsdp2", name) for name in ("none", "selective", "full")},
+    **{f"torch's {share}": ("torch", share) for share in (0.0, 0.2, 0.4, 0.6, 0.8)},
+}
+LEAST = "shardc, least"
 
 
 def main() -> None:
@@ -40,35 +43,29 @@ def main() -> None:
     add("--world", type=int, default=8, help="emulated ranks (default 8)")
     add("--latency", type=float, default=0.5, help="ms a message (default 0.5)")
     add("--bandwidth", type=float, default=0.5, help="GB/s (default 0.5)")
+    add("--model", choices=MODELS, default="gpt", help="the model (default gpt)")
     add("--blocks", type=int, default=8, help="blocks of the model (default 8)")
     add("--dim", type=int, default=512, help="model width (default 512)")
     add("--batch", type=int, default=4, help="sequences of 128 tokens (default 4)")
     add_round_options(parser)
     given = vars(parser.parse_args())
-    peaks = {
-        name: rounds[0][0]["peak"]
-        for name, rounds in interleave(
-            {name: [functools.partial(prepare, "fsdp2", name, given)] for name in CHECKPOINTS}, 1
-        ).items()
-    }
-    sides: dict[str, Any] = {}
-    for name, peak in peaks.items():
-        sides[f"fsdp2, {name}"] = [functools.partial(prepare, "fsdp2", name, given)]
+    rivals = {name: [functools.partial(prepare, *what, given)] for name, what in PEERS.items()}
+    sides = dict(rivals)
+    for name, rounds in interleave(rivals, 1).items():
+        peak = rounds[0][0]["peak"]
         sides[f"shardc, as {name}"] = [functools.partial(prepare, "shardc", peak, given)]
-    sides["shardc, least"] = [functools.partial(prepare, "shardc", None, given)]
-    for share in TORCH_BUDGETS:
-        sides[f"torch's {share}"] = [functools.partial(prepare, "torch", share, given)]
+    sides[LEAST] = [functools.partial(prepare, "shardc", None, given)]
     results = {
         name: [figures for (figures,) in rounds]
         for name, rounds in interleave(sides, given["rounds"]).items()
     }
     print(f"W={given['world']}, {given['latency']} ms + {given['bandwidth']} GB/s, "
-          f"{given['blocks']} blocks of {given['dim']}, batch {given['batch']}; medians of "
-          f"{given['rounds']} rounds (min to max)")  # fmt: skip
+          f"{given['blocks']} blocks ({given['model']}) of {given['dim']}, batch {given['batch']}; "
+          f"medians of {given['rounds']} rounds (min to max)")  # fmt: skip
     print(
         tabulate(
             [_row(name, rounds, results) for name, rounds in results.items()],
-            headers=["", "step ms", "peak MB", "planned / peak", "peak / budget", "step / fsdp2"],
+            headers=["", "step ms", "peak MB", "planned / peak", "peak / budget", "step / peer's"],
             disable_numparse=True,
         )
     )
@@ -76,7 +73,7 @@ def main() -> None:
 
 def _row(name: str, rounds: list[dict[str, Any]], results: dict[str, Any]) -> list[str]:
     last, steps = rounds[-1], [figures["step"] for figures in rounds]
-    peer = name.replace("shardc, as", "fsdp2,").replace("shardc, least", "fsdp2, full")
+    peer = "fsdp2, full" if name == LEAST else name.removeprefix("shardc, as ")
     others = [figures["step"] for figures in results[peer]]
     return [
         name,
@@ -102,7 +99,7 @@ def prepare(side: str, setting: Any, given: dict[str, Any]) -> Callable[[], dict
     torch.manual_seed(0)
     _, mesh = wire.join(given["world"], 1e-3 * given["latency"], 1e9 * given["bandwidth"])
     shape = peers.Shape(blocks=given["blocks"], dim=given["dim"], batch=given["batch"])
-    model: nn.Module = peers.Model(shape)
+    model = MODELS[given["model"]](shape)
     tokens = torch.randint(shape.vocab, (shape.batch, shape.length))
     build = {"fsdp2": _fsdp2, "shardc": _shardc, "torch": _torch}[side]
     forward, budget = build(model, mesh, setting, tokens)
@@ -125,9 +122,36 @@ def prepare(side: str, setting: Any, given: dict[str, Any]) -> Callable[[], dict
     return run
 
 
+class Llama(nn.Module):
+    """A Llama of `transformers`; the forward gives the loss of the next token, as `peers.Model`."""
+
+    def __init__(self, shape: peers.Shape) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=shape.vocab,
+            hidden_size=shape.dim,
+            intermediate_size=shape.dim * 7 // 2,
+            num_hidden_layers=shape.blocks,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.heads // 4,
+            use_cache=False,
+        )
+        self.model = LlamaForCausalLM(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """`tokens: (batch, length)` -> loss `()`."""
+        loss: Tensor = self.model(tokens, labels=tokens).loss
+        return loss
+
+
+MODELS: dict[str, Callable[[peers.Shape], nn.Module]] = {"gpt": peers.Model, "llama": Llama}
+
+
 def _fsdp2(model: nn.Module, mesh: Any, setting: str, tokens: Any) -> tuple[Any, int]:
     if setting != "none":
-        for block in model.blocks:
+        for block in peers.blocks_of(model):
             _checkpoint(block, selective=setting == "selective")
     return peers.fsdp2_blocks(model, mesh), 0
 
@@ -152,7 +176,8 @@ def _checkpoint(block: nn.Module, selective: bool) -> None:
         return create_selective_checkpoint_contexts(policy)
 
     extra = {"context_fn": contexts} if selective else {}
-    block.forward = lambda x: checkpoint(whole, block, x, use_reentrant=False, **extra)
+    again = functools.partial(checkpoint, whole, block, use_reentrant=False, **extra)
+    block.forward = again
 
 
 def _shardc(model: nn.Module, mesh: Any, budget: int | None, tokens: Any) -> tuple[Any, int]:

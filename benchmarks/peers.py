@@ -99,7 +99,7 @@ def fsdp2(
     """FSDP2, uncompiled."""
     from torch.distributed.fsdp import fully_shard
 
-    for block in _blocks(model):
+    for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
@@ -107,12 +107,13 @@ def fsdp2(
 
 def fsdp2_blocks(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
     """FSDP2 with every block compiled, as its authors advise."""
-    for block in _blocks(model):
+    for block in blocks_of(model):
         block.compile()
     return fsdp2(model, mesh, **options)
 
 
-def _blocks(model: nn.Module) -> nn.ModuleList:
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    """The blocks that repeat."""
     return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
 
 
@@ -185,7 +186,7 @@ def shardc_eager(
 def shardc_blocks(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
     """This project with every block compiled by itself."""
     step = shardc_eager(model, mesh, **options)
-    for block in _blocks(model):
+    for block in blocks_of(model):
         block.compile(backend="shardc")
     return step
 

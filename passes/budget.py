@@ -1,11 +1,11 @@
-"""Joint graph: what stays gathered, what is computed again and what is saved on the host, within a
-memory budget.
+"""Joint graph: what stays gathered, what is computed again, what is saved on the host, and whose
+optimizer state waits there, within a memory budget.
 
 A trial with every open unit resharded shows the least that stays saved, and how many units ahead
 gathers may run. Beside it lie the choices (`tradeoff`): values that the backward computes again
-free memory and cost compute, values that are saved on the host cost the link to it, buckets that
-stay gathered cost memory and save the wire. The one with the shortest step that fits is tried, and
-if it holds more than was thought, the next one.
+free memory and cost compute, values that are saved on the host and state that waits there cost the
+link to it, buckets that stay gathered cost memory and save the wire. The one with the shortest step
+that fits is tried, and if it holds more than was thought, the next one.
 
 Ranks do what the tightest of them must, and keep to it when sizes grow (`growth`). Without a budget
 nothing is decided: units reshard as they were told to, and the partitioner saves what it saves.
@@ -69,7 +69,7 @@ def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
     room = budget.room
     tradeoffs = [_tradeoff(gm, ctx, UNITS_IN_FLIGHT)]
     first = tradeoffs[0].fastest(room)
-    if first is None or first.recomputed or first.offloaded:
+    if first is None or first.recomputed or first.offloaded or first.states:
         # It may be faster to gather fewer units ahead.
         tradeoffs += [_tradeoff(gm, ctx, ahead) for ahead in range(UNITS_IN_FLIGHT)]
         tradeoffs.sort(key=lambda each: each.least_seconds(room))
@@ -133,9 +133,7 @@ def _fitting(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, room: int) -
 
 def _least(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, budget: Budget) -> Kept:
     """What holds least, if that fits: it may hold less than was thought. Raises BudgetTooSmall."""
-    values, copies = len(tradeoff.values), len(tradeoff.copies)
-    everything = [Choice(values), *([Choice(values, 0, copies)] if copies else [])]
-    tried = [run_trial(gm, ctx, _kept(tradeoff, choice)) for choice in everything]
+    tried = [run_trial(gm, ctx, _kept(tradeoff, choice)) for choice in tradeoff.leanest]
     trial = min([*tried, tradeoff.trial], key=lambda each: each.peak)
     if trial.peak > budget.room:
         raise BudgetTooSmall(_too_small(budget, trial), budget.needed(trial.peak))
@@ -157,27 +155,29 @@ def _kept(tradeoff: Tradeoff, choice: Choice) -> Kept:
     kept = replace(
         tradeoff.trial.kept,
         positions=frozenset(b.position for b in tradeoff.buckets[: choice.gathered]),
+        states=frozenset(position for position, _ in tradeoff.states[: choice.states]),
     )
     return _moving(kept, tradeoff, _kinds(copies), _kinds(again))
 
 
 def _agree(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, own: Kept) -> Kept:
     """What all ranks do: keep what each of them would, and compute again what any of them would,
-    or save it on the host."""
+    or save it on the host, or have wait there."""
 
     def facts(by_number: bool) -> list[str]:
         gathers = filter(is_all_gather, our_collectives(gm))
         return [str(ctx.budget), *(describe(node, by_number) for node in gathers)]
 
     assert ctx.agree_on_choice is not None
-    choice = [own.ahead, sorted(own.positions), own.recomputes, own.offloads]
+    choice = [own.ahead, sorted(own.positions), sorted(own.states), own.recomputes, own.offloads]
     note = json.dumps(choice, sort_keys=True)
     notes = ctx.agree_on_choice("what a memory budget has room for", facts, note)
-    aheads, positions, again, copies = zip(*map(json.loads, notes), strict=True)
+    aheads, positions, states, again, copies = zip(*map(json.loads, notes), strict=True)
     kept = replace(
         own,
         ahead=min(aheads),
         positions=frozenset.intersection(*map(frozenset, positions)),
+        states=frozenset().union(*states),
     )
     return _moving(kept, tradeoff, _most(copies), _most(again))
 

@@ -20,6 +20,7 @@ from shardc.runtime.comm import (  # noqa: F401 (register their ops)
 )
 from shardc.runtime.comm.progress import in_short
 from shardc.runtime.layout.spec import Moved, UnshardSpec
+from shardc.runtime.tensor import state_on_host  # noqa: F401 (registers its ops)
 
 c10d = torch.ops._c10d_functional
 
@@ -42,6 +43,9 @@ _OWN = {
 """Collectives of ours (`comm_buffers`, `table_rows`)."""
 SAVE, LOAD = torch.ops.shardc.save_on_host.default, torch.ops.shardc.load_from_host.default
 WAIT_SAVED = torch.ops.shardc.wait_until_saved.default
+SEND_STATE = torch.ops.shardc.send_state.default
+WAIT_STATE = torch.ops.shardc.wait_until_state_sent.default
+FETCH_STATE = torch.ops.shardc.fetch_state.default
 
 
 Facts = Callable[[bool], list[str]]
@@ -82,6 +86,8 @@ class ScheduleOptions:
         clones: whether the backend clones what it reduces (gloo).
         embedding_rows: whether embeddings fetch rows; None leaves it to the cost model.
         saves_on_host: whether a memory budget may have values saved on the host.
+        states: bytes of the optimizer's state of each bucket whose state a memory budget may have
+            wait on the host, by input.
     """
 
     profile: Profile
@@ -95,6 +101,7 @@ class ScheduleOptions:
     clones: bool = False
     embedding_rows: bool | None = None
     saves_on_host: bool = False
+    states: Mapping[int, int] = field(default_factory=dict)
 
     def wanted(self, phase: str, gathers: Sequence[tuple[int, int]]) -> list[int | None]:
         """The event at which each gather, given as (unit, event), is asked for, if it is."""
@@ -165,6 +172,7 @@ class Kept:
         offloaded: names of the joint graph's nodes that the forward saves on the host, each with
             the name of its unit.
         offloads: the same in words, as `recomputes`.
+        states: inputs that are segments of buckets whose optimizer state waits on the host.
     """
 
     among: frozenset[int] = frozenset()
@@ -174,6 +182,7 @@ class Kept:
     recomputes: Mapping[str, int] = field(default_factory=dict)
     offloaded: Mapping[str, str] = field(default_factory=dict)
     offloads: Mapping[str, int] = field(default_factory=dict)
+    states: frozenset[int] = frozenset()
 
     def reshards(self, gather: Node) -> bool:
         """Whether the bucket that `gather` gathers is freed after the forward."""
@@ -327,8 +336,31 @@ def is_collective(node: Node) -> bool:
 
 
 def is_host_copy(node: Node) -> bool:
-    """Whether the node starts to save a value on the host, or to load it from there."""
-    return node.op == "call_function" and node.target in (SAVE, LOAD)
+    """Whether the node starts to copy a value, or an optimizer's state, to the host or back."""
+    return node.op == "call_function" and node.target in (SAVE, LOAD, SEND_STATE, FETCH_STATE)
+
+
+def moves_state(node: Node) -> bool:
+    """Whether the node starts to copy an optimizer's state to the host or back."""
+    return node.op == "call_function" and node.target in (SEND_STATE, FETCH_STATE)
+
+
+def comes_from_host(node: Node) -> bool:
+    """Whether the node starts a copy from the host."""
+    return node.target in (LOAD, FETCH_STATE)
+
+
+def state_bytes(node: Node) -> int:
+    """Bytes of the state that such a node moves."""
+    return int((node.meta.get("custom") or {})[_STATE_BYTES])
+
+
+def set_state_bytes(node: Node, nbytes: int) -> None:
+    """Give a node the fact that `state_bytes` reads."""
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), _STATE_BYTES: nbytes}
+
+
+_STATE_BYTES = "shardc_state_bytes"
 
 
 def unit_of_copy(node: Node) -> str:
@@ -350,8 +382,11 @@ def is_transfer(node: Node) -> bool:
 
 
 def is_wait(node: Node) -> bool:
-    """Whether the node waits for a collective, or for a copy of a value."""
-    return node.op == "call_function" and node.target in (c10d.wait_tensor.default, WAIT_SAVED)
+    """Whether the node waits for a collective, or for a copy to or from the host."""
+    return node.op == "call_function" and node.target in _WAITS
+
+
+_WAITS = (c10d.wait_tensor.default, WAIT_SAVED, WAIT_STATE)
 
 
 def our_collectives(gm: GraphModule) -> list[Node]:

@@ -29,6 +29,7 @@ class Point:
         recomputed: how many kinds of values are computed again, cheapest first.
         last: of the last of these kinds, in how many units, of how many.
         on_host: bytes that the forward saves on the host.
+        states_on_host: bytes of the optimizer's state that wait there.
     """
 
     setting: str
@@ -39,6 +40,7 @@ class Point:
     recomputed: int
     last: tuple[int, int]
     on_host: int
+    states_on_host: int
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,8 @@ def memory_curve(gm: GraphModule, ctx: PassContext) -> Curve:
 
 
 def _points(tradeoff: Tradeoff, ahead: int) -> Iterator[Point]:
-    everything = Choice(0, len(tradeoff.buckets))
-    values, copies = len(tradeoff.values), len(tradeoff.copies)
-    ends = (Choice(), Choice(values), Choice(values, 0, copies))
-    least = min(map(tradeoff.peak, ends))
-    most = max(least, tradeoff.peak(everything))
+    least = min(map(tradeoff.peak, tradeoff.leanest))
+    most = max(least, tradeoff.peak(Choice(0, len(tradeoff.buckets))))
     for number in range(POINTS):
         room = least + (most - least) * number // (POINTS - 1)
         choice = tradeoff.fastest(room)
@@ -113,6 +112,7 @@ def _point(setting: str, tradeoff: Tradeoff, choice: Choice, ahead: int) -> Poin
         recomputed=len(set(taken)),
         last=(taken.count(last), sum(value.saved.kind == last for value in tradeoff.values)),
         on_host=sum(copy.nbytes for copy in tradeoff.copies[: choice.offloaded]),
+        states_on_host=sum(nbytes for _, nbytes in tradeoff.states[: choice.states]),
     )
 
 

@@ -17,9 +17,9 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from shardc.passes.context import (
-    LOAD,
     PassContext,
     brings_parameters,
+    comes_from_host,
     describe,
     goes_inside,
     is_all_gather,
@@ -28,10 +28,12 @@ from shardc.passes.context import (
     is_view,
     is_wait,
     moved_by,
+    moves_state,
     our_collectives,
     prepares,
     ranks_in,
     reach,
+    state_bytes,
     unit_of_copy,
     waits_for,
 )
@@ -54,7 +56,7 @@ class Transfer:
     """A collective in the graph with all that moves along.
 
     Attributes:
-        start: the node that starts it: a collective, or a copy of a value to or from the host.
+        start: the node that starts it: a collective, or a copy to or from the host.
         before: what only prepares its input (casts, `pack`; what `prepares` it).
         after: its wait, then views of its result; for a reduction all that follows.
         step: the first step that reads what it brings; of what is sent, the first that may follow.
@@ -71,8 +73,13 @@ class Transfer:
 
     @property
     def is_copy(self) -> bool:
-        """Whether it copies a value to the host or from there; else it is a collective."""
-        return self.unit is None
+        """Whether it copies a value to the host or from there."""
+        return self.unit is None and not self.is_state
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it copies an optimizer's state to the host or from there."""
+        return moves_state(self.start)
 
     @property
     def is_gather(self) -> bool:
@@ -95,12 +102,12 @@ class Events:
     @property
     def gathers(self) -> list[Transfer]:
         """The gathers, in the order in which they are needed."""
-        return [each for each in self.transfers if each.is_gather and not each.is_copy]
+        return [each for each in self._collectives if each.is_gather]
 
     @property
     def reduces(self) -> list[Transfer]:
         """The reductions, in the order in which they are ready."""
-        return [each for each in self.transfers if not (each.is_gather or each.is_copy)]
+        return [each for each in self._collectives if not each.is_gather]
 
     @property
     def loads(self) -> list[Transfer]:
@@ -111,6 +118,15 @@ class Events:
     def saves(self) -> list[Transfer]:
         """The copies to the host, in the order in which they are ready."""
         return [each for each in self.transfers if each.is_copy and not each.is_gather]
+
+    @property
+    def states(self) -> list[Transfer]:
+        """The copies of optimizers' states: of a forward to the host, of a backward from there."""
+        return [each for each in self.transfers if each.is_state]
+
+    @property
+    def _collectives(self) -> list[Transfer]:
+        return [each for each in self.transfers if not (each.is_copy or each.is_state)]
 
 
 def read_events(gm: GraphModule) -> Events:
@@ -153,7 +169,7 @@ def read_events(gm: GraphModule) -> Events:
 
 
 def _brings(start: Node) -> bool:
-    return brings_parameters(start) or start.target is LOAD
+    return brings_parameters(start) or comes_from_host(start)
 
 
 def _computes(step: Node) -> bool:
@@ -323,6 +339,9 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
     def copied(transfer: Transfer) -> float:
         return float(host_seconds(nbytes(transfer.start), options.profile))
 
+    def moved(transfer: Transfer) -> float:
+        return float(host_seconds(state_bytes(transfer.start), options.profile))
+
     copies = [*events.loads, *events.saves]  # a graph has either
     loads = tuple(Gather(events.of(t), nbytes(t.start), copied(t)) for t in events.loads)
     saves = tuple(Reduce(events.of(t), nbytes(t.start), copied(t)) for t in events.saves)
@@ -333,13 +352,18 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
         options.reduce_buffers,
         ahead * _largest_unit((unit_of_copy(t.start), nbytes(t.start)) for t in copies),
     )
-    return Problem(tuple(seconds), tuple(gathered), tuple(made), limits, loads, saves)
+    states = tuple(map(moved, events.states))
+    sent, fetched = (states, ()) if ctx.phase == "forward" else ((), states)
+    return Problem(
+        tuple(seconds), tuple(gathered), tuple(made), limits, loads, saves, sent, fetched
+    )
 
 
 def _described(transfer: Transfer, by_number: bool) -> str:
     """A transfer in one line, equal on all ranks."""
-    if transfer.is_copy:
-        return "a copy from the host" if transfer.is_gather else "a copy to the host"
+    if transfer.is_copy or transfer.is_state:
+        what = "state" if transfer.is_state else "copy"
+        return f"a {what} from the host" if transfer.is_gather else f"a {what} to the host"
     return describe(transfer.start, by_number)
 
 

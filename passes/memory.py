@@ -4,6 +4,8 @@ A value's storage lives from the node that makes it to the last one that reads i
 What a collective reads or writes lives until its wait, because the backend keeps it; so does what a
 copy to the host reads. Inputs belong
 to the caller: in a backward graph they are the saved tensors, which are freed after their last use.
+The optimizer's state that waits on the host counts negative, as it is counted among what is there
+all the time.
 
 Under Inductor, elementwise values that only elementwise ops or reductions read are never stored:
 they stay in the registers of one fused kernel (`fused`). That is a model: a kernel that could not
@@ -22,8 +24,11 @@ from torch.fx import GraphModule, Node
 
 from shardc.passes.context import (
     FETCH,
+    FETCH_STATE,
     RETURN,
     SAVE,
+    SEND_STATE,
+    WAIT_STATE,
     brings_parameters,
     is_all_gather,
     is_collective,
@@ -31,6 +36,7 @@ from shardc.passes.context import (
     is_view,
     is_wait,
     kind_of,
+    state_bytes,
     waits_for,
 )
 from shardc.passes.cost import (
@@ -56,6 +62,7 @@ class Liveness:
         live: bytes after each of them, inputs included where the graph frees them.
         gathered, gradients: how much of it gathered buckets are (with what is made of them alone),
             and gradients on their way to be reduced, and reduced.
+        away: how much less there is of the optimizer's state, which waits on the host.
         inputs: bytes of the inputs at the start.
         outputs: bytes of what the graph returns and did not get.
         kept: names of the outputs that are gathered buckets or views of them: a forward saves
@@ -71,6 +78,7 @@ class Liveness:
     outputs: int
     kept: frozenset[str]
     storages: Storages
+    away: tuple[int, ...] = ()
 
     @property
     def peak(self) -> int:
@@ -130,6 +138,7 @@ def measure_liveness(
         *_lifetimes(counted, last, kinds, places),
         *_clones(nodes, roots, sizes, every=clones),
         *_messages_of_rows(nodes, hints),
+        *_away(nodes),
     ]
     curves = {kind: _held(kind, changes, len(nodes)) for kind in (*_KINDS, _OTHER)}
     returned = gm.graph.output_node().all_input_nodes
@@ -143,6 +152,7 @@ def measure_liveness(
         sum(size for root, size in counted.items() if root in results - inputs),
         frozenset(n.name for n in returned if kinds.get(roots.get(n, n)) == _GATHERED),
         _storages(returned, roots),
+        tuple(-nbytes for nbytes in curves[_AWAY]),
     )
 
 
@@ -188,6 +198,15 @@ def _messages_of_rows(nodes: Sequence[Node], hints: Mapping[Any, int]) -> Iterat
             yield _Held(_OTHER, nbytes, index, index)
 
 
+def _away(nodes: Sequence[Node]) -> Iterator[_Held]:
+    """Optimizer state that leaves in a forward, and returns in a backward."""
+    for index, node in enumerate(nodes):
+        if node.target is WAIT_STATE:
+            yield _Held(_AWAY, -state_bytes(node), index, len(nodes))
+        elif node.target is FETCH_STATE and index:
+            yield _Held(_AWAY, -state_bytes(node), 0, index - 1)
+
+
 def _held(kind: str, held: Iterable[_Held], length: int) -> list[int]:
     """Bytes of a kind after each of `length` nodes."""
     steps = [0] * (length + 1)
@@ -199,8 +218,8 @@ def _held(kind: str, held: Iterable[_Held], length: int) -> list[int]:
     return list(itertools.accumulate(steps[:length]))
 
 
-_GATHERED, _GRADIENTS, _OTHER = "gathered", "gradients", "other"
-_KINDS = (_GATHERED, _GRADIENTS)
+_GATHERED, _GRADIENTS, _AWAY, _OTHER = "gathered", "gradients", "away", "other"
+_KINDS = (_GATHERED, _GRADIENTS, _AWAY)
 
 
 def _kinds(
@@ -300,7 +319,7 @@ def _own_bytes(node: Node) -> Any:
     A view of less than its base does not make any.
     """
     value = node.meta.get("val")
-    if node.target in (torch.ops.shardc.to_host.default, SAVE):
+    if node.target in (torch.ops.shardc.to_host.default, SAVE, SEND_STATE):
         return 0
     if node.users and isinstance(value, (list, tuple)) and all(map(_is_item, node.users)):
         return 0  # each is counted

@@ -11,6 +11,7 @@
                       tag_reshard               gathered weights are recomputed or saved
                       tag_recomputed            what else the backward computes again
     both together     offload_saved             values that are saved on the host
+                      offload_state             optimizer state that waits there
     forward, backward wait_once                 one wait for a gather that is read several times
                       drop_second_gathers       one gather in the forward of what is cut again
                       coalesce                  neighbours in one message where it costs nothing

@@ -1,6 +1,6 @@
 """Forward and backward graphs: start gathers early, wait late, keep everything else in order.
 
-Copies of values to and from the host move in the same way.
+Copies to and from the host move in the same way.
 
     before:  ... ag0 wait0 block0 ag1 wait1 block1 ... grad1 pack1 rs1 wait_rs1 ...
     after:   ag0 ag1 wait0 block0 wait1 block1 ... grad1 pack1 rs1 ... wait_rs1
@@ -44,6 +44,12 @@ def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
             keys[node] = (order[in_numbers.ready], _REDUCE, number)
         for node in reduce.after:
             keys[node] = (order[wait], _WAIT_REDUCE, number)
+    starts = timeline.return_starts or (0,) * len(events.states)
+    for number, (state, start) in enumerate(zip(events.states, starts, strict=True), len(keys)):
+        keys[state.start] = (order[start], _GATHER, number)
+    for state, wait in zip(events.states, timeline.leave_waits, strict=False):
+        for node in state.after:
+            keys[node] = (order[wait], _READ, 0)
     reorder(gm, keys)
     return gm
 

@@ -5,7 +5,9 @@ lies compute that takes some seconds. Gathers are needed at an event; reductions
 There is one wire, which sends in the order it is given. Where collectives go in two steps, those
 inside of nodes have wires of their own, gathers one and reductions one, as they have communicators.
 
-Values that are saved on the host travel on two more wires, one for each direction.
+Values that are saved on the host travel on two more wires, one for each direction. So does the
+optimizer's state that waits there: it leaves when the forward begins, and its memory is free once
+it has arrived; it starts back as late as it can and still be there when the backward ends.
 
 A gather starts as late as it can and still be there when it is needed (`_latest`), but no later
 than a hint asks, and no earlier than the bytes in flight allow (`_earliest`). Starting earlier
@@ -13,6 +15,8 @@ than needed costs memory, never time. The plan depends on nothing but its argume
 agree on, so that the order of collectives is the same everywhere.
 """
 
+import bisect
+import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
@@ -80,12 +84,15 @@ class Limits:
 @dataclass(frozen=True)
 class Timeline:
     """The plan: for each gather the event at which it starts, for each reduction the one at which
-    it is waited for (the number of events: at the end). The same for loads and saves."""
+    it is waited for (the number of events: at the end). The same for loads and saves, and for
+    states that return, and those that leave."""
 
     starts: tuple[int, ...]
     waits: tuple[int, ...]
     load_starts: tuple[int, ...] = ()
     save_waits: tuple[int, ...] = ()
+    return_starts: tuple[int, ...] = ()
+    leave_waits: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,8 @@ class Problem:
         limits: bounds on memory.
         loads: copies of values from the host, in the order in which they are needed.
         saves: copies of values to the host, in the order in which they are ready.
+        leaving, returning: seconds of the copies of optimizers' states to the host, from the
+            beginning on, and from there, until the end.
     """
 
     seconds: tuple[float, ...]
@@ -107,6 +116,8 @@ class Problem:
     limits: Limits
     loads: tuple[Gather, ...] = ()
     saves: tuple[Reduce, ...] = ()
+    leaving: tuple[float, ...] = ()
+    returning: tuple[float, ...] = ()
 
     @property
     def wire_seconds(self) -> float:
@@ -115,8 +126,8 @@ class Problem:
         for reduce in self.reduces:
             sent["reductions" if reduce.inside else "wire"] += reduce.seconds
         sent["gathers"] = sum(gather.then for gather in self.gathers)
-        sent["loads"] = sum(load.seconds for load in self.loads)
-        sent["saves"] = sum(save.seconds for save in self.saves)
+        sent["loads"] = sum(load.seconds for load in self.loads) + sum(self.returning)
+        sent["saves"] = sum(save.seconds for save in self.saves) + sum(self.leaving)
         return max(sent.values())
 
 
@@ -129,19 +140,26 @@ def plan_timeline(problem: Problem) -> Timeline:
     """Place the starts of gathers and loads, and the waits for reductions and saves."""
     seconds, limits = problem.seconds, problem.limits
     copies = Limits(limits.copies_in_flight, limits.copies_in_flight)
+    returning = [Gather(len(seconds), 0, each) for each in problem.returning]
+    latest = _latest(seconds, [*problem.loads, *returning], ())
     return Timeline(
-        _starts(seconds, problem.gathers, problem.reduces, limits),
+        _starts(problem.gathers, _latest(seconds, problem.gathers, problem.reduces), limits),
         _waits(problem.reduces, limits, len(seconds)),
-        _starts(seconds, problem.loads, (), copies),
+        _starts(problem.loads, latest[: len(problem.loads)], copies),
         _waits(problem.saves, copies, len(seconds)),
+        tuple(latest[len(problem.loads) :]),
+        _left(seconds, problem.leaving),
     )
 
 
-def _starts(
-    seconds: Sequence[float], gathers: Sequence[Gather], reduces: Sequence[Reduce], limits: Limits
-) -> tuple[int, ...]:
-    """Where each gather starts, among reductions on the same wire."""
-    latest = _latest(seconds, gathers, reduces)
+def _left(seconds: Sequence[float], leaving: Sequence[float]) -> tuple[int, ...]:
+    """The event at which each state that leaves has arrived, one after the other."""
+    passed = [0.0, *itertools.accumulate(each / MARGIN for each in seconds[:-1])]
+    return tuple(bisect.bisect_left(passed, at) for at in itertools.accumulate(leaving))
+
+
+def _starts(gathers: Sequence[Gather], latest: Sequence[int], limits: Limits) -> tuple[int, ...]:
+    """Where each gather starts, given where it may at the latest."""
     starts: list[int] = []
     for index, gather in enumerate(gathers):
         if gather.wanted is not None:
@@ -218,6 +236,12 @@ def simulate(problem: Problem, timeline: Timeline, speed: float = 1.0) -> float:
         sent = _Sent("reductions inside" if reduce.inside else wire, reduce.seconds)
         ready[reduce.ready].append(sent)
         waited[wait].append(sent)
+    for seconds, start in zip(problem.returning, timeline.return_starts, strict=True):
+        started[start].append(_Sent("from host", seconds))
+    for seconds, wait in zip(problem.leaving, timeline.leave_waits, strict=True):
+        sent = _Sent("to host", seconds)
+        started[0].append(sent)
+        needed[wait].append(sent)
     clock = Clock()
     for event, interval in enumerate([*problem.seconds, 0.0]):
         for sent in started[event]:

@@ -1,7 +1,8 @@
-"""What a step holds and how long it takes by three choices: how much is computed again, how many
-buckets stay gathered, and how much is saved on the host.
+"""What a step holds and how long it takes by four choices: how much is computed again, how many
+buckets stay gathered, how much is saved on the host, and of how many buckets the optimizer's state
+waits there.
 
-Each is a prefix of a list, best first, so a choice is three counts. A trial gives the curves of
+Each is a prefix of a list, best first, so a choice is four counts. A trial gives the curves of
 memory and the line of events without any; what a choice changes of them is added here, so that
 thousands of choices are looked at in a second. What is left out (the partitioner saves something
 else, kernels fuse otherwise, gathers move) shows in a trial of what was chosen.
@@ -18,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardc.passes.context import moved_by
+from shardc.passes.cost import host_seconds
+from shardc.passes.offload_state import segments_of
 from shardc.passes.offloadable import Offload, offloadable
 from shardc.passes.recomputable import Recompute, recomputable
 from shardc.passes.saved import Saved, SavedValues
@@ -29,13 +32,15 @@ Bytes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Choice:
-    """How many of the values that may be are computed again, of the buckets stay gathered, and of
-    the values that may be are saved on the host. A value that is saved there is not computed again.
+    """How many of the values that may be are computed again, of the buckets stay gathered, of the
+    values that may be are saved on the host, and of how many buckets the optimizer's state waits
+    there. A value that is saved on the host is not computed again.
     """
 
     recomputed: int = 0
     gathered: int = 0
     offloaded: int = 0
+    states: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +53,15 @@ class Tradeoff:
         values: what may be computed again, cheapest first.
         buckets: what may stay gathered, best first.
         copies: what may be saved on the host, best first.
+        states: inputs that are segments of buckets whose optimizer state may wait on the host, each
+            with its bytes.
     """
 
     trial: Trial
     values: Sequence[Recompute]
     buckets: Sequence[Gathered]
     copies: Sequence[Offload] = ()
+    states: Sequence[tuple[int, int]] = ()
 
     @classmethod
     def of(cls, trial: Trial) -> "Tradeoff":
@@ -61,7 +69,15 @@ class Tradeoff:
         options, saved = trial.forward.ctx.options, SavedValues(trial)
         values = recomputable(trial, saved)
         copies = offloadable(trial, saved, values) if options and options.saves_on_host else ()
-        return cls(trial, values, gathered_again(trial), copies)
+        states = options.states if options else {}
+        places = [(each, states[each]) for each in segments_of(trial.forward.gm) if each in states]
+        return cls(trial, values, gathered_again(trial), copies, places)
+
+    @property
+    def leanest(self) -> set[Choice]:
+        """The choices among which is the one that holds least."""
+        values, copies, states = len(self.values), len(self.copies), len(self.states)
+        return {Choice(values, 0, 0, states), Choice(values, 0, copies, states)}
 
     def computed_again(self, choice: Choice) -> list[Recompute]:
         """The values that a choice has computed again."""
@@ -71,11 +87,17 @@ class Tradeoff:
     def fastest(self, room: int) -> Choice | None:
         """The choice with the shortest step that holds `room` bytes at most; None if none does."""
         best: tuple[float, Choice] | None = None
-        for choice in self._fullest(room):
-            seconds = self.seconds(choice)
-            copies = best is not None and choice.offloaded > best[1].offloaded
-            if best is None or seconds < best[0] * (1 - (_WORTH_COPIES if copies else _WORTH)):
-                best = seconds, choice
+        shortest = self.seconds(Choice(0, len(self.buckets)))
+        for states in _counts(len(self.states), _COUNTS_OF_STATES):
+            if best is not None and best[0] <= shortest * (1 + _WORTH):
+                break  # nothing is gained by more room
+            for choice in self._fullest(room, states):
+                seconds = self.seconds(choice)
+                copies = best is not None and (
+                    choice.offloaded > best[1].offloaded or choice.states > best[1].states
+                )
+                if best is None or seconds < best[0] * (1 - (_WORTH_COPIES if copies else _WORTH)):
+                    best = seconds, choice
         return None if best is None else best[1]
 
     def least_seconds(self, room: int) -> float:
@@ -95,13 +117,13 @@ class Tradeoff:
 
     # -- what it is made of --------------------------------------------------------------------
 
-    def _fullest(self, room: int) -> Iterator[Choice]:
+    def _fullest(self, room: int, states: int) -> Iterator[Choice]:
         """For counts of copies and every count of values the most buckets that fit, where that
         changes something."""
         both = np.empty_like(self._live)  # taken once: the arrays are large
-        for offloaded in self._counts_of_copies():
+        for offloaded in _counts(len(self.copies), _COUNTS_OF_COPIES):
             copies = self.copies[:offloaded]
-            count, live = -1, self._live - self._freed(Choice(0, 0, offloaded))
+            count, live = -1, self._live - self._freed(Choice(0, 0, offloaded, states))
             gone = {copy.saved.nodes for copy in copies}
             for recomputed in range(len(self.values) + 1):
                 if recomputed and (saved := self.values[recomputed - 1].saved).nodes not in gone:
@@ -112,11 +134,7 @@ class Tradeoff:
                         break
                     count += 1
                 if count > before:
-                    yield Choice(recomputed, count, offloaded)
-
-    def _counts_of_copies(self) -> list[int]:
-        steps = range(_COUNTS_OF_COPIES + 1)
-        return sorted({len(self.copies) * step // _COUNTS_OF_COPIES for step in steps})
+                    yield Choice(recomputed, count, offloaded, states)
 
     @cached_property
     def _live(self) -> Bytes:
@@ -130,7 +148,23 @@ class Tradeoff:
             self._add(freed, value.saved.nbytes, value.saved)
         for copy in self.copies[: choice.offloaded]:
             self._add(freed, copy.nbytes, copy.saved)
-        return freed
+        return freed + self._away(choice.states) if choice.states else freed
+
+    def _away(self, count: int) -> Bytes:
+        """What is not held of the optimizer's state, where that of so many buckets leaves."""
+        away, start = np.zeros_like(self._live), len(self.trial.forward.liveness.live)
+        left, back = self.trial.forward, self.trial.backward
+        waits = plan_timeline(replace(left.problem, leaving=self._moved(count))).leave_waits
+        starts = plan_timeline(replace(back.problem, returning=self._moved(count))).return_starts
+        for (_, nbytes), wait, begun in zip(self.states, waits, starts, strict=False):
+            away[_place(left, wait) : start + _place(back, begun)] += nbytes
+        return away
+
+    def _moved(self, count: int) -> tuple[float, ...]:
+        """Seconds to copy the state of each of so many buckets."""
+        options = self.trial.forward.ctx.options
+        assert options is not None
+        return tuple(float(host_seconds(n, options.profile)) for _, n in self.states[:count])
 
     def _add(self, live: Bytes, nbytes: int, saved: Saved) -> None:
         start = len(self.trial.forward.liveness.live)
@@ -171,12 +205,16 @@ class Tradeoff:
             seconds=tuple(seconds),
             gathers=gathers,
             loads=tuple(sorted(loads, key=lambda load: load.needed)),
+            returning=self._moved(choice.states),
             limits=self._limits(problem.limits, copies),
         )
-        return self._forward_seconds(forward, copies) + simulate(changed, plan_timeline(changed))
+        before = self._forward_seconds(forward, copies, self._moved(choice.states))
+        return before + simulate(changed, plan_timeline(changed))
 
-    def _forward_seconds(self, forward: Phase, copies: Sequence[Offload]) -> float:
-        if not copies:
+    def _forward_seconds(
+        self, forward: Phase, copies: Sequence[Offload], leaving: tuple[float, ...]
+    ) -> float:
+        if not copies and not leaving:
             return forward.seconds
         positions, steps = forward.events.positions, self._steps[0]
         ready = [bisect.bisect_left(positions, steps[copy.made] + 1) for copy in copies]
@@ -184,6 +222,7 @@ class Tradeoff:
         changed = replace(
             forward.problem,
             saves=tuple(sorted(saves, key=lambda save: save.ready)),
+            leaving=leaving,
             limits=self._limits(forward.problem.limits, copies),
         )
         return simulate(changed, plan_timeline(changed))
@@ -207,6 +246,19 @@ class Tradeoff:
         return _steps_at(self.trial.forward), _steps_at(self.trial.backward)
 
 
+def _place(phase: Phase, event: int) -> int:
+    """The place of the first step behind an event."""
+    position = phase.events.positions[event] if event < len(phase.events.positions) else None
+    if position is None or position == len(phase.events.steps):
+        return len(phase.liveness.live)
+    return phase.places[phase.events.steps[position]]
+
+
+def _counts(most: int, steps: int) -> list[int]:
+    """0, `most`, and counts between them, in equal steps."""
+    return sorted({most * step // steps for step in range(steps + 1)})
+
+
 def _steps_at(phase: Phase) -> list[int]:
     steps = phase.events.steps
     step_of = {step: number for number, step in enumerate(steps)}
@@ -220,5 +272,5 @@ _WORTH = 1e-4
 """A choice that computes more again must be faster by this share: else rounding would choose."""
 _WORTH_COPIES = 5e-3
 """One that saves more on the host must be faster by this one: links are shared, and hosts busy."""
-_COUNTS_OF_COPIES = 8
-"""So many counts of copies are looked at."""
+_COUNTS_OF_COPIES, _COUNTS_OF_STATES = 8, 2
+"""So many counts of copies, and of buckets whose state waits on the host, beside 0."""

@@ -27,6 +27,7 @@ from shardc.passes.cost import collective_seconds, evaluate, symbol_hints, tenso
 from shardc.passes.events import Events, read_events, read_problem
 from shardc.passes.memory import Liveness, Storages, measure_liveness
 from shardc.passes.offload import offload_saved
+from shardc.passes.offload_state import offload_state
 from shardc.passes.runner import run_passes
 from shardc.passes.timeline import Problem, plan_timeline, simulate
 from shardc.runtime import compat
@@ -119,6 +120,7 @@ def run_trial(gm: GraphModule, ctx: PassContext, kept: Kept, recall: Recall | No
     tagged = run_passes(GraphModule(gm, copy.deepcopy(gm.graph)), joint, pipeline.JOINT_PASSES)
     graphs = compat.min_cut_partition(tagged, None, num_fwd_outputs=ctx.results)
     offload_saved(*graphs, joint)
+    offload_state(*graphs, joint)
     phases: list[Phase] = []
     for graph, phase in zip(graphs, ("forward", "backward"), strict=True):
         each = replace(joint, phase=phase)

@@ -1,7 +1,8 @@
 """Forward and backward graphs: prove what every pass before promised.
 
-Every collective has exactly one wait for each bucket it moves, and every copy of a value to the
-host or from there has one; nothing else reads their results;
+Every collective has exactly one wait for each bucket it moves, and every copy to the host or from
+there has one (an optimizer's state, which returns, is waited for at the end); nothing else reads
+their results;
 weights that are resharded, their views and what is computed from them alone are not among the
 tensors the forward saves. `collective_sequence` states what ranks compare.
 """
@@ -12,6 +13,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from shardc.passes.context import (
+    FETCH_STATE,
     PassContext,
     describe,
     is_all_gather,
@@ -27,7 +29,8 @@ from shardc.passes.context import (
 
 def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Raise AssertionError if `gm` breaks an invariant."""
-    started = [*our_collectives(gm), *filter(is_host_copy, gm.graph.nodes)]
+    copies = (n for n in gm.graph.nodes if is_host_copy(n) and n.target is not FETCH_STATE)
+    started = [*our_collectives(gm), *copies]
     for result in (result for node in started for result in results_of(node)):
         users = list(result.users)
         assert len(users) == 1 and is_wait(users[0]), (

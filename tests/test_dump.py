@@ -213,7 +213,7 @@ def test_the_plan_has_buckets_schedule_and_memory(written):
     assert parts[1::2] == ["buckets", "schedule", "memory"]
     buckets, schedule, memory = (part.splitlines() for part in parts[2::2])
     assert [row.split()[0] for row in buckets[2:5]] == ["Stack", "layers.0", "layers.1"]
-    assert buckets[-1] == "kept gathered within the budget: Stack, layers.0, layers.1"
+    assert buckets[-1] == "within the budget, kept gathered: Stack, layers.0, layers.1"
     rows = [re.split(r"\s{2,}", row.strip())[1:4] for row in schedule[2:]]
     names = ["Stack", "layers.0", "layers.1"]
     assert rows == [["forward", "all-gather", name] for name in names]

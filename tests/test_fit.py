@@ -39,6 +39,16 @@ def test_the_search_finds_the_border_in_few_plans(each, fixed, memory, power):
         assert need(above) > memory and found.least > memory
 
 
+def test_a_need_that_grows_evenly_is_found_in_few_plans():
+    def plan(size):
+        if (need := 10**6 + 12345 * size) > 10**9:
+            raise BudgetTooSmall("too small", need)
+        return size
+
+    found = largest(plan, 10**9)
+    assert found.size == 80923 and found.planned <= 14
+
+
 def test_the_largest_batch_fits():
     memory, model, more = 3_000_000, Gated(2), {"world_size": 4, "profile": "cpu"}
     found = fit(model, X, memory=memory, **more)

@@ -39,9 +39,11 @@ def test_a_budget_keeps_what_the_curve_says():
     curve = shardc.explain(Gated(6), X, memory_budget="curve", **MORE).curve
     points = [row for row in curve if not row.setting]
     for row in (points[len(points) // 2], points[-1]):
+        assert row.gathered
         within = shardc.explain(Gated(6), X, memory_budget=int(1.02 * row.nbytes), **MORE)
         assert within.peak.total <= 1.02 * row.nbytes
         assert within.step_seconds == pytest.approx(row.seconds, rel=0.1)
+        assert sum(not bucket.reshard for bucket in within.buckets) >= row.gathered
 
 
 def test_a_step_without_one_joint_graph_has_no_curve():

@@ -78,16 +78,14 @@ def test_a_choice_holds_and_takes_what_it_is_thought_to(monkeypatch):
     def compare(gm, ctx, tradeoff, room):
         for choice in (Choice(8, 0), Choice(20, 4), Choice(len(tradeoff.values), 0)):
             trial = run(gm, ctx, budget._kept(tradeoff, choice))
-            compared.append(
-                (tradeoff.peak(choice) / trial.peak, tradeoff.seconds(choice) / trial.seconds)
-            )
+            assert 0.75 < tradeoff.peak(choice) / trial.peak < 1.15
+            compared.append(tradeoff.seconds(choice) / trial.seconds)
         return tradeoff.trial.kept
 
     monkeypatch.setattr(budget, "_fitting", compare)
     _planned(Gated(8, 128), torch.empty(4, 256, 128, device="meta"), "1GB")
-    assert len(tried) == 4 and all(0.75 < ratio < 1.15 for pair in compared for ratio in pair), (
-        compared
-    )
+    assert len(tried) == 4
+    assert len(compared) >= 3 and all(0.95 < ratio < 1.05 for ratio in compared), compared
 
 
 def test_what_the_user_checkpoints_stays_as_it_is(monkeypatch):

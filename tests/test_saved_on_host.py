@@ -18,7 +18,9 @@ from ranks import on_ranks
 import shardc
 from shardc import fully_shard
 from shardc.backend.graph_plan import graph_plans
+from shardc.passes import budget
 from shardc.passes.hardware import PROFILES
+from shardc.passes.tradeoff import Choice
 from shardc.runtime import compat
 
 PROFILE = replace(
@@ -152,20 +154,44 @@ def test_nothing_goes_to_the_host(mesh, given):
     assert not _copies(log)
 
 
+def test_copies_take_what_they_are_thought_to(monkeypatch):
+    compared = []
+
+    def compare(gm, ctx, tradeoff, room):
+        for share in (0.5, 1):
+            choice = Choice(offloaded=int(share * len(tradeoff.copies)))
+            trial = budget.run_trial(gm, ctx, budget._kept(tradeoff, choice))
+            without = tradeoff.seconds(Choice()) / trial.seconds
+            compared.append((tradeoff.seconds(choice) / trial.seconds, without))
+        return tradeoff.trial.kept
+
+    monkeypatch.setattr(budget, "_fitting", compare)
+    shardc.explain(
+        Gated(8, 128), torch.empty(4, 256, 128, device="meta"), world_size=8,
+        profile=replace(PROFILE, host_bandwidth=3e7), options={"memory_budget": "1GB"},
+    )  # fmt: skip
+    assert len(compared) == 2, compared
+    assert all(0.95 < thought < 1.05 and without < 0.5 for thought, without in compared), compared
+
+
 def test_a_curve_has_what_is_on_the_host():
     report = shardc.explain(
         Gated(4, 64), torch.empty(8, 64, 64, device="meta"), world_size=4, profile=PROFILE,
         memory_budget="curve",
     )  # fmt: skip
     points = [row for row in report.curve if not row.setting]
-    assert points[0].on_host > min(row.on_host for row in points)
+    assert max(row.on_host for row in points) > min(row.on_host for row in points)
     alone = shardc.explain(
         Gated(4, 64), torch.empty(8, 64, 64, device="meta"), world_size=4, profile=PROFILE,
         memory_budget="curve", options={"offload_activations": False},
     )  # fmt: skip
     assert all(row.on_host == 0 for row in alone.curve)
     assert min(row.nbytes for row in points) <= min(row.nbytes for row in alone.curve)
-    assert "on the host" in str(report)
+    rows = [row for row in alone.curve if not row.setting]
+    tight = rows[len(rows) // 3]
+    best = min(row.seconds for row in points if row.nbytes <= tight.nbytes)
+    assert best < 0.95 * tight.seconds
+    assert "values on host" in str(report)
 
 
 def test_a_cpu_saves_nothing_on_the_host():

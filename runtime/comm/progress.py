@@ -26,7 +26,7 @@ from shardc.runtime.comm.history import History, digest_of
 OFFLOAD = "to_host"
 """The kind of a copy of a gradient to the host."""
 
-_COPIES = (OFFLOAD, "save_on_host", "load_from_host")
+_COPIES = (OFFLOAD, "save_on_host", "load_from_host", "send_state", "fetch_state")
 """The kinds that are no collectives."""
 
 VERBS = {
@@ -39,6 +39,8 @@ VERBS = {
     OFFLOAD: "offload",
     "save_on_host": "save on host",
     "load_from_host": "load from host",
+    "send_state": "send optimizer state",
+    "fetch_state": "fetch optimizer state",
 }
 """What collectives and copies are called in the profiler, by kind."""
 
@@ -107,7 +109,8 @@ class Label:
 
     Attributes:
         kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "fetch_rows",
-            "return_rows"; or a copy: `OFFLOAD`, "save_on_host", "load_from_host".
+            "return_rows"; or a copy: `OFFLOAD`, "save_on_host", "load_from_host",
+            "send_state", "fetch_state".
         buckets: the names of the buckets it moves.
         phase: "forward" or "backward".
         waits: whether it is the wait.

@@ -50,13 +50,9 @@ def _copy(target: Tensor, source: Tensor, device: torch.device, direction: str) 
     with stream:
         target.copy_(source, non_blocking=True)
         done = stream.record_event()
-    held = [source]
-
-    def wait() -> None:
-        torch.accelerator.current_stream(device).wait_event(done)
-        held.clear()
-
-    compat.call_when_waited_for(target, wait)
+    compat.call_when_waited_for(
+        target, lambda: torch.accelerator.current_stream(device).wait_event(done)
+    )
 
 
 _library = torch.library.Library("shardc", "FRAGMENT")

@@ -147,7 +147,7 @@ def _compile_inductor(
         patches.get(compat.JOINT_PASS),
     )
 
-    if plan.saves_on_host and plan.options.memory_budget is not None:
+    if plan.uses_host:
         patches[compat.PARTITIONER] = compat.partitioner(
             plan.finish_partition, "shardc: saves on the host", patches.get(compat.PARTITIONER)
         )

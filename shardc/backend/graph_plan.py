@@ -37,6 +37,7 @@ from shardc.passes.hardware import (
 )
 from shardc.passes.memory import Liveness, Storages, measure_liveness
 from shardc.passes.offload import offload_saved
+from shardc.passes.offload_state import offload_state
 from shardc.passes.runner import run_passes
 from shardc.passes.trace_once import Calls
 from shardc.passes.used_slots import Differentiated, differentiated
@@ -94,6 +95,11 @@ class Plan:
         self._has_link = self._device != "cpu" or planned
         kept = _static_bytes(buckets.values(), options)
         self.static_bytes = kept + workspace_bytes(self.profile)
+        self._states = {
+            position: int(bucket.segment.nbytes * options.optimizer_states)
+            for position, bucket in buckets.items()
+            if any(bucket.trainable) and not is_elsewhere(bucket) and options.optimizer_states
+        }
         self.labels = {position: bucket.label for position, bucket in buckets.items()}
         self._open = frozenset(
             position for position, bucket in buckets.items() if bucket.owner.asked_reshard is None
@@ -137,9 +143,10 @@ class Plan:
             return run_passes(gm, replace(ctx, kept=self.kept), pipeline.JOINT_PASSES)
 
     def finish_partition(self, forward: GraphModule, backward: GraphModule) -> None:
-        """Have what was chosen for it be saved on the host."""
+        """Have what was chosen for it be saved on the host, and state wait there."""
         with self.stages.stage(PASSES):
             offload_saved(forward, backward, self.context("joint"))
+            offload_state(forward, backward, self.context("joint"))
 
     @property
     def buckets(self) -> dict[int, Bucket]:
@@ -180,14 +187,20 @@ class Plan:
             clones=self._clones,
             embedding_rows=None if isinstance(rows := options.embedding_rows, str) else rows,
             coalesce=self._coalesces if options.coalesce is None else options.coalesce,
-            saves_on_host=self.saves_on_host,
+            saves_on_host=self._has_host and self.options.offload_activations,
+            states=self._states if self._has_host and self.options.offload_optimizer_state else {},
         )
 
     @property
-    def saves_on_host(self) -> bool:
-        """Whether a memory budget may save values on the host: a device with memory of its own."""
-        wanted = self.options.offload_activations and not self._replays
-        return wanted and self._has_link and self.profile.host_bandwidth > 0
+    def uses_host(self) -> bool:
+        """Whether a memory budget may save values on the host, or have state wait there."""
+        wanted = self.options.offload_activations or self.options.offload_optimizer_state
+        return wanted and self._has_host and self.options.memory_budget is not None
+
+    @property
+    def _has_host(self) -> bool:
+        """Whether the device has memory of its own, and a link to the host's."""
+        return self._has_link and not self._replays and self.profile.host_bandwidth > 0
 
     def record(self, gm: GraphModule, ctx: PassContext) -> None:
         """Keep in `graph_plans` what was decided for a graph, and tell the `listeners`."""

@@ -40,6 +40,9 @@ class Options:
             memory. Units whose `reshard_after_forward` is None stay gathered where there is room.
         offload_activations: whether a memory budget may have values that the forward saves wait on
             the host (in pinned memory); never on CPUs, nor where CUDA graphs are replayed.
+        offload_optimizer_state: whether a memory budget may have the optimizer's state of some
+            units wait on the host (in pinned memory) while forward and backward run; never on CPUs,
+            nor where CUDA graphs are replayed.
         optimizer_states: copies of the parameters that the optimizer keeps (2: Adam).
         agreement_timeout: seconds ranks wait for each other when they compare their sequences of
             collectives; default: the process group's timeout.
@@ -57,6 +60,7 @@ class Options:
     embedding_rows: Literal["auto"] | bool = "auto"
     memory_budget: Budget | None = None
     offload_activations: bool = True
+    offload_optimizer_state: bool = True
     optimizer_states: NotNegative = 2.0
     agreement_timeout: Seconds | None = None
 

@@ -1,6 +1,6 @@
 """From the compiled graphs of a model to one report of a step."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -51,6 +51,8 @@ def assemble(
         for dtype, count in graph.flops.items():
             flops[dtype] = flops.get(dtype, 0.0) + count
     used = {name for graph in rows for row in graph.collectives for name in row.buckets}
+    within_budget = {name for graph in rows for name in graph.kept}
+    rows_of_buckets = [bucket_row(bucket, within_budget) for bucket in buckets]
     first = buckets[0]
     return Report(
         model=type(model).__name__,
@@ -61,15 +63,15 @@ def assemble(
         tokens=tokens,
         flops=sum(flops.values()),
         peak_flops=_peak(profile, flops),
-        buckets=tuple(replace(row, used=row.name in used) for row in map(bucket_row, buckets)),
+        buckets=tuple(replace(row, used=row.name in used) for row in rows_of_buckets),
         collectives=tuple(row for graph in rows for row in graph.collectives),
         ops=tuple(ops),
         memory=tuple(memory),
     )
 
 
-def bucket_row(bucket: Bucket) -> BucketRow:
-    """A bucket as a row of the report."""
+def bucket_row(bucket: Bucket, kept: Collection[str] = ()) -> BucketRow:
+    """A bucket as a row of the report; `kept` are those that a budget keeps gathered."""
     layout, code = bucket.layout, bucket.key.code
     return BucketRow(
         name=bucket.label or "(root)",
@@ -82,7 +84,7 @@ def bucket_row(bucket: Bucket) -> BucketRow:
         padding=layout.padding_fraction,
         segment=bucket.segment.nbytes,
         trained=any(bucket.trainable),
-        reshard=code.reshard_after_forward,
+        reshard=code.reshard_after_forward and bucket.label not in kept,
         extended=bucket.extension is not None,
     )
 
@@ -106,7 +108,8 @@ def _in_order(graphs: Iterable[GraphRows]) -> list[GraphRows]:
 
 
 def _with_static(point: MemoryPoint, kept: tuple[int, int], workspaces: int) -> MemoryPoint:
-    return replace(point, held=(*kept, *point.held[2:-1], workspaces))
+    segments, states = kept
+    return replace(point, held=(segments, states + point.held[1], *point.held[2:-1], workspaces))
 
 
 def _trained(buckets: Iterable[Bucket]) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from shardc.passes.context import (
-    LOAD,
+    comes_from_host,
     goes_inside,
     in_steps,
     is_collective,
@@ -23,7 +23,9 @@ from shardc.passes.context import (
     labels_of,
     module_of,
     moved_by,
+    moves_state,
     ranks_in,
+    state_bytes,
 )
 from shardc.passes.cost import (
     Registers,
@@ -54,6 +56,7 @@ class GraphRows:
         collectives, ops: see `Record`.
         memory: what the graph holds itself; segments and optimizer state are left out.
         flops: of its matmuls and their like, by dtype.
+        kept: names of the buckets that stay gathered because a memory budget has room.
     """
 
     phase: str
@@ -62,6 +65,7 @@ class GraphRows:
     ops: tuple[Op, ...]
     memory: tuple[MemoryPoint, ...]
     flops: dict[str, float]
+    kept: frozenset[str] = frozenset()
 
     def after(self, seconds: float) -> "GraphRows":
         """The same, started that much later."""
@@ -119,8 +123,8 @@ def read_graph(
     for place, node in enumerate(nodes[name] for name in liveness.nodes):
         before = clock.now
         if is_host_copy(node):
-            wire: Wire = "from host" if node.target is LOAD else "to host"
-            nbytes = evaluate(tensor_bytes(node.meta.get("val")), hints)
+            wire: Wire = "from host" if comes_from_host(node) else "to host"
+            nbytes = _copied(node, hints)
             clock.start(node, host_seconds(nbytes, profile), wire)
         elif is_wait(node) and is_host_copy(_started_by(node)):
             clock.wait(_started_by(node))
@@ -146,6 +150,13 @@ def read_graph(
         memory.append(_memory(liveness, place, clock.now, f"{phase}, {_in_words(node)}"))
     rows = tuple(_row(each, phase, ops, places, clock.now, hints) for each in sent.values())
     return GraphRows(phase, clock.end, rows, tuple(ops), _steps_of(memory), flops)
+
+
+def _copied(node: Node, hints: dict[Any, int]) -> int:
+    """Bytes of a copy to the host or back."""
+    if moves_state(node):
+        return state_bytes(node)
+    return int(evaluate(tensor_bytes(node.meta.get("val")), hints))
 
 
 def _started_by(wait: Node) -> Node:
@@ -195,8 +206,9 @@ def _op_after(place: int, ops: list[Op], places: list[int]) -> str:
 
 def _memory(liveness: Liveness, place: int, clock: float, where: str) -> MemoryPoint:
     gathered, gradients = liveness.gathered[place], liveness.gradients[place]
-    values = liveness.live[place] - gathered - gradients
-    return MemoryPoint(clock, (0, 0, gradients, values, gathered, 0), where)
+    away = liveness.away[place]
+    values = liveness.live[place] + away - gathered - gradients
+    return MemoryPoint(clock, (0, -away, gradients, values, gathered, 0), where)
 
 
 def _steps_of(points: list[MemoryPoint]) -> tuple[MemoryPoint, ...]:

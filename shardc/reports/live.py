@@ -84,7 +84,8 @@ def _play(gm: GraphModule | None, ctx: PassContext, plan: Plan, finished: GraphP
     if gm is not None:
         fused = finished.options.executor == "inductor"
         rows = read_graph(gm, ctx.phase, finished.profile, finished.liveness, fused)
-        finished.notes["rows"] = rows
+        kept = frozenset(plan.labels[position] for position in ctx.kept.positions)
+        finished.notes["rows"] = replace(rows, kept=kept)
 
 
 listeners.append(_play)

@@ -27,6 +27,7 @@ def curve_rows(curve: Curve, static: int, optimizer: float) -> tuple[CurveRow, .
             point.ahead,
             _again(point, curve.kinds),
             point.on_host,
+            point.states_on_host,
         )
 
     return tuple(map(row, (*curve.points, *curve.settings)))
@@ -60,7 +61,8 @@ def _table(rows: Iterable[CurveRow]) -> str:
         "step",
         "stay gathered",
         "ahead",
-        "on the host",
+        "values on host",
+        "state on host",
         "computed again",
         "that is",
     ]
@@ -71,10 +73,11 @@ def _table(rows: Iterable[CurveRow]) -> str:
             f"{row.gathered} of {row.buckets}",
             plural(row.ahead, "unit"),
             format_bytes(row.on_host) if row.on_host else "",
+            format_bytes(row.states_on_host) if row.states_on_host else "",
             row.again,
             row.setting,
         ]
         for row in rows
     ]
-    align = ["right", "right", "right", "right", "right", "left", "left"]
-    return tabulate(cells, headers=[*headers, "that is"], disable_numparse=True, colalign=align)
+    align = [*["right"] * 6, "left", "left"]
+    return tabulate(cells, headers=headers, disable_numparse=True, colalign=align)

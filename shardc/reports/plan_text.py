@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tabulate import tabulate
 from torch.fx import GraphModule
@@ -59,7 +59,7 @@ def decisions(
     """What was decided, one thing a line: what stays gathered, what travels together and when."""
     if ctx.budget is not None:
         yield (
-            f"within {format_bytes(ctx.budget.nbytes)}: kept gathered: {_kept(ctx, labels)}; up to "
+            f"within {format_bytes(ctx.budget.nbytes)}: {'; '.join(_kept(ctx, labels))}; up to "
             f"{ctx.kept.ahead} units are gathered ahead"
         )
     for row in sent:
@@ -72,22 +72,31 @@ def decisions(
 
 def plan_text(ctx: PassContext, plan: Plan, graph_plan: GraphPlan) -> str:
     """The tables of a graph: its buckets, its schedule, its memory."""
-    buckets = bucket_table([bucket_row(bucket) for bucket in plan.buckets.values()], True)
-    schedule = collective_table(rows_of(graph_plan).collectives, True) or "no collectives"
+    rows = rows_of(graph_plan)
+    own = [bucket_row(bucket, rows.kept) for bucket in plan.buckets.values()]
+    buckets = bucket_table(own, True)
+    schedule = collective_table(rows.collectives, True) or "no collectives"
     liveness = graph_plan.liveness
-    rows = [
+    held = [
         ["segments, optimizer state, workspaces", format_bytes(graph_plan.static)],
         ["inputs that the graph frees", format_bytes(liveness.inputs)],
         [f"peak of the graph, at {liveness.peak_node}", format_bytes(liveness.peak)],
         ["what it returns", format_bytes(liveness.outputs)],
         ["peak with all of these", format_bytes(graph_plan.peak)],
     ]
-    memory = tabulate(rows, tablefmt="plain", disable_numparse=True)
+    memory = tabulate(held, tablefmt="plain", disable_numparse=True)
     if ctx.budget is not None:
-        buckets += f"\n\nkept gathered within the budget: {_kept(ctx, plan.labels)}"
+        buckets += "\n\nwithin the budget, " + "\n".join(_kept(ctx, plan.labels))
     return f"buckets\n\n{buckets}\n\nschedule\n\n{schedule}\n\nmemory\n\n{memory}\n"
 
 
-def _kept(ctx: PassContext, labels: Mapping[int, str]) -> str:
-    """The buckets that stay gathered until the backward because the budget has room."""
-    return ", ".join(labels[position] for position in sorted(ctx.kept.positions)) or "none"
+def _kept(ctx: PassContext, labels: Mapping[int, str]) -> Iterator[str]:
+    """Which buckets are where, because of a budget."""
+    yield f"kept gathered: {_names(ctx.kept.positions, labels)}"
+    if ctx.kept.states:
+        yield f"optimizer state on the host: {_names(ctx.kept.states, labels)}"
+
+
+def _names(positions: Iterable[int], labels: Mapping[int, str]) -> str:
+    """Buckets, given by their inputs."""
+    return ", ".join(labels[position] for position in sorted(positions)) or "none"

@@ -44,13 +44,22 @@ def test_peak(model: str, strategy: str, segments: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [0.9, 0.75])
 def test_a_budget_saves_on_the_host(share: float, tmp_path: Path) -> None:
-    """Copies of values race with nothing, nobody waits on the host, and the budget is kept."""
     sizes: dict[str, int] = {"blocks": 4, "dim": 512, "batch": 8, "length": 1024}
-    (tmp_path / "free").mkdir()
-    (tmp_path / "bound").mkdir()
-    free = rehearse(Setup(**sizes), tmp_path / "free")
-    options = {"memory_budget": int(share * free.planned)}
-    found = rehearse(Setup(**sizes, options=options), tmp_path / "bound")
+    _check_budget(share, sizes, {"offload_optimizer_state": False}, tmp_path)
+
+
+def test_a_budget_has_the_optimizers_state_wait_on_the_host(tmp_path: Path) -> None:
+    sizes: dict[str, int] = {"blocks": 4, "dim": 1024, "batch": 1, "length": 128}
+    _check_budget(0.8, sizes, {"offload_activations": False}, tmp_path)
+
+
+def _check_budget(share: float, sizes: Any, options: dict[str, Any], folder: Path) -> None:
+    """What is copied to the host races with nothing, nobody waits there, and the budget is kept."""
+    (folder / "free").mkdir()
+    (folder / "bound").mkdir()
+    free = rehearse(Setup(**sizes), folder / "free")
+    options = {**options, "memory_budget": int(share * free.planned)}
+    found = rehearse(Setup(**sizes, options=options), folder / "bound")
     assert not found.error, found.error
     before, trace = read_trace(free.trace), read_trace(found.trace)
     copied = trace.count("copy") - before.count("copy")

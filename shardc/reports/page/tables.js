@@ -111,7 +111,8 @@ const CURVE_COLUMNS = [
   figures("step", (row) => row.seconds, formatSeconds),
   text("stay gathered", (row) => `${row.gathered} of ${row.buckets}`),
   figures("units ahead", (row) => row.ahead),
-  figures("on the host", (row) => row.on_host, formatBytes),
+  figures("values on host", (row) => row.on_host, formatBytes),
+  figures("state on host", (row) => row.states_on_host, formatBytes),
   text("computed again", (row) => row.again),
   text("that is", (row) => row.setting),
 ];
