@@ -298,7 +298,7 @@ def _last_uses(
     end = len(nodes)
     last = {root: places[root][0] for root in roots.values()}
     for node, root in roots.items():
-        for user in node.users:
+        for user in (user for user in node.users if not is_view(user)):  # views have users
             last[root] = max(last[root], places[user][1] if user in places else end)
     for node in nodes:  # what a transfer reads is kept until the wait
         if is_transfer(node):

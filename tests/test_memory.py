@@ -86,6 +86,26 @@ def test_a_fused_kernel_has_all_its_results_when_it_has_run():
     assert live == (0, 400, 800, 1200, 1200, 800, 800, 1200)
 
 
+def test_a_view_of_what_moves_to_a_kernel_moves_with_it():
+    def live(operand, *view):
+        gm = _graph(
+            ("x", "input", (), _bytes(400)),
+            ("gate", aten.mm.default, ("x", "x"), _bytes(400)),
+            ("hidden", aten.mul.Tensor, ("gate", 2), _bytes(400)),
+            ("used", aten.mm.default, ("hidden", "hidden"), _bytes(400)),
+            ("tangent", aten.mm.default, ("x", "x"), _bytes(400)),
+            *view,
+            ("grad", aten.mul.Tensor, (operand, "gate"), _bytes(400)),  # with hidden
+            ("out", aten.mm.default, ("used", "grad"), _bytes(400)),
+        )
+        return measure_liveness(gm, owns_inputs=False, fused=True).live
+
+    plain = live("tangent")
+    seen = live("view", ("view", aten.view.default, ("tangent", (100,)), _bytes(400)))
+    assert plain == (0, 400, 1200, 1200, 800, 800, 1200)
+    assert (*seen[:5], *seen[6:]) == plain
+
+
 def test_a_kernel_waits_for_no_collective():
     gm = _graph(
         ("x", "input", (), _bytes(400)),
