@@ -3,17 +3,34 @@
 Every point is a choice of `tradeoff`, so it is what a memory budget of that size would begin with.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
 from shardc.passes.context import UNITS_IN_FLIGHT, Kept, PassContext
+from shardc.passes.offloadable import Offload
+from shardc.passes.recomputable import Recompute
 from shardc.passes.tradeoff import Choice, Tradeoff
 from shardc.passes.trial import run_trial
 
 POINTS = 16
 """Of a curve, at most, for each number of units that are gathered ahead."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Of the values that might be, which are: those of some kinds, the first ones.
+
+    Attributes:
+        kinds: how many kinds.
+        last: the last of them.
+        units: in how many units that is, of how many.
+    """
+
+    kinds: int
+    last: str
+    units: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -26,9 +43,9 @@ class Point:
         seconds: of forward and backward.
         ahead: how many units may be gathered ahead.
         gathered: how many buckets stay gathered, of how many.
-        recomputed: how many kinds of values are computed again, cheapest first.
-        last: of the last of these kinds, in how many units, of how many.
-        on_host: bytes that the forward saves on the host.
+        recomputed: what is computed again, cheapest first.
+        offloaded: what the forward saves on the host, best first.
+        on_host: bytes of that.
         states_on_host: bytes of the optimizer's state that wait there.
     """
 
@@ -37,8 +54,8 @@ class Point:
     seconds: float
     ahead: int
     gathered: tuple[int, int]
-    recomputed: int
-    last: tuple[int, int]
+    recomputed: Taken
+    offloaded: Taken
     on_host: int
     states_on_host: int
 
@@ -101,19 +118,27 @@ def _settings(tradeoff: Tradeoff) -> Iterator[Point]:
 
 
 def _point(setting: str, tradeoff: Tradeoff, choice: Choice, ahead: int) -> Point:
-    taken = [value.saved.kind for value in tradeoff.computed_again(choice)]
-    last = taken[-1] if taken else ""
+    copies = tradeoff.copies[: choice.offloaded]
     return Point(
         setting=setting,
         nbytes=tradeoff.peak(choice),
         seconds=tradeoff.seconds(choice),
         ahead=ahead,
         gathered=(choice.gathered, len(tradeoff.buckets)),
-        recomputed=len(set(taken)),
-        last=(taken.count(last), sum(value.saved.kind == last for value in tradeoff.values)),
-        on_host=sum(copy.nbytes for copy in tradeoff.copies[: choice.offloaded]),
+        recomputed=_taken(tradeoff.computed_again(choice), tradeoff.values),
+        offloaded=_taken(copies, tradeoff.copies),
+        on_host=sum(copy.nbytes for copy in copies),
         states_on_host=sum(nbytes for _, nbytes in tradeoff.states[: choice.states]),
     )
+
+
+def _taken(
+    chosen: Sequence[Recompute] | Sequence[Offload], among: Sequence[Recompute] | Sequence[Offload]
+) -> Taken:
+    kinds = [value.saved.kind for value in chosen]
+    last = kinds[-1] if kinds else ""
+    of = sum(value.saved.kind == last for value in among)
+    return Taken(len(set(kinds)), last, (kinds.count(last), of))
 
 
 def _kinds(tradeoff: Tradeoff) -> tuple[str, ...]:

@@ -165,8 +165,8 @@ def _starts(gathers: Sequence[Gather], latest: Sequence[int], limits: Limits) ->
         if gather.wanted is not None:
             start = gather.wanted
         else:
-            start = max(latest[index], _earliest(gather, gathers[:index], limits.in_flight))
-        starts.append(max([min(start, gather.needed), *starts[-1:]]))
+            start = max(latest[index], _earliest(gathers, index, limits.in_flight))
+        starts.append(max(min(start, gather.needed), starts[-1] if starts else 0))
     return tuple(starts)
 
 
@@ -308,11 +308,13 @@ def _latest(
     return latest
 
 
-def _earliest(gather: Gather, before: Sequence[Gather], limit: int) -> int:
-    """The first event at which `gather` fits beside what is under way or waiting to be read."""
+def _earliest(gathers: Sequence[Gather], index: int, limit: int) -> int:
+    """The first event at which a gather fits beside what is under way or waiting to be read."""
     # What is needed at event e is read by the step after it, so it still counts at e.
+    gather = gathers[index]
     free = limit - gather.nbytes
-    for other in reversed(before):
+    for place in range(index - 1, -1, -1):
+        other = gathers[place]
         if other.needed < gather.needed:
             free -= other.nbytes
             if free < 0:

@@ -24,7 +24,7 @@ from shardc.passes.offload_state import segments_of
 from shardc.passes.offloadable import Offload, offloadable
 from shardc.passes.recomputable import Recompute, recomputable
 from shardc.passes.saved import Saved, SavedValues
-from shardc.passes.timeline import Gather, Limits, Reduce, plan_timeline, simulate
+from shardc.passes.timeline import Gather, Limits, Problem, Reduce, plan_timeline, simulate
 from shardc.passes.trial import Gathered, Phase, Trial, gathered_again
 
 Bytes = npt.NDArray[np.int64]
@@ -92,11 +92,8 @@ class Tradeoff:
             if best is not None and best[0] <= shortest * (1 + _WORTH):
                 break  # nothing is gained by more room
             for choice in self._fullest(room, states):
-                seconds = self.seconds(choice)
-                copies = best is not None and (
-                    choice.offloaded > best[1].offloaded or choice.states > best[1].states
-                )
-                if best is None or seconds < best[0] * (1 - (_WORTH_COPIES if copies else _WORTH)):
+                wanted = math.inf if best is None else best[0] * (1 - _worth(choice, best[1]))
+                if (seconds := self.seconds(choice, wanted)) < wanted:
                     best = seconds, choice
         return None if best is None else best[1]
 
@@ -109,10 +106,18 @@ class Tradeoff:
         """The most bytes that forward or backward hold."""
         return int((self._live - self._freed(choice) + self._held[choice.gathered]).max())
 
-    def seconds(self, choice: Choice) -> float:
-        """How long forward and backward take."""
+    def seconds(self, choice: Choice, wanted: float = math.inf) -> float:
+        """How long forward and backward take; as much as is known at once where that is not less
+        than `wanted`."""
         if choice not in self._known:
-            self._known[choice] = self._simulate(choice)
+            before, again = self._forward_seconds(choice), self.computed_again(choice)
+            least = before + self._compute + sum(value.seconds for value in again)
+            if least >= wanted:
+                return least
+            problem = self._backward(choice, again)
+            if (least := before + problem.wire_seconds) >= wanted:
+                return least
+            self._known[choice] = before + simulate(problem, plan_timeline(problem))
         return self._known[choice]
 
     # -- what it is made of --------------------------------------------------------------------
@@ -186,21 +191,20 @@ class Tradeoff:
     def _known(self) -> dict[Choice, float]:
         return {}
 
-    def _simulate(self, choice: Choice) -> float:
-        forward, backward = self.trial.forward, self.trial.backward
-        problem = backward.problem
+    @cached_property
+    def _compute(self) -> float:
+        """Seconds of the backward without what is computed again."""
+        return sum(self.trial.backward.problem.seconds)
+
+    def _backward(self, choice: Choice, again: Sequence[Recompute]) -> Problem:
+        problem = self.trial.backward.problem
         seconds = list(problem.seconds)
-        for more in self.computed_again(choice):
-            seconds[self._read_at(more.saved)] += more.seconds
+        for more in again:
+            seconds[self._read_at[more.saved.backward[1]]] += more.seconds
         stay = {bucket.position for bucket in self.buckets[: choice.gathered]}
-        gathers = tuple(
-            gather
-            for transfer, gather in zip(backward.events.gathers, problem.gathers, strict=True)
-            if not all(moved.position in stay for moved in moved_by(transfer.start))
-        )
-        copies = self.copies[: choice.offloaded]
-        loads = [Gather(self._read_at(c.saved), c.nbytes, c.seconds) for c in copies]
-        changed = replace(
+        gathers = tuple(gather for gather, brought in self._gathers if not brought <= stay)
+        copies, loads = self.copies[: choice.offloaded], self._loads[: choice.offloaded]
+        return replace(
             problem,
             seconds=tuple(seconds),
             gathers=gathers,
@@ -208,24 +212,45 @@ class Tradeoff:
             returning=self._moved(choice.states),
             limits=self._limits(problem.limits, copies),
         )
-        before = self._forward_seconds(forward, copies, self._moved(choice.states))
-        return before + simulate(changed, plan_timeline(changed))
 
-    def _forward_seconds(
-        self, forward: Phase, copies: Sequence[Offload], leaving: tuple[float, ...]
-    ) -> float:
-        if not copies and not leaving:
-            return forward.seconds
+    @cached_property
+    def _gathers(self) -> list[tuple[Gather, frozenset[int]]]:
+        """The gathers of the backward, and the inputs that each gathers."""
+        backward = self.trial.backward
+        moved = [moved_by(transfer.start) for transfer in backward.events.gathers]
+        brought = [frozenset(each.position for each in several) for several in moved]
+        return list(zip(backward.problem.gathers, brought, strict=True))
+
+    @cached_property
+    def _loads(self) -> list[Gather]:
+        """The copies back of all that may be saved on the host."""
+        return [
+            Gather(self._read_at[copy.saved.backward[1]], copy.nbytes, copy.seconds)
+            for copy in self.copies
+        ]
+
+    def _forward_seconds(self, choice: Choice) -> float:
+        key = choice.offloaded, choice.states
+        if key not in self._forwards:
+            problem = self._forward(choice)
+            self._forwards[key] = simulate(problem, plan_timeline(problem))
+        return self._forwards[key]
+
+    @cached_property
+    def _forwards(self) -> dict[tuple[int, int], float]:
+        return {}
+
+    def _forward(self, choice: Choice) -> Problem:
+        forward, copies = self.trial.forward, self.copies[: choice.offloaded]
         positions, steps = forward.events.positions, self._steps[0]
         ready = [bisect.bisect_left(positions, steps[copy.made] + 1) for copy in copies]
         saves = [Reduce(at, c.nbytes, c.seconds) for at, c in zip(ready, copies, strict=True)]
-        changed = replace(
+        return replace(
             forward.problem,
             saves=tuple(sorted(saves, key=lambda save: save.ready)),
-            leaving=leaving,
+            leaving=self._moved(choice.states),
             limits=self._limits(forward.problem.limits, copies),
         )
-        return simulate(changed, plan_timeline(changed))
 
     def _limits(self, limits: Limits, copies: Sequence[Offload]) -> Limits:
         units = Counter[str]()
@@ -234,16 +259,24 @@ class Tradeoff:
         most = self.trial.kept.ahead * max(units.values(), default=0)
         return replace(limits, copies_in_flight=most)
 
-    def _read_at(self, saved: Saved) -> int:
-        """The event of the backward before which a value is read first."""
-        step = self._steps[1][saved.backward[1] + 1]
-        return max(0, bisect.bisect_right(self.trial.backward.events.positions, step) - 1)
+    @cached_property
+    def _read_at(self) -> list[int]:
+        """For the places of the backward: the event before which what is held until there is read
+        first."""
+        positions, steps = self.trial.backward.events.positions, self._steps[1][1:]
+        return [max(0, bisect.bisect_right(positions, step) - 1) for step in steps]
 
     @cached_property
     def _steps(self) -> tuple[list[int], list[int]]:
         """For the places of the forward, and of the backward: the number of the first step there
         or behind."""
         return _steps_at(self.trial.forward), _steps_at(self.trial.backward)
+
+
+def _worth(choice: Choice, best: Choice) -> float:
+    """The share by which a choice must be faster than the best so far."""
+    copies = choice.offloaded > best.offloaded or choice.states > best.states
+    return _WORTH_COPIES if copies else _WORTH
 
 
 def _place(phase: Phase, event: int) -> int:

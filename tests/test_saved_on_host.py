@@ -192,6 +192,8 @@ def test_a_curve_has_what_is_on_the_host():
     best = min(row.seconds for row in points if row.nbytes <= tight.nbytes)
     assert best < 0.95 * tight.seconds
     assert "values on host" in str(report)
+    (most,) = {row.copied for row in points if row.on_host == max(p.on_host for p in points)}
+    assert "kinds, to layers.* " in most and most in str(report)
 
 
 def test_a_cpu_saves_nothing_on_the_host():

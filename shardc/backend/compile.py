@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from shardc.backend.compile_cache import CompileCache
+from shardc.backend.frames import with_room_for_frames
 from shardc.backend.graph_plan import Plan, buckets_by_input, number_units
 from shardc.backend.options import Options
 from shardc.backend.recomputed import note_readings
@@ -67,6 +68,7 @@ def shardc_backend(
 shardc_backend.check_options = Options.parse  # type: ignore[attr-defined]
 
 
+@with_room_for_frames
 def compile_graph(
     gm: GraphModule,
     example_inputs: Sequence[Any],

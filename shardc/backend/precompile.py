@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from shardc.backend.compile import compile_graph
 from shardc.backend.fake_ranks import fake_ranks, give_fakes, sharded_copy, sizes_of
+from shardc.backend.frames import with_room_for_frames
 from shardc.backend.options import Options
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, checked
@@ -114,6 +115,7 @@ def _check_kept(model: nn.Module) -> None:
             )
 
 
+@with_room_for_frames
 def _compile(
     model: nn.Module,
     args: Sequence[Any],

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardc.backend.frames import with_room_for_frames
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import checked
 from shardc.sharding.units import check_sharded, units_of
 
 
 @checked
+@with_room_for_frames
 def warmup(
     model: nn.Module,
     *args: Any,

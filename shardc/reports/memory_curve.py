@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from tabulate import tabulate
 
-from shardc.passes.curve import Curve, Point
+from shardc.passes.curve import Curve, Point, Taken
 from shardc.reports.record import CurveRow, Record
 from shardc.reports.words import format_bytes, format_seconds, plural
 
@@ -25,22 +25,21 @@ def curve_rows(curve: Curve, static: int, optimizer: float) -> tuple[CurveRow, .
             point.seconds + optimizer,
             *point.gathered,
             point.ahead,
-            _again(point, curve.kinds),
+            _in_words(point.recomputed),
             point.on_host,
+            _in_words(point.offloaded),
             point.states_on_host,
         )
 
     return tuple(map(row, (*curve.points, *curve.settings)))
 
 
-def _again(point: Point, kinds: tuple[str, ...]) -> str:
-    """What is computed again, in words."""
-    if not point.recomputed:
+def _in_words(taken: Taken) -> str:
+    if not taken.kinds:
         return "nothing"
-    some, of = point.last
-    where = f" in {some} of {of}" if some < of else ""
-    until = f"{kinds[point.recomputed - 1]}{where}"
-    return until if point.recomputed == 1 else f"{point.recomputed} kinds, to {until}"
+    some, of = taken.units
+    until = taken.last + (f" in {some} of {of}" if some < of else "")
+    return until if taken.kinds == 1 else f"{taken.kinds} kinds, to {until}"
 
 
 def curve_table(record: Record) -> str:
@@ -72,7 +71,7 @@ def _table(rows: Iterable[CurveRow]) -> str:
             format_seconds(row.seconds),
             f"{row.gathered} of {row.buckets}",
             plural(row.ahead, "unit"),
-            format_bytes(row.on_host) if row.on_host else "",
+            f"{format_bytes(row.on_host)}: {row.copied}" if row.on_host else "",
             format_bytes(row.states_on_host) if row.states_on_host else "",
             row.again,
             row.setting,

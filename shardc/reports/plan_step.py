@@ -14,6 +14,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from shardc.backend.compile import compile_graph
+from shardc.backend.frames import with_room_for_frames
 from shardc.backend.graph_plan import GraphPlan, buckets_by_input, graph_plans
 from shardc.backend.options import Options
 from shardc.passes.repeated_calls import FEWEST_CALLS
@@ -25,6 +26,7 @@ from shardc.sharding.units import units_of
 log = logging.getLogger("shardc")
 
 
+@with_room_for_frames
 def plan_step(
     model: nn.Module,
     args: Sequence[Any],

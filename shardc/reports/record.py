@@ -167,6 +167,7 @@ class CurveRow:
         ahead: how many units may be gathered ahead.
         again: what is computed again in the backward, in words.
         on_host: bytes that the forward saves on the host.
+        copied: what that is, in words.
         states_on_host: bytes of the optimizer's state that wait there meanwhile.
     """
 
@@ -178,6 +179,7 @@ class CurveRow:
     ahead: int
     again: str
     on_host: int = 0
+    copied: str = "nothing"
     states_on_host: int = 0
 
 

@@ -24,7 +24,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-RESERVED = {"fixed": 1.3, "expandable": 1.22}
+RESERVED = {"fixed": 1.24, "expandable": 1.22}
 """The most bytes that the allocator may keep of the device, over the peak, by kind of segment."""
 
 
@@ -37,7 +37,7 @@ def test_peak(model: str, strategy: str, segments: str, tmp_path: Path) -> None:
     found = rehearse(setup, tmp_path)
     assert not found.error, found.error
     print(f"planned {found.planned:,}, peak {found.peak:,}, reserved {found.reserved:,}")
-    least, most = (0.9, 1.09) if strategy == "checkpoint" else (0.92, 1.02)
+    least, most = (0.93, 1.09) if strategy == "checkpoint" else (0.96, 1.02)
     assert least <= found.planned / found.peak <= most
     assert found.reserved <= RESERVED[segments] * found.peak
 

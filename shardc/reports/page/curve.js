@@ -20,7 +20,7 @@ function scaleOf(values, from, to) {
 function curveTitle(row) {
   const kept = `${row.gathered} of ${row.buckets} buckets stay gathered`;
   const figures = [formatBytes(row.nbytes), formatSeconds(row.seconds)];
-  const copied = row.on_host ? `${formatBytes(row.on_host)} saved on the host` : "";
+  const copied = row.on_host ? `${formatBytes(row.on_host)} saved on the host (${row.copied})` : "";
   const state = row.states_on_host ? `${formatBytes(row.states_on_host)} of state there` : "";
   const parts = [row.setting, ...figures, kept, copied, state, `computed again: ${row.again}`];
   return parts.filter((part) => part).join(" \u00b7 ");

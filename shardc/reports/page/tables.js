@@ -112,6 +112,7 @@ const CURVE_COLUMNS = [
   text("stay gathered", (row) => `${row.gathered} of ${row.buckets}`),
   figures("units ahead", (row) => row.ahead),
   figures("values on host", (row) => row.on_host, formatBytes),
+  text("which", (row) => (row.on_host ? row.copied : "")),
   figures("state on host", (row) => row.states_on_host, formatBytes),
   text("computed again", (row) => row.again),
   text("that is", (row) => row.setting),
