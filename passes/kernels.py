@@ -6,6 +6,7 @@ its first stored value, and that op before: its results are there from then on, 
 until then. That is a model: Inductor weighs what a fusion saves.
 """
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,7 +109,8 @@ def written_in_place(
 ) -> dict[Node, Node]:
     """The values that elementwise ops write over one that they read, and which that is.
 
-    It is of the same size, made within the graph, and nothing else reads it then or later.
+    It is of the same size, made since the last collective or wait (a stretch that is folded may not
+    write over what it is given), and nothing else reads it then or later.
 
     Args:
         nodes: of a graph, in its order.
@@ -121,9 +123,11 @@ def written_in_place(
         if _is_loop(node) and node not in registers:
             for source in _read_by(node, registers, {})[0]:
                 read.setdefault((source, places[node][0]), []).append(node)
+    stretch = list(itertools.accumulate(is_transfer(node) or is_wait(node) for node in nodes))
     found: dict[Node, Node] = {}
     for (source, place), (node, *others) in read.items():
-        is_free = last.get(source) == place and not others and _is_made_here(source)
+        is_given = not _is_made_here(source) or stretch[places[source][0]] < stretch[place]
+        is_free = last.get(source) == place and not others and not is_given
         if is_free and node not in found and is_pointwise(node) and _is_alike(source, node):
             found[node] = source
     return found

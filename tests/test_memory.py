@@ -118,7 +118,7 @@ def test_a_kernel_waits_for_no_collective():
         ("out", aten.mm.default, ("used", "late"), _bytes(400)),
     )
     live = measure_liveness(gm, owns_inputs=False, fused=True).live
-    assert live == (0, 400, 800, 1200, 1200, 1200, 1200, 1200)
+    assert live == (0, 400, 800, 1200, 1200, 1200, 1600, 1200)
 
 
 def test_a_kernel_may_read_what_a_constant_went_into():
@@ -182,6 +182,26 @@ def test_a_kernel_writes_over_what_nothing_reads_after_it():
     turned = ("turned", aten.t.default, ("made",), value.t())
     added = ("sum", aten.add.Tensor, ("turned", "x"), value)
     assert live(used, turned, added) == (0, 400, 800, 800, 1200, 1200)
+
+
+def test_a_kernel_does_not_write_over_what_was_made_before_a_collective():
+    """A stretch that is folded is given it."""
+    value = torch.empty(100)
+
+    def live(*between):
+        gm = _graph(
+            ("x", "input", (), value),
+            ("made", aten.mm.default, ("x", "x"), value),
+            *between,
+            ("sum", aten.add.Tensor, ("made", "x"), value),
+            ("out", aten.mm.default, ("sum", "x"), value),
+        )
+        return measure_liveness(gm, owns_inputs=False, fused=True).live
+
+    sent = ("sent", c10d.all_gather_into_tensor.default, ("x", 2, "0"), torch.empty(0))
+    waited = ("waited", c10d.wait_tensor.default, ("sent",), torch.empty(0))
+    assert live() == (0, 400, 400, 800)
+    assert live(sent, waited) == (0, 400, 400, 400, 800, 800)
 
 
 def test_what_is_made_of_much_is_stored_where_several_read_it():
