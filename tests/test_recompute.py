@@ -80,6 +80,8 @@ def test_a_choice_holds_and_takes_what_it_is_thought_to(monkeypatch):
             trial = run(gm, ctx, budget._kept(tradeoff, choice))
             assert 0.75 < tradeoff.peak(choice) / trial.peak < 1.15
             compared.append(tradeoff.seconds(choice) / trial.seconds)
+            at_once = Tradeoff.of(tradeoff.trial).seconds(choice, wanted=0.0)
+            assert 0.5 < at_once / tradeoff.seconds(choice) < 1 + 1e-9
         return tradeoff.trial.kept
 
     monkeypatch.setattr(budget, "_fitting", compare)
