@@ -176,8 +176,7 @@ def _checkpoint(block: nn.Module, selective: bool) -> None:
         return create_selective_checkpoint_contexts(policy)
 
     extra = {"context_fn": contexts} if selective else {}
-    again = functools.partial(checkpoint, whole, block, use_reentrant=False, **extra)
-    block.forward = again
+    block.forward = functools.partial(checkpoint, whole, block, use_reentrant=False, **extra)
 
 
 def _shardc(model: nn.Module, mesh: Any, budget: int | None, tokens: Any) -> tuple[Any, int]:

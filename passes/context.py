@@ -249,7 +249,7 @@ def labels_of(node: Node) -> tuple[str, ...]:
 
 def set_moved(node: Node, moved: Iterable[Moved]) -> None:
     """Give a node the fact that `moved_by` reads."""
-    node.meta["custom"] = {**(node.meta.get("custom") or {}), "shardc": tuple(moved)}
+    _note(node, "shardc", tuple(moved))
 
 
 def results_of(node: Node) -> list[Node]:
@@ -357,7 +357,7 @@ def state_bytes(node: Node) -> int:
 
 def set_state_bytes(node: Node, nbytes: int) -> None:
     """Give a node the fact that `state_bytes` reads."""
-    node.meta["custom"] = {**(node.meta.get("custom") or {}), _STATE_BYTES: nbytes}
+    _note(node, _STATE_BYTES, nbytes)
 
 
 _STATE_BYTES = "shardc_state_bytes"
@@ -370,7 +370,12 @@ def unit_of_copy(node: Node) -> str:
 
 def set_unit_of_copy(node: Node, unit: str) -> None:
     """Give a copy the fact that `unit_of_copy` reads."""
-    node.meta["custom"] = {**(node.meta.get("custom") or {}), _COPIED_FOR: unit}
+    _note(node, _COPIED_FOR, unit)
+
+
+def _note(node: Node, key: str, value: object) -> None:
+    """Give a node a fact that copies of the graph keep."""
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), key: value}
 
 
 _COPIED_FOR = "shardc_copied_for"

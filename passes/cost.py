@@ -33,8 +33,10 @@ from shardc.passes.context import (
     c10d,
     is_view,
     moved_by,
+    moves_state,
     readers_of,
     sources_of,
+    state_bytes,
 )
 from shardc.passes.hardware import Profile, current_profile
 from shardc.runtime import compat
@@ -434,6 +436,11 @@ def _from_host(node: Node, profile: Profile) -> Expr:
         return 0
     segment = node.args[0]
     return host_seconds(tensor_bytes(segment.meta.get("val")), profile)  # type: ignore[union-attr]
+
+
+def copy_bytes(node: Node) -> Expr:
+    """Bytes of a copy to the host or back: of a value, or of an optimizer's state."""
+    return state_bytes(node) if moves_state(node) else tensor_bytes(node.meta.get("val"))
 
 
 def host_seconds(nbytes: Expr, profile: Profile) -> Expr:

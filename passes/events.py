@@ -33,12 +33,12 @@ from shardc.passes.context import (
     prepares,
     ranks_in,
     reach,
-    state_bytes,
     unit_of_copy,
     waits_for,
 )
 from shardc.passes.cost import (
     Registers,
+    copy_bytes,
     evaluate,
     fixed_seconds,
     following_seconds,
@@ -337,10 +337,7 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
     ]
 
     def copied(transfer: Transfer) -> float:
-        return float(host_seconds(nbytes(transfer.start), options.profile))
-
-    def moved(transfer: Transfer) -> float:
-        return float(host_seconds(state_bytes(transfer.start), options.profile))
+        return float(host_seconds(evaluate(copy_bytes(transfer.start), hints), options.profile))
 
     copies = [*events.loads, *events.saves]  # a graph has either
     loads = tuple(Gather(events.of(t), nbytes(t.start), copied(t)) for t in events.loads)
@@ -352,7 +349,7 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
         options.reduce_buffers,
         ahead * _largest_unit((unit_of_copy(t.start), nbytes(t.start)) for t in copies),
     )
-    states = tuple(map(moved, events.states))
+    states = tuple(map(copied, events.states))
     sent, fetched = (states, ()) if ctx.phase == "forward" else ((), states)
     return Problem(
         tuple(seconds), tuple(gathered), tuple(made), limits, loads, saves, sent, fetched

@@ -157,6 +157,15 @@ class Tradeoff:
 
     def _away(self, count: int) -> Bytes:
         """What is not held of the optimizer's state, where that of so many buckets leaves."""
+        if count not in self._aways:
+            self._aways[count] = self._plan_away(count)
+        return self._aways[count]
+
+    @cached_property
+    def _aways(self) -> dict[int, Bytes]:
+        return {}
+
+    def _plan_away(self, count: int) -> Bytes:
         away, start = np.zeros_like(self._live), len(self.trial.forward.liveness.live)
         left, back = self.trial.forward, self.trial.backward
         waits = plan_timeline(replace(left.problem, leaving=self._moved(count))).leave_waits

@@ -23,12 +23,11 @@ from shardc.passes.context import (
     labels_of,
     module_of,
     moved_by,
-    moves_state,
     ranks_in,
-    state_bytes,
 )
 from shardc.passes.cost import (
     Registers,
+    copy_bytes,
     evaluate,
     first_made,
     following_seconds,
@@ -36,7 +35,6 @@ from shardc.passes.cost import (
     node_flops,
     node_seconds,
     symbol_hints,
-    tensor_bytes,
     transfer_bytes,
     transfer_seconds,
 )
@@ -124,7 +122,7 @@ def read_graph(
         before = clock.now
         if is_host_copy(node):
             wire: Wire = "from host" if comes_from_host(node) else "to host"
-            nbytes = _copied(node, hints)
+            nbytes = evaluate(copy_bytes(node), hints)
             clock.start(node, host_seconds(nbytes, profile), wire)
         elif is_wait(node) and is_host_copy(_started_by(node)):
             clock.wait(_started_by(node))
@@ -150,13 +148,6 @@ def read_graph(
         memory.append(_memory(liveness, place, clock.now, f"{phase}, {_in_words(node)}"))
     rows = tuple(_row(each, phase, ops, places, clock.now, hints) for each in sent.values())
     return GraphRows(phase, clock.end, rows, tuple(ops), _steps_of(memory), flops)
-
-
-def _copied(node: Node, hints: dict[Any, int]) -> int:
-    """Bytes of a copy to the host or back."""
-    if moves_state(node):
-        return state_bytes(node)
-    return int(evaluate(tensor_bytes(node.meta.get("val")), hints))
 
 
 def _started_by(wait: Node) -> Node:
