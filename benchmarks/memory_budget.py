@@ -5,8 +5,9 @@
 Every side is one rank of an emulated wire (`wire.py`) in a process of its own; rounds are
 interleaved. The peers are FSDP2 (blocks compiled) with no, selective and full activation
 checkpointing, resharded, and torch's `activation_memory_budget` with shardc's gathers. They are
-measured for the memory that they need; then shardc plans for as much as each, and for the least
-that it can. Memory is what a step allocates beside segments, gradients counted; no optimizer.
+measured for the memory that they need; then shardc plans for as much as each, and, beside FSDP2
+with full checkpointing, for the least that it can. Memory is what a step allocates beside segments,
+gradients counted; no optimizer.
 """
 
 import argparse
@@ -47,14 +48,17 @@ def main() -> None:
     add("--blocks", type=int, default=8, help="blocks of the model (default 8)")
     add("--dim", type=int, default=512, help="model width (default 512)")
     add("--batch", type=int, default=4, help="sequences of 128 tokens (default 4)")
+    add("--peers", choices=PEERS, nargs="+", default=[*PEERS], metavar="PEER",
+        help=f"of {'; '.join(PEERS)} (default all; each takes two processes)")  # fmt: skip
     add_round_options(parser)
     given = vars(parser.parse_args())
-    rivals = {name: [functools.partial(prepare, *what, given)] for name, what in PEERS.items()}
+    rivals = {name: [functools.partial(prepare, *PEERS[name], given)] for name in given["peers"]}
     sides = dict(rivals)
     for name, rounds in interleave(rivals, 1).items():
         peak = rounds[0][0]["peak"]
         sides[f"shardc, as {name}"] = [functools.partial(prepare, "shardc", peak, given)]
-    sides[LEAST] = [functools.partial(prepare, "shardc", None, given)]
+    if "fsdp2, full" in rivals:
+        sides[LEAST] = [functools.partial(prepare, "shardc", None, given)]
     results = {
         name: [figures for (figures,) in rounds]
         for name, rounds in interleave(sides, given["rounds"]).items()

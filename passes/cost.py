@@ -313,6 +313,14 @@ def _has_pointwise_tag(target: object) -> bool:
     return torch.Tag.pointwise in getattr(target, "tags", ())
 
 
+def is_constant(node: Node) -> bool:
+    """Whether an op makes a tensor of numbers in the graph, and nothing writes to it."""
+    if node.target not in _CONSTANTS or node.all_input_nodes:
+        return False
+    schemas = [getattr(user.target, "_schema", None) for user in node.users if user.op != "output"]
+    return all(schema is not None and not schema.is_mutable for schema in schemas)
+
+
 def is_reduction(node: Node) -> bool:
     """Whether Inductor makes a loop of it that gives fewer values than it reads."""
     return node.target in _REDUCTIONS
@@ -324,10 +332,13 @@ _REDUCTIONS: set[Any] = {
     aten._softmax.default, aten._log_softmax.default,
 }  # fmt: skip
 
+_CONSTANTS: set[Any] = {
+    aten.full.default, aten.scalar_tensor.default, torch.ops.prims.iota.default,
+}  # fmt: skip
+
 _LOOPS: set[Any] = {
-    aten.full.default, aten.scalar_tensor.default, aten.select_scatter.default,
-    aten.slice_scatter.default, aten.constant_pad_nd.default, aten._to_copy.default,
-    torch.ops.prims.iota.default,
+    *_CONSTANTS, aten.select_scatter.default, aten.slice_scatter.default,
+    aten.constant_pad_nd.default, aten._to_copy.default,
 }  # fmt: skip
 """Further ops that Inductor makes loops of."""
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from shardc.passes.context import PassContext
+from shardc.passes.context import PassContext, is_view
 from shardc.passes.near_readers import move_near_readers
 from shardc.passes.repeated_stretches import Stretch, ends_no_stretch, find_repeats
 from shardc.runtime import compat
@@ -45,9 +45,24 @@ def fold_repeats(gm: GraphModule, ctx: PassContext) -> GraphModule:
             body = folded.graph.get_attr(name)
         for stretch in group:
             twins |= _call(folded.graph, stretch, body, twins)
+    _store_what_calls_read(folded.graph)
     calls = sum(map(len, groups))
     log.debug("graph %s: %d stretches became calls of %d bodies", ctx.number, calls, len(groups))
     return folded if groups else gm
+
+
+def _store_what_calls_read(graph: Graph) -> None:
+    """Have what a call reads stored where it is computed.
+
+    A call needs it in memory, but the blocks before and after the repeated ones would compute it
+    themselves (the sines of rotary embeddings), so their kernels would be others than the body's.
+    """
+    for call in graph.find_nodes(op="call_function", target=INVOKE):
+        for operand in call.all_input_nodes:
+            while is_view(operand):
+                operand = operand.all_input_nodes[0]
+            if operand.op == "call_function":
+                compat.store_at_once(operand)
 
 
 def make_body(stretch: Stretch, twins: Mapping[Node, Node]) -> GraphModule:

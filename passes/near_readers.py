@@ -8,8 +8,9 @@ call, and calls end at collectives. So such an op comes down to the first that i
 with, and ops that read the same in the same size go up to where that is read first. Collectives,
 matmuls and all else that Inductor does not fuse stay where they are.
 
-What stays in registers and is read between several collectives is computed between each of them, on
-request: a call would store it for the next one, as what a memory budget has computed again.
+Constants are made between any collectives that read them. What else stays in registers and is read
+between several collectives is computed between each of them, on request: a call would store it for
+the next one, as what a memory budget has computed again.
 
 What an op reads is held until its new place, what goes up is there earlier: as it would be if the
 graph were not folded. No op goes further than `FURTHEST`.
@@ -34,7 +35,7 @@ from shardc.passes.context import (
     readers_of,
     sources_of,
 )
-from shardc.passes.cost import in_registers, is_fusible, is_pointwise, tensor_bytes
+from shardc.passes.cost import in_registers, is_constant, is_fusible, is_pointwise, tensor_bytes
 from shardc.passes.reorder import reorder
 
 FURTHEST = 4
@@ -55,6 +56,7 @@ def move_near_readers(
         places.hoist(place)
     for place in range(0, places.end, 2):
         places.sink(place)
+    places.repeat_constants()
     if anew:
         places.compute_anew()
     places.carry_views()
@@ -148,6 +150,15 @@ class _Places:
             if ready and any(above & _in_size(node, sources_of(node)) for node in group):
                 self._move(dict.fromkeys(group, place - 2))
                 self._hoisted |= group
+
+    def repeat_constants(self) -> None:
+        """Have every place that reads a constant make it: a call would read it from memory."""
+        for node in [n for n in self.of if is_constant(n)]:
+            for place in {self.of.get(user, self.end) for user in readers_of(node)}:
+                if place not in (self.of[node], self.end):
+                    self._copy(node, place)
+            if not node.users:
+                self._erase(node)
 
     def compute_anew(self) -> None:
         """Have every place that reads a value compute it, if several do and it is not stored.

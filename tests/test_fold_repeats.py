@@ -10,8 +10,9 @@ import torch.utils.checkpoint
 from models import Stack, check_parity, full, seeded, shard_all, tokens
 from ranks import on_ranks
 from torch._dynamo.utils import counters
-from torch._inductor.utils import run_and_get_code
+from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardc.passes import pipeline
 from shardc.passes.context import PassContext, is_collective, is_view, is_wait, kind_of
@@ -222,6 +223,15 @@ def test_what_stays_in_registers_is_computed_wherever_it_is_read():
     ]
 
 
+def test_a_constant_is_made_wherever_it_is_read():
+    def run(x, w, v):
+        tens = torch.full([8, 8], 10.0)
+        hidden = (x @ c10d.wait_tensor(w)) * tens
+        return [(hidden @ c10d.wait_tensor(v)) * tens]
+
+    assert _together(run, *_of_8(3)) == [["full", "mm", "mul"], ["mm", "full", "mul"]]
+
+
 def test_what_would_have_more_held_is_stored_for_those_that_read_it_later():
     """It is made of two values that nothing else reads there."""
 
@@ -329,6 +339,24 @@ def test_the_code_does_not_grow_with_blocks(mesh):
             lines[fold, blocks] = [len(kernels) for kernels in found]
     assert lines[True, 7] == lines[True, 9], lines
     assert all(a < b for a, b in zip(lines[False, 7], lines[False, 9], strict=True))
+
+
+@on_ranks(1)
+def test_what_calls_read_is_computed_by_one_kernel(mesh):
+    """The sines of rotary embeddings."""
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=5,
+        num_attention_heads=4, num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    model = shard_all(seeded(lambda: LlamaForCausalLM(config)), mesh)
+    with Folds() as folds, fresh_cache():  # whose keys do not know what is to be stored
+        step = _compiled(model)
+        ids = torch.randint(32, (2, 16))
+        _, codes = run_and_get_code(lambda: step(ids, labels=ids).loss.backward())
+    assert folds.calls("backward")
+    for code in codes:
+        kernels = re.findall(r"cpp_pybinding\(.*?'''\)", code, re.DOTALL)
+        assert sum("sin()" in kernel or "std::sin(" in kernel for kernel in kernels) == 1
 
 
 @on_ranks(2)

@@ -384,6 +384,14 @@ def keep_output_strides(body: GraphModule) -> None:
     result.meta["original_output_strides"] = [value.stride() for value in values]
 
 
+def store_at_once(node: torch.fx.Node) -> None:
+    """Have Inductor store an op's result where it is computed, not compute it in each reader.
+
+    The mark is read by Inductor's lowering (2.11 to 2.15).
+    """
+    node.meta["inductor_realize_to_strides"] = True
+
+
 def takes_nested_graphs(kwargs: Mapping[str, object]) -> bool:
     """Whether `compile_fx_inner`, given these, may see calls of nested graphs (2.11 to 2.15).
 

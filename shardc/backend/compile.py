@@ -5,6 +5,7 @@ read and on what they send. Forward and backward graphs are finished inside `inn
 where Inductor's graph cache hits; then Inductor lowers them, or the eager executor runs them.
 """
 
+import copy
 import functools
 import json
 import logging
@@ -24,7 +25,7 @@ from shardc.backend.graph_plan import Plan, buckets_by_input, number_units
 from shardc.backend.options import Options
 from shardc.backend.recomputed import note_readings
 from shardc.backend.regional import buckets_of_the_runtime, giving, with_taken
-from shardc.backend.repro import copy_graph, write_repro
+from shardc.backend.repro import write_repro
 from shardc.backend.stages import INDUCTOR, PASSES, Stages
 from shardc.passes import pipeline
 from shardc.passes.context import PassContext, groups_in
@@ -162,12 +163,11 @@ def _compile_inductor(
         if run is not None:
             return run(graph)
         plan.calls[ctx.phase] = groups_in(graph), bool(kwargs.get("cudagraphs"))
-        original = copy_graph(graph)
         try:
             with plan.stages.stage(INDUCTOR):
                 compiled = _lower(graph, inputs, ctx, plan, kwargs)
         except compat.InductorError as error:
-            where = write_repro(original, ctx.stem, kwargs, error)
+            where = write_repro(graph, ctx.stem, kwargs, error)
             if not plan.options.fallback:
                 error.args = (f"{error}\n\n{where}", *error.args[1:])
                 raise
@@ -193,7 +193,7 @@ def _lower(
     plan: Plan,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Inductor on a graph, folded where it repeats and Inductor takes it so."""
+    """Inductor on a copy of a graph, folded where it repeats and Inductor takes it so."""
     check = functools.partial(check_collectives, collective_sequence(graph))
     if plan.options.fold and compat.takes_nested_graphs(kwargs):
         folded = run_passes(graph, ctx, pipeline.FOLD_PASSES, done=len(pipeline.GRAPH_PASSES))
@@ -201,10 +201,17 @@ def _lower(
             try:
                 return compat.compile_fx_inner(folded, inputs, label_of, check, **kwargs)
             except compat.InductorError as error:
-                where = write_repro(copy_graph(graph), f"{ctx.stem}_folded", kwargs, error, True)
+                where = write_repro(graph, f"{ctx.stem}_folded", kwargs, error, True)
                 said = "Inductor could not compile a folded %s graph: %s (%s)"
                 log.warning(said, ctx.phase, error, where)
-    return compat.compile_fx_inner(graph, inputs, label_of, check, **kwargs)
+    return compat.compile_fx_inner(_copy(graph), inputs, label_of, check, **kwargs)
+
+
+def _copy(gm: GraphModule) -> GraphModule:
+    """A graph for Inductor to edit: what it fails on is written down, and run without it."""
+    copied = GraphModule(gm, copy.deepcopy(gm.graph))
+    copied.meta.update(gm.meta)
+    return copied
 
 
 def _compile_eager(

@@ -42,11 +42,6 @@ _LARGEST_CONSTANT = 16
 """Elements of a constant whose values are written down; larger ones are zeros in the script."""
 
 
-def copy_graph(gm: GraphModule) -> GraphModule:
-    """What `write_repro` needs of a graph: Inductor edits the graph that it is given."""
-    return GraphModule(gm, copy.deepcopy(gm.graph), "Graph")
-
-
 def write_repro(
     gm: GraphModule,
     stem: str,
@@ -57,7 +52,7 @@ def write_repro(
     """Write the script, into `SHARDC_DUMP` or a temporary folder; where it is, as a sentence.
 
     Args:
-        gm: the graph before Inductor had it (`copy_graph`).
+        gm: the graph, as Inductor was given it.
         stem: what the names of its dumps begin with.
         arguments: what Inductor was given beside the graph and its inputs.
         error: what it raised.
@@ -102,6 +97,7 @@ if __name__ == "__main__":
 
 def _script(gm: GraphModule, arguments: Mapping[str, Any], error: Exception, folded: bool) -> str:
     given = {key: value for key, value in arguments.items() if _is_literal(value)}
+    named = GraphModule(gm, copy.deepcopy(gm.graph), "Graph")
     comments = [f"torch {torch.__version__}, Python {sys.version.split()[0]}", ""]
     comments += [*str(error).strip().splitlines()[:40], *_notes(gm)]
     values = {
@@ -115,7 +111,7 @@ def _script(gm: GraphModule, arguments: Mapping[str, Any], error: Exception, fol
     return (
         _HEAD
         + "".join(f"# {line}".rstrip() + "\n" for line in comments)
-        + f"\n\n{gm.print_readable(print_output=False)}\n"
+        + f"\n\n{named.print_readable(print_output=False)}\n"
         + "".join(f"\n{name} = {value}\n" for name, value in values.items())
         + _FOOT
     )
