@@ -94,7 +94,29 @@ def places_of_kernels(nodes: Sequence[Node], hints: Mapping[Any, float]) -> Plac
         for each in inside:
             known = {kernel.place} if places[each] == (index[each],) * 2 else {*places[each]}
             places[each] = (min(kernel.place, *known), max(kernel.place, *known))
+    _move_to_only_reader(nodes, registers, kernels, places)
     return places
+
+
+def _move_to_only_reader(
+    nodes: Sequence[Node],
+    registers: Collection[Node],
+    kernels: Mapping[Node, Sequence[_Kernel]],
+    places: Places,
+) -> None:
+    """Have what one later kernel reads, and nothing else, computed there, if it is only stored for
+    reuse: to store it would save nothing. That kernel reads what it is made of anyway."""
+    for node in reversed(nodes):
+        if not _is_loop(node) or node in registers or not is_stored_for_reuse(node):
+            continue
+        where = {places.get(reader, (-1, -1)) for reader in readers_of(node)}
+        first, last = min(where, default=(-1, -1))
+        if len(where) > 1 or first != last or first <= places[node][0]:
+            continue
+        made_of = _read_by(node, registers, {})[0]
+        reader = next((k for k in kernels.get(node, ()) if k.place == first), None)
+        if reader is not None and made_of <= reader.touched:
+            places[node] = (first, first)
 
 
 def is_only_read_inside(node: Node, places: Places) -> bool:

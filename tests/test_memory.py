@@ -165,6 +165,24 @@ def test_what_one_kernel_computes_and_reads_is_not_stored():
     assert measure_liveness(gm, owns_inputs=False, fused=True).live == (0, 400, 400, 400, 800)
 
 
+def test_what_one_later_kernel_reads_is_computed_there():
+    """A kernel before it reads the same, but to store a value for one reader would save nothing."""
+    value = torch.empty(10, 10)
+    gm = _graph(
+        ("x", "input", (), value),
+        ("a", aten.mm.default, ("x", "x"), value),
+        ("b", aten.cos.default, ("a",), value),
+        ("gate", aten.sigmoid.default, ("a",), value),
+        ("grad", aten.mm.default, ("b", "x"), value),
+        ("product", aten.mul.Tensor, ("grad", "gate"), value),
+        ("sum", aten.add.Tensor, ("product", "gate"), value),
+        ("made", aten.mul.Tensor, ("sum", "a"), value),
+        ("out", aten.mm.default, ("made", "made"), value),
+    )
+    live = measure_liveness(gm, owns_inputs=False, fused=True).live
+    assert live == (0, 400, 800, 800, 1200, 800, 800, 1200, 800)
+
+
 def test_a_kernel_writes_over_what_nothing_reads_after_it():
     """Not over an input, what another op reads, or what is read in another order."""
 
