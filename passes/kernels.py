@@ -143,13 +143,14 @@ def written_in_place(
     read: dict[tuple[Node, int], list[Node]] = {}
     for node in nodes:
         if _is_loop(node) and node not in registers:
-            for source in _read_by(node, registers, {})[0]:
+            for source in sorted(_read_by(node, registers, {})[0]):
                 read.setdefault((source, places[node][0]), []).append(node)
     stretch = list(itertools.accumulate(is_transfer(node) or is_wait(node) for node in nodes))
     found: dict[Node, Node] = {}
     for (source, place), (node, *others) in read.items():
         is_given = not _is_made_here(source) or stretch[places[source][0]] < stretch[place]
-        is_free = last.get(source) == place and not others and not is_given
+        is_stored = not is_only_read_inside(source, places)
+        is_free = last.get(source) == place and not others and is_stored and not is_given
         if is_free and node not in found and is_pointwise(node) and _is_alike(source, node):
             found[node] = source
     return found
