@@ -55,7 +55,8 @@ def _store_what_calls_read(graph: Graph) -> None:
     """Have what a call reads stored where it is computed.
 
     A call needs it in memory, but the blocks before and after the repeated ones would compute it
-    themselves (the sines of rotary embeddings), so their kernels would be others than the body's.
+    themselves (the sines of rotary embeddings): their kernels would be others than the body's, and
+    what it is made of would be held until the first call, which the plan of memory does not know.
     """
     for call in graph.find_nodes(op="call_function", target=INVOKE):
         for operand in call.all_input_nodes:
