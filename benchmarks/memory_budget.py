@@ -34,7 +34,8 @@ PEERS: dict[str, tuple[str, Any]] = {
     **{f"fsdp2, {name}": ("fsdp2", name) for name in ("none", "selective", "full")},
     **{f"torch's {share}": ("torch", share) for share in (0.0, 0.2, 0.4, 0.6, 0.8)},
 }
-LEAST = "shardc, least"
+LEAST, LEANEST = "shardc, least", "fsdp2, full"
+"""What shardc can do with least, and the peer beside which it stands."""
 
 
 def main() -> None:
@@ -57,7 +58,7 @@ def main() -> None:
     for name, rounds in interleave(rivals, 1).items():
         peak = rounds[0][0]["peak"]
         sides[f"shardc, as {name}"] = [functools.partial(prepare, "shardc", peak, given)]
-    if "fsdp2, full" in rivals:
+    if LEANEST in rivals:
         sides[LEAST] = [functools.partial(prepare, "shardc", None, given)]
     results = {
         name: [figures for (figures,) in rounds]
@@ -77,7 +78,7 @@ def main() -> None:
 
 def _row(name: str, rounds: list[dict[str, Any]], results: dict[str, Any]) -> list[str]:
     last, steps = rounds[-1], [figures["step"] for figures in rounds]
-    peer = "fsdp2, full" if name == LEAST else name.removeprefix("shardc, as ")
+    peer = LEANEST if name == LEAST else name.removeprefix("shardc, as ")
     others = [figures["step"] for figures in results[peer]]
     return [
         name,

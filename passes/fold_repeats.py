@@ -13,7 +13,6 @@ between the same collectives before (`near_readers`). What a call gives is memor
 are taken anew outside, because the compiler does not see that a call's result aliases.
 """
 
-import copy
 import logging
 import operator
 from collections.abc import Mapping
@@ -21,9 +20,10 @@ from collections.abc import Mapping
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from shardc.passes.context import PassContext, is_view
+from shardc.passes.context import PassContext, sources_of
 from shardc.passes.near_readers import move_near_readers
 from shardc.passes.repeated_stretches import Stretch, ends_no_stretch, find_repeats
+from shardc.passes.runner import copy_graph
 from shardc.runtime import compat
 
 log = logging.getLogger("shardc.passes")
@@ -32,8 +32,7 @@ aten, INVOKE = torch.ops.aten, torch.ops.higher_order.invoke_subgraph
 
 def fold_repeats(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """A copy of `gm` in which stretches that repeat are calls; `gm` itself where none do."""
-    folded = GraphModule(gm, copy.deepcopy(gm.graph))
-    folded.meta.update(gm.meta)
+    folded = copy_graph(gm)
     recomputes = ctx.phase == "backward" and bool(ctx.kept.recomputed)
     move_near_readers(folded, ends_no_stretch, anew=recomputes)
     groups = find_repeats(folded)
@@ -59,9 +58,7 @@ def _store_what_calls_read(graph: Graph) -> None:
     what it is made of would be held until the first call, which the plan of memory does not know.
     """
     for call in graph.find_nodes(op="call_function", target=INVOKE):
-        for operand in call.all_input_nodes:
-            while is_view(operand):
-                operand = operand.all_input_nodes[0]
+        for operand in sources_of(call):
             if operand.op == "call_function":
                 compat.store_at_once(operand)
 

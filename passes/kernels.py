@@ -109,14 +109,11 @@ def _move_to_only_reader(
     for node in reversed(nodes):
         if not _is_loop(node) or node in registers or not is_stored_for_reuse(node):
             continue
-        where = {places.get(reader, (-1, -1)) for reader in readers_of(node)}
-        first, last = min(where, default=(-1, -1))
-        if len(where) > 1 or first != last or first <= places[node][0]:
-            continue
-        made_of = _read_by(node, registers, {})[0]
-        reader = next((k for k in kernels.get(node, ()) if k.place == first), None)
-        if reader is not None and made_of <= reader.touched:
-            places[node] = (first, first)
+        where = {places.get(reader) for reader in readers_of(node)}
+        for kernel in kernels.get(node, ()):
+            reads_alone = where == {(kernel.place, kernel.place)} and kernel.place > places[node][0]
+            if reads_alone and _read_by(node, registers, {})[0] <= kernel.touched:
+                places[node] = (kernel.place, kernel.place)
 
 
 def is_only_read_inside(node: Node, places: Places) -> bool:
@@ -131,8 +128,8 @@ def written_in_place(
 ) -> dict[Node, Node]:
     """The values that elementwise ops write over one that they read, and which that is.
 
-    It is of the same size, made since the last collective or wait (a stretch that is folded may not
-    write over what it is given), and nothing else reads it then or later.
+    It is stored, of the same size, made since the last collective or wait (a stretch that is folded
+    may not write over what it is given), and nothing else reads it then or later.
 
     Args:
         nodes: of a graph, in its order.

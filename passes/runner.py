@@ -1,8 +1,9 @@
-"""Runs a list of passes over a graph: lint, recompile, time and dump around each.
+"""Runs a list of passes over a graph, or a copy of it: lint, recompile, time and dump around each.
 
 A pass owns only its rewrite. What dumps hold is in `dump`.
 """
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -43,6 +44,13 @@ def run_passes(
         text = dump_change(gm, f"{ctx.stem}_{index}_{name}", text)
     gm.recompile()
     return gm
+
+
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """A graph of its own for passes, or Inductor, to edit."""
+    copied = GraphModule(gm, copy.deepcopy(gm.graph))
+    copied.meta.update(gm.meta)
+    return copied
 
 
 def name_of(step: Pass) -> str:

@@ -3,7 +3,6 @@
 Ranks agree on nothing meanwhile: a trial is this rank's own. It may go by what they agreed on.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,7 +27,7 @@ from shardc.passes.events import Events, read_events, read_problem
 from shardc.passes.memory import Liveness, Storages, measure_liveness
 from shardc.passes.offload import offload_saved
 from shardc.passes.offload_state import offload_state
-from shardc.passes.runner import run_passes
+from shardc.passes.runner import copy_graph, run_passes
 from shardc.passes.timeline import Problem, plan_timeline, simulate
 from shardc.runtime import compat
 from shardc.runtime.layout.spec import Moved
@@ -117,7 +116,7 @@ def run_trial(gm: GraphModule, ctx: PassContext, kept: Kept, recall: Recall | No
     """
     assert ctx.options is not None
     joint = replace(ctx, kept=kept, number=None, agree_on_seconds=None, agree_on_choice=None)
-    tagged = run_passes(GraphModule(gm, copy.deepcopy(gm.graph)), joint, pipeline.JOINT_PASSES)
+    tagged = run_passes(copy_graph(gm), joint, pipeline.JOINT_PASSES)
     graphs = compat.min_cut_partition(tagged, None, num_fwd_outputs=ctx.results)
     offload_saved(*graphs, joint)
     offload_state(*graphs, joint)

@@ -5,7 +5,6 @@ read and on what they send. Forward and backward graphs are finished inside `inn
 where Inductor's graph cache hits; then Inductor lowers them, or the eager executor runs them.
 """
 
-import copy
 import functools
 import json
 import logging
@@ -31,7 +30,7 @@ from shardc.passes import pipeline
 from shardc.passes.context import PassContext, groups_in
 from shardc.passes.dump import dump_code, is_wanted
 from shardc.passes.insert_unshard import slots_read
-from shardc.passes.runner import name_of, run_passes
+from shardc.passes.runner import copy_graph, name_of, run_passes
 from shardc.passes.take_gathered import taken_by
 from shardc.passes.trace_once import Calls, call_once
 from shardc.passes.verify import check_collectives, collective_sequence
@@ -193,7 +192,10 @@ def _lower(
     plan: Plan,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Inductor on a copy of a graph, folded where it repeats and Inductor takes it so."""
+    """Inductor on a copy of a graph, folded where it repeats and Inductor takes it so.
+
+    What Inductor fails on is written down, and run without it, so it edits the copy.
+    """
     check = functools.partial(check_collectives, collective_sequence(graph))
     if plan.options.fold and compat.takes_nested_graphs(kwargs):
         folded = run_passes(graph, ctx, pipeline.FOLD_PASSES, done=len(pipeline.GRAPH_PASSES))
@@ -204,14 +206,7 @@ def _lower(
                 where = write_repro(graph, f"{ctx.stem}_folded", kwargs, error, True)
                 said = "Inductor could not compile a folded %s graph: %s (%s)"
                 log.warning(said, ctx.phase, error, where)
-    return compat.compile_fx_inner(_copy(graph), inputs, label_of, check, **kwargs)
-
-
-def _copy(gm: GraphModule) -> GraphModule:
-    """A graph for Inductor to edit: what it fails on is written down, and run without it."""
-    copied = GraphModule(gm, copy.deepcopy(gm.graph))
-    copied.meta.update(gm.meta)
-    return copied
+    return compat.compile_fx_inner(copy_graph(graph), inputs, label_of, check, **kwargs)
 
 
 def _compile_eager(
