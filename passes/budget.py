@@ -5,7 +5,8 @@ A trial with every open unit resharded shows the least that stays saved, and how
 gathers may run. Beside it lie the choices (`tradeoff`): values that the backward computes again
 free memory and cost compute, values that are saved on the host and state that waits there cost the
 link to it, buckets that stay gathered cost memory and save the wire. The one with the shortest step
-that fits is tried, and if it holds more than was thought, the next one.
+that fits is tried, and if it holds more than was thought, the next one, and last what holds least.
+So it is done for each number of units ahead, until no other is thought to be faster.
 
 Ranks do what the tightest of them must, and keep to it when sizes grow (`growth`). Without a budget
 nothing is decided: units reshard as they were told to, and the partitioner saves what it saves.
@@ -14,6 +15,7 @@ nothing is decided: units reshard as they were told to, and the partitioner save
 import functools
 import json
 import logging
+import math
 import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -41,6 +43,8 @@ log = logging.getLogger("shardc")
 
 _TRIALS = 5
 """So many choices are tried for a budget; each is planned with what the last one held too much."""
+_WORTH = 0.01
+"""Another number of units ahead must be faster by this share: a trial is not more exact."""
 
 
 class BudgetTooSmall(RuntimeError):
@@ -73,15 +77,20 @@ def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
         # It may be faster to gather fewer units ahead.
         tradeoffs += [_tradeoff(gm, ctx, ahead) for ahead in range(UNITS_IN_FLIGHT)]
         tradeoffs.sort(key=lambda each: each.least_seconds(room))
-    for tradeoff in tradeoffs:
-        found = _fitting(gm, ctx, tradeoff, room)
-        if found is not None:
-            break
-    else:
-        tradeoff = min(tradeoffs, key=lambda each: each.trial.kept.ahead)
-        found = _least(gm, ctx, tradeoff, budget)
-    agreed = found if ctx.agree_on_choice is None else _agree(gm, ctx, tradeoff, found)
-    if agreed != found:
+    tradeoff, found = tradeoffs[0], None
+    for each in tradeoffs:
+        wanted = math.inf if found is None else found.seconds * (1 - _WORTH)
+        if found is not None and each.least_seconds(room) >= wanted:
+            break  # nor is it thought that the next ones are faster
+        trial = _fitting(gm, ctx, each, room)
+        if trial is not None and trial.seconds < wanted:
+            tradeoff, found = each, trial
+    if found is None:
+        least = _least(gm, ctx, min(tradeoffs, key=lambda each: each.trial.kept.ahead))
+        raise BudgetTooSmall(_too_small(budget, least), budget.needed(least.peak))
+    own = found.kept
+    agreed = own if ctx.agree_on_choice is None else _agree(gm, ctx, tradeoff, own)
+    if agreed != own:
         agreed = _as_agreed(gm, ctx, agreed, budget)
     if dynamic_sizes(gm):
         bound_sizes(run_trial(gm, ctx, agreed), room)
@@ -116,28 +125,25 @@ def _tradeoff(gm: GraphModule, ctx: PassContext, ahead: int) -> Tradeoff:
     return Tradeoff.of(run_trial(gm, ctx, Kept(ctx.open_positions, ahead=ahead)))
 
 
-def _fitting(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, room: int) -> Kept | None:
-    """The fastest choice that a trial shows to fit; None if none is found."""
+def _fitting(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, room: int) -> Trial | None:
+    """Of the fastest choice that a trial shows to fit; None if none is found."""
     base, tight = tradeoff.trial, room
     for _ in range(_TRIALS):
         choice = tradeoff.fastest(tight)
         if choice is None:
             break
-        kept = _kept(tradeoff, choice)
-        trial = run_trial(gm, ctx, kept) if choice != Choice() else base
+        trial = run_trial(gm, ctx, _kept(tradeoff, choice)) if choice != Choice() else base
         if trial.peak <= room:
-            return kept
+            return trial
         tight = _tighter(room, base.peak, tradeoff.peak(choice), trial.peak)
-    return base.kept if base.peak <= room else None
+    last = base if base.peak <= room else _least(gm, ctx, tradeoff)
+    return last if last.peak <= room else None
 
 
-def _least(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, budget: Budget) -> Kept:
-    """What holds least, if that fits: it may hold less than was thought. Raises BudgetTooSmall."""
+def _least(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff) -> Trial:
+    """Of what holds least, which may be less than was thought."""
     tried = [run_trial(gm, ctx, _kept(tradeoff, choice)) for choice in tradeoff.leanest]
-    trial = min([*tried, tradeoff.trial], key=lambda each: each.peak)
-    if trial.peak > budget.room:
-        raise BudgetTooSmall(_too_small(budget, trial), budget.needed(trial.peak))
-    return trial.kept
+    return min([*tried, tradeoff.trial], key=lambda each: each.peak)
 
 
 def _tighter(room: int, base: int, thought: int, found: int) -> int:

@@ -17,10 +17,11 @@ from shardc.backend import graph_plan
 from shardc.backend.graph_plan import graph_plans
 from shardc.passes import budget, pipeline
 from shardc.passes.budget import choose_kept
-from shardc.passes.context import is_all_gather
+from shardc.passes.context import UNITS_IN_FLIGHT, is_all_gather
 from shardc.passes.hardware import PROFILES, budget_bytes
 from shardc.passes.memory import measure_liveness
 from shardc.passes.tradeoff import Choice, Tradeoff
+from shardc.passes.trial import Trial
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -351,6 +352,36 @@ def test_a_choice_that_holds_too_much_is_not_taken(monkeypatch):
     graph_plans.clear()
     call(options={**options, "memory_budget": room})
     assert len(trials) > 3 and max(plan.peak for plan in graph_plans) <= room
+
+
+def _kept(monkeypatch, share):
+    """What a budget keeps that has room for a share of the peak with all resharded."""
+    trials, whole = [], budget.run_trial
+    kept, choosing = _choices()
+    call = functools.partial(shardc.explain, Stack(3), tokens(0), tokens(1), world_size=4)
+    graph_plans.clear()
+    with monkeypatch.context() as patches, choosing:
+        patches.setattr(budget, "run_trial", lambda *a: trials.append(whole(*a)) or trials[-1])
+        call(options={"executor": "eager", "memory_budget": "1GB"})
+    room = int(trials[0].peak * share)
+    with choosing:
+        options = {"executor": "eager", "memory_budget": graph_plans[0].static + room}
+        call(options=options)
+    return kept[-1]
+
+
+def test_what_holds_least_is_tried_with_gathers_ahead(monkeypatch):
+    """However much it is thought to hold."""
+    monkeypatch.setattr(Tradeoff, "fastest", lambda self, room: Choice())
+    kept = _kept(monkeypatch, 0.7)
+    assert kept.ahead == UNITS_IN_FLIGHT and kept.recomputed
+
+
+def test_a_slow_choice_with_gathers_ahead_is_not_taken(monkeypatch):
+    """However fast it is thought to be."""
+    monkeypatch.setattr(Tradeoff, "least_seconds", lambda self, room: -self.trial.kept.ahead)
+    monkeypatch.setattr(Trial, "seconds", property(lambda self: 1 + self.kept.ahead))
+    assert _kept(monkeypatch, 0.7).ahead == 0
 
 
 class _Deep(nn.Module):
