@@ -206,30 +206,46 @@ def group_allocates(name: str, device: torch.device) -> bool:
 
 
 def allocate_from_group(numel: int, dtype: torch.dtype, device: torch.device, name: str) -> Tensor:
-    """A tensor, `(numel,)`, from the group's own allocator (2.11 to 2.15)."""
-    backend = resolve_group(name)._get_backend(device)
+    """A tensor, `(numel,)`, from the group's own allocator (2.11 to 2.15).
+
+    All ranks of the group call it.
+    """
+    backend = _with_communicator(resolve_group(name), device)
     return backend.allocate_tensor(numel, dtype=dtype, device=device)
 
 
-def use_symmetric_memory(backend: str, name: str) -> None:
-    """Let `allocate_symmetric` take from `backend` (2.11 to 2.15). All ranks of the group call it.
-
-    The barrier makes the communicator, which must exist before the first `rendezvous`.
-    """
+def use_symmetric_memory(backend: str) -> None:
+    """Let `allocate_symmetric` take from `backend` (2.11 to 2.15)."""
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory.set_backend(backend)  # type: ignore[arg-type]
-    dist.barrier(group=resolve_group(name))
 
 
 def allocate_symmetric(numel: int, dtype: torch.dtype, device: torch.device, name: str) -> Tensor:
-    """A tensor, `(numel,)`, of symmetric memory that the group has met over (2.11 to 2.15)."""
+    """A tensor, `(numel,)`, of symmetric memory that the group has met over (2.11 to 2.15).
+
+    All ranks of the group call it.
+    """
     from torch.distributed import _symmetric_memory
 
+    group = resolve_group(name)
+    _with_communicator(group, device)
     with torch.cuda.use_mem_pool(_symmetric_memory.get_mem_pool(device)):
         tensor = torch.empty(numel, dtype=dtype, device=device)
-    _symmetric_memory.rendezvous(tensor, group=resolve_group(name))
+    _symmetric_memory.rendezvous(tensor, group=group)
     return tensor
+
+
+def _with_communicator(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The group's backend for a device, which has its communicator: memory is registered with it.
+
+    The first collective makes it, so this may be a barrier. A group that torch wraps for debugging
+    does not say whether it has one.
+    """
+    backend = group._get_backend(device)
+    if not getattr(backend, "_is_initialized", lambda: False)():
+        dist.barrier(group=group, device_ids=None if device.index is None else [device.index])
+    return backend
 
 
 def make_fake_groups(groups: Mapping[str, tuple[int, int]]) -> None:

@@ -261,8 +261,7 @@ class Controls:
                     f"and {bucket.label or 'the root'} is sharded over '{bucket.device.type}'"
                 )
         self._change_allocator(recurse, memory="symmetric")
-        for group in dict.fromkeys(bucket.ranks.shard for bucket in buckets):
-            compat.use_symmetric_memory(backend, group)
+        compat.use_symmetric_memory(backend)
 
     # -- what stays gathered -------------------------------------------------------------------
 

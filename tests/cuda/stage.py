@@ -220,7 +220,9 @@ class _Rehearsal:
             self.model.set_separate_reduce_scatter_group()
             self.model.set_separate_all_gather_group()
         if self.has("group memory"):
-            self.model.set_allocate_memory_from_process_group_for_comm(True)
+            self.model.set_allocate_memory_from_process_group_for_comm(True, recurse=True)
+        if self.has("symmetric memory"):
+            self.model.set_symm_mem_for_comm(recurse=True)
 
     def compile(self) -> Callable[..., Tensor]:
         """The model's forward in the way that is asked for."""

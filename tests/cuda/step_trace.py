@@ -8,8 +8,9 @@ A line of the trace is one of:
     kernel|triton STREAM NAME                 a launch, as the runtime or the driver sees it
     gemm STREAM MxNxK                         a product of cuBLAS
     copy STREAM TO FROM BYTES KIND, fill STREAM TO BYTES
-    collective STREAM NAME FROM BYTES TO BYTES COMMUNICATOR RANKS
-                                              communicators have one name on all their ranks
+    collective STREAM NAME FROM BYTES TO BYTES COMMUNICATOR RANKS registered|plain
+                                              communicators have one name on all their ranks; memory
+                                              that is registered is known to NCCL
     record STREAM EVENT, wait STREAM EVENT
     sync stream|event|device|copy ...         the host waits
     seen EVENT                                the host asked, and it was done
@@ -71,6 +72,7 @@ class Trace:
         order: for each phase, its name and starts of collectives and the first wait for each.
         moved: bytes that collectives sent, by (phase, name).
         sent: the collectives, in the order of their launches.
+        registered: the names of those in memory that NCCL knows, counted.
         devices: where kernels and products were launched.
         syncs: what the host waited for in a phase.
         races: pairs of launches that nothing puts in order.
@@ -81,6 +83,7 @@ class Trace:
     order: list[list[Any]] = field(default_factory=list)
     moved: Counter[tuple[str, str]] = field(default_factory=Counter)
     sent: list[Message] = field(default_factory=list)
+    registered: Counter[str] = field(default_factory=Counter)
     devices: set[int] = field(default_factory=set)
     syncs: list[str] = field(default_factory=list)
     races: list[Race] = field(default_factory=list)
@@ -121,6 +124,7 @@ def read_trace(path: Path) -> Trace:
                 trace.moved[phase, rest[1]] += max(int(rest[3]), int(rest[5]))
                 what = f"{rest[1]} of {rest[3]} to {rest[5]} bytes"
                 trace.sent.append(Message(rest[6], int(rest[7]), what))
+                trace.registered[rest[1]] += rest[8] == "registered"
                 waits.start(rest[0])
             if kind in ("kernel", "triton"):
                 trace.names[phase, rest[1]] += 1

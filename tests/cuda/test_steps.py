@@ -46,6 +46,10 @@ CASES: dict[str, dict[str, Any]] = {
     "no reshard": {"reshard": False},
     "own groups": with_features("own groups"),
     "group memory": with_features("group memory"),
+    "group memory, own groups": with_features("group memory", "own groups"),
+    "symmetric memory": with_features("symmetric memory"),
+    "symmetric memory, own groups": with_features("symmetric memory", "own groups"),
+    "symmetric memory, hsdp": with_features("symmetric memory", "hsdp"),
     "tensor parallel": with_features("tp"),
     "clip": with_features("clip"),
     "summon": with_features("summon"),
@@ -90,6 +94,16 @@ def test_cuda_graphs_refuse_gradients_that_wait(tmp_path: Path) -> None:
     """They lie in memory that the next replay writes; torch says so, also of plain models."""
     setup = Setup(mode="reduce-overhead", features=frozenset({"accumulate"}))
     assert "has been overwritten by a subsequent run" in rehearse(setup, tmp_path).error
+
+
+@pytest.mark.parametrize("memory", ["group memory", "symmetric memory", None])
+def test_gathers_write_to_memory_that_nccl_knows(memory: str | None, tmp_path: Path) -> None:
+    features = frozenset() if memory is None else frozenset({memory})
+    found = rehearse(Setup(features=features), tmp_path)
+    assert not found.error, found.error
+    trace = read_trace(found.trace)
+    gathers = sum(message.what.startswith("all_gather") for message in trace.sent)
+    assert gathers and trace.registered["all_gather"] == (gathers if memory else 0)
 
 
 def _check(setup: Setup, folder: Path) -> None:

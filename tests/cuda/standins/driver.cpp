@@ -51,7 +51,7 @@ EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, C
       {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 9},
       {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0},
       {CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED, 0},
-      {CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED, 0}};
+      {CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED, 1}};
   auto found = values.find(attribute);
   *value = found == values.end() ? 1 : found->second;
   return CUDA_SUCCESS;

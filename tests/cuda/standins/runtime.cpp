@@ -32,6 +32,7 @@ constexpr int kMultiprocessors = 132, kSharedBytes = 49152, kSharedBytesOptin = 
 struct State {
   std::recursive_mutex mutex;
   std::map<uintptr_t, size_t> device, pinned;  // start and bytes of what is allocated
+  std::map<uintptr_t, size_t> registered;      // of what NCCL knows
   std::map<uintptr_t, int> owner;              // the device of each block
   std::map<const void*, std::string> kernels;  // names by host function
   size_t used = 0;
@@ -470,8 +471,10 @@ size_t bytes_of(ncclDataType_t type) {
 }
 ncclResult_t collective(const char* name, cudaStream_t stream, const void* from, size_t from_bytes,
                         const void* to, size_t to_bytes, ncclComm_t comm) {
-  write_line("collective %p %s %p %zu %p %zu %llx %d", stream, name, from, from_bytes, to, to_bytes,
-             comm->name, comm->ranks);
+  Locked locked;
+  bool known = holds(state().registered, from) && holds(state().registered, to);
+  write_line("collective %p %s %p %zu %p %zu %llx %d %s", stream, name, from, from_bytes, to, to_bytes,
+             comm->name, comm->ranks, known ? "registered" : "plain");
   return ncclSuccess;
 }
 }  // namespace
@@ -573,11 +576,26 @@ EXPORT ncclResult_t ncclMemAlloc(void** pointer, size_t bytes) {
   return ncclSuccess;
 }
 EXPORT ncclResult_t ncclMemFree(void* pointer) { return cudaFree(pointer), ncclSuccess; }
-EXPORT ncclResult_t ncclCommRegister(const ncclComm_t, void*, size_t, void** handle) {
-  return *handle = (void*)8, ncclSuccess;
+namespace {
+template <typename Handle>
+ncclResult_t do_register(void* start, size_t bytes, Handle* handle) {
+  Locked locked;
+  state().registered[(uintptr_t)start] = bytes;
+  return *handle = (Handle)start, ncclSuccess;
 }
-EXPORT ncclResult_t ncclCommWindowRegister(ncclComm_t, void*, size_t, ncclWindow_t* window, int) {
-  return *window = (ncclWindow_t)8, ncclSuccess;
+ncclResult_t deregister(void* handle) {
+  Locked locked;
+  return state().registered.erase((uintptr_t)handle), ncclSuccess;
 }
+}  // namespace
+
+EXPORT ncclResult_t ncclCommRegister(const ncclComm_t, void* start, size_t bytes, void** handle) {
+  return do_register(start, bytes, handle);
+}
+EXPORT ncclResult_t ncclCommDeregister(const ncclComm_t, void* handle) { return deregister(handle); }
+EXPORT ncclResult_t ncclCommWindowRegister(ncclComm_t, void* start, size_t bytes, ncclWindow_t* window, int) {
+  return do_register(start, bytes, window);
+}
+EXPORT ncclResult_t ncclCommWindowDeregister(ncclComm_t, ncclWindow_t window) { return deregister(window); }
 EXPORT const char* ncclGetErrorString(ncclResult_t) { return "an error of the stand-in"; }
 EXPORT const char* ncclGetLastError(ncclComm_t) { return "none"; }
