@@ -143,7 +143,11 @@ class _Rehearsal:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         torch.set_float32_matmul_precision("high")
-        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN has no stand-in
+        cudnn = self.has("cudnn")  # one kind of attention, whichever torch would prefer
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        torch.backends.cuda.enable_flash_sdp(not cudnn)
+        torch.backends.cuda.enable_mem_efficient_sdp(not cudnn)
+        torch.backends.cuda.enable_math_sdp(not cudnn)
         expandable = f"expandable_segments:{setup.expandable}"
         torch._C._accelerator_setAllocatorSettings(expandable)  # type: ignore[attr-defined]
         torch.cuda.set_device(setup.rank % 2)

@@ -28,6 +28,8 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpoint": with_features("checkpoint"),
     "checkpoint, accumulate": with_features("checkpoint", "accumulate"),
     "flex": with_features("flex"),
+    "cudnn": with_features("cudnn"),
+    "cudnn, checkpoint": with_features("cudnn", "checkpoint"),
     "autocast": with_features("autocast", param_dtype=None),
     "float32": {"param_dtype": None},
     "reduce in float32": {"reduce_dtype": "float32"},
@@ -116,6 +118,8 @@ def _check(setup: Setup, folder: Path) -> None:
     assert not syncs, syncs
     if "embedding_rows" in setup.options and setup.way == "compiled":
         assert len(trace.syncs) == 1, trace.syncs
+    if "cudnn" in setup.features:
+        assert trace.names["forward", "cudnn"] == setup.blocks
     if setup.way == "compiled":
         assert found.kernels
         for phase, order in trace.order:

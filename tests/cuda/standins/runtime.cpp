@@ -1,9 +1,10 @@
-// Stands in for libcudart, libcublas and libnccl where there is no GPU (LD_PRELOAD).
+// Stands in for libcudart, libcublas, libnccl and parts of libcudnn where there is no GPU (LD_PRELOAD).
 //
 // Device memory is host memory that is mapped on first touch. Kernels do nothing. Streams and
 // events are numbers. What torch asks for is written to a trace, one line a call; `trace.py` says
 // what the lines mean. Values are whatever the memory holds.
 #include <cuda_runtime_api.h>
+#include <cudnn_graph.h>
 #include <dlfcn.h>
 #include <nccl.h>
 #include <sys/mman.h>
@@ -450,6 +451,75 @@ EXPORT int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, voi
 EXPORT int cublasLtMatmul(void*, void*, const void*, const void*, void*, const void*, void*, const void*,
                           const void*, void*, void*, void*, const void*, void*, size_t, void* stream) {
   return product(stream, 0, 0, 0);
+}
+
+// -- cuDNN's graphs (attention): descriptors hold what they are given, any graph has one engine -----
+
+struct cudnnContext {
+  cudaStream_t stream;
+};
+
+namespace {
+struct Descriptor {
+  std::map<int, std::vector<char>> attributes;
+};
+size_t bytes_of(cudnnBackendAttributeType_t type) {
+  switch (type) {
+    case CUDNN_TYPE_BOOLEAN: case CUDNN_TYPE_CHAR: return 1;
+    case CUDNN_TYPE_HANDLE: case CUDNN_TYPE_INT64: case CUDNN_TYPE_DOUBLE: case CUDNN_TYPE_VOID_PTR:
+    case CUDNN_TYPE_BACKEND_DESCRIPTOR: return 8;
+    case CUDNN_TYPE_FRACTION: return 16;
+    default: return 4;
+  }
+}
+}  // namespace
+
+EXPORT cudnnStatus_t cudnnCreate(cudnnHandle_t* handle) {
+  return *handle = new cudnnContext{}, CUDNN_STATUS_SUCCESS;
+}
+EXPORT cudnnStatus_t cudnnDestroy(cudnnHandle_t handle) { return delete handle, CUDNN_STATUS_SUCCESS; }
+EXPORT cudnnStatus_t cudnnSetStream(cudnnHandle_t handle, cudaStream_t stream) {
+  return handle->stream = stream, CUDNN_STATUS_SUCCESS;
+}
+EXPORT cudnnStatus_t cudnnBackendCreateDescriptor(cudnnBackendDescriptorType_t,
+                                                  cudnnBackendDescriptor_t* made) {
+  return *made = new Descriptor, CUDNN_STATUS_SUCCESS;
+}
+EXPORT cudnnStatus_t cudnnBackendDestroyDescriptor(cudnnBackendDescriptor_t each) {
+  return delete (Descriptor*)each, CUDNN_STATUS_SUCCESS;
+}
+EXPORT cudnnStatus_t cudnnBackendFinalize(cudnnBackendDescriptor_t) { return CUDNN_STATUS_SUCCESS; }
+EXPORT cudnnStatus_t cudnnBackendSetAttribute(cudnnBackendDescriptor_t each,
+                                              cudnnBackendAttributeName_t name,
+                                              cudnnBackendAttributeType_t type, int64_t count,
+                                              const void* values) {
+  const char* start = (const char*)values;
+  ((Descriptor*)each)->attributes[name].assign(start, start + count * bytes_of(type));
+  return CUDNN_STATUS_SUCCESS;
+}
+EXPORT cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t each,
+                                              cudnnBackendAttributeName_t name,
+                                              cudnnBackendAttributeType_t type, int64_t wanted,
+                                              int64_t* count, void* values) {
+  auto& known = ((Descriptor*)each)->attributes;
+  auto found = known.find(name);
+  if (type == CUDNN_TYPE_BACKEND_DESCRIPTOR) {  // they are the caller's, and stay empty
+    if (count) *count = name == CUDNN_ATTR_ENGINEHEUR_RESULTS || name == CUDNN_ATTR_ENGINECFG_ENGINE;
+  } else if (found != known.end()) {
+    int64_t there = found->second.size() / bytes_of(type);
+    if (count) *count = there;
+    if (values) memcpy(values, found->second.data(), std::min(wanted, there) * bytes_of(type));
+  } else {
+    bool is_list = name == CUDNN_ATTR_ENGINE_NUMERICAL_NOTE || name == CUDNN_ATTR_ENGINE_BEHAVIOR_NOTE;
+    if (count) *count = is_list ? 0 : 1;
+    if (values && wanted && !is_list) memset(values, 0, bytes_of(type));  // no workspace, engine 0
+  }
+  return CUDNN_STATUS_SUCCESS;
+}
+EXPORT cudnnStatus_t cudnnBackendExecute(cudnnHandle_t handle, cudnnBackendDescriptor_t,
+                                         cudnnBackendDescriptor_t) {
+  note_device();
+  return write_line("kernel %p cudnn", handle->stream), CUDNN_STATUS_SUCCESS;
 }
 
 // -- NCCL: no peers, a line a collective ---------------------------------------------------------
