@@ -151,8 +151,10 @@ class Budget:
         return self.static + math.ceil(peak / (1 - self.margin))
 
 
-MARGIN = 0.02
-"""Under Inductor: small buffers, and kernels that are fused otherwise than the model thinks."""
+MARGIN, MARGIN_OF_DEVICES = 0.02, 0.03
+"""Under Inductor: small buffers, and kernels that are fused otherwise than the model thinks; on
+accelerators, besides, blocks larger than was asked for, which the caching allocator does not split
+(less than 1 MiB each, none with expandable segments)."""
 
 
 UNITS_IN_FLIGHT = 2

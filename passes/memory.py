@@ -36,6 +36,7 @@ from shardc.passes.context import (
     is_view,
     is_wait,
     kind_of,
+    results_of,
     state_bytes,
     waits_for,
 )
@@ -236,7 +237,7 @@ def _kinds(
             kinds[node] = _GATHERED
         elif is_collective(node) and not brings_parameters(node):
             given = [roots[operand] for operand in node.all_input_nodes if operand in roots]
-            kinds.update(dict.fromkeys([node, *given], _GRADIENTS))
+            kinds.update(dict.fromkeys([node, *results_of(node), *given], _GRADIENTS))
         elif node.all_input_nodes and node.op == "call_function":
             made_of = {kinds.get(roots.get(operand, operand)) for operand in node.all_input_nodes}
             if made_of == {_GATHERED}:
@@ -281,9 +282,11 @@ def storage_roots(
 
 
 def _is_item(node: Node) -> bool:
-    """Whether it is one of several values that an op makes."""
+    """Whether it is one of several values that an op makes, each in memory of its own."""
     made = node.all_input_nodes[0] if node.target is operator.getitem else None
-    return made is not None and not (is_view(made) or is_transfer(made) or is_wait(made))
+    if made is None or is_view(made) or is_wait(made):
+        return False
+    return not is_transfer(made) or isinstance(made.args[0], (list, tuple))  # coalesced
 
 
 def _writes_its_input(node: Node) -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import operator
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ from models import Live, Stack, compiled, measured_peak, tokens
 from ranks import on_ranks
 from torch import nn
 from torch.fx import Graph, GraphModule
+from torch.fx.node import map_aggregate
 
 import shardc
 from shardc import fully_shard
@@ -33,7 +35,8 @@ def _graph(*calls):
         if target == "input":
             nodes[name] = graph.placeholder(name)
         else:
-            nodes[name] = graph.call_function(target, tuple(nodes.get(o, o) for o in operands))
+            given = map_aggregate(operands, lambda each: nodes.get(each, each))
+            nodes[name] = graph.call_function(target, given)
         nodes[name].meta["val"] = value
     graph.output((nodes[name],))
     return GraphModule(nn.Module(), graph)
@@ -291,6 +294,25 @@ def test_the_input_of_a_collective_lives_until_its_wait():
     assert measure_liveness(gm, owns_inputs=False).live == (0, 800, 1200, 2000, 1200)
     cloned = measure_liveness(gm, owns_inputs=False, clones=True)
     assert cloned.live == (0, 800, 2000, 2800, 2000)
+
+
+def test_what_is_gathered_together_is_freed_apart():
+    gathered = [_bytes(800), _bytes(400)]
+    together = c10d.all_gather_into_tensor_coalesced.default
+    gm = _graph(
+        ("x", "input", (), _bytes(400)),
+        ("y", "input", (), _bytes(200)),
+        ("start", together, (["x", "y"], 2, "0"), gathered),
+        ("a", operator.getitem, ("start", 0), gathered[0]),
+        ("b", operator.getitem, ("start", 1), gathered[1]),
+        ("first", c10d.wait_tensor.default, ("a",), gathered[0]),
+        ("second", c10d.wait_tensor.default, ("b",), gathered[1]),
+        ("used", aten.sum.default, ("first",), _bytes(4)),
+        ("result", aten.add.Tensor, ("second", "used"), _bytes(400)),
+    )
+    measured = measure_liveness(gm, owns_inputs=False)
+    assert measured.live == (0, 0, 1200, 1200, 1200, 1200, 1200, 1204, 804)
+    assert measured.gathered == measured.live  # and what is made of it
 
 
 @pytest.mark.parametrize(

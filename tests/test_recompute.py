@@ -82,7 +82,7 @@ def test_a_choice_holds_and_takes_what_it_is_thought_to(monkeypatch):
             compared.append(tradeoff.seconds(choice) / trial.seconds)
             at_once = Tradeoff.of(tradeoff.trial).seconds(choice, wanted=0.0)
             assert 0.5 < at_once / tradeoff.seconds(choice) < 1 + 1e-9
-        return tradeoff.trial.kept
+        return tradeoff.trial
 
     monkeypatch.setattr(budget, "_fitting", compare)
     _planned(Gated(8, 128), torch.empty(4, 256, 128, device="meta"), "1GB")

@@ -163,7 +163,7 @@ def test_copies_take_what_they_are_thought_to(monkeypatch):
             trial = budget.run_trial(gm, ctx, budget._kept(tradeoff, choice))
             without = tradeoff.seconds(Choice()) / trial.seconds
             compared.append((tradeoff.seconds(choice) / trial.seconds, without))
-        return tradeoff.trial.kept
+        return tradeoff.trial
 
     monkeypatch.setattr(budget, "_fitting", compare)
     shardc.explain(

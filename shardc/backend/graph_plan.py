@@ -17,6 +17,7 @@ from shardc.passes import pipeline
 from shardc.passes.budget import choose_kept
 from shardc.passes.context import (
     MARGIN,
+    MARGIN_OF_DEVICES,
     Budget,
     Kept,
     PassContext,
@@ -164,10 +165,11 @@ class Plan:
         options = self.options
         if options.memory_budget is None:
             return None
+        margin = MARGIN_OF_DEVICES if self.profile.workspace else MARGIN
         return Budget(
             nbytes=budget_bytes(options.memory_budget, self.profile),
             static=self.static_bytes,
-            margin=MARGIN if options.executor == "inductor" else 0.0,
+            margin=margin if options.executor == "inductor" else 0.0,
         )
 
     def _schedule_options(self, numbers: Mapping[Unit, int]) -> ScheduleOptions:
