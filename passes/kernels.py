@@ -1,8 +1,8 @@
 """Which ops Inductor fuses into one kernel, and so when values are made and read.
 
 An op that can be fused joins the kernel of an earlier one that reads the same, or makes what it
-reads, where all else that it reads is there by then but for one op. The kernel runs in the place of
-its first stored value, and that op before: its results are there from then on, and what it reads
+reads, where all else that it reads is there by then but for one op. The kernel runs where its first
+value must be in memory, and that op before: its results are there from then on, and what it reads
 until then. That is a model: Inductor weighs what a fusion saves.
 """
 
@@ -48,7 +48,7 @@ class _Kernel:
     """One kernel.
 
     Attributes:
-        place: the index of its first stored value, where it runs.
+        place: where it runs, an index of a node.
         number: how many stored values came before that.
         size: how many elements its loops go over.
         touched: the stored values that it reads or makes.
@@ -85,7 +85,7 @@ def places_of_kernels(nodes: Sequence[Node], hints: Mapping[Any, float]) -> Plac
         fits = [k for k in near.values() if k.size == size and made - k.number < _FAR and not alone]
         kernel = _join(sorted(fits, key=lambda k: -k.place), stored, places)
         if kernel is None:
-            kernel = _Kernel(index[node], made, size)
+            kernel = _Kernel(_stored_at(node, index), made, size)
         kernel.made.add(node)
         for each in set() if alone else {node, *stored} - kernel.touched:
             kernel.touched.add(each)
@@ -114,6 +114,16 @@ def _move_to_only_reader(
             reads_alone = where == {(kernel.place, kernel.place)} and kernel.place > places[node][0]
             if reads_alone and _read_by(node, registers, {})[0] <= kernel.touched:
                 places[node] = (kernel.place, kernel.place)
+
+
+def _stored_at(node: Node, index: Mapping[Node, int]) -> int:
+    """Where a kernel is written: Inductor puts off an elementwise value that one op reads, until it
+    must be in memory."""
+    views = [user for user in node.users if is_view(user)]
+    if is_reduction(node) or is_stored_for_reuse(node) or len(node.users) > max(1, len(views)):
+        return index[node]
+    readers = [index[reader] for reader in readers_of(node) if reader in index]
+    return max(index[node], min(readers, default=0) - 1)
 
 
 def is_only_read_inside(node: Node, places: Places) -> bool:
