@@ -184,7 +184,26 @@ def test_what_one_later_kernel_reads_is_computed_there():
         ("out", aten.mm.default, ("made", "made"), value),
     )
     live = measure_liveness(gm, owns_inputs=False, fused=True).live
-    assert live == (0, 400, 800, 800, 1200, 800, 800, 800, 800)
+    assert live == (0, 400, 400, 800, 1200, 800, 800, 800, 800)
+
+
+def test_what_one_op_reads_is_stored_when_that_op_needs_it():
+    """What several read is stored at once, and so is a sum."""
+    value, column = torch.empty(10, 10), torch.empty(10, 1)
+
+    def live(target, *operands, made=value):
+        gm = _graph(
+            ("x", "input", (), value),
+            ("made", target, ("x", *operands), made),
+            ("empty", aten.empty.memory_format, ([10, 10],), value),
+            ("other", aten.mm.default, ("x", "x"), value),
+            ("read", aten.mm.default, ("other", "made"), value),
+            ("out", aten.mm.default, ("read", "empty"), value),
+        )
+        return measure_liveness(gm, owns_inputs=False, fused=True).live
+
+    assert live(aten.cos.default) == (0, 0, 400, 1200, 1600, 1200)
+    assert live(aten.sum.dim_IntList, [1], True, made=column) == (0, 40, 440, 840, 1240, 1200)
 
 
 def test_a_kernel_writes_over_what_nothing_reads_after_it():
@@ -200,7 +219,10 @@ def test_a_kernel_writes_over_what_nothing_reads_after_it():
     added = ("sum", aten.add.Tensor, ("made", "x"), value)
     used = ("used", aten.mm.default, ("made", "x"), value)
     assert live(used, added) == (0, 400, 800, 800, 1200)
-    assert live(added, used) == (0, 400, 800, 1200, 1200)
+    assert live(added, used) == (0, 400, 400, 800, 1200)  # it is put off until then
+    first = ("first", aten.mm.default, ("sum", "x"), value)
+    later = ("used", aten.mm.default, ("made", "first"), value)
+    assert live(added, first, later) == (0, 400, 800, 1200, 1600, 1200)
     turned = ("turned", aten.t.default, ("made",), value.t())
     added = ("sum", aten.add.Tensor, ("turned", "x"), value)
     assert live(used, turned, added) == (0, 400, 800, 800, 1200, 1200)
