@@ -43,6 +43,8 @@ log = logging.getLogger("shardc")
 
 _TRIALS = 5
 """So many choices are tried for a budget; each is planned with what the last one held too much."""
+_SPARE = 0.02
+"""A choice that holds this share of the room less than was thought is followed by a larger one."""
 _WORTH = 0.01
 """Another number of units ahead must be faster by this share: a trial is not more exact."""
 
@@ -127,15 +129,26 @@ def _tradeoff(gm: GraphModule, ctx: PassContext, ahead: int) -> Tradeoff:
 
 def _fitting(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, room: int) -> Trial | None:
     """Of the fastest choice that a trial shows to fit; None if none is found."""
-    base, tight = tradeoff.trial, room
+    base, tight, found = tradeoff.trial, room, None
     for _ in range(_TRIALS):
         choice = tradeoff.fastest(tight)
         if choice is None:
             break
         trial = run_trial(gm, ctx, _kept(tradeoff, choice)) if choice != Choice() else base
-        if trial.peak <= room:
-            return trial
-        tight = _tighter(room, base.peak, tradeoff.peak(choice), trial.peak)
+        thought = tradeoff.peak(choice)
+        if trial.peak > room:
+            if found is not None:
+                break
+            tight = _tighter(room, base.peak, thought, trial.peak)
+        else:
+            if found is not None and found.seconds <= trial.seconds:
+                break
+            found, roomier = trial, room + thought - trial.peak
+            if roomier - tight < _SPARE * room:
+                break
+            tight = roomier
+    if found is not None:
+        return found
     last = base if base.peak <= room else _least(gm, ctx, tradeoff)
     return last if last.peak <= room else None
 

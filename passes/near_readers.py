@@ -39,7 +39,7 @@ from shardc.passes.cost import in_registers, is_constant, is_fusible, is_pointwi
 from shardc.passes.reorder import reorder
 
 FURTHEST = 4
-"""How many places down an op may go: past two borders with a run between them."""
+"""How many places an op may go: past two borders with a run between them."""
 
 
 def move_near_readers(
@@ -135,20 +135,22 @@ class _Places:
 
     def hoist(self, place: int) -> None:
         """Bring ops up from `place` that read what ops of the same size read or give before it."""
-        if not self._is_open(place - 2, place):
-            return
-        above = {
-            pair for n in self._movable[place - 2] for pair in _in_size(n, (n, *sources_of(n)))
-        }
+        for above in range(place - 2, max(place - FURTHEST, 0) - 1, -2):
+            if not self._is_open(above, place):
+                break
+            self._hoist(place, above)
+
+    def _hoist(self, place: int, to: int) -> None:
+        above = {pair for n in self._movable[to] for pair in _in_size(n, (n, *sources_of(n)))}
         here = frozenset(self._movable[place])
         todo = set(here)
         while todo:
             group = reach(lambda n: here.intersection([*sources_of(n), *readers_of(n)]), todo.pop())
             todo -= group
             read = {source for node in group for source in sources_of(node)} - group
-            ready = all(self.of.get(source, -1) < place - 1 for source in read)
+            ready = all(self.of.get(source, -1) <= to for source in read)
             if ready and any(above & _in_size(node, sources_of(node)) for node in group):
-                self._move(dict.fromkeys(group, place - 2))
+                self._move(dict.fromkeys(group, to))
                 self._hoisted |= group
 
     def repeat_constants(self) -> None:

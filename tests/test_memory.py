@@ -421,6 +421,18 @@ def test_what_holds_least_is_tried_with_gathers_ahead(monkeypatch):
     assert kept.ahead == UNITS_IN_FLIGHT and kept.recomputed
 
 
+def test_a_choice_that_holds_less_than_was_thought_is_followed_by_a_larger_one(monkeypatch):
+    peak = Tradeoff.peak
+
+    def fastest(self, room):
+        is_larger = room > self.trial.forward.ctx.budget.room
+        return Choice(2 if is_larger else 7, 3)
+
+    monkeypatch.setattr(Tradeoff, "peak", lambda self, choice: int(1.2 * peak(self, choice)))
+    monkeypatch.setattr(Tradeoff, "fastest", fastest)
+    assert sum(_kept(monkeypatch, 1.1).recomputes.values()) == 2
+
+
 def test_a_slow_choice_with_gathers_ahead_is_not_taken(monkeypatch):
     """However fast it is thought to be."""
     monkeypatch.setattr(Tradeoff, "least_seconds", lambda self, room: -self.trial.kept.ahead)
