@@ -193,6 +193,20 @@ def test_what_reads_the_same_goes_up():
     assert [sorted(ops) for ops in _together(run, *_of_8(4))] == [sorted(up), ["add", "mm"]]
 
 
+def test_what_reads_the_same_goes_up_past_two_borders():
+    """As the gradient of a norm's input, which holds gathered weights until it is computed."""
+
+    def run(grad, gate, v, w, u):
+        down = (grad * gate.sigmoid()) @ v
+        down = down @ c10d.wait_tensor(w)
+        u = c10d.wait_tensor(u)
+        return [down, (grad * (1 - gate.sigmoid())) @ u]
+
+    up = ["sigmoid", "mul", "sigmoid", "rsub", "mul", "mm"]
+    ops = [sorted(ops) for ops in _together(run, *_of_8(5))]
+    assert ops == [sorted(up), ["mm"], ["mm"]]
+
+
 def test_what_no_kernel_would_take_in_stays():
     """A sum that a matmul reads first, and a reduction of what is stored anyway."""
 
