@@ -134,7 +134,10 @@ class _Places:
         return reach(lambda n: (u for u in readers_of(n) if self.of.get(u) == place), *starts)
 
     def hoist(self, place: int) -> None:
-        """Bring ops up from `place` that read what ops of the same size read or give before it."""
+        """Bring ops up from `place` that read what ops of the same size read or give before it.
+
+        Past two borders only if that frees a gathered bucket.
+        """
         for above in range(place - 2, max(place - FURTHEST, 0) - 1, -2):
             if not self._is_open(above, place):
                 break
@@ -149,9 +152,18 @@ class _Places:
             todo -= group
             read = {source for node in group for source in sources_of(node)} - group
             ready = all(self.of.get(source, -1) <= to for source in read)
-            if ready and any(above & _in_size(node, sources_of(node)) for node in group):
+            near = to == place - 2 or any(self._is_read_last(each, to, group) for each in read)
+            if ready and near and any(above & _in_size(node, sources_of(node)) for node in group):
                 self._move(dict.fromkeys(group, to))
                 self._hoisted |= group
+
+    def _is_read_last(self, node: Node, place: int, group: set[Node]) -> bool:
+        """Whether something gathered is held for `group` alone after `place`."""
+        return is_wait(node) and all(
+            self.of.get(reader, self.end) <= place
+            for reader in readers_of(node)
+            if reader not in group
+        )
 
     def repeat_constants(self) -> None:
         """Have every place that reads a constant make it: a call would read it from memory."""

@@ -193,18 +193,19 @@ def test_what_reads_the_same_goes_up():
     assert [sorted(ops) for ops in _together(run, *_of_8(4))] == [sorted(up), ["add", "mm"]]
 
 
-def test_what_reads_the_same_goes_up_past_two_borders():
-    """As the gradient of a norm's input, which holds gathered weights until it is computed."""
+def test_what_reads_weights_last_goes_up_past_two_borders():
+    """As the gradient of a norm's input; other ops that read the same stay."""
 
-    def run(grad, gate, v, w, u):
-        down = (grad * gate.sigmoid()) @ v
-        down = down @ c10d.wait_tensor(w)
+    def run(grad, weight, v, w, u):
+        weight = c10d.wait_tensor(weight)
+        norm = (grad * weight).sigmoid() @ v
+        other = (grad.cos() @ v) @ c10d.wait_tensor(w)
         u = c10d.wait_tensor(u)
-        return [down, (grad * (1 - gate.sigmoid())) @ u]
+        return [norm, other, (grad * weight.exp()) @ u, grad.sin() @ u]
 
-    up = ["sigmoid", "mul", "sigmoid", "rsub", "mul", "mm"]
-    ops = [sorted(ops) for ops in _together(run, *_of_8(5))]
-    assert ops == [sorted(up), ["mm"], ["mm"]]
+    above, between, below = (sorted(ops) for ops in _together(run, *_of_8(5)))
+    assert above == sorted(["mul", "sigmoid", "mm", "cos", "mm", "exp", "mul"])
+    assert between == ["mm"] and below == ["mm", "mm", "sin"]
 
 
 def test_what_no_kernel_would_take_in_stays():
