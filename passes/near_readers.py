@@ -152,17 +152,20 @@ class _Places:
             todo -= group
             read = {source for node in group for source in sources_of(node)} - group
             ready = all(self.of.get(source, -1) <= to for source in read)
-            near = to == place - 2 or any(self._is_read_last(each, to, group) for each in read)
+            near = to == place - 2 or self._frees_a_bucket(group, to)
             if ready and near and any(above & _in_size(node, sources_of(node)) for node in group):
                 self._move(dict.fromkeys(group, to))
                 self._hoisted |= group
 
-    def _is_read_last(self, node: Node, place: int, group: set[Node]) -> bool:
-        """Whether something gathered is held for `group` alone after `place`."""
-        return is_wait(node) and all(
-            self.of.get(reader, self.end) <= place
-            for reader in readers_of(node)
-            if reader not in group
+    def _frees_a_bucket(self, group: set[Node], place: int) -> bool:
+        """Whether something gathered is held after `place` for `group` alone, or for what would
+        come down to it from `place`."""
+        movable = group.union(self._movable[place])
+        together = reach(lambda n: movable.intersection(sources_of(n)), *group)
+        read = {source for node in together for source in sources_of(node)}
+        later = [reader for source in filter(is_wait, read) for reader in readers_of(source)]
+        return bool(later) and all(
+            self.of.get(reader, self.end) <= place for reader in later if reader not in group
         )
 
     def repeat_constants(self) -> None:
