@@ -1,5 +1,6 @@
 """What the backend makes of a graph: collectives, saved tensors, recompiles, caches, fallbacks."""
 
+import copy
 import inspect
 import os
 import subprocess
@@ -27,6 +28,7 @@ from models import (
 from ranks import on_ranks
 from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.nn.attention.flex_attention import flex_attention
@@ -215,6 +217,48 @@ def test_what_is_saved_between_graphs_is_not_traced(mesh):
     step(**_batch(0)).backward()
     for function in (regather._handle, regather._pack, regather._unpack):
         assert not _debug_get_cache_entry_list(inspect.unwrap(function).__code__)
+
+
+class _Doubled(nn.Linear):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+@on_ranks(2)
+def test_calls_of_the_user_and_hooks_are_traced(mesh):
+    """Dynamo passes over `nn.Module.__call__` where it does no more than call `forward`."""
+
+    def build():
+        model = Stack()
+        for layer in model.layers:
+            layer.up = _Doubled(layer.up.in_features, layer.up.out_features)
+            layer.down.register_forward_hook(lambda _, given, result: result * 3)
+            layer.down.register_forward_pre_hook(lambda _, given: given[0] * 5)
+        return model
+
+    plain = seeded(build)
+    without = seeded(Stack)(**_batch(0))
+    assert not torch.allclose(plain(**_batch(0)), without)
+    for step in (compiled, lambda model: model):
+        model = shard_all(copy.deepcopy(plain), mesh)
+        check_parity(copy.deepcopy(plain), model, step(model), _batch, mesh)
+
+
+@on_ranks(2)
+def test_dynamo_traces_a_read_in_few_functions(mesh):
+    """Each costs a start about a millisecond."""
+    traced, inline = [], InliningInstructionTranslator.inline_call_
+
+    def counted(*args):
+        traced.extend(arg.f_code.co_filename for arg in args if hasattr(arg, "f_code"))
+        return inline(*args)
+
+    model = shard_all(seeded(Stack), mesh)
+    with mock.patch.object(InliningInstructionTranslator, "inline_call_", counted):
+        compiled(model)(**_batch(0))
+    ours = sum("runtime" in file for file in traced)
+    reads, units = len(list(model.parameters())), len(shardc.units_of(model))
+    assert 2 * reads <= ours <= 2 * reads + 4 * units
 
 
 class _Scale(torch.autograd.Function):

@@ -13,18 +13,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardc.runtime import compat
-from shardc.runtime.comm.unshard import unshard_extended
 from shardc.runtime.layout.padding import padding_value
 from shardc.runtime.tensor.extension import attributes_of_subclass
 from shardc.runtime.tensor.shard_tensor import ShardTensor
-from shardc.runtime.tensor.tensor_parallel import local_value, wrapped
+from shardc.runtime.tensor.tensor_parallel import local_value
 
 if TYPE_CHECKING:
     from shardc.runtime.bucket.bucket import Bucket
 
 
 class SlotRef:
-    """A parameter's way to its bucket; `value` is what reading the parameter gives a module."""
+    """A parameter's way to its bucket."""
 
     def __init__(self, bucket: "Bucket", index: int) -> None:
         self.bucket = bucket
@@ -34,20 +33,6 @@ class SlotRef:
     def name(self) -> str:
         """The parameter's name within its unit."""
         return self.bucket.layout.slots[self.index].name
-
-    @compat.inline_only
-    def value(self) -> Tensor:
-        """A marker under Dynamo, the full tensor in an eager forward, else the ShardTensor."""
-        bucket = self.bucket
-        if torch.compiler.is_compiling():
-            signature, extras = bucket.key.reading()
-            if bucket.extension is not None:
-                return unshard_extended(bucket.segment, signature, self.index, extras)
-            full = torch.ops.shardc.unshard_slot(bucket.segment, signature, self.index, extras)
-            return wrapped(full, bucket.placed[self.index])
-        if bucket.gathered.is_readable:
-            return bucket.gathered.read(self.index)
-        return bucket.params[self.index]
 
     def __deepcopy__(self, memo: compat.Memo) -> "SlotRef":
         bucket: Bucket | None = memo.get(id(self.bucket))  # of the unit that is copied, if one is

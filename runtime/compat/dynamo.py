@@ -28,12 +28,39 @@ def inline_only(fn: F) -> F:
     return fn
 
 
+class CallOutsideGraphs:
+    """A `__call__` of modules that Dynamo does not see: it finds the next class's (2.11 to 2.15).
+
+    Of `nn.Module.__call__` without hooks Dynamo traces `forward` alone, of any other all it does.
+
+    Args:
+        call: what runs where nothing is traced.
+    """
+
+    def __init__(self, call: Callable[..., object]) -> None:
+        self._call = call
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._owner: Any = owner
+
+    def __get__(self, module: nn.Module | None, cls: type) -> Callable[..., Any]:
+        if module is None:
+            return self._call
+        if torch._guards.TracingContext.try_get() is None:
+            return self._call.__get__(module)
+        return super(self._owner, module).__call__  # type: ignore[misc]
+
+
 def is_exporting() -> bool:
     """Whether torch.export traces now (2.11 to 2.15).
 
     In 2.11 Dynamo takes `torch.compiler.is_exporting()` for true wherever it compiles.
     """
     return torch.compiler._is_exporting_flag
+
+
+is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
+"""As `torch.compiler.assume_constant_result` does, which imports all of Dynamo."""
 
 
 def compile_calls(module: nn.Module, *args: object, **kwargs: Any) -> None:

@@ -19,6 +19,7 @@ from shardc.runtime.bucket.bucket import Bucket
 from shardc.runtime.bucket.params import SlotRef, adopt, allocate_unwritten, convert
 from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.meta import require_values
+from shardc.runtime.comm.unshard import unshard_extended
 from shardc.runtime.eager.eager import begin_call, end_call
 from shardc.runtime.modules.controls import Controls
 from shardc.runtime.modules.copying import copy_sharded
@@ -49,7 +50,7 @@ class ShardedParameters(_Mixed):
             raise TypeError(f"{cls.__name__} has no constructor: fully_shard(module) makes one")
         return cls._shardc_class(*args, **kwargs)
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def _call_open(self, *args: object, **kwargs: object) -> Any:
         # In one `try`, also while it is traced: a graph break inside then leaves all of this frame
         # to Python, where the buckets are open.
         call = None if torch.compiler.is_compiling() else begin_call(self)
@@ -61,6 +62,8 @@ class ShardedParameters(_Mixed):
         finally:
             if call is not None:
                 end_call(call, outputs, raised)
+
+    __call__ = compat.CallOutsideGraphs(_call_open)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As `nn.Module.register_parameter`; over a sharded parameter, `param` is cut in place.
@@ -248,15 +251,23 @@ def _subclass(cls: type, names: tuple[str, ...], mixin: type) -> type:
 
 def _parameter(name: str) -> property:
     def read(self: ShardedParameters) -> Tensor | None:
+        # In one function: Dynamo traces it for each parameter.
         slot = self._shardc_slots[name]
-        if compat.is_exporting():
-            _refuse_exporting(self)
+        bucket, index = slot.bucket, slot.index
         if not torch.compiler.is_compiling():
-            own = slot.bucket.params[slot.index]
+            own = bucket.params[index]
             held = self._parameters.get(name, own)
             if held is not own:  # `functional_call` swapped it in
                 return held
-        return slot.value()
+            return bucket.gathered.read(index) if bucket.gathered.is_readable else own
+        if compat.is_exporting():
+            _refuse_exporting(self)
+        signature, extras = bucket.key.reading()
+        if bucket.extension is not None:
+            return unshard_extended(bucket.segment, signature, index, extras)
+        full = torch.ops.shardc.unshard_slot(bucket.segment, signature, index, extras)
+        placed = bucket.placed[index]
+        return full if placed is None else placed.wrap(full)
 
     return property(compat.inline_only(read))
 
@@ -271,9 +282,9 @@ class ShardedModule(Controls, ShardedParameters):
         if unit.on_meta:
             require_values(self)
         if not unit.converts:
-            return super().__call__(*args, **kwargs)
+            return self._call_open(*args, **kwargs)
         args, kwargs = unit.prepare_inputs(self, args, kwargs)
-        return unit.finish_outputs(self, super().__call__(*args, **kwargs))
+        return unit.finish_outputs(self, self._call_open(*args, **kwargs))
 
     def compile(self, *args: object, **kwargs: Any) -> None:
         """As `nn.Module.compile`; a container of torch (`nn.Sequential`) becomes one graph, too.
