@@ -4,16 +4,17 @@
     traced:         h1 = call("0", h0); h2 = call("1", h1)     one node each; the body once, apart
     joint graph:    block0; block1; ...; block1 backward; block0 backward     as if traced each
 
-`call_once` replaces the runs before AOT autograd traces the graph; `Calls.inline` puts the body's
-nodes in the place of each call, in the forward and in the backward, before any pass of shardc looks
-at the joint graph. So passes, schedules and reports see what they would have seen. Tracing an op
-takes milliseconds, copying a node microseconds.
+`call_once` replaces the runs before AOT autograd looks for the graph on disk; if it is not there,
+`Calls.trace` traces the bodies. `Calls.inline` puts a body's nodes in the place of each call, in
+the forward and in the backward, before any pass of shardc looks at the joint graph. So passes,
+schedules and reports see what they would have seen. Tracing an op takes milliseconds, copying a
+node microseconds.
 
 Inductor's passes over joint graphs see a body once, and then the graph with calls in it. Bodies for
 which that would make a difference (`JointBody.finished`) are inlined before these passes.
 
-Where a call cannot be a body (`repeated_calls`), or a body writes to what it is given, the graph
-stays as it is. Left out: Dynamo's own trace, which comes before.
+Where a call cannot be a body (`repeated_calls`) the graph stays as it is; where a body writes to
+what it is given, the runs go back into it. Left out: Dynamo's own trace, which comes before.
 """
 
 import functools
@@ -39,20 +40,55 @@ aten = torch.ops.aten
 
 
 @dataclass(eq=False)
+class _Kind:
+    """Calls of equal text.
+
+    Attributes:
+        first: the call whose nodes are traced.
+        nodes: these, as a graph of their own.
+        inductor: its settings if it lowers the graph.
+        body: what AOT autograd traced, once it has.
+    """
+
+    first: Call
+    nodes: Graph
+    inductor: Mapping[str, object] | None
+    body: compat.JointBody | None = None
+
+    def trace(self) -> None:
+        """Trace the body; there is none where it does not do what the call did."""
+        given = self.nodes.find_nodes(op="placeholder")
+        operands = [compat.like(node.meta["example_value"]) for node in given]
+        body = compat.trace_body(GraphModule({}, self.nodes), operands, self.inductor)
+        self.body = body if body and body.tangents == sum(_trained(self.first)) else None
+
+
+@dataclass(eq=False)
 class _Traced:
     """A call, and the body that stands for it.
 
     Attributes:
         name: under which the graph that is traced calls it.
         call: what the call was.
-        first: the call whose nodes were traced.
-        body: what AOT autograd traced of that.
+        nodes: its nodes, as a graph of their own.
+        kind: the calls that it is one of.
     """
 
     name: str
     call: Call
-    first: Call
-    body: compat.JointBody
+    nodes: Graph
+    kind: _Kind
+
+    @property
+    def first(self) -> Call:
+        """The call whose nodes were traced."""
+        return self.kind.first
+
+    @property
+    def body(self) -> compat.JointBody:
+        """What AOT autograd traced of that."""
+        assert self.kind.body is not None
+        return self.kind.body
 
     @functools.cached_property
     def buckets(self) -> dict[Moved, Moved]:
@@ -76,21 +112,32 @@ class Calls:
     def __init__(self) -> None:
         self._calls: dict[str, _Traced] = {}
 
-    def add(self, call: Call, first: Call, body: compat.JointBody) -> str:
+    def add(self, call: Call, nodes: Graph, kind: _Kind) -> str:
         """The name to call it by."""
         name = f"{len(self._calls)} {call.digest}"
-        self._calls[name] = _traced[name] = _Traced(name, call, first, body)
+        self._calls[name] = _traced[name] = _Traced(name, call, nodes, kind)
         return name
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    @property
-    def unfinished(self) -> "Calls":
-        """Those over whose bodies Inductor's passes have not run."""
+    def trace(self, gm: GraphModule) -> None:
+        """Trace a body of each kind; calls of what has none become runs of nodes again in `gm`."""
+        for kind in {id(each.kind): each.kind for each in self._calls.values()}.values():
+            kind.trace()
+        for node in gm.graph.find_nodes(op="call_function", target=_call):
+            traced = self._calls[node.args[0]]
+            if traced.kind.body is None:
+                _put_back(gm.graph, node, traced)
+                del self._calls[traced.name]
+        gm.recompile()
+        log.debug("%d calls of modules are traced once each kind", len(self))
+
+    def inline_unfinished(self, gm: GraphModule) -> None:
+        """`inline` what Inductor's passes have not run over."""
         calls = Calls()
         calls._calls = {n: each for n, each in self._calls.items() if not each.body.finished}
-        return calls
+        calls.inline(gm)
 
     def inline(self, gm: GraphModule) -> None:
         """Put the bodies in the place of the calls in `gm`, a joint graph or one for inference."""
@@ -129,23 +176,15 @@ def call_once(gm: GraphModule, inductor: Mapping[str, object] | None) -> Calls:
         inductor: Inductor's settings if it lowers the graph.
     """
     calls = Calls()
-    groups = find_calls(gm)
-    bodies = [_trace(group[0], inductor) for group in groups]
+    settings = None if inductor is None else compat.settings_of_bodies(inductor)
     twins: dict[Node, Node] = {}
-    for group, body in zip(groups, bodies, strict=True):
-        if body is not None:
-            for call in group:
-                name = calls.add(call, group[0], body)
-                twins |= _replace(gm.graph, call, name, twins)
-    log.debug("%d calls of modules are traced once each kind", len(calls))
+    groups = find_calls(gm)
+    apart = [[_as_graph(call) for call in group] for group in groups]  # before any is replaced
+    for group, graphs in zip(groups, apart, strict=True):
+        kind = _Kind(group[0], graphs[0], settings)
+        for call, nodes in zip(group, graphs, strict=True):
+            twins |= _replace(gm.graph, call, calls.add(call, nodes, kind), twins)
     return calls
-
-
-def _trace(call: Call, inductor: Mapping[str, object] | None) -> compat.JointBody | None:
-    """The body of a call; None where it does not do what the call did."""
-    operands = [compat.like(operand.meta["example_value"]) for operand in call.operands]
-    body = compat.trace_body(_make_body(call), operands, inductor)
-    return body if body and body.tangents == sum(_trained(call)) else None
 
 
 def _trained(call: Call) -> list[bool]:
@@ -153,7 +192,7 @@ def _trained(call: Call) -> list[bool]:
     return [result.meta["example_value"].requires_grad for result in call.results]
 
 
-def _make_body(call: Call) -> GraphModule:
+def _as_graph(call: Call) -> Graph:
     """A call as a graph of its own: operands in, results out."""
     graph = Graph()
     inner: dict[Node, Node] = {}
@@ -163,7 +202,19 @@ def _make_body(call: Call) -> GraphModule:
     for node in call.nodes:
         inner[node] = graph.node_copy(node, inner.__getitem__)
     graph.output(tuple(inner[result] for result in call.results))
-    return GraphModule({}, graph)
+    return graph
+
+
+def _put_back(graph: Graph, node: Node, traced: _Traced) -> None:
+    """The nodes of a call in its place."""
+    given = cast(Sequence[Any], node.args[1])
+    known = dict(zip(traced.nodes.find_nodes(op="placeholder"), given, strict=True))
+    with graph.inserting_before(node):
+        for inner in traced.nodes.nodes:
+            if inner.op not in ("placeholder", "output"):
+                known[inner] = graph.node_copy(inner, known.__getitem__)
+    results: Any = traced.nodes.output_node().args[0]
+    _take_items(graph, node, [known[result] for result in results])
 
 
 def _replace(graph: Graph, call: Call, name: str, twins: Mapping[Node, Node]) -> dict[Node, Node]:

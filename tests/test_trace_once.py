@@ -8,6 +8,7 @@ import torch
 from models import Gated, Stack, check_parity, compiled, full, seeded, shard_all, tokens
 from ranks import on_ranks
 from torch import nn
+from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
 from shardc import explain
@@ -15,6 +16,7 @@ from shardc.backend import compile as backend
 from shardc.backend.graph_plan import joint_listeners
 from shardc.passes.context import module_of, moved_by
 from shardc.passes.repeated_calls import FEWEST_CALLS
+from shardc.passes.trace_once import Calls
 from shardc.reports import plan_step
 from shardc.runtime import compat
 
@@ -23,22 +25,26 @@ from shardc.runtime import compat
 def _looking():
     """Gives, by compile: how many calls were replaced, and the joint graph, node by node."""
     calls, joints = [], []
-    replace = backend.call_once
+    replace, trace = backend.call_once, Calls.trace
 
-    def count(*args, **kwargs):
+    def found(*args, **kwargs):
         made = replace(*args, **kwargs)
         calls.append(len(made))
         return made
+
+    def count(self, gm):
+        trace(self, gm)
+        calls[-1] = len(self)
 
     def look(gm, ctx, plan):
         joints.append(_rows(gm))
 
     joint_listeners.append(look)
-    backend.call_once = count
+    backend.call_once, Calls.trace = found, count
     try:
         yield calls, joints
     finally:
-        backend.call_once = replace
+        backend.call_once, Calls.trace = replace, trace
         joint_listeners.remove(look)
 
 
@@ -242,6 +248,32 @@ def test_training_equals_unsharded(mesh, executor):
     with _looking() as (made, _):
         check_parity(plain, sharded, compiled(sharded, executor), _batch, mesh)
     assert made == [4]
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("kind", [Gated, _Counting])
+def test_bodies_are_traced_where_a_graph_is_not_found_on_disk(mesh, kind):
+    """And calls of what has none become nodes again there; what is found is as if they had not."""
+    traced, results = [], []
+    trace = compat.trace_body
+    x = torch.randn(8, 8, 8)
+    with (
+        fresh_cache(),
+        mock.patch.object(
+            compat, "trace_body", lambda *args: traced.append(trace(*args)) or traced[-1]
+        ),
+    ):
+        for _ in range(2):
+            torch._dynamo.reset()
+            model = seeded(lambda: Gated(4, 8) if kind is Gated else _Model(kind))
+            model = shard_all(model, mesh)
+            step = compiled(model, "inductor")
+            loss = step(x)
+            loss.square().mean().backward()
+            gradients = [p.grad.full_tensor() for p in model.parameters()]
+            results.append([loss.detach(), *gradients, *model.buffers()])
+    assert [body is not None for body in traced] == [kind is Gated]
+    assert all(map(torch.equal, *results))
 
 
 @on_ranks(2)

@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 from unittest import mock
 
 import torch
+from torch.fx import GraphModule
 
 from shardc.runtime.compat.aot import functorch_config
 from shardc.runtime.compat.aot_devices import Entry, move_entry, name_ptxas, own_gpu, with_index
@@ -40,6 +41,9 @@ class Guest(Protocol):
 
     def bypassed(self) -> None:
         """The graph is one that cannot be kept."""
+
+    def missed(self, gm: GraphModule) -> None:
+        """The Dynamo graph `gm` is compiled now, which may still be changed in place."""
 
     def keep(self, entry: Entry, save: Callable[[str], None]) -> None:
         """A graph was compiled: `save` keeps its entry on disk, under a key."""
@@ -74,10 +78,12 @@ def aot_cache(guest: Guest | None) -> Iterator[None]:
     theirs = {name: getattr(AOTAutogradCache, name) for name in names}
     asked = False
 
-    def try_load(*args: object, **kwargs: object) -> object:
-        result = theirs["try_load"](*args, **kwargs)
+    def try_load(mod: Any, *args: object, **kwargs: object) -> object:
+        result = theirs["try_load"](mod, *args, **kwargs)
         if not asked:
             guest.bypassed()
+        if (result[0] if isinstance(result, tuple) else result) is None:  # 2.11 gives no tuple
+            guest.missed(mod if isinstance(mod, GraphModule) else mod.gm)
         return result
 
     def lookup(key: str, *args: object, **kwargs: object) -> Found:

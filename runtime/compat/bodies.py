@@ -35,6 +35,19 @@ class _Traced(Exception):
     """The joint graph is there: AOT autograd has nothing more to do."""
 
 
+def settings_of_bodies(given: Mapping[str, object]) -> dict[str, object]:
+    """Settings for `trace_body`: those given, and the passes over joint graphs that are set now.
+
+    A compile under way, in which bodies are traced, adds its own to these. (2.11 to 2.15)
+    """
+    from torch._inductor import config
+
+    return {name: getattr(config, name) for name in _JOINT_PASSES} | dict(given)
+
+
+_JOINT_PASSES = ("joint_custom_pre_pass", "joint_custom_post_pass")
+
+
 def trace_body(
     body: GraphModule, operands: Sequence[Tensor], settings: Mapping[str, object] | None
 ) -> JointBody | None:
@@ -46,9 +59,9 @@ def trace_body(
     Args:
         body: a graph with the ops of a Dynamo graph; returns a tuple of tensors.
         operands: as `like` makes them.
-        settings: of Inductor, where it will lower the graph: its decompositions are used, and its
-            passes run over the graph before the trace and, where they give no seeds and the user
-            has none of his own, after it. None for the eager executor.
+        settings: of `settings_of_bodies`, where Inductor will lower the graph: its decompositions
+            are used, and its passes run over the graph before the trace and, where they give no
+            seeds and the user has none of his own, after it. None for the eager executor.
     """
     if settings is None:
         return _checked(_trace(body, operands, {}), body, operands)

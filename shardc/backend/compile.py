@@ -153,8 +153,10 @@ def _compile_inductor(
         patches[compat.PARTITIONER] = compat.partitioner(
             plan.finish_partition, "shardc: saves on the host", patches.get(compat.PARTITIONER)
         )
-    if unfinished := plan.bodies.unfinished:
-        compat.before_joint_passes(patches, unfinished.inline)
+    if plan.bodies:
+        compat.before_joint_passes(patches, plan.bodies.inline_unfinished)
+    if cache is None:
+        plan.trace_bodies(gm)
 
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         ctx = plan.context("backward" if kwargs.get("is_backward") else "forward")
@@ -224,6 +226,7 @@ def _compile_eager(
         plan.finish_partition(*graphs)
         return graphs
 
+    plan.trace_bodies(gm)
     return compat.compile_aot(
         gm, example_inputs, compile_phase("forward"), compile_phase("backward"), partition
     )

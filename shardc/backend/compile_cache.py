@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.fx import GraphModule
 
 import shardc.passes
 import shardc.runtime
@@ -142,6 +143,10 @@ class CompileCache:
     def bypassed(self) -> None:
         """This rank compiles what it cannot keep; so do all that come to the graph with it."""
         self._compare(_NOT_KEPT)
+
+    def missed(self, gm: GraphModule) -> None:
+        """The graph is compiled here: its calls of bodies need these."""
+        self._plan.trace_bodies(gm)
 
     def keep(self, entry: Any, save: Callable[[str], None]) -> None:
         """Keep what was compiled, and hand it over to those who wait."""

@@ -132,6 +132,12 @@ class Plan:
             agree_on_seconds=functools.partial(self.agreements.seconds, everyone, phase),
         )
 
+    def trace_bodies(self, gm: GraphModule) -> None:
+        """Trace what a Dynamo graph calls of blocks that repeat."""
+        if self.bodies:
+            with self.stages.stage(PASSES):
+                self.bodies.trace(gm)
+
     def finish_joint(self, gm: GraphModule) -> GraphModule:
         """Decide what stays gathered, and run the passes over the joint graph."""
         with self.stages.stage(PASSES):
