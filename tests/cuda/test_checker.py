@@ -42,7 +42,7 @@ WRITE, READ = "op 0x10 add w:100-200", "op 0x20 mul r:180-190"
         ([WRITE, "sync stream 0x30", READ], 1),
         ([WRITE, "op host add_ r:100-110"], 1),  # the host reads what may not be there
         ([WRITE, "record 0x10 0x1", "sync event 0x1", "op host add_ r:100-110"], 0),
-        (["collective 0x30 all_gather 0x100 16 0x200 128 0x1 8", "op 0x10 add r:220-240"], 1),
+        (["collective 0x30 all_gather 0x100 16 0x200 128 0x1 8 plain", "op 0x10 add r:220-240"], 1),
         (["copy 0x30 0x200 0x100 16 1", "op 0x10 add w:108-109"], 1),
         (["fill (nil) 0x100 16", "op 0x0 add w:108-109"], 0),  # two names of the default stream
     ],
@@ -57,7 +57,7 @@ def test_order_and_counts(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_text(
         "phase forward\n"
-        "collective 0x30 all_gather 0x100 16 0x200 128 0x1 8\nrecord 0x30 0x1\n"
+        "collective 0x30 all_gather 0x100 16 0x200 128 0x1 8 registered\nrecord 0x30 0x1\n"
         "triton 0x0 copy\nwait 0x0 0x1\nwait 0x20 0x1\ngemm 0x0 1x2x3\n"
         "phase backward\n"
         "sync stream 0x0\nkernel 0x0 fill\n"
@@ -71,13 +71,14 @@ def test_order_and_counts(tmp_path: Path) -> None:
         ("backward", "kernel"): 1,
     }
     assert trace.moved == {("forward", "all_gather"): 128}
+    assert trace.registered == {"all_gather": 1}
     assert trace.syncs == ["backward: stream 0x0, line 9"]
 
 
 GATHER, REDUCE, OTHER = (
-    "collective 0x30 all_gather 0x100 16 0x200 128 aa 2",
-    "collective 0x30 reduce_scatter 0x100 128 0x200 16 aa 2",
-    "collective 0x40 all_gather 0x100 16 0x200 128 bb 2",
+    "collective 0x30 all_gather 0x100 16 0x200 128 aa 2 plain",
+    "collective 0x30 reduce_scatter 0x100 128 0x200 16 aa 2 plain",
+    "collective 0x40 all_gather 0x100 16 0x200 128 bb 2 plain",
 )
 
 

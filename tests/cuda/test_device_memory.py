@@ -1,7 +1,6 @@
 """Planned bytes beside those that the caching allocator gave and took from the device.
 
-Wanted are 5% and 10%. The plan models which ops one kernel has (`passes/kernels.py`), not what
-folding stores between the bodies of repeated blocks. The bounds keep it from becoming worse.
+Wanted are 5% and 10%. The bound on what it took keeps that from becoming worse.
 """
 
 from pathlib import Path
@@ -37,7 +36,7 @@ def test_peak(model: str, strategy: str, segments: str, tmp_path: Path) -> None:
     found = rehearse(setup, tmp_path)
     assert not found.error, found.error
     print(f"planned {found.planned:,}, peak {found.peak:,}, reserved {found.reserved:,}")
-    least, most = (0.93, 1.09) if strategy == "checkpoint" else (0.96, 1.02)
+    least, most = (0.95, 1.03) if strategy == "checkpoint" else (0.97, 1.01)
     assert least <= found.planned / found.peak <= most
     assert found.reserved <= RESERVED[segments] * found.peak
 
@@ -53,7 +52,15 @@ def test_a_budget_has_the_optimizers_state_wait_on_the_host(tmp_path: Path) -> N
     _check_budget(0.8, sizes, {"offload_activations": False}, tmp_path)
 
 
-def _check_budget(share: float, sizes: Any, options: dict[str, Any], folder: Path) -> None:
+@pytest.mark.parametrize("model", ["4 x 1024", "8 x 512"])
+def test_a_budget_computes_again(model: str, tmp_path: Path) -> None:
+    stays = {"offload_activations": False, "offload_optimizer_state": False}
+    _check_budget(0.7, MODELS[model], stays, tmp_path, copies=False)
+
+
+def _check_budget(
+    share: float, sizes: Any, options: dict[str, Any], folder: Path, copies: bool = True
+) -> None:
     """What is copied to the host races with nothing, nobody waits there, and the budget is kept."""
     (folder / "free").mkdir()
     (folder / "bound").mkdir()
@@ -64,8 +71,8 @@ def _check_budget(share: float, sizes: Any, options: dict[str, Any], folder: Pat
     before, trace = read_trace(free.trace), read_trace(found.trace)
     copied = trace.count("copy") - before.count("copy")
     print(f"{copied} copies, planned {found.planned:,}, peak {found.peak:,}, free {free.peak:,}")
-    assert copied > 4
+    assert copied > 4 if copies else copied <= 0
     assert not trace.races, "\n".join(map(str, trace.races[:10]))
     assert not trace.syncs, trace.syncs
     assert found.planned <= options["memory_budget"]
-    assert found.peak <= options["memory_budget"] and 0.92 <= found.planned / found.peak <= 1.02
+    assert found.peak <= options["memory_budget"] and 0.97 <= found.planned / found.peak <= 1.02
