@@ -442,6 +442,10 @@ _JOB = """
         model.compile(backend="shardc")
         x = torch.randn(3, 6)
         model(x).sum().backward()
+        model.zero_grad()
+        with model.no_sync():
+            model(x).sum().backward()
+        model(x).sum().backward()
         with torch.no_grad():
             model.eval()(x)
         found = counters["aot_autograd"]
@@ -459,8 +463,10 @@ def test_a_precompiled_job_compiles_nothing(folder):
     env = os.environ | {"REPORTS": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache"}
     command = [sys.executable, "-m", "shardc", "precompile", "job:build", "--world-size=2",
                "--cache=cache", "--json"]  # fmt: skip
-    for compiled, found in ((2, 0), (0, 2)):
-        done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
+    for more, compiled, found in (([], 2, 0), (["--accumulation"], 2, 2), ([], 0, 2)):
+        done = subprocess.run(
+            [*command, *more], env=env, cwd=folder, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         said = json.loads(done.stdout.strip().split("\n")[-1])
         assert said == {"folder": f"{folder}/cache", "compiled": compiled, "found": found}
@@ -468,7 +474,7 @@ def test_a_precompiled_job_compiles_nothing(folder):
            "--master-port=0", "job.py"]  # fmt: skip
     done = subprocess.run(job, env=env, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert [Path(folder, rank).read_text() for rank in "01"] == ["2 0", "2 0"]
+    assert [Path(folder, rank).read_text() for rank in "01"] == ["4 0", "4 0"]
 
 
 def test_what_cannot_be_precompiled():

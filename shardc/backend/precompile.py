@@ -5,7 +5,8 @@ as on a real rank. What Inductor makes of it is kept where `torchrun` finds it (
 Nothing is computed, so it needs no memory for the model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from shardc.runtime.checks.arguments import Count, checked
 from shardc.runtime.comm.backends import fake_group_as_on_cpus
 from shardc.runtime.eager.precision import map_tensors
 from shardc.runtime.tensor.extension import extends_gather
+from shardc.sharding.units import units_of
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ def precompile(
     world_size: Count | None = None,
     mesh: DeviceMesh | Sequence[int] | None = None,
     options: dict[str, Any] | None = None,
+    accumulation: bool = False,
     evaluate: bool = True,
     in_place: bool = True,
     progress: Callable[[str], object] = str,
@@ -66,6 +69,7 @@ def precompile(
         world_size: ranks to shard over (default 8), up to 16,384.
         mesh: instead of it: sizes (shard,), or a mesh over a fake process group.
         options: as for `torch.compile(..., options=)` in the job.
+        accumulation: also compile steps under `no_sync`, and one that reduces what they added up.
         evaluate: also compile the forward in evaluation, under `no_grad`.
         in_place: the job calls `model.compile(...)`; False: it calls `torch.compile(model, ...)`.
         progress: called with what is begun, in words.
@@ -92,8 +96,8 @@ def precompile(
         with compat.fake_tensors() as fake:
             give_fakes(sharded, fake)
             inputs = map_tensors(fake, (args, dict(kwargs or {})))
-            for train in (True, False) if evaluate else (True,):
-                progress("compiling a training step" if train else "compiling an evaluation")
+            for step, train in _steps(sharded, accumulation, evaluate):
+                progress(f"compiling {step}")
                 _compile(sharded, inputs[0], inputs[1], parsed, train, in_place)
     found, kept = compat.cache_counts()
     compat.forget_compiled()
@@ -113,6 +117,38 @@ def _check_kept(model: nn.Module) -> None:
                 "gathered of it: graphs with its code are not kept on disk, so there is nothing "
                 "to precompile. The job compiles them at its start; shardc.explain shows its plan"
             )
+
+
+def _steps(model: nn.Module, accumulation: bool, evaluate: bool) -> Iterator[tuple[str, bool]]:
+    """The steps to compile, in words, and whether each trains; the model is ready for it
+    meanwhile."""
+    yield "a training step", True
+    if accumulation:
+        with ExitStack() as stack:
+            for unit in units_of(model, root_only=True).values():
+                stack.enter_context(unit.no_sync())
+            yield "a step without gradient sync", True
+        with _gradients_waiting(model):
+            yield "a step that reduces what was accumulated", True
+    if evaluate:
+        yield "an evaluation", False
+
+
+@contextmanager
+def _gradients_waiting(model: nn.Module) -> Iterator[None]:
+    """Inside, gradients wait as after a step without sync, shapes only."""
+    units = units_of(model).values()
+    buckets = [bucket for unit in units for bucket in unit._shardc_unit.buckets]
+    for bucket in buckets:
+        sink = bucket.gradients.waiting.sink
+        if sink is not None and any(bucket.trainable):
+            sink.grad = torch.empty(sink.shape, dtype=sink.dtype, device=sink.device)
+            bucket.key.refresh()
+    try:
+        yield
+    finally:
+        for bucket in buckets:
+            bucket.gradients.waiting.clear()
 
 
 @with_room_for_frames

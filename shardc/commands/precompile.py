@@ -41,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "TORCHINDUCTOR_CACHE_DIR (default: that variable, else torch's own)")  # fmt: skip
     add("--wrapped", action="store_true", help="the job calls torch.compile(model, ...) and not "
         "model.compile(...)")  # fmt: skip
+    add("--accumulation", action="store_true", help="compile steps under no_sync, too, and the one "
+        "that reduces what they added up")  # fmt: skip
     add("--json", action="store_true", help="print JSON: folder, compiled, found")
 
 
@@ -63,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
             *positional,
             kwargs=named,
             world_size=args.world_size,
+            accumulation=args.accumulation,
             in_place=not args.wrapped,
             progress=progress,
             mp_policy=read_precision(args),
