@@ -94,6 +94,9 @@ def _check_equal(once, each):
         assert got == want
 
 
+traces_regions = pytest.mark.skipif(
+    not compat.traces_regions_once(), reason="before 2.13 Dynamo traces each call of a region"
+)
 TOKENS = (torch.zeros(2, 8, dtype=torch.long), torch.zeros(2, 8, dtype=torch.long))
 
 
@@ -336,9 +339,7 @@ class _Deeper(_Model):
             layer.linear = nn.Sequential(layer.linear, layer.inner)
 
 
-@pytest.mark.skipif(
-    not compat.traces_regions_once(), reason="before 2.13 Dynamo traces each call of a region"
-)
+@traces_regions
 @pytest.mark.parametrize(
     ("build", "args", "regions"),
     [
@@ -374,6 +375,7 @@ def test_explain_has_dynamo_trace_units_once(build, args, regions, monkeypatch):
 _INVOKE = torch.ops.higher_order.invoke_subgraph
 
 
+@traces_regions
 def test_regions_leave_no_trace_on_classes(monkeypatch):
     classes, before = [], []
     find = plan_step._repeated

@@ -20,6 +20,7 @@ void standin_note_device();
 void standin_map(uintptr_t start, size_t bytes, int device);
 void standin_unmap(uintptr_t start);
 size_t standin_free_bytes();
+int cudaGetDevice(int* device);
 }
 
 namespace {
@@ -57,6 +58,7 @@ EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, C
   return CUDA_SUCCESS;
 }
 EXPORT CUresult cuCtxGetCurrent(CUcontext* context) { return *context = (CUcontext)8, CUDA_SUCCESS; }
+EXPORT CUresult cuCtxGetDevice(CUdevice* device) { return cudaGetDevice(device), CUDA_SUCCESS; }
 EXPORT CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
 EXPORT CUresult cuCtxGetLimit(size_t* value, CUlimit) { return *value = 1 << 20, CUDA_SUCCESS; }
 EXPORT CUresult cuCtxSetLimit(CUlimit, size_t) { return CUDA_SUCCESS; }
