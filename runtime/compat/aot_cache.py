@@ -78,12 +78,13 @@ def aot_cache(guest: Guest | None) -> Iterator[None]:
     theirs = {name: getattr(AOTAutogradCache, name) for name in names}
     asked = False
 
-    def try_load(mod: Any, *args: object, **kwargs: object) -> object:
+    def try_load(mod: torch.nn.Module, *args: object, **kwargs: object) -> object:
         result = theirs["try_load"](mod, *args, **kwargs)
         if not asked:
             guest.bypassed()
         if (result[0] if isinstance(result, tuple) else result) is None:  # 2.11 gives no tuple
-            guest.missed(mod if isinstance(mod, GraphModule) else mod.gm)
+            whole = mod if isinstance(mod, GraphModule) else mod.gm
+            guest.missed(cast(GraphModule, whole))
         return result
 
     def lookup(key: str, *args: object, **kwargs: object) -> Found:

@@ -43,7 +43,7 @@ class CallOutsideGraphs:
     def __set_name__(self, owner: type, name: str) -> None:
         self._owner: Any = owner
 
-    def __get__(self, module: nn.Module | None, cls: type) -> Callable[..., Any]:
+    def __get__(self, module: nn.Module | None, cls: type) -> Callable[..., object]:
         if module is None:
             return self._call
         if torch._guards.TracingContext.try_get() is None:
