@@ -5,6 +5,7 @@ import os
 import pickle
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -239,13 +240,19 @@ def allocate_symmetric(numel: int, dtype: torch.dtype, device: torch.device, nam
 def _with_communicator(group: dist.ProcessGroup, device: torch.device) -> Any:
     """The group's backend for a device, which has its communicator: memory is registered with it.
 
-    The first collective makes it, so this may be a barrier. A group that torch wraps for debugging
-    does not say whether it has one.
+    The first collective makes it, so this may be a barrier, once. A group that torch wraps for
+    debugging does not say whether it has one.
     """
     backend = group._get_backend(device)
-    if not getattr(backend, "_is_initialized", lambda: False)():
-        dist.barrier(group=group, device_ids=None if device.index is None else [device.index])
+    if group not in _communicating:
+        if not getattr(backend, "_is_initialized", lambda: False)():
+            dist.barrier(group=group, device_ids=None if device.index is None else [device.index])
+        _communicating.add(group)
     return backend
+
+
+_communicating: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""Groups whose communicators are there."""
 
 
 def make_fake_groups(groups: Mapping[str, tuple[int, int]]) -> None:
