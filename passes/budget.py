@@ -73,22 +73,24 @@ def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
     if budget is None or ctx.options is None:
         return Kept()
     room = budget.room
-    tradeoffs = [_tradeoff(gm, ctx, UNITS_IN_FLIGHT)]
-    first = tradeoffs[0].fastest(room)
+    tradeoff = _tradeoff(gm, ctx, UNITS_IN_FLIGHT)
+    first, thoughts = tradeoff.fastest(room), [(0.0, tradeoff)]
     if first is None or first.recomputed or first.offloaded or first.states:
         # It may be faster to gather fewer units ahead.
-        tradeoffs += [_tradeoff(gm, ctx, ahead) for ahead in range(UNITS_IN_FLIGHT)]
-        tradeoffs.sort(key=lambda each: each.least_seconds(room))
-    tradeoff, found = tradeoffs[0], None
-    for each in tradeoffs:
+        tradeoffs = [tradeoff, *(_tradeoff(gm, ctx, ahead) for ahead in range(UNITS_IN_FLIGHT))]
+        thoughts = [(each.least_seconds(room), each) for each in tradeoffs]
+        thoughts.sort(key=operator.itemgetter(0))
+    found: Trial | None = None
+    for thought, each in thoughts:
         wanted = math.inf if found is None else found.seconds * (1 - _WORTH)
-        if found is not None and each.least_seconds(room) >= wanted:
+        if found is not None and thought >= wanted:
             break  # nor is it thought that the next ones are faster
         trial = _fitting(gm, ctx, each, room)
         if trial is not None and trial.seconds < wanted:
             tradeoff, found = each, trial
     if found is None:
-        least = _least(gm, ctx, min(tradeoffs, key=lambda each: each.trial.kept.ahead))
+        fewest = min((each for _, each in thoughts), key=lambda each: each.trial.kept.ahead)
+        least = _least(gm, ctx, fewest)
         raise BudgetTooSmall(_too_small(budget, least), budget.needed(least.peak))
     own = found.kept
     agreed = own if ctx.agree_on_choice is None else _agree(gm, ctx, tradeoff, own)

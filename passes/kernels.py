@@ -119,8 +119,8 @@ def _move_to_only_reader(
 def _stored_at(node: Node, index: Mapping[Node, int]) -> int:
     """Where a kernel is written: Inductor puts off an elementwise value that one op reads, until it
     must be in memory."""
-    views = [user for user in node.users if is_view(user)]
-    if is_reduction(node) or is_stored_for_reuse(node) or len(node.users) > max(1, len(views)):
+    several = len(node.users) > 1 and not all(map(is_view, node.users))
+    if is_reduction(node) or is_stored_for_reuse(node) or several:
         return index[node]
     readers = [index[reader] for reader in readers_of(node) if reader in index]
     return max(index[node], min(readers, default=0) - 1)

@@ -123,7 +123,7 @@ class Calls:
 
     def trace(self, gm: GraphModule) -> None:
         """Trace a body of each kind; calls of what has none become runs of nodes again in `gm`."""
-        for kind in {id(each.kind): each.kind for each in self._calls.values()}.values():
+        for kind in dict.fromkeys(each.kind for each in self._calls.values()):
             kind.trace()
         for node in gm.graph.find_nodes(op="call_function", target=_call):
             traced = self._calls[node.args[0]]
