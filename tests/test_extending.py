@@ -20,6 +20,7 @@ from shardc.passes import pipeline
 from shardc.passes.hardware import PROFILES, Link, current_profile
 from shardc.runtime.comm.backends import BACKENDS, CommBackend, backend_of, register_backend
 from shardc.runtime.comm.lost_peers import is_from_backend
+from shardc.sharding.units import units_of
 
 # -- a pass ----------------------------------------------------------------------------------------
 
@@ -157,4 +158,9 @@ def test_a_backend_of_ones_own(mesh):
         register_backend(known)
         assert check() == ({"all_gather": 10, "mean": 6}, 1)
         assert is_from_backend(error)
+        with torch.device("meta"):
+            model = fully_shard(Stack(), mesh=own, units="auto")
+        model.to_empty(device="cpu")  # only now it is known what averages
+        units = units_of(model).values()
+        assert {b.key.code.reduction.op for u in units for b in u._shardc_unit.buckets} == {"avg"}
     dist.destroy_process_group(group)

@@ -115,7 +115,7 @@ class Bucket:
             self.segment.requires_grad_(True)
             self.segment.register_post_accumulate_grad_hook(weak_hook(self.gradients.receive))
             self.segment.requires_grad_(any(self.trainable))
-        self.key.refresh()
+        self.key.follow_settings()  # how a mean is made depends on the device
 
     @property
     def version(self) -> object:
