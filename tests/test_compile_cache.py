@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import check_parity, seeded, tokens
-from ranks import FORKS, forget_agreements, free_port, on_ranks
+from ranks import FORKS, forget_agreements, free_port, mesh_of, on_ranks
 from subclasses import Fp8, extended
 from torch import nn
 from torch._dynamo.utils import counters
@@ -46,15 +46,18 @@ def _sharded(width, mesh, **settings):
     return fully_shard(model, mesh=mesh, **settings)
 
 
-def _start(width, mesh, batch=3, **options):
+def _start(width, mesh, batch=3, own_groups=False, reshard_after_forward=True, **options):
     """What a process does after its start: the model, its loss and gradients, hits and misses."""
     torch._dynamo.reset()
     forget_agreements()
     counters.clear()
     graph_plans.clear()
-    model = _sharded(width, mesh)
+    model = _sharded(width, mesh, reshard_after_forward=reshard_after_forward)
+    if own_groups:
+        model.set_separate_all_gather_group()
+        model.set_separate_reduce_scatter_group()
     step = torch.compile(model, backend="shardc", options=options)
-    torch.manual_seed(mesh.get_local_rank())
+    torch.manual_seed(dist.get_rank())
     loss = step(torch.randn(batch, width))
     loss.backward()
     grads = [p.grad.to_local().clone() for p in model.parameters()]
@@ -97,6 +100,24 @@ def test_one_rank_compiles_and_all_load_at_the_next_start(mesh, folder):
     assert len(shardc.report(step).buckets) == 2
     # A graph that is loaded enters its collectives into the history, where parting ranks show.
     assert 0 < _known(mesh) - before <= entered
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings"),
+    [
+        ((2, 2), {"own_groups": True}),
+        ((4,), {"reshard_after_forward": 2}),
+    ],
+)
+@on_ranks(4)
+def test_one_rank_compiles_for_groups_of_other_ranks(mesh, folder, shape, settings):
+    mesh = mesh_of("cpu", shape)
+    with _in(folder):
+        _, first, hit, miss = _start(6, mesh, **settings)
+        assert sorted(_gathered((hit, miss))) == [(0, 1), (1, 0), (1, 0), (1, 0)]
+        _, second, *found = _start(6, mesh, **settings)
+    assert found == [1, 0]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def _known(mesh):
@@ -425,9 +446,10 @@ def test_a_rank_killed_while_it_compiles_for_all(at, folder):
 # -- ahead of time --------------------------------------------------------------------------------
 
 _JOB = """
-    import os, torch, torch.distributed as dist
+    import os, sys, torch, torch.distributed as dist
     from torch import nn
     from torch._dynamo.utils import counters
+    from torch.distributed.device_mesh import init_device_mesh
     from shardc import fully_shard
 
     def build():
@@ -438,7 +460,9 @@ _JOB = """
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         model, _ = build()
-        fully_shard(model, units="auto")
+        copies = int(sys.argv[1])
+        mesh = init_device_mesh("cpu", (copies, 2)[copies == 1 :])
+        fully_shard(model, mesh=mesh, units="auto")
         model.compile(backend="shardc")
         x = torch.randn(3, 6)
         model(x).sum().backward()
@@ -458,11 +482,12 @@ _JOB = """
 """
 
 
-def test_a_precompiled_job_compiles_nothing(folder):
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_precompiled_job_compiles_nothing(folder, copies):
     Path(folder, "job.py").write_text(textwrap.dedent(_JOB))
     env = os.environ | {"REPORTS": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache"}
     command = [sys.executable, "-m", "shardc", "precompile", "job:build", "--world-size=2",
-               "--cache=cache", "--json"]  # fmt: skip
+               f"--copies={copies}", "--cache=cache", "--json"]  # fmt: skip
     for more, compiled, found in (([], 2, 0), (["--accumulation"], 2, 2), ([], 0, 2)):
         done = subprocess.run(
             [*command, *more], env=env, cwd=folder, capture_output=True, text=True
@@ -470,17 +495,16 @@ def test_a_precompiled_job_compiles_nothing(folder):
         assert done.returncode == 0, done.stderr
         said = json.loads(done.stdout.strip().split("\n")[-1])
         assert said == {"folder": f"{folder}/cache", "compiled": compiled, "found": found}
-    job = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
-           "--master-port=0", "job.py"]  # fmt: skip
+    job = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={2 * copies}",
+           "--standalone", "--master-port=0", "job.py", str(copies)]  # fmt: skip
     done = subprocess.run(job, env=env, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert [Path(folder, rank).read_text() for rank in "01"] == ["4 0", "4 0"]
+    reports = [Path(folder, str(rank)).read_text() for rank in range(2 * copies)]
+    assert reports == ["4 0"] * 2 * copies
 
 
 def test_what_cannot_be_precompiled():
     model = nn.Linear(3, 3)
-    with pytest.raises(ValueError, match=r"mesh of one dim, got \(2, 2\)"):
-        shardc.precompile(model, torch.ones(2, 3), mesh=(2, 2))
     with pytest.raises(ValueError, match="give world_size or mesh, not both"):
         shardc.precompile(model, torch.ones(2, 3), mesh=(2,), world_size=2)
     extended(model, Fp8)

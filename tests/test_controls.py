@@ -1,6 +1,7 @@
 """FSDP2's setters and what users plug in, against FSDP2 or the unsharded model."""
 
 import functools
+import gc
 import inspect
 import warnings
 from datetime import timedelta
@@ -334,6 +335,19 @@ def test_ranks_in_different_numbers_of_groups_make_one(mesh):
     assert total.item() == 2
     if mine:
         dist.destroy_process_group(mine)
+
+
+@on_ranks(1)
+def test_another_name_of_a_group(mesh):
+    first, second = (dist.new_group([0]) for _ in range(2))
+    names = [compat.also_named(group, "rows") for group in (first, first, second)]
+    assert names == ["rows", "rows", "rows_2"]  # what another group goes by is not taken from it
+    assert [compat.resolve_group(name) for name in names] == [first, first, second]
+    dist.destroy_process_group(first)
+    del first
+    gc.collect()
+    assert compat.also_named(second, "rows") == "rows"
+    dist.destroy_process_group(second)
 
 
 @on_ranks(2)

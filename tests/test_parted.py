@@ -252,6 +252,8 @@ def test_what_two_ranks_can_tell_of_each_other(monkeypatch, waits_for_last):
 class Group:
     """Of two ranks, without a backend."""
 
+    group_name = "a name"
+
     def rank(self):
         return 0
 
@@ -270,7 +272,9 @@ def test_a_group_of_the_same_name_begins_anew(monkeypatch):
     first.enter(1, "a gather")
     assert history_of("a name") is first and first.count == 1
     groups[:] = [Group()]
+    assert history_of("another of its names") is history_of("a name") is not first
     assert history_of("a name").count == 0 and history_of("a name").is_of(groups[0])
+    assert len(history.histories()) == 1
 
 
 def test_a_store_that_is_gone_is_asked_once(monkeypatch):

@@ -5,12 +5,14 @@ can overlap an all-gather where the network carries both. All models that shard 
 ranks share them, so their collectives keep one order.
 """
 
+import hashlib
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.runtime import compat
 from shardc.runtime.comm.backends import high_priority_options
@@ -25,6 +27,23 @@ def kept_with(group: dist.ProcessGroup, key: object, make: Callable[[], T]) -> T
     if key not in kept:
         kept[key] = make()
     return cast(T, kept[key])
+
+
+def group_along(mesh: DeviceMesh, dim: int) -> str:
+    """The name of this rank's group along one dim of a mesh, equal on all ranks.
+
+    So ranks in different rows of a mesh have the same graphs, and one of them compiles for all.
+    """
+    group = mesh.get_group(dim)
+    if mesh.size(dim) == dist.get_world_size():
+        return compat.group_name(group)
+
+    def make() -> str:
+        place = hashlib.sha256(compat.place_in_mesh(mesh, dim).encode()).hexdigest()[:8]
+        name = f"{mesh.size(dim)}_of_{dist.get_world_size()}_{place}"
+        return compat.also_named(group, name)
+
+    return kept_with(group, group_along, make)
 
 
 def group_over(ranks: list[int], like: dist.ProcessGroup) -> str:
@@ -55,18 +74,18 @@ def own_group(
         size: span only so many consecutive ranks of `group`, this one among them.
     """
     base = compat.resolve_group(group)
+    name = f"{group}_{purpose}_{'high' if high_priority else 'normal'}"
 
     def make() -> dist.ProcessGroup:
         members = dist.get_process_group_ranks(base)
         first = base.rank() // size * size if size else 0
-        priority = "high" if high_priority else "normal"
         return compat.new_group(
             members[first : first + (size or len(members))],
-            f"{group}_{purpose}_{priority}",
+            name,
             timeout=compat.group_timeout(base),
             backend=dist.get_backend(base),
             pg_options=high_priority_options(base) if high_priority else None,
             group_desc=f"shardc_{purpose}",
         )
 
-    return compat.group_name(kept_with(base, (purpose, high_priority), make))
+    return compat.also_named(kept_with(base, (purpose, high_priority), make), name)

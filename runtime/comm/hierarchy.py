@@ -51,7 +51,11 @@ def _make(world: dist.ProcessGroup, local: int) -> dist.ProcessGroup:
     whole = group([rank for column in columns for rank in column], "hierarchical")
     across = group(columns[place], "across_nodes")
     inside = group(range(node * local, (node + 1) * local), "inside_node")
-    names = map(compat.group_name, (across, inside))
-    steps = Hierarchy(ranks // local, next(names), local, next(names))
+    steps = Hierarchy(
+        ranks // local,
+        compat.also_named(across, f"{ranks // local}_across_nodes"),
+        local,
+        compat.also_named(inside, f"{local}_inside_node"),
+    )
     kept_with(whole, Hierarchy, lambda: steps)
     return whole

@@ -143,8 +143,9 @@ _world: object = None
 
 
 def histories() -> list[tuple[str, History]]:
-    """Of all groups that have one, by name."""
-    return [(name, history) for name, history in _histories.items() if history is not None]
+    """Of all groups that have one, by a name."""
+    names = {history: name for name, history in _histories.items() if history is not None}
+    return [(name, history) for history, name in names.items()]
 
 
 def history_of(name: str) -> History | None:
@@ -156,6 +157,10 @@ def history_of(name: str) -> History | None:
     known = _histories.get(name)
     if name not in _histories or (known is not None and known.is_gone):
         group = compat.resolve_group(name)
+        own_name = compat.group_name(group)
         alone = group.size() == 1 or compat.is_fake_group(group)
-        _histories[name] = None if alone else History(group)
+        if own_name != name:
+            _histories[name] = history_of(own_name)
+        else:
+            _histories[name] = None if alone else History(group)
     return _histories[name]

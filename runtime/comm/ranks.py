@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardc.runtime import compat
-from shardc.runtime.comm.communicators import group_over
+from shardc.runtime.comm.communicators import group_along, group_over
 from shardc.runtime.comm.hierarchy import hierarchy_of
 from shardc.runtime.layout.spec import Hierarchy
 
@@ -32,12 +31,12 @@ class Ranks:
 
 def ranks_of(mesh: DeviceMesh) -> Ranks:
     """The ranks of a mesh (shard) or (replicate, shard). All of its ranks must call it."""
-    shard = compat.group_name(mesh.get_group(mesh.ndim - 1))
+    shard = group_along(mesh, mesh.ndim - 1)
     size, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
     if mesh.ndim == 1:
         return Ranks(shard, size, rank, None, 1, shard, hierarchy_of(mesh.get_group()))
     copies = mesh.size(0)
-    replicas = compat.group_name(mesh.get_group(0)) if copies > 1 else None
+    replicas = group_along(mesh, 0) if copies > 1 else None
     one = mesh.get_group(0)
     everyone = shard if copies == 1 else group_over(mesh.mesh.flatten().tolist(), one)
     return Ranks(shard, size, rank, replicas, copies, everyone)

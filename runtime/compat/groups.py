@@ -1,6 +1,7 @@
 """Process groups, their backends and memory, and meshes."""
 
 import atexit
+import itertools
 import os
 import pickle
 import sys
@@ -57,6 +58,35 @@ def resolve_group(name: str) -> dist.ProcessGroup:
             "torch.distributed.init_process_group before fully_shard and keep the group until the "
             "last step"
         ) from error
+
+
+def also_named(group: dist.ProcessGroup, name: str) -> str:
+    """The name, `name` or one with a number after it, by which graphs find `group` too (2.11 to
+    2.15).
+
+    torch names groups so that ranks of different groups know theirs by different names, and then
+    have different graphs. A name that another group goes by is not taken from it.
+    """
+    from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+    from torch.distributed import distributed_c10d
+
+    for number in itertools.count(1):
+        numbered = name if number == 1 else f"{name}_{number}"
+        try:
+            known = distributed_c10d._resolve_process_group(numbered)  # type: ignore[arg-type]
+        except RuntimeError:  # it is free, or its group is gone
+            _unregister_process_group(numbered)  # type: ignore[arg-type]
+            _register_process_group(numbered, group)  # type: ignore[arg-type]
+            return numbered
+        if known is group:
+            return numbered
+    raise AssertionError
+
+
+def place_in_mesh(mesh: DeviceMesh, dim: int) -> str:
+    """What tells one dim of a mesh from all others, in text; the same on all ranks of the mesh that
+    it was cut from (2.11 to 2.15)."""
+    return f"{mesh._rank_map.tolist()} {mesh._layout[dim]}"
 
 
 def new_group(

@@ -39,7 +39,7 @@ class ModelRanks:
         if not dist.is_initialized():
             return cls((), device)
         names = dict.fromkeys(name for param in params for name in _groups_of(param))
-        groups = tuple(compat.resolve_group(name) for name in names)
+        groups = tuple(dict.fromkeys(map(compat.resolve_group, names)))  # some have two names
         if not any(isinstance(param, ShardTensor) for param in params):
             groups = (dist.group.WORLD,)  # type: ignore[assignment]
         return cls(tuple(g for g in groups if not compat.is_fake_group(g)), device)
