@@ -76,10 +76,10 @@ def register_backend(backend: CommBackend) -> None:
 
 
 @contextmanager
-def fake_group_as_on_cpus() -> Iterator[None]:
-    """Inside, torch's fake process group counts as one of the backend that CPUs have."""
+def fake_group_as_on(device_type: str) -> Iterator[None]:
+    """Inside, torch's fake process group counts as one of the backend that such devices have."""
     before = BACKENDS.get("fake")
-    BACKENDS["fake"] = replace(_GLOO, name="fake")
+    BACKENDS["fake"] = replace(_GLOO if device_type == "cpu" else _NCCL, name="fake")
     try:
         yield
     finally:

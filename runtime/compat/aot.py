@@ -86,12 +86,13 @@ def op_arguments(node: torch.fx.Node) -> dict[str, Argument]:
 
 
 @contextmanager
-def fake_tensors() -> Iterator[Callable[[Tensor], Tensor]]:
-    """Inside, tensors have shapes only; gives what makes one like another (2.11 to 2.15)."""
+def fake_tensors(device_type: str = "cpu") -> Iterator[Callable[[Tensor], Tensor]]:
+    """Inside, tensors have shapes only; gives what makes one like another, on a device (2.11 to
+    2.15)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        yield lambda tensor: torch.empty_like(tensor, device="cpu")
+        yield lambda tensor: torch.empty_like(tensor, device=device_type)
 
 
 def fake_tensors_of_trace() -> AbstractContextManager[object]:

@@ -68,7 +68,7 @@ def sizes_of(
 
 @contextmanager
 def fake_ranks(
-    sizes: tuple[int, ...] | None, devices_per_node: int | None = None
+    sizes: tuple[int, ...] | None, devices_per_node: int | None = None, device_type: str = "cpu"
 ) -> Iterator[DeviceMesh | None]:
     """A mesh of these sizes over a fake process group, which ends with the context.
 
@@ -89,7 +89,7 @@ def fake_ranks(
     try:
         names = ("replicate", "shard")[-len(sizes) :]
         if devices_per_node is None:
-            yield init_device_mesh("cpu", sizes, mesh_dim_names=names)
+            yield init_device_mesh(device_type, sizes, mesh_dim_names=names)
         else:
             yield hierarchical_mesh(devices_per_node)
     finally:
@@ -134,9 +134,13 @@ def give_fakes(
         fake: makes a fake tensor like a given one.
         host_is_apart: plan for a device that is not the host.
     """
+
+    def on_host(tensor: Tensor) -> Tensor:
+        return fake(tensor).cpu()
+
     for unit in units_of(model).values():
         for bucket in unit._shardc_unit.buckets:
-            convert(bucket, fake)
+            convert(bucket, on_host if unit._shardc_unit.settings.offloaded else fake)
         unit._shardc_unit.on_meta = False
         if host_is_apart:
             unit._shardc_unit.change(host_is_apart=True)

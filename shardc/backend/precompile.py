@@ -8,7 +8,7 @@ Nothing is computed, so it needs no memory for the model.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from shardc.backend.frames import with_room_for_frames
 from shardc.backend.options import Options
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, checked
-from shardc.runtime.comm.backends import fake_group_as_on_cpus
+from shardc.runtime.comm.backends import fake_group_as_on
 from shardc.runtime.eager.precision import map_tensors
 from shardc.runtime.tensor.extension import extends_gather
 from shardc.sharding.units import units_of
@@ -49,6 +49,7 @@ def precompile(
     kwargs: Mapping[str, Any] | None = None,
     world_size: Count | None = None,
     mesh: DeviceMesh | Sequence[int] | None = None,
+    device_type: Literal["cpu", "cuda"] | None = None,
     options: dict[str, Any] | None = None,
     accumulation: bool = False,
     evaluate: bool = True,
@@ -59,15 +60,18 @@ def precompile(
     """Compile the steps of `model` for ranks that do not exist yet.
 
     A job that then starts with the same model, settings, options and batch shapes, and with the
-    same versions of torch and shardc, over gloo, loads them. Call it in a process of its own: it
-    forgets what `torch.compile` has compiled in this one.
+    same versions of torch and shardc, over gloo or NCCL, loads them. Call it in a process of its
+    own: it forgets what `torch.compile` has compiled in this one.
 
     Args:
         model: what the job gives to `fully_shard`; it needs no values and is not changed.
         args, kwargs: example inputs of one rank's step, given as the job gives them: by position
             or by name.
         world_size: ranks to shard over (default 8), up to 16,384.
-        mesh: instead of it: sizes (shard,), or a mesh over a fake process group.
+        mesh: instead of it: sizes (shard,) or, with copies of the model, (replicate, shard); or a
+            mesh over a fake process group.
+        device_type: where the job computes; default: where a given mesh does, else on GPUs if this
+            process sees one. Compiling for a GPU needs one like it, and none of its memory.
         options: as for `torch.compile(..., options=)` in the job.
         accumulation: also compile steps under `no_sync`, and one that reduces what they added up.
         evaluate: also compile the forward in evaluation, under `no_grad`.
@@ -76,24 +80,19 @@ def precompile(
         sharding: other arguments of `fully_shard`: `units` (default "auto"), `mp_policy`, ...
 
     Raises:
-        ValueError: bad arguments, what `fully_shard` refuses, a real process group, a mesh of two
-            dims, on which each rank has graphs of its own, or parameters of a subclass that says
-            what is gathered of it.
+        ValueError: bad arguments, what `fully_shard` refuses, a real process group, or parameters
+            of a subclass that says what is gathered of it.
         RuntimeError: the model cannot be compiled.
     """
     parsed = Options.parse(options)
     sizes = sizes_of("precompile", model, world_size, mesh, sharding)
-    if sizes is not None and len(sizes) > 1:
-        raise ValueError(
-            f"precompile takes a mesh of one dim, got {sizes}: with copies of the model (HSDP) "
-            "each rank's graphs name its own groups, and are compiled at the job's first start"
-        )
     _check_kept(model)
     compat.forget_compiled()
-    with fake_ranks(sizes) as made, fake_group_as_on_cpus():
+    device = _device_type(device_type, model, mesh)
+    with fake_ranks(sizes, device_type=device) as made, fake_group_as_on(device):
         progress("sharding")
         sharded = sharded_copy(model, mesh if made is None else made, sharding)
-        with compat.fake_tensors() as fake:
+        with compat.fake_tensors(device) as fake:
             give_fakes(sharded, fake)
             inputs = map_tensors(fake, (args, dict(kwargs or {})))
             for step, train in _steps(sharded, accumulation, evaluate):
@@ -107,6 +106,22 @@ def precompile(
             "TORCH_LOGS=graph_breaks), Inductor cannot compile it, or caches are off"
         )
     return Precompiled(compat.cache_folder(), kept, found)
+
+
+def _device_type(asked: str | None, model: nn.Module, mesh: object) -> str:
+    sharded = next(iter(units_of(model).values()), None)
+    given = mesh if sharded is None else sharded._shardc_unit.mesh
+    if isinstance(given, DeviceMesh):
+        return given.device_type
+    has_gpu = torch.cuda.is_available()
+    if asked == "cuda" and not has_gpu:
+        built = torch.version.cuda or "none: this is a build for CPUs"
+        raise ValueError(
+            "precompile for 'cuda' needs a GPU of the job's kind, whose properties Inductor asks "
+            f"for, and this process sees none (CUDA of torch: {built}): call it on one of the "
+            "job's machines, or leave it to the job's first start, where one rank compiles for all"
+        )
+    return asked or ("cuda" if has_gpu else "cpu")
 
 
 def _check_kept(model: nn.Module) -> None:

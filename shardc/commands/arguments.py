@@ -23,6 +23,22 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         "with copies of it (HSDP), those of one copy (default 8)")  # fmt: skip
 
 
+def add_copies(parser: argparse.ArgumentParser) -> None:
+    """`--copies`, for `mesh_sizes`."""
+    parser.add_argument(
+        "--copies",
+        type=count,
+        default=1,
+        metavar="N",
+        help="copies of the model (HSDP), each over --world-size ranks (default 1)",
+    )
+
+
+def mesh_sizes(copies: int, world_size: int) -> tuple[int, ...]:
+    """Of the mesh with so many copies of the model, each over so many ranks."""
+    return (copies, world_size) if copies > 1 else (world_size,)
+
+
 def add_precision(parser: argparse.ArgumentParser) -> None:
     """`--mp` and `--wire`, which `read_precision` reads."""
     add = parser.add_argument
@@ -63,8 +79,7 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_precision(parser)
     add_profile(parser, "the hardware that times are for")
-    add("--copies", type=count, default=1, metavar="N", help="copies of the model (HSDP), each "
-        "over --world-size ranks (default 1)")  # fmt: skip
+    add_copies(parser)
     add("--hierarchical", action="store_true", help="gather across nodes first, then inside of "
         "each (hierarchical_mesh), with as many ranks a node as the profile has"
     )  # fmt: skip

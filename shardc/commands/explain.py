@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -10,6 +11,7 @@ from shardc.commands.arguments import (
     add_step,
     add_target,
     example_inputs,
+    mesh_sizes,
     read_precision,
     read_profile,
 )
@@ -91,8 +93,8 @@ def explain_target(
     model, inputs = load_model(target)
     positional, named = example_inputs(inputs, target)
     profile = read_profile(args)
-    mesh = (args.copies, world_size) if args.copies > 1 else (world_size,)
-    showing = showing_progress(f"explain for {args.copies * world_size} ranks")
+    mesh = mesh_sizes(args.copies, world_size)
+    showing = showing_progress(f"explain for {math.prod(mesh)} ranks")
     with showing as progress, finding_problems(target, "explained"):
         return explain(
             model,

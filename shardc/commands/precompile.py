@@ -2,10 +2,18 @@
 
 import argparse
 import json
+import math
 import os
 from dataclasses import asdict
 
-from shardc.commands.arguments import add_precision, add_target, example_inputs, read_precision
+from shardc.commands.arguments import (
+    add_copies,
+    add_precision,
+    add_target,
+    example_inputs,
+    mesh_sizes,
+    read_precision,
+)
 from shardc.commands.errors import UsageError, finding_problems
 from shardc.commands.progress_line import showing_progress
 from shardc.commands.target import EXAMPLE, load_model
@@ -36,9 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `shardc precompile`."""
     add = parser.add_argument
     add_target(parser)
+    add_copies(parser)
     add_precision(parser)
     add("--cache", metavar="DIR", help="the folder for what is compiled; the job has it in "
         "TORCHINDUCTOR_CACHE_DIR (default: that variable, else torch's own)")  # fmt: skip
+    add("--device", choices=["cpu", "cuda"], help="where the job computes (default: on GPUs where "
+        "there is one, which compiling for them needs)")  # fmt: skip
     add("--wrapped", action="store_true", help="the job calls torch.compile(model, ...) and not "
         "model.compile(...)")  # fmt: skip
     add("--accumulation", action="store_true", help="compile steps under no_sync, too, and the one "
@@ -58,13 +69,15 @@ def run(args: argparse.Namespace) -> int:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath(args.cache)
     model, inputs = load_model(args.target)
     positional, named = example_inputs(inputs, args.target)
-    showing = showing_progress(f"precompile for {args.world_size} ranks")
+    mesh = mesh_sizes(args.copies, args.world_size)
+    showing = showing_progress(f"precompile for {math.prod(mesh)} ranks")
     with showing as progress, finding_problems(args.target, "compiled"):
         done = precompile(
             model,
             *positional,
             kwargs=named,
-            world_size=args.world_size,
+            mesh=mesh,
+            device_type=args.device,
             accumulation=args.accumulation,
             in_place=not args.wrapped,
             progress=progress,

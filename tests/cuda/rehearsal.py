@@ -23,7 +23,7 @@ class Setup:
     """What is rehearsed.
 
     Attributes:
-        who: "shardc", or "plain" (not sharded) and "fsdp2", to compare with.
+        who: "shardc", or "plain" (not sharded) and "fsdp2", to compare with; "ahead": `precompile`.
         way: "compiled", "blocks" (each block by itself) or "uncompiled".
         features: names of what else happens; see the code.
         mode: that of `torch.compile`.

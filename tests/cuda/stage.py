@@ -71,7 +71,10 @@ def run(setup: Setup, folder: Path) -> None:
     triton.knobs.compilation.listener = partial(_note_compiled, compiled)
     orders: list[tuple[str, list[str]]] = []
     try:
-        result = _Rehearsal(setup).run(folder / "trace")
+        if setup.who == "ahead":
+            _precompile(setup)
+        else:
+            result = _Rehearsal(setup).run(folder / "trace")
         orders = [(plan.phase, plan.order) for plan in graph_plans]
         result["planned"] = max((plan.peak for plan in graph_plans), default=0)
     except Exception:
@@ -82,6 +85,37 @@ def run(setup: Setup, folder: Path) -> None:
     sys.stdout.flush()
     _leave(setup)
     os._exit(0)  # collectives of the end would move nothing
+
+
+def _precompile(setup: Setup) -> None:
+    """What `_Rehearsal` compiles, without its process group."""
+    torch.set_float32_matmul_precision("high")
+    with torch.device("meta"):
+        model = LM(setup.dim, setup.blocks, False, False)
+    tokens = torch.zeros(setup.batch, setup.length, dtype=torch.long, device="meta")
+    offload = fsdp.CPUOffloadPolicy if "offload" in setup.features else fsdp.OffloadPolicy
+    sizes = (2, setup.world // 2) if "hsdp" in setup.features else (setup.world,)
+    shardc.precompile(
+        model,
+        tokens,
+        mesh=sizes,
+        options={"fallback": False, **setup.options},
+        evaluate=False,
+        mp_policy=_policy(setup),
+        offload_policy=offload(),
+    )
+    assert not torch.cuda.memory_allocated()
+
+
+def _policy(setup: Setup) -> fsdp.MixedPrecisionPolicy:
+    policy = fsdp.MixedPrecisionPolicy(_dtype(setup.param_dtype), _dtype(setup.reduce_dtype))
+    if setup.wire is None:
+        return policy
+    return replace(
+        shardc.MixedPrecisionPolicy.of(policy),
+        gather_wire_dtype=_dtype(setup.wire),
+        reduce_wire_dtype=torch.int8,
+    )
 
 
 def _note_compiled(
@@ -202,14 +236,7 @@ class _Rehearsal:
         if self.has("tp"):
             _parallelize(self.model, mesh["tp"])
             mesh = mesh["dp"]
-        policy = fsdp.MixedPrecisionPolicy(_dtype(setup.param_dtype), _dtype(setup.reduce_dtype))
-        if setup.wire is not None:
-            policy = replace(
-                shardc.MixedPrecisionPolicy.of(policy),
-                gather_wire_dtype=_dtype(setup.wire),
-                reduce_wire_dtype=torch.int8,
-            )
-        kwargs: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+        kwargs: dict[str, Any] = {"mesh": mesh, "mp_policy": _policy(setup)}
         if self.has("offload"):
             kwargs["offload_policy"] = fsdp.CPUOffloadPolicy()
         if setup.reshard is not None:

@@ -38,6 +38,18 @@ def test_a_start_with_the_graphs_of_another(case: str, tmp_path: Path) -> None:
     assert _code(tmp_path / "1") == _code(tmp_path / "own") != _code(tmp_path / "first")
 
 
+@pytest.mark.parametrize("feature", ["", "hsdp", "offload"])
+def test_a_start_with_graphs_compiled_ahead(feature: str, tmp_path: Path) -> None:
+    features = frozenset({feature}) - {""}
+    setup = Setup(who="ahead", features=features, cache=tmp_path / "cache")
+    (tmp_path / "ahead").mkdir()
+    ahead = rehearse(setup, tmp_path / "ahead")
+    assert not ahead.error and ahead.compiled > 0, ahead.error
+    found, trace = _start(tmp_path, {"rank": 1, "features": features})
+    assert found.loaded > 0 and not found.compiled, (found.loaded, found.compiled)
+    assert not trace.races
+
+
 def _start(folder: Path, kwargs: dict[str, Any]) -> tuple[Outcome, Trace]:
     folder.mkdir(exist_ok=True)
     found = rehearse(Setup(**kwargs, cache=folder / "cache"), folder)
