@@ -19,6 +19,9 @@ from ranks import FORKS, forget_agreements, free_port, mesh_of, on_ranks
 from subclasses import Fp8, extended
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.cpp_builder import CppBuilder
+from torch._inductor.cpu_vec_isa import VecISA
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardc
@@ -323,6 +326,39 @@ def test_folders_that_ranks_do_not_share(mesh, folder):
         _, _, *found = _start(6, mesh)
         assert found == [1, 0]
     compile_cache._folder.cache_clear()
+
+
+@on_ranks(2)
+def test_kernels_travel_with_their_graph(mesh, folder):
+    """A rank with a folder of its own runs no compiler, nor does a start that finds its graph."""
+    built, build = [], CppBuilder.build
+
+    def noting(builder):
+        built.append(builder.get_target_file_path())
+        build(builder)
+
+    def start():
+        built.clear()
+        CppPythonBindingsCodeCache.cache_clear()
+        _, results, *found = _start(6, mesh, batch=7)
+        return results, found, [name for name in built if "main" in name or "gch" in name]
+
+    own = Path(folder, str(mesh.get_local_rank()))
+    with _in(own), mock.patch.object(CppBuilder, "build", noting):
+        first, (hit, miss), compiled = start()
+        assert hit + miss == 1 and bool(compiled) == bool(miss), (hit, compiled)
+        second, found, compiled = start()
+        assert found == [1, 0] and not compiled, compiled
+    compile_cache._folder.cache_clear()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.skipif(not hasattr(VecISA, "_probe_load"), reason="torch before 2.13 probes inline")
+def test_a_library_that_loads_is_tried_once(tmp_path):
+    probe = mock.Mock(side_effect=[False, True])
+    with mock.patch.object(VecISA, "_probe_load", probe), compat.remembering_probes():
+        tried = [VecISA._probe_load(VecISA(), f"{tmp_path}/a.so") for _ in range(4)]
+    assert tried == [False, True, True, True] and probe.call_count == 2
 
 
 @on_ranks(2)

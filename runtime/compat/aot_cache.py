@@ -19,6 +19,12 @@ from torch.fx import GraphModule
 
 from shardc.runtime.compat.aot import functorch_config
 from shardc.runtime.compat.aot_devices import Entry, move_entry, name_ptxas, own_gpu, with_index
+from shardc.runtime.compat.cpp_kernels import (
+    compiling_no_header,
+    noting_libraries,
+    remembering_probes,
+    write_libraries,
+)
 
 _FUNCTIONS = ("shardc.runtime.comm.unshard.unshard", "shardc.runtime.comm.unshard.look_up")
 """Our functions in Dynamo graphs which are no ops: AOT autograd traces through them."""
@@ -63,8 +69,9 @@ def can_cache() -> bool:
 def aot_cache(guest: Guest | None) -> Iterator[None]:
     """Inside, AOT autograd's cache works through `guest`; without one it is off (2.11 to 2.15).
 
-    Entries stand alone: they hold the code of both graphs, which are compiled together. The guest
-    sees to the versions of our Python functions that graphs call.
+    Entries stand alone: they hold the code of both graphs, which are compiled together, and the
+    libraries of their C++ kernels. The guest sees to the versions of our Python functions that
+    graphs call.
     """
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
     from torch._inductor import config
@@ -90,12 +97,16 @@ def aot_cache(guest: Guest | None) -> Iterator[None]:
     def lookup(key: str, *args: object, **kwargs: object) -> Found:
         nonlocal asked
         asked = True
-        return guest.look(key, lambda own_key: find(own_key, *args, **kwargs))
+        entry = guest.look(key, lambda own_key: find(own_key, *args, **kwargs))
+        if entry is not None:
+            stack.enter_context(compiling_no_header())
+        return entry
 
     def find(key: str, *args: object, **kwargs: object) -> Found:
         found: Found = theirs["_lookup"](key, *args, **kwargs)
         if found is not None:
             move_entry(found[0], found[0].shardc_gpu, own_gpu())
+            write_libraries(found[0].shardc_libraries, cache_folder())
         return found
 
     def make_entry(*args: object, **kwargs: object) -> Entry:
@@ -104,6 +115,7 @@ def aot_cache(guest: Guest | None) -> Iterator[None]:
         except AssertionError:  # a graph is not of Inductor: it runs op by op
             return None
         entry.shardc_gpu = own_gpu()
+        entry.shardc_libraries = libraries()
         return entry
 
     def save(key: str, entry: Entry, *args: object, **kwargs: object) -> None:
@@ -116,6 +128,9 @@ def aot_cache(guest: Guest | None) -> Iterator[None]:
         functorch_config().patch(enable_autograd_cache=True, bundled_autograd_cache=True),
         config.patch(cacheable),
         _stable_keys(),
+        remembering_probes(),
+        noting_libraries(cache_folder()) as libraries,
+        contextlib.ExitStack() as stack,
     ):
         for name, ours in zip(names, (try_load, lookup, make_entry, save), strict=True):
             setattr(AOTAutogradCache, name, staticmethod(cast(Compiled, ours)))

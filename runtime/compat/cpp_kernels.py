@@ -1,0 +1,99 @@
+"""C++ kernels: kept with the graph that calls them, and loaded without a compiler.
+
+Inductor makes a library of each kernel, in its folder. What AOT autograd keeps of a graph holds
+their source: a rank with another folder would compile them anew.
+"""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+from unittest import mock
+
+V = TypeVar("V")
+
+Libraries = dict[str, bytes]
+"""Their content, by path in the folder."""
+
+
+@contextlib.contextmanager
+def noting_libraries(folder: str) -> Iterator[Callable[[], Libraries]]:
+    """Inside, kernels that are loaded are noted; gives their libraries (2.11 to 2.15)."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Kernels
+
+    known, noted = Kernels.cache, _Noting(Kernels.cache)
+
+    def libraries() -> Libraries:
+        found = [path for key in noted.read for path in Path(folder, key[1:3]).glob(f"{key}.*so")]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+    Kernels.cache = noted
+    try:
+        yield libraries
+    finally:
+        Kernels.cache = known
+        known.update(noted)
+
+
+class _Noting(dict[str, V]):
+    """A dict that knows which of its keys have been read, in order."""
+
+    def __init__(self, known: dict[str, V]) -> None:
+        super().__init__(known)
+        self.read: dict[str, None] = {}
+
+    def __getitem__(self, key: str) -> V:
+        self.read[key] = None
+        return super().__getitem__(key)
+
+
+def write_libraries(libraries: Libraries, folder: str) -> None:
+    """Put libraries into the folder, where it lacks them; whole or not at all."""
+    for name, content in libraries.items():
+        path = Path(folder, name)
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                file.write(content)
+            os.replace(file.name, path)
+
+
+@contextlib.contextmanager
+def compiling_no_header() -> Iterator[None]:
+    """Inside, the header of all kernels is not compiled first: none is expected to be compiled
+    (2.11 to 2.15)."""
+    from torch._inductor import codecache
+
+    def as_it_is(header: str, *settings: object, **more: object) -> str:
+        _, path = codecache.write(f"#include <{header}>\n", "h")
+        return path
+
+    with mock.patch.object(codecache, "_precompile_header", as_it_is):
+        yield
+
+
+@contextlib.contextmanager
+def remembering_probes() -> Iterator[None]:
+    """Inside, a process that loads a library, to see which vector instructions there are, is not
+    started for one that has been loaded (2.13 to 2.15).
+
+    The library's name depends on the compiler, its settings and the version of torch.
+    """
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    probe = getattr(VecISA, "_probe_load", None)
+    if probe is None:
+        yield
+        return
+
+    def load(isa: VecISA, library: str) -> bool:
+        loaded = Path(f"{library}.loaded")
+        if not loaded.exists() and not probe(isa, library):
+            return False
+        loaded.touch()
+        return True
+
+    with mock.patch.object(VecISA, "_probe_load", load):
+        yield
