@@ -22,14 +22,8 @@ _INDEX = (
 
 
 def own_gpu() -> int | None:
-    """The index of the GPU that this process works on; None where entries stay on theirs.
-
-    Of CUDA graphs torch keeps more than can be changed over. (2.11 to 2.15)
-    """
-    from torch._inductor import config
-
-    stays = config.triton.cudagraphs or not torch.cuda.is_initialized()
-    return None if stays else torch.cuda.current_device()
+    """The index of the GPU that this process works on; None where it works on none."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
 
 def name_ptxas() -> None:

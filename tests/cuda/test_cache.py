@@ -13,6 +13,7 @@ CASES: dict[str, dict[str, Any]] = {
     "default": {},
     "checkpoint": {"features": frozenset({"checkpoint"})},
     "blocks": {"way": "blocks"},
+    "reduce-overhead": {"mode": "reduce-overhead"},
 }
 
 
