@@ -91,7 +91,9 @@ def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
     if found is None:
         fewest = min((each for _, each in thoughts), key=lambda each: each.trial.kept.ahead)
         least = _least(gm, ctx, fewest)
-        raise BudgetTooSmall(_too_small(budget, least), budget.needed(least.peak))
+        raise BudgetTooSmall(
+            _too_small(budget, least) + _beside_the_host(fewest), budget.needed(least.peak)
+        )
     own = found.kept
     agreed = own if ctx.agree_on_choice is None else _agree(gm, ctx, tradeoff, own)
     if agreed != own:
@@ -272,4 +274,14 @@ def _too_small(budget: Budget, trial: Trial) -> str:
         f"tensors saved for the backward, {worst.peak - worst.inputs:,} for values, gradients and "
         f"gathered buckets at '{worst.peak_node}' of the {phase}{margin}. Use more ranks, smaller "
         "units or a smaller batch"
+    )
+
+
+def _beside_the_host(tradeoff: Tradeoff) -> str:
+    wanted = sum(copy.nbytes for copy in tradeoff.copies) + sum(n for _, n in tradeoff.states)
+    if wanted <= tradeoff.host_room:
+        return ""
+    return (
+        f", or more of the host's memory: of {wanted:,} bytes that may wait there, it has room for "
+        f"{int(tradeoff.host_room):,} (option 'host_memory')"
     )

@@ -88,6 +88,7 @@ class ScheduleOptions:
         saves_on_host: whether a memory budget may have values saved on the host.
         states: bytes of the optimizer's state of each bucket whose state a memory budget may have
             wait on the host, by input.
+        host_room: bytes of the host's memory for both.
     """
 
     profile: Profile
@@ -102,6 +103,7 @@ class ScheduleOptions:
     embedding_rows: bool | None = None
     saves_on_host: bool = False
     states: Mapping[int, int] = field(default_factory=dict)
+    host_room: float = math.inf
 
     def wanted(self, phase: str, gathers: Sequence[tuple[int, int]]) -> list[int | None]:
         """The event at which each gather, given as (unit, event), is asked for, if it is."""

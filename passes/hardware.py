@@ -7,10 +7,13 @@ links are PCIe x16, generation 4 on A100, else 5, at 80% of nominal.
 `calibrate` replaces these figures by measured ones.
 """
 
+import math
+import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -197,14 +200,41 @@ def budget_bytes(budget: Budget, profile: Profile) -> int:
     Raises:
         ValueError: none of these.
     """
-    if isinstance(budget, str):
-        match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*)\s*([a-z]*)\s*", budget.lower())
+    return _bytes(budget, profile.memory, f"memory_budget must be {_BUDGET}")
+
+
+def host_bytes(amount: Budget) -> int:
+    """An amount of the host's memory in bytes: as `budget_bytes`, with a fraction that is one of
+    this rank's share of the memory that the machine, or the container, has.
+
+    The share has two digits, so that machines of a kind have the same: what is compiled hangs on
+    it.
+
+    Raises:
+        ValueError: none of these.
+    """
+    whole = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    with suppress(OSError, ValueError):  # no limit
+        whole = min(whole, float(_CONTAINER.read_text()))
+    share = whole / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    digit = 10 ** (int(math.log10(share)) - 1)
+    share = share // digit * digit
+    return _bytes(amount, share, f"host_memory must be {_BUDGET.replace('device', 'host')}")
+
+
+_CONTAINER = Path("/sys/fs/cgroup/memory.max")
+"""The most bytes that processes of this container may use, or "max"."""
+
+
+def _bytes(amount: Budget, whole: float, wanted: str) -> int:
+    if isinstance(amount, str):
+        match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*)\s*([a-z]*)\s*", amount.lower())
         if match and match[2] in _UNITS and float(match[1]):
             number = float(match[1])
             is_share = not match[2] and "." in match[1] and number <= 1
-            return int(number * (profile.memory if is_share else _UNITS[match[2]]))
-    elif isinstance(budget, float) and 0 < budget <= 1:
-        return int(budget * profile.memory)
-    elif isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
-        return budget
-    raise ValueError(f"memory_budget must be {_BUDGET}, got {shown(budget)}")
+            return int(number * (whole if is_share else _UNITS[match[2]]))
+    elif isinstance(amount, float) and 0 < amount <= 1:
+        return int(amount * whole)
+    elif isinstance(amount, int) and not isinstance(amount, bool) and amount > 0:
+        return amount
+    raise ValueError(f"{wanted}, got {shown(amount)}")

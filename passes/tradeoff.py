@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +56,7 @@ class Tradeoff:
         copies: what may be saved on the host, best first.
         states: inputs that are segments of buckets whose optimizer state may wait on the host, each
             with its bytes.
+        host_room: the most bytes that may be on the host.
     """
 
     trial: Trial
@@ -62,6 +64,7 @@ class Tradeoff:
     buckets: Sequence[Gathered]
     copies: Sequence[Offload] = ()
     states: Sequence[tuple[int, int]] = ()
+    host_room: float = math.inf
 
     @classmethod
     def of(cls, trial: Trial) -> "Tradeoff":
@@ -71,13 +74,16 @@ class Tradeoff:
         copies = offloadable(trial, saved, values) if options and options.saves_on_host else ()
         states = options.states if options else {}
         places = [(each, states[each]) for each in segments_of(trial.forward.gm) if each in states]
-        return cls(trial, values, gathered_again(trial), copies, places)
+        room = options.host_room if options else math.inf
+        return cls(trial, values, gathered_again(trial), copies, places, room)
 
     @property
     def leanest(self) -> set[Choice]:
         """The choices among which is the one that holds least."""
-        values, copies, states = len(self.values), len(self.copies), len(self.states)
-        return {Choice(values, 0, 0, states), Choice(values, 0, copies, states)}
+        values, states = len(self.values), self._most_states
+        beside, alone = self._most_copies(states), self._most_copies(0)
+        found = {Choice(values, 0, 0, states), Choice(values, 0, beside, states)}
+        return found if alone == beside else found | {Choice(values, 0, alone, 0)}
 
     def computed_again(self, choice: Choice) -> list[Recompute]:
         """The values that a choice has computed again."""
@@ -88,7 +94,7 @@ class Tradeoff:
         """The choice with the shortest step that holds `room` bytes at most; None if none does."""
         best: tuple[float, Choice] | None = None
         shortest = self.seconds(Choice(0, len(self.buckets)))
-        for states in _counts(len(self.states), _COUNTS_OF_STATES):
+        for states in _counts(self._most_states, _COUNTS_OF_STATES):
             if best is not None and best[0] <= shortest * (1 + _WORTH):
                 break  # nothing is gained by more room
             for choice in self._fullest(room, states):
@@ -126,7 +132,7 @@ class Tradeoff:
         """For counts of copies and every count of values the most buckets that fit, where that
         changes something."""
         both = np.empty_like(self._live)  # taken once: the arrays are large
-        for offloaded in _counts(len(self.copies), _COUNTS_OF_COPIES):
+        for offloaded in _counts(self._most_copies(states), _COUNTS_OF_COPIES):
             copies = self.copies[:offloaded]
             count, live = -1, self._live - self._freed(Choice(0, 0, offloaded, states))
             gone = {copy.saved.nodes for copy in copies}
@@ -140,6 +146,16 @@ class Tradeoff:
                     count += 1
                 if count > before:
                     yield Choice(recomputed, count, offloaded, states)
+
+    @cached_property
+    def _most_states(self) -> int:
+        """Of how many buckets the host has room for the state."""
+        return _how_many([nbytes for _, nbytes in self.states], self.host_room)
+
+    def _most_copies(self, states: int) -> int:
+        """For how many copies the host has room beside the state of so many buckets."""
+        left = self.host_room - sum(nbytes for _, nbytes in self.states[:states])
+        return _how_many([copy.nbytes for copy in self.copies], left)
 
     @cached_property
     def _live(self) -> Bytes:
@@ -294,6 +310,11 @@ def _place(phase: Phase, event: int) -> int:
     if position is None or position == len(phase.events.steps):
         return len(phase.liveness.live)
     return phase.places[phase.events.steps[position]]
+
+
+def _how_many(sizes: Sequence[int], room: float) -> int:
+    """How many of the first fit."""
+    return bisect.bisect_right(list(accumulate(sizes)), room)
 
 
 def _counts(most: int, steps: int) -> list[int]:

@@ -3,6 +3,7 @@
 import copy
 import functools
 import operator
+import os
 from unittest import mock
 
 import pytest
@@ -17,10 +18,10 @@ import shardc
 from shardc import fully_shard
 from shardc.backend import graph_plan
 from shardc.backend.graph_plan import graph_plans
-from shardc.passes import budget, pipeline
+from shardc.passes import budget, hardware, pipeline
 from shardc.passes.budget import choose_kept
 from shardc.passes.context import UNITS_IN_FLIGHT, is_all_gather
-from shardc.passes.hardware import PROFILES, budget_bytes
+from shardc.passes.hardware import PROFILES, budget_bytes, host_bytes
 from shardc.passes.memory import measure_liveness
 from shardc.passes.tradeoff import Choice, Tradeoff
 from shardc.passes.trial import Trial
@@ -353,6 +354,21 @@ def test_what_is_gathered_together_is_freed_apart():
 )
 def test_budget_in_bytes(given, nbytes):
     assert budget_bytes(given, PROFILES["h100-nvlink"]) == nbytes
+
+
+def test_room_on_the_host_in_bytes(monkeypatch, tmp_path):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(hardware, "_CONTAINER", limit)
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert 0.9 * whole < host_bytes(1.0) <= whole  # two digits of it
+    limit.write_text("max\n")
+    assert 0.9 * whole < host_bytes(1.0) <= whole
+    limit.write_text("1234567890\n")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert host_bytes(0.5) == 150e6 and host_bytes("2GB") == 2e9
+    with pytest.raises(ValueError, match=r"host_memory must .* fraction of the host's .* '1 pB'"):
+        host_bytes("1 pB")
 
 
 def _gathers(gm):

@@ -142,8 +142,9 @@ def test_copies_run_behind_compute(mesh):
         {"offload_activations": False},
         {"profile": replace(PROFILE, host_bandwidth=1e6)},
         {"profile": replace(PROFILE, host_bandwidth=0.0)},
+        {"host_memory": 1},
     ],
-    ids=["told so", "slow link", "no link"],
+    ids=["told so", "slow link", "no link", "no room"],
 )
 @on_ranks(2, device="sim")
 def test_nothing_goes_to_the_host(mesh, given):

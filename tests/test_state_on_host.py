@@ -244,8 +244,9 @@ def test_nothing_is_held_of_a_model_that_is_gone(mesh):
         {"offload_optimizer_state": False},
         {"profile": replace(PROFILE, host_bandwidth=1e5)},
         {"profile": replace(PROFILE, host_bandwidth=0.0)},
+        {"host_memory": 1},
     ],
-    ids=["told so", "slow link", "no link"],
+    ids=["told so", "slow link", "no link", "no room"],
 )
 @on_ranks(2, device="sim")
 def test_no_state_goes_to_the_host(mesh, given):
@@ -318,6 +319,27 @@ def test_a_curve_has_the_state_that_is_on_the_host():
     assert points[0].nbytes < without[0].nbytes
     assert points[-1].seconds == pytest.approx(without[-1].seconds)
     assert "state on host" in str(report)
+
+
+def test_the_host_has_room_for_so_much():
+    def on_host(**options):
+        report = shardc.explain(
+            Gated(4, 64), torch.empty(8, 64, 64, device="meta"), world_size=4, profile=PROFILE,
+            memory_budget="curve", options=options,
+        )  # fmt: skip
+        rows = [row for row in report.curve if not row.setting]
+        return [(row.on_host, row.states_on_host) for row in rows]
+
+    most = [max(each) for each in zip(*on_host(), strict=True)]
+    assert min(most) > 0
+    for room in (sum(most) - 1, most[0] // 2):
+        within = on_host(host_memory=room)
+        assert 0 < max(map(sum, within)) <= room, (within, room)
+    with pytest.raises(RuntimeError, match=r"too small: .* has room for 1 .option 'host_mem"):
+        shardc.explain(
+            Gated(4, 64), torch.empty(8, 64, 64, device="meta"), world_size=4, profile=PROFILE,
+            memory_budget=1, options={"host_memory": 1},
+        )  # fmt: skip
 
 
 @on_ranks(2, device="sim")

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -34,6 +35,7 @@ from shardc.passes.hardware import (
     as_profile,
     budget_bytes,
     current_profile,
+    host_bytes,
     workspace_bytes,
 )
 from shardc.passes.memory import Liveness, Storages, measure_liveness
@@ -50,6 +52,9 @@ from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.comm.backends import backend_of
 
 _numbers = itertools.count()
+
+_OF_HOST = 0.8
+"""What a memory budget may use of a rank's share of the host's memory, unless it is said."""
 
 
 class Plan:
@@ -94,6 +99,7 @@ class Plan:
         self._device = "cpu" if first is None else first.device.type
         planned = any(bucket.settings.host_is_apart for bucket in buckets.values())
         self._has_link = self._device != "cpu" or planned
+        self._is_elsewhere = planned
         kept = _static_bytes(buckets.values(), options)
         self.static_bytes = kept + workspace_bytes(self.profile)
         self._states = {
@@ -197,7 +203,14 @@ class Plan:
             coalesce=self._coalesces if options.coalesce is None else options.coalesce,
             saves_on_host=self._has_host and self.options.offload_activations,
             states=self._states if self._has_host and self.options.offload_optimizer_state else {},
+            host_room=self._host_room(),
         )
+
+    def _host_room(self) -> float:
+        given = self.options.host_memory
+        if given is None and (self._is_elsewhere or not self.uses_host):
+            return math.inf
+        return host_bytes(_OF_HOST if given is None else given)
 
     @property
     def uses_host(self) -> bool:

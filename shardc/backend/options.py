@@ -6,7 +6,14 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
-from shardc.passes.hardware import Budget, Profile, as_profile, budget_bytes, current_profile
+from shardc.passes.hardware import (
+    Budget,
+    Profile,
+    as_profile,
+    budget_bytes,
+    current_profile,
+    host_bytes,
+)
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Must, NotNegative, check_value, hints_of
 
@@ -43,6 +50,9 @@ class Options:
         offload_optimizer_state: whether a memory budget may have the optimizer's state of some
             units wait on the host (in pinned memory) while forward and backward run; never on CPUs,
             nor where CUDA graphs are replayed.
+        host_memory: bytes of the host's memory that a memory budget may use for this rank: as for
+            `memory_budget`, a fraction being one of the rank's share of what the machine has.
+            Default: 0.8, and no bound where another machine is planned for.
         optimizer_states: copies of the parameters that the optimizer keeps (2: Adam).
         agreement_timeout: seconds ranks wait for each other when they compare their sequences of
             collectives; default: the process group's timeout.
@@ -61,6 +71,7 @@ class Options:
     memory_budget: Budget | None = None
     offload_activations: bool = True
     offload_optimizer_state: bool = True
+    host_memory: Budget | None = None
     optimizer_states: NotNegative = 2.0
     agreement_timeout: Seconds | None = None
 
@@ -90,6 +101,8 @@ class Options:
                     f"{options.schedule!r}: the budget is kept by the schedule"
                 )
             budget_bytes(options.memory_budget, profile or current_profile("cpu"))
+        if options.host_memory is not None:
+            host_bytes(options.host_memory)
         return options
 
 
