@@ -185,7 +185,7 @@ def test_plan_takes_a_model_without_inputs(capsys, tmp_path):
     [
         (
             ["plan", "a:b", "--world-size", "0"],
-            "--world-size: must be a number of ranks, 1 or more",
+            "--world-size: must be a count, 1 or more",
         ),
         (["plan", "a:b", "--world-size", "many"], "got 'many'"),
         (["plan", "a:b", "--mp", "int8"], "invalid choice: 'int8'"),

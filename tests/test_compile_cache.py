@@ -495,7 +495,6 @@ _JOB = """
         return model, (torch.empty(3, 6),)
 
     def train():
-        torch.set_num_threads(1)
         dist.init_process_group("gloo")
         model, _ = build()
         copies = int(sys.argv[1])
@@ -524,11 +523,13 @@ _JOB = """
 def test_a_precompiled_job_compiles_nothing(folder, copies):
     Path(folder, "job.py").write_text(textwrap.dedent(_JOB))
     env = os.environ | {"REPORTS": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache"}
+    env.pop("OMP_NUM_THREADS", None)  # torchrun sets it for the job
+    ahead = env | {"OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-m", "shardc", "precompile", "job:build", "--world-size=2",
                f"--copies={copies}", "--cache=cache", "--json"]  # fmt: skip
     for more, compiled, found in (([], 2, 0), (["--accumulation"], 2, 2), ([], 0, 2)):
         done = subprocess.run(
-            [*command, *more], env=env, cwd=folder, capture_output=True, text=True
+            [*command, *more], env=ahead, cwd=folder, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
         said = json.loads(done.stdout.strip().split("\n")[-1])
@@ -545,6 +546,8 @@ def test_what_cannot_be_precompiled():
     model = nn.Linear(3, 3)
     with pytest.raises(ValueError, match="give world_size or mesh, not both"):
         shardc.precompile(model, torch.ones(2, 3), mesh=(2,), world_size=2)
+    with pytest.raises(ValueError, match="for 'cuda' needs a GPU of the job's kind"):
+        shardc.precompile(model, torch.ones(2, 3), world_size=2, device_type="cuda")
     extended(model, Fp8)
     with pytest.raises(ValueError, match=r"'weight' is a Fp8, .* not kept on disk.*at its start"):
         shardc.precompile(model, torch.ones(2, 3), world_size=2)

@@ -117,7 +117,13 @@ def run_page(mesh, path, folder):
             stack.enter_context(mock.patch.dict(table))
         measuring = sys.modules["shardc.calibrate"]  # its name in `shardc` is that of the function
         stack.enter_context(mock.patch.multiple(measuring, _ROUNDS=1, _IN_A_ROW=1))
+        stack.enter_context(mock.patch.object(sys, "path", [*sys.path, str(folder)]))
+        titles = [fence.title for fence in python_of(page) if fence.title]
+        for title in titles:  # a block may import another
+            stack.callback(sys.modules.pop, Path(title).stem, None)
         for fence in python_of(page):
+            if fence.title:
+                Path(folder, fence.title).write_text(fence.text)
             blank = "\n" * (fence.line - 1)  # so that a traceback has the page's lines
             exec(compile(blank + fence.text, path, "exec"), names)
 

@@ -26,6 +26,9 @@ from shardc.runtime.eager.precision import map_tensors
 from shardc.runtime.tensor.extension import extends_gather
 from shardc.sharding.units import units_of
 
+Device = Literal["cpu", "cuda"]
+"""Types of devices that can be compiled for."""
+
 
 @dataclass(frozen=True)
 class Precompiled:
@@ -49,7 +52,7 @@ def precompile(
     kwargs: Mapping[str, Any] | None = None,
     world_size: Count | None = None,
     mesh: DeviceMesh | Sequence[int] | None = None,
-    device_type: Literal["cpu", "cuda"] | None = None,
+    device_type: Device | None = None,
     options: dict[str, Any] | None = None,
     accumulation: bool = False,
     evaluate: bool = True,
@@ -60,8 +63,9 @@ def precompile(
     """Compile the steps of `model` for ranks that do not exist yet.
 
     A job that then starts with the same model, settings, options and batch shapes, and with the
-    same versions of torch and shardc, over gloo or NCCL, loads them. Call it in a process of its
-    own: it forgets what `torch.compile` has compiled in this one.
+    same versions of torch and shardc, over gloo or NCCL, loads them. On CPUs, the number of threads
+    must be the job's (`torch.set_num_threads`; torchrun has one a rank). Call it in a process of
+    its own: it forgets what `torch.compile` has compiled in this one.
 
     Args:
         model: what the job gives to `fully_shard`; it needs no values and is not changed.
@@ -108,18 +112,25 @@ def precompile(
     return Precompiled(compat.cache_folder(), kept, found)
 
 
-def _device_type(asked: str | None, model: nn.Module, mesh: object) -> str:
+def _device_type(asked: Device | None, model: nn.Module, mesh: object) -> str:
     sharded = next(iter(units_of(model).values()), None)
     given = mesh if sharded is None else sharded._shardc_unit.mesh
-    if isinstance(given, DeviceMesh):
-        return given.device_type
+    return given.device_type if isinstance(given, DeviceMesh) else device_to_compile_for(asked)
+
+
+def device_to_compile_for(asked: Device | None) -> Device:
+    """The type of device: the one that is asked for, else "cuda" if this process sees a GPU.
+
+    Raises:
+        ValueError: "cuda" is asked for, and there is no GPU.
+    """
     has_gpu = torch.cuda.is_available()
     if asked == "cuda" and not has_gpu:
         built = torch.version.cuda or "none: this is a build for CPUs"
         raise ValueError(
-            "precompile for 'cuda' needs a GPU of the job's kind, whose properties Inductor asks "
-            f"for, and this process sees none (CUDA of torch: {built}): call it on one of the "
-            "job's machines, or leave it to the job's first start, where one rank compiles for all"
+            "compiling for 'cuda' needs a GPU of the job's kind, whose properties Inductor asks "
+            f"for, and this process sees none (CUDA of torch: {built}): do so on one of the job's "
+            "machines, or leave it to the job's first start, where one rank compiles for all"
         )
     return asked or ("cuda" if has_gpu else "cpu")
 

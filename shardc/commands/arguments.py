@@ -94,13 +94,13 @@ def add_step(parser: argparse.ArgumentParser) -> None:
 
 
 def count(text: str) -> int:
-    """A number of ranks, for argparse."""
+    """A count, for argparse."""
     try:
         number = int(text)
     except ValueError:
         number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a number of ranks, 1 or more, got '{text}'")
+        raise argparse.ArgumentTypeError(f"must be a count, 1 or more, got '{text}'")
     return number
 
 

@@ -6,10 +6,13 @@ import math
 import os
 from dataclasses import asdict
 
+import torch
+
 from shardc.commands.arguments import (
     add_copies,
     add_precision,
     add_target,
+    count,
     example_inputs,
     mesh_sizes,
     read_precision,
@@ -50,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "TORCHINDUCTOR_CACHE_DIR (default: that variable, else torch's own)")  # fmt: skip
     add("--device", choices=["cpu", "cuda"], help="where the job computes (default: on GPUs where "
         "there is one, which compiling for them needs)")  # fmt: skip
+    add("--threads", type=count, default=1, metavar="N", help="threads of a rank, which code for "
+        "CPUs is made for (default 1, as torchrun sets OMP_NUM_THREADS)")  # fmt: skip
     add("--wrapped", action="store_true", help="the job calls torch.compile(model, ...) and not "
         "model.compile(...)")  # fmt: skip
     add("--accumulation", action="store_true", help="compile steps under no_sync, too, and the one "
@@ -59,8 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compile, and say what was compiled and where it is."""
-    from shardc.backend.precompile import precompile
+    from shardc.backend.precompile import device_to_compile_for, precompile
 
+    try:
+        device = device_to_compile_for(args.device)
+    except ValueError as error:
+        raise UsageError(f"--device {args.device}: {error}") from error
+    torch.set_num_threads(args.threads)
     if args.cache:
         try:
             os.makedirs(args.cache, exist_ok=True)
@@ -77,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             *positional,
             kwargs=named,
             mesh=mesh,
-            device_type=args.device,
+            device_type=device,
             accumulation=args.accumulation,
             in_place=not args.wrapped,
             progress=progress,
