@@ -318,6 +318,8 @@ def main() -> int:
     failed = args.expect_loss_below is not None and not held_out < args.expect_loss_below
     if failed:
         say(f"FAILED: the held-out loss is not below {args.expect_loss_below}")
+    else:
+        say(f"done; checkpoints are in {args.checkpoint_dir}, and --resume goes on from the last")
     dist.destroy_process_group()
     return int(failed)
 
