@@ -189,8 +189,8 @@ def workspace_bytes(profile: Profile) -> int:
     return 2 * profile.workspace
 
 
-_BUDGET = "bytes, a text such as '70GB' or '16GiB', or a fraction of the device's memory in (0, 1]"
-Budget = Annotated[int | float | str, Must(_BUDGET)]
+_AMOUNT = "bytes, a text such as '70GB' or '16GiB', or a fraction of the {}'s memory in (0, 1]"
+Budget = Annotated[int | float | str, Must(_AMOUNT.format("device"))]
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -200,7 +200,7 @@ def budget_bytes(budget: Budget, profile: Profile) -> int:
     Raises:
         ValueError: none of these.
     """
-    return _bytes(budget, profile.memory, f"memory_budget must be {_BUDGET}")
+    return _bytes(budget, profile.memory, f"memory_budget must be {_AMOUNT.format('device')}")
 
 
 def host_bytes(amount: Budget) -> int:
@@ -218,8 +218,7 @@ def host_bytes(amount: Budget) -> int:
         whole = min(whole, float(_CONTAINER.read_text()))
     share = whole / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     digit = 10 ** (int(math.log10(share)) - 1)
-    share = share // digit * digit
-    return _bytes(amount, share, f"host_memory must be {_BUDGET.replace('device', 'host')}")
+    return _bytes(amount, share // digit * digit, f"host_memory must be {_AMOUNT.format('host')}")
 
 
 _CONTAINER = Path("/sys/fs/cgroup/memory.max")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shardc.runtime.bucket.bucket_spec import groups_for, spec_for
+from shardc.runtime.bucket.bucket_spec import Groups, groups_for, spec_for
 from shardc.runtime.layout.spec import UnshardSpec, intern_spec, spec_of
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ class GraphKey:
         code: the spec of the code that unshards the bucket now, while its unit trains.
     """
 
+    groups: Groups
     code: UnshardSpec
     _train: Reading
     _eval: Reading | None
 
     def __init__(self, bucket: "Bucket") -> None:
         self.bucket = bucket
-        self.groups = groups_for(bucket)
         self._again: list[Reading | None] = []
 
     def follow_settings(self) -> None:

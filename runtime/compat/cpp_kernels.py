@@ -5,8 +5,6 @@ their source: a rank with another folder would compile them anew.
 """
 
 import contextlib
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -50,14 +48,13 @@ class _Noting(dict[str, V]):
 
 
 def write_libraries(libraries: Libraries, folder: str) -> None:
-    """Put libraries into the folder, where it lacks them; whole or not at all."""
+    """Put libraries into the folder, where it lacks them; whole or not at all (2.11 to 2.15)."""
+    from torch._inductor.codecache import write_atomic
+
     for name, content in libraries.items():
         path = Path(folder, name)
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                file.write(content)
-            os.replace(file.name, path)
+            write_atomic(str(path), content, make_dirs=True)
 
 
 @contextlib.contextmanager

@@ -68,12 +68,11 @@ def also_named(group: dist.ProcessGroup, name: str) -> str:
     have different graphs. A name that another group goes by is not taken from it.
     """
     from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
-    from torch.distributed import distributed_c10d
 
     for number in itertools.count(1):
         numbered = name if number == 1 else f"{name}_{number}"
         try:
-            known = distributed_c10d._resolve_process_group(numbered)  # type: ignore[arg-type]
+            known = resolve_group(numbered)
         except RuntimeError:  # it is free, or its group is gone
             _unregister_process_group(numbered)  # type: ignore[arg-type]
             _register_process_group(numbered, group)  # type: ignore[arg-type]

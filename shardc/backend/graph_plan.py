@@ -99,7 +99,7 @@ class Plan:
         self._device = "cpu" if first is None else first.device.type
         planned = any(bucket.settings.host_is_apart for bucket in buckets.values())
         self._has_link = self._device != "cpu" or planned
-        self._is_elsewhere = planned
+        self._for_other_hardware = planned
         kept = _static_bytes(buckets.values(), options)
         self.static_bytes = kept + workspace_bytes(self.profile)
         self._states = {
@@ -208,7 +208,7 @@ class Plan:
 
     def _host_room(self) -> float:
         given = self.options.host_memory
-        if given is None and (self._is_elsewhere or not self.uses_host):
+        if given is None and (self._for_other_hardware or not self.uses_host):
             return math.inf
         return host_bytes(_OF_HOST if given is None else given)
 
