@@ -58,8 +58,8 @@ def coalesce(gm: GraphModule, ctx: PassContext) -> GraphModule:
     problem = read_problem(gm, ctx, events)
     merged = plan_groups(
         problem,
-        [_kind(transfer, ctx) for transfer in events.gathers],
-        [_kind(transfer, ctx) for transfer in events.reduces],
+        [_kind(transfer) for transfer in events.gathers],
+        [_kind(transfer) for transfer in events.reduces],
     )
     for transfers, groups in zip((events.gathers, events.reduces), merged, strict=True):
         for group in groups:
@@ -72,7 +72,7 @@ def coalesce(gm: GraphModule, ctx: PassContext) -> GraphModule:
     return gm
 
 
-def _kind(transfer: Transfer, ctx: PassContext) -> Any:
+def _kind(transfer: Transfer) -> Any:
     """Only collectives of one kind may be merged: same op, group, dtype, not coalesced yet."""
     start = transfer.start
     if kind_of(start) == "all_to_all" and _has_rows(start):
@@ -80,12 +80,7 @@ def _kind(transfer: Transfer, ctx: PassContext) -> Any:
     waits_first = transfer.is_gather and any(map(is_collective, transfer.before))
     if start.target not in _COALESCED or waits_first:
         return object()
-    return (
-        start.target,
-        start.meta["val"].dtype,
-        start.args[1:],  # the group is the last
-        transfer.is_gather and ctx.kept.reshards(start),
-    )
+    return start.target, start.meta["val"].dtype, start.args[1:]  # the group is the last
 
 
 # -- deciding ------------------------------------------------------------------------------------

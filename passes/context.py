@@ -188,12 +188,11 @@ class Kept:
     offloads: Mapping[str, int] = field(default_factory=dict)
     states: frozenset[int] = frozenset()
 
-    def reshards(self, gather: Node) -> bool:
-        """Whether the bucket that `gather` gathers is freed after the forward."""
-        moved = moved_by(gather)
-        if any(each.position in self.among for each in moved):
-            return all(each.position not in self.positions for each in moved)
-        return any(each.spec.reshard_after_forward for each in moved)
+    def reshards(self, moved: "Moved") -> bool:
+        """Whether the gathered bucket is freed after the forward."""
+        if moved.position in self.among:
+            return moved.position not in self.positions
+        return moved.spec.reshard_after_forward
 
 
 _numbers = itertools.count()

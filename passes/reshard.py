@@ -51,7 +51,7 @@ def tag_reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
         if node.op != "call_function" or node in parts:
             continue
         if is_all_gather(node) and moved_by(node):
-            resharded[node] = ctx.kept.reshards(node)
+            resharded[node] = any(map(ctx.kept.reshards, moved_by(node)))
             prepared |= prepares(node)
             continue
         gathered = [i for i in node.all_input_nodes if i in resharded or i in parts]

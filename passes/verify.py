@@ -49,9 +49,11 @@ def _no_resharded_weight_is_saved(gm: GraphModule, ctx: PassContext) -> None:
     made_of: dict[Node, Node] = {}  # from what is computed from weights alone to a gather of theirs
     for node in gm.graph.nodes:
         if is_all_gather(node) and moved_by(node):
-            if ctx.kept.reshards(node):
-                made_of[node] = node
-        elif node.target is torch.ops.shardc.recut.default or is_random(node):
+            for result in results_of(node):
+                index = 0 if result is node else int(result.args[1])  # type: ignore[arg-type]
+                if ctx.kept.reshards(moved_by(node)[index]):
+                    made_of[result] = node
+        elif node in made_of or node.target is torch.ops.shardc.recut.default or is_random(node):
             continue
         elif node.all_input_nodes and all(i in made_of for i in node.all_input_nodes):
             made_of[node] = made_of[node.all_input_nodes[0]]

@@ -34,6 +34,7 @@ from shardc.passes.verify import verify
 from shardc.passes.write_gradients import write_gradients
 from shardc.runtime.eager.executor import eager_executor
 from shardc.runtime.layout.spec import Moved, UnshardSpec, intern_spec
+from shardc.sharding import unit_plan
 
 c10d, aten = torch.ops._c10d_functional, torch.ops.aten
 
@@ -284,6 +285,24 @@ def test_units_are_split_and_merged_and_train_as_before(mesh):
     check_parity(plain, sharded, step, _batch, mesh)
     coalesced = [line for plan in graph_plans for line in plan.collectives if " and " in line]
     assert coalesced and all("coalesced" in line for line in coalesced)
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@on_ranks(2)
+def test_what_stays_gathered_may_travel_with_what_does_not(mesh, executor):
+    far = replace(QUICK, name="far", message=1e-3)
+    set_profile(QUICK)
+    with mock.patch.object(unit_plan, "_LARGE", 1):  # so that the model has the blocks' vectors
+        plain, sharded = seeded(Stack), fully_shard(seeded(Stack), mesh=mesh, units="auto")
+    set_profile(None)
+    settings = [unit._shardc_unit.buckets[0].settings for unit in units_of(sharded).values()]
+    assert [each.reshard_after_forward for each in settings] == [False, True, True]
+    options = {"executor": executor, "profile": far, "coalesce": True}
+    step = torch.compile(sharded, backend="shardc", options=options, fullgraph=True)
+    graph_plans.clear()
+    check_parity(plain, sharded, step, _batch, mesh)
+    forward = next(iter(graph_plans)).collectives
+    assert any(line.startswith("layers.1[1]+Stack[2]: all_gather") for line in forward), forward
 
 
 @on_ranks(2)
