@@ -139,6 +139,35 @@ def test_exact_plan():
     assert [layout.interval(i, 1) for i in range(4)] == [(15, 15), (0, 5), (0, 1), (0, 0)]
 
 
+@given(st.lists(st.integers(1, 9), max_size=9), st.integers(0, 30))
+def test_matrices_are_dealt_to_many_buckets_of_like_sizes(sizes, least):
+    params = [Param(f"m{i}", (size, 4), torch.float32) for i, size in enumerate(sizes)]
+    layouts = plan_buckets(params, 2, grain=16 * least)
+    assert [slot.name for each in layouts for slot in each.slots] == [p.name for p in params]
+    found = [sum(slot.shape[0] for slot in layout.slots) for layout in layouts]
+    cuts = [
+        [sum(sizes[start:stop]) for start, stop in itertools.pairwise((0, *inner, len(sizes)))]
+        for count in range(len(sizes) if least else 1)
+        for inner in itertools.combinations(range(1, len(sizes)), count)
+    ]
+    allowed = [cut for cut in cuts if min(cut) >= least] or [[sum(sizes)]]
+    best = min(allowed, key=lambda cut: (-len(cut), sum(size**2 for size in cut)))
+    assert not sizes or len(found) == len(best)
+    assert sum(size**2 for size in found) == sum(size**2 for size in best)
+
+
+def test_a_block_has_buckets_of_one_size():
+    shapes = {"norm": (64,), "qkv": (192, 64), "out": (64, 64)}
+    shapes |= {"gate": (256, 64), "up": (256, 64), "down": (64, 256)}
+    params = [Param(name, shape) for name, shape in shapes.items()]
+    layouts = plan_buckets(params, 4, grain=4 * 192 * 64)
+    names = [[slot.name for slot in layout.slots] for layout in layouts]
+    assert names == [["norm", "qkv", "out"], ["gate"], ["up"], ["down"]]
+    apart = [Param(name, shape, apart=name == "norm") for name, shape in shapes.items()]
+    layouts = plan_buckets(apart, 4, grain=4 * 192 * 64)
+    assert [layout.numel for layout in layouts] == [64] + 4 * [256 * 64]
+
+
 def test_only_empty_parameters():
     layout = plan_bucket([Param("a", (0,)), Param("b", (3, 0))], 4)
     assert (layout.segment, layout.numel, layout.padding_fraction) == (0, 0, 0.0)

@@ -1,12 +1,15 @@
 """Training equals the unsharded run: loss, every gradient, every parameter."""
 
+from unittest import mock
+
 import pytest
 import torch
-from models import Stack, check_parity, compiled, seeded, shard_all, tokens
+from models import Block, Stack, check_parity, compiled, seeded, shard_all, tokens
 from ranks import on_ranks
 from torch import nn
 
-from shardc import ShardTensor, fully_shard, units_of
+from shardc import ShardTensor, fully_shard, set_profile, units_of
+from shardc.sharding import unit_plan
 
 
 def _batch(seed):
@@ -55,3 +58,57 @@ def test_parity_tied(mesh):
     buckets = [b for unit in units_of(model).values() for b in unit._shardc_unit.buckets]
     names = [slot.name for bucket in buckets for slot in bucket.layout.slots]
     assert len(names) == len(list(plain.parameters())), "a shared parameter has two places"
+
+
+def _as_on_a_gpu(mesh, least):
+    """Sharded as for a GPU, where units of `least` elements are large."""
+    set_profile("h100-nvlink")
+    try:
+        with mock.patch.object(unit_plan, "_LARGE", least):
+            return shard_all(seeded(Stack), mesh)
+    finally:
+        set_profile(None)
+
+
+def _names(unit):
+    return [[slot.name for slot in bucket.layout.slots] for bucket in unit._shardc_unit.buckets]
+
+
+@pytest.mark.parametrize("way", ["uncompiled", "eager", "inductor", "blocks"])
+@on_ranks(2)
+def test_parity_with_vectors_of_blocks_in_a_bucket_of_the_models(mesh, way):
+    plain, model = seeded(Stack), _as_on_a_gpu(mesh, least=1)
+    units = units_of(model)
+    assert _names(units["layers.0"]) == _names(units["layers.1"]) == [["up.weight", "down.weight"]]
+    vectors = [name for name, param in plain.named_parameters() if param.ndim < 2]
+    assert len(vectors) == 6 and _names(units[""]) == [["embed.weight", "head.weight"], vectors]
+    call = model
+    if way in ("eager", "inductor"):
+        call = compiled(model, way, fullgraph=True)
+    elif way == "blocks":
+        for layer in model.layers:
+            layer.compile(backend="shardc", options={"executor": "eager"})
+    check_parity(plain, model, call, _batch, mesh)
+    block, x = model.layers[1], torch.ones(2, 18)  # outside of the forward that gathers its vectors
+    block(x).sum().backward()
+    plain.layers[1](x).sum().backward()
+    for name, param in plain.layers[1].named_parameters():
+        torch.testing.assert_close(block.get_parameter(name).full_tensor(), param)
+        grad = block.get_parameter(name).grad.full_tensor()
+        torch.testing.assert_close(grad, param.grad, msg=name)
+
+
+@on_ranks(2)
+def test_which_vectors_stay_with_their_blocks(mesh):
+    """Those of small blocks, of blocks that the user names, and all on CPUs."""
+    small = _as_on_a_gpu(mesh, least=2 * 18 * 37 + 1)
+    with mock.patch.object(unit_plan, "_LARGE", 1):
+        on_cpu = shard_all(seeded(Stack), mesh)
+        set_profile("h100-nvlink")
+        try:
+            named = fully_shard(seeded(Stack), mesh=mesh, units=Block)
+        finally:
+            set_profile(None)
+    for model in (small, on_cpu, named):
+        (bucket,) = _names(units_of(model)["layers.0"])
+        assert bucket == ["norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight"]

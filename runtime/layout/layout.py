@@ -14,7 +14,8 @@ ranks, and needs neither a process group nor real tensors.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import accumulate
 
 import torch
 
@@ -31,8 +32,13 @@ ones."""
 
 @dataclass(frozen=True)
 class Param:
-    """What the planner knows of a parameter: its name, shape and dtype; `by_rows`: whether it is
-    cut between rows only, in a bucket of its own; `is_table`: whether rows of it are looked up."""
+    """What the planner knows of a parameter.
+
+    Attributes:
+        by_rows: it is cut between rows only, in a bucket of its own.
+        is_table: rows of it are looked up.
+        apart: it is a vector, and the unit's vectors have a bucket of their own.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -40,6 +46,7 @@ class Param:
     requires_grad: bool = True
     by_rows: bool = False
     is_table: bool = False
+    apart: bool = False
 
     @property
     def numel(self) -> int:
@@ -185,42 +192,54 @@ _MOST_EXACT = 1 / 8
 def _split(params: list[Param], grain: int, itemsize: int) -> list[list[Param]]:
     """Parts of at least `grain` bytes each, so that the first can be used while others travel.
 
-    Vectors (norms, biases) all go into the first part: they are small, and modules register them
-    where they please, while a block's first norm is what its forward reads first. A large table is
-    alone: graphs that fetch rows of it do not gather it.
+    Vectors (norms, biases) all go into the first part, or have one of their own: they are small,
+    and modules register them where they please, while a block's first norm is what its forward
+    reads first. A large table is alone: graphs that fetch rows of it do not gather it.
     """
-    tables = [p for p in params if p.is_table and grain and p.numel * itemsize >= _LARGE * grain]
-    others = [param for param in params if param not in tables]
-    parts = [*([table] for table in tables), *(_split_others(others, grain, itemsize))]
     place = {param.name: index for index, param in enumerate(params)}
-    return sorted(parts, key=lambda part: place[part[0].name]) if tables else parts
+    vectors = [p for p in params if len(p.shape) < 2]
+    matrices = [p for p in params if len(p.shape) > 1]
+    apart = any(vector.apart for vector in vectors)
+    tables = [p for p in matrices if p.is_table and grain and p.numel * itemsize >= _LARGE * grain]
+    others = [p for p in matrices if p not in tables]
+    runs = _cut_evenly(tuple(param.numel * itemsize for param in others), grain)
+    parts = [others[start:stop] for start, stop in runs]
+    if apart or not parts:
+        parts.insert(0, vectors)
+    else:
+        parts[0] = sorted((*vectors, *parts[0]), key=lambda param: place[param.name])
+    parts += [[table] for table in tables]
+    return sorted(filter(None, parts), key=lambda part: place[part[0].name])
 
 
 _LARGE = 0.5
 """Grains in a table that is alone: to send it takes as long as a message costs at least."""
 
 
-def _split_others(params: list[Param], grain: int, itemsize: int) -> list[list[Param]]:
-    if not params:
-        return []
-    size = sum(param.numel for param in params) * itemsize
-    if not grain or size < 2 * grain:
-        return [params]
-    parts: list[list[Param]] = [[param for param in params if len(param.shape) < 2]]
-    filled = 0
-    for param in params:
-        if len(param.shape) < 2:
-            continue
-        nbytes = param.numel * itemsize
-        if filled >= grain:
-            parts.append([])
-            filled = 0
-        parts[-1].append(param)
-        filled += nbytes
-    if len(parts) > 1 and filled < grain:
-        parts[-2:] = [parts[-2] + parts[-1]]
-    place = {param.name: index for index, param in enumerate(params)}
-    return [sorted(part, key=lambda param: place[param.name]) for part in parts]
+@lru_cache
+def _cut_evenly(sizes: tuple[int, ...], least: int) -> list[tuple[int, int]]:
+    """As many runs of `sizes` as there can be of `least` each, and of those the most equal ones.
+
+    Where all are less, and where `least` is 0, they are one run. Buckets of one size leave holes of
+    one size in the device's memory, which the next ones fill.
+    """
+    ends = list(accumulate(sizes, initial=0))
+    if not sizes or not 0 < least <= ends[-1]:
+        return [(0, len(sizes))] if sizes else []
+    best: list[tuple[int, int, int] | None] = [(0, 0, 0)]  # runs, less their squares, last start
+    for stop in range(1, len(ends)):
+        cuts = (
+            (before[0] + 1, before[1] - (ends[stop] - ends[start]) ** 2, start)
+            for start, before in enumerate(best)
+            if before and ends[stop] - ends[start] >= least
+        )
+        best.append(max(cuts, default=None))
+    runs, stop = [], len(sizes)
+    while stop:
+        start = best[stop][2]  # type: ignore[index]  # all of them together are enough
+        runs.append((start, stop))
+        stop = start
+    return runs[::-1]
 
 
 def _apart(params: list[Param], world_size: int) -> list[list[Param]]:

@@ -47,6 +47,10 @@ def plan_units(
 ) -> list[UnitPlan]:
     """The units of `modules`, inner ones first, the one of `modules` itself last.
 
+    Where "auto" chooses the units and devices have memory of their own, the vectors of large inner
+    units are the last one's, in one bucket. Buckets of matrices alone have the sizes of gradients
+    and, often, activations, so what one leaves free in the device's memory another fills.
+
     Args:
         modules: what is given to `fully_shard`.
         units: which inner modules become units.
@@ -70,7 +74,7 @@ def plan_units(
         UnitRequest(modules, {}),
     ]
     plans: list[UnitPlan] = []
-    taken = set(alone.params)
+    taken, left = set(alone.params), set[nn.Parameter]()
     grain = bucket_grain(world_size, profile)
     for request in requests:
         asked = {**options, **request.options}
@@ -82,6 +86,9 @@ def plan_units(
             for param, owners in owned.items()
             if param not in taken and not isinstance(param, ShardTensor)
         }
+        if request is not requests[-1] and units == "auto" and profile.host_bandwidth:
+            left |= _vectors_of_large(params)
+            params = {name: param for name, param in params.items() if param not in left}
         taken |= set(params.values())
         described = [
             Param(
@@ -90,6 +97,7 @@ def plan_units(
                 param.requires_grad,
                 by_rows=is_cut_by_rows(name, param, placement_fn),
                 is_table=any(isinstance(each.module, nn.Embedding) for each in owned[param]),
+                apart=param in left,
             )
             for name, param in params.items()
         ]
@@ -106,3 +114,17 @@ def plan_units(
             )
         )
     return plans
+
+
+_LARGE = 2**19
+"""Elements of a unit whose buckets, in two bytes each, come from the large blocks of torch's
+allocator (c10/cuda/CUDACachingAllocator.cpp, kSmallSize)."""
+_VECTOR = 2**16
+"""Elements of the longest vector that stays gathered for a whole step: more than any norm has."""
+
+
+def _vectors_of_large(params: Mapping[str, nn.Parameter]) -> set[nn.Parameter]:
+    """The vectors of a unit, unless the unit is small."""
+    vectors = {each for each in params.values() if each.ndim < 2 and each.numel() <= _VECTOR}
+    rest = sum(each.numel() for each in params.values() if each not in vectors)
+    return vectors if rest >= _LARGE else set()
