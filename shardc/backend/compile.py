@@ -181,8 +181,12 @@ def _compile_inductor(
 
 
 def _settings(plan: Plan, mode: str | None) -> dict[str, object]:
-    """Those of Inductor for a compile, passes of shardc left out."""
-    frugal = {} if plan.options.memory_budget is None else compat.frugal_settings()
+    """Those of Inductor for a compile, passes of shardc left out.
+
+    Memory of accelerators is as planned with or without a budget; on CPUs reuse spares page faults.
+    """
+    planned = plan.options.memory_budget is not None or plan.device != "cpu"
+    frugal = compat.frugal_settings() if planned else {}
     given = compat.mode_options(mode) | plan.options.inductor
     return frugal | given | compat.order_settings()
 

@@ -96,9 +96,9 @@ class Plan:
         self.references = {position: weakref.ref(bucket) for position, bucket in buckets.items()}
         first = next(iter(buckets.values()), None)
         self.everyone = "" if first is None else first.ranks.everyone
-        self._device = "cpu" if first is None else first.device.type
+        self.device = "cpu" if first is None else first.device.type
         planned = any(bucket.settings.host_is_apart for bucket in buckets.values())
-        self._has_link = self._device != "cpu" or planned
+        self._has_link = self.device != "cpu" or planned
         self._for_other_hardware = planned
         kept = _static_bytes(buckets.values(), options)
         self.static_bytes = kept + workspace_bytes(self.profile)
@@ -171,7 +171,7 @@ class Plan:
     def profile(self) -> Profile:
         """The hardware to plan for."""
         given = self.options.profile
-        return current_profile(self._device) if given is None else as_profile(given)
+        return current_profile(self.device) if given is None else as_profile(given)
 
     def _budget(self) -> Budget | None:
         options = self.options
@@ -267,7 +267,7 @@ class Plan:
         own = replace(self.options, inductor={}, agreement_timeout=None)
         slots = [(position, sorted(slots)) for position, slots in self.slots.items()]
         opened = sorted(self._open)
-        made_for = [self._device, self.everyone, self.static_bytes, self._clones]
+        made_for = [self.device, self.everyone, self.static_bytes, self._clones]
         return repr([own, self.profile, self._schedule, self.labels, slots, opened, made_for])
 
     def _tell(self, gm: GraphModule | None, ctx: PassContext, finished: "GraphPlan") -> None:
