@@ -62,10 +62,10 @@ def test_plan_has_the_buckets_of_fully_shard(mesh, tied):
 @pytest.mark.parametrize(
     "name, parameters, blocks, root",
     [
-        ("llama3_8b", 8_030_261_248, 32, 128256 * 4096 * 2 + 4096),
-        ("llama3_70b", 70_553_706_496, 80, 128256 * 8192 * 2 + 8192),
-        ("llama3_405b", 405_853_388_800, 126, 128256 * 16384 * 2 + 16384),
-        ("mixtral_8x7b", 46_702_792_704, 32, 32000 * 4096 * 2 + 4096),
+        ("llama3_8b", 8_030_261_248, 32, 128256 * 4096 * 2 + 65 * 4096),
+        ("llama3_70b", 70_553_706_496, 80, 128256 * 8192 * 2 + 161 * 8192),
+        ("llama3_405b", 405_853_388_800, 126, 128256 * 16384 * 2 + 253 * 16384),
+        ("mixtral_8x7b", 46_702_792_704, 32, 32000 * 4096 * 2 + 65 * 4096),
     ],
 )
 @pytest.mark.parametrize("world", [1, 1000, 16384])
@@ -95,13 +95,14 @@ def test_plan_prints_a_row_a_bucket(capsys):
     code, out, _ = ended(capsys, *arguments, "--profile", "h100-nvlink")
     lines = out.splitlines()
     assert code == 0 and lines[0].startswith("examples.models:llama3_8b over 1024 ranks")
-    rows = [" ".join(line.split()) for line in lines[4:7]]
+    rows = [" ".join(line.split()) for line in lines[4:8]]
     assert rows == [
-        "model.layers.0 .. model.layers.31 (32) 218,112,000 float32 832 MiB 832 KiB 0.000",
+        "model.layers.0 .. model.layers.31 (32) 218,103,808 float32 832 MiB 832 KiB 0.000",
         "(root) 525,336,576 float32 1.969 GiB 1.969 MiB 0.595",
-        "525,340,672 float32 1.957 GiB 1.957 MiB 0.001",
+        "266,240 float32 1.031 MiB 1.031 KiB 1.515",
+        "525,336,576 float32 1.957 GiB 1.957 MiB 0.000",
     ]
-    assert lines[-2] == "8,030,261,248 parameters; units: 33, buckets: 34, padding: 0.039%"
+    assert lines[-2] == "8,030,261,248 parameters; units: 33, buckets: 35, padding: 0.039%"
     assert "parameters 29.93 MiB, gradients 29.93 MiB, Adam's state 59.85 MiB" in lines[-1]
     mixed = ended(capsys, *arguments, "--mp", "bf16")[1]
     assert "gathered bytes" in mixed and "gathered bytes" not in out

@@ -90,8 +90,9 @@ def fully_shard(
             to replicate over. Every parameter is then a DTensor on the whole mesh, replicated over
             those.
         units: inner modules to make units of: "auto" (the elements of every `ModuleList` or
-            `Sequential` of two or more modules of one class), a class, a tuple of classes, or a
-            callable `module -> bool | dict`, whose dict overrides options for that unit.
+            `Sequential` of two or more modules of one class; on GPUs the vectors of large ones stay
+            with `module`'s unit), a class, a tuple of classes, or a callable
+            `module -> bool | dict`, whose dict overrides options for that unit.
         param_init_fn: initialises a module that was built on meta, as `shardc.materialize` does
             with it; without it a model on meta stays there until it is materialised.
         sync_module_states: start from the parameters and buffers of rank 0 of the mesh; on other

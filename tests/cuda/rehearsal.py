@@ -71,7 +71,7 @@ class Outcome:
         planned: the most bytes that the graphs were planned to hold.
         loaded: how many Dynamo graphs were found compiled.
         compiled: how many kernels Triton compiled.
-        orders: for each graph that was planned, its phase and its collectives and waits.
+        orders: for each graph that was compiled, its phase, and the messages and waits planned.
         log: what the process printed.
         trace: the file with the last step.
     """

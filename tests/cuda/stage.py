@@ -34,9 +34,11 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.fx import GraphModule, Node
 
 import shardc
-from shardc.backend.graph_plan import graph_plans
+from shardc.backend.graph_plan import GraphPlan, Plan, graph_plans, listeners
+from shardc.passes.context import PassContext, is_collective, is_host_copy, is_wait, kind_of
 from shardc.runtime.comm import table_rows
 from shardc.runtime.compat import cache_counts
 
@@ -70,12 +72,13 @@ def run(setup: Setup, folder: Path) -> None:
     compiled: list[str] = []
     triton.knobs.compilation.listener = partial(_note_compiled, compiled)
     orders: list[tuple[str, list[str]]] = []
+    listeners.append(_note_order)
     try:
         if setup.who == "ahead":
             _precompile(setup)
         else:
             result = _Rehearsal(setup).run(folder / "trace")
-        orders = [(plan.phase, plan.order) for plan in graph_plans]
+        orders = [(plan.phase, plan.notes["sent"]) for plan in graph_plans]
         result["planned"] = max((plan.peak for plan in graph_plans), default=0)
     except Exception:
         error = traceback.format_exc()
@@ -85,6 +88,26 @@ def run(setup: Setup, folder: Path) -> None:
     sys.stdout.flush()
     _leave(setup)
     os._exit(0)  # collectives of the end would move nothing
+
+
+def _note_order(gm: GraphModule | None, ctx: PassContext, plan: Plan, finished: GraphPlan) -> None:
+    """Keep the messages of a graph as NCCL has them: what is coalesced is several, one wait."""
+    if gm is None:  # loaded, with what was noted
+        return
+    order: list[str] = finished.notes.setdefault("sent", [])
+    arrived = set[Node]()
+    for node in gm.graph.nodes:
+        if is_collective(node):
+            order += [kind_of(node)] * (len(node.args[0]) if _is_coalesced(node) else 1)
+        elif is_wait(node) and not is_host_copy(node.args[0]):
+            start = next((i for i in node.args[0].all_input_nodes if _is_coalesced(i)), node)
+            if start not in arrived:
+                order.append("wait")
+            arrived.add(start)
+
+
+def _is_coalesced(node: Node) -> bool:
+    return is_collective(node) and "coalesced" in str(node.target)
 
 
 def _precompile(setup: Setup) -> None:

@@ -1,7 +1,4 @@
-"""Planned bytes beside those that the caching allocator gave and took from the device.
-
-Wanted are 5% and 10%. The bound on what it took keeps that from becoming worse.
-"""
+"""Planned bytes beside those that the caching allocator gave and took from the device."""
 
 from pathlib import Path
 from typing import Any
@@ -23,11 +20,14 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-RESERVED = {"fixed": 1.24, "expandable": 1.22}
-"""The most bytes that the allocator may keep of the device, over the peak, by kind of segment."""
+WANTED = 1.10
+"""The most bytes that the allocator should keep of the device, over the peak."""
+COARSE = {"16 x 256": 1.15, "2 x 2048": 1.20}
+"""The same with checkpoints where one block or two are a tenth of the peak: segments of 20 MiB that
+the allocator takes beside 206 MB, and gathered weights of 34 MB beside 686."""
 
 
-@pytest.mark.parametrize("segments", RESERVED)
+@pytest.mark.parametrize("segments", ["fixed", "expandable"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", MODELS)
 def test_peak(model: str, strategy: str, segments: str, tmp_path: Path) -> None:
@@ -36,9 +36,9 @@ def test_peak(model: str, strategy: str, segments: str, tmp_path: Path) -> None:
     found = rehearse(setup, tmp_path)
     assert not found.error, found.error
     print(f"planned {found.planned:,}, peak {found.peak:,}, reserved {found.reserved:,}")
-    least, most = (0.95, 1.03) if strategy == "checkpoint" else (0.97, 1.01)
-    assert least <= found.planned / found.peak <= most
-    assert found.reserved <= RESERVED[segments] * found.peak
+    exact = strategy != "checkpoint"
+    assert abs(found.planned / found.peak - 1) <= (0.003 if exact else 0.03)
+    assert found.reserved <= (WANTED if exact else COARSE.get(model, WANTED)) * found.peak
 
 
 @pytest.mark.parametrize("share", [0.9, 0.65])
