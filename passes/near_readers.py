@@ -31,6 +31,7 @@ from shardc.passes.context import (
     is_transfer,
     is_view,
     is_wait,
+    moves_state,
     reach,
     readers_of,
     sources_of,
@@ -244,6 +245,8 @@ class _Places:
 
 def _writes_to_its_own(node: Node) -> bool:
     """Whether a node at a border writes to nothing that ops read: they may cross it."""
+    if moves_state(node):  # `sent`, it says, so that nobody takes it for dead code
+        return True
     if is_transfer(node) or is_wait(node) or is_view(node):
         schema = getattr(node.target, "_schema", None)
         return schema is None or not schema.is_mutable

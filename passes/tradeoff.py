@@ -79,11 +79,14 @@ class Tradeoff:
 
     @property
     def leanest(self) -> set[Choice]:
-        """The choices among which is the one that holds least."""
+        """The choices among which is the one that holds least.
+
+        To compute again may hold more, where little is saved: it brings gathers forward.
+        """
         values, states = len(self.values), self._most_states
         beside, alone = self._most_copies(states), self._most_copies(0)
-        found = {Choice(values, 0, 0, states), Choice(values, 0, beside, states)}
-        return found if alone == beside else found | {Choice(values, 0, alone, 0)}
+        copies = {(0, states), (beside, states), (alone, states if alone == beside else 0)}
+        return {Choice(again, 0, *each) for again in (0, values) for each in copies}
 
     def computed_again(self, choice: Choice) -> list[Recompute]:
         """The values that a choice has computed again."""

@@ -16,6 +16,7 @@ from torchao import float8
 import shardc
 from shardc.passes.context import module_of
 from shardc.passes.cost import collective_seconds
+from shardc.reports.findings import PADDING_SHARE
 from shardc.reports.formulas import evaluate
 from shardc.reports.if_hierarchical import if_hierarchical
 from shardc.reports.if_quantised import if_quantised
@@ -271,6 +272,15 @@ def test_findings_name_what_to_change():
     assert "2 parameters never used: Awkward.forgotten.weight" in found["unused parameters"].what
     assert all(finding.advice for finding in report.findings)
     assert "Findings\n- graph break" in str(report)
+
+
+def test_padding_of_a_few_vectors_is_no_finding():
+    with torch.device("meta"):
+        blocks = [nn.Sequential(nn.LayerNorm(1000), nn.Linear(1000, 1000)) for _ in range(2)]
+        model, inputs = nn.Sequential(*blocks), torch.zeros(1, 1000)
+    report = shardc.explain(model, inputs, world_size=64, profile="h100-nvlink")
+    assert max(bucket.padding for bucket in report.buckets) > PADDING_SHARE
+    assert "padding" not in {finding.kind for finding in report.findings}
 
 
 def test_a_step_that_does_not_fit():

@@ -277,6 +277,16 @@ def test_nothing_crosses_what_writes():
     assert _together(run, *_of_8(2)) == [["sin", "copy_"], ["mul"]]
 
 
+def test_ops_cross_what_brings_an_optimizers_state_back():
+    def run(x, w, sent):
+        y = x.sin()
+        torch.ops.shardc.fetch_state(sent)
+        return [y * c10d.wait_tensor(w)]
+
+    none = torch.tensor(-1)  # nothing was sent under this number
+    assert _together(run, *_of_8(2), none) == [["fetch_state"], ["sin", "mul"]]
+
+
 # -- on ranks ------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,9 @@ from shardc.reports.words import format_bytes, format_seconds, plural
 EXPOSED_SHARE = 0.03
 """Communication that adds less than this share to a step is not worth a word."""
 PADDING_SHARE = 0.01
+"""A bucket with more padding than this share is named."""
+PADDING_OF_ALL = 1e-4
+"""The share of all buckets below which the padding of one is not worth a word."""
 LESS_SHARE = 0.95
 """Fewer bits on the wire are worth a word where they leave this share of a step, or less."""
 FIXED_SHARE = 0.5
@@ -243,7 +246,12 @@ def _units(record: Record, profile: Profile) -> Iterator[Finding]:
 
 
 def _padding(record: Record) -> Iterator[Finding]:
-    padded = [bucket for bucket in record.buckets if bucket.padding > PADDING_SHARE]
+    least = PADDING_OF_ALL * sum(bucket.nbytes for bucket in record.buckets)
+    padded = [
+        bucket
+        for bucket in record.buckets
+        if bucket.padding > PADDING_SHARE and bucket.padding * bucket.nbytes > least
+    ]
     if padded:
         worst = max(padded, key=lambda bucket: bucket.padding)
         yield Finding(

@@ -47,9 +47,10 @@ def test_a_budget_saves_on_the_host(share: float, tmp_path: Path) -> None:
     _check_budget(share, sizes, {"offload_optimizer_state": False}, tmp_path)
 
 
-def test_a_budget_has_the_optimizers_state_wait_on_the_host(tmp_path: Path) -> None:
-    sizes: dict[str, int] = {"blocks": 4, "dim": 1024, "batch": 1, "length": 128}
-    _check_budget(0.8, sizes, {"offload_activations": False}, tmp_path)
+@pytest.mark.parametrize("share", [0.8, 0.65])
+def test_a_budget_has_the_optimizers_state_wait_on_the_host(share: float, tmp_path: Path) -> None:
+    sizes: dict[str, int] = {"blocks": 4, "dim": 1024, "batch": 4, "length": 512}
+    _check_budget(share, sizes, {"offload_activations": False}, tmp_path)
 
 
 @pytest.mark.parametrize("model", ["4 x 1024", "8 x 512"])

@@ -28,7 +28,7 @@ def test_quantised_messages(tmp_path: Path) -> None:
     ours = _trace(Setup(wire="int8", **SHAPE), tmp_path / "shardc")
     sent = [name for _, order in ours.order for name in order]
     gathered, reduced = sent.count("all_gather"), sent.count("all_to_all")
-    assert gathered > reduced > 0 and "reduce_scatter" not in sent
+    assert gathered > reduced > 0 and sent.count("reduce_scatter") == 1  # of the vectors
     more = gathered + 1 if version("torch").startswith("2.11.") else 0
     assert ours.count("triton") <= plain.count("triton") + 3 * gathered + 4 * reduced + more
 
