@@ -142,6 +142,15 @@ def tensor_bytes(value: Any) -> Expr:
     return total
 
 
+_MATMULS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+
+
+def is_matmul(node: Node) -> bool:
+    """Whether the matmul library computes the node."""
+    op = getattr(node.target, "overloadpacket", None)
+    return op in _MATMULS or op is torch.ops.shardc.write_matmul
+
+
 def node_flops(node: Node) -> Expr:
     """FLOPs of a matmul, convolution or attention; 0 for everything else."""
     target, args = called(node)

@@ -18,6 +18,7 @@ from typing import Annotated
 
 import torch
 
+from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Must, checked, shown
 
 
@@ -50,7 +51,7 @@ class Profile:
         attention_efficiency: the share of a matmul's rate that fused attention reaches.
         host_bandwidth: bytes/s of a copy from pinned memory of the host; 0 where that is the
             device's own.
-        workspace: bytes that the matmul library keeps for each thread that computes.
+        workspace: bytes that the matmul library has for each thread that computes.
         board: part of the name that torch has for GPUs of this profile; "": for none by default.
     """
 
@@ -186,7 +187,12 @@ def current_profile(device_type: str) -> Profile:
 
 def workspace_bytes(profile: Profile) -> int:
     """Bytes that the matmul library keeps: the forward's thread computes, and autograd's."""
-    return 2 * profile.workspace
+    return 2 * profile.workspace if compat.keeps_workspaces() else 0
+
+
+def matmul_bytes(profile: Profile) -> int:
+    """Bytes that each matmul takes for as long as it is queued, where no workspace is kept."""
+    return 0 if compat.keeps_workspaces() else profile.workspace
 
 
 _AMOUNT = "bytes, a text such as '70GB' or '16GiB', or a fraction of the {}'s memory in (0, 1]"

@@ -43,6 +43,7 @@ from shardc.passes.context import (
 from shardc.passes.cost import (
     evaluate,
     in_registers,
+    is_matmul,
     symbol_hints,
     tensor_bytes,
     transfer_bytes,
@@ -101,6 +102,7 @@ def measure_liveness(
     gathered: Collection[str] = (),
     hints: Mapping[Any, int] | None = None,
     saved: Storages | None = None,
+    workspace: int = 0,
 ) -> Liveness:
     """Bytes held after each node of `gm`, in its order; segments are there all the time.
 
@@ -112,6 +114,7 @@ def measure_liveness(
         gathered: the names of inputs that are gathered buckets, kept by the forward.
         hints: the values of symbolic sizes (default: those that it was traced with).
         saved: the storages of the forward whose backward this is.
+        workspace: what each matmul takes for itself (`hardware.matmul_bytes`).
     """
     hints = symbol_hints(gm) if hints is None else hints
     nodes = tuple(node for node in gm.graph.nodes if node.op in ("placeholder", "call_function"))
@@ -139,6 +142,7 @@ def measure_liveness(
         *_lifetimes(counted, last, kinds, places),
         *_clones(nodes, roots, sizes, every=clones),
         *_messages_of_rows(nodes, hints),
+        *_workspaces(nodes, places, workspace),
         *_away(nodes),
     ]
     curves = {kind: _held(kind, changes, len(nodes)) for kind in (*_KINDS, _OTHER)}
@@ -197,6 +201,14 @@ def _messages_of_rows(nodes: Sequence[Node], hints: Mapping[Any, int]) -> Iterat
         if node.target in (FETCH, RETURN):
             nbytes = 2 * int(evaluate(transfer_bytes(node), hints))
             yield _Held(_OTHER, nbytes, index, index)
+
+
+def _workspaces(
+    nodes: Sequence[Node], places: Mapping[Node, tuple[int, int]], nbytes: int
+) -> Iterator[_Held]:
+    """What matmuls take and give back."""
+    for node in filter(is_matmul, nodes) if nbytes else ():
+        yield _Held(_OTHER, nbytes, places[node][0], places[node][0])
 
 
 def _away(nodes: Sequence[Node]) -> Iterator[_Held]:

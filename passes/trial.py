@@ -24,6 +24,7 @@ from shardc.passes.context import (
 )
 from shardc.passes.cost import collective_seconds, evaluate, symbol_hints, tensor_bytes
 from shardc.passes.events import Events, read_events, read_problem
+from shardc.passes.hardware import matmul_bytes
 from shardc.passes.memory import Liveness, Storages, measure_liveness
 from shardc.passes.offload import offload_saved
 from shardc.passes.offload_state import offload_state
@@ -78,6 +79,7 @@ class Phase:
             clones=owns and options.clones,
             hints=sizes,
             saved=self.saved,
+            workspace=matmul_bytes(options.profile),
         )
 
     @cached_property

@@ -63,6 +63,28 @@ def test_liveness_counts_storages_from_their_maker_to_their_last_reader():
     assert fused.live == (0, 0, 0, 0, 400)
 
 
+def test_matmuls_take_a_workspace_while_they_run():
+    gm = _graph(
+        ("x", "input", (), _bytes(400)),
+        ("a", aten.mm.default, ("x", "x"), _bytes(400)),
+        ("b", aten.exp.default, ("a",), _bytes(400)),
+    )
+    live = measure_liveness(gm, owns_inputs=False, workspace=1000).live
+    assert live == (0, 1400, 800)
+
+
+@pytest.mark.parametrize("version", ["2.14.1", "2.15.0"])
+def test_where_torch_keeps_workspaces(version, monkeypatch):
+    profile = PROFILES["h100-nvlink"]
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE", raising=False)
+    found = hardware.workspace_bytes(profile), hardware.matmul_bytes(profile)
+    kept = 2 * profile.workspace, 0
+    assert found == (kept if version == "2.14.1" else (0, profile.workspace))
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
+    assert (hardware.workspace_bytes(profile), hardware.matmul_bytes(profile)) == kept
+
+
 def test_a_fused_kernel_has_what_it_reads_until_it_has_run():
     gm = _graph(
         ("x", "input", (), _bytes(400)),

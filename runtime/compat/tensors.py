@@ -1,5 +1,6 @@
 """Tensors, subclasses of them, and DTensors."""
 
+import os
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
@@ -41,6 +42,15 @@ class OnesForValues(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return torch.ones((), dtype=args[0].dtype).item()
         return func(*args, **(kwargs or {}))
+
+
+def keeps_workspaces() -> bool:
+    """Whether torch keeps what it gives cuBLAS to work in, as 2.11 to 2.14 do.
+
+    2.15 allocates it anew for each call, if not told otherwise.
+    """
+    told = os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+    return told or torch.torch_version.TorchVersion(torch.__version__) < "2.15"
 
 
 def tracking_versions() -> AbstractContextManager[None]:

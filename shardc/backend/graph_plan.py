@@ -36,6 +36,7 @@ from shardc.passes.hardware import (
     budget_bytes,
     current_profile,
     host_bytes,
+    matmul_bytes,
     workspace_bytes,
 )
 from shardc.passes.memory import Liveness, Storages, measure_liveness
@@ -232,6 +233,7 @@ class Plan:
             clones=self._clones,
             gathered=self._saved,
             saved=self._storages,
+            workspace=matmul_bytes(self.profile),
         )
         if ctx.phase == "forward":
             self._saved, self._storages = liveness.kept, liveness.storages

@@ -1,5 +1,6 @@
 """Planned bytes beside those that the caching allocator gave and took from the device."""
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
+TAKES_WORKSPACES = tuple(map(int, version("torch").split(".")[:2])) >= (2, 15)
 WANTED = 1.10
 """The most bytes that the allocator should keep of the device, over the peak."""
 COARSE = {"16 x 256": 1.15, "2 x 2048": 1.20}
@@ -37,7 +39,10 @@ def test_peak(model: str, strategy: str, segments: str, tmp_path: Path) -> None:
     assert not found.error, found.error
     print(f"planned {found.planned:,}, peak {found.peak:,}, reserved {found.reserved:,}")
     exact = strategy != "checkpoint"
-    assert abs(found.planned / found.peak - 1) <= (0.003 if exact else 0.03)
+    if TAKES_WORKSPACES:  # while matmuls run; the plan has them beside the kernel that comes next
+        assert -0.03 * found.peak <= found.planned - found.peak <= 34e6
+    else:
+        assert abs(found.planned / found.peak - 1) <= (0.003 if exact else 0.03)
     assert found.reserved <= (WANTED if exact else COARSE.get(model, WANTED)) * found.peak
 
 

@@ -21,6 +21,7 @@ void standin_map(uintptr_t start, size_t bytes, int device);
 void standin_unmap(uintptr_t start);
 size_t standin_free_bytes();
 int cudaGetDevice(int* device);
+int cudaStreamIsCapturing(CUstream stream, int* status);
 }
 
 namespace {
@@ -67,6 +68,11 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
 }
 EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* active) {
   return *flags = 0, *active = 1, CUDA_SUCCESS;
+}
+EXPORT CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
+  int found = 0;  // of the runtime, whose numbers are the driver's
+  cudaStreamIsCapturing(stream, &found);
+  return *status = (CUstreamCaptureStatus)found, CUDA_SUCCESS;
 }
 EXPORT CUresult cuGetErrorString(CUresult, const char** text) {
   return *text = "an error of the stand-in", CUDA_SUCCESS;
