@@ -60,12 +60,12 @@ def test_parity_tied(mesh):
     assert len(names) == len(list(plain.parameters())), "a shared parameter has two places"
 
 
-def _as_on_a_gpu(mesh, least):
+def _as_on_a_gpu(mesh, least, units="auto"):
     """Sharded as for a GPU, where units of `least` elements are large."""
     set_profile("h100-nvlink")
     try:
         with mock.patch.object(unit_plan, "_LARGE", least):
-            return shard_all(seeded(Stack), mesh)
+            return fully_shard(seeded(Stack), mesh=mesh, units=units)
     finally:
         set_profile(None)
 
@@ -102,13 +102,9 @@ def test_parity_with_vectors_of_blocks_in_a_bucket_of_the_models(mesh, way):
 def test_which_vectors_stay_with_their_blocks(mesh):
     """Those of small blocks, of blocks that the user names, and all on CPUs."""
     small = _as_on_a_gpu(mesh, least=2 * 18 * 37 + 1)
+    named = _as_on_a_gpu(mesh, least=1, units=Block)
     with mock.patch.object(unit_plan, "_LARGE", 1):
         on_cpu = shard_all(seeded(Stack), mesh)
-        set_profile("h100-nvlink")
-        try:
-            named = fully_shard(seeded(Stack), mesh=mesh, units=Block)
-        finally:
-            set_profile(None)
     for model in (small, on_cpu, named):
         (bucket,) = _names(units_of(model)["layers.0"])
         assert bucket == ["norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight"]

@@ -4,7 +4,7 @@ What `fully_shard` applies, and what `shardc plan` prints: it depends on shapes,
 the number of ranks and a hardware profile only, so it needs neither a mesh nor a process group.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,13 @@ from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import restore_ties, stored_as
 from shardc.sharding.checks import LeftAlone, check_initialized, check_policies
 from shardc.sharding.rows import PlacementFn, is_cut_by_rows
-from shardc.sharding.units import UnitPolicy, UnitRequest, find_inner_units, owned_parameters
+from shardc.sharding.units import (
+    Owner,
+    UnitPolicy,
+    UnitRequest,
+    find_inner_units,
+    owned_parameters,
+)
 
 
 @dataclass(frozen=True)
@@ -91,14 +97,7 @@ def plan_units(
             params = {name: param for name, param in params.items() if param not in left}
         taken |= set(params.values())
         described = [
-            Param(
-                name,
-                *stored_as(param),
-                param.requires_grad,
-                by_rows=is_cut_by_rows(name, param, placement_fn),
-                is_table=any(isinstance(each.module, nn.Embedding) for each in owned[param]),
-                apart=param in left,
-            )
+            _described(name, param, owned[param], placement_fn, apart=param in left)
             for name, param in params.items()
         ]
         precision = Precision.of(mp)
@@ -114,6 +113,24 @@ def plan_units(
             )
         )
     return plans
+
+
+def _described(
+    name: str,
+    param: nn.Parameter,
+    owners: Iterable[Owner],
+    placement_fn: PlacementFn | None,
+    apart: bool,
+) -> Param:
+    """What the layout planner knows of a parameter."""
+    return Param(
+        name,
+        *stored_as(param),
+        param.requires_grad,
+        by_rows=is_cut_by_rows(name, param, placement_fn),
+        is_table=any(isinstance(each.module, nn.Embedding) for each in owners),
+        apart=apart,
+    )
 
 
 _LARGE = 2**19
