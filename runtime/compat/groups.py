@@ -98,6 +98,10 @@ def new_group(
     torch names such a group after its ranks and the number of groups that this process is in, so
     ranks that are in different numbers of groups would wait for each other without an end. Ours is
     named after its ranks and its purpose, which may not occur twice (2.11 to 2.15).
+
+    Where the default group is bound to a device (2.15: always), torch splits its communicator,
+    which takes all ranks of the world: those that call would wait for the others without an end.
+    Ours gets a communicator of its own.
     """
     from torch.distributed import distributed_c10d
 
@@ -105,6 +109,7 @@ def new_group(
     put_in_order = list if keeps_order else sorted  # 2.11 has no option for it
     with (
         mock.patch.object(distributed_c10d, "_hash_ranks_to_str", lambda ranks: name),
+        mock.patch.object(distributed_c10d, "_get_split_source", lambda *args: None),
         mock.patch.object(distributed_c10d, "sorted", put_in_order, create=True),
     ):
         return dist.new_group(ranks, use_local_synchronization=True, **options)

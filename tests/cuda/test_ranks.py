@@ -34,6 +34,17 @@ def test_ranks_enter_the_same_collectives(case: str, way: str, tmp_path: Path) -
         assert not trace.races and not trace.syncs
 
 
+def test_a_group_is_made_by_its_ranks_alone(tmp_path: Path) -> None:
+    """Of a world with a communicator to split, which takes all ranks."""
+    shared = frozenset({"tp", "bound"})
+    setups = [Setup(features=shared | ({"own groups"} if rank % 2 else set())) for rank in range(4)]
+    found = rehearse_together(setups, tmp_path)
+    assert not any(each.error for each in found), [each.error for each in found]
+    traces = [read_trace(each.trace) for each in found]
+    communicators = [len({message.communicator for message in trace.sent}) for trace in traces]
+    assert communicators == [2, 3, 2, 3]
+
+
 def test_ranks_that_planned_otherwise_part(tmp_path: Path) -> None:
     """One rank has another order of collectives, and no agreement stops it."""
     setups = [
