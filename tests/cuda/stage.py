@@ -215,6 +215,8 @@ class _Rehearsal:
         )
         alone = not setup.port or "agreement" in setup.faults
         dist.ProcessGroup.emulated = alone  # type: ignore[attr-defined]
+        if not setup.port:  # nobody to split a communicator with: groups get new ones
+            dist.distributed_c10d._get_default_group().bound_device_id = None
         torch.use_deterministic_algorithms(self.has("deterministic"))
         torch.manual_seed(0)
         with torch.device("cuda"):
@@ -302,7 +304,8 @@ class _Rehearsal:
     def forward(self) -> Tensor:
         """The loss of the batch."""
         note("phase forward")
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.has("autocast")):
+        autocast = self.has("autocast")
+        with torch.autocast("cuda", torch.bfloat16) if autocast else nullcontext():
             if not self.has("side stream"):
                 return self.call(self.tokens)
             self.side.wait_stream(torch.cuda.current_stream())

@@ -101,7 +101,8 @@ def test_cuda_graphs_refuse_gradients_that_wait(tmp_path: Path) -> None:
 @pytest.mark.parametrize("memory", ["group memory", "symmetric memory", None])
 def test_gathers_write_to_memory_that_nccl_knows(memory: str | None, tmp_path: Path) -> None:
     features = frozenset() if memory is None else frozenset({memory})
-    found = rehearse(Setup(features=features), tmp_path)
+    grows = memory is None  # torch 2.15 registers all memory but that which grows in place
+    found = rehearse(Setup(features=features, expandable=grows), tmp_path)
     assert not found.error, found.error
     trace = read_trace(found.trace)
     gathers = sum(message.what.startswith("all_gather") for message in trace.sent)
