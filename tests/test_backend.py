@@ -31,6 +31,9 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.lowering import lowerings
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -421,6 +424,29 @@ def test_falls_back_to_the_eager_executor(mesh, reason):
     options = {"inductor": broken, "fallback": False}
     with pytest.raises(Exception, match=reason):
         torch.compile(model, backend="shardc", options=options)(x)
+
+
+def test_an_op_that_cannot_be_lowered_is_named_without_all_that_it_is_computed_from():
+    library = torch.library.Library("shardc_test_lowering", "FRAGMENT")
+    library.define("fails(Tensor x) -> Tensor")
+    library.impl("fails", torch.clone, "CompositeExplicitAutograd")
+    op = torch.ops.shardc_test_lowering.fails.default
+
+    def step(x):
+        for _ in range(12):  # each reads the one before twice
+            x = x @ x
+        return (op(x),)
+
+    def lower(x):
+        raise ValueError("no code for it")
+
+    with FakeTensorMode():
+        x = torch.empty(8, 8)
+        gm = make_fx(step)(x)
+    told = pytest.raises(compat.InductorError, match=f"no code for it\n *target: {op}$")
+    with mock.patch.dict(lowerings, {op: lower}), told:
+        compat.compile_fx_inner(gm, [x], lambda node: None)
+    library._destroy()
 
 
 class Pass(CustomGraphPass):

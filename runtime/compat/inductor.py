@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
+from unittest import mock
 
 import torch
 from torch._inductor.exc import InductorError as InductorError
+from torch._inductor.exc import OperatorIssue
 from torch.fx import GraphModule
 
 from shardc.runtime.compat.aot import (
@@ -98,6 +100,10 @@ def compile_fx_inner(
     Collectives and waits stay in the order of the graph, and run in the context that `label_of`
     gives their nodes; its `repr` is code that makes it anew. Where a user's own passes change the
     graph, `check` is called on what they made of it.
+
+    Inductor names an op that it cannot lower (2.11: also one that it calls as it is) with the texts
+    of its operands, each with all that it is computed from: gigabytes behind 8 blocks. Here it
+    leaves the operands out.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner as inner
@@ -106,8 +112,13 @@ def compile_fx_inner(
     late = "post_grad_custom_post_pass"
     if check is not None and (config.post_grad_custom_pre_pass or getattr(config, late)):
         patches[late] = _graph_pass(_passes(getattr(config, late)), check, "shardc: check")
-    with config.patch(patches):
+    text = staticmethod(_operator_text)
+    with config.patch(patches), mock.patch.object(OperatorIssue, "operator_str", text):
         return inner(gm, inputs, **kwargs)
+
+
+def _operator_text(target: object, args: object, kwargs: object) -> str:
+    return f"  target: {target}"
 
 
 def changed_inductor_settings() -> dict[str, Any]:
