@@ -414,6 +414,12 @@ def is_random(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+def writes(node: Node) -> bool | None:
+    """Whether an op writes to what it is given; None where it has no schema that says so."""
+    schema = getattr(node.target, "_schema", None)
+    return None if schema is None else bool(schema.is_mutable)
+
+
 def is_view(node: Node) -> bool:
     """Whether the node only looks at its input in another way, at no cost."""
     return node.op == "call_function" and _is_view_op(node.target)

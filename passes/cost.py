@@ -37,6 +37,7 @@ from shardc.passes.context import (
     readers_of,
     sources_of,
     state_bytes,
+    writes,
 )
 from shardc.passes.hardware import Profile, current_profile
 from shardc.runtime import compat
@@ -326,8 +327,7 @@ def is_constant(node: Node) -> bool:
     """Whether an op makes a tensor of numbers in the graph, and nothing writes to it."""
     if node.target not in _CONSTANTS or node.all_input_nodes:
         return False
-    schemas = [getattr(user.target, "_schema", None) for user in node.users if user.op != "output"]
-    return all(schema is not None and not schema.is_mutable for schema in schemas)
+    return all(user.op == "output" or writes(user) is False for user in node.users)
 
 
 def is_reduction(node: Node) -> bool:

@@ -35,6 +35,7 @@ from shardc.passes.context import (
     reach,
     readers_of,
     sources_of,
+    writes,
 )
 from shardc.passes.cost import in_registers, is_constant, is_fusible, is_pointwise, tensor_bytes
 from shardc.passes.reorder import reorder
@@ -248,8 +249,7 @@ def _writes_to_its_own(node: Node) -> bool:
     if moves_state(node):  # `sent`, it says, so that nobody takes it for dead code
         return True
     if is_transfer(node) or is_wait(node) or is_view(node):
-        schema = getattr(node.target, "_schema", None)
-        return schema is None or not schema.is_mutable
+        return not writes(node)
     return WRITES in node.meta  # the input of a reduction
 
 

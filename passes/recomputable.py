@@ -22,6 +22,7 @@ from shardc.passes.context import (
     is_random,
     is_view,
     is_wait,
+    writes,
 )
 from shardc.passes.cost import evaluate, node_flops, node_seconds, symbol_hints
 from shardc.passes.recompute import is_tagged
@@ -140,8 +141,7 @@ def _may_run_again(node: Node) -> bool:
         return False
     if node.target in _WITHOUT_SCHEMA:
         return True
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or is_collective(node) or is_wait(node) or schema.is_mutable:
+    if is_collective(node) or is_wait(node) or writes(node) is not False:
         return False
     if _drops_nothing(node):
         return True

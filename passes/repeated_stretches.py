@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from shardc.passes.context import is_transfer, is_view, is_wait
+from shardc.passes.context import is_transfer, is_view, is_wait, writes
 from shardc.passes.repeated_calls import Name
 from shardc.runtime import compat
 from shardc.runtime.comm import gradient_ops  # noqa: F401 (registers its ops)
@@ -95,10 +95,9 @@ def _worth_folding(run: list[Node]) -> Iterator[list[Node]]:
 def _is_foldable(node: Node) -> bool:
     if node.target is operator.getitem:
         return all(_is_foldable(source) for source in node.all_input_nodes)
-    schema = getattr(node.target, "_schema", None)  # a higher-order op has none
-    if schema is None or is_transfer(node) or is_wait(node) or compat.is_random_seed(node):
+    if is_transfer(node) or is_wait(node) or compat.is_random_seed(node):
         return False
-    return not schema.is_mutable or node.target is _WRITE
+    return writes(node) is False or node.target is _WRITE
 
 
 def _read(nodes: Sequence[Node]) -> Stretch | None:

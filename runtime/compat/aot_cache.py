@@ -6,11 +6,7 @@ say of themselves.
 """
 
 import contextlib
-import os
-import tempfile
-import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Protocol, cast
 from unittest import mock
 
@@ -191,21 +187,6 @@ def write_entry(key: str, content: bytes) -> None:
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 
     AOTAutogradCache._write_to_local_cache(key, content)
-
-
-def folder_id() -> str:
-    """A text that ranks share where they see the same folder of compiled graphs (2.11 to 2.15)."""
-    path = Path(cache_folder()) / "shardc-folder"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(uuid.uuid4().hex)
-        with contextlib.suppress(FileExistsError):
-            os.link(file.name, path)  # whoever is first gives the name, whole
-        os.unlink(file.name)
-        return path.read_text()
-    except OSError:
-        return uuid.uuid4().hex  # nobody else's
 
 
 def wrap_entry(entry: Entry, forward: Wrap, backward: Wrap) -> None:
