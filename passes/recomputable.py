@@ -28,6 +28,7 @@ from shardc.passes.cost import evaluate, node_flops, node_seconds, symbol_hints
 from shardc.passes.recompute import is_tagged
 from shardc.passes.saved import Saved, SavedValues, is_value
 from shardc.passes.trial import Trial
+from shardc.runtime import compat
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def _may_run_again(node: Node) -> bool:
         return True
     if is_collective(node) or is_wait(node) or writes(node) is not False:
         return False
-    if _drops_nothing(node):
+    if compat.drops_nothing(node):
         return True
     return not is_random(node) and not _decides(node)
 
@@ -160,14 +161,3 @@ def _decides(node: Node) -> bool:
         return False
     leaves = tree_leaves(node.meta.get("val"))
     return any(isinstance(leaf, Tensor) and not leaf.is_floating_point() for leaf in leaves)
-
-
-def _drops_nothing(node: Node) -> bool:
-    """Whether a node is an attention without dropout, which draws no random numbers."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    places = {argument.name: index for index, argument in enumerate(schema.arguments)}
-    at = places.get("dropout_p")
-    if at is None:
-        return False
-    given = node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-    return bool(given == 0.0)

@@ -1,9 +1,11 @@
 """What a memory budget has the backward compute again: which values, at what price, exactly."""
 
+import copy
 import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from models import Gated, GatedBlock, seeded
@@ -13,9 +15,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import shardc
 from shardc import fully_shard
-from shardc.backend.graph_plan import graph_plans
+from shardc.backend.graph_plan import graph_plans, listeners
 from shardc.passes import budget
 from shardc.passes.tradeoff import Choice, Tradeoff
+from shardc.runtime import compat
 
 
 def _trials(monkeypatch):
@@ -109,6 +112,47 @@ def test_what_is_drawn_is_not_drawn_again(monkeypatch):
     _planned(Gated(dropout=0.1), torch.empty(4, 64, 32, device="meta"), "1GB", "eager")
     kinds = {value.saved.kind for value in Tradeoff.of(tried[0]).values}
     assert "layers.* mul" in kinds and not any("dropout" in kind for kind in kinds), kinds
+
+
+class Attending(nn.Module):
+    """Attention that is checkpointed."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.qkv, self.dropout = nn.Linear(16, 48), dropout
+
+    def forward(self, x):
+        return checkpoint(self._attend, x, use_reentrant=False)
+
+    def _attend(self, x):
+        qkv = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(*qkv.unbind(), dropout_p=self.dropout)
+
+
+@pytest.mark.parametrize("dropout, executor", [(0.0, "eager"), (0.0, "inductor"), (0.5, "eager")])
+@on_ranks(1)
+def test_attention_that_drops_nothing_runs_again_without_a_random_state(mesh, dropout, executor):
+    plain = seeded(lambda: Attending(dropout))
+    model = fully_shard(copy.deepcopy(plain), mesh=mesh)
+    options = {"executor": executor, "inductor": {"force_disable_caches": True}}
+    step = torch.compile(model, backend="shardc", options=options)
+    places = []
+
+    def look(gm, *_):
+        places.extend(compat.place_of_random_op(node.target) for node in gm.graph.nodes)
+
+    x = torch.randn(2, 8, 16)
+    listeners.append(look)
+    try:
+        loss = step(x).square().sum()
+    finally:
+        listeners.remove(look)
+    again = [place for place in places if place is not None]
+    assert len(again) == (2 if dropout else 0)  # once in the forward, once in the backward
+    loss.backward()
+    if not dropout:
+        plain(x).square().sum().backward()
+        torch.testing.assert_close(model.qkv.weight.grad.full_tensor(), plain.qkv.weight.grad)
 
 
 @on_ranks(2)

@@ -166,7 +166,37 @@ def min_cut_partition(
     """Cut a joint graph in two, saving as little as possible (2.11 to 2.15)."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    return min_cut_rematerialization_partition(joint, *args, **kwargs)
+    with giving_states_where_drawn():
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+
+def giving_states_where_drawn() -> AbstractContextManager[object]:
+    """Inside, a partitioner leaves what draws no random numbers as it is (2.11 to 2.15).
+
+    It has what is computed again and may draw some run with the state of its first run, in a call
+    of its own. So would an attention without dropout, which nothing could be fused or folded with.
+    """
+    from torch._functorch import partitioners
+
+    give_states = partitioners.functionalize_rng_ops
+
+    def where_drawn(joint: GraphModule, *args: Any) -> tuple[GraphModule, GraphModule]:
+        tagged = [n for n in joint.graph.nodes if "recompute" in n.meta and drops_nothing(n)]
+        tags = {node: node.meta.pop("recompute") for node in tagged}
+        parts = give_states(joint, *args)
+        for node, tag in tags.items():
+            node.meta["recompute"] = tag
+        return parts
+
+    return mock.patch.object(partitioners, "functionalize_rng_ops", where_drawn)
+
+
+def drops_nothing(node: torch.fx.Node) -> bool:
+    """Whether a node is an attention without dropout, which draws no random numbers."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    defaults = {arg.name: arg.default_value for arg in node.target._schema.arguments}
+    return bool((defaults | op_arguments(node)).get("dropout_p") == 0.0)
 
 
 def compiling_backward_at_once() -> AbstractContextManager[object]:

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from shardc.runtime.compat.aot import (
     compiling_backward_at_once,
     donating_nothing,
+    giving_states_where_drawn,
     is_body,
     keeping_reductions,
     min_cut_partition,
@@ -50,6 +51,7 @@ def compile_fx(
     with (
         aot_cache(cache),
         compiling_backward_at_once(),
+        giving_states_where_drawn(),
         keeping_reductions(),
         writing_no_graphs(),
     ):
