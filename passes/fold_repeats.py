@@ -22,6 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from shardc.passes.context import PassContext, sources_of
 from shardc.passes.near_readers import move_near_readers
+from shardc.passes.recompute import is_checkpointed
 from shardc.passes.repeated_stretches import Stretch, ends_no_stretch, find_repeats
 from shardc.passes.runner import copy_graph
 from shardc.runtime import compat
@@ -33,8 +34,8 @@ aten, INVOKE = torch.ops.aten, torch.ops.higher_order.invoke_subgraph
 def fold_repeats(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """A copy of `gm` in which stretches that repeat are calls; `gm` itself where none do."""
     folded = copy_graph(gm)
-    recomputes = ctx.phase == "backward" and bool(ctx.kept.recomputed)
-    move_near_readers(folded, ends_no_stretch, anew=recomputes)
+    recomputes = bool(ctx.kept.recomputed) or any(map(is_checkpointed, folded.graph.nodes))
+    move_near_readers(folded, ends_no_stretch, anew=ctx.phase == "backward" and recomputes)
     groups = find_repeats(folded)
     twins: dict[Node, Node] = {}
     for number, group in enumerate(groups):

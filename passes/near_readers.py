@@ -8,9 +8,9 @@ call, and calls end at collectives. So such an op comes down to the first that i
 with, and ops that read the same in the same size go up to where that is read first. Collectives,
 matmuls and all else that Inductor does not fuse stay where they are.
 
-Constants are made between any collectives that read them. What else stays in registers and is read
-between several collectives is computed between each of them, on request: a call would store it for
-the next one, as what a memory budget has computed again.
+Constants are made between any collectives that read them. What else stays in registers is computed
+between each that read it, on request: a call would store it for the next one, as what a checkpoint
+or a memory budget has computed again.
 
 What an op reads is held until its new place, what goes up is there earlier: as it would be if the
 graph were not folded. No op goes further than `FURTHEST`.
@@ -18,7 +18,7 @@ graph were not folded. No op goes further than `FURTHEST`.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -180,20 +180,31 @@ class _Places:
                 self._erase(node)
 
     def compute_anew(self) -> None:
-        """Have every place that reads a value compute it, if several do and it is not stored.
+        """Have every place that reads a value compute it, if it is not stored.
 
         What that reads must be there anyway, or be no larger than the value.
         """
-        reads = in_registers(self.of)
-        for node in reversed([n for n in reads if is_pointwise(n) and not is_random(n)]):
+        anew = [n for n in in_registers(self.of) if is_pointwise(n) and not is_random(n)]
+        for node in reversed(anew):
             own = self.of[node]
             places = {self.of.get(user, self.end) for user in readers_of(node)}
-            for place in sorted(places - {own}) if len(places) > 1 else ():
-                late = [source for source in reads[node] if self._last_read(source) < place]
-                if self._is_open(own, place) and _nbytes(late) <= _nbytes([node]):
+            for place in sorted(places - {own}):
+                held = self._held_to_compute(node, place, frozenset(anew))
+                if self._is_open(own, place) and held <= _nbytes([node]):
                     self._copy(node, place)
             if all(is_view(user) and not any(readers_of(user)) for user in node.users):
                 self._erase(node)
+
+    def _held_to_compute(self, node: Node, place: int, anew: Collection[Node]) -> float:
+        """Bytes that are held longer if `node` is computed at `place`: of what it reads, or of what
+        that is computed from, where it may be computed anew itself."""
+        held = 0.0
+        for source in sources_of(node):
+            own = 0.0 if self._last_read(source) >= place else _nbytes([source])
+            if own and source in anew:
+                own = min(own, self._held_to_compute(source, place, anew))
+            held += own
+        return held
 
     def _last_read(self, node: Node) -> int:
         return max((self.of.get(user, self.end) for user in readers_of(node)), default=0)

@@ -32,3 +32,9 @@ def tag(node: Node, policy: CheckpointPolicy) -> None:
 def is_tagged(node: Node) -> bool:
     """Whether a pass has tagged it, not the user's checkpointing."""
     return node.meta.get("ac_graph_id") == _AC_GRAPH_ID
+
+
+def is_checkpointed(node: Node) -> bool:
+    """Whether the user's checkpointing has a node computed again."""
+    again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return node.meta.get("recompute") in again and not is_tagged(node)

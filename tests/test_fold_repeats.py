@@ -257,6 +257,31 @@ def test_what_would_have_more_held_is_stored_for_those_that_read_it_later():
     assert _together(run, *_of_8(4), anew=True) == [["mm", "mm", "add", "cos", "mm"], ["mm", "mul"]]
 
 
+def test_what_a_stored_sum_is_widened_to_is_computed_wherever_it_is_read():
+    convert = torch.ops.prims.convert_element_type
+
+    def run(x, w, v, u):
+        wide = convert(x @ w + x @ v + x @ v, torch.float32)
+        used = convert(wide.cos(), torch.bfloat16) @ w
+        return [(used @ c10d.wait_tensor(u)) * wide]
+
+    halves, widened = [each.bfloat16() for each in _of_8(4)], ["convert_element_type"]
+    assert _together(run, *halves, anew=True) == [
+        ["mm", "mm", "add", "mm", "add", *widened, "cos", *widened, "mm"],
+        ["mm", *widened, "mul"],
+    ]
+
+
+def test_what_is_read_far_below_is_computed_there():
+    def run(x, *weights):
+        sine = x.sin()
+        out = functools.reduce(torch.mm, map(c10d.wait_tensor, weights), x)
+        return [out * sine * x]
+
+    assert _together(run, *_of_8(4)) == [["sin"], ["mm"], ["mm"], ["mm", "mul", "mul"]]
+    assert _together(run, *_of_8(4), anew=True) == [["mm"], ["mm"], ["mm", "sin", "mul", "mul"]]
+
+
 def test_what_is_made_of_much_is_stored_for_those_that_read_it_later():
     def run(x, w, u, *weights):
         parts = [x @ each for each in weights]

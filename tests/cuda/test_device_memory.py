@@ -9,24 +9,22 @@ from rehearsal import Setup, rehearse
 from step_trace import read_trace
 
 MODELS: dict[str, dict[str, int]] = {
-    "4 x 1024": {"blocks": 4, "dim": 1024, "batch": 4, "length": 1024},
-    "8 x 512": {"blocks": 8, "dim": 512, "batch": 4, "length": 1024},
-    "2 x 2048": {"blocks": 2, "dim": 2048, "batch": 2, "length": 512},
-    "16 x 256": {"blocks": 16, "dim": 256, "batch": 8, "length": 512},
+    "16 x 2048": {"blocks": 16, "dim": 2048, "batch": 4, "length": 2048},
+    "8 x 4096": {"blocks": 8, "dim": 4096, "batch": 2, "length": 4096},
+    "24 x 1024": {"blocks": 24, "dim": 1024, "batch": 16, "length": 1024},
+    "12 x 768": {"blocks": 12, "dim": 768, "batch": 32, "length": 1024},
 }
+"""Peaks of 2 to 19 GB. The allocator takes segments of 20 MiB, which would count beside 0.2 GB."""
 STRATEGIES: dict[str, dict[str, Any]] = {
     "default": {},
     "no reshard": {"reshard": False},
     "checkpoint": {"features": frozenset({"checkpoint"})},
 }
-
-
+SMALL: dict[str, dict[str, int]] = {
+    "4 x 1024": {"blocks": 4, "dim": 1024, "batch": 4, "length": 1024},
+    "8 x 512": {"blocks": 8, "dim": 512, "batch": 4, "length": 1024},
+}
 TAKES_WORKSPACES = tuple(map(int, version("torch").split(".")[:2])) >= (2, 15)
-WANTED = 1.10
-"""The most bytes that the allocator should keep of the device, over the peak."""
-COARSE = {"16 x 256": 1.15, "2 x 2048": 1.20}
-"""The same with checkpoints where one block or two are a tenth of the peak: segments of 20 MiB that
-the allocator takes beside 206 MB, and gathered weights of 34 MB beside 686."""
 
 
 @pytest.mark.parametrize("segments", ["fixed", "expandable"])
@@ -42,8 +40,8 @@ def test_peak(model: str, strategy: str, segments: str, tmp_path: Path) -> None:
     if TAKES_WORKSPACES:  # while matmuls run; the plan has them beside the kernel that comes next
         assert -0.03 * found.peak <= found.planned - found.peak <= 34e6
     else:
-        assert abs(found.planned / found.peak - 1) <= (0.003 if exact else 0.03)
-    assert found.reserved <= (WANTED if exact else COARSE.get(model, WANTED)) * found.peak
+        assert abs(found.planned / found.peak - 1) <= (0.003 if exact else 0.02)
+    assert found.reserved <= 1.10 * found.peak
 
 
 @pytest.mark.parametrize("share", [0.9, 0.65])
@@ -58,10 +56,10 @@ def test_a_budget_has_the_optimizers_state_wait_on_the_host(share: float, tmp_pa
     _check_budget(share, sizes, {"offload_activations": False}, tmp_path)
 
 
-@pytest.mark.parametrize("model", ["4 x 1024", "8 x 512"])
+@pytest.mark.parametrize("model", SMALL)
 def test_a_budget_computes_again(model: str, tmp_path: Path) -> None:
     stays = {"offload_activations": False, "offload_optimizer_state": False}
-    _check_budget(0.7, MODELS[model], stays, tmp_path, copies=False)
+    _check_budget(0.7, SMALL[model], stays, tmp_path, copies=False)
 
 
 def _check_budget(
@@ -81,4 +79,4 @@ def _check_budget(
     assert not trace.races, "\n".join(map(str, trace.races[:10]))
     assert not trace.syncs, trace.syncs
     assert found.planned <= options["memory_budget"]
-    assert found.peak <= options["memory_budget"] and 0.97 <= found.planned / found.peak <= 1.02
+    assert found.peak <= options["memory_budget"] and 0.97 <= found.planned / found.peak <= 1.03
