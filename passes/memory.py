@@ -36,6 +36,7 @@ from shardc.passes.context import (
     is_view,
     is_wait,
     kind_of,
+    readers_of,
     results_of,
     state_bytes,
     waits_for,
@@ -43,6 +44,7 @@ from shardc.passes.context import (
 from shardc.passes.cost import (
     evaluate,
     in_registers,
+    is_fusible,
     is_matmul,
     symbol_hints,
     tensor_bytes,
@@ -122,7 +124,7 @@ def measure_liveness(
     places = places_of_kernels(nodes, hints) if fused else {n: (i, i) for i, n in enumerate(nodes)}
     places |= {n: places[n.all_input_nodes[0]] for n in roots.values() if _is_item(n)}
     last = _last_uses(nodes, roots, places)
-    unstored = set[Node]()
+    unstored, over = set[Node](), dict[Node, Node]()
     if fused:
         unstored = {*in_registers(nodes), *(n for n in nodes if is_only_read_inside(n, places))}
         over = written_in_place(nodes, places, last)
@@ -142,7 +144,7 @@ def measure_liveness(
         *_lifetimes(counted, last, kinds, places),
         *_clones(nodes, roots, sizes, every=clones),
         *_messages_of_rows(nodes, hints),
-        *_workspaces(nodes, places, workspace),
+        *_workspaces(nodes, places, sizes, over, workspace),
         *_away(nodes),
     ]
     curves = {kind: _held(kind, changes, len(nodes)) for kind in (*_KINDS, _OTHER)}
@@ -204,11 +206,24 @@ def _messages_of_rows(nodes: Sequence[Node], hints: Mapping[Any, int]) -> Iterat
 
 
 def _workspaces(
-    nodes: Sequence[Node], places: Mapping[Node, tuple[int, int]], nbytes: int
+    nodes: Sequence[Node],
+    places: Mapping[Node, tuple[int, int]],
+    sizes: Mapping[Node, int],
+    over: Mapping[Node, Node],
+    nbytes: int,
 ) -> Iterator[_Held]:
-    """What matmuls take and give back."""
-    for node in filter(is_matmul, nodes) if nbytes else ():
-        yield _Held(_OTHER, nbytes, places[node][0], places[node][0])
+    """What matmuls take, and give back before a kernel at the same place reads what they give.
+
+    Args:
+        over: the values that kernels write, and what each is written over.
+    """
+    for matmul in filter(is_matmul, nodes) if nbytes else ():
+        place, more = places[matmul][0], 0
+        kernel = {n for n in nodes if places[n] == (place, place) and is_fusible(n)}
+        if not kernel.isdisjoint(readers_of(matmul)):
+            before = sum(sizes.get(over[node], 0) for node in kernel & over.keys())
+            more = sum(sizes.get(node, 0) for node in kernel) - before
+        yield _Held(_OTHER, max(0, nbytes - more), place, place)
 
 
 def _away(nodes: Sequence[Node]) -> Iterator[_Held]:

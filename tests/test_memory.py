@@ -73,6 +73,23 @@ def test_matmuls_take_a_workspace_while_they_run():
     assert live == (0, 1400, 800)
 
 
+def test_a_workspace_is_given_back_before_a_kernel_reads_the_product():
+    gm = _graph(
+        ("x", "input", (), _bytes(400)),
+        ("gate", aten.mm.default, ("x", "x"), _bytes(400)),
+        ("up", aten.mm.default, ("x", "x"), _bytes(400)),
+        ("hidden", aten.mul.Tensor, ("gate", "up"), _bytes(400)),
+        ("used", aten.mm.default, ("hidden", "hidden"), _bytes(400)),
+        ("tangent", aten.mm.default, ("x", "x"), _bytes(400)),
+        ("grad", aten.mul.Tensor, ("tangent", "gate"), _bytes(400)),  # with hidden
+        ("out", aten.mm.default, ("used", "grad"), _bytes(400)),
+    )
+    live = measure_liveness(gm, owns_inputs=False, fused=True).live
+    assert live == (0, 400, 800, 1200, 1200, 800, 800, 1200)
+    taken = measure_liveness(gm, owns_inputs=False, fused=True, workspace=1000).live
+    assert taken == (0, 1400, 1800, 2200, 2200, 800, 800, 2200)
+
+
 @pytest.mark.parametrize("version", ["2.14.1", "2.15.0"])
 def test_where_torch_keeps_workspaces(version, monkeypatch):
     profile = PROFILES["h100-nvlink"]

@@ -180,10 +180,12 @@ def giving_states_where_drawn() -> AbstractContextManager[object]:
 
     give_states = partitioners.functionalize_rng_ops
 
-    def where_drawn(joint: GraphModule, *args: Any) -> tuple[GraphModule, GraphModule]:
+    def where_drawn(
+        joint: GraphModule, forward: GraphModule, backward: GraphModule, sizes: int
+    ) -> tuple[GraphModule, GraphModule]:
         tagged = [n for n in joint.graph.nodes if "recompute" in n.meta and drops_nothing(n)]
         tags = {node: node.meta.pop("recompute") for node in tagged}
-        parts = give_states(joint, *args)
+        parts = give_states(joint, forward, backward, sizes)
         for node, tag in tags.items():
             node.meta["recompute"] = tag
         return parts
