@@ -184,27 +184,29 @@ class _Places:
 
         What that reads must be there anyway, or be no larger than the value.
         """
-        anew = [n for n in in_registers(self.of) if is_pointwise(n) and not is_random(n)]
-        for node in reversed(anew):
+        anew = {n for n in in_registers(self.of) if is_pointwise(n) and not is_random(n)}
+        for node in sorted(anew, reverse=True):
             own = self.of[node]
             places = {self.of.get(user, self.end) for user in readers_of(node)}
             for place in sorted(places - {own}):
-                held = self._held_to_compute(node, place, frozenset(anew))
-                if self._is_open(own, place) and held <= _nbytes([node]):
+                held = self._held_to_compute(node, place, anew)
+                if self._is_open(own, place) and _nbytes(held) <= _nbytes([node]):
                     self._copy(node, place)
             if all(is_view(user) and not any(readers_of(user)) for user in node.users):
                 self._erase(node)
 
-    def _held_to_compute(self, node: Node, place: int, anew: Collection[Node]) -> float:
-        """Bytes that are held longer if `node` is computed at `place`: of what it reads, or of what
-        that is computed from, where it may be computed anew itself."""
-        held = 0.0
-        for source in sources_of(node):
-            own = 0.0 if self._last_read(source) >= place else _nbytes([source])
-            if own and source in anew:
-                own = min(own, self._held_to_compute(source, place, anew))
-            held += own
-        return held
+    def _held_to_compute(self, node: Node, place: int, anew: Collection[Node]) -> set[Node]:
+        """What is held longer if `node` is computed at `place`: what it reads, or what that is
+        computed from, where that may be computed anew itself and is no larger."""
+
+        def late(node: Node) -> set[Node]:
+            return {source for source in sources_of(node) if self._last_read(source) < place}
+
+        held: dict[Node, set[Node]] = {}
+        for each in sorted(reach(lambda n: late(n).intersection(anew), node)):
+            ways = ((held.get(source, {source}), {source}) for source in late(each))
+            held[each] = set[Node]().union(*(min(way, key=_nbytes) for way in ways))
+        return held[node]
 
     def _last_read(self, node: Node) -> int:
         return max((self.of.get(user, self.end) for user in readers_of(node)), default=0)

@@ -272,6 +272,17 @@ def test_what_a_stored_sum_is_widened_to_is_computed_wherever_it_is_read():
     ]
 
 
+def test_what_is_computed_in_many_steps_is_computed_anew_in_no_time():
+    def run(x, w, v):
+        value = x
+        for _ in range(40):  # each step reads the one before twice
+            value = value.sin() + value.cos()
+        return [((value.cos() @ w) @ c10d.wait_tensor(v)) * value]
+
+    first, anew = ["sin", "cos", "add"] * 40, ["cos", "sin", "add"] * 40
+    assert _together(run, *_of_8(3), anew=True) == [[*first, "cos", "mm"], ["mm", *anew, "mul"]]
+
+
 def test_what_is_read_far_below_is_computed_there():
     def run(x, *weights):
         sine = x.sin()
