@@ -29,6 +29,7 @@ from shardc.passes.cost import (
     evaluate,
     in_registers,
     is_fusible,
+    is_matmul,
     is_pointwise,
     is_reduction,
     is_stored_for_reuse,
@@ -164,7 +165,7 @@ def written_in_place(
 
 
 def _is_made_here(node: Node) -> bool:
-    return node.target in _MATMULS or _is_loop(node)
+    return is_matmul(node) or _is_loop(node)
 
 
 def _is_alike(source: Node, node: Node) -> bool:
@@ -178,12 +179,6 @@ def _is_alike(source: Node, node: Node) -> bool:
     return flat and sized and a.is_contiguous() and b.is_contiguous()
 
 
-_MATMULS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten.baddbmm.default,
-}
 _FLAT = {torch.ops.aten.view, torch.ops.aten._unsafe_view, torch.ops.aten.reshape}
 
 

@@ -217,9 +217,14 @@ def _workspaces(
     Args:
         over: the values that kernels write, and what each is written over.
     """
-    for matmul in filter(is_matmul, nodes) if nbytes else ():
+    if not nbytes:
+        return
+    kernels: dict[tuple[int, int], set[Node]] = {}
+    for node in filter(is_fusible, nodes):
+        kernels.setdefault(places[node], set()).add(node)
+    for matmul in filter(is_matmul, nodes):
         place, more = places[matmul][0], 0
-        kernel = {n for n in nodes if places[n] == (place, place) and is_fusible(n)}
+        kernel = kernels.get((place, place), set())
         if not kernel.isdisjoint(readers_of(matmul)):
             before = sum(sizes.get(over[node], 0) for node in kernel & over.keys())
             more = sum(sizes.get(node, 0) for node in kernel) - before

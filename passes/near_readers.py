@@ -188,9 +188,9 @@ class _Places:
         for node in sorted(anew, reverse=True):
             own = self.of[node]
             places = {self.of.get(user, self.end) for user in readers_of(node)}
-            for place in sorted(places - {own}):
+            for place in sorted(p for p in places - {own} if self._is_open(own, p)):
                 held = self._held_to_compute(node, place, anew)
-                if self._is_open(own, place) and _nbytes(held) <= _nbytes([node]):
+                if _nbytes(held) <= _nbytes([node]):
                     self._copy(node, place)
             if all(is_view(user) and not any(readers_of(user)) for user in node.users):
                 self._erase(node)

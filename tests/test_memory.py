@@ -47,6 +47,20 @@ def _bytes(count):
     return torch.empty(count // 4, device="meta")
 
 
+def _gated():
+    """A product with a gate, and the gradient of the gate in the same kernel."""
+    return _graph(
+        ("x", "input", (), _bytes(400)),
+        ("gate", aten.mm.default, ("x", "x"), _bytes(400)),
+        ("up", aten.mm.default, ("x", "x"), _bytes(400)),
+        ("hidden", aten.mul.Tensor, ("gate", "up"), _bytes(400)),
+        ("used", aten.mm.default, ("hidden", "hidden"), _bytes(400)),
+        ("tangent", aten.mm.default, ("x", "x"), _bytes(400)),
+        ("grad", aten.mul.Tensor, ("tangent", "gate"), _bytes(400)),  # with hidden
+        ("out", aten.mm.default, ("used", "grad"), _bytes(400)),
+    )
+
+
 def test_liveness_counts_storages_from_their_maker_to_their_last_reader():
     gm = _graph(
         ("x", "input", (), _bytes(400)),
@@ -74,16 +88,7 @@ def test_matmuls_take_a_workspace_while_they_run():
 
 
 def test_a_workspace_is_given_back_before_a_kernel_reads_the_product():
-    gm = _graph(
-        ("x", "input", (), _bytes(400)),
-        ("gate", aten.mm.default, ("x", "x"), _bytes(400)),
-        ("up", aten.mm.default, ("x", "x"), _bytes(400)),
-        ("hidden", aten.mul.Tensor, ("gate", "up"), _bytes(400)),
-        ("used", aten.mm.default, ("hidden", "hidden"), _bytes(400)),
-        ("tangent", aten.mm.default, ("x", "x"), _bytes(400)),
-        ("grad", aten.mul.Tensor, ("tangent", "gate"), _bytes(400)),  # with hidden
-        ("out", aten.mm.default, ("used", "grad"), _bytes(400)),
-    )
+    gm = _gated()
     live = measure_liveness(gm, owns_inputs=False, fused=True).live
     assert live == (0, 400, 800, 1200, 1200, 800, 800, 1200)
     taken = measure_liveness(gm, owns_inputs=False, fused=True, workspace=1000).live
@@ -114,16 +119,7 @@ def test_a_fused_kernel_has_what_it_reads_until_it_has_run():
 
 
 def test_a_fused_kernel_has_all_its_results_when_it_has_run():
-    gm = _graph(
-        ("x", "input", (), _bytes(400)),
-        ("gate", aten.mm.default, ("x", "x"), _bytes(400)),
-        ("up", aten.mm.default, ("x", "x"), _bytes(400)),
-        ("hidden", aten.mul.Tensor, ("gate", "up"), _bytes(400)),
-        ("used", aten.mm.default, ("hidden", "hidden"), _bytes(400)),
-        ("tangent", aten.mm.default, ("x", "x"), _bytes(400)),
-        ("grad", aten.mul.Tensor, ("tangent", "gate"), _bytes(400)),  # with hidden
-        ("out", aten.mm.default, ("used", "grad"), _bytes(400)),
-    )
+    gm = _gated()
     live = measure_liveness(gm, owns_inputs=False).live
     assert live == (0, 400, 800, 1200, 1200, 1200, 1600, 1200)
     live = measure_liveness(gm, owns_inputs=False, fused=True).live
