@@ -1,10 +1,12 @@
 """An emulated wire: a process group of any world size on one machine, where sending takes time.
 
 Every collective occupies the one wire of this process for `latency + moved bytes / bandwidth`, one
-after the other, and its wait returns when that time has passed. No data moves: gathered weights
-are whatever the memory holds. So what a step takes beyond its compute is exposed communication,
-and it is the same wire for everyone who is measured. On CUDA the time is spent by a kernel that
-spins on the wire's own stream.
+after the other, and its wait returns when that time has passed. No data moves on a CPU: gathered
+weights are whatever the memory holds. So what a step takes beyond its compute is exposed
+communication, and it is the same wire for everyone who is measured. On CUDA the time is spent by a
+kernel that spins on the wire's own stream. Beside it, copies write what a gather and a reduction
+write, as if all ranks had the same shard: a GPU draws less power, and is faster, on numbers that
+mean nothing.
 """
 
 import heapq
@@ -46,7 +48,7 @@ class Wire:
         seconds = self.latency + moved / self.bandwidth
         self.log.append((operation, moved, seconds))
         if torch.cuda.is_available():
-            return _CudaWork(seconds, value, given)
+            return _CudaWork(seconds, value, given, operation)
         self.free_at = max(time.perf_counter(), self.free_at) + seconds
         return _CpuWork(self.free_at, self, len(self.log) - 1, value, given)
 
@@ -123,15 +125,21 @@ class _CudaWork(Work):
     """A kernel that spins for the message's time on the wire's stream, then an event."""
 
     stream: Any = None
+    copying: Any = None
 
-    def __init__(self, seconds: float, value: Any, given: Any) -> None:
+    def __init__(self, seconds: float, value: Any, given: Any, operation: str) -> None:
         super().__init__()
         self.value, self.given = value, given
+        cycles = int(seconds * _cycles_per_second())
         if _CudaWork.stream is None:
-            _CudaWork.stream = torch.cuda.Stream()
+            _CudaWork.stream, _CudaWork.copying = torch.cuda.Stream(), torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
+        self.copying.wait_stream(self.stream)
+        with torch.cuda.stream(self.copying):
+            _write_results(operation, given)
         with torch.cuda.stream(self.stream):
-            torch.cuda._sleep(int(seconds * _cycles_per_second()))
+            torch.cuda._sleep(cycles)
+            self.stream.wait_stream(self.copying)
             self.event = torch.cuda.Event()
             self.event.record()
 
@@ -147,13 +155,26 @@ class _CudaWork(Work):
         return future
 
 
+def _write_results(operation: str, given: Any) -> None:
+    """Write outputs `(W * n,)` of gathers and `(n,)` of others from what this rank has."""
+    if operation not in ("all_gather", "reduce_scatter", "all_to_all") or given is None:
+        return
+    outputs, inputs = (each if isinstance(each, (list, tuple)) else [each] for each in given)
+    for output, value in zip(outputs, inputs, strict=True):
+        count = min(output.numel(), value.numel())
+        if output.data_ptr() != value.data_ptr():
+            output.view(-1)[:count].copy_(value.view(-1)[:count])
+        if operation == "all_gather":
+            output.view(-1, count)[1:].copy_(value.view(1, -1))
+
+
 _cycles: list[float] = []
 
 
 def _cycles_per_second() -> float:
     if not _cycles:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(1000)
+        torch.cuda._sleep(10**8)  # clocks rise
         start.record()
         torch.cuda._sleep(10**8)
         stop.record()

@@ -17,7 +17,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ NEEDS = {"": ("torch", "numpy", "tabulate", "tqdm"), "suite": ("pytest", "hypoth
 """Modules that every part imports (shardc itself does), and that one part imports beside them."""
 CASE_SECONDS = {"speed": 420, "memory": 240, "suite": 420}
 """How long a case of a part may take; of the others: 180."""
+TIMED = ("speed", "profiles")
+"""Parts whose cases run alone."""
 LEAST_SECONDS = 20
 """No case is started that has less."""
 
@@ -67,6 +70,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--only", default="", help="cases with this text in their names")
     parser.add_argument("--limit", type=float, default=560, help="seconds in all (default 560)")
+    jobs = max(1, (os.cpu_count() or 1) // 4)
+    text = f"cases at once where nothing is timed (default {jobs})"
+    parser.add_argument("--jobs", type=int, default=jobs, help=text)
     parser.add_argument("--again", action="store_true", help="also what has a result")
     parser.add_argument("--tiny", action="store_true", help="small models, to try the kit itself")
     parser.add_argument("--folder", type=Path, default=PROJECT / "build/gpu", help="of the results")
@@ -110,25 +116,41 @@ def _run(
     args.folder.mkdir(parents=True, exist_ok=True)
     path = args.folder / f"{name}.json"
     results = json.loads(path.read_text()) if path.exists() else {}
-    cases = [case for case in _part(name) if args.only in case]
+    named = _part(name)
+    cases = [case for case in named if args.only in ({case} if args.only in named else case)]
     if args.again:
         results = {case: result for case, result in results.items() if case not in cases}
     missing = [case for case in cases if case not in results]
     wanted = missing + [case for case in cases if "error" in results.get(case, {})]
-    longest = CASE_SECONDS.get(name, 180)
-    with tqdm(wanted, desc=name, unit="case", leave=False) as progress:
-        for case in progress:
+    with tqdm(total=len(wanted), desc=name, unit="case", leave=False) as progress:
+        for case, result in _ended(name, wanted, args, until):
             progress.set_postfix_str(case)
-            seconds = until - time.monotonic()
-            if seconds < LEAST_SECONDS:
-                break
-            result = _run_case(name, case, args.tiny, min(longest, seconds), args.folder)
-            if result is None and seconds < longest:
-                break  # it had less time than it may take: it comes first in the next call
-            log = _log(name, case, args.folder)
-            results[case] = result or {"error": f"no end in {longest} s: {log}"}
+            progress.update()
+            results[case] = result
             path.write_text(json.dumps(results, indent=1))
     return results, sum(case not in results for case in cases)
+
+
+def _ended(
+    part: str, cases: list[str], args: argparse.Namespace, until: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Cases and their results, as they end; not those that the time was too short for."""
+    longest = CASE_SECONDS.get(part, 180)
+
+    def run(case: str) -> dict[str, Any] | None:
+        seconds = until - time.monotonic()
+        if seconds < LEAST_SECONDS:
+            return None
+        result = _run_case(part, case, args.tiny, min(longest, seconds), args.folder)
+        if result is None and seconds >= longest:
+            return {"error": f"no end in {longest} s: {_log(part, case, args.folder)}"}
+        return result  # None if it had less time than it may take: it comes in the next call
+
+    with ThreadPoolExecutor(1 if part in TIMED else args.jobs) as pool:
+        futures = {pool.submit(run, case): case for case in cases}
+        for future in as_completed(futures):
+            if result := future.result():
+                yield futures[future], result
 
 
 def _log(part: str, case: str, folder: Path) -> Path:
@@ -146,8 +168,9 @@ def _run_case(
     log = _log(part, case, folder)
     start = time.monotonic()
     with log.open("w") as file:
+        variables = _environment(part, folder)
         process = subprocess.Popen(
-            command, stdout=file, stderr=file, env=_environment(), start_new_session=True
+            command, stdout=file, stderr=file, env=variables, start_new_session=True
         )
         try:
             process.wait(seconds)
@@ -177,13 +200,18 @@ def _end_all(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _environment() -> dict[str, str]:
-    """The variables under which `shardc` is this checkout, also where it is not installed."""
+def _environment(part: str, folder: Path) -> dict[str, str]:
+    """The variables under which `shardc` is this checkout, also where it is not installed.
+
+    Cases that run beside each other have a thread each.
+    """
     sys.path.append(str(PROJECT / "tests/cuda"))
     from install import lay_out
 
     found = [str(lay_out(PROJECT / "build/cuda")), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(found)}
+    ours = {"PYTHONPATH": os.pathsep.join(found), "SHARDC_KIT_FOLDER": str(folder.resolve())}
+    one = {} if part in TIMED else {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **ours, **one}
 
 
 if __name__ == "__main__":

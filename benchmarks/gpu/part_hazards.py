@@ -85,7 +85,7 @@ OFFLOAD = {"offload_policy": fsdp.CPUOffloadPolicy()}
 CASES: dict[str, Callable[[bool], dict[str, Any]]] = {
     **{
         f"late {late}, {way}": partial(check, way, late, OFFLOAD if late == "copies" else {})
-        for late in ("compute", "collectives", "copies")
+        for late in ("nothing", "compute", "collectives", "copies")
         for way in ("compiled", "executor", "uncompiled")
     },
     "sanitizer, uncompiled": partial(sanitize, "uncompiled"),

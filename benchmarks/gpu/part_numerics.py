@@ -33,8 +33,9 @@ def check_with_either(training: Training, tiny: bool) -> dict[str, Any]:
         return {"backend": "gloo", **check(training, tiny, "gloo")}
 
 
+WAYS = ("compiled", "uncompiled")
 CASES: dict[str, Callable[[bool], dict[str, Any]]] = {
     f"{name}, {way}": partial(check_with_either, replace(training, way=way))
     for name, training in STRATEGIES.items()
-    for way in ("compiled", "uncompiled")
+    for way in (*WAYS, *(["graphs"] if name == "bfloat16" else []))
 }

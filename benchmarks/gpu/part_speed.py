@@ -8,21 +8,26 @@ changes changes both.
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import peers
 import torch
 import wire
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from training import TINY
+from torch.profiler import ProfilerActivity, profile
+from training import FOLDER, TINY
 
-from shardc.backend.graph_plan import graph_plans
+from shardc import compare_with_profile, report
 
 LARGE = peers.Shape(blocks=16, dim=2048, heads=32, vocab=32768, batch=2, length=2048)
 WORLD, LATENCY, BANDWIDTH = 8, 20e-6, 360e9
 ROUNDS, STEPS = 7, 5
+WHOLE = ("shardc", "shardc-tables")
+"""Peers that this project plans whole; the second gathers the embedding's table."""
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
@@ -31,7 +36,9 @@ def measure(name: str, tiny: bool) -> dict[str, Any]:
     line, mesh = wire.join(WORLD, LATENCY, BANDWIDTH)
     shape = TINY if tiny else LARGE
     tokens = torch.randint(shape.vocab, (shape.batch, shape.length), device="cuda")
-    sides = {each: _side(each, mesh, shape, tokens) for each in ("plain", name)}
+    torch.manual_seed(0)
+    models = {each: peers.Model(shape).cuda() for each in ("plain", name)}
+    sides = {each: _side(each, model, mesh, tokens) for each, model in models.items()}
     for run in (*sides.values(), *sides.values()):
         run()
     held = torch.cuda.memory_allocated()
@@ -43,65 +50,58 @@ def measure(name: str, tiny: bool) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     line.log.clear()
     sides[name]()
+    beyond, busy, messages = torch.cuda.max_memory_allocated() - held, line.busy, len(line.log)
+    traces = {each: _trace(each, run) for each, run in sides.items()}
+    planned = _planned(name, models[name], traces[name]) if name in WHOLE else {}
     ratios = [ours / plain for ours, plain in zip(seconds[name], seconds["plain"], strict=True)]
     return {
+        **planned,
         "step ms": 1e3 * statistics.median(seconds[name]),
         "plain ms": 1e3 * statistics.median(seconds["plain"]),
         "step / plain": statistics.median(ratios),
         "least": min(ratios),
         "most": max(ratios),
-        "wire ms": 1e3 * line.busy / STEPS,
-        "messages": len(line.log) // STEPS,
-        "MB beyond held": (torch.cuda.max_memory_allocated() - held) / 1e6,
+        "wire ms": 1e3 * busy / STEPS,
+        "messages": messages // STEPS,
+        "MB beyond held": beyond / 1e6,
     }
 
 
-def _side(name: str, mesh: Any, shape: peers.Shape, tokens: Tensor) -> Callable[[], float]:
-    torch.manual_seed(0)
-    model = peers.Model(shape).cuda()
-    options = {"calibrated": False} if name == "shardc" else {}
-    call = peers.PEERS[name](model, mesh, policy=BF16, **options)
+def _planned(name: str, model: nn.Module, trace: Path) -> dict[str, Any]:
+    """What was planned for the step, which is left beside its trace."""
+    plan = report(model)
+    plan.save(FOLDER / f"plan-{name}.json")
+    with suppress(ValueError):  # the trace of a stand-in has no kernels
+        print(compare_with_profile(plan, trace))
+    return {"planned ms": 1e3 * plan.step_seconds, "exposed ms": 1e3 * plan.exposed_seconds}
 
-    def run() -> float:
+
+def _trace(name: str, run: Callable[[int], float]) -> Path:
+    """Leave what the GPU did in a step in a file for Perfetto."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run(1)
+    path = FOLDER / f"step-{name}.json.gz"
+    profiler.export_chrome_trace(str(path))
+    return path
+
+
+def _side(name: str, model: nn.Module, mesh: Any, tokens: Tensor) -> Callable[..., float]:
+    options = {"calibrated": False} if name in WHOLE else {}
+    call = peers.ALL[name](model, mesh, policy=BF16, **options)
+
+    def run(steps: int = STEPS) -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(STEPS):
+        for _ in range(steps):
             call(tokens).backward()
             model.zero_grad()
         torch.cuda.synchronize()
-        return (time.perf_counter() - start) / STEPS
+        return (time.perf_counter() - start) / steps
 
     return run
 
 
-def predicted(tiny: bool) -> dict[str, Any]:
-    """The step that was planned with the data sheet's profile beside the one that is measured."""
-    from shardc import report
-
-    _, mesh = wire.join(WORLD, LATENCY, BANDWIDTH)
-    shape = TINY if tiny else LARGE
-    model = peers.Model(shape).cuda()
-    call = peers.PEERS["shardc"](model, mesh, policy=BF16, calibrated=False)
-    tokens = torch.randint(shape.vocab, (shape.batch, shape.length), device="cuda")
-    for _ in range(3):
-        call(tokens).backward()
-        model.zero_grad()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(STEPS):
-        call(tokens).backward()
-        model.zero_grad()
-    torch.cuda.synchronize()
-    step = (time.perf_counter() - start) / STEPS
-    planned = report(model).step_seconds
-    assert graph_plans
-    return {"step ms": 1e3 * step, "planned ms": 1e3 * planned, "planned / step": planned / step}
-
-
 CASES: dict[str, Callable[[bool], dict[str, Any]]] = {
-    **{
-        name: partial(measure, name)
-        for name in ("shardc", "fsdp2", "fsdp2-blocks", "shardc-blocks", "shardc-eager")
-    },
-    "prediction": predicted,
+    name: partial(measure, name)
+    for name in (*WHOLE, "fsdp2-blocks", "fsdp2", "shardc-blocks", "shardc-eager")
 }

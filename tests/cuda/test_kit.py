@@ -15,7 +15,7 @@ FEW = {
     "smoke": "compiled bfloat16",
     "numerics": "hsdp, accumulate, uncompiled",
     "hazards": "late copies, uncompiled",
-    "speed": "prediction",
+    "speed": "shardc",
     "memory": "8 x 4096, short, shardc, expandable True",
     "profiles": "",
     "suite": "layout",
