@@ -45,6 +45,7 @@ def main() -> None:
         return
     if problem := _problem():
         raise SystemExit(problem)
+    sys.path.append(_source())  # a part names its cases
     from tabulate import tabulate  # not before it is known to be there
 
     until = time.monotonic() + args.limit
@@ -200,16 +201,18 @@ def _end_all(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _environment(part: str, folder: Path) -> dict[str, str]:
-    """The variables under which `shardc` is this checkout, also where it is not installed.
-
-    Cases that run beside each other have a thread each.
-    """
+def _source() -> str:
+    """Where Python finds this checkout as `shardc`, also where it is not installed."""
     sys.path.append(str(PROJECT / "tests/cuda"))
     from install import lay_out
 
-    found = [str(lay_out(PROJECT / "build/cuda")), os.environ.get("PYTHONPATH", "")]
-    ours = {"PYTHONPATH": os.pathsep.join(found), "SHARDC_KIT_FOLDER": str(folder.resolve())}
+    return str(lay_out(PROJECT / "build/cuda"))
+
+
+def _environment(part: str, folder: Path) -> dict[str, str]:
+    """The variables of a case; those that run beside each other have a thread each."""
+    found = os.pathsep.join([_source(), os.environ.get("PYTHONPATH", "")])
+    ours = {"PYTHONPATH": found, "SHARDC_KIT_FOLDER": str(folder.resolve())}
     one = {} if part in TIMED else {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     return {**os.environ, **ours, **one}
 

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,7 +148,8 @@ def lay_out(folder: Path) -> Path:
     for part in parts:
         link = package / part.name
         if part.name != "__pycache__" and not link.is_symlink():
-            link.symlink_to(part)
+            with suppress(FileExistsError):  # another process made it
+                link.symlink_to(part)
     info = folder / "shardc-0.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shardc\nVersion: 0\n")
