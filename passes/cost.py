@@ -400,9 +400,20 @@ def node_seconds(
         return traffic + arithmetic + profile.overhead
     rate = profile.peak(value.dtype)
     if "attention" in str(called(node)[0]):
-        rate *= profile.attention_efficiency
+        rate *= profile.attention_efficiency / (1 if _is_causal(node) else 2)
     together = _longer(flops / rate, traffic) if profile.overlaps else flops / rate + traffic
     return together + profile.overhead
+
+
+def _is_causal(node: Node) -> bool:
+    """Whether an attention skips what comes later; those that cannot be asked do."""
+    target, args = called(node)
+    schema = getattr(target, "_schema", None)
+    for place, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name == "is_causal":
+            given = node.kwargs.get("is_causal", argument.default_value)
+            return bool(args[place] if place < len(args) else given)
+    return True
 
 
 def among_copies(profile: Profile, shards: int) -> Profile:

@@ -48,7 +48,8 @@ class Profile:
         matmul_efficiency, memory_efficiency: the share of the peak that is reached.
         transcendental: elements/s of tanh and its like, whose arithmetic a CPU feels.
         overlaps: whether a kernel loads and stores while it computes; if not, the times add up.
-        attention_efficiency: the share of a matmul's rate that fused attention reaches.
+        attention_efficiency: the share of a matmul's rate that fused causal attention reaches, if
+            the FLOPs that it skips count; half of that where it skips none.
         host_bandwidth: bytes/s of a copy from pinned memory of the host; 0 where that is the
             device's own.
         workspace: bytes that the matmul library has for each thread that computes.
@@ -104,6 +105,7 @@ def _nvidia(
         f"{name}-nvlink", source, flops, bandwidth, memory, 8,
         Link(_NVLINK_STEP, nvlink * _GB), Link(_NETWORK_STEP, network * _GB),
         host_bandwidth=host * _GB, workspace=workspace, board=name.upper(),
+        matmul_efficiency=0.8, attention_efficiency=0.75,  # an H100 with 16 blocks of 2048
     )  # fmt: skip
     # Every rank on a node of its own, with one network card.
     card = Link(_NETWORK_STEP, network / 8 * _GB)

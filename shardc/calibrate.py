@@ -13,7 +13,7 @@ import socket
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,18 +26,49 @@ from shardc.runtime.comm import collectives
 from shardc.runtime.comm.agreement import Statement, agree
 from shardc.runtime.comm.backends import backend_of
 
-_MATMUL = 1024
-_COPIED = {"cpu": 2**24, "cuda": 2**28}
-"""Bytes of a copy: what a kernel of a step touches on a CPU; past the caches of a GPU."""
-_ATTENTION = (4, 8, 128, 64)
-"""(batch, heads, length, head dim) of the causal attention that is measured."""
-_ANGLES = 2**18
-"""Elements whose GELU is measured: they stay in a cache. (`torch.tanh` itself comes from a vector
-library that no fused kernel uses.)"""
-_MESSAGES = (2**14, 2**22, 2**24)
-"""Bytes of the buckets gathered: the first shows the fixed cost, the others the bandwidth."""
-_DTYPES = (torch.float32, torch.bfloat16)
 
+@dataclass(frozen=True)
+class _Probes:
+    """What is measured on a kind of device.
+
+    Attributes:
+        dtypes: of matmuls; attention is measured in the one at `attends`, and compared with it.
+        matmul: rows and columns of its matrices.
+        attention: (batch, heads, length, head dim), causal.
+        angles: elements whose GELU is measured. (`torch.tanh` itself comes from a vector library
+            that no fused kernel uses.) On a CPU they stay in a cache; on a GPU the time beyond that
+            of a copy counts.
+        copied: bytes: what a kernel of a step touches on a CPU; past the caches of a GPU.
+        messages: bytes of the buckets gathered: the first shows the fixed cost, the others the
+            bandwidth.
+        calls: before the host waits for them, which takes a GPU as long as a small kernel.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    attends: int
+    matmul: int
+    attention: tuple[int, int, int, int]
+    angles: int
+    copied: int
+    messages: tuple[int, int, int]
+    calls: int
+
+    @property
+    def count(self) -> int:
+        """How many figures there are."""
+        return len(self.dtypes) + 4 + len(self.messages)
+
+
+_PROBES = {
+    "cpu": _Probes(
+        (torch.float32, torch.bfloat16), 0, 1024, (4, 8, 128, 64), 2**18, 2**24,
+        (2**14, 2**22, 2**24), 1,
+    ),
+    "cuda": _Probes(
+        (torch.float32, torch.bfloat16, torch.float16), 1, 4096, (2, 32, 2048, 64), 2**27, 2**29,
+        (2**14, 2**26, 2**28), 10,
+    ),
+}  # fmt: skip
 _ROUNDS, _IN_A_ROW = 5, 3
 _ENOUGH = 1.0
 """Seconds: what took as long in all is not measured again. A matmul in a dtype for which a CPU has
@@ -101,7 +132,8 @@ def _read(path: Path) -> str:
         figures = json.loads(text)
     except (OSError, ValueError):
         return ""
-    is_whole = isinstance(figures, list) and len(figures) == len(_DTYPES) + 4 + len(_MESSAGES)
+    counts = {probes.count for probes in _PROBES.values()}
+    is_whole = isinstance(figures, list) and len(figures) in counts
     return text if is_whole and all(map(_is_seconds, figures)) else ""
 
 
@@ -126,7 +158,7 @@ def _keep(figures: str, path: Path) -> None:
 
 def _device_key(on_gpu: bool) -> str:
     """The device, and how many threads compute where it is the CPU."""
-    return f"{torch.cuda.get_device_name()}-0" if on_gpu else f"cpu-{torch.get_num_threads()}"
+    return f"{torch.cuda.get_device_name()}-1" if on_gpu else f"cpu-{torch.get_num_threads()}"
 
 
 def _measure(mesh: DeviceMesh, device: torch.device) -> list[float]:
@@ -146,15 +178,17 @@ def _measure(mesh: DeviceMesh, device: torch.device) -> list[float]:
 
 def _probes(device: torch.device) -> list[Callable[[], object]]:
     """A matmul in each dtype, attention, GELU, a copy, a tiny op."""
-    probes: list[Callable[[], object]] = []
-    for dtype in _DTYPES:
-        a, b = (torch.randn(_MATMUL, _MATMUL, device=device, dtype=dtype) for _ in range(2))
-        probes.append(functools.partial(torch.matmul, a, b))
-    query, angles = torch.randn(_ATTENTION, device=device), torch.randn(_ANGLES, device=device)
+    sizes = _PROBES[device.type]
+    matmuls: list[Callable[[], object]] = []
+    for dtype in sizes.dtypes:
+        a, b = (torch.randn(sizes.matmul, sizes.matmul, device=device).to(dtype) for _ in range(2))
+        matmuls.append(functools.partial(torch.matmul, a, b))
+    query = torch.randn(sizes.attention, device=device).to(sizes.dtypes[sizes.attends])
+    angles = torch.randn(sizes.angles, device=device)
     attend = torch.nn.functional.scaled_dot_product_attention
-    data, copied = (torch.zeros(_COPIED[device.type] // 4, device=device) for _ in range(2))
+    data, copied = (torch.zeros(sizes.copied // 4, device=device) for _ in range(2))
     return [
-        *probes,
+        *matmuls,
         functools.partial(attend, query, query, query, is_causal=True),
         functools.partial(torch.nn.functional.gelu, angles, approximate="tanh"),
         functools.partial(copied.copy_, data),
@@ -165,7 +199,8 @@ def _probes(device: torch.device) -> list[Callable[[], object]]:
 def _gathers(mesh: DeviceMesh, device: torch.device) -> list[Callable[[], object]]:
     """All-gathers by size."""
     world, group = mesh.size(), compat.group_name(mesh.get_group())
-    segments = [torch.zeros(message // 4 // world, device=device) for message in _MESSAGES]
+    messages = _PROBES[device.type].messages
+    segments = [torch.zeros(message // 4 // world, device=device) for message in messages]
     return [functools.partial(_gather, part, world, group) for part in segments]
 
 
@@ -175,21 +210,26 @@ def _gather(part: torch.Tensor, world: int, group: str) -> torch.Tensor:
 
 def _profile(name: str, figures: list[float], device_type: str, world: int) -> Profile:
     *matmuls, attention, gelu, copy, tiny, first, middle, last = figures
-    batch, heads, length, dim = _ATTENTION
-    rate = 4 * batch * heads * length**2 * dim / attention
+    sizes, before = _PROBES[device_type], current_profile(device_type)
+    rates = [2 * sizes.matmul**3 / seconds for seconds in matmuls]
+    batch, heads, length, dim = sizes.attention
+    attended = 4 * batch * heads * length**2 * dim / attention
     ring = (world - 1) / world
-    bandwidth = ring * (_MESSAGES[2] - _MESSAGES[1]) / max(last - middle, 1e-9)
-    fixed = max(first - ring * _MESSAGES[0] / bandwidth, 0.0) if world > 1 else 0.0
+    bandwidth = ring * (sizes.messages[2] - sizes.messages[1]) / max(last - middle, 1e-9)
+    fixed = max(first - ring * sizes.messages[0] / bandwidth, 0.0) if world > 1 else 0.0
     link = Link(0.0, bandwidth if world > 1 else 1e15)
+    memory = 2 * sizes.copied / copy
+    if device_type != "cpu":  # a GPU computes while it loads and stores
+        gelu = max(gelu - 8 * sizes.angles / memory, sizes.angles / before.transcendental)
     return replace(
-        current_profile(device_type),
+        before,
         name=name,
         source="calibrate()",
         flops=tuple(
-            (str(dtype).removeprefix("torch."), 2 * _MATMUL**3 / seconds)
-            for dtype, seconds in zip(_DTYPES, matmuls, strict=True)
+            (str(dtype).removeprefix("torch."), rate)
+            for dtype, rate in zip(sizes.dtypes, rates, strict=True)
         ),
-        memory_bandwidth=2 * _COPIED[device_type] / copy,
+        memory_bandwidth=memory,
         node_size=world,
         inside=link,
         across=link,
@@ -197,24 +237,26 @@ def _profile(name: str, figures: list[float], device_type: str, world: int) -> P
         message=fixed,
         matmul_efficiency=1.0,
         memory_efficiency=1.0,
-        transcendental=_ANGLES / gelu,
+        transcendental=sizes.angles / gelu,
         overlaps=device_type != "cpu",
-        attention_efficiency=rate * matmuls[0] / (2 * _MATMUL**3),
+        attention_efficiency=attended / rates[sizes.attends],
     )
 
 
 def _time(
     call: Callable[[], object], device: torch.device, taken: list[float], enough: float
 ) -> None:
-    """Add the seconds of a few calls in a row: the first finds the caches cold."""
+    """Add the seconds of a call, a few times in a row: the first finds the caches cold."""
+    calls = _PROBES[device.type].calls
     for _ in range(_IN_A_ROW):
         if sum(taken) >= enough:
             return
         start = time.perf_counter()
-        call()
+        for _ in range(calls):
+            call()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
+        taken.append((time.perf_counter() - start) / calls)
 
 
 def calibration_folder() -> Path:

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,8 +24,9 @@ MODULE = sys.modules["shardc.calibrate"]  # `shardc.calibrate` is the function
 @pytest.fixture(autouse=True)
 def _no_calibration_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(sys.modules["shardc.calibrate"], "_MATMUL", 64)  # what is measured here is
-    monkeypatch.setattr(sys.modules["shardc.calibrate"], "_ROUNDS", 1)  # not of interest
+    # What is measured here is not of interest.
+    monkeypatch.setitem(MODULE._PROBES, "cpu", replace(MODULE._PROBES["cpu"], matmul=64))
+    monkeypatch.setattr(MODULE, "_ROUNDS", 1)
 
 
 # -- doctor --------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from training import FOLDER, TINY
 
 from shardc import compare_with_profile, report
 
-LARGE = peers.Shape(blocks=16, dim=2048, heads=32, vocab=32768, batch=2, length=2048)
+LARGE = peers.Shape(blocks=16, dim=2048, heads=32, vocab=32768, batch=8, length=2048)
 WORLD, LATENCY, BANDWIDTH = 8, 20e-6, 360e9
 ROUNDS, STEPS = 7, 5
 WHOLE = ("shardc", "shardc-tables")
@@ -31,10 +32,10 @@ WHOLE = ("shardc", "shardc-tables")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
-def measure(name: str, tiny: bool) -> dict[str, Any]:
+def measure(name: str, batch: int, tiny: bool) -> dict[str, Any]:
     """Milliseconds a step, medians; the median of the ratios to the plain step of each round."""
     line, mesh = wire.join(WORLD, LATENCY, BANDWIDTH)
-    shape = TINY if tiny else LARGE
+    shape = TINY if tiny else replace(LARGE, batch=batch)
     tokens = torch.randint(shape.vocab, (shape.batch, shape.length), device="cuda")
     torch.manual_seed(0)
     models = {each: peers.Model(shape).cuda() for each in ("plain", name)}
@@ -51,8 +52,8 @@ def measure(name: str, tiny: bool) -> dict[str, Any]:
     line.log.clear()
     sides[name]()
     beyond, busy, messages = torch.cuda.max_memory_allocated() - held, line.busy, len(line.log)
-    traces = {each: _trace(each, run) for each, run in sides.items()}
-    planned = _planned(name, models[name], traces[name]) if name in WHOLE else {}
+    traces = {each: _trace(f"{each}-{batch}", run) for each, run in sides.items()}
+    planned = _planned(f"{name}-{batch}", models[name], traces[name]) if name in WHOLE else {}
     ratios = [ours / plain for ours, plain in zip(seconds[name], seconds["plain"], strict=True)]
     return {
         **planned,
@@ -102,6 +103,7 @@ def _side(name: str, model: nn.Module, mesh: Any, tokens: Tensor) -> Callable[..
 
 
 CASES: dict[str, Callable[[bool], dict[str, Any]]] = {
-    name: partial(measure, name)
+    f"{name}, {batch} x 2048": partial(measure, name, batch)
+    for batch in (8, 2)
     for name in (*WHOLE, "fsdp2-blocks", "fsdp2", "shardc-blocks", "shardc-eager")
 }

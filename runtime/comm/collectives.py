@@ -222,7 +222,7 @@ def entering(what: str, group: str, value: Tensor | None = None) -> Iterator[Non
 
 
 def naming_failures(call: BoxedGraph, groups: Sequence[str], replayed: bool = False) -> BoxedGraph:
-    """`call`, a boxed graph with collectives over `groups`, within `naming`.
+    """`call`, a boxed graph with collectives over `groups`, within `naming` and below autograd.
 
     Where it is `replayed` (a CUDA graph), Python does not see its collectives: it enters histories
     as one.
@@ -238,7 +238,8 @@ def naming_failures(call: BoxedGraph, groups: Sequence[str], replayed: bool = Fa
                 progress.history = None
             progress.begin_graph()
             try:
-                return call(inputs)
+                with compat.below_autograd():
+                    return call(inputs)
             finally:
                 progress.end_graph()
 
