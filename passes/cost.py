@@ -408,12 +408,7 @@ def node_seconds(
 def _is_causal(node: Node) -> bool:
     """Whether an attention skips what comes later; those that cannot be asked do."""
     target, args = called(node)
-    schema = getattr(target, "_schema", None)
-    for place, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.name == "is_causal":
-            given = node.kwargs.get("is_causal", argument.default_value)
-            return bool(args[place] if place < len(args) else given)
-    return True
+    return compat.argument_of(target, args, node.kwargs, "is_causal") is not False
 
 
 def among_copies(profile: Profile, shards: int) -> Profile:

@@ -1,5 +1,6 @@
 """The cost model: formulas by hand, and one formula for a number and for a symbol."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -163,6 +164,21 @@ def test_attention_of_every_device_has_a_formula():
     assert (
         sum(node_flops(n) for n in gm.graph.nodes if n.op == "call_function") >= 4 * 2 * 8 * 8 * 16
     )
+
+
+def test_attention_that_skips_nothing_takes_twice_as_long():
+    q = torch.empty(1, 2, 64, 16)
+
+    def seconds(is_causal):
+        attend = functools.partial(
+            torch.nn.functional.scaled_dot_product_attention, is_causal=is_causal
+        )
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            gm = make_fx(attend, tracing_mode="fake")(q, q, q)
+        profile = replace(FLAT, overhead=0.0, memory_bandwidth=1e30)
+        return sum(node_seconds(n, profile) for n in gm.graph.nodes if n.op == "call_function")
+
+    assert seconds(False) == 2 * seconds(True) > 0
 
 
 def test_shared_keys_count_for_every_head_that_reads_them():

@@ -7,6 +7,7 @@ import argparse
 import importlib.util
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,10 +42,10 @@ def _call(
         return run(case)
 
     kit._run_case = run_case
-    asked = {"folder": folder, "again": False, "only": "", "tiny": False, "limit": 560.0, **changed}
-    limit = asked.pop("limit")
-    results, left = kit._run("smoke", argparse.Namespace(**asked), time.monotonic() + limit)
-    assert results == json.loads((folder / "smoke.json").read_text())
+    asked = {"folder": folder, "again": False, "only": "", "tiny": False, "jobs": 1, **changed}
+    limit, part = asked.pop("limit", 560.0), asked.pop("part", "smoke")
+    results, left = kit._run(part, argparse.Namespace(**asked), time.monotonic() + limit)
+    assert results == json.loads((folder / f"{part}.json").read_text())
     return ran, results, left
 
 
@@ -76,6 +77,28 @@ def test_again_runs_what_is_asked_for_and_keeps_the_rest(kit: Any, tmp_path: Pat
 def test_no_case_starts_that_has_no_time(kit: Any, tmp_path: Path) -> None:
     _call(kit, tmp_path, lambda case: {"ok": 1}, only="first")
     assert _call(kit, tmp_path, lambda case: {"ok": 1}, limit=10)[0] == []
+
+
+def test_cases_run_beside_each_other_but_for_those_that_are_timed(kit: Any, tmp_path: Path) -> None:
+    meeting = threading.Barrier(len(CASES))
+
+    def meet(case: str) -> dict[str, Any]:
+        try:
+            meeting.wait(5 if together else 0.2)
+        except threading.BrokenBarrierError:
+            meeting.reset()
+            return {"met": False}
+        return {"met": True}
+
+    for together, part in ((True, "smoke"), (False, "speed")):
+        results = _call(kit, tmp_path, meet, jobs=len(CASES), part=part)[1]
+        assert {result["met"] for result in results.values()} == {together}
+
+
+def test_a_case_that_is_named_whole_is_alone(kit: Any, tmp_path: Path) -> None:
+    kit._part = lambda name: dict.fromkeys(("step", "step, rows"))
+    assert _call(kit, tmp_path, lambda case: {"ok": 1}, only="step")[0] == ["step"]
+    assert _call(kit, tmp_path, lambda case: {"ok": 1}, only="ste")[0] == ["step, rows"]
 
 
 def test_what_is_lacking_is_named(
@@ -115,7 +138,7 @@ def test_a_case_is_ended_with_its_ranks(
         "time.sleep(600)\n"
     )
     monkeypatch.setattr(kit, "HERE", tmp_path)
-    monkeypatch.setattr(kit, "_environment", lambda: None)
+    monkeypatch.setattr(kit, "_environment", lambda *_: None)
     assert kit._run_case("smoke", "first", True, 2.0, tmp_path) is None
     child = int((tmp_path / "smoke-first.log").read_text())
     until = time.monotonic() + 10

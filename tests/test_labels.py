@@ -1,9 +1,11 @@
 """Names of units on collectives: what the profiler shows of graphs and of uncompiled models."""
 
+import sys
 from collections import Counter
 
 import pytest
 import torch
+import torch.distributed._functional_collectives as funcol
 from models import QUICK, Stack, compiled, seeded, shard_all, tokens
 from ranks import mesh_of, on_ranks
 from test_fold_repeats import Folds
@@ -144,3 +146,30 @@ def test_a_label_keeps_what_failed():
         raise ValueError
     assert progress.inside is wait and progress.started == before + 1
     progress.inside = None
+
+
+def _asked_autograd(call):
+    """How often torch's Python that differentiates an op is asked in a call."""
+    asked = []
+
+    def note(frame, event, arg):
+        if event == "call" and frame.f_code.co_filename.endswith("_library/autograd.py"):
+            asked.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return len(asked)
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@on_ranks(2)
+def test_collectives_of_a_compiled_graph_do_not_ask_autograd(mesh, executor):
+    """torch asks its formulas for them in Python, though a graph differentiates nothing."""
+    call = compiled(shard_all(seeded(Stack), mesh), executor, fullgraph=True)
+    _step(call)
+    group = mesh.get_group()
+    assert _asked_autograd(lambda: funcol.all_gather_tensor(tokens(1), 0, group).sum()) > 0
+    assert _asked_autograd(lambda: call(tokens(1), tokens(2))) == 0

@@ -1,7 +1,7 @@
 """AOT autograd: fake tensors, symbolic sizes, the partitioner, the formulas of its ops."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 from unittest import mock
@@ -83,6 +83,19 @@ def op_arguments(node: torch.fx.Node) -> dict[str, Argument]:
         return {}
     names = [argument.name for argument in node.target._schema.arguments]
     return dict(zip(names, node.args, strict=False)) | node.kwargs
+
+
+def argument_of(
+    op: object, args: Sequence[Argument], kwargs: Mapping[str, Argument], name: str
+) -> Argument:
+    """An argument of a call of an op, or its default; None if it has none of that name (2.11 to
+    2.15)."""
+    known = op._schema.arguments if isinstance(op, torch._ops.OpOverload) else ()
+    for place, argument in enumerate(known):
+        if argument.name == name:
+            given = args[place] if place < len(args) else argument.default_value
+            return kwargs.get(name, given)
+    return None
 
 
 @contextmanager
@@ -195,10 +208,7 @@ def giving_states_where_drawn() -> AbstractContextManager[object]:
 
 def drops_nothing(node: torch.fx.Node) -> bool:
     """Whether a node is an attention without dropout, which draws no random numbers."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    defaults = {arg.name: arg.default_value for arg in node.target._schema.arguments}
-    return bool((defaults | op_arguments(node)).get("dropout_p") == 0.0)
+    return bool(argument_of(node.target, node.args, node.kwargs, "dropout_p") == 0.0)
 
 
 def compiling_backward_at_once() -> AbstractContextManager[object]:

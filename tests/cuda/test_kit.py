@@ -16,7 +16,7 @@ FEW = {
     "smoke": "compiled bfloat16",
     "numerics": "hsdp, accumulate, uncompiled",
     "hazards": "late copies, uncompiled",
-    "speed": "shardc, 8 x 2048",
+    "speed": "2 x 2048",
     "memory": "8 x 4096, short, shardc, expandable True",
     "profiles": "",
     "suite": "layout",
