@@ -15,7 +15,7 @@ from test_backend import Graphs
 from shardc import Report, compare_with_profile
 from shardc.passes.context import is_collective
 from shardc.reports.record import CollectiveRow, Record
-from shardc.runtime.comm.progress import Label, label_of, read_name
+from shardc.runtime.comm.progress import VERBS, Label, label_of, read_name
 
 
 def _row(phase, kind, *buckets, seconds=1e-3, exposed=0.0):
@@ -143,7 +143,54 @@ def test_on_cuda_kernels_are_found_by_what_launched_them():
     trace.add("ncclDevKernel_AllGather_RING_LL", 500, cat="kernel", tid=7, correlation=2)
     result = compare_with_profile(record, trace.holds())
     assert [row.seconds for row in result.rows] == pytest.approx([400e-6, 500e-6])
-    assert [row.exposed for row in result.rows] == [None, None]
+    assert [row.exposed for row in result.rows] == [None, None]  # no compute is in the trace
+
+
+def _on_gpu(computed, sent, moved="ncclDevKernel_AllGather_RING_LL"):
+    """What `compare_with_profile` gives for kernels at (start, end): `computed` on one stream, one
+    of `sent` on another for each of units "0", "1" and so on."""
+    trace = Trace()
+    for number in range(len(sent)):
+        trace.add(f"shardc: gather {number}", 0)
+        trace.add("cudaLaunchKernelExC", 0, cat="cuda_runtime", correlation=number)
+        trace.add(f"shardc: wait gather {number}", 1)
+    streams = [(computed, 7, "a matmul", 100), (sent, 9, moved, 0)]
+    for spans, stream, name, first in streams:
+        for number, (start, end) in enumerate(spans, first):
+            trace.now = start
+            trace.add(name, end - start, "kernel", 0, correlation=number, stream=stream)
+    rows = [_row("forward", "all_gather", str(number)) for number in range(len(sent))]
+    return compare_with_profile(_record(*rows), trace.holds()).rows
+
+
+@pytest.mark.parametrize(
+    "computed, sent, exposed",
+    [
+        ([(100, 200), (260, 300)], [(150, 250)], [50]),  # compute goes on as it ends
+        ([(100, 200), (900, 950)], [(150, 250)], [0]),  # the host was late
+        ([(100, 200), (200, 300)], [(150, 250)], [0]),  # compute never stands still
+        ([(100, 200), (360, 400)], [(150, 250), (255, 350)], [50, 95]),  # it waits for both
+        ([(100, 200), (260, 400)], [(150, 250), (255, 350)], [50, 0]),  # for the first alone
+        ([(500, 600)], [(100, 495)], [395]),  # nothing to compute before
+        ([(100, 200)], [(150, 250)], [0]),  # nor after
+    ],
+)
+def test_on_cuda_a_collective_is_exposed_in_a_gap_that_ends_with_it(computed, sent, exposed):
+    for moved in ("ncclDevKernel_AllGather_RING_LL", "a kernel of another backend"):
+        rows = _on_gpu(computed, sent, moved)
+        assert [row.exposed for row in rows] == pytest.approx([t * 1e-6 for t in exposed])
+        assert [row.seconds for row in rows] == pytest.approx([(b - a) * 1e-6 for a, b in sent])
+
+
+def test_rows_are_waited_for_where_they_are_started():
+    record = _record(_row("forward", "fetch_rows", "a"), _row("backward", "return_rows", "a"))
+    trace = Trace()
+    for verb, waits in (("fetch rows", 4), ("return rows", 1)):
+        trace.collective(f"{verb} a", 3, waits)
+        trace.add(f"shardc: save on host {verb}", 9)  # no collective
+    result = compare_with_profile(record, trace.holds())
+    assert not result.notes
+    assert [row.exposed for row in result.rows] == pytest.approx([22e-6, 13e-6])
 
 
 def test_what_does_not_match_is_said(tmp_path):
@@ -188,7 +235,7 @@ def test_traces_that_cannot_be_compared():
 
 def test_names_are_read_back():
     for buckets in (("a",), ("a[0]", "a[1]", "b.c"), ("a[3]",)):
-        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        for kind in VERBS.keys() - {"all_to_all"}:  # which reduces, as its name says
             for waits in (False, True):
                 name = Label(kind, buckets, "forward", waits).name
                 assert read_name(name) == (kind, buckets, waits)

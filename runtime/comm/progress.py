@@ -26,7 +26,7 @@ from shardc.runtime.comm.history import History, digest_of
 OFFLOAD = "to_host"
 """The kind of a copy of a gradient to the host."""
 
-_COPIES = (OFFLOAD, "save_on_host", "load_from_host", "send_state", "fetch_state")
+COPIES = (OFFLOAD, "save_on_host", "load_from_host", "send_state", "fetch_state")
 """The kinds that are no collectives."""
 
 VERBS = {
@@ -148,7 +148,7 @@ class Label:
         return f"Label({self.kind!r}, {self.buckets!r}, {self.phase!r}, {self.waits!r})"
 
     def __enter__(self) -> None:
-        if self.kind not in _COPIES:
+        if self.kind not in COPIES:
             self._note()
         if compat.is_profiled():
             shown = torch.profiler.record_function(self.renamed().name)
@@ -254,10 +254,11 @@ def read_name(name: str) -> tuple[str, tuple[str, ...], bool] | None:
     """Kind, buckets and `waits` of the label that has this name; None for other names."""
     text = name.removeprefix(_PREFIX)
     waits = text.startswith("wait ")
-    verb, _, units = text.removeprefix("wait ").partition(" ")
-    kind = next((kind for kind in VERBS if VERBS[kind] == verb), None)
-    if kind is None or text == name:
+    text = text.removeprefix("wait ")
+    kind = next((kind for kind, verb in VERBS.items() if text.startswith(f"{verb} ")), None)
+    if kind is None or not name.startswith(_PREFIX):
         return None
+    units = text.removeprefix(f"{VERBS[kind]} ")
     buckets: list[str] = []
     for part in units.split("+"):
         unit, _, numbers = part.removesuffix("]").partition("[")

@@ -6,14 +6,18 @@ a step is the n-th that was planned, so the forward's is told from the backward'
 
 What is measured differs by device. On CPUs compute stands in the wait, and gloo's own event says
 how long the transfer took (matched by order, where the trace has no other collectives of that
-kind). On CUDA nothing waits on the host: the transfer is the NCCL kernel that was launched inside
-the label, and how much of it is exposed is not told.
+kind). On CUDA nothing waits on the host: the transfer is the kernel on another stream that was
+launched inside the label. It is exposed for as long as compute stands still while it runs, if
+compute goes on as it ends, or another one for which that holds starts then. Where compute goes on
+later it waited for something else, the host for example.
 """
 
 import dataclasses
 import gzip
 import json
+import math
 import statistics
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +29,7 @@ from tabulate import tabulate
 from shardc.reports.record import CollectiveRow, Record
 from shardc.runtime.checks.arguments import checked
 from shardc.runtime.comm.backends import BACKENDS
-from shardc.runtime.comm.progress import OFFLOAD, VERBS, in_short, read_name
+from shardc.runtime.comm.progress import COPIES, VERBS, in_short, read_name
 
 _WORST = 5
 """Rows that are named as the worst."""
@@ -152,9 +156,11 @@ def compare_with_profile(record: Record, trace: str | Path | Mapping[str, Any]) 
         planned[row.kind, row.buckets].append(index)
     starts = _by_key(labels, waits=False)
     steps = _count_steps(planned, starts)
-    seconds = _kernel_seconds(events, labels)
-    stalls = {} if seconds else _stalls(starts, _by_key(labels, waits=True))
-    seconds = seconds or _event_seconds(events, labels)
+    kernels = _Kernels.read(events, [label for label in labels if not label.waits])
+    seconds, stalls = kernels.seconds(), kernels.exposed()
+    if not kernels.sent:
+        stalls = _stalls(starts, _by_key(labels, waits=True))
+        seconds = _event_seconds(events, labels)
     notes = [f"not planned: {_name(key)}" for key in starts if key not in planned]
     rows: list[ComparedRow | None] = [None] * len(record.collectives)
     for key, indices in planned.items():
@@ -216,7 +222,7 @@ class _Label:
     @classmethod
     def read(cls, event: Mapping[str, Any]) -> "_Label | None":
         parts = read_name(event["name"])
-        if parts is None or parts[0] == OFFLOAD:  # no collective
+        if parts is None or parts[0] in COPIES:  # no collective
             return None
         if event.get("cat") != "user_annotation":  # the GPU's copy of it
             return None
@@ -273,7 +279,8 @@ def _by_key(labels: Iterable[_Label], waits: bool) -> dict[_Key, list[_Label]]:
 def _stalls(
     starts: Mapping[_Key, Sequence[_Label]], waits: Mapping[_Key, Sequence[_Label]]
 ) -> dict[_Label, float]:
-    """Seconds in the waits for each collective: a coalesced one has a wait a bucket."""
+    """Seconds in the waits for each collective: a coalesced one has a wait a bucket. What rows need
+    is waited for where it is started."""
     stalls = {}
     for key, started in starts.items():
         found = waits.get(key, [])
@@ -281,30 +288,111 @@ def _stalls(
         if each and not left:
             for i, label in enumerate(started):
                 stalls[label] = sum(w.seconds for w in found[i * each : (i + 1) * each])
+                stalls[label] += label.seconds if key[0] in _ROWS else 0.0
     return stalls
 
 
-def _kernel_seconds(
-    events: Sequence[Mapping[str, Any]], labels: Sequence[_Label]
-) -> dict[_Label, float]:
-    """On CUDA, the duration of the backend's kernels that were launched inside each label."""
-    starts = tuple(backend.kernels for backend in BACKENDS.values() if backend.kernels)
-    kernels: dict[Any, float] = defaultdict(float)
-    for event in events:
-        if event.get("cat") == "kernel" and event["name"].startswith(starts):
-            kernels[event["args"].get("correlation")] += event["dur"] / 1e6
-    launches = [
-        event
-        for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver")
-        and event.get("args", {}).get("correlation") in kernels
-    ]
-    seconds = {}
-    for label in labels:
-        inside = [event for event in launches if not label.waits and label.holds(event)]
-        if inside:
-            seconds[label] = sum(kernels[event["args"]["correlation"]] for event in inside)
-    return seconds
+_ROWS = ("fetch_rows", "return_rows")
+
+
+_AT_ONCE = 2e-5
+"""Seconds after which a stream has gone on that waited for an event."""
+
+_Spans = list[tuple[float, float]]
+"""When something ran: pairs (start, end) in seconds, in order, none in another."""
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """What a GPU did in a trace; empty where there is none.
+
+    Attributes:
+        sent: by the label inside of which they were launched, the kernels of collectives.
+        computed: all other kernels of the stream that is busiest with them.
+    """
+
+    sent: Mapping[_Label, _Spans]
+    computed: _Spans
+
+    @classmethod
+    def read(cls, events: Sequence[Mapping[str, Any]], starts: Sequence[_Label]) -> "_Kernels":
+        """Kernels by the labels where collectives start."""
+        kernels = {_correlation(event): event for event in events if event.get("cat") == "kernel"}
+        launches = [
+            event
+            for event in events
+            if event.get("cat") in ("cuda_runtime", "cuda_driver")
+            and _correlation(event) in kernels
+        ]
+        inside = {
+            label: [_correlation(event) for event in launches if label.holds(event)]
+            for label in starts
+        }
+        within = {number for numbers in inside.values() for number in numbers}
+        others = [event for number, event in kernels.items() if number not in within]
+        busy: dict[Any, float] = defaultdict(float)
+        for event in others:
+            busy[_stream(event)] += event["dur"]
+        main = max(busy, key=lambda stream: busy[stream], default=None)
+        named = tuple(backend.kernels for backend in BACKENDS.values() if backend.kernels)
+
+        def is_sent(event: Mapping[str, Any]) -> bool:
+            return _stream(event) != main or event["name"].startswith(named)
+
+        sent = {
+            label: [kernels[number] for number in numbers if is_sent(kernels[number])]
+            for label, numbers in inside.items()
+        }
+        moving = {_correlation(event) for found in sent.values() for event in found}
+        computed = [
+            event
+            for number, event in kernels.items()
+            if number not in moving and _stream(event) == main
+        ]
+        spans = {label: _merged(found) for label, found in sent.items() if found}
+        return cls(spans, _merged(computed))
+
+    def seconds(self) -> dict[_Label, float]:
+        """How long each collective took."""
+        return {label: sum(end - start for start, end in self.sent[label]) for label in self.sent}
+
+    def exposed(self) -> dict[_Label, float]:
+        """How long compute stood still for each collective; nothing where no compute is seen."""
+        if not self.computed:
+            return {}
+        began = [start for start, _ in self.computed]
+        spans = [(end, start, label) for label in self.sent for start, end in self.sent[label]]
+        still = dict.fromkeys(self.sent, 0.0)
+        waited = math.inf  # since when compute stands still for what comes next
+        for end, start, label in sorted(spans, key=lambda span: span[:2], reverse=True):
+            place = bisect_right(began, end)
+            resumes = began[place] if place < len(began) else math.inf
+            since = self.computed[place - 1][1] if place else start
+            if since < end and min(resumes, waited) - end <= _AT_ONCE:
+                still[label] += end - max(start, since)
+                waited = max(start, since)
+        return still
+
+
+def _correlation(event: Mapping[str, Any]) -> Any:
+    """What a kernel and its launch have in common."""
+    return event.get("args", {}).get("correlation")
+
+
+def _stream(event: Mapping[str, Any]) -> Any:
+    return event.get("args", {}).get("stream", event.get("tid"))
+
+
+def _merged(events: Iterable[Mapping[str, Any]]) -> _Spans:
+    """When any of the events ran."""
+    spans: _Spans = []
+    for event in sorted(events, key=lambda event: event["ts"]):
+        start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+        if spans and start <= spans[-1][1]:
+            spans[-1] = spans[-1][0], max(end, spans[-1][1])
+        else:
+            spans.append((start, end))
+    return spans
 
 
 def _event_seconds(
