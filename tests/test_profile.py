@@ -160,7 +160,7 @@ def _on_gpu(computed, sent, moved="ncclDevKernel_AllGather_RING_LL"):
             trace.now = start
             trace.add(name, end - start, "kernel", 0, correlation=number, stream=stream)
     rows = [_row("forward", "all_gather", str(number)) for number in range(len(sent))]
-    return compare_with_profile(_record(*rows), trace.holds()).rows
+    return compare_with_profile(_record(*rows), trace.holds())
 
 
 @pytest.mark.parametrize(
@@ -177,9 +177,15 @@ def _on_gpu(computed, sent, moved="ncclDevKernel_AllGather_RING_LL"):
 )
 def test_on_cuda_a_collective_is_exposed_in_a_gap_that_ends_with_it(computed, sent, exposed):
     for moved in ("ncclDevKernel_AllGather_RING_LL", "a kernel of another backend"):
-        rows = _on_gpu(computed, sent, moved)
+        rows = _on_gpu(computed, sent, moved).rows
         assert [row.exposed for row in rows] == pytest.approx([t * 1e-6 for t in exposed])
         assert [row.seconds for row in rows] == pytest.approx([(b - a) * 1e-6 for a, b in sent])
+
+
+def test_a_host_that_is_late_is_told_from_collectives():
+    waits = _on_gpu([(100, 200), (260, 300)], [(150, 250)])
+    late = _on_gpu([(100, 200), (900, 1100)], [(150, 250)])
+    assert not waits.notes and "still for 0.700 of 1.000 ms a step without" in late.notes[0]
 
 
 def test_rows_are_waited_for_where_they_are_started():

@@ -14,6 +14,7 @@ later it waited for something else, the host for example.
 
 import dataclasses
 import gzip
+import itertools
 import json
 import math
 import statistics
@@ -162,6 +163,12 @@ def compare_with_profile(record: Record, trace: str | Path | Mapping[str, Any]) 
         stalls = _stalls(starts, _by_key(labels, waits=True))
         seconds = _event_seconds(events, labels)
     notes = [f"not planned: {_name(key)}" for key in starts if key not in planned]
+    late, whole = kernels.late() / steps, kernels.whole / steps
+    if late > _MUCH * whole:
+        notes.append(
+            f"compute stood still for {_in_ms(late)} of {_in_ms(whole)} ms a step without waiting "
+            "for a collective: the host was late. More tokens a step hide that"
+        )
     rows: list[ComparedRow | None] = [None] * len(record.collectives)
     for key, indices in planned.items():
         found = starts.get(key, [])
@@ -295,6 +302,9 @@ def _stalls(
 _ROWS = ("fetch_rows", "return_rows")
 
 
+_MUCH = 0.05
+"""The share of a step that is worth a word."""
+
 _AT_ONCE = 2e-5
 """Seconds after which a stream has gone on that waited for an event."""
 
@@ -351,6 +361,17 @@ class _Kernels:
         ]
         spans = {label: _merged(found) for label, found in sent.items() if found}
         return cls(spans, _merged(computed))
+
+    @property
+    def whole(self) -> float:
+        """Seconds from the first kernel that computes to the end of the last."""
+        return self.computed[-1][1] - self.computed[0][0] if self.computed else 0.0
+
+    def late(self) -> float:
+        """How long compute stood still between its kernels, and not for a collective."""
+        pairs = itertools.pairwise(self.computed)
+        gaps = (start - end for (_, end), (start, _) in pairs)
+        return max(0.0, sum(gap for gap in gaps if gap > _AT_ONCE) - sum(self.exposed().values()))
 
     def seconds(self) -> dict[_Label, float]:
         """How long each collective took."""
