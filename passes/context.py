@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from shardc.passes.hardware import Profile
+from shardc.runtime import compat
 from shardc.runtime.comm import (  # noqa: F401 (register their ops)
     comm_buffers,
     saved_on_host,
@@ -294,6 +295,13 @@ def groups_in(gm: GraphModule) -> list[str]:
     """The process groups over which `gm` communicates."""
     specs = [moved.spec for node in our_collectives(gm) for moved in moved_by(node)]
     return list(dict.fromkeys(spec.everyone or spec.group for spec in specs))
+
+
+def groups_named_in(gm: GraphModule) -> list[str]:
+    """The process groups that the collectives of `gm` are given, the user's own too."""
+    given = (arg for node in gm.graph.nodes if is_collective(node) for arg in node.args)
+    names = dict.fromkeys(arg for arg in given if isinstance(arg, str))
+    return [name for name in names if compat.is_group(name)]
 
 
 def ranks_in(node: Node) -> int:

@@ -8,9 +8,11 @@ import copy
 import gc
 import sys
 import weakref
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import Block, Stack, compiled, full, seeded, shard_all, tokens
 from ranks import mesh_of, on_ranks
 from torch import nn
@@ -19,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardc
 from shardc import MixedPrecisionPolicy, fully_shard, units_of
+from shardc.runtime import compat
 from shardc.runtime.comm import host_copies
 from shardc.runtime.layout import spec
 
@@ -364,3 +367,18 @@ def test_a_model_does_not_keep_the_one_that_ran_inside_its_forward(mesh):
     del student
     assert not _left(traces)
     teacher(torch.ones(2, 18)).sum().backward()  # goes another way than the one remembered
+
+
+@on_ranks(2)
+def test_cuda_graphs_are_freed_before_the_groups_that_they_hold(mesh):
+    """NCCL waits for them. Here there are none: it is counted how often they would be freed."""
+    held, other = (dist.new_group([0, 1]) for _ in range(2))
+    with (
+        mock.patch("torch._inductor.cudagraph_trees.reset_cudagraph_trees") as freed,
+        mock.patch("torch.cuda.synchronize"),
+    ):
+        compat.free_cuda_graphs_before([compat.group_name(held)])
+        dist.destroy_process_group(other)
+        assert not freed.called
+        dist.destroy_process_group(held)
+        assert freed.called

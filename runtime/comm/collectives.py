@@ -221,13 +221,17 @@ def entering(what: str, group: str, value: Tensor | None = None) -> Iterator[Non
             yield
 
 
-def naming_failures(call: BoxedGraph, groups: Sequence[str], replayed: bool = False) -> BoxedGraph:
+def naming_failures(
+    call: BoxedGraph, groups: Sequence[str], replayed: Sequence[str] = ()
+) -> BoxedGraph:
     """`call`, a boxed graph with collectives over `groups`, within `naming` and below autograd.
 
-    Where it is `replayed` (a CUDA graph), Python does not see its collectives: it enters histories
-    as one.
+    Where a CUDA graph replays it, over the groups `replayed`, Python does not see its collectives:
+    it enters histories as one. NCCL destroys none of these groups before the CUDA graph.
     """
     others = groups if replayed else groups[1:]
+    if replayed:
+        compat.free_cuda_graphs_before(replayed)
 
     def run(inputs: list[object]) -> object:
         for group in others:

@@ -1,13 +1,14 @@
 """Process groups, their backends and memory, and meshes."""
 
 import atexit
+import functools
 import itertools
 import os
 import pickle
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -58,6 +59,15 @@ def resolve_group(name: str) -> dist.ProcessGroup:
             "torch.distributed.init_process_group before fully_shard and keep the group until the "
             "last step"
         ) from error
+
+
+def is_group(name: str) -> bool:
+    """Whether functional collectives find a group by that name."""
+    try:
+        resolve_group(name)
+    except RuntimeError:
+        return False
+    return True
 
 
 def also_named(group: dist.ProcessGroup, name: str) -> str:
@@ -183,6 +193,34 @@ def flight_record_path(default: str = "") -> str | None:
 def nccl_flight_record() -> str | None:
     """The file that NCCL's watchdog writes when a collective times out (2.11 to 2.15)."""
     return flight_record_path(f"{Path.home()}/.cache/torch/comm_lib_trace_rank_")
+
+
+def free_cuda_graphs_before(groups: Iterable[str]) -> None:
+    """Have Inductor's CUDA graphs freed when one of `groups` is shut down, whose collectives they
+    replay: NCCL waits for them before it destroys a communicator, without an end (2.11 to 2.15).
+    """
+    _watch_shutdowns()
+    _captured.update(resolve_group(name).group_name for name in groups)
+
+
+_captured: set[str] = set()
+
+
+@functools.cache
+def _watch_shutdowns() -> None:
+    shutdown = dist.ProcessGroup.shutdown
+
+    @functools.wraps(shutdown)
+    def free_and_shut_down(group: dist.ProcessGroup) -> None:
+        if group.group_name in _captured:
+            from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+            torch.cuda.synchronize()
+            reset_cudagraph_trees()
+            _captured.discard(group.group_name)
+        shutdown(group)
+
+    dist.ProcessGroup.shutdown = free_and_shut_down  # type: ignore
 
 
 def nccl_high_priority() -> object:

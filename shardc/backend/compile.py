@@ -27,7 +27,7 @@ from shardc.backend.regional import buckets_of_the_runtime, giving, with_taken
 from shardc.backend.repro import write_repro
 from shardc.backend.stages import INDUCTOR, PASSES, Stages
 from shardc.passes import pipeline
-from shardc.passes.context import PassContext, groups_in
+from shardc.passes.context import PassContext, groups_in, groups_named_in
 from shardc.passes.dump import dump_code, is_wanted
 from shardc.passes.insert_unshard import slots_read
 from shardc.passes.runner import copy_graph, name_of, run_passes
@@ -163,7 +163,8 @@ def _compile_inductor(
         graph = _finish_graph(graph, ctx, plan)
         if run is not None:
             return run(graph)
-        plan.calls[ctx.phase] = groups_in(graph), bool(kwargs.get("cudagraphs"))
+        replayed = groups_named_in(graph) if kwargs.get("cudagraphs") else []
+        plan.calls[ctx.phase] = groups_in(graph), replayed
         try:
             with plan.stages.stage(INDUCTOR):
                 compiled = _lower(graph, inputs, ctx, plan, kwargs)
@@ -241,7 +242,7 @@ def _run_eagerly(graph: GraphModule) -> BoxedGraph:
     return naming_failures(run, groups) if groups else run
 
 
-def _naming_inductor(compiled: Any, groups: list[str], replayed: bool) -> Any:
+def _naming_inductor(compiled: Any, groups: list[str], replayed: list[str]) -> Any:
     """Have what Inductor made of a graph say what is missing where a collective fails."""
     if not groups:
         return compiled

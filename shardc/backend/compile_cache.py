@@ -36,9 +36,9 @@ from shardc.runtime import compat
 from shardc.runtime.comm.agreement import Statement, has_others
 from shardc.runtime.comm.hand_over import HandOver
 
-Wrap = Callable[[Any, list[str], bool], Any]
+Wrap = Callable[[Any, list[str], list[str]], Any]
 """Has what Inductor made of a graph say what is missing where one of its collectives fails; given
-the groups of these, and whether a CUDA graph replays it."""
+the groups of these, and those over which a CUDA graph replays it."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,15 @@ class Decided:
     Attributes:
         agreed: what ranks compared.
         joint, kept, graphs: see `Plan`.
-        calls: by phase, the groups of its collectives, and whether a CUDA graph replays them.
+        calls: by phase, the groups of its collectives, and those over which a CUDA graph replays
+            them.
     """
 
     agreed: tuple[Agreed, ...]
     joint: Differentiated | None
     kept: Kept
     graphs: tuple[GraphPlan, ...]
-    calls: dict[str, tuple[list[str], bool]]
+    calls: dict[str, tuple[list[str], list[str]]]
 
 
 _NOT_KEPT = "-"
@@ -201,7 +202,7 @@ class CompileCache:
         return found
 
     def _wrap_of(self, decided: Decided, phase: str) -> Callable[[Any], Any]:
-        groups, replayed = decided.calls.get(phase, ([], False))
+        groups, replayed = decided.calls.get(phase, ([], []))
         return lambda compiled: self._wrap(compiled, groups, replayed)
 
 

@@ -64,9 +64,9 @@ class Plan:
     Options, the bucket by input and which of its slots are read; what the Dynamo graph calls of
     blocks that are traced once (`bodies`), until it is compiled; once the joint graph is finished,
     what was decided and found there (`kept`, `joint`), then the finished graphs (`graphs`), and by
-    phase the groups of their collectives and whether a CUDA graph replays these (`calls`). What
-    depends on buckets is read when the plan is made: compiled code outlives them, and equal ones
-    run it.
+    phase the groups of their collectives and those over which a CUDA graph replays them (`calls`).
+    What depends on buckets is read when the plan is made: compiled code outlives them, and equal
+    ones run it.
 
     Args:
         replays: whether CUDA graphs are replayed.
@@ -91,7 +91,7 @@ class Plan:
         self.kept = Kept()
         self.joint: Differentiated | None = None
         self.graphs: list[GraphPlan] = []
-        self.calls: dict[str, tuple[list[str], bool]] = {}
+        self.calls: dict[str, tuple[list[str], list[str]]] = {}
         self._saved = frozenset[str]()  # names of gathered buckets that the forward saves
         self._storages: Storages | None = None  # of what the forward saves
         self.references = {position: weakref.ref(bucket) for position, bucket in buckets.items()}

@@ -77,7 +77,10 @@ def run(setup: Setup, folder: Path) -> None:
         if setup.who == "ahead":
             _precompile(setup)
         else:
-            result = _Rehearsal(setup).run(folder / "trace")
+            rehearsal = _Rehearsal(setup)
+            result = rehearsal.run(folder / "trace")
+            if rehearsal.has("ends"):
+                dist.destroy_process_group()
         orders = [(plan.phase, plan.notes["sent"]) for plan in graph_plans]
         result["planned"] = max((plan.peak for plan in graph_plans), default=0)
     except Exception:

@@ -92,6 +92,14 @@ def test_cuda_graphs(tmp_path: Path) -> None:
     assert not trace.races and not trace.syncs
 
 
+@pytest.mark.parametrize("mesh", ["flat", "hsdp"])
+def test_groups_end_though_cuda_graphs_hold_them(mesh: str, tmp_path: Path) -> None:
+    """NCCL waits for graphs that have captured a communicator before it destroys that."""
+    features = frozenset({"ends", mesh})
+    found = rehearse(Setup(mode="reduce-overhead", features=features), tmp_path)
+    assert not found.error, found.error
+
+
 def test_cuda_graphs_refuse_gradients_that_wait(tmp_path: Path) -> None:
     """They lie in memory that the next replay writes; torch says so, also of plain models."""
     setup = Setup(mode="reduce-overhead", features=frozenset({"accumulate"}))

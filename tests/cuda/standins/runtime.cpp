@@ -18,6 +18,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -30,8 +31,15 @@ constexpr size_t kMaxMoved = 1 << 20;          // larger copies between device m
 constexpr int kDevices = 2;
 constexpr int kMultiprocessors = 132, kSharedBytes = 49152, kSharedBytesOptin = 232448;
 
+struct Graph {
+  int holders;  // itself, and what was made of it
+  std::set<ncclComm_t> used;
+};
+
 struct State {
   std::recursive_mutex mutex;
+  std::map<uintptr_t, Graph> graphs;
+  std::set<ncclComm_t> captured;               // the communicators used since a capture began
   std::map<uintptr_t, size_t> device, pinned;  // start and bytes of what is allocated
   std::map<uintptr_t, size_t> registered;      // of what NCCL knows
   std::map<uintptr_t, int> owner;              // the device of each block
@@ -306,13 +314,26 @@ EXPORT cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEv
 
 EXPORT cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
   state().capturing = (uintptr_t)stream;
+  state().captured.clear();
   return write_line("capture %p", stream), cudaSuccess;
 }
 EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   state().capturing = 0;
   new_handle(graph);
+  Locked locked;
+  state().graphs[(uintptr_t)*graph] = {1, state().captured};
   return write_line("captured %p %p", stream, *graph), cudaSuccess;
 }
+namespace {
+cudaError_t drop_graph(void* graph) {
+  Locked locked;
+  auto found = state().graphs.find((uintptr_t)graph);
+  if (found != state().graphs.end() && !--found->second.holders) state().graphs.erase(found);
+  return cudaSuccess;
+}
+}  // namespace
+EXPORT cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return drop_graph(graph); }
+EXPORT cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { return drop_graph(graph); }
 EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   bool is = state().capturing && state().capturing == (uintptr_t)stream;
   *status = is ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
@@ -331,6 +352,8 @@ EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptu
 }
 EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph,
                                                  unsigned long long) {
+  Locked locked;
+  state().graphs[(uintptr_t)graph].holders++;
   return *made = (cudaGraphExec_t)graph, cudaSuccess;
 }
 EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
@@ -542,6 +565,7 @@ size_t bytes_of(ncclDataType_t type) {
 ncclResult_t collective(const char* name, cudaStream_t stream, const void* from, size_t from_bytes,
                         const void* to, size_t to_bytes, ncclComm_t comm) {
   Locked locked;
+  if (state().capturing) state().captured.insert(comm);
   bool known = holds(state().registered, from) && holds(state().registered, to);
   write_line("collective %p %s %p %zu %p %zu %llx %d %s", stream, name, from, from_bytes, to, to_bytes,
              comm->name, comm->ranks, known ? "registered" : "plain");
@@ -596,6 +620,21 @@ EXPORT ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclCom
   *made = new ncclComm{(int)members.size(), int(place - members.begin()), name};
   return ncclSuccess;
 }
+// NCCL waits until no CUDA graph is left that has captured the communicator (commDestroySync).
+namespace {
+ncclResult_t end(const char* call, ncclComm_t comm) {
+  Locked locked;
+  for (auto& [handle, graph] : state().graphs)
+    if (graph.used.count(comm)) {
+      fprintf(stderr, "stand-in: %s never returns, a CUDA graph holds its communicator\n", call);
+      abort();
+    }
+  return ncclSuccess;
+}
+}  // namespace
+EXPORT ncclResult_t ncclCommFinalize(ncclComm_t comm) { return end("ncclCommFinalize", comm); }
+EXPORT ncclResult_t ncclCommDestroy(ncclComm_t comm) { return end("ncclCommDestroy", comm); }
+EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) { return end("ncclCommAbort", comm); }
 EXPORT ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) { return *count = comm->ranks, ncclSuccess; }
 EXPORT ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) { return *rank = comm->rank, ncclSuccess; }
 EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) {
