@@ -358,7 +358,7 @@ def test_two_steps_are_recommended_and_foretold():
     """Where rings over many ranks are mostly latency; on few nodes they are not."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(8)))
-        inputs = torch.zeros(2048, 8192, dtype=torch.bfloat16)
+        inputs = torch.zeros(2560, 8192, dtype=torch.bfloat16)
 
     def explained(world_size, devices_per_node=None):
         return shardc.explain(
