@@ -13,12 +13,7 @@ later it waited for something else, the host for example.
 """
 
 import dataclasses
-import gzip
-import itertools
-import json
-import math
 import statistics
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,18 +23,25 @@ from typing import Any
 from tabulate import tabulate
 
 from shardc.reports.record import CollectiveRow, Record
+from shardc.reports.trace_events import (
+    HOW,
+    Kernels,
+    Key,
+    LabelEvent,
+    by_key,
+    event_seconds,
+    read_events,
+    stalls_in,
+    with_root,
+)
 from shardc.runtime.checks.arguments import checked
-from shardc.runtime.comm.backends import BACKENDS
-from shardc.runtime.comm.progress import COPIES, VERBS, in_short, read_name
+from shardc.runtime.comm.progress import VERBS, in_short
 
 _WORST = 5
 """Rows that are named as the worst."""
 
-_HOW = """record a few steps of one rank, after a first step that compiles:
-
-    with torch.profiler.profile() as p:
-        for batch in batches: ...  # forward, backward, optimizer
-    p.export_chrome_trace("trace.json")"""
+_MUCH = 0.05
+"""The share of a step that is worth a word."""
 
 
 @dataclass(frozen=True)
@@ -147,21 +149,21 @@ def compare_with_profile(record: Record, trace: str | Path | Mapping[str, Any]) 
     Raises:
         ValueError: no trace, or it has no names of shardc, or those of another model.
     """
-    events = _events(trace)
-    labels = [label for event in events if (label := _Label.read(event)) is not None]
+    events = read_events(trace)
+    labels = [label for event in events if (label := LabelEvent.read(event)) is not None]
     if not labels:
-        raise ValueError(f"the trace names no collectives of shardc: {_HOW}")
-    labels = _with_root(labels, record)
-    planned: dict[_Key, list[int]] = defaultdict(list)
+        raise ValueError(f"the trace names no collectives of shardc: {HOW}")
+    labels = with_root(labels, record)
+    planned: dict[Key, list[int]] = defaultdict(list)
     for index, row in enumerate(record.collectives):
         planned[row.kind, row.buckets].append(index)
-    starts = _by_key(labels, waits=False)
+    starts = by_key(labels, waits=False)
     steps = _count_steps(planned, starts)
-    kernels = _Kernels.read(events, [label for label in labels if not label.waits])
+    kernels = Kernels.read(events, [label for label in labels if not label.waits])
     seconds, stalls = kernels.seconds(), kernels.exposed()
     if not kernels.sent:
-        stalls = _stalls(starts, _by_key(labels, waits=True))
-        seconds = _event_seconds(events, labels)
+        stalls = stalls_in(starts, by_key(labels, waits=True))
+        seconds = event_seconds(events, labels)
     notes = [f"not planned: {_name(key)}" for key in starts if key not in planned]
     late, whole = kernels.late() / steps, kernels.whole / steps
     if late > _MUCH * whole:
@@ -186,7 +188,7 @@ def compare_with_profile(record: Record, trace: str | Path | Mapping[str, Any]) 
 
 
 def _count_steps(
-    planned: Mapping["_Key", Sequence[int]], starts: Mapping["_Key", Sequence["_Label"]]
+    planned: Mapping["Key", Sequence[int]], starts: Mapping["Key", Sequence["LabelEvent"]]
 ) -> int:
     """How many steps most collectives are there for."""
     counts = [len(starts[key]) // len(planned[key]) for key in planned if key in starts]
@@ -198,7 +200,7 @@ def _count_steps(
     return max(1, statistics.mode(counts))
 
 
-def _median(values: Mapping["_Label", float], labels: Sequence["_Label"]) -> float | None:
+def _median(values: Mapping["LabelEvent", float], labels: Sequence["LabelEvent"]) -> float | None:
     """The median of what is known of all of them; None where it is not."""
     if not labels or not all(label in values for label in labels):
         return None
@@ -209,234 +211,14 @@ def _compared(row: CollectiveRow, seconds: float | None, exposed: float | None) 
     return ComparedRow(row.phase, row.kind, row.buckets, row.seconds, row.exposed, seconds, exposed)
 
 
-# -- reading a trace -------------------------------------------------------------------------------
-
-_Key = tuple[str, tuple[str, ...]]
-"""Kind and buckets."""
-
-
-@dataclass(frozen=True)
-class _Label:
-    """A label of ours in a trace; times in seconds."""
-
-    kind: str
-    buckets: tuple[str, ...]
-    waits: bool
-    start: float
-    seconds: float
-    thread: Any
-
-    @classmethod
-    def read(cls, event: Mapping[str, Any]) -> "_Label | None":
-        parts = read_name(event["name"])
-        if parts is None or parts[0] in COPIES:  # no collective
-            return None
-        if event.get("cat") != "user_annotation":  # the GPU's copy of it
-            return None
-        return cls(*parts, event["ts"] / 1e6, event["dur"] / 1e6, event.get("tid"))
-
-    def holds(self, event: Mapping[str, Any]) -> bool:
-        """Whether an event of the same thread began within it."""
-        since = event["ts"] / 1e6 - self.start
-        return 0 <= since <= self.seconds and event.get("tid") == self.thread
-
-
-def _events(trace: str | Path | Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The events that have a duration, in order."""
-    if not isinstance(trace, Mapping):
-        opened = gzip.open if str(trace).endswith(".gz") else open
-        with opened(trace, "rt") as file:
-            name, trace = f"'{trace}' is", _parsed(file.read())
-    else:
-        name = "that is"
-    found = trace.get("traceEvents") if isinstance(trace, Mapping) else None
-    if not isinstance(found, list):
-        raise ValueError(f"{name} not a trace of torch.profiler: {_HOW}")
-    whole = [event for event in found if event.get("ph") == "X" and "dur" in event]
-    return sorted(whole, key=lambda event: event["ts"])
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
-def _with_root(labels: Sequence[_Label], record: Record) -> list[_Label]:
-    """The same with the outermost unit called as in the report, where that does not know it."""
-    known = {bucket.name for bucket in record.buckets}
-    known |= {name for row in record.collectives for name in row.buckets}
-
-    def named(bucket: str) -> str:
-        root = "(root)" + bucket[bucket.find("[") :] * ("[" in bucket)
-        return root if bucket not in known and root in known else bucket
-
-    return [dataclasses.replace(x, buckets=tuple(map(named, x.buckets))) for x in labels]
-
-
-def _by_key(labels: Iterable[_Label], waits: bool) -> dict[_Key, list[_Label]]:
-    found: dict[_Key, list[_Label]] = defaultdict(list)
-    for label in labels:
-        if label.waits == waits:
-            found[label.kind, label.buckets].append(label)
-    return dict(found)
-
-
-def _stalls(
-    starts: Mapping[_Key, Sequence[_Label]], waits: Mapping[_Key, Sequence[_Label]]
-) -> dict[_Label, float]:
-    """Seconds in the waits for each collective: a coalesced one has a wait a bucket. What rows need
-    is waited for where it is started."""
-    stalls = {}
-    for key, started in starts.items():
-        found = waits.get(key, [])
-        each, left = divmod(len(found), len(started))
-        if each and not left:
-            for i, label in enumerate(started):
-                stalls[label] = sum(w.seconds for w in found[i * each : (i + 1) * each])
-                stalls[label] += label.seconds if key[0] in _ROWS else 0.0
-    return stalls
-
-
-_ROWS = ("fetch_rows", "return_rows")
-
-
-_MUCH = 0.05
-"""The share of a step that is worth a word."""
-
-_AT_ONCE = 2e-5
-"""Seconds after which a stream has gone on that waited for an event."""
-
-_Spans = list[tuple[float, float]]
-"""When something ran: pairs (start, end) in seconds, in order, none in another."""
-
-
-@dataclass(frozen=True)
-class _Kernels:
-    """What a GPU did in a trace; empty where there is none.
-
-    Attributes:
-        sent: by the label inside of which they were launched, the kernels of collectives.
-        computed: all other kernels of the stream that is busiest with them.
-    """
-
-    sent: Mapping[_Label, _Spans]
-    computed: _Spans
-
-    @classmethod
-    def read(cls, events: Sequence[Mapping[str, Any]], starts: Sequence[_Label]) -> "_Kernels":
-        """Kernels by the labels where collectives start."""
-        kernels = {_correlation(event): event for event in events if event.get("cat") == "kernel"}
-        launches = [
-            event
-            for event in events
-            if event.get("cat") in ("cuda_runtime", "cuda_driver")
-            and _correlation(event) in kernels
-        ]
-        inside = {
-            label: [_correlation(event) for event in launches if label.holds(event)]
-            for label in starts
-        }
-        within = {number for numbers in inside.values() for number in numbers}
-        others = [event for number, event in kernels.items() if number not in within]
-        busy: dict[Any, float] = defaultdict(float)
-        for event in others:
-            busy[_stream(event)] += event["dur"]
-        main = max(busy, key=lambda stream: busy[stream], default=None)
-        named = tuple(backend.kernels for backend in BACKENDS.values() if backend.kernels)
-
-        def is_sent(event: Mapping[str, Any]) -> bool:
-            return _stream(event) != main or event["name"].startswith(named)
-
-        sent = {
-            label: [kernels[number] for number in numbers if is_sent(kernels[number])]
-            for label, numbers in inside.items()
-        }
-        moving = {_correlation(event) for found in sent.values() for event in found}
-        computed = [
-            event
-            for number, event in kernels.items()
-            if number not in moving and _stream(event) == main
-        ]
-        spans = {label: _merged(found) for label, found in sent.items() if found}
-        return cls(spans, _merged(computed))
-
-    @property
-    def whole(self) -> float:
-        """Seconds from the first kernel that computes to the end of the last."""
-        return self.computed[-1][1] - self.computed[0][0] if self.computed else 0.0
-
-    def late(self) -> float:
-        """How long compute stood still between its kernels, and not for a collective."""
-        pairs = itertools.pairwise(self.computed)
-        gaps = (start - end for (_, end), (start, _) in pairs)
-        return max(0.0, sum(gap for gap in gaps if gap > _AT_ONCE) - sum(self.exposed().values()))
-
-    def seconds(self) -> dict[_Label, float]:
-        """How long each collective took."""
-        return {label: sum(end - start for start, end in self.sent[label]) for label in self.sent}
-
-    def exposed(self) -> dict[_Label, float]:
-        """How long compute stood still for each collective; nothing where no compute is seen."""
-        if not self.computed:
-            return {}
-        began = [start for start, _ in self.computed]
-        spans = [(end, start, label) for label in self.sent for start, end in self.sent[label]]
-        still = dict.fromkeys(self.sent, 0.0)
-        waited = math.inf  # since when compute stands still for what comes next
-        for end, start, label in sorted(spans, key=lambda span: span[:2], reverse=True):
-            place = bisect_right(began, end)
-            resumes = began[place] if place < len(began) else math.inf
-            since = self.computed[place - 1][1] if place else start
-            if since < end and min(resumes, waited) - end <= _AT_ONCE:
-                still[label] += end - max(start, since)
-                waited = max(start, since)
-        return still
-
-
-def _correlation(event: Mapping[str, Any]) -> Any:
-    """What a kernel and its launch have in common."""
-    return event.get("args", {}).get("correlation")
-
-
-def _stream(event: Mapping[str, Any]) -> Any:
-    return event.get("args", {}).get("stream", event.get("tid"))
-
-
-def _merged(events: Iterable[Mapping[str, Any]]) -> _Spans:
-    """When any of the events ran."""
-    spans: _Spans = []
-    for event in sorted(events, key=lambda event: event["ts"]):
-        start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-        if spans and start <= spans[-1][1]:
-            spans[-1] = spans[-1][0], max(end, spans[-1][1])
-        else:
-            spans.append((start, end))
-    return spans
-
-
-def _event_seconds(
-    events: Sequence[Mapping[str, Any]], labels: Sequence[_Label]
-) -> dict[_Label, float]:
-    """The duration of a backend's own events, which it writes in the order of the starts."""
-    seconds: dict[_Label, float] = {}
-    for kinds, names in (pair for backend in BACKENDS.values() for pair in backend.events):
-        own = [label for label in labels if label.kind in kinds and not label.waits]
-        theirs = [event["dur"] / 1e6 for event in events if event["name"] in names]
-        if len(own) == len(theirs):  # else the trace has others, or coalesced ones
-            seconds.update(zip(own, theirs, strict=True))
-    return seconds
-
-
 # -- words -----------------------------------------------------------------------------------------
 
 
-def _name(key: _Key) -> str:
+def _name(key: Key) -> str:
     return f"{VERBS[key[0]]} {in_short(key[1])}"
 
 
-def _some(keys: Iterable[_Key]) -> str:
+def _some(keys: Iterable[Key]) -> str:
     names = list(map(_name, keys))
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "") if names else "none"
 

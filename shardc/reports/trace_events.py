@@ -1,0 +1,237 @@
+"""What a trace of `torch.profiler` shows of collectives: our labels, waits, kernels of a GPU."""
+
+import dataclasses
+import gzip
+import itertools
+import json
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardc.reports.record import Record
+from shardc.runtime.comm.backends import BACKENDS
+from shardc.runtime.comm.progress import COPIES, read_name
+
+HOW = """record a few steps of one rank, after a first step that compiles:
+
+    with torch.profiler.profile() as p:
+        for batch in batches: ...  # forward, backward, optimizer
+    p.export_chrome_trace("trace.json")"""
+
+Key = tuple[str, tuple[str, ...]]
+"""Kind and buckets."""
+
+
+@dataclass(frozen=True)
+class LabelEvent:
+    """A label of ours in a trace; times in seconds."""
+
+    kind: str
+    buckets: tuple[str, ...]
+    waits: bool
+    start: float
+    seconds: float
+    thread: Any
+
+    @classmethod
+    def read(cls, event: Mapping[str, Any]) -> "LabelEvent | None":
+        parts = read_name(event["name"])
+        if parts is None or parts[0] in COPIES:  # no collective
+            return None
+        if event.get("cat") != "user_annotation":  # the GPU's copy of it
+            return None
+        return cls(*parts, event["ts"] / 1e6, event["dur"] / 1e6, event.get("tid"))
+
+    def holds(self, event: Mapping[str, Any]) -> bool:
+        """Whether an event of the same thread began within it."""
+        since = event["ts"] / 1e6 - self.start
+        return 0 <= since <= self.seconds and event.get("tid") == self.thread
+
+
+def read_events(trace: str | Path | Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The events that have a duration, in order."""
+    if not isinstance(trace, Mapping):
+        opened = gzip.open if str(trace).endswith(".gz") else open
+        with opened(trace, "rt") as file:
+            name, trace = f"'{trace}' is", _parsed(file.read())
+    else:
+        name = "that is"
+    found = trace.get("traceEvents") if isinstance(trace, Mapping) else None
+    if not isinstance(found, list):
+        raise ValueError(f"{name} not a trace of torch.profiler: {HOW}")
+    whole = [event for event in found if event.get("ph") == "X" and "dur" in event]
+    return sorted(whole, key=lambda event: event["ts"])
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def with_root(labels: Sequence[LabelEvent], record: Record) -> list[LabelEvent]:
+    """The same with the outermost unit called as in the report, where that does not know it."""
+    known = {bucket.name for bucket in record.buckets}
+    known |= {name for row in record.collectives for name in row.buckets}
+
+    def named(bucket: str) -> str:
+        root = "(root)" + bucket[bucket.find("[") :] * ("[" in bucket)
+        return root if bucket not in known and root in known else bucket
+
+    return [dataclasses.replace(x, buckets=tuple(map(named, x.buckets))) for x in labels]
+
+
+def by_key(labels: Iterable[LabelEvent], waits: bool) -> dict[Key, list[LabelEvent]]:
+    found: dict[Key, list[LabelEvent]] = defaultdict(list)
+    for label in labels:
+        if label.waits == waits:
+            found[label.kind, label.buckets].append(label)
+    return dict(found)
+
+
+def stalls_in(
+    starts: Mapping[Key, Sequence[LabelEvent]], waits: Mapping[Key, Sequence[LabelEvent]]
+) -> dict[LabelEvent, float]:
+    """Seconds in the waits for each collective: a coalesced one has a wait a bucket. What rows need
+    is waited for where it is started."""
+    stalls = {}
+    for key, started in starts.items():
+        found = waits.get(key, [])
+        each, left = divmod(len(found), len(started))
+        if each and not left:
+            for i, label in enumerate(started):
+                stalls[label] = sum(w.seconds for w in found[i * each : (i + 1) * each])
+                stalls[label] += label.seconds if key[0] in _ROWS else 0.0
+    return stalls
+
+
+_ROWS = ("fetch_rows", "return_rows")
+
+
+_AT_ONCE = 2e-5
+"""Seconds after which a stream has gone on that waited for an event."""
+
+_Spans = list[tuple[float, float]]
+"""When something ran: pairs (start, end) in seconds, in order, none in another."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What a GPU did in a trace; empty where there is none.
+
+    Attributes:
+        sent: by the label inside of which they were launched, the kernels of collectives.
+        computed: all other kernels of the stream that is busiest with them.
+    """
+
+    sent: Mapping[LabelEvent, _Spans]
+    computed: _Spans
+
+    @classmethod
+    def read(cls, events: Sequence[Mapping[str, Any]], starts: Sequence[LabelEvent]) -> "Kernels":
+        """Kernels by the labels where collectives start."""
+        kernels = {_correlation(event): event for event in events if event.get("cat") == "kernel"}
+        launches = [
+            event
+            for event in events
+            if event.get("cat") in ("cuda_runtime", "cuda_driver")
+            and _correlation(event) in kernels
+        ]
+        inside = {
+            label: [_correlation(event) for event in launches if label.holds(event)]
+            for label in starts
+        }
+        within = {number for numbers in inside.values() for number in numbers}
+        others = [event for number, event in kernels.items() if number not in within]
+        busy: dict[Any, float] = defaultdict(float)
+        for event in others:
+            busy[_stream(event)] += event["dur"]
+        main = max(busy, key=lambda stream: busy[stream], default=None)
+        named = tuple(backend.kernels for backend in BACKENDS.values() if backend.kernels)
+
+        def is_sent(event: Mapping[str, Any]) -> bool:
+            return _stream(event) != main or event["name"].startswith(named)
+
+        sent = {
+            label: [kernels[number] for number in numbers if is_sent(kernels[number])]
+            for label, numbers in inside.items()
+        }
+        moving = {_correlation(event) for found in sent.values() for event in found}
+        computed = [
+            event
+            for number, event in kernels.items()
+            if number not in moving and _stream(event) == main
+        ]
+        spans = {label: _merged(found) for label, found in sent.items() if found}
+        return cls(spans, _merged(computed))
+
+    @property
+    def whole(self) -> float:
+        """Seconds from the first kernel that computes to the end of the last."""
+        return self.computed[-1][1] - self.computed[0][0] if self.computed else 0.0
+
+    def late(self) -> float:
+        """How long compute stood still between its kernels, and not for a collective."""
+        pairs = itertools.pairwise(self.computed)
+        gaps = (start - end for (_, end), (start, _) in pairs)
+        return max(0.0, sum(gap for gap in gaps if gap > _AT_ONCE) - sum(self.exposed().values()))
+
+    def seconds(self) -> dict[LabelEvent, float]:
+        """How long each collective took."""
+        return {label: sum(end - start for start, end in self.sent[label]) for label in self.sent}
+
+    def exposed(self) -> dict[LabelEvent, float]:
+        """How long compute stood still for each collective; nothing where no compute is seen."""
+        if not self.computed:
+            return {}
+        began = [start for start, _ in self.computed]
+        spans = [(end, start, label) for label in self.sent for start, end in self.sent[label]]
+        still = dict.fromkeys(self.sent, 0.0)
+        waited = math.inf  # since when compute stands still for what comes next
+        for end, start, label in sorted(spans, key=lambda span: span[:2], reverse=True):
+            place = bisect_right(began, end)
+            resumes = began[place] if place < len(began) else math.inf
+            since = self.computed[place - 1][1] if place else start
+            if since < end and min(resumes, waited) - end <= _AT_ONCE:
+                still[label] += end - max(start, since)
+                waited = max(start, since)
+        return still
+
+
+def _correlation(event: Mapping[str, Any]) -> Any:
+    """What a kernel and its launch have in common."""
+    return event.get("args", {}).get("correlation")
+
+
+def _stream(event: Mapping[str, Any]) -> Any:
+    return event.get("args", {}).get("stream", event.get("tid"))
+
+
+def _merged(events: Iterable[Mapping[str, Any]]) -> _Spans:
+    """When any of the events ran."""
+    spans: _Spans = []
+    for event in sorted(events, key=lambda event: event["ts"]):
+        start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+        if spans and start <= spans[-1][1]:
+            spans[-1] = spans[-1][0], max(end, spans[-1][1])
+        else:
+            spans.append((start, end))
+    return spans
+
+
+def event_seconds(
+    events: Sequence[Mapping[str, Any]], labels: Sequence[LabelEvent]
+) -> dict[LabelEvent, float]:
+    """The duration of a backend's own events, which it writes in the order of the starts."""
+    seconds: dict[LabelEvent, float] = {}
+    for kinds, names in (pair for backend in BACKENDS.values() for pair in backend.events):
+        own = [label for label in labels if label.kind in kinds and not label.waits]
+        theirs = [event["dur"] / 1e6 for event in events if event["name"] in names]
+        if len(own) == len(theirs):  # else the trace has others, or coalesced ones
+            seconds.update(zip(own, theirs, strict=True))
+    return seconds
