@@ -9,6 +9,7 @@ failed. What this Python lacks is said first, and the parts that need it are lef
 """
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import json
@@ -205,6 +206,7 @@ def _end_all(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+@functools.cache
 def _source() -> str:
     """Where Python finds this checkout as `shardc`, also where it is not installed."""
     sys.path.append(str(PROJECT / "tests/cuda"))

@@ -33,9 +33,8 @@ def check_with_either(training: Training, tiny: bool) -> dict[str, Any]:
         return {"backend": "gloo", **check(training, tiny, "gloo")}
 
 
-WAYS = ("compiled", "uncompiled")
 CASES: dict[str, Callable[[bool], dict[str, Any]]] = {
     f"{name}, {way}": partial(check_with_either, replace(training, way=way))
     for name, training in STRATEGIES.items()
-    for way in (*WAYS, *(["graphs"] if name == "bfloat16" else []))
+    for way in ("compiled", "uncompiled", *(["graphs"] if name == "bfloat16" else []))
 }

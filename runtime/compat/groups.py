@@ -220,7 +220,7 @@ def _watch_shutdowns() -> None:
             _captured.discard(group.group_name)
         shutdown(group)
 
-    dist.ProcessGroup.shutdown = free_and_shut_down  # type: ignore
+    dist.ProcessGroup.shutdown = free_and_shut_down  # type: ignore[method-assign, assignment]
 
 
 def nccl_high_priority() -> object:

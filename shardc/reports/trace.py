@@ -160,12 +160,12 @@ def compare_with_profile(record: Record, trace: str | Path | Mapping[str, Any]) 
     starts = by_key(labels, waits=False)
     steps = _count_steps(planned, starts)
     kernels = Kernels.read(events, [label for label in labels if not label.waits])
-    seconds, stalls = kernels.seconds(), kernels.exposed()
+    seconds, stalls = kernels.seconds(), kernels.exposed
     if not kernels.sent:
         stalls = stalls_in(starts, by_key(labels, waits=True))
         seconds = event_seconds(events, labels)
     notes = [f"not planned: {_name(key)}" for key in starts if key not in planned]
-    late, whole = kernels.late() / steps, kernels.whole / steps
+    late, whole = kernels.late / steps, kernels.whole / steps
     if late > _MUCH * whole:
         notes.append(
             f"compute stood still for {_in_ms(late)} of {_in_ms(whole)} ms a step without waiting "

@@ -1,6 +1,7 @@
 """What a trace of `torch.profiler` shows of collectives: our labels, waits, kernels of a GPU."""
 
 import dataclasses
+import functools
 import gzip
 import itertools
 import json
@@ -142,49 +143,44 @@ class Kernels:
             if event.get("cat") in ("cuda_runtime", "cuda_driver")
             and _correlation(event) in kernels
         ]
-        inside = {
-            label: [_correlation(event) for event in launches if label.holds(event)]
+        labels = {
+            _correlation(event): label
             for label in starts
+            for event in launches
+            if label.holds(event)
         }
-        within = {number for numbers in inside.values() for number in numbers}
-        others = [event for number, event in kernels.items() if number not in within]
         busy: dict[Any, float] = defaultdict(float)
-        for event in others:
-            busy[_stream(event)] += event["dur"]
-        main = max(busy, key=lambda stream: busy[stream], default=None)
+        for number, event in kernels.items():
+            busy[_stream(event)] += 0.0 if number in labels else event["dur"]
+        main = max(busy, key=lambda stream: busy[stream]) if any(busy.values()) else None
         named = tuple(backend.kernels for backend in BACKENDS.values() if backend.kernels)
-
-        def is_sent(event: Mapping[str, Any]) -> bool:
-            return _stream(event) != main or event["name"].startswith(named)
-
-        sent = {
-            label: [kernels[number] for number in numbers if is_sent(kernels[number])]
-            for label, numbers in inside.items()
-        }
-        moving = {_correlation(event) for found in sent.values() for event in found}
-        computed = [
-            event
-            for number, event in kernels.items()
-            if number not in moving and _stream(event) == main
-        ]
-        spans = {label: _merged(found) for label, found in sent.items() if found}
-        return cls(spans, _merged(computed))
+        sent: dict[LabelEvent, list[Mapping[str, Any]]] = defaultdict(list)
+        computed = []
+        for number, event in kernels.items():
+            aside = _stream(event) != main
+            if number in labels and (aside or event["name"].startswith(named)):
+                sent[labels[number]].append(event)
+            elif not aside:
+                computed.append(event)
+        return cls({label: _merged(found) for label, found in sent.items()}, _merged(computed))
 
     @property
     def whole(self) -> float:
         """Seconds from the first kernel that computes to the end of the last."""
         return self.computed[-1][1] - self.computed[0][0] if self.computed else 0.0
 
+    @property
     def late(self) -> float:
         """How long compute stood still between its kernels, and not for a collective."""
         pairs = itertools.pairwise(self.computed)
         gaps = (start - end for (_, end), (start, _) in pairs)
-        return max(0.0, sum(gap for gap in gaps if gap > _AT_ONCE) - sum(self.exposed().values()))
+        return max(0.0, sum(gap for gap in gaps if gap > _AT_ONCE) - sum(self.exposed.values()))
 
     def seconds(self) -> dict[LabelEvent, float]:
         """How long each collective took."""
         return {label: sum(end - start for start, end in self.sent[label]) for label in self.sent}
 
+    @functools.cached_property
     def exposed(self) -> dict[LabelEvent, float]:
         """How long compute stood still for each collective; nothing where no compute is seen."""
         if not self.computed:

@@ -1,5 +1,6 @@
 """Planned bytes beside those that the caching allocator gave and took from the device."""
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ SMALL: dict[str, dict[str, int]] = {
     "4 x 1024": {"blocks": 4, "dim": 1024, "batch": 4, "length": 1024},
     "8 x 512": {"blocks": 8, "dim": 512, "batch": 4, "length": 1024},
 }
+VERSION = tuple(map(int, version("torch").split(".")[:2]))
 WANTED = 1.10
 """The most bytes that the allocator should keep of the device, over the peak."""
-MISSED, MOST = ("8 x 4096", "checkpoint"), 1.12
-"""What has more with fixed segments, and how much at most: 1.102 with torch 2.13, 1.110 with 2.11,
-1.113 with 2.15. There the plan lacks 3.0% of the peak too."""
+MISSED, MOST = ("8 x 4096", "checkpoint", "fixed"), {(2, 11): 1.12, (2, 13): 1.11, (2, 15): 1.12}
+"""A case that has more, and how much at most, by version of torch. With 2.15 the plan lacks 3.0% of
+its peak, with both kinds of segments."""
 
 
 @pytest.mark.parametrize("segments", ["fixed", "expandable"])
@@ -39,10 +41,11 @@ def test_peak(model: str, strategy: str, segments: str, tmp_path: Path) -> None:
     found = rehearse(setup, tmp_path)
     assert not found.error, found.error
     print(f"planned {found.planned:,}, peak {found.peak:,}, reserved {found.reserved:,}")
-    misses = (model, strategy) == MISSED
-    off = 0.003 if strategy != "checkpoint" else 0.035 if misses else 0.02
+    lacks = VERSION == (2, 15) and (model, strategy) == MISSED[:2]
+    off = 0.035 if lacks else 0.02 if strategy == "checkpoint" else 0.003
     assert abs(found.planned / found.peak - 1) <= off
-    assert found.reserved <= (MOST if misses else WANTED) * found.peak
+    most = MOST.get(VERSION, WANTED) if (model, strategy, segments) == MISSED else WANTED
+    assert found.reserved <= most * found.peak
 
 
 @pytest.mark.parametrize("share", [0.9, 0.65])
