@@ -26,6 +26,7 @@ from shardc.runtime.modules.forward_method import register_fsdp_forward_method
 from shardc.runtime.modules.modules import ShardedModule
 from shardc.runtime.modules.summon import summon_full_params
 from shardc.runtime.tensor.shard_gathers import strict
+from shardc.runtime.tensor.shard_spec import FlatShard
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.sharding.materialize import materialize
 from shardc.sharding.mesh import hierarchical_mesh, hybrid_mesh
@@ -47,6 +48,7 @@ from shardc.state.state_dict import (
 __all__ = [
     "CPUOffloadPolicy",
     "Fit",
+    "FlatShard",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Precompiled",

@@ -224,7 +224,8 @@ def test_with_tensor_parallelism(mesh, name, build):
     with torch.no_grad():
         for p, q in zip(plain.parameters(), model.parameters(), strict=True):
             p.copy_(full(q))
-    cut = [p for p in model.parameters() if p._spec.tp is not None and p._spec.tp.groups]
+    placed = [(p, p._shard_spec.tp) for p in model.parameters()]
+    cut = [p for p, tp in placed if tp is not None and tp.groups]
     assert cut and all(p.to_local().numel() < p.numel() / 2 + 40 for p in cut)
     build_optimizer, settings = TABLE[name][:2]
 

@@ -327,7 +327,7 @@ def test_clip_over_several_meshes(mesh, form, dtype):
     for order in (2, 1, float("inf")):
         for foreach in (None, False):
             model = of_experts(mesh, number, form, dtype)
-            groups = {p._spec.group for p in model.parameters()}
+            groups = {p._shard_spec.group for p in model.parameters()}
             assert len(groups) == 2
             want = torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads]), order)
             got = clip_grad_norm_(model.parameters(), 0.5, order, foreach=foreach)
@@ -352,7 +352,7 @@ def test_copies_count_once(mesh):
     want = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
     fully_shard(model.expert, mesh=grid)
     fully_shard(model, mesh=mesh)
-    assert {p._spec.world_size for p in model.parameters()} == {2, 4}
+    assert {p._shard_spec.world_size for p in model.parameters()} == {2, 4}
     torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.5), want)
 
 
@@ -415,7 +415,7 @@ def test_non_finite_norms_agree_on_all_ranks(mesh):
                 sharded.none.grad = None
                 grad = torch.zeros(19, 37)
                 for r in range(mesh.size()):
-                    start, stop = sharded.matrix._spec.interval(r)
+                    start, stop = sharded.matrix._shard_spec.interval(r)
                     if r == rank and stop > start:
                         grad.view(-1)[start] = bad
                 sharded.matrix.grad.copy_(grad)

@@ -41,7 +41,7 @@ def _group_of_two():
 
 
 def _group_of(model):
-    return next(iter(model.parameters()))._spec.group
+    return next(iter(model.parameters()))._shard_spec.group
 
 
 def _step(call):

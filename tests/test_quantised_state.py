@@ -40,7 +40,7 @@ def distance(a, b):
 
 def in_cut_blocks(param, block):
     """Which elements are in a block of which two ranks have a part each."""
-    spec = param._spec
+    spec = param._shard_spec
     edges = {edge for rank in range(spec.world_size) for edge in spec.interval(rank)}
     cut = {edge // block for edge in edges if edge % block and edge < spec.numel}
     return torch.tensor([index // block in cut for index in range(spec.numel)]).view(param.shape)
@@ -124,7 +124,7 @@ def to_another_world_size(mesh, kind, path):
                 large = p.numel() >= 4096 and state.to_local().numel() > 0
                 assert isinstance(state.to_local(), BlockState) == large, name
                 assert type(wanted[key].to_local()) is torch.Tensor and want.any()
-                found = full(ShardTensor(state.to_local() + 0, state.shape, state._spec))
+                found = full(ShardTensor(state.to_local() + 0, state.shape, state._shard_spec))
                 assert (found - want).abs().max() <= ERRORS[kind] * want.abs().max(), name
             assert theirs.state[p]["step"] == 2
         set_gradients(other, model(), 3, mesh)

@@ -96,7 +96,7 @@ def test_gradients(mesh, writeback):
     for run in (plain, model):
         run(*_batch()).backward()
     model.layers[0].down.weight.grad = None
-    _, cut = model.get_parameter("layers.0.up.weight")._spec.interval(0)
+    _, cut = model.get_parameter("layers.0.up.weight")._shard_spec.interval(0)
     if dist.get_rank() == 0:
         model.layers[0].up.weight.grad = None  # on one rank only: its part counts as zero
     before = [None if p.grad is None else p.grad.to_local().clone() for p in model.parameters()]

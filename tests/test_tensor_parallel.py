@@ -222,7 +222,7 @@ def test_modules_read_the_dtensor_they_had(mesh):
         assert torch.equal(weight.to_local(), want.to_local())
     loss.backward()
     for p in model.parameters():
-        assert isinstance(p.grad, ShardTensor) and p.grad._spec == p._spec
+        assert isinstance(p.grad, ShardTensor) and p.grad._shard_spec == p._shard_spec
     up = model.layers[0].up.weight
     assert isinstance(up, ShardTensor) and up.shape == (20, 12)
     assert "of the local value [10, 12]" in repr(up) and "Shard(dim=0)" in repr(up)
@@ -337,7 +337,7 @@ def test_full_and_placed_values_load(mesh):
     for p, q in zip(placed.parameters(), model.parameters(), strict=True):
         assert torch.equal(full(q), p.full_tensor())
     again = copy.deepcopy(model.state_dict())  # what `async_save` does
-    assert again["head.weight"]._spec == model.head.weight._spec
+    assert again["head.weight"]._shard_spec == model.head.weight._shard_spec
 
 
 @on_ranks(4)

@@ -130,7 +130,7 @@ def test_on_more_ranks(mesh, name):
 def test_on_a_mesh_with_copies(mesh):
     grid = mesh_of("cpu", (2, 2), ("replicate", "shard"))
     plain, sharded = pair(grid, MATRICES)
-    assert sharded.a._spec.world_size == 2
+    assert sharded.a._shard_spec.world_size == 2
     reference, optimizer = made("Muon", plain, sharded)
     train(plain, reference, range(3))
     train(sharded, optimizer, range(3))
@@ -287,7 +287,7 @@ def test_gradients_that_one_rank_has(mesh):
     if not sharded.a.grad.to_local().any():
         sharded.a.grad = None
     elif mesh.get_local_rank():
-        start, stop = sharded.a._spec.interval()
+        start, stop = sharded.a._shard_spec.interval()
         plain.a.grad.view(-1)[start:stop] = 0
         sharded.a.grad = None
     dist.broadcast(plain.a.grad, 1)
@@ -480,7 +480,8 @@ def test_resume_at_another_world_size(mesh, name):
     for form in ("sharded", "full"):
         second = fully_shard(Some(shapes), mesh=mesh)
         assert all(
-            a._spec != b._spec for a, b in zip(first.parameters(), second.parameters(), strict=True)
+            a._shard_spec != b._shard_spec
+            for a, b in zip(first.parameters(), second.parameters(), strict=True)
         )
         _, resumed = made(name, Some(shapes), second)
         if form == "sharded":

@@ -25,7 +25,7 @@ from shardc.runtime.eager.weak_hooks import weak_hook
 from shardc.runtime.layout.layout import BucketLayout
 from shardc.runtime.layout.padding import without_padding
 from shardc.runtime.tensor.extension import Extension
-from shardc.runtime.tensor.shard_tensor import ShardSpec
+from shardc.runtime.tensor.shard_spec import ShardSpec
 from shardc.runtime.tensor.tensor_parallel import Placed
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Bucket:
         where = (layout.segment, ranks.rank, layout.world_size, ranks.shard)
         everyone = ranks.everyone if ranks.copies > 1 else ""
         self.specs = tuple(
-            ShardSpec(slot.start, slot.numel, *where, tp, everyone)
+            ShardSpec(slot.start, slot.numel, *where, tp, everyone, ranks.mesh)
             for slot, tp in zip(layout.slots, self.placed, strict=True)
         )
         self.gathered = Gathered(self)

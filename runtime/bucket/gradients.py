@@ -212,7 +212,7 @@ def _not_zero(grads: dict[int, ShardTensor]) -> set[int]:
     """Which of `grads` have any value; the host waits for the device once, if at all."""
     if not grads:
         return set()
-    known = torch.stack([grad.to_local().any() for grad in grads.values()]).tolist()
+    known = torch.stack([grad._local.any() for grad in grads.values()]).tolist()
     return {index for index, any_value in zip(grads, known, strict=True) if any_value}
 
 

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardc.runtime import compat
 from shardc.runtime.layout.padding import padding_value
 from shardc.runtime.tensor.extension import attributes_of_subclass
+from shardc.runtime.tensor.shard_gathers import reduce_plain_gradients
+from shardc.runtime.tensor.shard_spec import part_of
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import local_value
 
@@ -50,10 +51,8 @@ def view(bucket: "Bucket", index: int, flat: Tensor) -> ShardTensor:
 
 def cut(bucket: "Bucket", index: int, full: Tensor) -> ShardTensor:
     """This rank's part of `full`, a tensor of the shape of parameter `index`, as a copy."""
-    spec, placed = bucket.specs[index], bucket.placed[index]
-    start, stop = spec.interval()
-    local = full.detach() if placed is None else placed.local_of(full)
-    part = local.reshape(-1)[start:stop].to(bucket.segment.device, copy=True)
+    spec = bucket.specs[index]
+    part = part_of(full.detach(), spec).to(bucket.segment.device, copy=True)
     return ShardTensor(part, tuple(full.shape), spec)
 
 
@@ -83,7 +82,7 @@ def convert(bucket: "Bucket", fn: Callable[[Tensor], Tensor]) -> None:
     for index, param in enumerate(bucket.params):
         grad = param.grad
         if isinstance(grad, ShardTensor):
-            grad = ShardTensor(fn(grad._local), tuple(grad.shape), grad._spec)
+            grad = ShardTensor(fn(grad._local), tuple(grad.shape), grad._shard_spec)
         _point(bucket, index, param, grad)
 
 
@@ -112,13 +111,14 @@ def make_param(bucket: "Bucket", index: int, like: nn.Parameter) -> nn.Parameter
     """Parameter `index`, a view of the segment, with the flag and attributes of `like`."""
     sharded = parameter_like(like, view(bucket, index, bucket.segment))
     sharded._slot = SlotRef(bucket, index)  # type: ignore[attr-defined]
+    reduce_plain_gradients(sharded)
     return sharded
 
 
 def parameter_like(like: nn.Parameter, value: Tensor) -> nn.Parameter:
     """A parameter with the flag and attributes of `like`; either may be sharded."""
     param = nn.Parameter(value, like.requires_grad)
-    own = {"_local", "_spec", "_slot"} | attributes_of_subclass(like)
+    own = {"_local", "_shard_spec", "_slot"} | attributes_of_subclass(like)
     param.__dict__.update({k: v for k, v in like.__dict__.items() if k not in own})
     return param
 
@@ -132,7 +132,7 @@ def adopt(bucket: "Bucket", index: int, param: nn.Parameter) -> None:
     old = bucket.params[index]
     value = local_value(param.detach())
     grad = None if param.grad is None else cut(bucket, index, param.grad)
-    left = old.to_local().clone()  # type: ignore[attr-defined]
+    left = old._local.clone()  # type: ignore[attr-defined]
     old.copy_(value)
     bucket.params[index] = _point(bucket, index, param, grad)
     old._local = left  # type: ignore[attr-defined]
@@ -147,7 +147,7 @@ def _point(bucket: "Bucket", index: int, param: nn.Parameter, grad: Tensor | Non
     A DTensor has another layout in memory and stays what it is; it remembers what it became.
     """
     sharded = make_param(bucket, index, param)
-    if isinstance(param, DTensor):
+    if compat.is_dtensor(param):
         param._shardc_became = sharded  # type: ignore[attr-defined]
         sharded.grad = grad
         return sharded

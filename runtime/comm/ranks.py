@@ -1,6 +1,6 @@
 """The ranks a unit is spread over: those that share its segments, and the copies of the model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,6 +18,7 @@ class Ranks:
         replicas: the ranks that hold the same segment, `copies` of them; None without copies.
         everyone: all of them.
         hierarchy: the steps in which the ranks of `shard` gather, where these are two.
+        mesh: of the same ranks, (shard) or (replicate, shard).
     """
 
     shard: str
@@ -27,6 +28,7 @@ class Ranks:
     copies: int
     everyone: str
     hierarchy: Hierarchy | None = None
+    mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
 
 
 def ranks_of(mesh: DeviceMesh) -> Ranks:
@@ -34,9 +36,9 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
     shard = group_along(mesh, mesh.ndim - 1)
     size, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
     if mesh.ndim == 1:
-        return Ranks(shard, size, rank, None, 1, shard, hierarchy_of(mesh.get_group()))
+        return Ranks(shard, size, rank, None, 1, shard, hierarchy_of(mesh.get_group()), mesh)
     copies = mesh.size(0)
     replicas = group_along(mesh, 0) if copies > 1 else None
     one = mesh.get_group(0)
     everyone = shard if copies == 1 else group_over(mesh.mesh.flatten().tolist(), one)
-    return Ranks(shard, size, rank, replicas, copies, everyone)
+    return Ranks(shard, size, rank, replicas, copies, everyone, mesh=mesh)

@@ -11,6 +11,7 @@ from shardc.runtime.compat.aot_devices import *
 from shardc.runtime.compat.autograd import *
 from shardc.runtime.compat.bodies import *
 from shardc.runtime.compat.cpp_kernels import *
+from shardc.runtime.compat.dtensors import *
 from shardc.runtime.compat.dynamo import *
 from shardc.runtime.compat.gloo import *
 from shardc.runtime.compat.groups import *

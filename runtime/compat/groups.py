@@ -34,8 +34,15 @@ def with_last_dim_of_one(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def concatenate_meshes(*meshes: DeviceMesh) -> DeviceMesh:
-    """A mesh of the dims of sub-meshes of one mesh, in the order given."""
-    return DeviceMesh._concatenate(list(meshes))
+    """A mesh of the dims of sub-meshes of one mesh, in the order given.
+
+    Raises:
+        ValueError: they are not of one mesh, or the dims of one have no names.
+    """
+    try:
+        return DeviceMesh._concatenate(list(meshes))
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{meshes} are not sub-meshes of one mesh with named dims") from error
 
 
 def group_name(group: dist.ProcessGroup) -> str:

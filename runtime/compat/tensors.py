@@ -1,4 +1,4 @@
-"""Tensors, subclasses of them, and DTensors."""
+"""Tensors, and subclasses of them."""
 
 import os
 import sys
@@ -6,14 +6,16 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from shardc.runtime.compat.dtensors import is_dtensor, local_of
+
+TensorClass = TypeVar("TensorClass", bound=Tensor)
 
 Op: TypeAlias = "OpOverload[..., Any]"
 Args = tuple[Any, ...]
@@ -81,6 +83,11 @@ def make_wrapper(cls: type[Tensor], shape: Iterable[int], local: Tensor) -> Tens
     )
 
 
+def without_functions_of_subclasses() -> AbstractContextManager[None]:
+    """Inside, `__torch_function__` of tensor subclasses is not asked (2.11 to 2.15)."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def make_wrapper_of_view(cls: type[Tensor], view: Tensor) -> Tensor:
     """A wrapper subclass with the metadata of `view`, strides included (2.11 to 2.15)."""
     return Tensor._make_wrapper_subclass(
@@ -92,6 +99,17 @@ def make_wrapper_of_view(cls: type[Tensor], view: Tensor) -> Tensor:
         device=view.device,
         requires_grad=False,
     )
+
+
+def as_class(tensor: Tensor, cls: type[TensorClass]) -> TensorClass:
+    """A plain tensor as a Python subclass without a dispatch, no view of it (2.11 to 2.15)."""
+    return Tensor._make_subclass(cls, tensor)
+
+
+def as_plain(tensor: Tensor) -> Tensor:
+    """A tensor of such a subclass as a plain one, differentiable (2.11 to 2.15)."""
+    with without_functions_of_subclasses():
+        return tensor.as_subclass(Tensor)
 
 
 def is_wrapper(tensor: Tensor) -> bool:
@@ -107,17 +125,12 @@ def plain_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return tuple(part for name in names for part in plain_parts(getattr(tensor, name)))
 
 
-def local_of(tensor: DTensor) -> Tensor:
-    """This rank's value of a DTensor, without gradient (stubs give `detach` a plain type)."""
-    return cast(DTensor, tensor.detach()).to_local()
-
-
 def storage_id(tensor: Tensor) -> int | None:
     """What is equal for tensors that share a storage; None where there is none (2.11 to 2.15).
 
     Of a DTensor, the storage of its local value.
     """
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         tensor = local_of(tensor)
     if tensor.layout != torch.strided or type(tensor) not in (Tensor, nn.Parameter):
         return None
@@ -149,6 +162,10 @@ def is_in_graph(tensor: Tensor) -> bool:
     return found() is not None
 
 
+_CLASS: Subclass = vars(object)["__class__"]
+"""Of which class an object really is, whatever its own `__class__` says."""
+
+
 def swap_tensors(param: Tensor, new: Tensor) -> None:
     """`torch.utils.swap_tensors`, whatever else refers to `param` (2.11 to 2.15).
 
@@ -159,19 +176,11 @@ def swap_tensors(param: Tensor, new: Tensor) -> None:
     """
     if is_in_graph(param):
         raise RuntimeError("a sharded parameter cannot be moved: an autograd graph holds it")
-    param.__class__, new.__class__ = new.__class__, param.__class__
+    own, other = type(param), type(new)
+    _CLASS.__set__(param, other)
+    _CLASS.__set__(new, own)
     param.__dict__, new.__dict__ = new.__dict__, param.__dict__
     torch._C._swap_tensor_impl(param, new)
-
-
-def dtensor_parts(tensor: Tensor) -> tuple[Tensor, DTensorSpec] | None:
-    """The local value and the spec of a DTensor; None for other tensors (2.11 to 2.15)."""
-    return (tensor._local_tensor, tensor._spec) if isinstance(tensor, DTensor) else None
-
-
-def make_dtensor(local: Tensor, spec: DTensorSpec) -> Tensor:
-    """A DTensor of a local value and a spec (2.11 to 2.15)."""
-    return DTensor(local, spec, requires_grad=False)
 
 
 def gradient_hooks(tensor: Tensor) -> list[object]:

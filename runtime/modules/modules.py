@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket
@@ -25,7 +26,6 @@ from shardc.runtime.modules.controls import Controls
 from shardc.runtime.modules.copying import copy_sharded
 from shardc.runtime.modules.late_params import watch_for_late_params
 from shardc.runtime.modules.summon import summon_full_params
-from shardc.runtime.tensor.shard_tensor import ShardTensor
 
 if TYPE_CHECKING:  # what the mixins stand before
     _Mixed = nn.Module
@@ -83,7 +83,7 @@ class ShardedParameters(_Mixed):
             _check_assigned(self, name, param)
             if slot.bucket.segment.is_meta:
                 allocate_unwritten(slot.bucket)
-            if isinstance(param, ShardTensor):
+            if isinstance(param, DTensor):  # a ShardTensor, or placed otherwise
                 with torch.no_grad():
                     slot.bucket.params[slot.index].copy_(param)
                 return

@@ -200,7 +200,7 @@ def _gather_gradients(bucket: Bucket) -> list[Tensor | None]:
     flat = torch.zeros_like(bucket.segment)
     for index, param in enumerate(bucket.params):
         if isinstance(param.grad, ShardTensor):
-            view(bucket, index, flat).to_local().copy_(param.grad.to_local())
+            view(bucket, index, flat)._local.copy_(param.grad._local)
     grads = _gather(bucket, flat, bucket.device)
     return [grad if flag else None for grad, flag in zip(grads, some, strict=True)]
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardc.runtime import compat
-from shardc.runtime.tensor.shard_tensor import ShardSpec, ShardTensor
+from shardc.runtime.tensor.shard_spec import ShardSpec
+from shardc.runtime.tensor.shard_tensor import ShardTensor
 
 
 class _Place(NamedTuple):
@@ -35,7 +36,7 @@ def reduced(tensor: ShardTensor) -> tuple[object, ...]:
     Raises:
         NotImplementedError: it is also cut by tensor parallelism, whose mesh no file can hold.
     """
-    spec = tensor._spec
+    spec = tensor._shard_spec
     if spec.tp is not None:
         raise NotImplementedError(
             f"{tensor._label()} is also cut by tensor parallelism and cannot be pickled "

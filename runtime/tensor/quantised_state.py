@@ -107,13 +107,13 @@ def _making_shards(own: compat.NewBuffer) -> compat.NewBuffer:
 
 def _zeros(optimizer: compat.QuantisingOptimizer, param: ShardTensor, signed: bool) -> Tensor:
     """A new state of `param`, sharded alike, quantised where an unsharded run would."""
-    spec, block = param._spec, optimizer.block_size
+    spec, block = param._shard_spec, optimizer.block_size
     start, stop = spec.interval()
     if spec.numel < SMALLEST or spec.numel % block or start == stop:
         return torch.zeros_like(param)
     front = start % block
     covered = -(-(front + stop - start) // block) * block
-    like = torch.empty(covered, dtype=param.dtype, device=param.to_local().device)
+    like = torch.empty(covered, dtype=param.dtype, device=param._local.device)
     inner = optimizer._subclass_zeros(like, signed, block)
     return ShardTensor(BlockState(inner, front, stop - start), param.shape, spec)
 
@@ -123,7 +123,7 @@ def _zeros(optimizer: compat.QuantisingOptimizer, param: ShardTensor, signed: bo
 
 def _dequantised(value: object) -> object:
     if isinstance(value, ShardTensor) and isinstance(value._local, BlockState):
-        return ShardTensor(value._local.dequantised().clone(), value.shape, value._spec)
+        return ShardTensor(value._local.dequantised().clone(), value.shape, value._shard_spec)
     return value
 
 

@@ -35,7 +35,7 @@ def draw_like(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Shar
     if not isinstance(like, ShardTensor) or "out" in kwargs:
         refuse(func)
     full = func(empty_full(like), *args[1:], **kwargs)
-    return ShardTensor(cut(full, like).clone(), like.shape, like._spec)
+    return ShardTensor(cut(full, like).clone(), like.shape, like._shard_spec)
 
 
 def fill_out(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> ShardTensor:
@@ -73,13 +73,13 @@ def set_items(target: ShardTensor, index: compat.Index, value: Tensor | complex)
 def _scatter(target: ShardTensor, index: compat.Index, value: Tensor | complex) -> None:
     if torch.is_grad_enabled() and target.requires_grad:
         raise RuntimeError("assigning to parts of a parameter needs torch.no_grad()")
-    if target._spec.tp is not None:
+    if target._shard_spec.tp is not None:
         raise NotImplementedError(
             "assigning to parts of a parameter that is also cut by tensor parallelism is not "
             "supported: param.copy_(full_tensor) writes all of it"
         )
     flat = _flat_positions(target.shape, index)
-    start, stop = target._spec.interval()
+    start, stop = target._shard_spec.interval()
     held = (flat >= start) & (flat < stop)
     values = torch.as_tensor(value, dtype=target.dtype, device=flat.device)
     if values.dim() > flat.dim():  # leading ones are dropped, as indexing does

@@ -16,7 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import checked
 from shardc.runtime.checks.refusal import caller_and_way_out, is_refused_to_caller
-from shardc.runtime.tensor.shard_tensor import ShardSpec, ShardTensor
+from shardc.runtime.tensor.shard_spec import Over, ShardSpec, whole_gradient
+from shardc.runtime.tensor.shard_tensor import ShardTensor
 
 log = logging.getLogger("shardc")
 
@@ -105,6 +106,25 @@ def gathered(func: compat.Op, tensor: ShardTensor, why: str = _NEEDS_WHOLE) -> T
         return tensor.full_tensor()
 
 
+def plain(func: compat.Op, operand: Tensor, like: ShardTensor | None = None) -> Tensor:
+    """An operand of `func` that is a DTensor of torch, whole; every rank of its mesh must call it.
+
+    One that lies as `like` did before `fully_shard` stays as it is.
+
+    Raises:
+        NotImplementedError: ops that gather are refused.
+    """
+    if not compat.is_dtensor(operand):
+        return operand
+    tp = None if like is None else like._shard_spec.tp
+    if tp is not None and tp.lies_as(operand):
+        return operand
+    if gathers.strict:
+        refuse(func, f"an operand is a DTensor, placed otherwise: {operand.placements}")
+    with torch.no_grad():
+        return operand.full_tensor()
+
+
 # -- gradients that come back plain ----------------------------------------------------------------
 
 
@@ -112,34 +132,35 @@ class _PlainGradients:
     """A hook of a ShardTensor: of a whole gradient it keeps this rank's part.
 
     Attributes:
-        refused: the op whose gradient would be that of this rank's batch only.
+        over: how the ranks' gradients become one; those of a statistic are equal (`WholeValue`).
     """
 
-    def __init__(self, spec: ShardSpec) -> None:
-        self.spec, self.refused = spec, ""
+    def __init__(self, spec: ShardSpec, over: Over) -> None:
+        self.spec, self.over = spec, over
 
     def __call__(self, grad: Tensor) -> Tensor | None:
         if isinstance(grad, ShardTensor):
             return None
-        if self.refused:
-            raise RuntimeError(
-                f"{self.refused} on a ShardTensor has no backward: each rank would have the "
-                "gradient of its own batch. Read the parameter in its module's forward (of another "
-                "method: shardc.register_fsdp_forward_method), or under torch.no_grad()"
-            )
-        start, stop = self.spec.interval()
-        part = grad if self.spec.tp is None else self.spec.tp.local_of(grad)
-        return ShardTensor(part.reshape(-1)[start:stop].clone(), tuple(grad.shape), self.spec)
+        part = whole_gradient(grad, self.spec, self.over)
+        return ShardTensor(part, tuple(grad.shape), self.spec)
 
 
-def expect_plain_gradient(tensor: ShardTensor, refused: object = None) -> None:
-    """What runs on `tensor` now gives it a whole gradient: its part is kept, or it is `refused`."""
+def expect_plain_gradient(tensor: ShardTensor, over: Over = "mean") -> None:
+    """What runs on `tensor` now gives it a whole gradient, each rank that of its own batch."""
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return
     hooks = compat.gradient_hooks(tensor)
     hook = next((hook for hook in hooks if isinstance(hook, _PlainGradients)), None)
     if hook is None:
-        hook = _PlainGradients(tensor._spec)
-        tensor.register_hook(hook)
-    if refused is not None:
-        hook.refused = str(refused)
+        tensor.register_hook(_PlainGradients(tensor._shard_spec, over))
+    elif over == "mean":
+        hook.over = over
+
+
+def reduce_plain_gradients(param: compat.Subclass) -> None:
+    """From now on a whole gradient that autograd has for a parameter is reduced over the ranks.
+
+    An `autograd.Function` that is given the parameter outside of its module's forward has one.
+    """
+    with torch.enable_grad():
+        expect_plain_gradient(param)

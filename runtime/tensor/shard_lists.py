@@ -97,5 +97,6 @@ def _note_written(
 
 def _agree_on_found_inf(found: Tensor, like: Refs) -> None:
     """One rank's non-finite gradient makes all skip the step."""
-    for group in dict.fromkeys(g for ref in like if ref is not None for g in ref._spec.groups):
+    specs = [ref._shard_spec for ref in like if ref is not None]
+    for group in dict.fromkeys(group for spec in specs for group in spec.groups):
         found.copy_(all_reduce(found, "max", group))

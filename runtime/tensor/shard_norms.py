@@ -14,13 +14,15 @@ from shardc.runtime import compat
 from shardc.runtime.comm.collectives import all_reduce
 from shardc.runtime.tensor.shard_gathers import refuse
 from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.tensor.whole_value import as_whole
 
 aten = torch.ops.aten
 
 
 def norm(tensor: ShardTensor, order: float, dtype: torch.dtype | None) -> Tensor:
     """The norm over all elements."""
-    return _norms([tensor], order, dtype)[0]
+    trained = torch.is_grad_enabled() and tensor.requires_grad
+    return as_whole(_norms([tensor], order, dtype)[0], tensor._shard_spec, trained)
 
 
 def foreach_norm(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> list[Tensor]:
@@ -28,7 +30,20 @@ def foreach_norm(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> l
     if "out" in kwargs:
         refuse(func)
     tensors, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    return _norms(tensors, order, args[2] if len(args) > 2 else kwargs.get("dtype"))
+    norms = _norms(tensors, order, args[2] if len(args) > 2 else kwargs.get("dtype"))
+    return _as_whole(norms, tensors)
+
+
+def _as_whole(norms: list[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Norms of which a total is whole; without gradients the first says so for all, quickly."""
+    grads = torch.is_grad_enabled()
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, ShardTensor):
+            trained = grads and tensor.requires_grad
+            norms[index] = as_whole(norms[index], tensor._shard_spec, trained)
+            if not grads:
+                break
+    return norms
 
 
 def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
@@ -37,7 +52,7 @@ def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -
     wide = [torch.promote_types(dtype or t.dtype, torch.float32) for t in tensors]
     parts = [t._local if isinstance(t, ShardTensor) else t for t in tensors]
     values = _shares(parts, order, wide)
-    groups_of = [t._spec.groups if isinstance(t, ShardTensor) else () for t in tensors]
+    groups_of = [t._shard_spec.groups if isinstance(t, ShardTensor) else () for t in tensors]
     for group in dict.fromkeys(group for groups in groups_of for group in groups):
         combined = _combine(values, order, group)
         mine = [group in groups for groups in groups_of]
@@ -81,9 +96,9 @@ def _over_other_meshes(tensors: Sequence[Tensor], values: Tensor, order: float) 
 
 def _mesh_of(tensor: Tensor) -> str:
     """The group of all ranks that have a tensor; "" for one that is the same on all ranks."""
-    if not isinstance(tensor, ShardTensor) or tensor._spec.tp is not None:
+    if not isinstance(tensor, ShardTensor) or tensor._shard_spec.tp is not None:
         return ""
-    return tensor._spec.everyone or tensor._spec.group
+    return tensor._shard_spec.everyone or tensor._shard_spec.group
 
 
 def _shares(parts: Sequence[Tensor], order: float, wide: Sequence[torch.dtype]) -> Tensor:

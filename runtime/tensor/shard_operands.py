@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from shardc.runtime import compat
-from shardc.runtime.tensor.shard_gathers import gathered, gathers, refuse
+from shardc.runtime.tensor.shard_gathers import gathered, gathers, plain, refuse
+from shardc.runtime.tensor.shard_spec import part_of
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
 aten = torch.ops.aten
@@ -44,6 +45,7 @@ def local_part(func: compat.Op, operand: Tensor, like: ShardTensor) -> Tensor:
         if not _broadcasts(operand, like):
             raise NeedsWhole(why)
         operand = gathered(func, operand, why)
+    operand = plain(func, operand, like)
     if operand.dim() == 0:
         # The local part of a 0-dim parameter is 1-D: against a 0-dim operand types would promote
         # otherwise than they do between two 0-dim tensors.
@@ -81,10 +83,7 @@ def _broadcast_part(operand: Tensor, like: ShardTensor) -> Tensor:
 
 def cut(full: Tensor, like: ShardTensor) -> Tensor:
     """This rank's interval of `full`, a whole tensor with the elements of `like`: 1-D."""
-    start, stop = like._spec.interval()
-    if like._spec.tp is not None:
-        full = like._spec.tp.local_of(full)
-    return full.reshape(-1)[start:stop]
+    return part_of(full, like._shard_spec)
 
 
 def store(target: ShardTensor, full: Tensor) -> None:
@@ -97,7 +96,7 @@ def wrap(func: compat.Op, local: Tensor, like: ShardTensor) -> ShardTensor:
     """A result on local parts as a ShardTensor; `func` must have kept their length."""
     if local.shape != like._local.shape:
         refuse(func)
-    return ShardTensor(local, like.shape, like._spec)
+    return ShardTensor(local, like.shape, like._shard_spec)
 
 
 def empty_full(like: ShardTensor) -> Tensor:
@@ -137,9 +136,9 @@ def bump(locals_: Iterable[Tensor]) -> None:
 
 
 def _same_cut(a: ShardTensor, b: ShardTensor) -> bool:
-    return a._spec.lies_as(b._spec) and a.shape == b.shape
+    return a._shard_spec.lies_as(b._shard_spec) and a.shape == b.shape
 
 
 def _cut(tensor: ShardTensor) -> str:
-    spec = tensor._spec
+    spec = tensor._shard_spec
     return f"{tuple(tensor.shape)} at offset {spec.offset} of {spec.segment}-element segments"

@@ -138,7 +138,7 @@ def _run_whole(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs, why: s
 
 def _detach(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> ShardTensor:
     source: ShardTensor = args[0]
-    return ShardTensor(source._local, source.shape, source._spec)
+    return ShardTensor(source._local, source.shape, source._shard_spec)
 
 
 def _detach_in_place(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> ShardTensor:
@@ -162,7 +162,7 @@ def _view(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
     listed = [views] if isinstance(views, Tensor) else views
     if not all(view.is_contiguous() for view in listed):
         return view_whole(func, args, kwargs, "it takes elements that are not consecutive")
-    if source._spec.tp is not None and any(view.shape != source.shape for view in listed):
+    if source._shard_spec.tp is not None and any(view.shape != source.shape for view in listed):
         return view_whole(func, args, kwargs, _PLACED)
     intervals = [_interval_of(source, view) for view in listed]
     return intervals[0] if isinstance(views, Tensor) else intervals
@@ -170,11 +170,12 @@ def _view(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
 
 def _interval_of(source: ShardTensor, view: Tensor) -> ShardTensor:
     if view.numel() == source.numel():
-        return ShardTensor(source._local, view.shape, source._spec)
-    spec = source._spec.narrowed(int(view.storage_offset()) if view.numel() else 0, view.numel())
+        return ShardTensor(source._local, view.shape, source._shard_spec)
+    start = int(view.storage_offset()) if view.numel() else 0
+    spec = source._shard_spec.narrowed(start, view.numel())
     start, stop = spec.interval()
-    held, _ = source._spec.interval()
-    first = spec.offset - source._spec.offset + start - held if stop > start else 0
+    held, _ = source._shard_spec.interval()
+    first = spec.offset - source._shard_spec.offset + start - held if stop > start else 0
     part = view_local(source._local, lambda local: local[first : first + stop - start])
     return ShardTensor(part, view.shape, spec)
 
@@ -184,10 +185,10 @@ _PLACED = "it is also cut by tensor parallelism, so its parts have another shape
 
 def _view_as_real(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
     source: ShardTensor = args[0]
-    if source._spec.tp is not None:
+    if source._shard_spec.tp is not None:
         return view_whole(func, args, kwargs, _PLACED)
     part = view_local(source._local, lambda local: torch.view_as_real(local).view(-1))
-    return ShardTensor(part, (*source.shape, 2), source._spec.doubled())
+    return ShardTensor(part, (*source.shape, 2), source._shard_spec.doubled())
 
 
 def _new(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Tensor:
@@ -203,7 +204,7 @@ def _new(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Tensor:
     if size != source.shape or (func is aten.new_empty.default and "device" not in kwargs):
         plain: Tensor = func(local, size, *args[2:], **kwargs)
         return plain
-    return ShardTensor(func(local, [local.numel()], *args[2:], **kwargs), size, source._spec)
+    return ShardTensor(func(local, [local.numel()], *args[2:], **kwargs), size, source._shard_spec)
 
 
 _TABLE: dict[str, Rule] = {

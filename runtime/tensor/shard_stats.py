@@ -19,10 +19,11 @@ from torch import Tensor
 from shardc.runtime import compat
 from shardc.runtime.comm.collectives import all_reduce
 from shardc.runtime.tensor import shard_norms
-from shardc.runtime.tensor.shard_gathers import expect_plain_gradient
+from shardc.runtime.tensor.shard_gathers import expect_plain_gradient, plain
 from shardc.runtime.tensor.shard_operands import cut
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.shard_whole import run_whole
+from shardc.runtime.tensor.whole_value import as_whole
 
 Over = Literal["sum", "max", "min"]
 Index = tuple[slice, ...]
@@ -105,7 +106,7 @@ def run(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
         for argument, value in zip(func._schema.arguments, args, strict=False)
     } | kwargs  # fmt: skip
     dims = _dims_of(tensor, named)
-    expect_plain_gradient(tensor)
+    expect_plain_gradient(tensor, "own")
     if name in _NORMS and len(dims) == tensor.dim() and not named.get("keepdim"):
         return shard_norms.norm(tensor, _order(named), named.get("dtype"))
     if not tensor.numel():
@@ -118,7 +119,8 @@ def run(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
         known = _norm_of_order(_order(named)) if name in _NORMS else _STATISTICS[name]
         count = math.prod(tensor.shape[dim] for dim in dims)
         value = known.finish(_merged(tensor, dims, known, named), count, named)
-    return value.to(like.dtype).reshape(like.shape)
+    trained = torch.is_grad_enabled() and tensor.requires_grad
+    return as_whole(value.to(like.dtype).reshape(like.shape), tensor._shard_spec, trained)
 
 
 def _dims_of(tensor: Tensor, named: compat.Kwargs) -> list[int]:
@@ -187,7 +189,7 @@ def _over_rectangles(
             for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True))
         )
         total[where] = _MERGE[over](total[where], of(part, where))
-    for group in tensor._spec.groups:
+    for group in tensor._shard_spec.groups:
         total = _over_ranks(total, over, group)
     return total
 
@@ -232,15 +234,15 @@ def _variance(tensor: ShardTensor, dims: list[int], named: compat.Kwargs) -> Ten
 
 
 def _equal(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
-    a, b = args
+    a, b = (plain(func, operand) for operand in args)
     if a.shape != b.shape:
         return False
-    like = a if isinstance(a, ShardTensor) else b
+    like: ShardTensor = next(x for x in (a, b) if isinstance(x, ShardTensor))
     shards = [x for x in (a, b) if isinstance(x, ShardTensor)]
-    if type(like._local) is not Tensor or any(x._spec != like._spec for x in shards):
+    if type(like._local) is not Tensor or any(x._shard_spec != like._shard_spec for x in shards):
         return run_whole(func, args, kwargs)
     a, b = (x._local if isinstance(x, ShardTensor) else cut(x, like) for x in (a, b))
     same = torch.tensor(func(a, b), dtype=torch.int32, device=like.device)
-    for group in like._spec.groups:
+    for group in like._shard_spec.groups:
         same = all_reduce(same, "min", group)
     return bool(same)

@@ -11,73 +11,26 @@ Only the local part and an immutable spec live on the object: checkpoints copy `
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 
 from shardc.runtime import compat
 from shardc.runtime.checks.refusal import caller_and_way_out, refuse_split_backward
 from shardc.runtime.comm.collectives import all_gather
 from shardc.runtime.layout.interval_boxes import Box, boxes_of
-from shardc.runtime.layout.layout import interval
-from shardc.runtime.tensor.tensor_parallel import Placed
+from shardc.runtime.tensor.as_dtensor import AsDTensor
+from shardc.runtime.tensor.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import metadata, planner
 
 
-@dataclass(frozen=True)
-class ShardSpec:
-    """Where a flattened tensor of `numel` elements lies on the ranks of a group.
-
-    It starts at element `offset` of a flat bucket whose rank r holds `[r*segment, (r+1)*segment)`.
-    `tp` says which part of a DTensor the flattened tensor is; None: it is all of the parameter.
-    `everyone` names the group of all ranks that have it, copies included; "": `group`.
-    Without a `group` it is a part that comes from a file (`pickled`).
-    """
-
-    offset: int
-    numel: int
-    segment: int
-    rank: int
-    world_size: int
-    group: str
-    tp: Placed | None = None
-    everyone: str = ""
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """The process groups over which the parameter is cut, by name."""
-        return (self.group, *self.tp.groups) if self.tp is not None else (self.group,)
-
-    def interval(self, rank: int | None = None) -> tuple[int, int]:
-        """`[start, stop)` of the flattened tensor that `rank` (default: this one) holds."""
-        return interval(self.offset, self.numel, self.segment, self.rank if rank is None else rank)
-
-    def narrowed(self, start: int, numel: int) -> "ShardSpec":
-        """The spec of elements `[start, start + numel)` of the flattened tensor."""
-        return replace(self, offset=self.offset + start, numel=numel)
-
-    def lies_as(self, other: "ShardSpec") -> bool:
-        """Whether both are the same interval; one that comes from a file knows no group."""
-        if self is other or self == other:
-            return True
-        if self.group and other.group:
-            return False
-        return replace(self, group="", everyone="") == replace(other, group="", everyone="")
-
-    def doubled(self) -> "ShardSpec":
-        """The spec where every element becomes two: complex numbers as pairs."""
-        return replace(self, offset=2 * self.offset, numel=2 * self.numel, segment=2 * self.segment)
-
-
-class ShardTensor(Tensor):
+class ShardTensor(AsDTensor):
     """A tensor of full shape, dtype and device of which `to_local()` is this rank's part."""
-
-    _local: Tensor
-    _spec: ShardSpec
 
     __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
@@ -90,27 +43,62 @@ class ShardTensor(Tensor):
             )
         self: ShardTensor = compat.make_wrapper(cls, shape, local)  # type: ignore[assignment]
         self._local = local
-        self._spec = spec
+        self._shard_spec = spec
         return self
 
     # -- what a user asks for ----------------------------------------------------------------
 
-    def to_local(self) -> Tensor:
-        """This rank's part, 1-D, sharing memory: `[start, stop)` of the flattened tensor."""
-        return self._local
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """This rank's part, 1-D, sharing memory: `[start, stop)` of the flattened tensor.
 
-    def full_tensor(self) -> Tensor:
+        Differentiable: the gradient of the part is that part of the gradient.
+
+        Raises:
+            NotImplementedError: `grad_placements` other than `placements`.
+        """
+        return conversions.to_local(self, grad_placements)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor, gathered from all ranks that hold a part: each of them must call it.
 
-        Not differentiable. Moves `world_size` times the largest local part; of a DTensor then the
-        same over its own mesh.
+        Moves `world_size` times the largest local part; of a DTensor then the same over its own
+        mesh. Differentiable: each rank gives the gradient of its own loss, and they are averaged.
+
+        Args:
+            grad_placements: `Replicate()` on every dim: the ranks' gradients are equal, and nothing
+                is sent; `Partial()` on every dim: they are added up.
+
+        Raises:
+            NotImplementedError: other `grad_placements`.
         """
-        tp = self._spec.tp
+        return conversions.full_tensor(self, grad_placements)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """The same value under other placements of its mesh. Every rank of the mesh must call it.
+
+        It is gathered, in `forward_dtype`, and cut anew; `async_op` changes nothing. The result is
+        a DTensor; with a `FlatShard` among `placements`, a ShardTensor.
+
+        Raises:
+            RuntimeError: no placements, or a Partial one.
+            NotImplementedError: another mesh.
+        """
+        return conversions.redistribute(self, device_mesh, placements, forward_dtype)
+
+    def _gathered(self) -> Tensor:
+        tp = self._shard_spec.tp
         return self._unsharded() if tp is None else tp.wrap(self._unsharded()).full_tensor()
 
     def _unsharded(self) -> Tensor:
         """The value before `fully_shard`: all of a plain parameter, the local one of a DTensor."""
-        spec = self._spec
+        spec = self._shard_spec
         shape = self.shape if spec.tp is None else spec.tp.local_shape
         if not spec.numel:
             return self._local.new_empty(shape)
@@ -130,15 +118,15 @@ class ShardTensor(Tensor):
         return torch.cat(parts).view(shape)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        start, stop = self._spec.interval()
+        start, stop = self._shard_spec.interval()
         return (
             f"ShardTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
-            f"rank {self._spec.rank} of {self._spec.world_size} holds elements "
-            f"[{start}, {stop}) of {self._spec.numel}{self._placed()}: {self._local})"
+            f"rank {self._shard_spec.rank} of {self._shard_spec.world_size} holds elements "
+            f"[{start}, {stop}) of {self._shard_spec.numel}{self._placed()}: {self._local})"
         )
 
     def _placed(self) -> str:
-        tp = self._spec.tp
+        tp = self._shard_spec.tp
         if tp is None:
             return ""
         return f" of the local value {list(tp.local_shape)} at {list(tp.offsets)}, {tp.placements}"
@@ -181,29 +169,8 @@ class ShardTensor(Tensor):
         slot = getattr(self, "_slot", None)
         if slot is not None and changed:
             slot.bucket.set_trainable(slot.index, requires_grad)
+            shard_gathers.reduce_plain_gradients(self)
         return self
-
-    @property
-    def device_mesh(self) -> NoReturn:
-        """Of DTensors: a ShardTensor is cut by flat intervals, which no placement describes."""
-        self._refuse_of_dtensors("device_mesh")
-
-    @property
-    def placements(self) -> NoReturn:
-        """Of DTensors, as `device_mesh`."""
-        self._refuse_of_dtensors("placements")
-
-    @property
-    def redistribute(self) -> NoReturn:
-        """Of DTensors, as `device_mesh`."""
-        self._refuse_of_dtensors("redistribute")
-
-    def _refuse_of_dtensors(self, name: str) -> NoReturn:
-        raise AttributeError(
-            f"{self._label()} is no DTensor and has no .{name}. To write a whole tensor into it: "
-            "param.copy_(full) under torch.no_grad(), each rank takes its part, or "
-            "shardc.set_model_state_dict for a model. To read all of it: param.full_tensor()"
-        )
 
     def view_as(self, other: Tensor) -> Tensor:
         """As `Tensor.view_as`, which stages of a pipeline call to find a parameter in a graph."""
@@ -269,7 +236,7 @@ class ShardTensor(Tensor):
         return shard_ops.dispatch(func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], ShardSpec]:
-        return ["_local"], self._spec
+        return ["_local"], self._shard_spec
 
     @staticmethod
     def __tensor_unflatten__(
@@ -280,7 +247,8 @@ class ShardTensor(Tensor):
     def _stable_hash_for_caching(self) -> str:
         """What AOT autograd's cache knows a compiled `opt.step` by; each rank has its own."""
         local = self._local
-        outer = (tuple(self.shape), self.dtype, str(self.device), self.requires_grad, self._spec)
+        spec = self._shard_spec
+        outer = (tuple(self.shape), self.dtype, str(self.device), self.requires_grad, spec)
         inner = (tuple(local.shape), local.stride(), local.storage_offset())
         return hashlib.sha256(repr((outer, inner)).encode()).hexdigest()
 
@@ -290,11 +258,11 @@ class ShardTensor(Tensor):
         """The boxes of the full tensor that this rank saves and loads."""
         if self.numel() == 0:  # DCP wants a box for it all the same; the first rank has it
             shape = tuple(self.shape)
-            return [Box((0,) * len(shape), shape, 0)] if self._spec.rank == 0 else []
-        tp = self._spec.tp
+            return [Box((0,) * len(shape), shape, 0)] if self._shard_spec.rank == 0 else []
+        tp, interval = self._shard_spec.tp, self._shard_spec.interval()
         if tp is None:
-            return list(boxes_of(tuple(self.shape), *self._spec.interval()))
-        return [box.moved(tp.offsets) for box in boxes_of(tp.local_shape, *self._spec.interval())]
+            return list(boxes_of(tuple(self.shape), *interval))
+        return [box.moved(tp.offsets) for box in boxes_of(tp.local_shape, *interval)]
 
     def __create_write_items__(self, fqn: str, tensor: Tensor) -> list["planner.WriteItem"]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -323,7 +291,7 @@ class ShardTensor(Tensor):
         ]
 
     def __get_tensor_shard__(self, index: "metadata.MetadataIndex") -> Tensor:
-        first, _ = self._spec.interval()
+        first, _ = self._shard_spec.interval()
         for box in self._boxes():
             if index.offset is not None and tuple(index.offset) == box.offsets:
                 at = box.start - first if box.numel else 0
@@ -336,4 +304,12 @@ class ShardTensor(Tensor):
 
 compat.register_foreach_type(ShardTensor)
 
-from shardc.runtime.tensor import pickled, shard_fill, shard_ops  # noqa: E402  # noqa: E402 (they need ShardTensor)
+from shardc.runtime.tensor import (  # noqa: E402 (they need ShardTensor)
+    conversions,
+    pickled,
+    shard_fill,
+    shard_gathers,
+    shard_ops,
+)
+
+compat.let_torch_make(conversions)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardc.runtime import compat
-from shardc.runtime.tensor.shard_gathers import expect_plain_gradient, gathered, refuse
+from shardc.runtime.tensor.shard_gathers import expect_plain_gradient, gathered, plain, refuse
 from shardc.runtime.tensor.shard_operands import store, written_operands
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
@@ -37,9 +37,9 @@ def run_whole(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> obje
 
     def whole(value: Tensor) -> Tensor:
         if not isinstance(value, ShardTensor):
-            return value
+            return plain(func, value)
         if id(value) not in held:
-            expect_plain_gradient(value, refused=func)
+            expect_plain_gradient(value)
             held[id(value)] = value, gathered(func, value)
         return held[id(value)][1]
 
@@ -61,7 +61,7 @@ def view_whole(
 ) -> object:
     """A view that is no interval, or several of them."""
     source: ShardTensor = args[0]
-    expect_plain_gradient(source, refused=func)
+    expect_plain_gradient(source)
     base = gathered(func, source) if why is None else gathered(func, source, why)
     views = func(base, *args[1:], **kwargs)
     return _map_tensors(lambda view: WholeView(source, base, view), views)

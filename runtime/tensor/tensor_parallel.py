@@ -72,7 +72,7 @@ class Placed:
     @classmethod
     def of(cls, tensor: Tensor, spmd: Spmd | None = None) -> "Placed | None":
         """How `tensor` is placed; None for a plain tensor."""
-        if not isinstance(tensor, DTensor):
+        if not compat.is_dtensor(tensor):
             return None
         mesh, placements = tensor.device_mesh, tuple(tensor.placements)
         shape = tuple(tensor.shape)
@@ -83,6 +83,21 @@ class Placed:
         stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
         data_dims = frozenset() if spmd is None else spmd.dims
         return cls(mesh, placements, shape, stride, local_shape, offsets, groups, data_dims)
+
+    @property
+    def other_dims(self) -> DeviceMesh | None:
+        """The mesh of the dims that are not data-parallel; None where all are."""
+        if not self.data_dims:
+            return self.mesh
+        names = self.mesh.mesh_dim_names or ()
+        others = tuple(name for dim, name in enumerate(names) if dim not in self.data_dims)
+        return self.mesh[others] if others else None
+
+    @property
+    def other_placements(self) -> tuple[Placement, ...]:
+        """The placements on these dims."""
+        dims = enumerate(self.placements)
+        return tuple(placement for dim, placement in dims if dim not in self.data_dims)
 
     def wrap(self, local: Tensor) -> DTensor:
         """The DTensor of which `local` is this rank's value; differentiable."""
@@ -100,9 +115,14 @@ class Placed:
             stride=self.stride,
         )
 
+    def lies_as(self, tensor: DTensor) -> bool:
+        """Whether `tensor` has the same shape, mesh and placements."""
+        own = (self.shape, self.mesh, self.placements)
+        return own == (tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements))
+
     def local_of(self, tensor: Tensor) -> Tensor:
         """This coordinate's part of a whole tensor, plain or a DTensor of any placements."""
-        if isinstance(tensor, DTensor):
+        if compat.is_dtensor(tensor):
             return compat.local_of(tensor.redistribute(self.mesh, self.placements))
         for dim, (start, size) in enumerate(zip(self.offsets, self.local_shape, strict=True)):
             tensor = tensor.narrow(dim, start, size)
@@ -144,12 +164,12 @@ def _wrap_spmd(local: Tensor, key: str) -> DTensor:
 
 def local_value(param: Tensor) -> Tensor:
     """The value of a parameter that this rank holds, plain."""
-    return compat.local_of(param) if isinstance(param, DTensor) else inner_value(param)
+    return compat.local_of(param) if compat.is_dtensor(param) else inner_value(param)
 
 
 def stored_as(param: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
     """Shape and dtype of the same."""
-    return shape_and_dtype(compat.local_of(param) if isinstance(param, DTensor) else param)
+    return shape_and_dtype(compat.local_of(param) if compat.is_dtensor(param) else param)
 
 
 def unsupported(param: DTensor, ranks: Sequence[int], spmd: Spmd | None) -> str | None:

@@ -17,10 +17,10 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardc.integrations.accelerate_state import StateOfModels
+from shardc.runtime import compat
 from shardc.runtime.checks.arguments import check_value
 from shardc.runtime.eager.precision import MixedPrecisionPolicy
 from shardc.runtime.tensor.shard_tensor import ShardTensor
@@ -160,7 +160,7 @@ def _check_optimizers(models: Sequence[nn.Module], optimizers: Sequence[Optimize
             name = whole.get(param)
             if name is None:
                 continue
-            if isinstance(param, DTensor):
+            if compat.is_dtensor(param):
                 raise ValueError(
                     f"parameter '{name}' is a DTensor, and sharding makes a new object of "
                     "it: call fully_shard, make the optimizer, then prepare"

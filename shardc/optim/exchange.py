@@ -30,16 +30,16 @@ class Route:
     @property
     def rank(self) -> int:
         """This one of the group."""
-        return self.params[0]._spec.rank
+        return self.params[0]._shard_spec.rank
 
     @property
     def world_size(self) -> int:
-        return self.params[0]._spec.world_size
+        return self.params[0]._shard_spec.world_size
 
     @property
     def group(self) -> str:
         """The process group, by name."""
-        return self.params[0]._spec.group
+        return self.params[0]._shard_spec.group
 
     def owned(self) -> list[int]:
         """The parameters that this rank owns, by position."""
@@ -69,11 +69,11 @@ class Route:
 
     def _joined(self, mine: Sequence[int], given: Tensor) -> list[Tensor]:
         """Whole tensors of all ranks' intervals."""
-        flats = [given.new_empty(self.params[index]._spec.numel) for index in mine]
+        flats = [given.new_empty(self.params[index]._shard_spec.numel) for index in mine]
         at = 0
         for rank in range(self.world_size):
             for index, flat in zip(mine, flats, strict=True):
-                start, stop = self.params[index]._spec.interval(rank)
+                start, stop = self.params[index]._shard_spec.interval(rank)
                 flat[start:stop] = given[at : at + stop - start]
                 at += stop - start
         return [_whole(self.params[i], flat) for i, flat in zip(mine, flats, strict=True)]
@@ -86,7 +86,7 @@ class Route:
         sent = []
         for rank in range(self.world_size):
             for index, flat in zip(mine, flats, strict=True):
-                start, stop = self.params[index]._spec.interval(rank)
+                start, stop = self.params[index]._shard_spec.interval(rank)
                 sent.append(flat[start:stop])
         started = self._start(sent, list(everything), what, back=True)
 
@@ -101,7 +101,7 @@ class Route:
         return finish
 
     def _size(self, index: int, rank: int) -> int:
-        start, stop = self.params[index]._spec.interval(rank)
+        start, stop = self.params[index]._shard_spec.interval(rank)
         return stop - start
 
     def _start(self, sent: list[Tensor], indices: list[int], what: str, back: bool) -> CallStarted:
@@ -118,7 +118,7 @@ class Route:
 
 def _whole(param: ShardTensor, flat: Tensor) -> Tensor:
     """The whole tensor of the flattened value that `param`'s group cuts."""
-    tp = param._spec.tp
+    tp = param._shard_spec.tp
     if tp is None:
         return flat.view(param.shape)
     return tp.wrap(flat.view(tp.local_shape)).full_tensor().contiguous()
@@ -126,7 +126,7 @@ def _whole(param: ShardTensor, flat: Tensor) -> Tensor:
 
 def _flat(param: ShardTensor, whole: Tensor) -> Tensor:
     """Back: the flattened value that `param`'s group cuts."""
-    tp = param._spec.tp
+    tp = param._shard_spec.tp
     return (whole if tp is None else tp.local_of(whole)).reshape(-1)
 
 
@@ -134,5 +134,5 @@ def routes_of(params: Sequence[ShardTensor], owners: dict[Tensor, int]) -> list[
     """One for each process group and dtype, in the order of the parameters."""
     kinds: dict[tuple[str, torch.dtype], list[ShardTensor]] = {}
     for param in params:
-        kinds.setdefault((param._spec.group, param.dtype), []).append(param)
+        kinds.setdefault((param._shard_spec.group, param.dtype), []).append(param)
     return [Route(tuple(kind), tuple(owners[p] for p in kind)) for kind in kinds.values()]

@@ -82,9 +82,9 @@ class Owned:
         if self.together:
             _check_together(known)
         sharded = [p for p in params if isinstance(p, ShardTensor)]
-        for group in dict.fromkeys(p._spec.group for p in sharded):
-            own = [p for p in sharded if p._spec.group == group]
-            world = own[0]._spec.world_size
+        for group in dict.fromkeys(p._shard_spec.group for p in sharded):
+            own = [p for p in sharded if p._shard_spec.group == group]
+            world = own[0]._shard_spec.world_size
             shapes = [tuple(p.shape) for p in own]
             sizes = [state[p] for p in own]
             owners = [0] * len(own) if self.together else owners_of(shapes, world, sizes)
@@ -93,7 +93,7 @@ class Owned:
             if not isinstance(param, ShardTensor):
                 assert isinstance(param, nn.Parameter)
                 self.whole[param] = param
-            elif self.owners[param] == param._spec.rank:
+            elif self.owners[param] == param._shard_spec.rank:
                 self.whole[param] = stand_in(param, param.device)
                 self.whole[param].untyped_storage().resize_(0)
         new = self._stages_of(known if self.together else params)
@@ -230,14 +230,14 @@ def _nothing() -> None:
 
 
 def _tp_groups(param: ShardTensor) -> tuple[str, ...]:
-    return () if param._spec.tp is None else param._spec.tp.groups
+    return () if param._shard_spec.tp is None else param._shard_spec.tp.groups
 
 
 def _check_together(params: Sequence[Tensor]) -> None:
     """All must be able to have one owner."""
     sharded = [p for p in params if isinstance(p, ShardTensor)]
     why = "the optimizer looks at all parameters together, so that one rank must own them"
-    if len({p._spec.group for p in sharded}) > 1:
+    if len({p._shard_spec.group for p in sharded}) > 1:
         raise ValueError(f"{why}, but they are sharded over several meshes: make an optimizer each")
     if sharded and len(sharded) < len(params):
         plain = next(p for p in params if not isinstance(p, ShardTensor))

@@ -140,7 +140,7 @@ class OwnerState:
         if not isinstance(value, ShardTensor):
             return value
         if isinstance(param, ShardTensor):
-            owner, spec = self.owners[param], value._spec
+            owner, spec = self.owners[param], value._shard_spec
             if all(r == owner or not _size(spec.interval(r)) for r in range(spec.world_size)):
                 return value._local.view(value.shape) if param in self.whole else None
         return value.full_tensor()

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shardc.runtime.tensor.shard_tensor import ShardSpec, ShardTensor
+from shardc.runtime.tensor.shard_spec import ShardSpec
+from shardc.runtime.tensor.shard_tensor import ShardTensor
 
 
 def update_cost(shape: Sequence[int]) -> int:
@@ -82,6 +83,7 @@ def on_owner(
         empty: of no elements, with the dtype and device of the others' parts.
     """
     numel = math.prod(shape)
-    spec = like._spec
-    whole = ShardSpec(owner * numel, numel, numel, spec.rank, spec.world_size, spec.group)
+    spec = like._shard_spec
+    ranks = (spec.rank, spec.world_size, spec.group)
+    whole = ShardSpec(owner * numel, numel, numel, *ranks, mesh=spec.mesh)
     return ShardTensor(empty if value is None else value.reshape(-1), shape, whole)

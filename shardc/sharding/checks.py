@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
 
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Dtype, Must, check_value, shown
@@ -263,7 +262,7 @@ def _check_parameter(
     name: str, param: nn.Parameter, ranks: Sequence[int], world_size: int, spmd: Spmd | None
 ) -> None:
     kind = type(param.data).__name__
-    if isinstance(param, DTensor):
+    if compat.is_dtensor(param):
         why = unsupported(param, ranks, spmd)
         if why is not None:
             raise NotImplementedError(

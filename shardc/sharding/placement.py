@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from shardc.runtime import compat
 from shardc.runtime.bucket.settings import Settings
 from shardc.runtime.comm.ranks import Ranks
 from shardc.runtime.layout.layout import BucketLayout
@@ -54,7 +54,7 @@ def check_devices(named: Mapping[str, Any], device: torch.device, mixed: bool = 
                 f"{device}: call torch.{device.type}.set_device({where.index}) before fully_shard, "
                 "or move the parameter"
             )
-        if isinstance(param, DTensor) and param.device_mesh.device_type != device.type:
+        if compat.is_dtensor(param) and param.device_mesh.device_type != device.type:
             raise ValueError(
                 f"parameter '{name}' is a DTensor on a mesh of '{param.device_mesh.device_type}', "
                 f"the mesh given to fully_shard is of '{device.type}'"

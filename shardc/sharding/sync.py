@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket
@@ -159,7 +158,7 @@ def _writable(buffer: Tensor, device: torch.device) -> Tensor:
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that a tensor is made of, as `__tensor_flatten__` names them."""
-    if isinstance(tensor, DTensor):
+    if compat.is_dtensor(tensor):
         yield compat.local_of(tensor)
     elif type(tensor) in (Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
         yield tensor.detach()

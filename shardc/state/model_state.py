@@ -35,7 +35,7 @@ def model_state(model: nn.Module, ignore_frozen: bool = False) -> dict[str, Any]
 def _same_memory(one: Any, other: Any) -> bool:
     """Whether two entries are the same tensor; every rank says the same, also one with no part."""
     if isinstance(one, ShardTensor) and isinstance(other, ShardTensor):
-        return one._spec == other._spec and one.shape == other.shape
+        return one._shard_spec == other._shard_spec and one.shape == other.shape
     return type(one) is Tensor and type(other) is Tensor and one.data_ptr() == other.data_ptr()
 
 

@@ -258,8 +258,8 @@ class OptimizerLoad:
         return existing
 
     def _local_like(self, param: Tensor, value: Tensor) -> Tensor:
-        if isinstance(param, ShardTensor) and value.shape == param.to_local().shape:
-            return ShardTensor(value.clone(), tuple(param.shape), param._spec)
+        if isinstance(param, ShardTensor) and value.shape == param._local.shape:
+            return ShardTensor(value.clone(), tuple(param.shape), param._shard_spec)
         return value
 
 

@@ -182,10 +182,10 @@ def _class_of(module: nn.Module) -> str:
 def _fill(target: Tensor, file: Any, source: _Source) -> None:
     """Read the target's part, converted to its dtype, on its device."""
     if not isinstance(target, ShardTensor) or not source.shape:
-        if not isinstance(target, ShardTensor) or target.to_local().numel():
+        if not isinstance(target, ShardTensor) or target._local.numel():
             write(target, read_box(file, source.name, None).to(target.dtype))
         return
-    local, (start, _) = target.to_local(), target._spec.interval()
+    local, (start, _) = target._local, target._shard_spec.interval()
     for box in target._boxes():
         if box.numel:
             at = tuple(

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardc.runtime import compat
 from shardc.runtime.comm.collectives import entering
@@ -86,13 +85,13 @@ class ModelRanks:
 def _groups_of(param: Tensor) -> Iterator[str]:
     """The names of the process groups along which `param` lies."""
     mesh, skipped = None, frozenset[int]()
-    if isinstance(param, DTensor):
+    if compat.is_dtensor(param):
         mesh = param.device_mesh
     elif isinstance(param, ShardTensor):
         slot = getattr(param, "_slot", None)
-        yield param._spec.group if slot is None else slot.bucket.ranks.everyone
-        if param._spec.tp is not None:
-            mesh, skipped = param._spec.tp.mesh, param._spec.tp.data_dims
+        yield param._shard_spec.group if slot is None else slot.bucket.ranks.everyone
+        if param._shard_spec.tp is not None:
+            mesh, skipped = param._shard_spec.tp.mesh, param._shard_spec.tp.data_dims
     if mesh is not None:
         for dim in range(mesh.ndim):
             if dim not in skipped:

@@ -57,18 +57,18 @@ def _each_once(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def whole(value: Any, device: torch.device) -> Any:
     """A full, plain tensor on `device` for a sharded one. Every rank that holds a part calls it."""
-    if isinstance(value, DTensor):
+    if compat.is_dtensor(value):
         return value.full_tensor().detach()
     if not isinstance(value, ShardTensor):
         return value
-    tp = value._spec.tp
+    tp = value._shard_spec.tp
     if tp is None:
         return _put_together(value, tuple(value.shape), device)
     return tp.wrap(_put_together(value, tp.local_shape, device)).full_tensor()
 
 
 def _put_together(value: ShardTensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    spec, local = value._spec, value._local
+    spec, local = value._shard_spec, value._local
     size = spec.numel * local.element_size()
     buffer = torch.zeros(-(-size // 8), dtype=torch.int64, device=device)
     flat = buffer.view(torch.uint8)[:size].view(local.dtype)
@@ -190,12 +190,12 @@ def write(target: Tensor, value: Tensor, local: bool = False) -> None:
     A sharded value that is cut otherwise is gathered: every rank must call it.
     """
     if local and isinstance(target, ShardTensor):
-        value = ShardTensor(value, target.shape, target._spec)
-    elif local and isinstance(target, DTensor):
+        value = ShardTensor(value, target.shape, target._shard_spec)
+    elif local and compat.is_dtensor(target):
         target = target.to_local()
     elif not _same_form(target, value):
         value = whole(value, target.device)
-        if isinstance(target, DTensor):
+        if compat.is_dtensor(target):
             mesh, placements = target.device_mesh, target.placements
             value = distribute_tensor(value.to(target.device), mesh, placements, src_data_rank=None)
     target.copy_(value)
@@ -204,9 +204,9 @@ def write(target: Tensor, value: Tensor, local: bool = False) -> None:
 def _same_form(target: Tensor, value: Tensor) -> bool:
     if isinstance(target, ShardTensor):
         if isinstance(value, ShardTensor):
-            return value._spec == target._spec
-        return not isinstance(value, DTensor)  # a full one is cut by copy_
-    return type(target) is type(value) if isinstance(target, DTensor) else _is_plain(value)
+            return value._shard_spec == target._shard_spec
+        return not compat.is_dtensor(value)  # a full one is cut by copy_
+    return type(target) is type(value) if compat.is_dtensor(target) else _is_plain(value)
 
 
 def _is_plain(value: Tensor) -> bool:
@@ -222,12 +222,12 @@ def part_like(param: Tensor, value: Any) -> Any:
         return whole(value, param.device)
     if value.dim() == 0 or value.shape != param.shape:
         return whole(value, param.device)
-    if isinstance(param, DTensor):
+    if compat.is_dtensor(param):
         made = torch.empty_like(param, dtype=value.dtype)
         write(made, value)
         return made
-    if isinstance(value, ShardTensor) and value._spec == param._spec:
+    if isinstance(value, ShardTensor) and value._shard_spec == param._shard_spec:
         return value
     full = whole(value, param.device)
     part = cut(full, param).to(param.device, copy=True)
-    return ShardTensor(part, tuple(param.shape), param._spec)
+    return ShardTensor(part, tuple(param.shape), param._shard_spec)

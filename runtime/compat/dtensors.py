@@ -1,0 +1,219 @@
+"""DTensors, and the functions of torch that make one: they ask shardc about its own placements."""
+
+import functools
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any, NoReturn, Protocol, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.utils._pytree import tree_map
+from typing_extensions import TypeIs
+
+Placements: TypeAlias = "Sequence[Placement] | None"
+
+Given: TypeAlias = Any
+"""What functions of torch take and give."""
+
+
+def is_dtensor(value: object) -> TypeIs[DTensor]:
+    """Whether `value` is a DTensor of torch; a ShardTensor passes as one to `isinstance` only."""
+    return issubclass(type(value), DTensor)
+
+
+def local_of(tensor: DTensor) -> Tensor:
+    """This rank's value of a DTensor, without gradient (stubs give `detach` a plain type)."""
+    return cast(DTensor, tensor.detach()).to_local()
+
+
+def dtensor_parts(tensor: Tensor) -> tuple[Tensor, DTensorSpec] | None:
+    """The local value and the spec of a DTensor; None for other tensors (2.11 to 2.15)."""
+    return (tensor._local_tensor, tensor._spec) if is_dtensor(tensor) else None
+
+
+def make_dtensor(local: Tensor, spec: DTensorSpec) -> Tensor:
+    """A DTensor of a local value and a spec (2.11 to 2.15)."""
+    return DTensor(local, spec, requires_grad=False)
+
+
+def dtensor_spec(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
+) -> DTensorSpec:
+    """The spec of a contiguous DTensor of `shape` (2.11 to 2.15)."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensorSpec(mesh, placements, TensorMeta(shape, stride, dtype))
+
+
+# -- what makes DTensors -------------------------------------------------------------------------
+
+
+class DTensorKind(Protocol):
+    """Tensors that pass as DTensors, and the placements by which torch is asked to make them."""
+
+    def is_placed(self, placements: Placements) -> bool:
+        """Whether such a placement is among these."""
+
+    def is_kind(self, value: object) -> bool:
+        """Whether `value` is such a tensor."""
+
+    def distribute(
+        self, tensor: Tensor, mesh: DeviceMesh, placements: Given, src_data_rank: int | None
+    ) -> Tensor:
+        """`distribute_tensor` with such a placement."""
+
+    def from_local(
+        self, local: Tensor, mesh: DeviceMesh, placements: Given, shape: Given, stride: Given
+    ) -> Tensor:
+        """`DTensor.from_local` with such a placement."""
+
+    def place(self, full: Tensor, like: Given) -> Tensor:
+        """A tensor that all ranks have, cut as `like`, which is such a tensor."""
+
+    def replicated(self, tensor: Given) -> Tensor:
+        """A DTensor of torch with the same value."""
+
+    def refuse_swap(self, tensor: Given) -> NoReturn:
+        """Raise for `torch.utils.swap_tensors` of such a tensor."""
+
+
+def let_torch_make(kind: DTensorKind) -> None:
+    """Have `distribute_tensor`, `DTensor.from_local`, `set_model_state_dict` and ops of DTensors
+    with such tensors among their operands ask `kind` (2.11 to 2.15)."""
+    _extend_distribute_tensor(kind)
+    _extend_from_local(kind)
+    _extend_state_dicts(kind)
+    _extend_operands(kind)
+    _extend_isinstance(kind)
+    _extend_swap(kind)
+
+
+def is_tracing() -> bool:
+    """Whether Dynamo or AOT autograd makes a graph now (2.11 to 2.15)."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def _extend_distribute_tensor(kind: DTensorKind) -> None:
+    """Code that was imported before shardc holds the function, so its code is exchanged."""
+    from torch.distributed.tensor import distribute_tensor
+
+    torchs: Given = distribute_tensor
+    original = FunctionType(
+        torchs.__code__, torchs.__globals__, torchs.__name__, torchs.__defaults__
+    )
+    original.__kwdefaults__ = torchs.__kwdefaults__
+
+    def ask(*args: Given, **kwargs: Given) -> Tensor:
+        mesh, placements = (*args[1:3], None, None)[:2]
+        placements = kwargs.get("placements", placements)
+        if not kind.is_placed(placements):
+            return cast(Tensor, original(*args, **kwargs))
+        tensor = args[0] if args else kwargs["tensor"]
+        mesh = kwargs.get("device_mesh", mesh) or _current_mesh()
+        return kind.distribute(tensor, mesh, placements, kwargs.get("src_data_rank", 0))
+
+    torchs.__globals__["_shardc_ask"] = ask
+    torchs.__code__ = _asks.__code__
+    torchs.__defaults__ = torchs.__kwdefaults__ = None
+    torchs.__wrapped__ = original
+
+
+def _asks(*args: Given, **kwargs: Given) -> Given:
+    return _shardc_ask(*args, **kwargs)  # type: ignore[name-defined] # noqa: F821
+
+
+def _current_mesh() -> DeviceMesh:
+    from torch.distributed.device_mesh import _mesh_resources
+
+    return _mesh_resources.get_current_mesh()
+
+
+def _extend_from_local(kind: DTensorKind) -> None:
+    torchs: Callable[..., Tensor] = DTensor.from_local
+
+    @functools.wraps(torchs)
+    def from_local(local_tensor: Tensor, *args: Given, **kwargs: Given) -> Tensor:
+        mesh, placements = (*args, None, None)[:2]
+        placements = kwargs.get("placements", placements)
+        if not kind.is_placed(placements):
+            return torchs(local_tensor, *args, **kwargs)
+        mesh = kwargs.get("device_mesh", mesh) or _current_mesh()
+        shape, stride = kwargs.get("shape"), kwargs.get("stride")
+        return kind.from_local(local_tensor, mesh, placements, shape, stride)
+
+    DTensor.from_local = staticmethod(from_local)  # type: ignore[method-assign, assignment]
+
+
+def _extend_state_dicts(kind: DTensorKind) -> None:
+    """`set_model_state_dict` of full values cuts those that rank 0 has sent by dims."""
+    from torch.distributed import _state_dict_utils
+
+    torchs: Callable[..., None] = _state_dict_utils._distribute_tensors
+
+    @functools.wraps(torchs)
+    def distribute(state: dict[str, Given], keys: list[str], *args: Given, **kwargs: Given) -> None:
+        others = []
+        for key in keys:
+            held = state.get(key)
+            if isinstance(held, tuple) and kind.is_kind(held[0]):
+                state[key] = kind.place(held[1], held[0])
+            else:
+                others.append(key)
+        torchs(state, others, *args, **kwargs)
+
+    _state_dict_utils._distribute_tensors = distribute  # type: ignore[assignment]
+
+
+def _extend_operands(kind: DTensorKind) -> None:
+    """A DTensor's op computes with DTensors only, and with their placements: it is given some."""
+    from torch.distributed.tensor._dispatch import OpDispatcher
+
+    torchs: Callable[..., Given] = OpDispatcher.unwrap_to_op_info
+
+    @functools.wraps(torchs)
+    def unwrap(self: OpDispatcher, op: object, args: Given, kwargs: Given) -> Given:
+        def known(value: Given) -> Given:
+            return kind.replicated(value) if kind.is_kind(value) else value
+
+        return torchs(self, op, tree_map(known, args), tree_map(known, kwargs))
+
+    OpDispatcher.unwrap_to_op_info = unwrap  # type: ignore[method-assign, assignment]
+
+
+def _extend_isinstance(kind: DTensorKind) -> None:
+    """Dynamo answers by the class that a tensor really is of."""
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.builtin import BuiltinVariable
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    torchs: Callable[..., VariableTracker] = BuiltinVariable.call_isinstance
+
+    @functools.wraps(torchs)
+    def call_isinstance(
+        self: BuiltinVariable, tx: Given, arg: VariableTracker, types: VariableTracker
+    ) -> VariableTracker:
+        if isinstance(arg, TensorVariable) and types.is_python_constant():
+            wanted = types.as_python_constant()
+            value = arg.as_proxy().node.meta.get("example_value")
+            if kind.is_kind(value) and DTensor in (wanted if type(wanted) is tuple else (wanted,)):
+                return VariableTracker.build(tx, True)
+        return torchs(self, tx, arg, types)
+
+    BuiltinVariable.call_isinstance = call_isinstance  # type: ignore[method-assign, assignment]
+
+
+def _extend_swap(kind: DTensorKind) -> None:
+    """`swap_tensors` would exchange what the memory of a bucket knows."""
+    torchs: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
+
+    @functools.wraps(torchs)
+    def swap_tensors(t1: Tensor, t2: Tensor) -> None:
+        for tensor in (t1, t2):
+            if kind.is_kind(tensor):
+                kind.refuse_swap(tensor)
+        torchs(t1, t2)
+
+    torch.utils.swap_tensors = swap_tensors

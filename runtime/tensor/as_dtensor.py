@@ -1,0 +1,63 @@
+"""A ShardTensor as a DTensor: `isinstance` says so, and the attributes of a DTensor are true.
+
+Training code asks `isinstance(param, DTensor)` before it gathers, saves or takes a norm. A true
+subclass of DTensor has two slots more in memory than an `nn.Parameter`, so Python lets no parameter
+become one; every optimizer, tie and list that holds it would hold a stranger. A ShardTensor stays
+the same object instead, and names DTensor as its `__class__`, which `isinstance` believes.
+
+Ops of torch's DTensors never see one: `compat.let_torch_make` gives them a replica. While Dynamo
+traces a ShardTensor says what it is, because guards on a DTensor look for its inner parts; Dynamo
+answers the `isinstance` of traced code by that function, too. `conversions` has the way from a
+ShardTensor to other forms and back.
+"""
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from shardc.runtime import compat
+from shardc.runtime.tensor.shard_spec import ShardSpec, dtensor_spec, mesh_of, placements_of
+
+
+class AsDTensor(Tensor):
+    """What a ShardTensor has of a DTensor."""
+
+    _local: Tensor
+    _shard_spec: ShardSpec
+
+    @property
+    def __class__(self) -> type:
+        return type(self) if compat.is_tracing() else DTensor
+
+    @__class__.setter
+    def __class__(self, cls: type) -> None:
+        raise TypeError(f"a ShardTensor cannot become a {cls.__name__}")
+
+    @property
+    def _local_tensor(self) -> Tensor:
+        return self._local
+
+    @_local_tensor.setter
+    def _local_tensor(self, value: Tensor) -> None:
+        raise RuntimeError(
+            "the local part of a ShardTensor is a view of its bucket and cannot be replaced: write "
+            "into it, param.to_local().copy_(value) under torch.no_grad()"
+        )
+
+    @property
+    def _spec(self) -> compat.DTensorSpec:
+        return dtensor_spec(self.shape, self.dtype, self._shard_spec)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh given to `fully_shard`; of a parameter that was a DTensor, with its own dims.
+
+        Raises:
+            AttributeError: the part comes from a file, or its two meshes are not dims of one.
+        """
+        return mesh_of(self._shard_spec)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """For each dim of `device_mesh`: `FlatShard` where the ranks cut it, else as it lies."""
+        return placements_of(self._shard_spec)

@@ -1,0 +1,282 @@
+"""From a ShardTensor to its part, to the whole tensor and to DTensors, and back; differentiable.
+
+A rank computes with its own batch, so the gradient of a full tensor is averaged over the ranks, as
+that of a parameter in a forward is. torch's own constructors of DTensors end here too, where they
+are given the placements of a ShardTensor (`compat.let_torch_make`).
+"""
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from shardc.runtime import compat
+from shardc.runtime.comm.collectives import entering
+from shardc.runtime.tensor.shard_spec import (
+    FlatShard,
+    Over,
+    ShardSpec,
+    flat_shard_in,
+    mesh_of,
+    part_of,
+    placements_of,
+    whole_gradient,
+)
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+
+
+def to_local(tensor: ShardTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
+    """`ShardTensor.to_local`."""
+    if grad_placements is not None and tuple(grad_placements) != tensor.placements:
+        raise NotImplementedError(
+            f"to_local(grad_placements={tuple(grad_placements)}): the gradient of a part of a "
+            "ShardTensor is placed as the part is. Leave grad_placements out"
+        )
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return _ToLocal.apply(tensor)
+    return tensor._local
+
+
+def full_tensor(tensor: ShardTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
+    """`ShardTensor.full_tensor`."""
+    over = _over(grad_placements)
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return _FullTensor.apply(tensor, over)
+    return tensor._gathered()
+
+
+def redistribute(
+    tensor: ShardTensor,
+    mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """`ShardTensor.redistribute`."""
+    if placements is None:
+        raise RuntimeError("placements is needed for redistribute!")
+    own, wanted = tensor.device_mesh, _normalised(placements, tensor.dim())
+    if mesh is not None and mesh != own:
+        raise NotImplementedError(
+            f"a ShardTensor on {own} cannot be brought to {mesh}: gather it, "
+            "distribute_tensor(param.full_tensor(), mesh, placements)"
+        )
+    value = tensor if dtype is None else tensor.to(dtype)
+    if wanted == tensor.placements:
+        return value
+    partial = next((p for p in wanted if p.is_partial()), None)
+    if partial is not None:
+        raise RuntimeError(f"a ShardTensor cannot be redistributed to {partial}")
+    full = value.full_tensor()  # type: ignore[attr-defined]
+    if is_placed(wanted):
+        return distribute(full.detach(), own, wanted, src_data_rank=None)
+    return _cut_to(full, own, wanted)
+
+
+def _normalised(placements: Sequence[Placement], dims: int) -> tuple[Placement, ...]:
+    """`placements` with dims counted from the front."""
+    return tuple(
+        Shard(p.dim + dims) if isinstance(p, Shard) and p.dim < 0 else p for p in placements
+    )
+
+
+def _cut_to(full: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
+    """A tensor that all ranks have, as a DTensor; its local value holds no more than its part."""
+    whole = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    placed = whole.redistribute(placements=placements)
+    if placed.requires_grad:
+        return placed
+    parts = compat.dtensor_parts(placed)
+    assert parts is not None
+    local, spec = parts
+    return compat.make_dtensor(local.clone() if local.numel() < full.numel() else local, spec)
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+def _over(grad_placements: Sequence[Placement] | None) -> Over:
+    if grad_placements is None:
+        return "mean"
+    if all(p.is_replicate() for p in grad_placements):
+        return "own"
+    if all(p.is_partial("sum") for p in grad_placements):
+        return "sum"
+    raise NotImplementedError(
+        f"full_tensor(grad_placements={tuple(grad_placements)}) of a ShardTensor: Replicate() on "
+        "every dim (the gradients of the ranks are equal), Partial() on every dim (they are added "
+        "up), or none (they are averaged)"
+    )
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: compat.FunctionContext, tensor: ShardTensor) -> Tensor:
+        ctx.shape, ctx.spec = tuple(tensor.shape), tensor._shard_spec
+        return tensor._local.view_as(tensor._local)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: compat.FunctionContext, grad: Tensor) -> Tensor:
+        return ShardTensor(grad, ctx.shape, ctx.spec)
+
+
+class _FullTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: compat.FunctionContext, tensor: ShardTensor, over: Over) -> Tensor:
+        ctx.shape, ctx.spec, ctx.over = tuple(tensor.shape), tensor._shard_spec, over
+        return tensor._gathered()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: compat.FunctionContext, grad: Tensor) -> tuple[Tensor, None]:
+        part = whole_gradient(grad, ctx.spec, ctx.over)
+        return ShardTensor(part, ctx.shape, ctx.spec), None
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: compat.FunctionContext, local: Tensor, shape: tuple[int, ...], spec: ShardSpec
+    ) -> Tensor:
+        return ShardTensor(local.view_as(local), shape, spec)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: compat.FunctionContext, grad: ShardTensor) -> tuple[Tensor, None, None]:
+        return grad._local, None, None
+
+
+# -- what makes a DTensor, with a FlatShard among the placements -----------------------------------
+
+
+def distribute(
+    tensor: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    src_data_rank: int | None = 0,
+) -> Tensor:
+    """`distribute_tensor`: cut a whole tensor as the parameter that `placements` come from.
+
+    The values of rank `src_data_rank` of each dim of the mesh count; None: those of each rank.
+
+    Raises:
+        ValueError: another mesh, other placements, or a tensor of another size.
+        RuntimeError: the tensor is not a leaf.
+    """
+    spec = _spec_for(mesh, placements)
+    shape = tuple(tensor.shape)
+    if isinstance(tensor, DTensor):
+        if (tensor.device_mesh, tensor.placements) != (mesh, tuple(placements)):
+            raise ValueError(
+                f"cannot distribute a DTensor on {tensor.device_mesh} with placements "
+                f"{tensor.placements} to {mesh} with {tuple(placements)}: give its full_tensor()"
+            )
+        return tensor
+    if not tensor.is_leaf:
+        raise RuntimeError("`distribute_tensor` distributes leaf tensors: give tensor.detach()")
+    _check_size(shape, spec)
+    full = tensor.detach()
+    if full.device.type != mesh.device_type and not full.is_meta:
+        full = full.to(mesh.device_type)
+    if src_data_rank is not None and not full.is_meta:
+        full = full.clone(memory_format=torch.contiguous_format)
+        for dim in range(mesh.ndim):
+            if mesh.size(dim) > 1:
+                group = mesh.get_group(dim)
+                with entering(f"a broadcast of {full.nbytes} bytes", compat.group_name(group)):
+                    dist.broadcast(full, group=group, group_src=src_data_rank)
+    return _place(full, spec).requires_grad_(tensor.requires_grad)
+
+
+def from_local(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+) -> Tensor:
+    """`DTensor.from_local`: a part of this rank as the ShardTensor of `shape` that it belongs to.
+
+    Raises:
+        ValueError: another mesh, no shape, one of another size, a part that this rank does not
+            hold.
+    """
+    spec = _spec_for(mesh, placements)
+    if shape is None:
+        raise ValueError(
+            f"DTensor.from_local with {flat_shard_in(placements)} needs shape= and stride= of the "
+            "whole tensor, which a part does not tell"
+        )
+    shape = tuple(shape)
+    _check_size(shape, spec)
+    plain = torch.empty(shape, device="meta").stride()
+    if stride is not None and tuple(stride) != plain:
+        raise ValueError(f"a ShardTensor is contiguous: stride {plain}, got {tuple(stride)}")
+    start, stop = spec.interval()
+    if local.numel() != stop - start:
+        raise ValueError(
+            f"this rank holds elements [{start}, {stop}) of a tensor of shape {shape}, got a part "
+            f"of shape {tuple(local.shape)}. To cut a whole tensor: "
+            "distribute_tensor(full, mesh, placements)"
+        )
+    flat = local.reshape(-1)
+    if torch.is_grad_enabled() and local.requires_grad:
+        return _FromLocal.apply(flat, shape, spec)
+    return ShardTensor(flat.detach(), shape, spec)
+
+
+def _spec_for(mesh: DeviceMesh, placements: Sequence[Placement]) -> ShardSpec:
+    flat = flat_shard_in(placements)
+    assert flat is not None
+    spec = flat.spec
+    if mesh_of(spec) != mesh or placements_of(spec) != tuple(placements):
+        raise ValueError(
+            f"{flat} is a placement of {mesh_of(spec)}, in {placements_of(spec)}; got {mesh} with "
+            f"{tuple(placements)}"
+        )
+    return spec
+
+
+def _check_size(shape: tuple[int, ...], spec: ShardSpec) -> None:
+    fits = torch.Size(shape).numel() == spec.numel if spec.tp is None else shape == spec.tp.shape
+    if not fits:
+        what = f"{spec.numel} elements" if spec.tp is None else f"shape {spec.tp.shape}"
+        raise ValueError(f"{FlatShard(spec)} places a tensor of {what}, got one of shape {shape}")
+
+
+def place(full: Tensor, like: ShardTensor) -> Tensor:
+    """A tensor that all ranks have, cut as `like`."""
+    return _place(full, like._shard_spec)
+
+
+def _place(full: Tensor, spec: ShardSpec) -> ShardTensor:
+    return ShardTensor(part_of(full, spec).clone(), tuple(full.shape), spec)
+
+
+def is_placed(placements: Sequence[Placement] | None) -> bool:
+    """Whether these are the placements of a ShardTensor."""
+    return flat_shard_in(placements) is not None
+
+
+def is_kind(value: object) -> bool:
+    """Whether `value` is a ShardTensor."""
+    return isinstance(value, ShardTensor)
+
+
+def replicated(tensor: ShardTensor) -> Tensor:
+    """The DTensor that replicates `tensor` on its mesh; every rank of the mesh must call it."""
+    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+
+
+def refuse_swap(tensor: ShardTensor) -> NoReturn:
+    """Raise for `torch.utils.swap_tensors` of a ShardTensor."""
+    raise RuntimeError(
+        f"torch.utils.swap_tensors of {tensor._label()}: its memory belongs to a bucket, and "
+        "another tensor cannot take its place. Write values by param.copy_(full_tensor) under "
+        "torch.no_grad(); convert the model by model.to(...)"
+    )

@@ -1,0 +1,82 @@
+"""WholeValue: a statistic of sharded tensors, plain and equal on all ranks.
+
+Code that is written for DTensors calls `.full_tensor()` on the result of `clip_grad_norm_` or
+`param.norm()`, one number; here that is the value itself. Where a gradient flows through it, each
+rank has that of its own loss: they are averaged where the value is first used, before any formula
+spreads them over the parts. Left out: `to_local`, which would be a share of the statistic to add up
+over ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import SupportsIndex
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Placement
+
+from shardc.runtime import compat
+from shardc.runtime.tensor.shard_spec import ShardSpec, mean_over_ranks
+
+
+class WholeValue(Tensor):
+    """A plain tensor with `full_tensor()`; ops on it and on others of its kind give one again."""
+
+    _spec_of_ranks: ShardSpec | None = None
+    """The spec by which its gradient is still to be averaged."""
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The value, plain: every rank has it."""
+        _average_gradient(self)
+        return compat.as_plain(self)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: compat.Args = (),
+        kwargs: compat.Kwargs | None = None,
+    ) -> object:
+        values = [*args, *(kwargs or {}).values()]
+        listed = [x for value in values if isinstance(value, (list, tuple)) for x in value]
+        for value in (*values, *listed):
+            if isinstance(value, WholeValue):
+                _average_gradient(value)
+        with compat.without_functions_of_subclasses():
+            result = func(*args, **(kwargs or {}))
+        if type(result) is not Tensor or not _are_whole(values):
+            return result
+        return result.as_subclass(cls) if not result.dim() or func is torch.stack else result
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return repr(compat.as_plain(self))
+
+    def __format__(self, format_spec: str) -> str:
+        return format(compat.as_plain(self), format_spec)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
+        return compat.as_plain(self).detach().clone()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
+        return compat.as_plain(self).__reduce_ex__(protocol)
+
+
+def _are_whole(values: Sequence[object]) -> bool:
+    """Whether no plain tensor is among `values`; one of a list may be, such as an ignored norm."""
+    return all(type(value) is not Tensor for value in values)
+
+
+def _average_gradient(value: WholeValue) -> None:
+    spec, value._spec_of_ranks = value._spec_of_ranks, None
+    if spec is not None and value.requires_grad:
+        value.register_hook(lambda grad: mean_over_ranks(grad, spec))
+
+
+def as_whole(value: Tensor, spec: ShardSpec, trained: bool) -> Tensor:
+    """A statistic of tensors that lie as `spec` says; `trained`: a gradient may flow back."""
+    if type(value) is not Tensor or (value.dim() and not trained):  # while tracing
+        return value
+    whole: WholeValue = compat.as_class(value, WholeValue)
+    if trained:
+        whole._spec_of_ranks = spec
+    return whole

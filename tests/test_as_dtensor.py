@@ -1,0 +1,403 @@
+"""A ShardTensor where code expects a DTensor: types, placements, conversions, gradients, saving."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import full, seeded
+from ranks import mesh_of, on_ranks
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from shardc import FlatShard, ShardTensor, fully_shard
+
+
+class Heads(nn.Module):
+    """Two linear layers, the second read also beside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 5), nn.Linear(5, 7, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).relu())
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+# -- what it says of itself ------------------------------------------------------------------------
+
+
+@on_ranks(2, 3)
+def test_it_passes_as_a_dtensor(mesh):
+    plain = seeded(Heads)
+    model = fully_shard(copy.deepcopy(plain), mesh=mesh)
+    for name, p in model.named_parameters():
+        assert type(p) is ShardTensor and isinstance(p, DTensor) and isinstance(p, nn.Parameter)
+        assert isinstance(p.detach(), DTensor) and not isinstance(p.detach(), nn.Parameter)
+        assert p.device_mesh == mesh
+        (flat,) = p.placements
+        assert type(flat) is FlatShard and (flat.is_shard(), flat.is_partial()) == (False, False)
+        parts = [torch.empty(0)] * mesh.size()
+        dist.all_gather_object(parts, p._local_tensor.detach())
+        assert torch.equal(torch.cat(parts), dict(plain.named_parameters())[name].flatten())
+        ranks: list = [None] * mesh.size()
+        dist.all_gather_object(ranks, pickle.dumps((flat.offset, flat.segment, flat.numel)))
+        assert len(set(ranks)) == 1
+        assert p._spec.placements == p.placements and p._spec.tensor_meta.shape == p.shape
+        assert hash(p._spec) == hash(p.detach()._spec) and p._spec == p.detach()._spec
+
+
+@on_ranks(2)
+def test_what_would_part_it_from_its_bucket_is_refused(mesh):
+    model = fully_shard(Heads(), mesh=mesh)
+    weight, before = model.head.weight, model.head.weight.full_tensor().detach()
+    with pytest.raises(RuntimeError, match="local part of a ShardTensor is a view of its bucket"):
+        weight._local_tensor = torch.zeros(3)
+    with pytest.raises(RuntimeError, match=r"swap_tensors of parameter 'head.weight'.*copy_"):
+        torch.utils.swap_tensors(weight, nn.Parameter(torch.zeros(7, 5)))
+    assert type(weight) is ShardTensor and weight is model.head.weight
+    assert torch.equal(weight.full_tensor(), before)
+
+
+def _hybrid(mesh):
+    model = fully_shard(Heads(), mesh=mesh_of("cpu", (2, 2), mesh_dim_names=("copies", "parts")))
+    return model, [("copies", Replicate()), ("parts", FlatShard)]
+
+
+def _tensor_parallel(mesh):
+    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    plan = {"body": ColwiseParallel(), "head": RowwiseParallel()}
+    model = fully_shard(parallelize_module(Heads(), grid["tensor"], plan), mesh=grid["data"])
+    return model, [("data", FlatShard), ("tensor", Shard(1))]
+
+
+@pytest.mark.parametrize("build", [_hybrid, _tensor_parallel])
+@on_ranks(4)
+def test_placements_of_several_dims(mesh, build):
+    torch.manual_seed(0)
+    model, want = build(mesh)
+    weight = model.head.weight
+    assert weight.device_mesh.mesh_dim_names == tuple(name for name, _ in want)
+    for placement, (_, kind) in zip(weight.placements, want, strict=True):
+        assert type(placement) is kind if isinstance(kind, type) else placement == kind
+    whole = weight.detach().full_tensor()
+    again = distribute_tensor(whole + 1, weight.device_mesh, weight.placements)
+    assert type(again) is ShardTensor and again._shard_spec == weight._shard_spec
+    assert torch.equal(again.full_tensor(), whole + 1)
+    cut = weight.detach().redistribute(placements=[Shard(0), Replicate()])
+    assert type(cut) is DTensor and torch.equal(cut.full_tensor(), whole)
+
+
+@on_ranks(4)
+def test_meshes_that_are_not_dims_of_one(mesh):
+    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    data = DeviceMesh.from_group(grid.get_group("data"), "cpu")
+    plan = {"body": ColwiseParallel(), "head": RowwiseParallel()}
+    model = fully_shard(parallelize_module(Heads(), grid["tensor"], plan), mesh=data)
+    weight = model.head.weight
+    assert not hasattr(weight, "device_mesh")
+    with pytest.raises(AttributeError, match="not dims of one mesh: take both from one"):
+        weight.redistribute(placements=[Replicate(), Replicate()])
+    assert weight.full_tensor().shape == weight.shape
+
+
+# -- conversions -----------------------------------------------------------------------------------
+
+
+@on_ranks(2, 3)
+def test_conversions(mesh):
+    plain = seeded(Heads)
+    model = fully_shard(copy.deepcopy(plain), mesh=mesh)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        want = q.detach()
+        source = want + 1 if mesh.get_local_rank() == 0 else torch.zeros_like(want)
+        made = distribute_tensor(source, p.device_mesh, p.placements)
+        assert type(made) is ShardTensor and torch.equal(made.full_tensor(), want + 1)  # rank 0's
+        own = distribute_tensor(want + 2, p.device_mesh, p.placements, src_data_rank=None)
+        assert torch.equal(own.full_tensor(), want + 2)
+        assert distribute_tensor(own, p.device_mesh, p.placements) is own
+        twice = DTensor.from_local(
+            p._local_tensor * 2, mesh, p.placements, shape=p.shape, stride=p.stride()
+        )
+        assert type(twice) is ShardTensor and torch.equal(twice.full_tensor(), want * 2)
+        for placements in ([Shard(0)], [Shard(-1)], [Replicate()]):
+            placed = p.detach().redistribute(placements=placements)
+            assert type(placed) is DTensor and torch.equal(placed.full_tensor(), want)
+            back = distribute_tensor(placed.full_tensor(), mesh, p.placements)
+            assert torch.equal(back.full_tensor(), want)
+        assert p.redistribute(placements=p.placements) is p
+        with torch.no_grad():
+            p.copy_(made)
+        assert torch.equal(full(p), want + 1)
+
+
+@on_ranks(2)
+def test_conversions_that_are_refused(mesh):
+    p = fully_shard(Heads(), mesh=mesh).head.weight.detach()
+    whole, other = p.full_tensor(), mesh_of("cpu", (2,), mesh_dim_names=("other",))
+    local, at, shape = p._local_tensor, p.placements, p.shape
+    make, cut = DTensor.from_local, distribute_tensor
+    for error, match, call in [
+        (ValueError, "needs shape= and stride=", lambda: make(local, mesh, at)),
+        (ValueError, "this rank holds", lambda: make(whole[:, :2], mesh, at, shape=shape)),
+        (ValueError, "is contiguous", lambda: make(local, mesh, at, shape=shape, stride=(1, 7))),
+        (ValueError, "places a tensor of 35 elements", lambda: cut(whole[:2], mesh, at)),
+        (ValueError, "is a placement of", lambda: cut(whole, other, at)),
+        (NotImplementedError, "cannot be brought to", lambda: p.redistribute(other, [Replicate()])),
+        (RuntimeError, "placements is needed", lambda: p.redistribute()),
+        (NotImplementedError, "Leave grad_pl", lambda: p.to_local(grad_placements=[Replicate()])),
+    ]:  # fmt: skip
+        with pytest.raises(error, match=match):
+            call()
+    assert torch.equal(p.full_tensor(), whole)
+
+
+@on_ranks(2)
+def test_arithmetic_with_dtensors(mesh):
+    plain = seeded(Heads)
+    p = fully_shard(copy.deepcopy(plain), mesh=mesh).head.weight.detach()
+    want = plain.head.weight.detach()
+    placed = distribute_tensor(want * 3, mesh, [Shard(0)])
+    for call in (
+        lambda a, b: a + b,
+        lambda a, b: b - a,
+        lambda a, b: a.clone().copy_(b),
+        lambda a, b: b.clone().copy_(a),
+        lambda a, b: torch._foreach_add([a], [b])[0],
+        lambda a, b: torch._foreach_add([b], [a])[0],
+        lambda a, b: torch._foreach_lerp([a, b], [b, a], 0.5)[1],
+    ):
+        torch.testing.assert_close(_whole(call(p, placed)), call(want, want * 3))
+    assert torch.equal(p, distribute_tensor(want, mesh, [Shard(0)]))
+    assert not torch.equal(p, placed)
+
+
+@on_ranks(2)
+def test_isinstance_in_traced_code(mesh):
+    model = fully_shard(Heads(), mesh=mesh)
+    model(torch.ones(2, 6)).sum().backward()
+
+    def share(grads):
+        parts = [g.to_local() if isinstance(g, DTensor) else g * 100 for g in grads]
+        return sum(part.square().sum() for part in parts)
+
+    grads = [p.grad for p in model.parameters()]
+    traced = torch.compile(share, backend="aot_eager", fullgraph=True)(grads)
+    torch.testing.assert_close(traced, share(grads))
+
+
+# -- code that was written for DTensors ------------------------------------------------------------
+
+
+def _norm_of_parts(model):
+    """As codebases take it by hand: parts of DTensors, added up over the ranks."""
+    grads = [p.grad for p in model.parameters()]
+    parts = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    total = torch.as_tensor(float(sum(part.square().sum() for part in parts)))
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+@on_ranks(2)
+def test_a_norm_by_hand(mesh):
+    plain = seeded(Heads)
+    model = fully_shard(copy.deepcopy(plain), mesh=mesh)
+    x = torch.ones(2, 6)
+    plain(x).square().sum().backward()
+    model(x).square().sum().backward()
+    want = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    torch.testing.assert_close(_norm_of_parts(model), want)
+    total = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.testing.assert_close(total.full_tensor(), want)
+    assert not isinstance(total, DTensor) and type(total.full_tensor()) is Tensor
+    assert f"{total:.3f}" == f"{want:.3f}" and repr(total) == repr(total.full_tensor())
+    assert type(pickle.loads(pickle.dumps(total))) is Tensor
+    assert type(copy.deepcopy(total)) is Tensor
+    assert not hasattr(total, "to_local")  # a share of it would be added up
+
+
+@pytest.mark.parametrize("asks", ["hasattr", "isinstance"])
+@on_ranks(2)
+def test_an_export_by_hand(mesh, asks):
+    plain = seeded(Heads)
+    model = fully_shard(copy.deepcopy(plain), mesh=mesh)
+    whole = {}
+    for name, p in model.state_dict().items():
+        placed = hasattr(p, "_local_tensor") if asks == "hasattr" else isinstance(p, DTensor)
+        value = p.full_tensor() if placed else p
+        if mesh.get_local_rank() == 0:
+            whole[name] = value.cpu()
+    if mesh.get_local_rank() == 0:
+        file = io.BytesIO()
+        torch.save(whole, file)
+        file.seek(0)
+        other = Heads()
+        other.load_state_dict(torch.load(file))
+        assert all(map(torch.equal, other.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+@on_ranks(2)
+def test_load_state_dict_of_dtensors(mesh, assign, placement):
+    plain = seeded(Heads)
+    with torch.device("meta" if assign else "cpu"):
+        model = fully_shard(Heads(), mesh=mesh)
+    values = {
+        name: nn.Parameter(distribute_tensor(value, mesh, [placement]))
+        for name, value in _values(plain).items()
+    }
+    model.load_state_dict(values, assign=assign)
+    x = torch.ones(2, 6)
+    torch.testing.assert_close(model(x), plain(x))
+    plain(x).sum().backward()
+    model(x).sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(p.grad), q.grad)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@on_ranks(2)
+def test_loading_as_codebases_of_dtensors_do(mesh, assign):
+    """Each whole value is distributed by the mesh and the placements of what it goes to."""
+    plain = seeded(Heads)
+    with torch.device("meta" if assign else "cpu"):
+        model = fully_shard(Heads(), mesh=mesh)
+    state = {
+        name: nn.Parameter(
+            distribute_tensor(_values(plain)[name], p.device_mesh, p.placements)
+            if hasattr(p, "device_mesh")
+            else _values(plain)[name]
+        )
+        for name, p in model.state_dict().items()
+    }
+    model.load_state_dict(state, assign=assign)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert type(p) is ShardTensor and torch.equal(full(p), q.detach())
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@on_ranks(2)
+def test_state_dicts_of_torch(mesh, broadcast):
+    """`torch.distributed.checkpoint.state_dict` by itself: whole values, and back."""
+    whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    models = [fully_shard(seeded(Heads, seed), mesh=mesh) for seed in (0, 1)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in models]
+    x = torch.ones(2, 6)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model(x).square().sum().backward()
+        optimizer.step()
+    saved = get_model_state_dict(models[0], options=StateDictOptions(full_state_dict=True))
+    state = get_optimizer_state_dict(
+        models[0], optimizers[0], options=StateDictOptions(full_state_dict=True)
+    )
+    assert all(type(value) is Tensor for value in saved.values())
+    assert all(
+        not isinstance(value, DTensor)
+        for values in state["state"].values()
+        for value in values.values()
+    )
+    if broadcast and mesh.get_local_rank() > 0:
+        saved, state = {}, {}
+    assert not torch.equal(full(models[0].head.weight), full(models[1].head.weight))
+    set_model_state_dict(models[1], saved, options=whole)
+    state = copy.deepcopy(state)  # it shares its steps with the optimizer
+    set_optimizer_state_dict(models[1], optimizers[1], state, options=whole)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+    for p, q in zip(*(m.parameters() for m in models), strict=True):
+        assert type(q) is ShardTensor and torch.equal(full(p), full(q))
+
+
+# -- gradients outside of a forward ----------------------------------------------------------------
+
+
+class FusedSum(torch.autograd.Function):
+    """A linear layer and its sum, whose gradients are made in the forward, as fused losses do."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        y = x @ weight.T
+        ctx.save_for_backward(torch.ones_like(y) @ weight, torch.ones_like(y).T @ x)
+        return y.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        of_x, of_weight = ctx.saved_tensors
+        return grad * of_x, grad * of_weight
+
+
+def _whole(p: Tensor) -> Tensor:
+    return p.full_tensor() if isinstance(p, DTensor) else p
+
+
+BESIDE = {
+    "autograd.Function": lambda m, x: FusedSum.apply(x[:, :5], m.head.weight),
+    "squares": lambda m, x: sum(p.square().sum() for p in m.parameters()),
+    "norms": lambda m, x: sum(p.norm() for p in m.parameters()),
+    "a total norm": lambda m, x: nn.utils.get_total_norm(list(m.parameters())),
+    "norms of rows": lambda m, x: m.head.weight.norm(dim=1).sum(),
+    "spread, extremum": lambda m, x: m.head.weight.std() + m.head.weight.amax(),
+    "mean along a dim": lambda m, x: m.head.weight.mean(dim=0).square().sum(),
+    "matmul": lambda m, x: (x[:, :5] @ m.head.weight.t()).square().mean(),
+    "matmul of a function": lambda m, x: (x[:, :5] @ m.head.weight.square().t()).square().mean(),
+    "the full tensor": lambda m, x: (_whole(m.head.weight) * x.mean()).square().sum(),
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("executor", ["uncompiled", "eager"])
+@on_ranks(2)
+def test_values_read_beside_the_forward(mesh, beside, executor):
+    """A loss that takes parameters outside of a forward, times something of each rank's batch."""
+    plain = seeded(Heads)
+    model = fully_shard(copy.deepcopy(plain), mesh=mesh)
+    if executor != "uncompiled":
+        model.compile(backend="shardc", options={"executor": executor})
+
+    def loss(module, x):
+        return module(x).square().mean() + x.mean() * BESIDE[beside](module, x)
+
+    batches = [torch.full((4, 6), 1.0 + rank) + torch.arange(6) for rank in range(mesh.size())]
+    grads = []
+    for x in batches:
+        plain.zero_grad()
+        loss(plain, x).backward()
+        grads.append([p.grad.clone() for p in plain.parameters()])
+    assert not torch.allclose(grads[0][-1], grads[1][-1])
+    loss(model, batches[mesh.get_local_rank()]).backward()
+    for p, *each in zip(model.parameters(), *grads, strict=True):
+        torch.testing.assert_close(full(p.grad), torch.stack(each).mean(0))
+
+
+@pytest.mark.parametrize(
+    ("placements", "factor"), [(None, 1.5), ([Replicate()], None), ("sum", 3.0)]
+)
+@on_ranks(2)
+def test_gradients_of_a_full_tensor(mesh, placements, factor):
+    p = fully_shard(Heads(), mesh=mesh).head.weight
+    given = [Partial()] if placements == "sum" else placements
+    (p.full_tensor(grad_placements=given) * (1.0 + mesh.get_local_rank())).sum().backward()
+    own = 1.0 + mesh.get_local_rank()
+    part = p.grad.to_local()
+    assert torch.equal(part, torch.full_like(part, own if factor is None else factor))
+    p.grad = None
+    (p.to_local() * own).sum().backward()
+    assert torch.equal(p.grad.to_local(), torch.full_like(part, own))
