@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -401,3 +402,45 @@ def test_gradients_of_a_full_tensor(mesh, placements, factor):
     p.grad = None
     (p.to_local() * own).sum().backward()
     assert torch.equal(p.grad.to_local(), torch.full_like(part, own))
+
+
+# -- sharded modules as FSDP2's --------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_sharded_modules_pass_as_fsdp_modules(mesh):
+    model = nn.Sequential(Heads(), nn.GELU(), nn.Linear(7, 3))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert [isinstance(m, FSDPModule) for m in model.modules()] == [True, True, *[False] * 4]
+    assert type(model[:2]) is nn.Sequential and isinstance(model[:2][0], FSDPModule)
+    copied = copy.deepcopy(model)
+    for m in (model, copied):
+        state = m._get_fsdp_state()
+        assert len(state._state_ctx.all_states) == 2
+        assert torch.distributed.fsdp.fully_shard.state(m)._units(False) == [m._shardc_unit]
+        with pytest.raises(AttributeError, match=r"'fsdp_params' is a private name.*units_of"):
+            state._fsdp_param_group.fsdp_params  # noqa: B018
+    before = type(model).double
+    assert before is nn.Module.double
+    assert next(model.double().parameters()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("executor", ["uncompiled", "eager"])
+@on_ranks(2)
+def test_sync_that_changes_between_a_forward_and_its_backward(mesh, executor):
+    """As torch's pipeline stages set it: gradients are a mean, now or when they are reduced."""
+    plain = seeded(Heads)
+    model = fully_shard(copy.deepcopy(plain), mesh=mesh)
+    if executor != "uncompiled":
+        model.compile(backend="shardc", options={"executor": executor})
+    x = torch.ones(2, 6)
+    plain(x).square().sum().backward()
+    loss = model(x).square().sum()
+    model.set_requires_gradient_sync(False)
+    loss.backward()
+    model.set_requires_gradient_sync(True)
+    for state in model._get_fsdp_state()._state_ctx.all_states:
+        state._fsdp_param_group.post_backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(p.grad), q.grad)

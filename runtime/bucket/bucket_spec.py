@@ -144,19 +144,20 @@ def _memory(bucket: "Bucket") -> tuple[str | None, str | None]:
 
 def _reduction(bucket: "Bucket", groups: Groups, dtype: torch.dtype) -> Reduction:
     settings, ranks, waiting = bucket.settings, bucket.ranks, bucket.gradients.waiting
-    if not settings.sync:
-        return Reduction(dtype=dtype, sync=not any(bucket.trainable))
     last = dtype == bucket.segment.dtype and settings.hook is None and not is_elsewhere(bucket)
     _, memory = _memory(bucket)
     own = settings.reduce_function or settings.reduce_scatter or memory
     op, before, after = settings.division(ranks.world_size * ranks.copies, dtype, groups.mean_op)
+    later = after if last else 1.0
+    if not settings.sync:  # a backward that reduces may end now, of a forward before
+        return Reduction(dtype=dtype, sync=not any(bucket.trainable), divide_later=later)
     return Reduction(
         op=op,
         dtype=dtype,
         group=groups.reduce,
         predivide=before,
         postdivide=1.0 if last else after,
-        divide_later=after if last else 1.0,
+        divide_later=later,
         replicas=ranks.replicas,
         copies=ranks.copies,
         all_reduce=settings.all_reduce or ranks.replicas is None,

@@ -1,6 +1,7 @@
 """`nn.Module` and optimizers: what they cache, and hooks that torch has no way to set."""
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 
 Memo: TypeAlias = dict[int, Any]
 """What `copy.deepcopy` has copied so far, by the id of the original."""
@@ -21,11 +23,15 @@ def is_replicated(module: nn.Module) -> bool:
     return isinstance(module, nn.parallel.DistributedDataParallel) or "replicate" in names
 
 
-def mark_as_sharded(module: nn.Module) -> None:
-    """Have torch's own `fully_shard` and `replicate` refuse `module` (2.11 to 2.15)."""
-    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+def mark_as_sharded(module: nn.Module, state: object) -> None:
+    """Have torch's own `fully_shard` and `replicate` refuse `module` (2.11 to 2.15).
+
+    `torch.distributed.fsdp.fully_shard.state(module)` gives `state`.
+    """
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
     vars(module).setdefault(REGISTRY_KEY, {}).setdefault("fully_shard", RegistryItem())
+    vars(module).setdefault(STATE_KEY, {})[inspect.unwrap(fsdp.fully_shard)] = state
 
 
 def after_zero_grad(call: Callable[[Iterable[Tensor]], None]) -> None:
@@ -47,10 +53,9 @@ def after_zero_grad(call: Callable[[Iterable[Tensor]], None]) -> None:
     def held_by(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
         return (param for group in optimizer.param_groups for param in group["params"])
 
-    optimizer: Any = torch.optim.Optimizer
-    module: Any = nn.Module
-    optimizer.zero_grad = wrapped(optimizer.zero_grad, held_by)
-    module.zero_grad = wrapped(module.zero_grad, nn.Module.parameters)
+    optimizer, module = torch.optim.Optimizer, nn.Module
+    optimizer.zero_grad = wrapped(optimizer.zero_grad, held_by)  # type: ignore[method-assign]
+    module.zero_grad = wrapped(module.zero_grad, nn.Module.parameters)  # type: ignore[method-assign]
 
 
 def become(module: nn.Module, cls: type) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardc.runtime import compat
@@ -24,6 +25,7 @@ from shardc.runtime.comm.unshard import unshard_extended
 from shardc.runtime.eager.eager import begin_call, end_call
 from shardc.runtime.modules.controls import Controls
 from shardc.runtime.modules.copying import copy_sharded
+from shardc.runtime.modules.fsdp_names import FSDPNames
 from shardc.runtime.modules.late_params import watch_for_late_params
 from shardc.runtime.modules.summon import summon_full_params
 
@@ -200,7 +202,7 @@ def make_unit(unit: "Unit") -> None:
     Units inside become inner ones: what they left to the compiler is settled anew.
     """
     for root in unit.modules:
-        compat.mark_as_sharded(root)
+        compat.mark_as_sharded(root, FSDPNames(root))
         for name, module in root.named_modules():
             _install_properties(module, unit if module in unit.modules else None)
             inner = vars(module).get("_shardc_unit", unit)
@@ -245,7 +247,9 @@ def _subclass(cls: type, names: tuple[str, ...], mixin: type) -> type:
         for attribute in ("__module__", "__qualname__", "__doc__"):
             body[attribute] = getattr(cls, attribute)
         body["_shardc_class"] = cls
-        _classes[key] = type(cls.__name__, (mixin, cls), body)
+        # Behind the module's own class: isinstance is true, and no method of FSDP2 is found first.
+        bases = (mixin, cls, FSDPModule) if mixin is ShardedModule else (mixin, cls)
+        _classes[key] = type(cls.__name__, bases, body)
     return _classes[key]
 
 
@@ -294,6 +298,9 @@ class ShardedModule(Controls, ShardedParameters):
         """
         compat.check_backend_options(kwargs.get("backend"), kwargs.get("options"))
         compat.compile_calls(self, *args, **kwargs)
+
+    def _get_fsdp_state(self) -> FSDPNames:
+        return FSDPNames(self)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "ShardedModule":
         """As `nn.Module.apply`; `fn` sees full parameters, of one unit at a time.

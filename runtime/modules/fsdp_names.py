@@ -1,0 +1,65 @@
+"""Private names of FSDP2 that other code reaches for on an `FSDPModule`.
+
+torch's pipeline stages reduce by them, and training code looks into them. A few mean something
+here; any other is refused with the public way.
+"""
+
+import weakref
+from typing import NoReturn
+
+from torch import nn
+
+from shardc.runtime.bucket.unit import Unit
+
+
+class FSDPNames:
+    """The state, its context and its one parameter group, as FSDP2 names them, of a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def _units(self, inner: bool) -> list[Unit]:
+        """The module's unit, and those `inner`, each once."""
+        module = self._module()
+        assert module is not None
+        found = (vars(m).get("_shardc_unit") for m in (module.modules() if inner else [module]))
+        return list(dict.fromkeys(unit for unit in found if unit is not None))
+
+    @property
+    def _state_ctx(self) -> "FSDPNames":
+        return self
+
+    @property
+    def all_states(self) -> list["FSDPNames"]:
+        """A state for each unit from here on inward."""
+        return [FSDPNames(unit.modules[0]) for unit in self._units(inner=True)]
+
+    @property
+    def _fsdp_param_group(self) -> "FSDPNames":
+        return self
+
+    @property
+    def _fsdp_param_groups(self) -> list["FSDPNames"]:
+        return [self]
+
+    def post_backward(self) -> None:
+        """Reduce the gradients of the unit that backwards without sync have left."""
+        for unit in self._units(inner=False):
+            for bucket in unit.buckets:
+                bucket.gradients.flush()
+
+    def lazy_init(self) -> None:
+        """Nothing is left to do."""
+
+    _lazy_init = _root_post_backward_final_callback = lazy_init
+
+    def __deepcopy__(self, memo: dict[int, nn.Module]) -> "FSDPNames":
+        module = self._module()
+        return FSDPNames(memo[id(module)])
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"'{name}' is a private name of FSDP2, which shardc does not have. Public ways: "
+            "shardc.units_of(model) names the units, shardc.describe(model) shows how each is "
+            "sharded, and the methods of FSDPModule (unshard, reshard, set_...) change it"
+        )
