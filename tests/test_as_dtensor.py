@@ -4,7 +4,9 @@ import copy
 import io
 import pickle
 
+import numpy
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from models import full, seeded
@@ -67,7 +69,7 @@ def test_it_passes_as_a_dtensor(mesh):
 def test_what_would_part_it_from_its_bucket_is_refused(mesh):
     model = fully_shard(Heads(), mesh=mesh)
     weight, before = model.head.weight, model.head.weight.full_tensor().detach()
-    with pytest.raises(RuntimeError, match="local part of a ShardTensor is a view of its bucket"):
+    with pytest.raises(RuntimeError, match="local part of a sharded parameter is a view"):
         weight._local_tensor = torch.zeros(3)
     with pytest.raises(RuntimeError, match=r"swap_tensors of parameter 'head.weight'.*copy_"):
         torch.utils.swap_tensors(weight, nn.Parameter(torch.zeros(7, 5)))
@@ -136,6 +138,8 @@ def test_conversions(mesh):
             p._local_tensor * 2, mesh, p.placements, shape=p.shape, stride=p.stride()
         )
         assert type(twice) is ShardTensor and torch.equal(twice.full_tensor(), want * 2)
+        whole = DTensor.from_local(want, mesh, p.placements, shape=p.shape, stride=p.stride())
+        assert torch.equal(whole.full_tensor(), want)
         for placements in ([Shard(0)], [Shard(-1)], [Replicate()]):
             placed = p.detach().redistribute(placements=placements)
             assert type(placed) is DTensor and torch.equal(placed.full_tensor(), want)
@@ -444,3 +448,54 @@ def test_sync_that_changes_between_a_forward_and_its_backward(mesh, executor):
         state._fsdp_param_group.post_backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(full(p.grad), q.grad)
+
+
+# -- no way to save a part as the whole ------------------------------------------------------------
+
+
+def _to_a_process(p):
+    return torch.multiprocessing.reductions.reduce_tensor(p)
+
+
+REFUSED = {
+    "safetensors": (lambda p: safetensors.torch.save({"p": p}), "full_state_dict=True"),
+    "safetensors of a copy": (
+        lambda p: safetensors.torch.save({"p": p.cpu().clone()}),
+        "full_state_dict=True",
+    ),
+    "numpy": (lambda p: p.numpy(), "full_tensor"),
+    "an array": (lambda p: numpy.asarray(p.cpu()), "full_tensor"),
+    "a list": (lambda p: p.tolist(), "full_tensor"),
+    "a storage": (lambda p: p.storage(), "full_tensor"),
+    "dlpack": (lambda p: torch.from_dlpack(p), "full_tensor"),
+    "another process": (_to_a_process, "full_tensor"),
+}
+
+
+@pytest.mark.parametrize("way", REFUSED)
+@on_ranks(2)
+def test_a_part_is_not_given_out_as_the_whole(mesh, way):
+    """Alone in its bucket and with others, a parameter's value and a copy of it."""
+    call, way_out = REFUSED[way]
+    for model in (nn.Linear(6, 4, bias=False), Heads()):
+        weight = next(fully_shard(model, mesh=mesh).parameters())
+        for value in (weight.detach(), weight.detach().clone()):
+            with pytest.raises(
+                RuntimeError, match=rf"of which one rank holds only a part.*{way_out}"
+            ):
+                call(value)
+
+
+@on_ranks(2)
+def test_storages_are_those_of_the_part(mesh):
+    model = fully_shard(Heads(), mesh=mesh)
+    for value in model.state_dict().values():
+        storage = value.untyped_storage()
+        assert storage.data_ptr() == value._local_tensor.untyped_storage().data_ptr()
+
+
+@on_ranks(2)
+def test_a_traced_call_is_refused(mesh):
+    model = fully_shard(Heads(), mesh=mesh)
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace cannot trace the sharded"):
+        torch.jit.trace(model, torch.ones(1, 6))

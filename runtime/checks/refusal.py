@@ -89,6 +89,11 @@ def refuse_split_backward() -> None:
         )
 
 
+def is_called_by(library: str) -> bool:
+    """Whether the caller of the function that asks is code of `library`."""
+    return str(sys._getframe(2).f_globals.get("__name__")).startswith(library)
+
+
 def _integration() -> str | None:
     """What to use in place of the outermost library whose loop runs, if shardc has it."""
     frame: FrameType | None = sys._getframe(1)

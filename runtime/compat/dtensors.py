@@ -91,9 +91,13 @@ def let_torch_make(kind: DTensorKind) -> None:
     _extend_swap(kind)
 
 
+TRACING = torch._guards._TLS
+"""Of a thread: it has a `tracing_context` while a graph is made of what runs (2.11 to 2.15)."""
+
+
 def is_tracing() -> bool:
-    """Whether Dynamo or AOT autograd makes a graph now (2.11 to 2.15)."""
-    return torch._guards.TracingContext.try_get() is not None
+    """Whether a graph is made of what runs now."""
+    return getattr(TRACING, "tracing_context", None) is not None
 
 
 def _extend_distribute_tensor(kind: DTensorKind) -> None:

@@ -45,6 +45,11 @@ _forward = _Forward()
 @torch.compiler.disable
 def begin_call(module: EagerModule) -> EagerCall:
     """A sharded module is about to run eagerly."""
+    if torch.jit.is_tracing():
+        raise NotImplementedError(
+            f"torch.jit.trace cannot trace the sharded {type(module).__name__}: trace an unsharded "
+            "copy with the values of get_model_state_dict, or use torch.compile"
+        )
     hooks = saving_handles() if module._shardc_slots else None
     if hooks is not None:
         hooks.__enter__()

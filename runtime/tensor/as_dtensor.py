@@ -11,12 +11,14 @@ answers the `isinstance` of traced code by that function, too. `conversions` has
 ShardTensor to other forms and back.
 """
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from shardc.runtime import compat
 from shardc.runtime.tensor.shard_spec import ShardSpec, dtensor_spec, mesh_of, placements_of
+
+_TRACING = compat.TRACING
 
 
 class AsDTensor(Tensor):
@@ -27,7 +29,8 @@ class AsDTensor(Tensor):
 
     @property
     def __class__(self) -> type:
-        return type(self) if compat.is_tracing() else DTensor
+        # torch asks before each op: no call of a function here.
+        return DTensor if getattr(_TRACING, "tracing_context", None) is None else type(self)
 
     @__class__.setter
     def __class__(self, cls: type) -> None:
@@ -39,10 +42,17 @@ class AsDTensor(Tensor):
 
     @_local_tensor.setter
     def _local_tensor(self, value: Tensor) -> None:
-        raise RuntimeError(
-            "the local part of a ShardTensor is a view of its bucket and cannot be replaced: write "
-            "into it, param.to_local().copy_(value) under torch.no_grad()"
-        )
+        if isinstance(self, nn.Parameter):
+            raise RuntimeError(
+                "the local part of a sharded parameter is a view of its bucket and cannot be "
+                "replaced: write into it, param.to_local().copy_(value) under torch.no_grad()"
+            )
+        if value.shape != self._local.shape or value.dtype != self.dtype:
+            raise RuntimeError(
+                f"the local part of this ShardTensor is {self.dtype} of shape "
+                f"{tuple(self._local.shape)}; got {value.dtype} of {tuple(value.shape)}"
+            )
+        self._local = value
 
     @property
     def _spec(self) -> compat.DTensorSpec:

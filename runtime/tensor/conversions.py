@@ -202,6 +202,8 @@ def from_local(
 ) -> Tensor:
     """`DTensor.from_local`: a part of this rank as the ShardTensor of `shape` that it belongs to.
 
+    A whole tensor is cut: code that only knows `Shard` takes what no `Shard` cuts for a part.
+
     Raises:
         ValueError: another mesh, no shape, one of another size, a part that this rank does not
             hold.
@@ -218,13 +220,15 @@ def from_local(
     if stride is not None and tuple(stride) != plain:
         raise ValueError(f"a ShardTensor is contiguous: stride {plain}, got {tuple(stride)}")
     start, stop = spec.interval()
-    if local.numel() != stop - start:
+    flat = local.reshape(-1)
+    if tuple(local.shape) == (shape if spec.tp is None else spec.tp.local_shape):
+        flat = flat[start:stop].clone()
+    elif local.numel() != stop - start:
         raise ValueError(
             f"this rank holds elements [{start}, {stop}) of a tensor of shape {shape}, got a part "
             f"of shape {tuple(local.shape)}. To cut a whole tensor: "
             "distribute_tensor(full, mesh, placements)"
         )
-    flat = local.reshape(-1)
     if torch.is_grad_enabled() and local.requires_grad:
         return _FromLocal.apply(flat, shape, spec)
     return ShardTensor(flat.detach(), shape, spec)

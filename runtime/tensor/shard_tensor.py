@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from shardc.runtime import compat
-from shardc.runtime.checks.refusal import caller_and_way_out, refuse_split_backward
+from shardc.runtime.checks.refusal import caller_and_way_out, is_called_by, refuse_split_backward
 from shardc.runtime.comm.collectives import all_gather
 from shardc.runtime.layout.interval_boxes import Box, boxes_of
 from shardc.runtime.tensor.as_dtensor import AsDTensor
@@ -189,6 +189,25 @@ class ShardTensor(AsDTensor):
     def storage(self) -> NoReturn:
         """Refused, as `numpy`: safetensors would write what is there."""
         self._refuse_whole(".storage()")
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """That of this rank's part, which is the storage of its bucket's segment.
+
+        Refused to safetensors, which would write as many bytes as the whole tensor has.
+        """
+        if is_called_by("safetensors"):
+            self._refuse_whole(".untyped_storage()")
+        if compat.is_tracing():  # a fake tensor has that of the wrapper
+            return super().untyped_storage()
+        return self._local.untyped_storage()
+
+    def _typed_storage(self) -> NoReturn:
+        """Refused, as `numpy`: torch.multiprocessing would send a part as the whole."""
+        self._refuse_whole("its storage")
+
+    def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refused, as `numpy`."""
+        self._refuse_whole("__dlpack__")
 
     def _refuse_whole(self, method: str) -> NoReturn:
         caller, way_out = caller_and_way_out()
