@@ -63,6 +63,11 @@ def put_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> N
     module._parameters[name] = param
 
 
+def state_of(module: nn.Module) -> Any:
+    """The attributes that `copy` copies: those but what `module.compile` made (2.13)."""
+    return module.__getstate__()
+
+
 @contextmanager
 def without_parameters(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
     """Hide some of a module's parameters from its own methods for a while (2.11 to 2.15)."""

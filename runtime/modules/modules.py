@@ -22,7 +22,7 @@ from shardc.runtime.checks.meta import require_values
 from shardc.runtime.comm.unshard import unshard_extended
 from shardc.runtime.eager.eager import begin_call, end_call
 from shardc.runtime.modules.controls import Controls
-from shardc.runtime.modules.copying import copy_sharded
+from shardc.runtime.modules.copying import Copying, copied, copy_sharded
 from shardc.runtime.modules.late_params import watch_for_late_params
 from shardc.runtime.modules.summon import summon_full_params
 from shardc.runtime.tensor.shard_tensor import ShardTensor
@@ -113,14 +113,8 @@ class ShardedParameters(_Mixed):
             _refuse_removing(self, name)
         super().__delattr__(name)
 
-    def __deepcopy__(self, memo: compat.Memo) -> nn.Module:
-        return copy_sharded(self, memo)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise NotImplementedError(
-            f"a sharded {self._shardc_class.__name__} cannot be pickled: save its state_dict() "
-            "with torch.distributed.checkpoint"
-        )
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        return copied, (Copying(self),)
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise NotImplementedError(
@@ -244,6 +238,8 @@ def _subclass(cls: type, names: tuple[str, ...], mixin: type) -> type:
         # The original's name, too: transformers looks up by it what a model records, and saves it.
         for attribute in ("__module__", "__qualname__", "__doc__"):
             body[attribute] = getattr(cls, attribute)
+        if hasattr(cls, "__deepcopy__"):
+            body["__deepcopy__"] = copy_sharded
         body["_shardc_class"] = cls
         _classes[key] = type(cls.__name__, (mixin, cls), body)
     return _classes[key]
@@ -254,11 +250,15 @@ def _parameter(name: str) -> property:
         # In one function: Dynamo traces it for each parameter.
         slot = self._shardc_slots[name]
         bucket, index = slot.bucket, slot.index
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             own = bucket.params[index]
             held = self._parameters.get(name, own)
             if held is not own:  # `functional_call` swapped it in
                 return held
+            if torch.compiler.is_compiling():  # Dynamo makes a guard on `hasattr`
+                if compat.is_exporting():
+                    _refuse_exporting(self)
+                return own
             return bucket.gathered.read(index) if bucket.gathered.is_readable else own
         if compat.is_exporting():
             _refuse_exporting(self)
