@@ -6,9 +6,9 @@ empty shells of the modules are made first and put there, then each shell is fil
 Gradients, and what was gathered or has accumulated, stay with the original, as those of ordinary
 parameters do. So does compiled code: torch's modules leave it out of their state.
 
-Modules offer `copy` their `__reduce_ex__`, not `__deepcopy__`. A wrapper that hands on the attributes
-that it lacks (`torch.compile(model)`, torch's `checkpoint_wrapper`) would offer that too, and its
-copy would be one of the module inside.
+Modules offer `copy` their `__reduce_ex__`, not `__deepcopy__`. Wrappers that hand on the attributes
+that they lack (`torch.compile(model)`, torch's `checkpoint_wrapper`) would offer that too, and
+their copies would be of the module inside.
 """
 
 import copy
