@@ -24,8 +24,10 @@ from shardc.runtime.eager.eager import begin_call, end_call
 from shardc.runtime.modules.controls import Controls
 from shardc.runtime.modules.copying import Copying, copied, copy_sharded
 from shardc.runtime.modules.late_params import watch_for_late_params
+from shardc.runtime.modules.parameters import Parameters, Slots, refuse_exporting, refuse_removing
 from shardc.runtime.modules.summon import summon_full_params
 from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.tensor.tensor_parallel import as_parameter
 
 if TYPE_CHECKING:  # what the mixins stand before
     _Mixed = nn.Module
@@ -41,7 +43,7 @@ class ShardedParameters(_Mixed):
     """Mixin of every module that holds sharded parameters of its own."""
 
     _shardc_class: type[nn.Module]
-    _shardc_slots: dict[str, SlotRef]
+    _shardc_slots: Slots
     _shardc_buckets: tuple[Bucket, ...]
 
     def __new__(cls, *args: object, **kwargs: object) -> Any:
@@ -75,12 +77,12 @@ class ShardedParameters(_Mixed):
             RuntimeError: inside a forward, or before the unit was materialised.
         """
         slot = self._shardc_slots.get(name)
-        if slot is not None and not slot.bucket.owner.summoned:
+        if isinstance(slot, SlotRef) and not slot.bucket.owner.summoned:
             if param is None:
-                _refuse_removing(self, name)
+                refuse_removing(self._shardc_class, name)
             if param is slot.bucket.params[slot.index]:
                 return
-            _check_assigned(self, name, param)
+            _check_assigned(self, name, slot, param)
             if slot.bucket.segment.is_meta:
                 allocate_unwritten(slot.bucket)
             if isinstance(param, ShardTensor):
@@ -96,10 +98,18 @@ class ShardedParameters(_Mixed):
                 f"{self._shardc_class.__name__} as '{name}' too: prune, tie or reparametrize "
                 "before fully_shard"
             )
+        elif type(param) is Tensor:  # which a forward reads as a parameter
+            raise NotImplementedError(
+                f"a forward cannot keep a sharded parameter as '{name}' of "
+                f"{self._shardc_class.__name__}: its full value is a temporary. Keep a copy "
+                "(.detach().clone()), or read it again"
+            )
         super().register_parameter(name, param)
 
+    @compat.inline_only
     def get_parameter(self, target: str) -> nn.Parameter:
-        """As `nn.Module.get_parameter`: what `parameters()` gives, whatever a read gives now."""
+        """As `nn.Module.get_parameter`: the full one in its module's forward, else the sharded one,
+        whatever a read gives outside of it."""
         path, _, name = target.rpartition(".")
         module = self.get_submodule(path)
         if name in vars(module).get("_shardc_slots", ()):
@@ -108,9 +118,13 @@ class ShardedParameters(_Mixed):
             return param
         return super().get_parameter(target)
 
+    def _save_to_state_dict(self, *args: object, **kwargs: object) -> None:
+        with torch.no_grad():  # sharded ones, also in a forward
+            super()._save_to_state_dict(*args, **kwargs)
+
     def __delattr__(self, name: str) -> None:
         if name in self._shardc_slots:
-            _refuse_removing(self, name)
+            refuse_removing(self._shardc_class, name)
         super().__delattr__(name)
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
@@ -139,30 +153,9 @@ class ShardedParameters(_Mixed):
         )
 
 
-def _refuse_removing(module: ShardedParameters, name: str) -> NoReturn:
-    raise NotImplementedError(
-        f"'{name}' of {module._shardc_class.__name__} is sharded and cannot be removed; remove it "
-        "before fully_shard"
-    )
-
-
-def _check_weight_norm(module: nn.Module, name: str) -> None:
-    if isinstance(module, ShardedParameters) and name in module._shardc_slots:
-        _refuse_removing(module, name)
-
-
-compat.check_weight_norm(_check_weight_norm)
-
-
-def _refuse_exporting(module: ShardedParameters) -> NoReturn:
-    raise NotImplementedError(
-        f"torch.export cannot export a sharded {module._shardc_class.__name__}, whose values are "
-        "on all ranks: export an unsharded copy with the values of get_model_state_dict"
-    )
-
-
-def _check_assigned(module: ShardedParameters, name: str, param: nn.Parameter) -> None:
-    slot = module._shardc_slots[name]
+def _check_assigned(
+    module: ShardedParameters, name: str, slot: SlotRef, param: nn.Parameter
+) -> None:
     bucket, old = slot.bucket, slot.bucket.params[slot.index]
     label = f"'{name}' of {module._shardc_class.__name__}"
     if param.shape != old.shape:
@@ -226,7 +219,13 @@ def _install_properties(module: nn.Module, unit: "Unit | None") -> None:
         state["_shardc_unit"] = own
     mixin = ShardedModule if own is not None else ShardedParameters
     original = getattr(type(module), "_shardc_class", type(module))
-    compat.become(module, _subclass(original, tuple(slots), mixin))
+    cls = _subclass(original, tuple(slots), mixin)
+    if slots:
+        readers = {name: vars(cls)[name].fget for name in slots}
+        state["_parameters"] = Parameters(
+            dict.items(module._parameters), state["_shardc_slots"], readers, original
+        )
+    compat.become(module, cls)
 
 
 def _subclass(cls: type, names: tuple[str, ...], mixin: type) -> type:
@@ -246,28 +245,27 @@ def _subclass(cls: type, names: tuple[str, ...], mixin: type) -> type:
 
 
 def _parameter(name: str) -> property:
-    def read(self: ShardedParameters) -> Tensor | None:
+    def read(self: ShardedParameters | Parameters) -> Tensor | None:
         # In one function: Dynamo traces it for each parameter.
         slot = self._shardc_slots[name]
         bucket, index = slot.bucket, slot.index
+        if bucket is None:
+            return slot.value  # type: ignore[union-attr]
         if not torch.compiler.is_dynamo_compiling():
             own = bucket.params[index]
-            held = self._parameters.get(name, own)
-            if held is not own:  # `functional_call` swapped it in
-                return held
             if torch.compiler.is_compiling():  # Dynamo makes a guard on `hasattr`
                 if compat.is_exporting():
-                    _refuse_exporting(self)
+                    refuse_exporting(self._shardc_class)
                 return own
             return bucket.gathered.read(index) if bucket.gathered.is_readable else own
         if compat.is_exporting():
-            _refuse_exporting(self)
+            refuse_exporting(self._shardc_class)
         signature, extras = bucket.key.reading()
         if bucket.extension is not None:
             return unshard_extended(bucket.segment, signature, index, extras)
         full = torch.ops.shardc.unshard_slot(bucket.segment, signature, index, extras)
         placed = bucket.placed[index]
-        return full if placed is None else placed.wrap(full)
+        return full if placed is None else as_parameter(placed.wrap(full))
 
     return property(compat.inline_only(read))
 

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import checked
 from shardc.runtime.checks.refusal import caller_and_way_out, is_refused_to_caller
+from shardc.runtime.comm.collectives import all_reduce
 from shardc.runtime.tensor.shard_tensor import ShardSpec, ShardTensor
 
 log = logging.getLogger("shardc")
@@ -109,7 +110,8 @@ def gathered(func: compat.Op, tensor: ShardTensor, why: str = _NEEDS_WHOLE) -> T
 
 
 class _PlainGradients:
-    """A hook of a ShardTensor: of a whole gradient it keeps this rank's part.
+    """A hook of a ShardTensor: of a whole gradient, each rank's of its own batch, it keeps this
+    rank's part of the mean.
 
     Attributes:
         refused: the op whose gradient would be that of this rank's batch only.
@@ -127,9 +129,21 @@ class _PlainGradients:
                 "gradient of its own batch. Read the parameter in its module's forward (of another "
                 "method: shardc.register_fsdp_forward_method), or under torch.no_grad()"
             )
-        start, stop = self.spec.interval()
-        part = grad if self.spec.tp is None else self.spec.tp.local_of(grad)
-        return ShardTensor(part.reshape(-1)[start:stop].clone(), tuple(grad.shape), self.spec)
+        return averaged_part(grad, self.spec)
+
+
+def averaged_part(grad: Tensor, spec: ShardSpec) -> ShardTensor:
+    """This rank's part of the mean of `grad`, whole, over all ranks; each must call it.
+
+    Elements that lie at one place in memory are sent once: the gradient of a sum is one number.
+    """
+    local = grad if spec.tp is None else spec.tp.local_of(grad)
+    once = local[tuple(slice(0, 1) if s == 0 else slice(None) for s in local.stride())]
+    group = spec.everyone or spec.group
+    total = all_reduce(once.contiguous(), "sum", group) / compat.resolve_group(group).size()
+    start, stop = spec.interval()
+    part = total.expand(local.shape).reshape(-1)[start:stop].clone()
+    return ShardTensor(part, tuple(grad.shape), spec)
 
 
 def expect_plain_gradient(tensor: ShardTensor, refused: object = None) -> None:
