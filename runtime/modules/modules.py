@@ -24,8 +24,15 @@ from shardc.runtime.eager.eager import begin_call, end_call
 from shardc.runtime.modules.controls import Controls
 from shardc.runtime.modules.copying import Copying, copied, copy_sharded
 from shardc.runtime.modules.late_params import watch_for_late_params
-from shardc.runtime.modules.parameters import Parameters, Slots, refuse_exporting, refuse_removing
+from shardc.runtime.modules.parameters import (
+    Given,
+    Parameters,
+    Slots,
+    refuse_exporting,
+    refuse_removing,
+)
 from shardc.runtime.modules.summon import summon_full_params
+from shardc.runtime.modules.ties import buckets_of, holders_of, refuse_summoned, tie
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import as_parameter
 
@@ -70,19 +77,27 @@ class ShardedParameters(_Mixed):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As `nn.Module.register_parameter`; over a sharded parameter, `param` is cut in place.
 
+        A sharded parameter of another module is tied: both hold it from then on.
+
         Raises:
-            NotImplementedError: None, a parameter that several modules share, or a sharded one
-                under a new name.
+            NotImplementedError: None, over a parameter that several modules share, a sharded one
+                under a new name or of other ranks, or a full one.
             ValueError: `param` has another shape.
             RuntimeError: inside a forward, or before the unit was materialised.
         """
         slot = self._shardc_slots.get(name)
+        if type(param) is Tensor:  # which reads as a parameter
+            self._refuse_gathered(name)
         if isinstance(slot, SlotRef) and not slot.bucket.owner.summoned:
             if param is None:
                 refuse_removing(self._shardc_class, name)
             if param is slot.bucket.params[slot.index]:
                 return
             _check_assigned(self, name, slot, param)
+            if hasattr(param, "_slot"):
+                tie(self, name, slot, param)
+                return
+            _check_shared(self, name, slot)
             if slot.bucket.segment.is_meta:
                 allocate_unwritten(slot.bucket)
             if isinstance(param, ShardTensor):
@@ -91,6 +106,8 @@ class ShardedParameters(_Mixed):
                 return
             adopt(slot.bucket, slot.index, param)
             param = slot.bucket.params[slot.index]
+        elif isinstance(slot, Given) and param is not None:
+            refuse_summoned(self, name, param)
         elif slot is None and param is not None and hasattr(param, "_slot"):
             # `prune` would, and fail half-way
             raise NotImplementedError(
@@ -98,13 +115,14 @@ class ShardedParameters(_Mixed):
                 f"{self._shardc_class.__name__} as '{name}' too: prune, tie or reparametrize "
                 "before fully_shard"
             )
-        elif type(param) is Tensor:  # which a forward reads as a parameter
-            raise NotImplementedError(
-                f"a forward cannot keep a sharded parameter as '{name}' of "
-                f"{self._shardc_class.__name__}: its full value is a temporary. Keep a copy "
-                "(.detach().clone()), or read it again"
-            )
         super().register_parameter(name, param)
+
+    def _refuse_gathered(self, name: str) -> NoReturn:
+        raise NotImplementedError(
+            f"'{name}' of {self._shardc_class.__name__} was assigned a full parameter, which is a "
+            "temporary of a forward or of unshard(). Assign what parameters() gives outside of "
+            "both (to tie), or a copy (.detach().clone())"
+        )
 
     @compat.inline_only
     def get_parameter(self, target: str) -> nn.Parameter:
@@ -163,20 +181,19 @@ def _check_assigned(
             f"{label} has shape {tuple(old.shape)} and is sharded; it cannot become a parameter of "
             f"shape {tuple(param.shape)}"
         )
-    if bucket.gathered.depth or torch.compiler.is_compiling():
+    both = {bucket, getattr(param, "_slot", slot).bucket}
+    if torch.compiler.is_compiling() or any(each.gathered.depth for each in both):
         raise RuntimeError(f"{label} is sharded and cannot be assigned inside a forward")
-    if param.is_meta:
+    if param.is_meta and not hasattr(param, "_slot"):
         raise RuntimeError(f"{label} is sharded and cannot become a parameter on the meta device")
-    tied = {
-        (holder, attribute)
-        for root in bucket.owner.modules
-        for holder in root.modules()
-        for attribute, other in vars(holder).get("_shardc_slots", {}).items()
-        if other.bucket is bucket and other.index == slot.index
-    }
-    if len(tied) > 1:
+
+
+def _check_shared(module: ShardedParameters, name: str, slot: SlotRef) -> None:
+    holders = holders_of(slot)
+    if len(holders) > 1:
         raise NotImplementedError(
-            f"{label} is sharded and shared by {len(tied)} modules; assigning one would part them. "
+            f"'{name}' of {module._shardc_class.__name__} is sharded and shared by {len(holders)} "
+            "modules; assigning one would part them. "
             "Write its values in place: param.copy_(full_tensor)"
         )
 
@@ -211,10 +228,9 @@ def _install_properties(module: nn.Module, unit: "Unit | None") -> None:
     if unit is None and not slots:
         return
     own = unit or vars(module).get("_shardc_unit")
-    buckets = [slot.bucket for slot in slots.values()]
     state = vars(module)
     state["_shardc_slots"] = slots
-    state["_shardc_buckets"] = tuple(dict.fromkeys([*(own.buckets if own else ()), *buckets]))
+    state["_shardc_buckets"] = buckets_of(slots, own)
     if own is not None:
         state["_shardc_unit"] = own
     mixin = ShardedModule if own is not None else ShardedParameters
