@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import threading
 
 import pytest
 import torch
@@ -60,6 +61,80 @@ def test_a_copy_trains_apart(mesh, build, executor):
     if build is TIED:
         assert other.head.weight is not model.head.weight
         assert dict(other.named_parameters()).keys() == dict(plain.named_parameters()).keys()
+
+
+COPIES = {
+    "deep": copy.deepcopy,
+    "in a container": lambda model: copy.deepcopy({"all": [model.layers, model]})["all"][1],
+    "inside of a module": lambda model: copy.deepcopy(nn.Sequential(model))[0],
+    "an average": lambda model: AveragedModel(model).module,
+    "of a shallow one": lambda model: copy.deepcopy(copy.copy(model)),
+}
+
+
+def _compiled_as(model, how, backend):
+    if how == "wrapped":
+        return torch.compile(model, **backend)
+    for module in model.layers if how == "blocks" else [model]:
+        module.compile(**backend)
+    return model
+
+
+@pytest.mark.parametrize("how", ["whole", "blocks", "wrapped"])
+@pytest.mark.parametrize(("kind", "is_warm"), [("deep", False), *((kind, True) for kind in COPIES)])
+@on_ranks(2)
+def test_a_copy_of_a_compiled_model_computes_with_its_own_weights(mesh, kind, how, is_warm):
+    plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
+    backends = ({"backend": "aot_eager"}, {"backend": "shardc", "options": {"executor": "eager"}})
+    pairs = zip((plain, model), backends, strict=True)
+    calls = [_compiled_as(each, how, backend) for each, backend in pairs]
+    for call in calls if is_warm else ():
+        call(**_batch(3)).backward()
+        call.zero_grad()
+    before = [full(p) for p in model.parameters()]
+    want, got = (COPIES[kind](call) for call in calls)
+    names = [(type(each).__name__, type(each).__module__) for each in (got, want)]
+    assert names[0] == names[1]
+    assert list(got.state_dict()) == list(want.state_dict())
+    check_parity(want, got, got, _batch, mesh, steps=1)
+    assert all(map(torch.equal, before, map(full, model.parameters()))), "the original trained"
+    assert all(p.grad is None for p in model.parameters())
+    check_parity(plain, model, calls[1], _batch, mesh, steps=1)
+
+
+@EXECUTORS
+@on_ranks(2)
+def test_a_shallow_copy_has_the_parameters_of_the_original(mesh, executor):
+    plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
+    shallow = copy.copy(model)
+    assert shallow is not model and shallow.layers is model.layers
+    assert all(map(lambda p, q: p is q, shallow.parameters(), model.parameters()))
+    del model
+    gc.collect()
+    check_parity(plain, shallow, _call(shallow, executor), _batch, mesh)
+
+
+class Picky(Stack):
+    """Leaves an attribute out of its state, which cannot be copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def __getstate__(self):
+        return {key: value for key, value in super().__getstate__().items() if key != "lock"}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.lock = threading.Lock()
+
+
+@on_ranks(2)
+def test_a_copy_has_the_state_that_a_module_gives(mesh):
+    model = sharded(seeded(Picky), mesh)
+    other = copy.deepcopy(model)
+    assert other.lock is not model.lock
+    check_parity(seeded(Picky), other, other, _batch, mesh)
 
 
 @on_ranks(2)
@@ -275,8 +350,9 @@ class Encoder(Stack):
 def test_another_way_in(mesh, executor):
     plain, model = seeded(Encoder), sharded(seeded(Encoder), mesh)
     batch = _batch()["tokens"]
-    with pytest.raises(RuntimeError, match="register_fsdp_forward_method"):
-        model.encode(batch).sum().backward()
+    model.encode(batch).square().sum().backward()  # each read of a parameter gathers by itself
+    unregistered = [None if p.grad is None else full(p.grad) for p in model.parameters()]
+    model.zero_grad()
     with pytest.raises(ValueError, match="Encoder has no method 'decode'"):
         register_fsdp_forward_method(model, "decode")
     register_fsdp_forward_method(plain, "encode")  # not sharded: nothing happens
@@ -286,10 +362,12 @@ def test_another_way_in(mesh, executor):
         encode = torch.compile(encode, backend="shardc", options={"executor": executor})
     for run in (plain.encode, encode):
         run(batch).square().sum().backward()
-    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
+    grads = zip(plain.named_parameters(), model.parameters(), unregistered, strict=True)
+    for (name, p), q, beside in grads:
+        assert (p.grad is None) == (q.grad is None) == (beside is None), name
         if p.grad is not None:
             torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh))
+            torch.testing.assert_close(beside, full(q.grad))
     copied = copy.deepcopy(model)
     with torch.no_grad():
         copied.head.weight.zero_()

@@ -424,12 +424,6 @@ OF_PARAMETERS = {
         _strictly(lambda m: nn.utils.parameters_to_vector(m.parameters())), NotImplementedError,
         ["aten.cat", "parameters_to_vector", _HERE, "with shardc.summon_full_params(model)"],
     ),
-    "functional_call": (
-        lambda m: torch.func.functional_call(
-            m, {n: p.detach() for n, p in m.named_parameters()}, (torch.ones(3, 4),)
-        ),
-        NotImplementedError, ["torch.nn.modules.linear", _HERE, "functional_call needs plain"],
-    ),
     "numpy": (
         lambda m: m[0].weight.detach().numpy(), RuntimeError,
         [".numpy() is not supported on a ShardTensor of shape (6, 4)", "Call .full_tensor()"],

@@ -35,6 +35,12 @@ class SlotRef:
         """The parameter's name within its unit."""
         return self.bucket.layout.slots[self.index].name
 
+    def gives(self, value: object) -> bool:
+        """Whether `value` is the parameter, sharded, or as the forward that runs reads it."""
+        current = self.bucket.gathered.current
+        full = () if current is None else current.views[self.index : self.index + 1]
+        return value is self.bucket.params[self.index] or any(value is view for view in full)
+
     def __deepcopy__(self, memo: compat.Memo) -> "SlotRef":
         bucket: Bucket | None = memo.get(id(self.bucket))  # of the unit that is copied, if one is
         return self if bucket is None else SlotRef(bucket, self.index)

@@ -24,8 +24,6 @@ _WAYS_OUT = (
         "safetensors.torch.load_file(...) to model.load_state_dict"),
     ("torch.serialization", _SAVE),
     ("torch.nn.utils.prune", "Prune before fully_shard"),
-    ("torch.nn.utils.stateless", "functional_call needs plain tensors: give it those of "
-        "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"),
     ("torch.nn.utils", "Call it on full parameters: with shardc.summon_full_params(model): ..."),
     ("", "Call .full_tensor() (on every rank) and work on the result; a parameter reads as the "
         "full tensor inside its module's forward and after the unit's unshard()"),

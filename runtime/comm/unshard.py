@@ -389,7 +389,8 @@ def unshard_slot(segment: Tensor, signature: str, slot: int, extras: Sequence[Te
 def _(segment: Tensor, signature: str, slot: int, extras: Sequence[Tensor]) -> Tensor:
     spec = spec_of(signature)
     device = spec.device or segment.device
-    return segment.new_empty(spec.shapes[slot], dtype=spec.compute_dtype, device=device)
+    full = segment.new_empty(spec.shapes[slot], dtype=spec.compute_dtype, device=device)
+    return compat.as_parameter(full)
 
 
 def _no_backward(ctx: compat.FunctionContext, grad: Tensor) -> NoReturn:

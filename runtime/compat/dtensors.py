@@ -95,11 +95,6 @@ TRACING = torch._guards._TLS
 """Of a thread: it has a `tracing_context` while a graph is made of what runs (2.11 to 2.15)."""
 
 
-def is_tracing() -> bool:
-    """Whether a graph is made of what runs now."""
-    return getattr(TRACING, "tracing_context", None) is not None
-
-
 def _extend_distribute_tensor(kind: DTensorKind) -> None:
     """Code that was imported before shardc holds the function, so its code is exchanged."""
     from torch.distributed.tensor import distribute_tensor

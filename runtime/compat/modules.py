@@ -11,7 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
 
-Memo: TypeAlias = dict[int, Any]
+from shardc.runtime.compat.dynamo import inline_only
+
+Held: TypeAlias = Any
+"""What a module holds under a name, and the state that it gives to `copy`."""
+
+Memo: TypeAlias = dict[int, Held]
 """What `copy.deepcopy` has copied so far, by the id of the original."""
 
 
@@ -68,6 +73,11 @@ def put_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> N
     module._parameters[name] = param
 
 
+def state_of(module: nn.Module) -> Held:
+    """The attributes that `copy` copies: those but what `module.compile` made (2.13)."""
+    return module.__getstate__()
+
+
 @contextmanager
 def without_parameters(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
     """Hide some of a module's parameters from its own methods for a while (2.11 to 2.15)."""
@@ -98,18 +108,25 @@ def forget_recomputed_weights(module: nn.Module) -> None:
             vars(module).pop(hook.name, None)
 
 
-def check_weight_norm(check: Callable[[nn.Module, str], None]) -> None:
-    """Have the old `weight_norm` call `check(module, name)` before it changes anything (2.11 to
-    2.15): it takes the parameter out of the module's dict, which no module notices."""
-    from torch.nn.utils.weight_norm import WeightNorm
+def when_swapped(swap: Callable[[nn.Module, str, object, Callable[[], object]], object]) -> None:
+    """Have `torch.func.functional_call` put values into modules by `swap` (2.13).
 
-    apply = WeightNorm.apply
+    It is given the module, a name, the value, and torch's own way.
+    """
+    from torch.nn.utils import _named_member_accessor as accessor
 
-    def checked(module: nn.Module, name: str, dim: int) -> WeightNorm:
-        check(module, name)
-        return apply(module, name, dim)
+    plain, missing = accessor.swap_tensor, accessor._MISSING
 
-    WeightNorm.apply = staticmethod(functools.wraps(apply)(checked))  # type: ignore[method-assign]
+    @functools.wraps(plain)
+    def swap_tensor(
+        module: nn.Module, name: str, tensor: Held, allow_missing: bool = False
+    ) -> Held:
+        def as_torch() -> object:
+            return plain(module, name, tensor, allow_missing)
+
+        return as_torch() if tensor is missing else swap(module, name, tensor, as_torch)
+
+    accessor.swap_tensor = inline_only(swap_tensor)
 
 
 def forget_rnn_weights(module: nn.Module) -> None:

@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from shardc.runtime.compat.dtensors import is_dtensor, local_of
+from shardc.runtime.compat.dynamo import inline_only
 
 TensorClass = TypeVar("TensorClass", bound=Tensor)
 
@@ -74,6 +75,30 @@ def register_foreach_type(cls: type[Tensor]) -> None:
     ):
         if cls not in supported:
             supported.append(cls)
+
+
+@inline_only
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor, or what is inside of it, only stands for a value (2.13)."""
+    from torch._subclasses import fake_tensor
+
+    return fake_tensor.is_fake(tensor)
+
+
+@inline_only
+def inside_transforms(tensor: Tensor) -> Tensor:
+    """What `torch.func.grad`, `vmap` and their like have wrapped; `tensor` if it is not (2.13)."""
+    from torch._C import _functorch
+
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def as_parameter(tensor: Tensor) -> Tensor:
+    """`tensor`, which is an `nn.Parameter` to `isinstance` from now on, in a trace too (2.13)."""
+    tensor._is_param = True
+    return tensor
 
 
 def make_wrapper(cls: type[Tensor], shape: Iterable[int], local: Tensor) -> Tensor:

@@ -51,7 +51,8 @@ class Unsharded:
             views: tuple[Tensor, ...] = _Read.apply(bucket.segment, full, bucket, code)
             self.local_views = views
             self.views: tuple[Tensor, ...] = tuple(
-                wrapped(view, placed) for view, placed in zip(views, bucket.placed, strict=True)
+                compat.as_parameter(wrapped(view, placed))
+                for view, placed in zip(views, bucket.placed, strict=True)
             )
         self._shapes = [view.shape for view in views]
         self._parts = compat.plain_parts(full)

@@ -1,14 +1,21 @@
-"""`copy.deepcopy` of sharded modules: new buckets with copies of the segments, no communication.
+"""`copy` of sharded modules. A deep copy has new buckets with copies of the segments, and sends
+nothing.
 
 `copy.deepcopy` looks into its memo before it copies anything. So the buckets, parameters, units and
 empty shells of the modules are made first and put there, then each shell is filled as usual.
 Gradients, and what was gathered or has accumulated, stay with the original, as those of ordinary
-parameters do.
+parameters do. So does compiled code: torch's modules leave it out of their state.
+
+Modules offer `copy` their `__reduce_ex__`, not `__deepcopy__`. Wrappers that hand on the attributes
+that they lack (`torch.compile(model)`, torch's `checkpoint_wrapper`) would offer that too, and
+their copies would be of the module inside.
 """
 
 import copy
 from dataclasses import replace
+from typing import NoReturn
 
+import torch
 from torch import nn
 
 from shardc.runtime import compat
@@ -19,6 +26,40 @@ from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.modules.late_params import watch_for_late_params
 
 
+class Copying:
+    """A sharded module as `copy` and `pickle` are given it; they ask this class what to do.
+
+    Attributes:
+        module: the module, or its copy once `copy.deepcopy` has made one.
+        is_deep: whether that has happened.
+    """
+
+    def __init__(self, module: nn.Module, is_deep: bool = False) -> None:
+        self.module = module
+        self.is_deep = is_deep
+
+    def __deepcopy__(self, memo: compat.Memo) -> "Copying":
+        return Copying(copy_sharded(self.module, memo), is_deep=True)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise NotImplementedError(
+            f"a sharded {type(self.module).__name__} cannot be pickled: save its state_dict() "
+            "with torch.distributed.checkpoint"
+        )
+
+
+def copied(copying: Copying) -> nn.Module:
+    """The copy that `copy` asks for; a shallow one has the parameters of the original."""
+    module = copying.module
+    if copying.is_deep:
+        return module
+    shell: nn.Module = object.__new__(type(module))
+    shell.__setstate__(compat.state_of(module))
+    vars(shell)["_shardc_copied"] = module  # whose unit holds it weakly
+    return shell
+
+
+@torch.compiler.disable
 def copy_sharded(module: nn.Module, memo: compat.Memo) -> nn.Module:
     """A deep copy of a module that holds sharded parameters. Every rank must make it.
 
@@ -29,14 +70,11 @@ def copy_sharded(module: nn.Module, memo: compat.Memo) -> nn.Module:
     """
     modules, units = _copied_with(module, memo)
     inside = [m for m in modules if "_shardc_slots" in vars(m)]
-    shells = inside + [m for m in modules if _forwards_copies(m)]
-    for m in shells:
+    for m in inside:
         memo[id(m)] = object.__new__(type(m))
     copies = [_copy_unit(unit, memo) for unit in units]
-    for m in shells:
-        shell: nn.Module = memo[id(m)]
-        for name, value in vars(m).items():
-            vars(shell)[name] = copy.deepcopy(value, memo)
+    for m in inside:
+        memo[id(m)].__setstate__(copy.deepcopy(compat.state_of(m), memo))
     for unit, new in zip(units, copies, strict=True):
         for name in ("forward_prefetch", "backward_prefetch"):
             new.settings.put(name, tuple(memo.get(id(u), u) for u in getattr(unit.settings, name)))
@@ -72,14 +110,6 @@ def _units_of(module: nn.Module) -> list[Unit]:
     own = vars(module).get("_shardc_unit")
     owners: list[Unit] = [bucket.owner for bucket in vars(module)["_shardc_buckets"]]
     return owners if own is None else [own, *owners]
-
-
-def _forwards_copies(module: nn.Module) -> bool:
-    """Whether `copy` would take the `__deepcopy__` of the module inside for that of `module`.
-
-    torch's `checkpoint_wrapper` hands on every attribute that it lacks.
-    """
-    return hasattr(module, "__deepcopy__") and not hasattr(type(module), "__deepcopy__")
 
 
 def _copy_unit(unit: Unit, memo: compat.Memo) -> Unit:

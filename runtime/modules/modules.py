@@ -24,10 +24,19 @@ from shardc.runtime.checks.meta import require_values
 from shardc.runtime.comm.unshard import unshard_extended
 from shardc.runtime.eager.eager import begin_call, end_call
 from shardc.runtime.modules.controls import Controls
-from shardc.runtime.modules.copying import copy_sharded
+from shardc.runtime.modules.copying import Copying, copied, copy_sharded
 from shardc.runtime.modules.fsdp_names import FSDPNames
 from shardc.runtime.modules.late_params import watch_for_late_params
+from shardc.runtime.modules.parameters import (
+    Given,
+    Parameters,
+    Slots,
+    refuse_exporting,
+    refuse_removing,
+)
 from shardc.runtime.modules.summon import summon_full_params
+from shardc.runtime.modules.ties import buckets_of, holders_of, refuse_summoned, tie
+from shardc.runtime.tensor.tensor_parallel import as_parameter
 
 if TYPE_CHECKING:  # what the mixins stand before
     _Mixed = nn.Module
@@ -43,7 +52,7 @@ class ShardedParameters(_Mixed):
     """Mixin of every module that holds sharded parameters of its own."""
 
     _shardc_class: type[nn.Module]
-    _shardc_slots: dict[str, SlotRef]
+    _shardc_slots: Slots
     _shardc_buckets: tuple[Bucket, ...]
 
     def __new__(cls, *args: object, **kwargs: object) -> Any:
@@ -70,19 +79,27 @@ class ShardedParameters(_Mixed):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As `nn.Module.register_parameter`; over a sharded parameter, `param` is cut in place.
 
+        A sharded parameter of another module is tied: both hold it from then on.
+
         Raises:
-            NotImplementedError: None, a parameter that several modules share, or a sharded one
-                under a new name.
+            NotImplementedError: None, over a parameter that several modules share, a sharded one
+                under a new name or of other ranks, or a full one.
             ValueError: `param` has another shape.
             RuntimeError: inside a forward, or before the unit was materialised.
         """
         slot = self._shardc_slots.get(name)
-        if slot is not None and not slot.bucket.owner.summoned:
+        if type(param) is Tensor:  # which reads as a parameter
+            self._refuse_gathered(name)
+        if isinstance(slot, SlotRef) and not slot.bucket.owner.summoned:
             if param is None:
-                _refuse_removing(self, name)
+                refuse_removing(self._shardc_class, name)
             if param is slot.bucket.params[slot.index]:
                 return
-            _check_assigned(self, name, param)
+            _check_assigned(self, name, slot, param)
+            if hasattr(param, "_slot"):
+                tie(self, name, slot, param)
+                return
+            _check_shared(self, name, slot)
             if slot.bucket.segment.is_meta:
                 allocate_unwritten(slot.bucket)
             if isinstance(param, DTensor):  # a ShardTensor, or placed otherwise
@@ -91,6 +108,8 @@ class ShardedParameters(_Mixed):
                 return
             adopt(slot.bucket, slot.index, param)
             param = slot.bucket.params[slot.index]
+        elif isinstance(slot, Given) and param is not None:
+            refuse_summoned(self, name, param)
         elif slot is None and param is not None and hasattr(param, "_slot"):
             # `prune` would, and fail half-way
             raise NotImplementedError(
@@ -100,8 +119,17 @@ class ShardedParameters(_Mixed):
             )
         super().register_parameter(name, param)
 
+    def _refuse_gathered(self, name: str) -> NoReturn:
+        raise NotImplementedError(
+            f"'{name}' of {self._shardc_class.__name__} was assigned a full parameter, which is a "
+            "temporary of a forward or of unshard(). Assign what parameters() gives outside of "
+            "both (to tie), or a copy (.detach().clone())"
+        )
+
+    @compat.inline_only
     def get_parameter(self, target: str) -> nn.Parameter:
-        """As `nn.Module.get_parameter`: what `parameters()` gives, whatever a read gives now."""
+        """As `nn.Module.get_parameter`: the full one in its module's forward, else the sharded one,
+        whatever a read gives outside of it."""
         path, _, name = target.rpartition(".")
         module = self.get_submodule(path)
         if name in vars(module).get("_shardc_slots", ()):
@@ -110,19 +138,17 @@ class ShardedParameters(_Mixed):
             return param
         return super().get_parameter(target)
 
+    def _save_to_state_dict(self, *args: object, **kwargs: object) -> None:
+        with torch.no_grad():  # sharded ones, also in a forward
+            super()._save_to_state_dict(*args, **kwargs)
+
     def __delattr__(self, name: str) -> None:
         if name in self._shardc_slots:
-            _refuse_removing(self, name)
+            refuse_removing(self._shardc_class, name)
         super().__delattr__(name)
 
-    def __deepcopy__(self, memo: compat.Memo) -> nn.Module:
-        return copy_sharded(self, memo)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise NotImplementedError(
-            f"a sharded {self._shardc_class.__name__} cannot be pickled: save its state_dict() "
-            "with torch.distributed.checkpoint"
-        )
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        return copied, (Copying(self),)
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise NotImplementedError(
@@ -147,30 +173,9 @@ class ShardedParameters(_Mixed):
         )
 
 
-def _refuse_removing(module: ShardedParameters, name: str) -> NoReturn:
-    raise NotImplementedError(
-        f"'{name}' of {module._shardc_class.__name__} is sharded and cannot be removed; remove it "
-        "before fully_shard"
-    )
-
-
-def _check_weight_norm(module: nn.Module, name: str) -> None:
-    if isinstance(module, ShardedParameters) and name in module._shardc_slots:
-        _refuse_removing(module, name)
-
-
-compat.check_weight_norm(_check_weight_norm)
-
-
-def _refuse_exporting(module: ShardedParameters) -> NoReturn:
-    raise NotImplementedError(
-        f"torch.export cannot export a sharded {module._shardc_class.__name__}, whose values are "
-        "on all ranks: export an unsharded copy with the values of get_model_state_dict"
-    )
-
-
-def _check_assigned(module: ShardedParameters, name: str, param: nn.Parameter) -> None:
-    slot = module._shardc_slots[name]
+def _check_assigned(
+    module: ShardedParameters, name: str, slot: SlotRef, param: nn.Parameter
+) -> None:
     bucket, old = slot.bucket, slot.bucket.params[slot.index]
     label = f"'{name}' of {module._shardc_class.__name__}"
     if param.shape != old.shape:
@@ -178,20 +183,19 @@ def _check_assigned(module: ShardedParameters, name: str, param: nn.Parameter) -
             f"{label} has shape {tuple(old.shape)} and is sharded; it cannot become a parameter of "
             f"shape {tuple(param.shape)}"
         )
-    if bucket.gathered.depth or torch.compiler.is_compiling():
+    both = {bucket, getattr(param, "_slot", slot).bucket}
+    if torch.compiler.is_compiling() or any(each.gathered.depth for each in both):
         raise RuntimeError(f"{label} is sharded and cannot be assigned inside a forward")
-    if param.is_meta:
+    if param.is_meta and not hasattr(param, "_slot"):
         raise RuntimeError(f"{label} is sharded and cannot become a parameter on the meta device")
-    tied = {
-        (holder, attribute)
-        for root in bucket.owner.modules
-        for holder in root.modules()
-        for attribute, other in vars(holder).get("_shardc_slots", {}).items()
-        if other.bucket is bucket and other.index == slot.index
-    }
-    if len(tied) > 1:
+
+
+def _check_shared(module: ShardedParameters, name: str, slot: SlotRef) -> None:
+    holders = holders_of(slot)
+    if len(holders) > 1:
         raise NotImplementedError(
-            f"{label} is sharded and shared by {len(tied)} modules; assigning one would part them. "
+            f"'{name}' of {module._shardc_class.__name__} is sharded and shared by {len(holders)} "
+            "modules; assigning one would part them. "
             "Write its values in place: param.copy_(full_tensor)"
         )
 
@@ -226,15 +230,20 @@ def _install_properties(module: nn.Module, unit: "Unit | None") -> None:
     if unit is None and not slots:
         return
     own = unit or vars(module).get("_shardc_unit")
-    buckets = [slot.bucket for slot in slots.values()]
     state = vars(module)
     state["_shardc_slots"] = slots
-    state["_shardc_buckets"] = tuple(dict.fromkeys([*(own.buckets if own else ()), *buckets]))
+    state["_shardc_buckets"] = buckets_of(slots, own)
     if own is not None:
         state["_shardc_unit"] = own
     mixin = ShardedModule if own is not None else ShardedParameters
     original = getattr(type(module), "_shardc_class", type(module))
-    compat.become(module, _subclass(original, tuple(slots), mixin))
+    cls = _subclass(original, tuple(slots), mixin)
+    if slots:
+        readers = {name: vars(cls)[name].fget for name in slots}
+        state["_parameters"] = Parameters(
+            dict.items(module._parameters), state["_shardc_slots"], readers, original
+        )
+    compat.become(module, cls)
 
 
 def _subclass(cls: type, names: tuple[str, ...], mixin: type) -> type:
@@ -246,6 +255,8 @@ def _subclass(cls: type, names: tuple[str, ...], mixin: type) -> type:
         # The original's name, too: transformers looks up by it what a model records, and saves it.
         for attribute in ("__module__", "__qualname__", "__doc__"):
             body[attribute] = getattr(cls, attribute)
+        if hasattr(cls, "__deepcopy__"):
+            body["__deepcopy__"] = copy_sharded
         body["_shardc_class"] = cls
         # Behind the module's own class: isinstance is true, and no method of FSDP2 is found first.
         bases = (mixin, cls, FSDPModule) if mixin is ShardedModule else (mixin, cls)
@@ -254,24 +265,27 @@ def _subclass(cls: type, names: tuple[str, ...], mixin: type) -> type:
 
 
 def _parameter(name: str) -> property:
-    def read(self: ShardedParameters) -> Tensor | None:
+    def read(self: ShardedParameters | Parameters) -> Tensor | None:
         # In one function: Dynamo traces it for each parameter.
         slot = self._shardc_slots[name]
         bucket, index = slot.bucket, slot.index
-        if not torch.compiler.is_compiling():
+        if bucket is None:
+            return slot.value  # type: ignore[union-attr]
+        if not torch.compiler.is_dynamo_compiling():
             own = bucket.params[index]
-            held = self._parameters.get(name, own)
-            if held is not own:  # `functional_call` swapped it in
-                return held
+            if torch.compiler.is_compiling():  # Dynamo makes a guard on `hasattr`
+                if compat.is_exporting():
+                    refuse_exporting(self._shardc_class)
+                return own
             return bucket.gathered.read(index) if bucket.gathered.is_readable else own
         if compat.is_exporting():
-            _refuse_exporting(self)
+            refuse_exporting(self._shardc_class)
         signature, extras = bucket.key.reading()
         if bucket.extension is not None:
             return unshard_extended(bucket.segment, signature, index, extras)
         full = torch.ops.shardc.unshard_slot(bucket.segment, signature, index, extras)
         placed = bucket.placed[index]
-        return full if placed is None else placed.wrap(full)
+        return full if placed is None else as_parameter(placed.wrap(full))
 
     return property(compat.inline_only(read))
 

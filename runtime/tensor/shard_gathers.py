@@ -129,7 +129,8 @@ def plain(func: compat.Op, operand: Tensor, like: ShardTensor | None = None) -> 
 
 
 class _PlainGradients:
-    """A hook of a ShardTensor: of a whole gradient it keeps this rank's part.
+    """A hook of a ShardTensor: of a whole gradient, each rank's of its own batch, it keeps this
+    rank's part of the mean.
 
     Attributes:
         over: how the ranks' gradients become one; those of a statistic are equal (`WholeValue`).

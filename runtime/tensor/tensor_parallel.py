@@ -162,6 +162,12 @@ def _wrap_spmd(local: Tensor, key: str) -> DTensor:
     return _WrapSpmd.apply(local, key)
 
 
+@torch.compiler.allow_in_graph
+def as_parameter(value: Tensor) -> Tensor:
+    """`value`, a DTensor, as an `nn.Parameter` to `isinstance`; Dynamo asks the value itself."""
+    return compat.as_parameter(value)
+
+
 def local_value(param: Tensor) -> Tensor:
     """The value of a parameter that this rank holds, plain."""
     return compat.local_of(param) if compat.is_dtensor(param) else inner_value(param)

@@ -1,0 +1,206 @@
+"""The `_parameters` of sharded modules: reads in a forward give full parameters, as `self.weight`.
+
+It holds the sharded parameters, always. A value that stands in the place of one for a while is a
+`Given` in the module's table of slots, where reads look anyway. So compiled code is guarded on it
+without a guard of its own: the slot has another class.
+
+`parameters()` gives full ones only where gradients are recorded. Without, code that walks through
+all parameters in a forward writes to them (a moving average), which reaches sharded ones only.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from shardc.runtime import compat
+from shardc.runtime.bucket.params import SlotRef
+from shardc.runtime.modules.whole import whole
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+
+
+class Given:
+    """A value in a parameter's place: `functional_call` and `summon_full_params` put it there.
+
+    Attributes:
+        bucket: None, by which a read knows it.
+        index: that of the parameter.
+        slot: the parameter's own.
+        given: what was put there.
+        value: the same, whole; what a read gives.
+    """
+
+    @compat.inline_only
+    def __init__(self, slot: SlotRef, given: Tensor | None) -> None:
+        self.bucket = None
+        self.index = slot.index
+        self.slot = slot
+        self.given = given
+        self.value = whole(given, slot.bucket) if isinstance(given, ShardTensor) else given
+
+
+Slots = dict[str, SlotRef | Given]
+Reader = Callable[[compat.Held], Tensor | None]
+
+
+class Parameters(dict[str, nn.Parameter | None]):
+    """The parameters of one sharded module, by name.
+
+    Args:
+        params: the same, as the module held them.
+        slots: the module's table; shared with it.
+        readers: how the sharded ones are read.
+        cls: the module's class before it was sharded.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[tuple[str, nn.Parameter | None]],
+        slots: Slots,
+        readers: Mapping[str, Reader],
+        cls: type,
+    ) -> None:
+        super().__init__(params)
+        self._shardc_slots = slots
+        self._shardc_class = cls
+        self._readers = readers
+
+    @compat.inline_only
+    def __getitem__(self, name: str) -> compat.Held:
+        slot = self._shardc_slots.get(name)
+        if slot is None:
+            return super().__getitem__(name)
+        bucket = slot.bucket
+        if bucket is None or torch.compiler.is_dynamo_compiling() or bucket.gathered.depth > 0:
+            return self._readers[name](self)
+        return super().__getitem__(name)
+
+    @compat.inline_only
+    def get(self, name: str, default: compat.Held = None) -> compat.Held:
+        return self[name] if name in self else default  # noqa: SIM401
+
+    @compat.inline_only
+    def items(self) -> compat.Held:
+        if not self._differs():
+            return super().items()
+        return [(name, self._listed(name)) for name in self]
+
+    @compat.inline_only
+    def values(self) -> compat.Held:
+        if not self._differs():
+            return super().values()
+        return [self._listed(name) for name in self]
+
+    @compat.inline_only
+    def _differs(self) -> bool:
+        """Whether a walk gives something else than what is held here."""
+        if torch.compiler.is_dynamo_compiling():
+            return True
+        reads = torch.is_grad_enabled()
+        return any(
+            slot.bucket is None or (reads and slot.bucket.gathered.depth > 0)
+            for slot in self._shardc_slots.values()
+        )
+
+    @compat.inline_only
+    def _listed(self, name: str) -> compat.Held:
+        slot = self._shardc_slots.get(name)
+        if slot is None or slot.bucket is None or torch.is_grad_enabled():
+            return self[name]
+        return super().__getitem__(name)
+
+    @compat.inline_only
+    def __setitem__(self, name: str, value: compat.Held) -> None:
+        slot = self._shardc_slots.get(name)
+        if slot is None:
+            super().__setitem__(name, value)
+            return
+        if torch.compiler.is_dynamo_compiling():
+            raise NotImplementedError(
+                f"'{name}' of {self._shardc_class.__name__} is sharded and cannot be put into "
+                "_parameters by compiled code: call torch.func.functional_call(module, values, "
+                "args), outside of what is compiled"
+            )
+        own = slot if isinstance(slot, SlotRef) else slot.slot
+        if own.gives(value):
+            super().__setitem__(name, own.bucket.params[own.index])
+            self._shardc_slots[name] = own
+        else:
+            self._shardc_slots[name] = Given(own, value)
+
+    @compat.inline_only
+    def __delitem__(self, name: str) -> None:
+        if name in self._shardc_slots:
+            refuse_removing(self._shardc_class, name)
+        super().__delitem__(name)
+
+    @compat.inline_only
+    def pop(self, name: str, *default: compat.Held) -> compat.Held:
+        if name in self._shardc_slots:
+            refuse_removing(self._shardc_class, name)
+        return super().pop(name, *default)
+
+    @compat.inline_only
+    def swap(self, name: str, value: compat.Held) -> compat.Held:
+        """Put `value` in the place of a sharded parameter, as `functional_call` does.
+
+        Returns:
+            What puts the state before back when it is given as `value`; then: what was there.
+        """
+        before = self._shardc_slots[name]
+        if isinstance(value, (SlotRef, Given)):
+            self._shardc_slots[name] = value
+            return before.given if isinstance(before, Given) else before.bucket.params[before.index]
+        own = before if isinstance(before, SlotRef) else before.slot
+        if torch.compiler.is_dynamo_compiling():
+            self._shardc_slots[name] = Given(own, value)
+            return before
+        if isinstance(value, ShardTensor) and compat.is_fake(value):
+            refuse_exporting(self._shardc_class)
+        if value is not None and isinstance(compat.inside_transforms(value), ShardTensor):
+            self._refuse_transforms(name, value)
+        self._shardc_slots[name] = own if own.gives(value) else Given(own, value)
+        return before
+
+    def _refuse_transforms(self, name: str, value: Tensor) -> None:
+        if not isinstance(value, ShardTensor):
+            raise NotImplementedError(
+                f"torch.func transforms cannot differentiate or map sharded tensors, and '{name}' "
+                f"of {self._shardc_class.__name__} was given one: give functional_call whole "
+                "tensors (.full_tensor(), on every rank)"
+            )
+
+    def __deepcopy__(self, memo: compat.Memo) -> "Parameters":
+        params = [(name, copy.deepcopy(param, memo)) for name, param in dict.items(self)]
+        slots = copy.deepcopy(self._shardc_slots, memo)
+        return Parameters(params, slots, self._readers, self._shardc_class)
+
+
+def refuse_exporting(cls: type) -> NoReturn:
+    """Raise for a module that torch.export traces."""
+    raise NotImplementedError(
+        f"torch.export cannot export a sharded {cls.__name__}, whose values are on all ranks: "
+        "export an unsharded copy with the values of get_model_state_dict"
+    )
+
+
+def refuse_removing(cls: type, name: str) -> NoReturn:
+    """Raise for a parameter that would be taken out of a module."""
+    raise NotImplementedError(
+        f"'{name}' of {cls.__name__} is sharded and cannot be removed; remove it before fully_shard"
+    )
+
+
+@compat.inline_only
+def _swap(
+    module: nn.Module, name: str, value: compat.Held, swap: Callable[[], compat.Held]
+) -> compat.Held:
+    held = module._parameters
+    if not isinstance(held, Parameters) or name not in held._shardc_slots:
+        return swap()
+    return held.swap(name, value)
+
+
+compat.when_swapped(_swap)

@@ -1,0 +1,72 @@
+"""Sharded parameters that several modules share: which do, and those that are tied after sharding.
+
+A module that takes over the parameter of another takes over its slot. Its own slot stays in its
+bucket, where no module reads it: its gradient is None, its memory is kept.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from shardc.runtime import compat
+from shardc.runtime.bucket.bucket import Bucket
+from shardc.runtime.bucket.params import SlotRef
+from shardc.runtime.bucket.unit import Unit
+from shardc.runtime.compat import Held
+from shardc.runtime.modules.parameters import Given
+
+if TYPE_CHECKING:
+    from shardc.runtime.modules.modules import ShardedParameters
+
+
+def holders_of(slot: SlotRef) -> set[tuple[nn.Module, str]]:
+    """The modules that hold a parameter, each with the name that it has there.
+
+    Looks below the outermost unit around it.
+    """
+    return {
+        (holder, name)
+        for root in slot.bucket.owner.outermost.modules
+        for holder in root.modules()
+        for name, other in vars(holder).get("_shardc_slots", {}).items()
+        if other.bucket is slot.bucket and other.index == slot.index
+    }
+
+
+def refuse_summoned(module: "ShardedParameters", name: str, param: nn.Parameter) -> None:
+    """Raise where `param` is what another parameter was summoned as: its values would be copied."""
+    slot = module._shardc_slots[name]
+    own = slot.slot if isinstance(slot, Given) else slot
+    for root in own.bucket.owner.outermost.modules:
+        for holder in root.modules():
+            for other in vars(holder).get("_shardc_slots", {}).values():
+                if isinstance(other, Given) and other.given is param and other.slot is not own:
+                    raise NotImplementedError(
+                        f"'{name}' of {module._shardc_class.__name__}: tie it to "
+                        f"'{other.slot.name}' outside of summon_full_params, which would copy"
+                    )
+
+
+def buckets_of(slots: Mapping[str, Held], own: Unit | None) -> tuple[Bucket, ...]:
+    """The buckets that a call of a module opens: those of its unit, and of what it holds."""
+    held = [slot.bucket for slot in slots.values() if slot.bucket is not None]
+    return tuple(dict.fromkeys([*(own.buckets if own else ()), *held]))
+
+
+def tie(module: "ShardedParameters", name: str, slot: SlotRef, param: nn.Parameter) -> None:
+    """Have `module` hold `param`, a sharded parameter of another module, in place of its own.
+
+    Raises:
+        NotImplementedError: it is sharded over other ranks.
+    """
+    taken: SlotRef = param._slot  # type: ignore[attr-defined]
+    if slot.bucket.ranks != taken.bucket.ranks:
+        raise NotImplementedError(
+            f"'{name}' of {module._shardc_class.__name__} and '{taken.name}' are sharded over "
+            "different ranks and cannot be tied: tie them before fully_shard"
+        )
+    module._shardc_slots[name] = taken
+    compat.put_parameter(module, name, param)
+    own = vars(module).get("_shardc_unit")
+    vars(module)["_shardc_buckets"] = buckets_of(module._shardc_slots, own)

@@ -1,0 +1,226 @@
+"""Ways to read a parameter other than `self.weight`, and to give a module other values."""
+
+import pytest
+import torch
+from models import check_parity, full, mean_over_ranks, seeded
+from ranks import on_ranks
+from torch import nn
+
+from shardc import ShardTensor, fully_shard
+
+WAYS = pytest.mark.parametrize("way", ["uncompiled", "blocks", "eager", "inductor"])
+
+
+def compiled_in(way, model):
+    """`model`, compiled in a way: whole, by an executor, or its `block` alone."""
+    if way != "uncompiled":
+        module = model.block if way == "blocks" else model
+        executor = "inductor" if way == "inductor" else "eager"
+        module.compile(backend="shardc", options={"executor": executor})
+    return model
+
+
+def batch(seed):
+    """Values of a rank and seed: what is right on one rank only is off on two."""
+    return {"x": torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))}
+
+
+class Block(nn.Module):
+    """Reads its parameters, and those of modules inside, as `read` does."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4) + 1)
+        self.inner = nn.Linear(4, 4)
+        self.read = read
+
+    def forward(self, x):
+        return self.read(self, x)
+
+
+class Model(nn.Module):
+    """A block between layers."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(4, 4), Block(read), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(self.block(self.first(x)).tanh()).square().mean()
+
+
+def _has(self, x):
+    x = x * self.scale if hasattr(self, "scale") else x + 5
+    return x * 3 if hasattr(self, "missing") or not hasattr(self.inner, "bias") else x
+
+
+def _get_with_default(self, x):
+    scale, bias = getattr(self, "scale", None), getattr(self.inner, "bias", None)
+    x = x + 5 if scale is None or bias is None else x * scale + bias
+    return x if getattr(self.inner, "missing", None) is None else x * 3
+
+
+def _in_dict(self, x):
+    return torch.nn.functional.linear(
+        x * self._parameters["scale"], self.inner._parameters["weight"]
+    )
+
+
+def _in_vars(self, x):
+    return x * vars(self)["_parameters"].get("scale") + self.inner.__dict__["_parameters"]["bias"]
+
+
+def _by_get_parameter(self, x):
+    return x * self.get_parameter("scale") @ self.get_parameter("inner.weight")
+
+
+def _by_name(self, x):
+    named = dict(self.named_parameters())
+    return x * named["scale"] + named["inner.bias"] @ dict(self.inner.named_parameters())["weight"]
+
+
+def _penalty(self, x):
+    """Of a batch's own weight: a rank's gradient is not that of the others."""
+    return self.inner(x * self.scale) + x.mean() * sum(p.square().sum() for p in self.parameters())
+
+
+def _as_parameter(self, x):
+    is_one = isinstance(self.scale, nn.Parameter) and isinstance(self.inner.weight, nn.Parameter)
+    return self.inner(x * self.scale) if is_one else x
+
+
+READS = {
+    "hasattr": _has,
+    "getattr with a default": _get_with_default,
+    "_parameters": _in_dict,
+    "vars": _in_vars,
+    "get_parameter": _by_get_parameter,
+    "named_parameters": _by_name,
+    "parameters": _penalty,
+    "isinstance": _as_parameter,
+}
+
+
+@WAYS
+@pytest.mark.parametrize("read", READS)
+@on_ranks(2)
+def test_a_read_gives_the_full_parameter(mesh, read, way):
+    plain, model = (seeded(lambda: Model(READS[read])) for _ in range(2))
+    fully_shard(model.block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    check_parity(plain, model, compiled_in(way, model), batch, mesh)
+
+
+# -- functional calls ------------------------------------------------------------------------------
+
+
+def _halved(model, other):
+    return {name: param.detach() * 0.5 for name, param in model.named_parameters()}
+
+
+def _one_sharded(model, other):
+    return {"block.inner.bias": dict(model.named_parameters())["block.inner.bias"].detach() + 1}
+
+
+def _whole(model, other):
+    return {name: full(param).clone().requires_grad_() for name, param in other.named_parameters()}
+
+
+def _one_whole(model, other):
+    return {"last.weight": _whole(model, other)["last.weight"]}
+
+
+def _own(model, other):
+    return dict(model.named_parameters())
+
+
+def _of_another(model, other):
+    return dict(other.named_parameters())
+
+
+def _derived(model, other):
+    return {name: param * 0.5 for name, param in model.named_parameters()}
+
+
+GIVEN = [_halved, _one_sharded, _whole, _one_whole, _own, _of_another, _derived]
+
+
+def _by_attribute(self, x):
+    return self.inner(x * self.scale)
+
+
+def _models(mesh, is_sharded):
+    models = [seeded(lambda: Model(_by_attribute), seed) for seed in (0, 1)]
+    for model in models if is_sharded else ():
+        fully_shard(model.block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return models
+
+
+def _called(call, model, other, given, mesh):
+    """Two steps with given values: outputs, gradients of what was given whole, of the models."""
+    found = []
+    for seed in (mesh.get_local_rank(), mesh.get_local_rank() + 10):
+        values = given(model, other)
+        kept = dict(values)
+        loss = call(values, batch(seed)["x"])
+        assert all(value is kept[name] for name, value in values.items())
+        if loss.requires_grad:
+            loss.backward()
+        found.append(loss.detach())
+        found += [v.grad for v in values.values() if v.is_leaf and not _is_of(v, model, other)]
+        found.append(model(**batch(seed)).detach())
+    for param in (*model.parameters(), *other.parameters()):
+        grad = param.grad
+        assert grad is None or isinstance(grad, ShardTensor) == isinstance(param, ShardTensor)
+        is_local = grad is not None and not isinstance(grad, ShardTensor)
+        found.append(mean_over_ranks(grad, mesh) if is_local else grad)
+    return [None if each is None else full(each) for each in found]
+
+
+def _is_of(value, *models):
+    return any(value is param for model in models for param in model.parameters())
+
+
+@pytest.mark.parametrize("way", ["uncompiled", "blocks", "eager", "inductor", "inside"])
+@pytest.mark.parametrize("given", GIVEN)
+@on_ranks(2)
+def test_a_functional_call_computes_with_what_it_is_given(mesh, given, way):
+    torch._dynamo.reset()
+    results = []
+    for is_sharded in (False, True):
+        model, other = _models(mesh, is_sharded)
+
+        def call(values, x, model=model):
+            return torch.func.functional_call(model, values, (x,))
+
+        if is_sharded and way == "inside":
+            call = torch.compile(call, backend="shardc", options={"executor": "eager"})
+        elif is_sharded:
+            compiled_in(way, model)
+        results.append(_called(call, model, other, given, mesh))
+    want, got = results
+    assert any(each is not None and each.any() for each in want)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["uncompiled", "eager"])
+@on_ranks(2)
+def test_function_transforms_of_a_functional_call(mesh, way):
+    results = []
+    for is_sharded in (False, True):
+        model, _ = _models(mesh, is_sharded)
+        if is_sharded:
+            compiled_in(way, model)
+        values = {name: full(param) for name, param in model.named_parameters()}
+
+        def loss(values, x, model=model):
+            return torch.func.functional_call(model, values, (x,))
+
+        each = torch.func.vmap(torch.func.grad(loss), (None, 0))
+        results.append(each(values, batch(mesh.get_local_rank())["x"]))
+    torch.testing.assert_close(results[1], results[0])
+    for sharded in (dict(model.named_parameters()), _halved(model, None)):
+        with pytest.raises(NotImplementedError, match="'weight' of Linear was given one: give"):
+            torch.func.grad(loss)(sharded, batch(0)["x"])
+    check_parity(_models(mesh, False)[0], model, model, batch, mesh)

@@ -1,0 +1,142 @@
+"""Weights that are tied after `fully_shard`, as transformers' `tie_weights` does, and untied."""
+
+import copy
+
+import pytest
+import torch
+from models import check_parity, compiled, full, seeded, tokens
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardc import ShardTensor, fully_shard, summon_full_params
+
+
+class Model(nn.Module):
+    """An embedding and a head, in modules that may be units."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.ModuleDict({"table": nn.Embedding(31, 6), "up": nn.Linear(6, 6)})
+        self.last = nn.ModuleDict({"norm": nn.LayerNorm(6), "head": nn.Linear(6, 31, bias=False)})
+
+    def forward(self, tokens):
+        x = self.first["up"](self.first["table"](tokens)).tanh()
+        return self.last["head"](self.last["norm"](x)).logsumexp(-1).mean()
+
+
+def _tied(model, is_reversed=False):
+    if is_reversed:
+        model.first["table"].weight = model.last["head"].weight
+    else:
+        model.last["head"].weight = model.first["table"].weight
+    return model
+
+
+UNITS = {
+    "one unit": [],
+    "from an inner unit": ["first.table"],
+    "into an inner unit": ["last.head"],
+    "between inner units": ["first.table", "last.head"],
+    "of several modules": ["first.table", "first.up", "last.norm", "last.head"],
+}
+
+
+def _sharded(model, mesh, units, **kwargs):
+    for name in UNITS[units]:
+        fully_shard(model.get_submodule(name), mesh=mesh, **kwargs)
+    return fully_shard(model, mesh=mesh, **kwargs)
+
+
+def _batch(seed):
+    return {"tokens": tokens(seed)}
+
+
+def _call(model, way):
+    if way == "blocks":
+        for module in (model.first["up"], model.last["head"]):
+            module.compile(backend="shardc", options={"executor": "eager"})
+    return compiled(model, way) if way in ("eager", "inductor") else model
+
+
+CASES = [
+    *((units, False, way) for units in UNITS for way in ("uncompiled", "blocks", "eager")),
+    *(("into an inner unit", True, way) for way in ("uncompiled", "blocks", "eager")),
+    ("from an inner unit", False, "inductor"),
+]
+
+
+@pytest.mark.parametrize(("units", "is_reversed", "way"), CASES)
+@on_ranks(2)
+def test_weights_are_tied_after_sharding(mesh, units, is_reversed, way):
+    plain, model = (seeded(Model) for _ in range(2))
+    call = _call(_sharded(model, mesh, units), way)
+    call(**_batch(3)).backward()  # graphs and gathers of two weights are there
+    model.zero_grad()
+    for each in (plain, model):
+        _tied(each, is_reversed)
+    weight = model.first["table"].get_parameter("weight")
+    assert model.last["head"].get_parameter("weight") is weight
+    check_parity(plain, model, call, _batch, mesh)
+    other = copy.deepcopy(model)
+    assert other.last["head"].weight is other.first["table"].weight
+    check_parity(plain, other, _call(other, way), _batch, mesh, steps=1)
+
+
+@pytest.mark.parametrize("way", ["uncompiled", "eager"])
+@on_ranks(2)
+def test_tied_weights_of_a_model_on_meta(mesh, way):
+    with torch.device("meta"):
+        model = Model()
+    _tied(_sharded(model, mesh, "into an inner unit"))
+    plain = _tied(seeded(Model))
+    model.to_empty(device="cpu")
+    model.load_state_dict(plain.state_dict())
+    check_parity(plain, model, _call(model, way), _batch, mesh)
+
+
+@pytest.mark.parametrize("way", ["uncompiled", "eager"])
+@on_ranks(2)
+def test_weights_are_untied_by_the_parameter_that_was_there(mesh, way):
+    plain, model = (seeded(Model) for _ in range(2))
+    call = _call(_sharded(model, mesh, "one unit"), way)
+    own = [each.last["head"].get_parameter("weight") for each in (plain, model)]
+    for each in (plain, model):
+        _tied(each)
+    check_parity(plain, model, call, _batch, mesh, steps=1)
+    with pytest.raises(NotImplementedError, match="'weight' of Linear is sharded and shared by 2"):
+        model.last["head"].weight = nn.Parameter(torch.ones(31, 6))
+    for each, weight in zip((plain, model), own, strict=True):
+        each.last["head"].weight = weight
+    check_parity(plain, model, call, _batch, mesh)
+
+
+@on_ranks(2)
+def test_a_tie_of_summoned_parameters_is_refused(mesh):
+    model = _tied(_sharded(seeded(Model), mesh, "one unit"))
+    with summon_full_params(model):
+        _tied(model)  # they are
+        model.first["up"].weight = nn.Parameter(torch.ones(6, 6))
+        with pytest.raises(NotImplementedError, match=r"tie it to 'first\.up\.weight' outside of"):
+            model.last["norm"].weight = model.first["up"].weight
+    assert torch.equal(full(model.first["up"].weight), torch.ones(6, 6))
+
+
+@on_ranks(2)
+def test_what_cannot_be_tied_is_refused(mesh):
+    model = _sharded(seeded(Model), mesh, "one unit")
+    head = model.last["head"]
+    before = head.get_parameter("weight")
+    with pytest.raises(ValueError, match=r"cannot become a parameter of shape \(6, 6\)"):
+        head.weight = model.first["up"].weight
+    model.unshard()
+    with pytest.raises(NotImplementedError, match=r"assigned a full parameter.*unshard\(\)"):
+        head.weight = model.first["table"].weight
+    model.reshard()
+    copied = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    other = fully_shard(seeded(Model), mesh=copied)
+    with pytest.raises(NotImplementedError, match=r"'first\.table\.weight' are sharded over"):
+        head.weight = other.first["table"].weight
+    assert head.get_parameter("weight") is before and isinstance(before, ShardTensor)
+    assert not torch.equal(full(before), full(model.first["table"].weight))
+    check_parity(seeded(Model), model, model, _batch, mesh)
