@@ -104,11 +104,19 @@ def argument_of(
 @contextmanager
 def fake_tensors(device_type: str = "cpu") -> Iterator[Callable[[Tensor], Tensor]]:
     """Inside, tensors have shapes only; gives what makes one like another, on a device (2.11 to
-    2.15)."""
+    2.15). It raises NotImplementedError for a nested tensor."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    def fake(tensor: Tensor) -> Tensor:
+        if tensor.is_nested:
+            raise NotImplementedError(
+                "a nested tensor has no shape without its values: give one padded to equal "
+                "lengths, or run a step on ranks and see shardc.report(model)"
+            )
+        return torch.empty_like(tensor, device=device_type)
+
     with FakeTensorMode(allow_non_fake_inputs=True):
-        yield lambda tensor: torch.empty_like(tensor, device=device_type)
+        yield fake
 
 
 def fake_tensors_of_trace() -> AbstractContextManager[object]:
