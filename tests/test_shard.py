@@ -395,6 +395,27 @@ def test_what_is_refused(mesh):
 
 
 @on_ranks(2)
+def test_none_is_the_default_as_in_fsdp2(mesh):
+    theirs = fsdp2(seeded(Stack), mesh, offload_policy=None, ignored_params=None)
+    none = {"mp_policy": None, "offload_policy": None}
+    everything = dict.fromkeys(
+        ("ignored_params", "reshard_after_forward", "shard_placement_fn", "dp_mesh_dims"), None
+    )
+    ours = fully_shard(
+        seeded(Stack), mesh=mesh, units=lambda m: none if type(m) is Block else False,
+        **none, **everything, param_init_fn=None,
+    )  # fmt: skip
+
+    def step(_, call, number):
+        call(**_batch(number)).backward()
+
+    check_against_fsdp2(theirs, ours, compiled(ours), step, steps=2)
+    settings = [unit._shardc_unit.settings for unit in units_of(ours).values()]
+    default = units_of(sharded(seeded(Stack), mesh))
+    assert settings == [unit._shardc_unit.settings for unit in default.values()]
+
+
+@on_ranks(2)
 def test_what_would_part_a_parameter_is_refused(mesh):
     model = shard_all(seeded(Stack), mesh)
     param = model.get_parameter("head.weight")

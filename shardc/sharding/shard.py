@@ -53,8 +53,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: Reshard = None,
     shard_placement_fn: PlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: Any = None,
     dp_mesh_dims: MeshDims | None = None,
     units: UnitPolicy | None = None,
@@ -82,9 +82,9 @@ def fully_shard(
             has it cut between rows, in equal parts but the last, as FSDP2 does; that takes a bucket
             of its own, so a message of its own. Any other dim is as None: an interval needs no
             dim that the ranks divide.
-        mp_policy: precision (`shardc.MixedPrecisionPolicy`, or torch's).
+        mp_policy: precision (`shardc.MixedPrecisionPolicy`, or torch's); None casts nothing.
         offload_policy: torch's `CPUOffloadPolicy` keeps segments, gradients and so the optimizer's
-            state on the host.
+            state on the host; None, or torch's `OffloadPolicy`, on the device.
         ignored_params: parameters, or modules whose parameters, stay as they are.
         dp_mesh_dims: torch's `DataParallelMeshDims`, the names of the dims of `mesh` to shard and
             to replicate over. Every parameter is then a DTensor on the whole mesh, replicated over
