@@ -35,7 +35,20 @@ def require_values(module: nn.Module) -> None:
     names = states_on_meta(module)
     if names:
         refuse_meta(names)
-    vars(module)["_shardc_unit"].on_meta = False
+    for child in module.modules():
+        if "_shardc_unit" in vars(child):
+            vars(child)["_shardc_unit"].on_meta = False
+
+
+def note_loaded(module: nn.Module, incompatible: object) -> None:
+    """Look again for what is on meta below a sharded `module`, after `load_state_dict`.
+
+    `assign=True` gives values. A forward would notice, too, but Dynamo guards on what it traces
+    there, and would compile the next one anew.
+    """
+    unit = vars(module)["_shardc_unit"]
+    if unit.on_meta:
+        unit.note_meta()
 
 
 def refuse_meta(names: Iterable[str]) -> NoReturn:

@@ -18,7 +18,7 @@ from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket
 from shardc.runtime.bucket.params import SlotRef, adopt, allocate_unwritten, convert
 from shardc.runtime.bucket.unit import Unit
-from shardc.runtime.checks.meta import require_values
+from shardc.runtime.checks.meta import note_loaded, require_values
 from shardc.runtime.comm.unshard import unshard_extended
 from shardc.runtime.eager.eager import begin_call, end_call
 from shardc.runtime.modules.controls import Controls
@@ -201,6 +201,7 @@ def make_unit(unit: "Unit") -> None:
     """
     for root in unit.modules:
         compat.mark_as_sharded(root)
+        root.register_load_state_dict_post_hook(note_loaded)
         for name, module in root.named_modules():
             _install_properties(module, unit if module in unit.modules else None)
             inner = vars(module).get("_shardc_unit", unit)
