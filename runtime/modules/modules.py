@@ -23,6 +23,7 @@ from shardc.runtime.comm.unshard import unshard_extended
 from shardc.runtime.eager.eager import begin_call, end_call
 from shardc.runtime.modules.controls import Controls
 from shardc.runtime.modules.copying import copy_sharded
+from shardc.runtime.modules.first_step import watch_first_steps
 from shardc.runtime.modules.late_params import watch_for_late_params
 from shardc.runtime.modules.summon import summon_full_params
 from shardc.runtime.tensor.shard_tensor import ShardTensor
@@ -214,6 +215,7 @@ def make_unit(unit: "Unit") -> None:
     unit.settle()
     unit.note_meta()
     watch_for_late_params(unit)
+    watch_first_steps()
 
 
 def _install_properties(module: nn.Module, unit: "Unit | None") -> None:
