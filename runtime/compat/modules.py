@@ -1,6 +1,7 @@
 """`nn.Module` and optimizers: what they cache, and hooks that torch has no way to set."""
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -93,18 +94,37 @@ def forget_recomputed_weights(module: nn.Module) -> None:
             vars(module).pop(hook.name, None)
 
 
-def check_weight_norm(check: Callable[[nn.Module, str], None]) -> None:
-    """Have the old `weight_norm` call `check(module, name)` before it changes anything (2.11 to
-    2.15): it takes the parameter out of the module's dict, which no module notices."""
+def check_reparametrizing(check: Callable[[nn.Module, str], None]) -> None:
+    """Have what adds or removes a parametrization call `check(module, name)` before anything.
+
+    The old ones take parameters out of a module's dict, which no module notices; the new ones
+    remove a property from a module's class. (2.11 to 2.15 for `weight_norm`, 2.13 for the others)
+    """
+    from torch.nn.utils import parametrize
+    from torch.nn.utils.prune import BasePruningMethod
+    from torch.nn.utils.spectral_norm import SpectralNorm
     from torch.nn.utils.weight_norm import WeightNorm
 
-    apply = WeightNorm.apply
+    def check_first(owner: object, name: str, known_by: str = "") -> None:
+        """Its arguments begin with a module and a name, or with a hook that knows the name."""
+        call: Callable[..., object] = getattr(owner, name)
+        bound = inspect.signature(call).bind
 
-    def checked(module: nn.Module, name: str, dim: int) -> WeightNorm:
-        check(module, name)
-        return apply(module, name, dim)
+        @functools.wraps(call)
+        def run(*args: object, **kwargs: object) -> object:
+            first, second, *_ = bound(*args, **kwargs).arguments.values()
+            check(*((second, getattr(first, known_by)) if known_by else (first, second)))
+            return call(*args, **kwargs)
 
-    WeightNorm.apply = staticmethod(functools.wraps(apply)(checked))  # type: ignore[method-assign]
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        setattr(owner, name, staticmethod(run) if is_static else run)
+
+    check_first(WeightNorm, "apply")
+    check_first(WeightNorm, "remove", "name")
+    check_first(SpectralNorm, "remove", "name")
+    check_first(BasePruningMethod, "remove", "_tensor_name")
+    check_first(parametrize, "register_parametrization")
+    check_first(parametrize, "remove_parametrizations")
 
 
 def forget_rnn_weights(module: nn.Module) -> None:

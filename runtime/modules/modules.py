@@ -153,12 +153,27 @@ def _refuse_removing(module: ShardedParameters, name: str) -> NoReturn:
     )
 
 
-def _check_weight_norm(module: nn.Module, name: str) -> None:
-    if isinstance(module, ShardedParameters) and name in module._shardc_slots:
-        _refuse_removing(module, name)
+def _check_reparametrizing(module: nn.Module, name: str) -> None:
+    """Raise where `name` of `module` is sharded, also as what it is computed from.
+
+    A sharded module has lost the class from which torch would remove the parametrization.
+    """
+    slots = vars(module).get("_shardc_slots", {})
+    held = dict(module.named_modules()).get(f"parametrizations.{name}")
+    inner = held is not None and any(isinstance(p, ShardTensor) for p in held.parameters())
+    if (
+        inner
+        or (held is not None and isinstance(module, ShardedParameters))
+        or any(f"{name}{ending}" in slots for ending in ("", "_g", "_v", "_orig"))
+    ):
+        raise NotImplementedError(
+            f"'{name}' of {getattr(module, '_shardc_class', type(module)).__name__} is sharded and "
+            "cannot be reparametrized: add and remove weight_norm, parametrizations and the like "
+            "before fully_shard, or on an unsharded copy with the values of get_model_state_dict"
+        )
 
 
-compat.check_weight_norm(_check_weight_norm)
+compat.check_reparametrizing(_check_reparametrizing)
 
 
 def _refuse_exporting(module: ShardedParameters) -> NoReturn:
