@@ -114,6 +114,8 @@ def _lookups(gm: GraphModule) -> Iterator[_Lookup]:
         plain = not any(given.get(n) for n in ("max_norm", "scale_grad_by_freq", "sparse"))
         if not (plain and isinstance(read, Node) and read.target is operator.getitem):
             continue
+        if hasattr(ids.meta["example_value"], "__tensor_flatten__"):
+            continue  # jagged tensors and DTensors: no op of ours takes a subclass
         gather, slot = read.args
         if not isinstance(gather, Node) or gather.target is not unshard:
             continue

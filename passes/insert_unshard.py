@@ -189,7 +189,9 @@ def _outside_regions(marker: Node) -> Node:
 def refuse_in_place_update(marker: Node) -> None:
     """Raise if the forward updates the parameter that `marker` reads."""
     value = marker.meta.get("example_value")
-    if value is not None and value._version > 0:
+    if value is None:
+        return
+    if any(alias._version > 0 for alias in (value, *compat.read_as_data(marker.graph, value))):
         shape = tuple(spec_of(marker.args[1]).shapes[marker.args[2]])  # type: ignore[arg-type,index]
         raise RuntimeError(
             f"the forward updates a sharded parameter of shape {shape} in place; its full value "

@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule
 
 from shardc.passes.context import RETURN, PassContext, graph_modules, moved_by
+from shardc.runtime import compat
 
 SEGMENT = "shardc_segment"
 """In the meta of the inputs of a joint graph, and of what it is cut into, that are segments."""
@@ -37,7 +38,7 @@ class Differentiated:
 
 def mark_segments(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Mark the inputs that are segments of what is gathered or reduced."""
-    inputs = gm.graph.find_nodes(op="placeholder")
+    inputs = compat.inputs_of_joint(gm)
     for position in {moved.position for node in gm.graph.nodes for moved in moved_by(node)} - {-1}:
         inputs[position].meta[SEGMENT] = True
     return gm
@@ -45,10 +46,6 @@ def mark_segments(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 def differentiated(gm: GraphModule) -> Differentiated:
     """Which slots the gradients of `gm` pack, or return rows for."""
-    inputs = gm.graph.find_nodes(op="placeholder")
-    primals = [node for node in inputs if not str(node.target).startswith("tangents")]
-    outputs = gm.graph.output_node().args[0]
-    assert isinstance(outputs, (list, tuple))
     slots: dict[int, frozenset[int]] = {}
     for body in graph_modules(gm):
         for pack in body.graph.find_nodes(op="call_function", target=torch.ops.shardc.pack.default):
@@ -61,5 +58,4 @@ def differentiated(gm: GraphModule) -> Differentiated:
             (moved,), start = moved_by(back), back.args[-3]
             own = {s for s in range(len(moved.spec.shapes)) if moved.spec.starts[s] == start}
             slots[moved.position] = slots.get(moved.position, frozenset()) | own
-    results = len(outputs) - len(primals) if len(primals) < len(inputs) else None
-    return Differentiated(results, slots)
+    return Differentiated(compat.results_of_joint(gm), slots)

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint
 from models import (
     Block,
@@ -43,6 +44,7 @@ from shardc.backend.graph_plan import graph_plans
 from shardc.passes import pipeline
 from shardc.passes.context import is_all_gather, is_collective, moved_by
 from shardc.passes.reshard import tag_reshard
+from shardc.passes.used_slots import SEGMENT
 from shardc.runtime import compat
 from shardc.runtime.eager import regather
 
@@ -189,6 +191,72 @@ def test_sequence_length_changes_without_recompiling(mesh):
         torch.testing.assert_close(step(x, x), plain(x, x))
         step(x, x).backward()
     assert counters["stats"]["unique_graphs"] == 1
+
+
+class Jagged(nn.Module):
+    """Embedding, attention and blocks over rows of different lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(31, 18)
+        self.mixed = nn.ModuleList(nn.Linear(18, 18) for _ in range(3))
+        self.layers = nn.ModuleList(Block(18) for _ in range(2))
+
+    def forward(self, rows):
+        x = self.embed(rows)
+        heads = (linear(x).unflatten(-1, [2, 9]).transpose(1, 2) for linear in self.mixed)
+        x = x + F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(-2)
+        for layer in self.layers:
+            x = layer(x)
+        return x.values().square().mean()
+
+
+def _rows(seed):
+    """Three rows of tokens whose lengths depend on the seed."""
+    lengths = torch.randint(1, 9, (3,), generator=torch.Generator().manual_seed(seed))
+    rows = [tokens(seed, (int(n),)) for n in lengths]
+    return {"rows": torch.nested.nested_tensor(rows, layout=torch.jagged)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"executor": "eager"},
+        {"executor": "eager", "embedding_rows": True},
+        {"executor": "eager", "memory_budget": 60_000},
+        {"executor": "inductor", "memory_budget": 60_000, "embedding_rows": True},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+@on_ranks(2)
+def test_jagged_tensors(mesh, options):
+    plain, model = seeded(Jagged), shard_all(seeded(Jagged), mesh)
+    plain.compile(backend="aot_eager")
+    step = torch.compile(model, backend="shardc", options=options)
+    check_parity(plain, model, step, _rows, mesh, steps=3)
+
+
+class Doubling(nn.Linear):
+    """Reads its input before its parameters."""
+
+    def forward(self, x):
+        return super().forward(x * 2).values().sum()
+
+
+@on_ranks(2)
+def test_segments_behind_a_jagged_input_are_marked(mesh):
+    model = fully_shard(seeded(lambda: Doubling(3, 5)), mesh=mesh)
+    marked = []
+
+    def look(gm, ctx):
+        inputs = gm.graph.find_nodes(op="placeholder")
+        marked.extend(list(node.meta["val"].shape) for node in inputs if SEGMENT in node.meta)
+        return gm
+
+    with mock.patch.object(pipeline, "JOINT_PASSES", [*pipeline.JOINT_PASSES, look]):
+        rows = [torch.ones(n, 3) for n in (2, 4)]
+        compiled(model)(torch.nested.nested_tensor(rows, layout=torch.jagged)).backward()
+    assert marked == [[model._shardc_unit.buckets[0].layout.segment]]
 
 
 class Broken(Stack):

@@ -240,6 +240,13 @@ def test_what_cannot_be_explained(given, message):
     assert not dist.is_initialized()
 
 
+def test_nested_inputs_are_not_explained():
+    rows = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    with pytest.raises(NotImplementedError, match="padded to equal lengths"):
+        shardc.explain(torch.nn.Linear(4, 4), rows, world_size=2)
+    assert not dist.is_initialized()
+
+
 @on_ranks(2)
 def test_a_real_process_group_is_refused(mesh):
     with pytest.raises(ValueError, match=r"without peers.*shardc.report"):

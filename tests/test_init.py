@@ -7,6 +7,8 @@ import torch
 from models import Block, Live, Stack, check_parity, compiled, full, seeded, shard_all, tokens
 from ranks import mesh_of, on_ranks
 from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import shardc
 from shardc import ShardTensor, fully_shard
@@ -144,7 +146,7 @@ def test_copies_of_the_model(mesh):
     with pytest.raises(RuntimeError, match=r"ranks disagree on .*random state .*seed all ranks"):
         shard_all(model, grid, param_init_fn=_to_empty_each)
     assert not any(isinstance(p, ShardTensor) for p in model.parameters())
-    with pytest.raises(RuntimeError, match=r"ranks disagree on .*param_init_fn=None"):
+    with pytest.raises(RuntimeError, match=r"ranks disagree on .*only some ranks give a param"):
         one = _to_empty_each if mesh.get_local_rank() == 1 else None
         shard_all(model, mesh, param_init_fn=one)
     assert not any(isinstance(p, ShardTensor) for p in model.parameters())
@@ -328,6 +330,56 @@ def test_a_buffer_alone_on_meta_is_named(mesh):
     model[1].angles = torch.arange(3.0)  # by hand, which nobody is told
     compiled(model, fullgraph=True)(x)
     model(x)
+
+
+def _assign_by_hand(model, values):
+    for name, value in values.items():
+        prefix, _, attribute = name.rpartition(".")
+        module = model.get_submodule(prefix)
+        is_param = attribute in module._parameters
+        setattr(module, attribute, nn.Parameter(value.clone()) if is_param else value.clone())
+
+
+def _fill(model, values):
+    model.to_empty(device="cpu")
+    shardc.set_model_state_dict(model, values, options=StateDictOptions(full_state_dict=True))
+
+
+_GIVING_VALUES = {
+    "assign": lambda model, values: model.load_state_dict(values, assign=True),
+    "assign around": lambda model, values: nn.ModuleDict({"in": model}).load_state_dict(
+        {f"in.{name}": value for name, value in values.items()}, assign=True
+    ),
+    "materialize": lambda model, values: shardc.materialize(model),
+    "set_model_state_dict": _fill,
+    "by hand": _assign_by_hand,
+}
+
+
+@pytest.mark.parametrize(
+    ("give", "in_place"),
+    # Nobody is told of a buffer that is set by hand before `torch.compile(model)` is called.
+    [(give, in_place) for give in _GIVING_VALUES for in_place in (True, False)][:-1],
+)
+@on_ranks(2)
+def test_a_model_that_was_on_meta_is_compiled_once(mesh, give, in_place):
+    def build():
+        return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in "ab"))
+
+    plain, model = seeded(build), fully_shard(_on_meta(build), mesh=mesh, units="auto")
+    torch.manual_seed(0)
+    _GIVING_VALUES[give](model, plain.state_dict())
+    call = model if in_place else compiled(model)
+    if in_place:
+        model.compile(backend="shardc", options={"executor": "eager"})
+    torch._dynamo.reset()
+    counters.clear()
+    for step in range(3):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        want, got = plain(x).square().sum(), call(x).square().sum()
+        torch.testing.assert_close(got, want)
+        got.backward()
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 # -- models of others ------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Stock optimizers, clipping and GradScaler on ShardTensors equal the unsharded ones."""
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from torch.optim import (
 
 from shardc import ShardTensor, fully_shard, strict, units_of
 from shardc.runtime.comm import collectives
+from shardc.runtime.modules import first_step
 from shardc.runtime.tensor.whole_value import WholeValue
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -491,3 +493,58 @@ def test_strictly_refuses_optimizers_that_need_the_whole_tensor(mesh):
     with pytest.raises(NotImplementedError, match=r"Take shardc.WholeTensorOptimizer\("):
         optimizer.step()
     strict(False)
+
+
+# -- parameters in 16 bits -------------------------------------------------------------------------
+
+
+class Mastered(torch.optim.Optimizer):
+    """SGD on a float32 copy of each parameter, as apex and Transformer Engine keep one."""
+
+    def __init__(self, params, master_weights=True):
+        super().__init__(params, {})
+        self.master_weights = master_weights
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in (p for group in self.param_groups for p in group["params"]):
+            master = param.float() if self.master_weights else param
+            if self.master_weights:
+                master = self.state[param].setdefault("master_param", master)
+            master.sub_(0.1 * param.grad)
+            param.copy_(master)
+
+
+def _rounding(params):
+    optimizer = Mastered(params, master_weights=False)
+    optimizer.bf16_stochastic_round = True  # as torchao's say it
+    return optimizer
+
+
+_IN_16_BITS: dict[str, tuple[Any, torch.dtype, bool]] = {
+    "AdamW": (AdamW, torch.bfloat16, True),
+    "fused": (partial(AdamW, fused=True, lr=torch.tensor(0.1)), torch.bfloat16, True),
+    "float16": (partial(SGD, lr=0.1), torch.float16, True),
+    "no copy": (partial(Mastered, master_weights=False), torch.bfloat16, True),
+    "float32": (AdamW, torch.float32, False),
+    "copy": (Mastered, torch.bfloat16, False),
+    "rounding": (_rounding, torch.bfloat16, False),
+}
+
+
+@pytest.mark.parametrize("case", _IN_16_BITS)
+@on_ranks(2)
+def test_updates_that_are_lost_by_rounding_are_told_once(mesh, case):
+    make, dtype, is_told = _IN_16_BITS[case]
+    model = fully_shard(nn.Linear(4, 4).to(dtype), mesh=mesh)
+    first_step._told.clear()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for optimizer in (make(model.parameters()), make(model.parameters())):
+            for _ in range(2):
+                model(torch.ones(2, 4, dtype=dtype)).sum().backward()
+                optimizer.step()
+    texts = [str(w.message) for w in told if "lost by rounding" in str(w.message)]
+    assert len(texts) == is_told
+    if is_told:
+        assert "'weight'" in texts[0] and f"MixedPrecisionPolicy(param_dtype={dtype})" in texts[0]

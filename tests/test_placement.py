@@ -80,8 +80,8 @@ def test_placement_on_the_mesh_and_several_devices(mesh):
         fully_shard(other, mesh=mesh)
     assert _unchanged(other)
     half = _on_meta() if rank else Stack()
-    with pytest.raises(RuntimeError, match=r"ranks disagree.*on meta"):
-        fully_shard(half, mesh=mesh)
+    with pytest.raises(ValueError, match=r"ranks disagree.*on meta.*sync_module_states=True"):
+        fully_shard(half, mesh=mesh, param_init_fn=lambda module: None)
     assert _unchanged(half)
     shard_all(Stack(), mesh)  # ranks are in step again
 

@@ -26,6 +26,7 @@ from ranks import mesh_of, on_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
+from torch.nn.utils import parametrizations, parametrize
 
 import shardc
 from shardc import ShardedModule, ShardTensor, fully_shard, units_of
@@ -395,6 +396,27 @@ def test_what_is_refused(mesh):
 
 
 @on_ranks(2)
+def test_none_is_the_default_as_in_fsdp2(mesh):
+    theirs = fsdp2(seeded(Stack), mesh, offload_policy=None, ignored_params=None)
+    none = {"mp_policy": None, "offload_policy": None}
+    everything = dict.fromkeys(
+        ("ignored_params", "reshard_after_forward", "shard_placement_fn", "dp_mesh_dims"), None
+    )
+    ours = fully_shard(
+        seeded(Stack), mesh=mesh, units=lambda m: none if type(m) is Block else False,
+        **none, **everything, param_init_fn=None,
+    )  # fmt: skip
+
+    def step(_, call, number):
+        call(**_batch(number)).backward()
+
+    check_against_fsdp2(theirs, ours, compiled(ours), step, steps=2)
+    settings = [unit._shardc_unit.settings for unit in units_of(ours).values()]
+    default = units_of(sharded(seeded(Stack), mesh))
+    assert settings == [unit._shardc_unit.settings for unit in default.values()]
+
+
+@on_ranks(2)
 def test_what_would_part_a_parameter_is_refused(mesh):
     model = shard_all(seeded(Stack), mesh)
     param = model.get_parameter("head.weight")
@@ -415,26 +437,111 @@ def test_what_would_part_a_parameter_is_refused(mesh):
     check_parity(seeded(Stack), model, compiled(model), _batch, mesh)
 
 
-class InPlace(nn.Module):
-    """Decays its weight in the forward."""
+_PARAMETRIZED = {
+    "weight_norm": (parametrizations.weight_norm, parametrize.remove_parametrizations),
+    "orthogonal": (parametrizations.orthogonal, parametrize.remove_parametrizations),
+    "twice": (parametrizations.weight_norm, lambda linear, _: parametrizations.orthogonal(linear)),
+    "old weight_norm": (nn.utils.weight_norm, nn.utils.remove_weight_norm),
+    "old spectral_norm": (nn.utils.spectral_norm, nn.utils.remove_spectral_norm),
+}
 
-    def __init__(self):
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("case", _PARAMETRIZED)
+@on_ranks(2)
+def test_what_a_weight_is_computed_from_stays(mesh, case, bias):
+    add, remove = _PARAMETRIZED[case]
+
+    def build():
+        return nn.Sequential(add(nn.Linear(4, 4, bias=bias)), nn.Linear(4, 4))
+
+    plain, model = seeded(build), fully_shard(seeded(build), mesh=mesh)
+    words = "'weight' of .*Linear is sharded and cannot be reparametrized.* before fully_shard"
+    with pytest.raises(NotImplementedError, match=words):
+        remove(model[0], "weight")
+    check_parity(
+        plain, model, model, lambda seed: {"input": torch.eye(4) + seed}, mesh,
+        loss_of=lambda out: out.square().sum(),
+    )  # fmt: skip
+
+
+class Sparse(nn.Embedding):
+    """Asks for sparse gradients by itself."""
+
+    def forward(self, ids):
+        return torch.nn.functional.embedding(ids, self.weight, sparse=True).sum()
+
+
+@pytest.mark.parametrize("executor", ["eager", None])
+@on_ranks(2)
+def test_sparse_gradients_are_refused(mesh, executor):
+    model = fully_shard(Sparse(6, 4), mesh=mesh)
+    call = compiled(model, executor) if executor else model
+    with pytest.raises(Exception, match=r"got a sparse gradient.*with sparse=False"):
+        call(torch.arange(3)).backward()
+    left_alone = Sparse(6, 4, sparse=True)
+    fully_shard(left_alone, mesh=mesh, ignored_params=[left_alone.weight])
+    left_alone(torch.arange(3)).backward()
+    assert left_alone.weight.grad.is_sparse
+
+
+class InPlace(nn.Module):
+    """Writes to its weight in the forward."""
+
+    def __init__(self, write):
         super().__init__()
         self.linear = nn.Linear(4, 4)
+        self.write = write
 
     def forward(self, x):
         with torch.no_grad():
-            self.linear.weight.mul_(0.9)
+            self.write(self.linear.weight)
         return self.linear(x)
 
 
+_WRITES = {
+    "mul_": lambda weight: weight.mul_(0.9),
+    "copy_": lambda weight: weight.copy_(weight / 2),
+    "detached": lambda weight: weight.detach().add_(1),
+    "row": lambda weight: weight[0].zero_(),
+    "set item": lambda weight: weight.__setitem__(0, 1.0),
+    ".data": lambda weight: weight.data.mul_(0.9),
+    ".data of a row": lambda weight: weight[0].data.mul_(0.9),
+}
+
+
+@pytest.mark.parametrize("write", _WRITES)
 @on_ranks(2)
-def test_update_inside_the_forward_is_refused(mesh):
-    model = fully_shard(InPlace(), mesh=mesh)
+def test_update_inside_the_forward_is_refused(mesh, write):
+    model = fully_shard(seeded(lambda: InPlace(_WRITES[write])), mesh=mesh)
     before = full(model.linear.weight).clone()
     with pytest.raises(Exception, match="updates a sharded parameter of shape \\(4, 4\\) in place"):
         compiled(model)(torch.randn(2, 4))
     assert torch.equal(full(model.linear.weight), before)
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("write", [name for name in _WRITES if ".data" not in name])
+@on_ranks(2)
+def test_update_inside_an_uncompiled_forward_is_refused(mesh, write, held):
+    """Not through `.data`, whose writes torch does not count."""
+    model = fully_shard(seeded(lambda: InPlace(_WRITES[write])), mesh=mesh)
+    plain = seeded(lambda: InPlace(lambda weight: None))
+    before = full(model.linear.weight).clone()
+    if held:
+        model.unshard()
+    for with_gradients in (True, False):
+        with (
+            torch.set_grad_enabled(with_gradients),
+            pytest.raises(RuntimeError, match="updates a sharded parameter of InPlace in place"),
+        ):
+            model(torch.randn(2, 4))
+    assert torch.equal(full(model.linear.weight), before)
+    model.write = plain.write
+    check_parity(
+        plain, model, model, lambda seed: {"x": torch.ones(2, 4) + seed}, mesh,
+        loss_of=lambda out: out.square().sum(),
+    )  # fmt: skip
 
 
 @on_ranks(3)

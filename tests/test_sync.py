@@ -1,16 +1,22 @@
 """Starting from rank 0's values, and finding out that ranks have others."""
 
+import copy
+import warnings
+
 import accelerator
 import pytest
 import torch
 import torch.distributed as dist
-from models import Stack, full, seeded
+from models import Stack, Wire, check_parity, compiled, full, seeded, tokens
 from ranks import mesh_of, on_ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardc
 from shardc import ShardedModule, ShardTensor, fully_shard, units_of
+from shardc.runtime.checks import start
+from shardc.runtime.comm.agreement import rounds
 
 
 def _on_meta(build=Stack):
@@ -242,6 +248,45 @@ def test_without_values_on_rank_0(mesh):
     assert calls == [model] and model.running_mean.tolist() == [0.0] * 3
 
 
+def _load(model, values, rank):
+    """As verl does it: memory first, then what rank 0 had."""
+    model = model.to("cpu") if rank == 0 else model.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    shardc.set_model_state_dict(model, values if rank == 0 else {}, options=options)
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+
+
+@pytest.mark.parametrize("way", ["uncompiled", "in place", "wrapped"])
+@on_ranks(2)
+def test_values_on_rank_0_alone_wait_for_those_of_the_others(mesh, way):
+    def build():
+        return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in "ab"))
+
+    rank, plain = mesh.get_local_rank(), seeded(build)
+    model = _on_meta(build) if rank else seeded(build)
+    values, x = model.state_dict(), torch.randn(3, 4)
+    fully_shard(model, mesh=mesh, units="auto")
+    if way == "in place":
+        model.compile(backend="shardc", options={"executor": "eager"})
+    call = compiled(model) if way == "wrapped" else model
+    on_rank = "still on the meta device" if rank else "sync_module_states=True"
+    with pytest.raises(Exception, match=on_rank):
+        call(x)
+    with pytest.raises(RuntimeError, match=r"'0'.*broadcast_from_rank0.*sync_module_states=True"):
+        shardc.materialize(model)
+    model.to("cpu") if rank == 0 else model.to_empty(device="cpu")
+    for each in (call, copy.deepcopy(model)):
+        with pytest.raises(Exception, match=r"broadcast_from_rank0.*sync_module_states=True"):
+            each(x)
+    _load(model, values, rank)
+
+    def batch(seed):
+        return {"input": torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))}
+
+    check_parity(plain, model, call, batch, mesh, loss_of=lambda out: out.square().sum())
+
+
 # -- the same values on all ranks ------------------------------------------------------------------
 
 
@@ -269,3 +314,74 @@ def test_differing_values_are_named(mesh):
     fully_shard(model.layers[0], mesh=mesh)
     with pytest.raises(ValueError, match=r"on rank 0 parameter 'layers.0.weight' is sharded"):
         shardc.check_same_values(model)
+
+
+def _warnings_of(step):
+    start._told.clear()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step()
+    return [str(w.message) for w in told if "patchwork" in str(w.message)]
+
+
+_AFTERWARDS = {
+    "nothing": lambda model: None,
+    "move": lambda model: model.to("cpu").double().float(),
+    "copy": copy.deepcopy,
+    "load": lambda model: model.load_state_dict(seeded(Stack).state_dict()),
+    "assign": lambda model: model.load_state_dict(seeded(Stack).state_dict(), assign=True),
+    "write": lambda model: [nn.init.constant_(p, 0.1) for p in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("way", ["uncompiled", "compiled"])
+@pytest.mark.parametrize("afterwards", _AFTERWARDS)
+@on_ranks(2)
+def test_ranks_that_were_seeded_differently_are_told_once(mesh, afterwards, way):
+    model = seeded(Stack, mesh.get_local_rank())
+    nn.init.ones_(model.embed.weight)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    made = _AFTERWARDS[afterwards](model)
+    model = made if afterwards == "copy" else model
+    call = compiled(model) if way == "compiled" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        call(tokens(1), tokens(2)).backward()
+        optimizer.step()
+
+    told = _warnings_of(step)
+    if afterwards in ("load", "assign", "write"):
+        assert not told
+    else:
+        (text,) = told
+        unit = "of a copied unit" if afterwards == "copy" else "'up.weight' of layers.0"
+        assert unit in text and "sync_module_states=True" in text
+
+
+@on_ranks(4)
+def test_what_ranks_may_begin_with_is_not_told(mesh):
+    rank = mesh.get_local_rank()
+    grid = mesh_of("cpu", (2, 2))
+    for build, over, sync in (
+        (lambda: seeded(Stack), mesh, False),
+        (lambda: seeded(Stack, rank), mesh, True),
+        (lambda: seeded(Stack, rank // 2), grid, False),  # a copy of the model of its own seed
+        (lambda: seeded(Buffered), mesh, False),
+    ):
+        model = fully_shard(build(), mesh=over, units="auto", sync_module_states=sync)
+        assert not any(unit._shardc_unit.differs for unit in units_of(model).values())
+    model = fully_shard(seeded(Stack, rank), mesh=grid, units="auto")
+    assert all(unit._shardc_unit.differs for unit in units_of(model).values())
+
+
+@on_ranks(2)
+def test_first_values_cost_no_message(mesh):
+    model = seeded(Stack, mesh.get_local_rank())
+    before = rounds(mesh.get_group())
+    with Wire() as wire:
+        fully_shard(model, mesh=mesh, units="auto")
+    assert rounds(mesh.get_group()) == before + 1 and not wire.sent

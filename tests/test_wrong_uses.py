@@ -87,6 +87,18 @@ ON_PLAIN = {
     "a class": (
         lambda m, mesh: fully_shard(nn.Linear), TypeError, [_NOT_A_MODULE + "the class Linear"],
     ),
+    "sparse": (
+        lambda m, mesh: fully_shard(nn.ModuleDict({"e": nn.Embedding(4, 4, sparse=True)})),
+        NotImplementedError, ["'e.weight'", "Embedding", "set sparse=False", "ignored_params"],
+    ),
+    "sparse bag": (
+        lambda m, mesh: fully_shard(nn.EmbeddingBag(4, 4, sparse=True)), NotImplementedError,
+        ["'weight'", "EmbeddingBag", "set sparse=False", "ignored_params"],
+    ),
+    "max_norm": (
+        lambda m, mesh: fully_shard(nn.Embedding(4, 4, max_norm=1.0)), NotImplementedError,
+        ["'weight'", "max_norm=1.0", "writes to the table", "ignored_params"],
+    ),
     "no modules": (lambda m, mesh: fully_shard([]), ValueError, ["module", "got []"]),
     "mesh=str": (_with(mesh="cpu"), TypeError, ["mesh must be a DeviceMesh or None, got 'cpu'"]),
     "mesh=int": (_with(mesh=2), TypeError, ["mesh must be a DeviceMesh", "got 2"]),

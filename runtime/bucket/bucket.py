@@ -83,6 +83,7 @@ class Bucket:
             ShardSpec(slot.start, slot.numel, *where, tp, everyone, ranks.mesh)
             for slot, tp in zip(layout.slots, self.placed, strict=True)
         )
+        self._first: object = None
         self.gathered = Gathered(self)
         self.gradients = Gradients(self)
         self.key = GraphKey(self)
@@ -121,6 +122,15 @@ class Bucket:
     def version(self) -> object:
         """Differs after any write to the parameters."""
         return self.segment._version, self.updates()
+
+    @property
+    def is_as_sharded(self) -> bool:
+        """Whether `note_first` was called, and nothing was written since."""
+        return self._first is not None and self._first == self.version
+
+    def note_first(self) -> None:
+        """Remember that the parameters have the values that the rank came with."""
+        self._first = self.version
 
     @property
     def label(self) -> str:

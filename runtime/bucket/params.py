@@ -81,7 +81,7 @@ def take(bucket: "Bucket", params: Sequence[nn.Parameter], filled: bool = False)
 @torch.no_grad()
 def convert(bucket: "Bucket", fn: Callable[[Tensor], Tensor]) -> None:
     """Convert the segment (dtype, device) and point the parameters to the new one."""
-    segment = fn(bucket.segment.detach())
+    segment, is_first = fn(bucket.segment.detach()), bucket.is_as_sharded
     if bucket.segment.is_meta and not segment.is_meta:  # no value yet, so no padding either
         segment.fill_(padding_value(segment.dtype))
     bucket.set_segment(segment)
@@ -90,6 +90,8 @@ def convert(bucket: "Bucket", fn: Callable[[Tensor], Tensor]) -> None:
         if isinstance(grad, ShardTensor):
             grad = ShardTensor(fn(grad._local), tuple(grad.shape), grad._shard_spec)
         _point(bucket, index, param, grad)
+    if is_first:
+        bucket.note_first()
 
 
 def allocate(bucket: "Bucket", device: torch.device | None = None) -> None:

@@ -33,7 +33,10 @@ class Unit:
         skipped: modules that are.
         name: the name of its first module in the outermost unit, for messages.
         number: in the order in which this process made units.
-        on_meta: whether something below its modules may still be on the meta device.
+        on_meta: whether something below its modules may still be on the meta device, or have no
+            values on other ranks.
+        mixed: whether its parameters had values on some ranks only when they were sharded.
+        differs: a parameter that had other values on other ranks then.
         summoned: whether its modules hold full parameters, and so compute in their dtype.
         before_gathers: waits for what its next gather shall wait for.
         around: the unit around it, if there is one.
@@ -50,6 +53,8 @@ class Unit:
     name: str = ""
     number: int = field(default_factory=itertools.count().__next__)
     on_meta: bool = False
+    mixed: bool = False
+    differs: str = ""
     summoned: bool = False
     before_gathers: Callable[[], object] | None = None
     around: "weakref.ref[Unit] | None" = None
@@ -107,7 +112,17 @@ class Unit:
 
     def note_meta(self) -> None:
         """Look again for what is on meta, after states were moved."""
-        self.on_meta = any(states_on_meta(module) for module in self.modules)
+        self.on_meta = self.lacks_values or any(map(states_on_meta, self.modules))
+
+    @property
+    def is_as_sharded(self) -> bool:
+        """Whether a bucket of it was not written since `fully_shard`."""
+        return any(bucket.is_as_sharded for bucket in self.buckets)
+
+    @property
+    def lacks_values(self) -> bool:
+        """Whether some ranks had no values for it, and have not been given them."""
+        return self.mixed and self.is_as_sharded
 
     def put_into(self, around: "Unit | None") -> None:
         """Have that unit around it, or none."""

@@ -7,12 +7,20 @@ meta, so that a model with values pays for one flag.
 from collections.abc import Iterable
 from typing import NoReturn
 
+import torch
 from torch import nn
+
+from shardc.runtime.checks.start import check_start
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on a module."""
+    return "_shardc_unit" in vars(module)
 
 
 def states_on_meta(module: nn.Module) -> list[str]:
     """The names of the parameters and buffers below `module` that are on meta, ignored ones not."""
-    units = [vars(m)["_shardc_unit"] for m in module.modules() if "_shardc_unit" in vars(m)]
+    units = [vars(m)["_shardc_unit"] for m in module.modules() if is_unit(m)]
     ignored = {id(param) for unit in units for param in unit.ignored}
     skipped = {id(m) for unit in units for m in unit.skipped}
     found = []
@@ -35,7 +43,22 @@ def require_values(module: nn.Module) -> None:
     names = states_on_meta(module)
     if names:
         refuse_meta(names)
-    vars(module)["_shardc_unit"].on_meta = False
+    units = [vars(child)["_shardc_unit"] for child in module.modules() if is_unit(child)]
+    if not torch.compiler.is_compiling():  # the backend looks there
+        check_start(units)
+    for unit in units:
+        unit.on_meta = False
+
+
+def note_loaded(module: nn.Module, incompatible: object) -> None:
+    """Look again for what is on meta below a sharded `module`, after `load_state_dict`.
+
+    `assign=True` gives values. A forward would notice, too, but Dynamo guards on what it traces
+    there, and would compile the next one anew.
+    """
+    unit = vars(module)["_shardc_unit"]
+    if unit.on_meta:
+        unit.note_meta()
 
 
 def refuse_meta(names: Iterable[str]) -> NoReturn:

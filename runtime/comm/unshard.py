@@ -126,6 +126,12 @@ def pack_gradients(
     parts = [
         None if slot is None or not spec.trainable[slot] else grads[slot] for _, slot in spec.pieces
     ]
+    if any(part is not None and part.layout != torch.strided for part in parts):
+        raise NotImplementedError(
+            "a sharded parameter got a sparse gradient, and shardc reduces dense ones: call "
+            "embedding and embedding_bag with sparse=False. Compiled, rows of a large table are "
+            "fetched instead of gathering it (option 'embedding_rows')"
+        )
     r = spec.reduction
     at_once = r.replicas is None and r.hierarchy is None
     quantised = r.wire is not None and at_once and r.sync and r.predivide == 1

@@ -25,12 +25,15 @@ def size_expr(size: object) -> Any:
 
 
 def symbol_values(size: object) -> dict[Any, int]:
-    """The values of all symbols of the trace that a SymInt comes from (2.11 to 2.15)."""
+    """The values of the symbols of the trace that a SymInt comes from (2.11 to 2.15).
+
+    Those that are whole numbers: a float is none, nor is the length of a jagged tensor's dim.
+    """
     if not isinstance(size, torch.SymInt):
         return {}
     env = size.node.shape_env
     known = getattr(env, "backed_var_to_val", None) or getattr(env, "var_to_val", {})
-    return {symbol: int(value) for symbol, value in known.items()}
+    return {symbol: int(value) for symbol, value in known.items() if value.is_Integer}
 
 
 def flop_formulas() -> dict[object, Callable[..., object]]:
@@ -101,11 +104,19 @@ def argument_of(
 @contextmanager
 def fake_tensors(device_type: str = "cpu") -> Iterator[Callable[[Tensor], Tensor]]:
     """Inside, tensors have shapes only; gives what makes one like another, on a device (2.11 to
-    2.15)."""
+    2.15). It raises NotImplementedError for a nested tensor."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    def fake(tensor: Tensor) -> Tensor:
+        if tensor.is_nested:
+            raise NotImplementedError(
+                "a nested tensor has no shape without its values: give one padded to equal "
+                "lengths, or run a step on ranks and see shardc.report(model)"
+            )
+        return torch.empty_like(tensor, device=device_type)
+
     with FakeTensorMode(allow_non_fake_inputs=True):
-        yield lambda tensor: torch.empty_like(tensor, device=device_type)
+        yield fake
 
 
 def fake_tensors_of_trace() -> AbstractContextManager[object]:
@@ -128,6 +139,37 @@ def is_body(joint: GraphModule) -> bool:
     inputs = joint.graph.find_nodes(op="placeholder")
     has_tangents = any(str(node.target).startswith("tangents") for node in inputs)
     return "desc" not in joint.graph.output_node().meta and not has_tangents
+
+
+def inputs_of_joint(joint: GraphModule) -> dict[int, torch.fx.Node]:
+    """Inputs of a joint graph, by their number in the Dynamo graph; of a subclass, which is taken
+    apart, the first of its inner tensors (2.13)."""
+    found: dict[int, torch.fx.Node] = {}
+    for place, node in enumerate(joint.graph.find_nodes(op="placeholder")):
+        described = node.meta.get("desc")
+        while hasattr(described, "base"):
+            described = described.base
+        found.setdefault(place if described is None else getattr(described, "idx", -1), node)
+    return found
+
+
+def results_of_joint(joint: GraphModule) -> int | None:
+    """How many outputs of a joint graph, before its gradients, are those of its forward.
+
+    None where it has no tangents. A subclass that is taken apart has several inputs, and fewer
+    gradients, so that one cannot tell by counting. (2.13)
+    """
+    inputs, output = joint.graph.find_nodes(op="placeholder"), joint.graph.output_node()
+    tangents = sum(str(node.target).startswith("tangents") for node in inputs)
+    outputs, described = output.args[0], output.meta.get("desc")
+    assert isinstance(outputs, (list, tuple))
+    if not tangents:
+        return None
+    if described is None:
+        return len(outputs) - (len(inputs) - tangents)
+    # What gets no gradient is not described.
+    ends = (place for place, each in enumerate(described) if each is None or each.is_grad())
+    return next(ends, len(outputs))
 
 
 def compile_aot(

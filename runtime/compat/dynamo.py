@@ -162,6 +162,18 @@ AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._ex
 """What `torch.autocast` leaves in a Dynamo graph (2.11 to 2.15)."""
 
 
+def read_as_data(graph: torch.fx.Graph, value: Tensor) -> list[Tensor]:
+    """What `.data` of a traced `value`, or of a view of it, gives in a Dynamo graph (2.13).
+
+    Writes to it do not count as writes to `value`.
+    """
+    read = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+    nodes = graph.find_nodes(op="call_function", target=read)
+    values: list[Tensor] = [node.meta["example_value"] for node in nodes]
+    memory = value.untyped_storage()._cdata
+    return [data for data in values if data.untyped_storage()._cdata == memory]
+
+
 def compile_id() -> tuple[int, int] | None:
     """Of what Dynamo compiles now: the number of the frame, how often it was compiled before.
 

@@ -129,6 +129,39 @@ def when_swapped(swap: Callable[[nn.Module, str, object, Callable[[], object]], 
     accessor.swap_tensor = inline_only(swap_tensor)
 
 
+def check_reparametrizing(check: Callable[[nn.Module, str], None]) -> None:
+    """Have what adds or removes a parametrization call `check(module, name)` before anything.
+
+    The old ones take parameters out of a module's dict, which no module notices; the new ones
+    remove a property from a module's class. (2.11 to 2.15 for `weight_norm`, 2.13 for the others)
+    """
+    from torch.nn.utils import parametrize
+    from torch.nn.utils.prune import BasePruningMethod
+    from torch.nn.utils.spectral_norm import SpectralNorm
+    from torch.nn.utils.weight_norm import WeightNorm
+
+    def check_first(owner: object, name: str, known_by: str = "") -> None:
+        """Its arguments begin with a module and a name, or with a hook that knows the name."""
+        call: Callable[..., object] = getattr(owner, name)
+        bound = inspect.signature(call).bind
+
+        @functools.wraps(call)
+        def run(*args: object, **kwargs: object) -> object:
+            first, second, *_ = bound(*args, **kwargs).arguments.values()
+            check(*((second, getattr(first, known_by)) if known_by else (first, second)))
+            return call(*args, **kwargs)
+
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        setattr(owner, name, staticmethod(run) if is_static else run)
+
+    check_first(WeightNorm, "apply")
+    check_first(WeightNorm, "remove", "name")
+    check_first(SpectralNorm, "remove", "name")
+    check_first(BasePruningMethod, "remove", "_tensor_name")
+    check_first(parametrize, "register_parametrization")
+    check_first(parametrize, "remove_parametrizations")
+
+
 def forget_rnn_weights(module: nn.Module) -> None:
     """Drop what `nn.LSTM` and friends cache of their weights (2.11 to 2.15)."""
     if isinstance(module, nn.RNNBase):

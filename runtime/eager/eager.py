@@ -8,6 +8,7 @@ import sys
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -71,9 +72,13 @@ def end_call(call: EagerCall, outputs: object, raised: bool) -> None:
     calls = _forward.calls
     calls.pop()
     call.label.__exit__(None, None, None)
+    written = [bucket for bucket in call.module._shardc_buckets if bucket.gathered.is_written]
+    stops = raised or bool(written)
     for bucket in call.module._shardc_buckets:
-        if bucket.gathered.leave(call.module, raised):
+        if bucket.gathered.leave(call.module, stops):
             _forward.staying[bucket] = None
+    for bucket in written:
+        bucket.gathered.drop()
     if call.hooks is not None:
         call.hooks.__exit__()
     error = sys.exc_info()[1] if raised else None
@@ -81,8 +86,19 @@ def end_call(call: EagerCall, outputs: object, raised: bool) -> None:
         lost_peers.leave(error)
     if not calls and _forward.gathers is not None:
         done, _forward.gathers = _forward.gathers, None
-        done.close(raised)
-        _end_forward(outputs, raised)
+        done.close(stops)
+        _end_forward(outputs, stops)
+    if written:
+        _refuse_written(written[0])
+
+
+def _refuse_written(bucket: EagerBucket) -> NoReturn:
+    """Also where autograd refused what came behind the write, in words of its own."""
+    raise RuntimeError(
+        f"a forward updates a sharded parameter of {bucket.label} in place, and what it wrote is "
+        "lost: it is a gathered copy. Update parameters outside of the forward: those of "
+        "parameters(), or full ones inside summon_full_params(module)"
+    )
 
 
 def _end_forward(outputs: object, raised: bool) -> None:

@@ -242,6 +242,11 @@ class Gathered:
         self._close()
         return False
 
+    @property
+    def is_written(self) -> bool:
+        """Whether the forward that runs has written to what it has read."""
+        return self.current is not None and self.depth > 0 and self.current.is_written
+
     def hide_gradients(self) -> None:
         """What parameters read before show as their unreduced gradient is it no more."""
         for full in self.current.views if self.current is not None else ():

@@ -68,6 +68,11 @@ class Unsharded:
         return [part._version for part in self._parts], [part.data_ptr() for part in parts]
 
     @property
+    def is_written(self) -> bool:
+        """Whether a full parameter was written to in place, but through `.data`."""
+        return [part._version for part in self._parts] != self._versions[: len(self._parts)]
+
+    @property
     def is_resized(self) -> bool:
         """Whether a full parameter was given another shape, through `.data`."""
         known = zip(self.local_views, self._shapes, strict=False)  # no views once it is closed

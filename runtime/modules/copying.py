@@ -124,6 +124,8 @@ def _copy_unit(unit: Unit, memo: compat.Memo) -> Unit:
         frozenset(copy.deepcopy(param, memo) for param in unit.ignored),
         frozenset(copy.deepcopy(m, memo) for m in unit.skipped),
         on_meta=unit.on_meta,
+        mixed=unit.mixed,
+        differs=unit.differs,
     )
     memo[id(unit)] = new
     watch_for_late_params(new)
@@ -146,4 +148,6 @@ def _copy_bucket(bucket: Bucket, settings: Settings, memo: compat.Memo) -> Bucke
         memo[id(param)], memo[id(param._slot)] = copied, copied._slot  # type: ignore[attr-defined]
         if flag != new.trainable[index]:
             new.set_trainable(index, flag)
+    if bucket.is_as_sharded:
+        new.note_first()
     return new

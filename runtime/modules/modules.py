@@ -20,11 +20,12 @@ from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket
 from shardc.runtime.bucket.params import SlotRef, adopt, allocate_unwritten, convert
 from shardc.runtime.bucket.unit import Unit
-from shardc.runtime.checks.meta import require_values
+from shardc.runtime.checks.meta import note_loaded, require_values
 from shardc.runtime.comm.unshard import unshard_extended
 from shardc.runtime.eager.eager import begin_call, end_call
 from shardc.runtime.modules.controls import Controls
 from shardc.runtime.modules.copying import Copying, copied, copy_sharded
+from shardc.runtime.modules.first_step import watch_first_steps
 from shardc.runtime.modules.fsdp_names import FSDPNames
 from shardc.runtime.modules.late_params import watch_for_late_params
 from shardc.runtime.modules.parameters import (
@@ -36,6 +37,7 @@ from shardc.runtime.modules.parameters import (
 )
 from shardc.runtime.modules.summon import summon_full_params
 from shardc.runtime.modules.ties import buckets_of, holders_of, refuse_summoned, tie
+from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import as_parameter
 
 if TYPE_CHECKING:  # what the mixins stand before
@@ -173,6 +175,29 @@ class ShardedParameters(_Mixed):
         )
 
 
+def _check_reparametrizing(module: nn.Module, name: str) -> None:
+    """Raise where `name` of `module` is sharded, also as what it is computed from.
+
+    A sharded module has lost the class from which torch would remove the parametrization.
+    """
+    slots = vars(module).get("_shardc_slots", {})
+    held = dict(module.named_modules()).get(f"parametrizations.{name}")
+    inner = held is not None and any(isinstance(p, ShardTensor) for p in held.parameters())
+    if (
+        inner
+        or (held is not None and isinstance(module, ShardedParameters))
+        or any(f"{name}{ending}" in slots for ending in ("", "_g", "_v", "_orig"))
+    ):
+        raise NotImplementedError(
+            f"'{name}' of {getattr(module, '_shardc_class', type(module)).__name__} is sharded and "
+            "cannot be reparametrized: add and remove weight_norm, parametrizations and the like "
+            "before fully_shard, or on an unsharded copy with the values of get_model_state_dict"
+        )
+
+
+compat.check_reparametrizing(_check_reparametrizing)
+
+
 def _check_assigned(
     module: ShardedParameters, name: str, slot: SlotRef, param: nn.Parameter
 ) -> None:
@@ -207,6 +232,7 @@ def make_unit(unit: "Unit") -> None:
     """
     for root in unit.modules:
         compat.mark_as_sharded(root, FSDPNames(root))
+        root.register_load_state_dict_post_hook(note_loaded)
         for name, module in root.named_modules():
             _install_properties(module, unit if module in unit.modules else None)
             inner = vars(module).get("_shardc_unit", unit)
@@ -219,6 +245,7 @@ def make_unit(unit: "Unit") -> None:
     unit.settle()
     unit.note_meta()
     watch_for_late_params(unit)
+    watch_first_steps()
 
 
 def _install_properties(module: nn.Module, unit: "Unit | None") -> None:

@@ -36,6 +36,7 @@ from shardc.passes.trace_once import Calls, call_once
 from shardc.passes.verify import check_collectives, collective_sequence
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket, bucket_of
+from shardc.runtime.checks.start import check_start
 from shardc.runtime.comm.agreement import Statement, rounds
 from shardc.runtime.comm.collectives import BoxedGraph, naming_failures
 from shardc.runtime.comm.progress import label_of, progress
@@ -92,6 +93,7 @@ def _compile_graph(
     compat.forget_classes(gm)
     _warn_if_nothing_is_sharded()
     buckets = buckets_by_input(gm)
+    check_start(dict.fromkeys(bucket.owner for bucket in buckets.values()))
     numbers = number_units(buckets)
     names = {place: (bucket.label, numbers[bucket.owner]) for place, bucket in buckets.items()}
     outside = buckets_of_the_runtime(gm, buckets)

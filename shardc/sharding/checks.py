@@ -212,6 +212,7 @@ def check_model(
                 f"parameter '{names[param]}' is in use by an autograd graph, a weak reference or a "
                 "compiled function: shard before the model's first forward, or drop its outputs"
             )
+    _check_tables(modules, names, set(params))
     managed: dict[int, nn.Parameter] = {}
     for param in params:
         managed.setdefault(compat.storage_id(param) or -1, param)
@@ -300,6 +301,32 @@ def _check_parameter(
             f"parameter '{name}' is not contiguous (stride {tuple(param.stride())}); make it so: "
             "param.data = param.data.contiguous()"
         )
+
+
+def _check_tables(
+    modules: Iterable[nn.Module], names: dict[nn.Parameter, str], params: Collection[nn.Parameter]
+) -> None:
+    """Raise for embeddings with gradients that are not dense, or that write in their forward."""
+    for module in (module for root in modules for module in root.modules()):
+        table: Any = getattr(module, "weight", None)
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or table not in params:
+            continue
+        why = None
+        if module.sparse:
+            why = (
+                "sparse=True, and shardc reduces dense gradients: set sparse=False. Compiled, rows "
+                "of a large table are fetched and returned (option 'embedding_rows')"
+            )
+        elif module.max_norm is not None:
+            why = (
+                f"max_norm={module.max_norm}, which its forward writes to the table, of which each "
+                "rank keeps a part: set max_norm=None"
+            )
+        if why is not None:
+            raise NotImplementedError(
+                f"parameter '{names[table]}' is the table of a {type(module).__name__} "
+                f"with {why}; or name it in ignored_params"
+            )
 
 
 def _held_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor, bool]]:

@@ -23,6 +23,7 @@ from shardc.runtime import compat
 from shardc.runtime.bucket.params import allocate, parameter_like
 from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.arguments import Must, check_value
+from shardc.runtime.checks.start import check_start
 from shardc.runtime.comm.agreement import Statement, agree, decline
 from shardc.runtime.modules.modules import ShardedModule
 from shardc.runtime.tensor.shard_tensor import ShardTensor
@@ -136,6 +137,7 @@ def _agree_on_work(
     left = list(of_group)
     try:
         check_value("materialize: init_fn", init_fn, InitFn | None)
+        check_start(unit for unit in units if unit.lacks_values)
         owners = list(_owners_of_meta(modules, units))
         if init_fn is None:
             _check_resettable(owners)

@@ -31,7 +31,8 @@ from shardc.sharding.checks import (
     check_model,
     check_modules,
 )
-from shardc.sharding.materialize import InitFn, generator_fact, initialise
+from shardc.sharding.first_values import FirstValues, compare_values, values_note
+from shardc.sharding.materialize import InitFn, initialise
 from shardc.sharding.mesh import MeshDims, data_parallel_mesh, spmd_of
 from shardc.sharding.placement import check_devices, compute_device, move_buffers, new_segment
 from shardc.sharding.rows import PlacementFn
@@ -53,8 +54,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: Reshard = None,
     shard_placement_fn: PlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: Any = None,
     dp_mesh_dims: MeshDims | None = None,
     units: UnitPolicy | None = None,
@@ -82,9 +83,9 @@ def fully_shard(
             has it cut between rows, in equal parts but the last, as FSDP2 does; that takes a bucket
             of its own, so a message of its own. Any other dim is as None: an interval needs no
             dim that the ranks divide.
-        mp_policy: precision (`shardc.MixedPrecisionPolicy`, or torch's).
+        mp_policy: precision (`shardc.MixedPrecisionPolicy`, or torch's); None casts nothing.
         offload_policy: torch's `CPUOffloadPolicy` keeps segments, gradients and so the optimizer's
-            state on the host.
+            state on the host; None, or torch's `OffloadPolicy`, on the device.
         ignored_params: parameters, or modules whose parameters, stay as they are.
         dp_mesh_dims: torch's `DataParallelMeshDims`, the names of the dims of `mesh` to shard and
             to replicate over. Every parameter is then a DTensor on the whole mesh, replicated over
@@ -129,16 +130,31 @@ def fully_shard(
         _check_devices(modules, plans, compute_device(mesh), mixed=sync_module_states)
         init, sync = param_init_fn is not None, sync_module_states
         buffers = list(unsynced_buffers(modules, alone.modules)) if sync else []
-        facts = _facts(modules, plans, ranks, compute_device(mesh), init, sync)
-        facts += buffer_facts(buffers)
-        note = what_has_values(ranks, _params(plans), buffers, init) if sync else ""
+        facts = [*_facts(modules, plans, sync), *buffer_facts(buffers)]
+        if sync:
+            note = what_has_values(ranks, _params(plans), buffers, init)
+        else:
+            note = values_note(plans, ranks, init, compute_device(mesh))
     except Exception as error:
         decline(everyone, what, f"{type(error).__name__}: {error}")
         raise
     notes = agree(everyone, Statement(what, facts, note), every_time=True)
     scatter = sync and can_scatter(notes)
+    first = FirstValues() if sync else compare_values(notes, plans)
     watch_optimizers()
-    made = [_apply(plan, mesh, ranks, alone, spmd, scatter) for plan in plans]
+    made = [
+        _apply(
+            plan,
+            mesh,
+            ranks,
+            alone,
+            spmd,
+            scatter,
+            mixed=place in first.mixed,
+            differs=first.differing.get(place, ""),
+        )
+        for place, plan in enumerate(plans)
+    ]
     if init and not scatter:
         initialise(modules, param_init_fn, seeds_may_differ=sync)
     if sync:
@@ -164,29 +180,16 @@ def _check_devices(
         check_devices({names[param]: param for param in plan.params.values()}, device, mixed)
 
 
-def _facts(
-    modules: tuple[nn.Module, ...],
-    plans: list[UnitPlan],
-    ranks: Ranks,
-    device: torch.device,
-    init: bool,
-    synced: bool,
-) -> list[str]:
-    """What all ranks must have equal: the buckets, and how they get values if none are sent."""
+def _facts(modules: tuple[nn.Module, ...], plans: list[UnitPlan], synced: bool) -> list[str]:
+    """What all ranks must have equal: the buckets, and whether values are sent."""
     facts = [f"sync_module_states={synced}"]
-    if not synced and any(param.is_meta for param in _params(plans)):
-        facts.append(f"on meta, param_init_fn={'given' if init else None}")
-        if init and ranks.copies > 1:
-            facts.append(generator_fact(device))
     names = {module: name for root in modules for name, module in root.named_modules()}
     for plan in plans:
         unit = names[plan.modules[0]] or type(plan.modules[0]).__name__
-        on_meta = not synced and any(param.is_meta for param in plan.params.values())
-        where = ", on meta" if on_meta else ""
         for layout in plan.layouts:
             facts.append(
                 f"{unit}: {layout.dtype} bucket of {layout.numel}, "
-                f"requires_grad={layout.requires_grad}{where}: {layout.contents} ({plan.settings})"
+                f"requires_grad={layout.requires_grad}: {layout.contents} ({plan.settings})"
             )
     return facts
 
@@ -201,10 +204,12 @@ def _apply(
     alone: LeftAlone,
     spmd: Spmd | None,
     scatter: bool,
+    mixed: bool,
+    differs: str,
 ) -> Unit:
     """Make one unit: cut its buckets, free the full parameters, give its modules properties.
 
-    With `scatter`, the segments come from rank 0.
+    With `scatter`, the segments come from rank 0. `mixed` and `differs` say how ranks began.
     """
     device = compute_device(mesh)
     _forget_rnn_weights(plan)
@@ -217,6 +222,8 @@ def _apply(
         extension = Extension.of(params[0], mesh, owner, plan.settings.precision)
         bucket = Bucket(layout, ranks, plan.settings, segment, device, placed, extension)
         take(bucket, params, filled=scatter)
+        if mixed or differs:
+            bucket.note_first()
         buckets.append(bucket)
         restore_ties(plan.modules)
     move_buffers(plan.modules, alone.modules, device)
@@ -230,6 +237,8 @@ def _apply(
         device,
         frozenset(alone.params),
         frozenset(alone.modules),
+        mixed=mixed,
+        differs=differs,
     )
     make_unit(unit)
     return unit

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import OffloadPolicy
 
 from shardc.passes.cost import bucket_grain
 from shardc.passes.hardware import Profile
@@ -84,7 +85,8 @@ def plan_units(
     grain = bucket_grain(world_size, profile)
     for request in requests:
         asked = {**options, **request.options}
-        mp, offload = asked["mp_policy"], asked["offload_policy"]
+        mp = _policy(asked["mp_policy"], Precision)
+        offload = _policy(asked["offload_policy"], OffloadPolicy)
         check_policies(mp, offload)
         owned = owned_parameters(request.modules, alone.modules)
         params = {
@@ -113,6 +115,11 @@ def plan_units(
             )
         )
     return plans
+
+
+def _policy(asked: Any, default: type) -> Any:
+    """A policy of a call; None is the default one, as FSDP2 has it."""
+    return default() if asked is None else asked
 
 
 def _described(

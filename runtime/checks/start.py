@@ -1,0 +1,55 @@
+"""Models that ranks did not begin alike: an error or a warning where they are used so.
+
+`fully_shard` notes on a unit what the ranks had. A model whose values are loaded or written
+afterwards is not looked at: each bucket knows whether it was written since.
+"""
+
+import warnings
+from collections.abc import Iterable
+from typing import Protocol
+
+_told: list[str] = []
+"""The parameter that a warning named; there is one a process."""
+
+
+class StartedUnit(Protocol):
+    """What is asked of a unit."""
+
+    name: str
+    number: int
+    differs: str
+
+    @property
+    def lacks_values(self) -> bool:
+        """Whether it was on meta on some ranks only, and was not written since."""
+
+    @property
+    def is_as_sharded(self) -> bool:
+        """Whether its values are those that the ranks had at first."""
+
+
+def check_start(units: Iterable[StartedUnit]) -> None:
+    """Raise for units that have values on some ranks only; warn once of those that differ.
+
+    Raises:
+        RuntimeError: names the unit, and how it gets values.
+    """
+    for unit in sorted(units, key=lambda unit: unit.number):
+        if unit.lacks_values:
+            raise RuntimeError(
+                f"parameters of '{unit.name}' had values on some ranks and were on the meta device "
+                "on others when fully_shard was called, and none were loaded since: load a state "
+                "dict on all ranks (set_model_state_dict with full_state_dict=True and "
+                "broadcast_from_rank0=True), or give fully_shard sync_module_states=True, to start "
+                "from those of rank 0"
+            )
+        if unit.differs and unit.is_as_sharded and not _told:
+            _told.append(unit.differs)
+            warnings.warn(
+                f"ranks had different values in {unit.differs} of {unit.name or 'a copied unit'} "
+                "when fully_shard was called, and none were loaded since: each rank has kept its "
+                "part of its own, so the model is a patchwork. Seed all ranks alike before the "
+                "model is built, give fully_shard sync_module_states=True, or load a checkpoint "
+                "before the first step",
+                stacklevel=2,
+            )

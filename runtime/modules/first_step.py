@@ -1,0 +1,82 @@
+"""An optimizer's first step: warnings of what trains, and not as was meant.
+
+Before it, of values that the ranks did not begin with alike. After it, when its state shows what it
+keeps, of parameters in 16 bits that nothing updates in more: most updates are smaller than half of
+their last digit, and are lost (accelerate#3979: 28 times slower to converge). Each is told once a
+process. A step that is compiled itself (`torch.compile(optimizer.step)`) runs neither.
+"""
+
+import functools
+import re
+import warnings
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from shardc.runtime.checks.start import check_start
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+
+_begun: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_done: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that have begun, and ended, a step."""
+_told: list[torch.dtype] = []
+"""The dtype that a warning named; there is one a process."""
+
+_KEEPS_MORE = re.compile("master|kahan|compensat|stochastic|fp32|float32")
+"""In names of states and settings of optimizers that lose no small updates."""
+
+
+@functools.cache
+def watch_first_steps() -> None:
+    """From the first sharding on."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
+def _before(optimizer: Optimizer, *_: object) -> None:
+    if torch.compiler.is_compiling() or optimizer in _begun:
+        return
+    _begun.add(optimizer)
+    check_start(dict.fromkeys(param._slot.bucket.owner for param in _trained(optimizer)))  # type: ignore[attr-defined]
+
+
+def _after(optimizer: Optimizer, *_: object) -> None:
+    if torch.compiler.is_compiling() or optimizer in _done:
+        return
+    _done.add(optimizer)
+    low = next(
+        (p for p in _trained(optimizer) if p.dtype.itemsize < 4 and p.is_floating_point()), None
+    )
+    if low is None or _told or _keeps_more(optimizer, low):
+        return
+    _told.append(low.dtype)
+    warnings.warn(
+        f"{type(optimizer).__name__} trains '{low._slot.name}' and others in {low.dtype}, in which "  # type: ignore[attr-defined]
+        "most updates are lost by rounding, and keeps no float32 copy: keep parameters in float32 "
+        "(model.float() before fully_shard) and give fully_shard "
+        f"mp_policy=MixedPrecisionPolicy(param_dtype={low.dtype}) to gather and compute in that",
+        stacklevel=2,
+    )
+
+
+def _trained(optimizer: Optimizer) -> Iterator[ShardTensor]:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param, ShardTensor) and param.requires_grad and hasattr(param, "_slot"):
+                yield param
+
+
+def _keeps_more(optimizer: Optimizer, param: ShardTensor) -> bool:
+    """Whether a state or a setting of an optimizer says that it loses no small updates."""
+    group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
+    off = (None, False)  # compared by identity: a setting may be a tensor
+    settings = [
+        n for at in (vars(optimizer), group) for n in at if not any(at[n] is o for o in off)
+    ]
+    return any(_KEEPS_MORE.search(str(n)) for n in (*settings, *optimizer.state.get(param, {})))

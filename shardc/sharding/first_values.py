@@ -1,0 +1,129 @@
+"""What the ranks bring to one call of `fully_shard`: values, alike or not, or a model on meta.
+
+As with FSDP2, each rank cuts what it has. Ranks that were seeded differently would train a
+patchwork of their values, and one on meta has none. Both are legal where values are loaded
+afterwards, so they are noted, and told when the model is used (`runtime/checks/start.py`). The
+note travels with the plan of the buckets, at no message of its own.
+
+Values are compared by the first, middle and last element of each parameter, among the ranks of one
+copy of the model. That reads a few bytes; a difference elsewhere in a parameter is not seen.
+`check_same_values` compares everything.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc.runtime import compat
+from shardc.runtime.comm.ranks import Ranks
+from shardc.runtime.tensor.tensor_parallel import local_value
+from shardc.sharding.materialize import generator_fact
+from shardc.sharding.unit_plan import UnitPlan
+
+_GROUPS = 64
+"""In about so many groups of parameters values are compared: a note has a few hundred bytes."""
+
+
+@dataclass(frozen=True)
+class FirstValues:
+    """What ranks found, by the place of a unit in the plan.
+
+    Attributes:
+        mixed: units that have values on some ranks and are on meta on others.
+        differing: the first parameter of a unit that has other values on other ranks.
+    """
+
+    mixed: frozenset[int] = frozenset()
+    differing: Mapping[int, str] = field(default_factory=dict)
+
+
+def values_note(plans: Sequence[UnitPlan], ranks: Ranks, init: bool, device: torch.device) -> str:
+    """This rank's note for `compare_values`.
+
+    Args:
+        init: whether it has a `param_init_fn`.
+        device: which generator that draws from.
+    """
+    copy = 0 if ranks.replicas is None else compat.resolve_group(ranks.replicas).rank()
+    on_meta = [any(param.is_meta for param in plan.params.values()) for plan in plans]
+    draws = init and any(on_meta)
+    said = {
+        "kinds": "".join("m" if each else "v" for each in on_meta),
+        "init": init,
+        "random": generator_fact(device) if draws and ranks.copies > 1 else "",
+        "ends": [_digest(group.values()) for _, group in _groups(plans)],
+    }
+    # Copies of the model start as they like; what the function draws is made equal by its seed.
+    return json.dumps({**said, "copy": 0 if draws else copy}, sort_keys=True)
+
+
+def compare_values(notes: Iterable[str], plans: Sequence[UnitPlan]) -> FirstValues:
+    """From the notes of all ranks: where they differ. Every rank comes to the same.
+
+    Raises:
+        ValueError: a `param_init_fn`, where some ranks have values already.
+        RuntimeError: one that is given on some ranks only, or draws from different random states.
+    """
+    said: list[dict[str, Any]] = [json.loads(note) for note in notes]
+    kinds = list(zip(*(each["kinds"] for each in said), strict=True))
+    mixed = frozenset(place for place, each in enumerate(kinds) if len(set(each)) > 1)
+    _check_init(said, bool(mixed))
+    differing: dict[int, str] = {}
+    for index, (place, group) in enumerate(_groups(plans)):
+        for copy in {each["copy"] for each in said}:
+            there = [s for s in said if s["copy"] == copy and s["kinds"][place] == "v"]
+            if len({each["ends"][index] for each in there}) > 1:
+                differing.setdefault(place, _named(group))
+    return FirstValues(mixed, differing)
+
+
+def _check_init(said: Sequence[Mapping[str, Any]], mixed: bool) -> None:
+    inits, states = {each["init"] for each in said}, {each["random"] for each in said}
+    what = "ranks disagree on the parameters given to fully_shard"
+    if mixed and True in inits:
+        raise ValueError(
+            f"{what}: some have values and others are on meta, and the param_init_fn would draw "
+            "values on those only. Give sync_module_states=True to start from rank 0 of the mesh, "
+            "or build the model on meta on all ranks"
+        )
+    if len(inits) > 1 and any("m" in each["kinds"] for each in said):
+        raise RuntimeError(f"{what}: they are on meta, and only some ranks give a param_init_fn")
+    if len(states) > 1:
+        raise RuntimeError(f"{what}: {' and '.join(sorted(states))}")
+
+
+def _groups(plans: Sequence[UnitPlan]) -> list[tuple[int, dict[str, nn.Parameter]]]:
+    """The parameters of all units, some at a time: the unit's place, and these by name."""
+    size = max(1, -(-sum(len(plan.params) for plan in plans) // _GROUPS))
+    found = []
+    for place, plan in enumerate(plans):
+        named = list(plan.params.items())
+        found += [(place, dict(named[at : at + size])) for at in range(0, len(named), size)]
+    return found
+
+
+def _named(group: Iterable[str]) -> str:
+    first, *others = group
+    return f"'{first}'" + (f" or one of the {len(others)} behind it" if others else "")
+
+
+@torch.no_grad()
+def _digest(params: Iterable[nn.Parameter]) -> str:
+    """Of the first, middle and last elements of parameters that are not on meta."""
+    ends = [_ends(local_value(param)) for param in params if not param.is_meta]
+    digest = hashlib.sha256()
+    if ends:
+        digest.update(torch.cat(ends).cpu().numpy().tobytes())
+    return digest.hexdigest()[:6]
+
+
+def _ends(value: Tensor) -> Tensor:
+    """The bytes of three elements of a tensor; none of an empty one."""
+    flat, count = value.detach().reshape(-1), value.numel()
+    places = [0, count // 2, count - 1] if count else []
+    return flat[torch.tensor(places, dtype=torch.int64, device=flat.device)].view(torch.uint8)
