@@ -91,10 +91,8 @@ class Unsharded:
     def handle(self, tensor: Tensor) -> "Handle | None":
         """A stand-in for `tensor`, which views the gathered bucket; None if it cannot have one."""
         index = self._storages.index(compat.storage_id(tensor))
-        # Views that a subclass makes inside of its dispatch have versions of their own, from 0.
-        fresh = {self._versions[index], 0 if self.code.extension else self._versions[index]}
-        if tensor._version not in fresh or tensor.dtype != self._parts[index].dtype:
-            return None  # written to in the forward, or another view of the bytes
+        if tensor.dtype != self._parts[index].dtype:
+            return None  # another view of the bytes
         if tensor.is_conj() or tensor.is_neg():
             return None
         if self._again is None:
