@@ -74,9 +74,10 @@ docs: $(STAMP)  ## Build the documentation into build/docs
 	@cd build/api/shardc && ln -s ../../../shardc/* ../../../passes ../../../runtime .
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
-tables: $(STAMP)  ## Write the tables of docs/optimizers.md and docs/integrations/index.md, minutes
+tables: $(STAMP)  ## Write the tables of the docs, minutes
 	$(PY) benchmarks/tables.py --write
 	$(PY) benchmarks/libraries.py --write
+	PYTHONPATH=tests $(PY) -m operations --write
 
 demo: $(STAMP)  ## Train a small language model on two ranks, a few minutes
 	@$(if $(findstring --resume,$(DEMO_ARGS)),,rm -rf $(DEMO_DIR))

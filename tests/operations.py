@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.func import functional_call
-from torch.nn.utils import parametrizations, weight_norm
+from torch.nn.utils import parametrize, weight_norm
 from torch.optim.swa_utils import AveragedModel
 
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "around_a_step.md"
@@ -278,7 +278,7 @@ def _statistics(side: Side) -> None:
 def _redistribute(side: Side) -> None:
     weight = side.model.head.weight.detach()
     placed = weight.redistribute(placements=[Replicate()]) if side.is_sharded else weight
-    side.seen.append(placed.to_local() if side.is_sharded else placed)
+    side.seen.append((placed.to_local() if side.is_sharded else placed).clone())
 
 
 # -- hooks, flags and optimizers -------------------------------------------------------------------
@@ -288,7 +288,12 @@ def _hooks(side: Side) -> None:
     side.model.layers[0].register_forward_hook(lambda module, args, out: out * 2)
     side.model.head.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
     side.model.head.weight.register_hook(lambda grad: grad * 3)
-    side.model.twin.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+    side.model.twin.weight.register_post_accumulate_grad_hook(_halve)
+
+
+def _halve(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.5)
 
 
 def _freeze(side: Side) -> None:
@@ -464,7 +469,7 @@ OPERATIONS = [
     Operation(
         "Modules",
         "a parametrization that is added",
-        _refuse(lambda side: parametrizations.spectral_norm(side.model.head)),
+        _refuse(lambda s: parametrize.register_parametrization(s.model.head, "weight", nn.GELU())),
         "cannot be reparametrized",
         "Add it before `fully_shard`.",
     ),
@@ -515,10 +520,10 @@ def page() -> str:
     lines = [
         "# Around a step",
         "",
-        "Training code copies models, ties, loads, saves and takes norms between steps. Each row was",
-        "tried on a plain and on a sharded model, uncompiled, compiled block by block, and whole with",
-        "both executors: both sides then train alike, every gradient compared; or the sharded model",
-        "refuses it at the call and says what to do. `tests/operations.py` is the table.",
+        "Training code copies models, ties, loads, saves and takes norms between steps. Each row",
+        "was tried on a plain and on a sharded model, uncompiled, compiled block by block, and",
+        "whole: both sides then train alike, every gradient compared; or the sharded model refuses",
+        "it at the call and says what to do. `tests/operations.py` is the table.",
         "",
     ]
     for group in dict.fromkeys(row.group for row in OPERATIONS):
