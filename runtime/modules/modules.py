@@ -32,7 +32,7 @@ from shardc.runtime.modules.parameters import (
     refuse_removing,
 )
 from shardc.runtime.modules.summon import summon_full_params
-from shardc.runtime.modules.ties import buckets_of, holders_of, refuse_summoned, tie
+from shardc.runtime.modules.ties import buckets_of, holders_of, note_shared, refuse_summoned, tie
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import as_parameter
 
@@ -213,6 +213,7 @@ def make_unit(unit: "Unit") -> None:
                     inner.put_into(unit)
                 if module is inner.modules[0]:
                     inner.name = name
+        note_shared(root)
     unit.name = type(unit.modules[0]).__name__
     unit.settle()
     unit.note_meta()

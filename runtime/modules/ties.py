@@ -33,6 +33,15 @@ def holders_of(slot: SlotRef) -> set[tuple[nn.Module, str]]:
     }
 
 
+def note_shared(root: nn.Module) -> None:
+    """Note which of the sharded parameters below `root` have several holders."""
+    seen = set[SlotRef]()
+    for module in root.modules():
+        for slot in vars(module).get("_shardc_slots", {}).values():
+            slot.is_shared |= slot in seen
+            seen.add(slot)
+
+
 def refuse_summoned(module: "ShardedParameters", name: str, param: nn.Parameter) -> None:
     """Raise where `param` is what another parameter was summoned as: its values would be copied."""
     slot = module._shardc_slots[name]
@@ -65,6 +74,7 @@ def tie(module: "ShardedParameters", name: str, slot: SlotRef, param: nn.Paramet
             f"'{name}' of {module._shardc_class.__name__} and '{taken.name}' are sharded over "
             "different ranks and cannot be tied: tie them before fully_shard"
         )
+    taken.is_shared = True
     module._shardc_slots[name] = taken
     module._parameters[name] = param
     own = vars(module).get("_shardc_unit")
