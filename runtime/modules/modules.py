@@ -1,10 +1,9 @@
 """Sharded modules: the same objects under a subclass whose parameters read through their bucket.
 
 A module that holds sharded parameters gets a cached subclass of its class with one property a
-parameter (never one class an instance: compiled code is shared by class). `_parameters`,
-`named_parameters()` and `state_dict()` stay as they were; only attribute access goes to the bucket.
-The methods overridden here are those that would otherwise detach a parameter from its segment
-without a word.
+parameter (never one class an instance: compiled code is shared by class). Attribute access goes to
+the bucket; so do reads of `_parameters` in a forward (`parameters`). The methods that are overridden
+here would otherwise detach a parameter from its segment without a word.
 """
 
 from collections.abc import Callable

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket
 from shardc.runtime.bucket.params import SlotRef
 from shardc.runtime.bucket.unit import Unit
-from shardc.runtime.compat import Held
 from shardc.runtime.modules.parameters import Given
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def refuse_summoned(module: "ShardedParameters", name: str, param: nn.Parameter)
                     )
 
 
-def buckets_of(slots: Mapping[str, Held], own: Unit | None) -> tuple[Bucket, ...]:
+def buckets_of(slots: Mapping[str, SlotRef | Given], own: Unit | None) -> tuple[Bucket, ...]:
     """The buckets that a call of a module opens: those of its unit, and of what it holds."""
     held = [slot.bucket for slot in slots.values() if slot.bucket is not None]
     return tuple(dict.fromkeys([*(own.buckets if own else ()), *held]))
@@ -76,6 +76,6 @@ def tie(module: "ShardedParameters", name: str, slot: SlotRef, param: nn.Paramet
         )
     taken.is_shared = True
     module._shardc_slots[name] = taken
-    module._parameters[name] = param
+    compat.put_parameter(module, name, param)
     own = vars(module).get("_shardc_unit")
     vars(module)["_shardc_buckets"] = buckets_of(module._shardc_slots, own)
