@@ -2,8 +2,8 @@
 
 A module that holds sharded parameters gets a cached subclass of its class with one property a
 parameter (never one class an instance: compiled code is shared by class). Attribute access goes to
-the bucket; so do reads of `_parameters` in a forward (`parameters`). The methods that are overridden
-here would otherwise detach a parameter from its segment without a word.
+the bucket; so do reads of `_parameters` in a forward (`parameters`). The methods overridden here
+would otherwise detach a parameter from its segment without a word.
 """
 
 from collections.abc import Callable
