@@ -85,6 +85,8 @@ class ShardedParameters(_Mixed):
             RuntimeError: inside a forward, or before the unit was materialised.
         """
         slot = self._shardc_slots.get(name)
+        if vars(self).get(name, self) is None:
+            del vars(self)[name]
         if type(param) is Tensor:  # which reads as a parameter
             self._refuse_gathered(name)
         if isinstance(slot, SlotRef) and not slot.bucket.owner.summoned:
@@ -142,6 +144,8 @@ class ShardedParameters(_Mixed):
     def __delattr__(self, name: str) -> None:
         if name in self._shardc_slots:
             refuse_removing(self._shardc_class, name)
+        if name in self._parameters:
+            vars(self).pop(name, None)
         super().__delattr__(name)
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
@@ -241,6 +245,9 @@ def _install_properties(module: nn.Module, unit: "Unit | None") -> None:
         state["_parameters"] = Parameters(
             dict.items(module._parameters), state["_shardc_slots"], readers, original
         )
+        for name, param in dict.items(module._parameters):
+            if param is None:  # a `bias`: Dynamo looks into a dict of another class slowly
+                state[name] = None
     compat.become(module, cls)
 
 
