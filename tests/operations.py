@@ -288,12 +288,6 @@ def _hooks(side: Side) -> None:
     side.model.layers[0].register_forward_hook(lambda module, args, out: out * 2)
     side.model.head.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
     side.model.head.weight.register_hook(lambda grad: grad * 3)
-    side.model.twin.weight.register_post_accumulate_grad_hook(_halve)
-
-
-def _halve(param: Tensor) -> None:
-    assert param.grad is not None
-    param.grad.mul_(0.5)
 
 
 def _freeze(side: Side) -> None:

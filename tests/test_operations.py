@@ -41,8 +41,7 @@ def _sharded(model: Model, mesh, way: str) -> Model:
         for layer in model.layers:
             layer.compile(backend="shardc", options={"executor": "eager"})
     elif way != "uncompiled":
-        executor = None if way == "inductor" else way
-        model.compile(backend="shardc", options={"executor": executor})
+        model.compile(backend="shardc", options={"executor": way})
     return model
 
 

@@ -111,6 +111,98 @@ def test_a_read_gives_the_full_parameter(mesh, read, way):
     check_parity(plain, model, compiled_in(way, model), batch, mesh)
 
 
+def _by_attribute(self, x):
+    return self.inner(x * self.scale)
+
+
+class Whole(Model):
+    """Walks through the parameters of all units in its forward."""
+
+    def forward(self, x):
+        penalty = sum(param.square().sum() for param in self.parameters())
+        return super().forward(x) + x.mean() * penalty
+
+
+class Tied(Whole):
+    """The same, with a weight that two of its modules share."""
+
+    def __init__(self, read):
+        super().__init__(read)
+        self.last.weight = self.block.inner.weight
+
+
+class Follows(Model):
+    """Moves frozen parameters after others in its forward, as momentum encoders do."""
+
+    def __init__(self, read):
+        super().__init__(read)
+        self.last.requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for own, other in zip(self.last.parameters(), self.first.parameters(), strict=True):
+                own.mul_(0.5).add_(other, alpha=0.5)
+        return super().forward(x)
+
+
+_REFUSED = {
+    Tied: "'weight' of Linear is shared by several modules, and compiled code that walks",
+    Follows: r"the forward updates a sharded parameter of shape \(4, 4\) in place",
+}
+"""What compiled code is refused."""
+
+
+@WAYS
+@pytest.mark.parametrize("cls", [Whole, Tied, Follows])
+@on_ranks(2)
+def test_a_forward_walks_through_parameters(mesh, cls, way):
+    plain, model = (seeded(lambda: cls(_by_attribute)) for _ in range(2))
+    fully_shard(model.block, mesh=mesh)
+    call = compiled_in(way, fully_shard(model, mesh=mesh))
+    if cls in _REFUSED and way in ("eager", "inductor"):
+        with pytest.raises(RuntimeError, match=_REFUSED[cls]):
+            call(**batch(0))
+        return
+    check_parity(plain, model, call, batch, mesh)
+    with torch.no_grad():
+        want, got = plain(**batch(7)), model(**batch(7))
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("way", ["uncompiled", "eager"])
+@on_ranks(2)
+def test_a_penalty_outside_of_the_forward_is_that_of_each_batch(mesh, way):
+    plain, model = (seeded(lambda: Model(_by_attribute)) for _ in range(2))
+    call = compiled_in(way, fully_shard(model, mesh=mesh))
+
+    def penalised(run):
+        def step(x):
+            return run(x) + x.mean() * sum(param.square().sum() for param in run.parameters())
+
+        return step
+
+    check_parity(plain, model, call, batch, mesh, steps=1)
+    for run in (plain, model):
+        penalised(run)(**batch(mesh.get_local_rank())).backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(other.grad), mean_over_ranks(one.grad, mesh))
+
+
+@pytest.mark.parametrize("way", ["uncompiled", "eager"])
+@on_ranks(2)
+def test_a_forward_cannot_keep_a_full_parameter(mesh, way):
+    def keep(self, x):
+        self.kept = self.scale
+        return x * self.kept
+
+    model = seeded(lambda: Model(keep))
+    fully_shard(model, mesh=mesh)
+    words = "'kept' of Block was assigned a full parameter" if way == "uncompiled" else "'kept'"
+    with pytest.raises((NotImplementedError, ValueError), match=words):
+        compiled_in(way, model)(**batch(0))
+    assert "kept" not in dict(model.block.named_parameters())
+
+
 # -- functional calls ------------------------------------------------------------------------------
 
 
@@ -143,10 +235,6 @@ def _derived(model, other):
 
 
 GIVEN = [_halved, _one_sharded, _whole, _one_whole, _own, _of_another, _derived]
-
-
-def _by_attribute(self, x):
-    return self.inner(x * self.scale)
 
 
 def _models(mesh, is_sharded):

@@ -24,11 +24,17 @@ if TYPE_CHECKING:
 
 
 class SlotRef:
-    """A parameter's way to its bucket."""
+    """A parameter's way to its bucket.
 
-    def __init__(self, bucket: "Bucket", index: int) -> None:
+    Attributes:
+        bucket, index: where it lies.
+        is_shared: whether several modules hold it, or one by several names.
+    """
+
+    def __init__(self, bucket: "Bucket", index: int, is_shared: bool = False) -> None:
         self.bucket = bucket
         self.index = index
+        self.is_shared = is_shared
 
     @property
     def name(self) -> str:
@@ -43,7 +49,7 @@ class SlotRef:
 
     def __deepcopy__(self, memo: compat.Memo) -> "SlotRef":
         bucket: Bucket | None = memo.get(id(self.bucket))  # of the unit that is copied, if one is
-        return self if bucket is None else SlotRef(bucket, self.index)
+        return self if bucket is None else SlotRef(bucket, self.index, self.is_shared)
 
 
 def view(bucket: "Bucket", index: int, flat: Tensor) -> ShardTensor:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,20 @@ def is_exporting() -> bool:
 
 is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 """As `torch.compiler.assume_constant_result` does, which imports all of Dynamo."""
+
+
+def stop_compiling(why: str) -> NoReturn:
+    """End a compile with an error; one that is raised in traced code only breaks the graph (2.13).
+
+    Raises:
+        torch._dynamo.exc.TorchRuntimeError: `why`.
+    """
+    from torch._dynamo.exc import TorchRuntimeError
+
+    raise TorchRuntimeError(why)
+
+
+stop_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def compile_calls(module: nn.Module, *args: object, **kwargs: Any) -> None:

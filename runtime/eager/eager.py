@@ -37,6 +37,7 @@ class _Forward(threading.local):
     def __init__(self) -> None:
         self.calls: list[EagerCall] = []
         self.gathers: Gathers | None = None
+        self.records = False
         self.staying: dict[EagerBucket, None] = {}
 
 
@@ -56,6 +57,7 @@ def begin_call(module: EagerModule) -> EagerCall:
         hooks.__enter__()
     if not _forward.calls:
         _forward.gathers = Gathers("forward")
+        _forward.records = torch.is_grad_enabled()
     for bucket in module._shardc_buckets:
         bucket.gathered.enter()
     unit = getattr(module, "_shardc_unit", None)
@@ -134,6 +136,11 @@ def gathers() -> Gathers:
     if compat.in_backward():
         return backward_pass().gathers
     return _forward.gathers or Gathers("forward")
+
+
+def suspends_gradients() -> bool:
+    """Whether the forward that runs records gradients, and the code that asks does not."""
+    return _forward.records and not torch.is_grad_enabled()
 
 
 def is_inside_other_unit(unit: EagerUnit) -> bool:

@@ -1,10 +1,9 @@
 """Sharded modules: the same objects under a subclass whose parameters read through their bucket.
 
 A module that holds sharded parameters gets a cached subclass of its class with one property a
-parameter (never one class an instance: compiled code is shared by class). `_parameters`,
-`named_parameters()` and `state_dict()` stay as they were; only attribute access goes to the bucket.
-The methods overridden here are those that would otherwise detach a parameter from its segment
-without a word.
+parameter (never one class an instance: compiled code is shared by class). Attribute access goes to
+the bucket; so do reads of `_parameters` in a forward (`parameters`). The methods overridden here
+would otherwise detach a parameter from its segment without a word.
 """
 
 from collections.abc import Callable
@@ -36,7 +35,7 @@ from shardc.runtime.modules.parameters import (
     refuse_removing,
 )
 from shardc.runtime.modules.summon import summon_full_params
-from shardc.runtime.modules.ties import buckets_of, holders_of, refuse_summoned, tie
+from shardc.runtime.modules.ties import buckets_of, holders_of, note_shared, refuse_summoned, tie
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import as_parameter
 
@@ -90,6 +89,8 @@ class ShardedParameters(_Mixed):
             RuntimeError: inside a forward, or before the unit was materialised.
         """
         slot = self._shardc_slots.get(name)
+        if vars(self).get(name, self) is None:
+            del vars(self)[name]
         if type(param) is Tensor:  # which reads as a parameter
             self._refuse_gathered(name)
         if isinstance(slot, SlotRef) and not slot.bucket.owner.summoned:
@@ -147,6 +148,8 @@ class ShardedParameters(_Mixed):
     def __delattr__(self, name: str) -> None:
         if name in self._shardc_slots:
             refuse_removing(self._shardc_class, name)
+        if name in self._parameters:
+            vars(self).pop(name, None)
         super().__delattr__(name)
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
@@ -241,6 +244,7 @@ def make_unit(unit: "Unit") -> None:
                     inner.put_into(unit)
                 if module is inner.modules[0]:
                     inner.name = name
+        note_shared(root)
     unit.name = type(unit.modules[0]).__name__
     unit.settle()
     unit.note_meta()
@@ -270,6 +274,9 @@ def _install_properties(module: nn.Module, unit: "Unit | None") -> None:
         state["_parameters"] = Parameters(
             dict.items(module._parameters), state["_shardc_slots"], readers, original
         )
+        for name, param in dict.items(module._parameters):
+            if param is None:  # a `bias`: Dynamo looks into a dict of another class slowly
+                state[name] = None
     compat.become(module, cls)
 
 

@@ -4,8 +4,9 @@ It holds the sharded parameters, always. A value that stands in the place of one
 `Given` in the module's table of slots, where reads look anyway. So compiled code is guarded on it
 without a guard of its own: the slot has another class.
 
-`parameters()` gives full ones only where gradients are recorded. Without, code that walks through
-all parameters in a forward writes to them (a moving average), which reaches sharded ones only.
+`parameters()` gives sharded ones inside a `no_grad` of a forward that records gradients: code that
+walks through parameters there writes to them (a moving average), which reaches sharded ones only.
+Compiled code is refused such a write: its gathers would not see it.
 """
 
 import copy
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from shardc.runtime import compat
 from shardc.runtime.bucket.params import SlotRef
+from shardc.runtime.eager.eager import suspends_gradients
 from shardc.runtime.modules.whole import whole
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
@@ -94,22 +96,34 @@ class Parameters(dict[str, nn.Parameter | None]):
         return [self._listed(name) for name in self]
 
     @compat.inline_only
+    def copy(self) -> compat.Held:
+        return dict(self.items())
+
+    @compat.inline_only
     def _differs(self) -> bool:
         """Whether a walk gives something else than what is held here."""
         if torch.compiler.is_dynamo_compiling():
             return True
-        reads = torch.is_grad_enabled()
+        is_read = not suspends_gradients()
         return any(
-            slot.bucket is None or (reads and slot.bucket.gathered.depth > 0)
+            slot.bucket is None or (is_read and slot.bucket.gathered.depth > 0)
             for slot in self._shardc_slots.values()
         )
 
     @compat.inline_only
     def _listed(self, name: str) -> compat.Held:
         slot = self._shardc_slots.get(name)
-        if slot is None or slot.bucket is None or torch.is_grad_enabled():
+        if slot is None or slot.bucket is None:
             return self[name]
-        return super().__getitem__(name)
+        if not torch.compiler.is_dynamo_compiling():
+            return super().__getitem__(name) if suspends_gradients() else self[name]
+        if slot.is_shared:
+            compat.stop_compiling(
+                f"'{name}' of {self._shardc_class.__name__} is shared by several modules, and "
+                "compiled code that walks through parameters() would take it for several: read it "
+                "by its attribute, or walk outside of what is compiled"
+            )
+        return self[name]
 
     @compat.inline_only
     def __setitem__(self, name: str, value: compat.Held) -> None:

@@ -13,7 +13,6 @@ from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket
 from shardc.runtime.bucket.params import SlotRef
 from shardc.runtime.bucket.unit import Unit
-from shardc.runtime.compat import Held
 from shardc.runtime.modules.parameters import Given
 
 if TYPE_CHECKING:
@@ -34,6 +33,15 @@ def holders_of(slot: SlotRef) -> set[tuple[nn.Module, str]]:
     }
 
 
+def note_shared(root: nn.Module) -> None:
+    """Note which of the sharded parameters below `root` have several holders."""
+    seen = set[SlotRef]()
+    for module in root.modules():
+        for slot in vars(module).get("_shardc_slots", {}).values():
+            slot.is_shared |= slot in seen
+            seen.add(slot)
+
+
 def refuse_summoned(module: "ShardedParameters", name: str, param: nn.Parameter) -> None:
     """Raise where `param` is what another parameter was summoned as: its values would be copied."""
     slot = module._shardc_slots[name]
@@ -48,7 +56,7 @@ def refuse_summoned(module: "ShardedParameters", name: str, param: nn.Parameter)
                     )
 
 
-def buckets_of(slots: Mapping[str, Held], own: Unit | None) -> tuple[Bucket, ...]:
+def buckets_of(slots: Mapping[str, SlotRef | Given], own: Unit | None) -> tuple[Bucket, ...]:
     """The buckets that a call of a module opens: those of its unit, and of what it holds."""
     held = [slot.bucket for slot in slots.values() if slot.bucket is not None]
     return tuple(dict.fromkeys([*(own.buckets if own else ()), *held]))
@@ -66,6 +74,7 @@ def tie(module: "ShardedParameters", name: str, slot: SlotRef, param: nn.Paramet
             f"'{name}' of {module._shardc_class.__name__} and '{taken.name}' are sharded over "
             "different ranks and cannot be tied: tie them before fully_shard"
         )
+    taken.is_shared = True
     module._shardc_slots[name] = taken
     compat.put_parameter(module, name, param)
     own = vars(module).get("_shardc_unit")
