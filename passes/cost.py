@@ -330,6 +330,11 @@ def is_constant(node: Node) -> bool:
     return all(user.op == "output" or writes(user) is False for user in node.users)
 
 
+def is_empty(node: Node) -> bool:
+    """Whether an op only takes memory."""
+    return node.target in _EMPTY
+
+
 def is_reduction(node: Node) -> bool:
     """Whether Inductor makes a loop of it that gives fewer values than it reads."""
     return node.target in _REDUCTIONS
@@ -382,7 +387,7 @@ def node_seconds(
         known: filled and read in calls for nodes of one graph that nobody changes between them.
     """
     known = {} if known is None else known
-    if node.op != "call_function" or is_view(node) or node.target in _EMPTY:
+    if node.op != "call_function" or is_view(node) or is_empty(node):
         return 0
     value = first_made(node)
     if value is None:

@@ -27,7 +27,9 @@ from shardc.passes.context import (
 )
 from shardc.passes.cost import (
     evaluate,
+    first_made,
     in_registers,
+    is_empty,
     is_fusible,
     is_matmul,
     is_pointwise,
@@ -132,6 +134,37 @@ def is_only_read_inside(node: Node, places: Places) -> bool:
     readers = list(readers_of(node))
     together = all(places.get(reader) == places[node] for reader in readers)
     return bool(readers) and together and _is_loop(node)
+
+
+def ends_of_calls(nodes: Sequence[Node], places: Places) -> dict[int, int]:
+    """For every kernel on a CPU, by its place, the last place before its call returns.
+
+    Inductor calls all kernels at once that follow each other with nothing but views and empty
+    tensors between them. It allocates all that they write before the call, and frees all that they
+    read after it.
+
+    Args:
+        nodes: of a graph, in its order.
+        places: where each is computed.
+    """
+    registers = in_registers(nodes)
+    loops = {n for n in nodes if _is_loop(n) and n not in registers and runs_on_cpu(n)}
+    borders = {places[n][0] for n in nodes if n not in loops and _ends_call(n)}
+    ends, end = dict[int, int](), len(nodes) - 1
+    starts = {places[n][0] for n in loops}
+    for place in reversed(range(len(nodes))):
+        if place in starts:
+            ends[place] = end
+        if place in borders:
+            end = place - 1
+    return ends
+
+
+def _ends_call(node: Node) -> bool:
+    """Whether a node runs code of its own: kernels before and after it are two calls."""
+    if node.op != "call_function" or _is_loop(node) or is_view(node) or is_empty(node):
+        return False
+    return first_made(node) is not None
 
 
 def written_in_place(

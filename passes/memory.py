@@ -8,8 +8,9 @@ The optimizer's state that waits on the host counts negative, as it is counted a
 all the time.
 
 Under Inductor, elementwise values that only elementwise ops or reductions read are never stored:
-they stay in the registers of one fused kernel (`fused`). That is a model: a kernel that could not
-be fused stores more.
+they stay in the registers of one fused kernel (`fused`). On CPUs what kernels read that follow each
+other is held until the last of them has run. That is a model: a kernel that could not be fused
+stores more.
 """
 
 import itertools
@@ -50,7 +51,12 @@ from shardc.passes.cost import (
     tensor_bytes,
     transfer_bytes,
 )
-from shardc.passes.kernels import is_only_read_inside, places_of_kernels, written_in_place
+from shardc.passes.kernels import (
+    ends_of_calls,
+    is_only_read_inside,
+    places_of_kernels,
+    written_in_place,
+)
 from shardc.passes.used_slots import SEGMENT
 
 Storages = Mapping[str, tuple[str, Any]]
@@ -128,6 +134,8 @@ def measure_liveness(
     if fused:
         unstored = {*in_registers(nodes), *(n for n in nodes if is_only_read_inside(n, places))}
         over = written_in_place(nodes, places, last)
+        ends = ends_of_calls(nodes, places)
+        last = {root: ends.get(at, at) for root, at in last.items()}
         last |= {source: places[node][0] - 1 for node, source in over.items()}
     sizes = {
         root: 0 if root in unstored else int(evaluate(_own_bytes(root), hints))

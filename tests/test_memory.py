@@ -193,6 +193,30 @@ def test_what_is_slow_and_read_twice_is_stored_on_cpus():
     assert held("meta") == (0, 0, 400, 800, 400, 800)
 
 
+@pytest.mark.parametrize(
+    "follows", [(aten.empty.memory_format, ((100,),)), (aten.exp.default, ("second",))]
+)
+def test_what_a_call_of_kernels_reads_is_held_until_it_returns_on_cpus(follows):
+    """Kernels that follow each other are one call there; an empty tensor is made before it."""
+
+    def held(device):
+        value = torch.empty(100, device=device)
+        gm = _graph(
+            ("second", "input", (), value),
+            ("logits", "input", (), value),
+            ("grad", aten.cos.default, ("logits",), value),
+            ("buffer", *follows, value),
+            ("used", aten.mm.default, ("grad", "buffer"), value),
+            ("again", aten.mm.default, ("used", "buffer"), value),
+            ("out", aten.mm.default, ("again", "grad"), value),
+        )
+        return measure_liveness(gm, owns_inputs=True, fused=True).live
+
+    on_cpu, elsewhere = held("cpu"), held("meta")
+    more = [on - other for on, other in zip(on_cpu, elsewhere, strict=True)]
+    assert more == [0, 0, 0, 400, 0, 0, 0]  # the logits
+
+
 def test_what_one_kernel_computes_and_reads_is_not_stored():
     value = torch.empty(100)
     gm = _graph(
