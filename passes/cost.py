@@ -237,18 +237,18 @@ def is_fusible(node: Node) -> bool:
     # 2.11 has no tag for reductions.
     named = any(target in ops for ops in (_REDUCTIONS, _READS_ROWS, _LOOPS, _JOINS))
     tagged = torch.Tag.pointwise in tags or getattr(torch.Tag, "reduction", None) in tags
-    return named or tagged or compat.is_random_value(node)
+    return (named or tagged or compat.is_random_value(node)) and product_in(node) is None
 
 
 def stays_in_registers(node: Node) -> bool:
     """Whether Inductor would never store this value."""
     joins = node.target in _JOINS
-    if not joins and not is_pointwise(node):
+    if not joins and not is_pointwise(node) and not is_constant(node):
         return False
     users = list(readers_of(node))
     if joins:
         return bool(users) and _is_joined_in_loop(node, users)
-    looped = all(is_pointwise(u) or is_reduction(u) or u.target in _JOINS for u in users)
+    looped = all(is_pointwise(u) or is_reduction(u) or u.target in _READ_IN_LOOPS for u in users)
     return bool(users) and looped and not (len(users) > 1 and is_stored_for_reuse(node))
 
 
@@ -314,8 +314,23 @@ def _is_slow(node: Node) -> bool:
 
 
 def is_pointwise(node: Node) -> bool:
-    """Whether an op makes each value of one of each that it reads."""
-    return _has_pointwise_tag(node.target)
+    """Whether an op makes each value of one of each that it reads, in a loop."""
+    return _has_pointwise_tag(node.target) and product_in(node) is None
+
+
+def product_in(node: Node) -> Node | None:
+    """The matmul that a sum alone reads: on CPUs, Inductor makes one op of both, at the sum."""
+    if node.target is not aten.add.Tensor or len(node.args) != 2 or node.kwargs:
+        return None
+    values = [each.meta.get("val") if isinstance(each, Node) else None for each in node.args]
+    a, b = values
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or not runs_on_cpu(node):
+        return None
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return None
+    given = (each for each in reversed(node.args) if isinstance(each, Node))
+    products = (n for n in given if n.target is aten.mm.default and set(n.users) == {node})
+    return next(products, None)
 
 
 @functools.cache
@@ -328,6 +343,11 @@ def is_constant(node: Node) -> bool:
     if node.target not in _CONSTANTS or node.all_input_nodes:
         return False
     return all(user.op == "output" or writes(user) is False for user in node.users)
+
+
+def is_empty(node: Node) -> bool:
+    """Whether an op only takes memory."""
+    return node.target in _EMPTY
 
 
 def is_reduction(node: Node) -> bool:
@@ -369,6 +389,9 @@ _READS_ROWS: set[Any] = {
 }  # fmt: skip
 """Of a table these read no more than they write."""
 
+_READ_IN_LOOPS = _JOINS | _READS_ROWS
+"""Further ops that compute what they read where they read it."""
+
 
 def node_seconds(
     node: Node, profile: Profile, fused: bool = False, known: Registers | None = None
@@ -382,7 +405,7 @@ def node_seconds(
         known: filled and read in calls for nodes of one graph that nobody changes between them.
     """
     known = {} if known is None else known
-    if node.op != "call_function" or is_view(node) or node.target in _EMPTY:
+    if node.op != "call_function" or is_view(node) or is_empty(node):
         return 0
     value = first_made(node)
     if value is None:

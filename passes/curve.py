@@ -4,7 +4,7 @@ Every point is a choice of `tradeoff`, so it is what a memory budget of that siz
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule
 
@@ -78,6 +78,8 @@ class Curve:
 
 def memory_curve(gm: GraphModule, ctx: PassContext) -> Curve:
     """The curve of a joint graph."""
+    assert ctx.options is not None
+    ctx = replace(ctx, options=replace(ctx.options, in_order=True))  # as with a budget
     tradeoffs = {
         ahead: Tradeoff.of(run_trial(gm, ctx, Kept(ctx.open_positions, ahead=ahead)))
         for ahead in range(UNITS_IN_FLIGHT, -1, -1)

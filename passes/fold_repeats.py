@@ -35,7 +35,12 @@ def fold_repeats(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """A copy of `gm` in which stretches that repeat are calls; `gm` itself where none do."""
     folded = copy_graph(gm)
     recomputes = bool(ctx.kept.recomputed) or any(map(is_checkpointed, folded.graph.nodes))
-    move_near_readers(folded, ends_no_stretch, anew=ctx.phase == "backward" and recomputes)
+    move_near_readers(
+        folded,
+        ends_no_stretch,
+        anew=ctx.phase == "backward" and recomputes,
+        in_order=ctx.options is not None and ctx.options.in_order,
+    )
     groups = find_repeats(folded)
     twins: dict[Node, Node] = {}
     for number, group in enumerate(groups):

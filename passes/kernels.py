@@ -27,12 +27,15 @@ from shardc.passes.context import (
 )
 from shardc.passes.cost import (
     evaluate,
+    first_made,
     in_registers,
+    is_empty,
     is_fusible,
     is_matmul,
     is_pointwise,
     is_reduction,
     is_stored_for_reuse,
+    product_in,
     runs_on_cpu,
     tensor_bytes,
 )
@@ -63,16 +66,21 @@ class _Kernel:
     made: set[Node] = field(default_factory=set)
 
 
-def places_of_kernels(nodes: Sequence[Node], hints: Mapping[Any, float]) -> Places:
+def places_of_kernels(
+    nodes: Sequence[Node], hints: Mapping[Any, float], in_order: bool = False
+) -> Places:
     """Where every node is computed: in registers, in each kernel that reads it; others once.
 
     Args:
         nodes: of a graph, in its order.
         hints: the values of symbolic sizes.
+        in_order: kernels on CPUs stay between the matmuls that they are between.
     """
+    stretch = list(itertools.accumulate(in_order and keeps_kernels(node) for node in nodes))
     index = {node: number for number, node in enumerate(nodes)}
     registers = in_registers(nodes)
     places: Places = {node: (at, at) for node, at in index.items()}
+    places |= {product: places[node] for node, product in sums_of_products(nodes).items()}
     kernels: dict[Node, list[_Kernel]] = {}  # those that touch a stored value
     made = 0
     for node in nodes:
@@ -84,9 +92,11 @@ def places_of_kernels(nodes: Sequence[Node], hints: Mapping[Any, float]) -> Plac
         size = max(_elements(each, hints) for each in (node, *stored))
         near = {id(kernel): kernel for each in stored for kernel in kernels.get(each, ())}
         fits = [k for k in near.values() if k.size == size and made - k.number < _FAR and not alone]
+        at = _stored_at(node, index)
+        fits = [k for k in fits if stretch[k.place] == stretch[at]]
         kernel = _join(sorted(fits, key=lambda k: -k.place), stored, places)
         if kernel is None:
-            kernel = _Kernel(_stored_at(node, index), made, size)
+            kernel = _Kernel(at, made, size)
         kernel.made.add(node)
         for each in set() if alone else {node, *stored} - kernel.touched:
             kernel.touched.add(each)
@@ -95,8 +105,13 @@ def places_of_kernels(nodes: Sequence[Node], hints: Mapping[Any, float]) -> Plac
         for each in inside:
             known = {kernel.place} if places[each] == (index[each],) * 2 else {*places[each]}
             places[each] = (min(kernel.place, *known), max(kernel.place, *known))
-    _move_to_only_reader(nodes, registers, kernels, places)
+    _move_to_only_reader(nodes, registers, kernels, places, stretch)
     return places
+
+
+def sums_of_products(nodes: Sequence[Node]) -> dict[Node, Node]:
+    """The sums that are computed together with a matmul, and which that is."""
+    return {node: found for node in nodes if (found := product_in(node)) is not None}
 
 
 def _move_to_only_reader(
@@ -104,6 +119,7 @@ def _move_to_only_reader(
     registers: Collection[Node],
     kernels: Mapping[Node, Sequence[_Kernel]],
     places: Places,
+    stretch: Sequence[int],
 ) -> None:
     """Have what one later kernel reads, and nothing else, computed there, if it is only stored for
     reuse: to store it would save nothing. That kernel reads what it is made of anyway."""
@@ -113,7 +129,8 @@ def _move_to_only_reader(
         where = {places.get(reader) for reader in readers_of(node)}
         for kernel in kernels.get(node, ()):
             reads_alone = where == {(kernel.place, kernel.place)} and kernel.place > places[node][0]
-            if reads_alone and _read_by(node, registers, {})[0] <= kernel.touched:
+            near = stretch[kernel.place] == stretch[places[node][0]]
+            if reads_alone and near and _read_by(node, registers, {})[0] <= kernel.touched:
                 places[node] = (kernel.place, kernel.place)
 
 
@@ -134,13 +151,51 @@ def is_only_read_inside(node: Node, places: Places) -> bool:
     return bool(readers) and together and _is_loop(node)
 
 
+def ends_of_calls(nodes: Sequence[Node], places: Places) -> dict[int, int]:
+    """For every kernel on a CPU, by its place, the last place before its call returns.
+
+    Inductor calls all kernels at once that follow each other with nothing but views and empty
+    tensors between them. It allocates all that they write before the call, and frees all that they
+    read after it.
+
+    Args:
+        nodes: of a graph, in its order.
+        places: where each is computed.
+    """
+    registers = in_registers(nodes)
+    loops = {n for n in nodes if _is_loop(n) and n not in registers and runs_on_cpu(n)}
+    borders = {places[n][0] for n in nodes if n not in loops and _ends_call(n)}
+    ends, end = dict[int, int](), len(nodes) - 1
+    starts = {places[n][0] for n in loops}
+    for place in reversed(range(len(nodes))):
+        if place in starts:
+            ends[place] = end
+        if place in borders:
+            end = place - 1
+    return ends
+
+
+def keeps_kernels(node: Node) -> bool:
+    """Whether kernels that are in order stay before or after a node: on CPUs, what is called as it
+    is, collectives left out."""
+    return _ends_call(node) and runs_on_cpu(node) and not is_transfer(node) and not is_wait(node)
+
+
+def _ends_call(node: Node) -> bool:
+    """Whether a node runs code of its own: kernels before and after it are two calls."""
+    if node.op != "call_function" or _is_loop(node) or is_view(node) or is_empty(node):
+        return False
+    return first_made(node) is not None
+
+
 def written_in_place(
     nodes: Sequence[Node], places: Places, last: Mapping[Node, int]
 ) -> dict[Node, Node]:
     """The values that elementwise ops write over one that they read, and which that is.
 
     It is stored, of the same size, made since the last collective or wait (a stretch that is folded
-    may not write over what it is given), and nothing else reads it then or later.
+    may not write over what it is given), and nothing else reads it then or later, but for what that
+    value is computed from.
 
     Args:
         nodes: of a graph, in its order.
@@ -155,13 +210,26 @@ def written_in_place(
                 read.setdefault((source, places[node][0]), []).append(node)
     stretch = list(itertools.accumulate(is_transfer(node) or is_wait(node) for node in nodes))
     found: dict[Node, Node] = {}
-    for (source, place), (node, *others) in read.items():
+    for (source, place), (*others, node) in read.items():
         is_given = not _is_made_here(source) or stretch[places[source][0]] < stretch[place]
         is_stored = not is_only_read_inside(source, places)
-        is_free = last.get(source) == place and not others and is_stored and not is_given
+        is_free = last.get(source) == place and is_stored and not is_given
+        is_free = is_free and _come_before(others, node, place, places)
         if is_free and node not in found and is_pointwise(node) and _is_alike(source, node):
             found[node] = source
     return found
+
+
+def _come_before(others: Collection[Node], node: Node, place: int, places: Places) -> bool:
+    """Whether a value of the kernel at `place` is computed from all `others` of it."""
+    if not others:
+        return True
+
+    def inside(node: Node) -> list[Node]:
+        given = (each for each in sources_of(node) if each in places)
+        return [each for each in given if places[each][0] <= place <= places[each][1]]
+
+    return reach(inside, node).issuperset(others)
 
 
 def _is_made_here(node: Node) -> bool:

@@ -8,8 +8,9 @@ The optimizer's state that waits on the host counts negative, as it is counted a
 all the time.
 
 Under Inductor, elementwise values that only elementwise ops or reductions read are never stored:
-they stay in the registers of one fused kernel (`fused`). That is a model: a kernel that could not
-be fused stores more.
+they stay in the registers of one fused kernel (`fused`). On CPUs what kernels read that follow each
+other is held until the last of them has run. That is a model: a kernel that could not be fused
+stores more.
 """
 
 import itertools
@@ -50,7 +51,13 @@ from shardc.passes.cost import (
     tensor_bytes,
     transfer_bytes,
 )
-from shardc.passes.kernels import is_only_read_inside, places_of_kernels, written_in_place
+from shardc.passes.kernels import (
+    ends_of_calls,
+    is_only_read_inside,
+    places_of_kernels,
+    sums_of_products,
+    written_in_place,
+)
 from shardc.passes.used_slots import SEGMENT
 
 Storages = Mapping[str, tuple[str, Any]]
@@ -100,6 +107,7 @@ def measure_liveness(
     *,
     owns_inputs: bool,
     fused: bool = False,
+    in_order: bool = False,
     clones: bool = False,
     gathered: Collection[str] = (),
     hints: Mapping[Any, int] | None = None,
@@ -112,6 +120,7 @@ def measure_liveness(
         gm: a forward or backward graph, scheduled.
         owns_inputs: whether inputs are freed after their last use (a backward graph).
         fused: leave out what Inductor keeps in registers.
+        in_order: kernels on CPUs stay between the matmuls that they are between.
         clones: the backend clones what it reduces, until the wait (gloo).
         gathered: the names of inputs that are gathered buckets, kept by the forward.
         hints: the values of symbolic sizes (default: those that it was traced with).
@@ -121,13 +130,18 @@ def measure_liveness(
     hints = symbol_hints(gm) if hints is None else hints
     nodes = tuple(node for node in gm.graph.nodes if node.op in ("placeholder", "call_function"))
     roots = storage_roots(gm, saved, apart=True)
-    places = places_of_kernels(nodes, hints) if fused else {n: (i, i) for i, n in enumerate(nodes)}
+    places = {n: (i, i) for i, n in enumerate(nodes)}
+    if fused:
+        places = places_of_kernels(nodes, hints, in_order)
     places |= {n: places[n.all_input_nodes[0]] for n in roots.values() if _is_item(n)}
     last = _last_uses(nodes, roots, places)
     unstored, over = set[Node](), dict[Node, Node]()
     if fused:
         unstored = {*in_registers(nodes), *(n for n in nodes if is_only_read_inside(n, places))}
+        unstored.update(sums_of_products(nodes).values())
         over = written_in_place(nodes, places, last)
+        ends = ends_of_calls(nodes, places)
+        last = {root: ends.get(at, at) for root, at in last.items()}
         last |= {source: places[node][0] - 1 for node, source in over.items()}
     sizes = {
         root: 0 if root in unstored else int(evaluate(_own_bytes(root), hints))

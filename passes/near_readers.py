@@ -38,6 +38,7 @@ from shardc.passes.context import (
     writes,
 )
 from shardc.passes.cost import in_registers, is_constant, is_fusible, is_pointwise, tensor_bytes
+from shardc.passes.kernels import keeps_kernels
 from shardc.passes.reorder import reorder
 
 FURTHEST = 4
@@ -45,15 +46,21 @@ FURTHEST = 4
 
 
 def move_near_readers(
-    gm: GraphModule, is_foldable: Callable[[Node], bool], anew: bool = False
+    gm: GraphModule,
+    is_foldable: Callable[[Node], bool],
+    anew: bool = False,
+    in_order: bool = False,
 ) -> None:
     """Reorder `gm`; runs of nodes that are not `is_foldable` are the borders of calls.
 
     Args:
         anew: compute what stays in registers in each run that reads it. Blocks whose runs read
             other values then are no longer equal.
+        in_order: kernels on CPUs stay between the matmuls that they are between.
     """
     places = _Places(gm, is_foldable)
+    if in_order:
+        places.keep_between_calls()
     for place in range(2, places.end, 2):
         places.hoist(place)
     for place in range(0, places.end, 2):
@@ -78,6 +85,8 @@ class _Places:
         self._movable: dict[int, list[Node]] = defaultdict(list)
         self._closed: set[int] = set()
         self._hoisted: set[Node] = set()
+        self._behind: set[Node] = set()
+        self._ahead: set[Node] = set()
         place = 0
         for node in filter(lambda n: n.op == "call_function", gm.graph.nodes):
             foldable = is_foldable(node)
@@ -93,9 +102,20 @@ class _Places:
                 self._closed.add(place)
         self.end = place + 2 - place % 2
 
+    def keep_between_calls(self) -> None:
+        """Have ops come past no matmul, or the like, of the place that they are at."""
+        for nodes, kept in ((self.of, self._behind), (reversed(self.of), self._ahead)):
+            called = set[int]()
+            for node in nodes:
+                if keeps_kernels(node):
+                    called.add(self.of[node])
+                elif self.of[node] in called:
+                    kept.add(node)
+
     def sink(self, place: int) -> None:
         """Bring ops down from `place` to the first that reads them, if they could be fused."""
-        stay = set(self._hoisted)  # or the kernel that they joined would store what they read
+        # Or the kernel that they joined would store what they read.
+        stay = self._hoisted | self._ahead
         while True:
             down = self._way_down(place, stay)
             # A reduction of what stays would read all of it once more.
@@ -147,7 +167,7 @@ class _Places:
 
     def _hoist(self, place: int, to: int) -> None:
         above = {pair for n in self._movable[to] for pair in _in_size(n, (n, *sources_of(n)))}
-        here = frozenset(self._movable[place])
+        here = frozenset(self._movable[place]) - self._behind
         todo = set(here)
         while todo:
             group = reach(lambda n: here.intersection([*sources_of(n), *readers_of(n)]), todo.pop())

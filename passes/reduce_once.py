@@ -55,13 +55,17 @@ def _come_of(nodes: Sequence[Node], sources: set[Node]) -> bool:
 
 def _take_in(last: Node, others: Sequence[Node]) -> None:
     """Add the parts of `others` to those of `last`."""
-    sums = []
+    sums, order = [], {node: index for index, node in enumerate(last.graph.nodes)}
     for parts in zip(*(pack.args[0] for pack in (*others, last)), strict=True):
         total, *rest = [part for part in parts if part is not None] or [None]
         for part in rest:
-            with last.graph.inserting_before(last):
+            # At once, so that what `part` is computed from is not held for a sum that comes later.
+            after = max(total, part, key=order.__getitem__)
+            if after.op == "placeholder":
+                after = last.prev
+            with last.graph.inserting_after(after):
                 added = last.graph.call_function(aten.add.Tensor, (total, part))
-            added.meta = dict(part.meta)
+            added.meta, order[added] = dict(part.meta), order[after]
             total = added
         sums.append(total)
     last.args = (sums, *last.args[1:])

@@ -76,6 +76,7 @@ class Phase:
             self.gm,
             owns_inputs=owns,
             fused=options.fused,
+            in_order=options.in_order,
             clones=owns and options.clones,
             hints=sizes,
             saved=self.saved,

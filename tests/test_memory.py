@@ -43,21 +43,22 @@ def _graph(*calls):
     return GraphModule(nn.Module(), graph)
 
 
-def _bytes(count):
-    return torch.empty(count // 4, device="meta")
+def _bytes(count, device="meta"):
+    return torch.empty(count // 4, device=device)
 
 
-def _gated():
+def _gated(device="meta"):
     """A product with a gate, and the gradient of the gate in the same kernel."""
+    value = _bytes(400, device)
     return _graph(
-        ("x", "input", (), _bytes(400)),
-        ("gate", aten.mm.default, ("x", "x"), _bytes(400)),
-        ("up", aten.mm.default, ("x", "x"), _bytes(400)),
-        ("hidden", aten.mul.Tensor, ("gate", "up"), _bytes(400)),
-        ("used", aten.mm.default, ("hidden", "hidden"), _bytes(400)),
-        ("tangent", aten.mm.default, ("x", "x"), _bytes(400)),
-        ("grad", aten.mul.Tensor, ("tangent", "gate"), _bytes(400)),  # with hidden
-        ("out", aten.mm.default, ("used", "grad"), _bytes(400)),
+        ("x", "input", (), value),
+        ("gate", aten.mm.default, ("x", "x"), value),
+        ("up", aten.mm.default, ("x", "x"), value),
+        ("hidden", aten.mul.Tensor, ("gate", "up"), value),
+        ("used", aten.mm.default, ("hidden", "hidden"), value),
+        ("tangent", aten.mm.default, ("x", "x"), value),
+        ("grad", aten.mul.Tensor, ("tangent", "gate"), value),  # with hidden
+        ("out", aten.mm.default, ("used", "grad"), value),
     )
 
 
@@ -193,6 +194,92 @@ def test_what_is_slow_and_read_twice_is_stored_on_cpus():
     assert held("meta") == (0, 0, 400, 800, 400, 800)
 
 
+@pytest.mark.parametrize(
+    "follows", [(aten.empty.memory_format, ((100,),)), (aten.exp.default, ("second",))]
+)
+def test_what_a_call_of_kernels_reads_is_held_until_it_returns_on_cpus(follows):
+    """Kernels that follow each other are one call there; an empty tensor is made before it."""
+
+    def held(device):
+        value = torch.empty(100, device=device)
+        gm = _graph(
+            ("second", "input", (), value),
+            ("logits", "input", (), value),
+            ("grad", aten.cos.default, ("logits",), value),
+            ("buffer", *follows, value),
+            ("used", aten.mm.default, ("grad", "buffer"), value),
+            ("again", aten.mm.default, ("used", "buffer"), value),
+            ("out", aten.mm.default, ("again", "grad"), value),
+        )
+        return measure_liveness(gm, owns_inputs=True, fused=True).live
+
+    on_cpu, elsewhere = held("cpu"), held("meta")
+    more = [on - other for on, other in zip(on_cpu, elsewhere, strict=True)]
+    assert more == [0, 0, 0, 400, 0, 0, 0]  # the logits
+
+
+def test_kernels_on_cpus_stay_between_matmuls_where_they_are_in_order():
+    def held(device, in_order):
+        gm = _gated(device)
+        return measure_liveness(gm, owns_inputs=False, fused=True, in_order=in_order).live
+
+    assert held("cpu", False) == (0, 400, 800, 1200, 1200, 800, 800, 1200)  # grad beside hidden
+    assert held("cpu", True) == (0, 400, 800, 800, 1200, 1200, 1200, 1200)
+    assert held("meta", True) == held("meta", False) == held("cpu", False)
+
+
+def test_a_sum_on_a_cpu_is_computed_with_the_matmul_that_it_alone_reads():
+    """The matmul comes to the sum, and what it reads is held until then."""
+
+    def held(device):
+        value = torch.empty(10, 10, device=device)
+        gm = _graph(
+            ("x", "input", (), value),
+            ("left", aten.mm.default, ("x", "x"), value),
+            ("other", aten.mm.default, ("left", "x"), value),
+            ("right", aten.mm.default, ("left", "left"), value),
+            ("late", aten.mm.default, ("x", "x"), value),
+            ("sum", aten.add.Tensor, ("other", "right"), value),
+            ("out", aten.mm.default, ("sum", "late"), value),
+        )
+        return measure_liveness(gm, owns_inputs=False, fused=True).live
+
+    assert held("cpu") == (0, 400, 800, 800, 1200, 1600, 1200)  # left, until the sum
+    assert held("meta") == (0, 400, 800, 1200, 1200, 1200, 1200)  # right
+
+
+def test_what_rows_are_read_of_is_not_stored():
+    value, column = torch.empty(10, 10, device="meta"), torch.empty(10, 1, device="meta")
+    gm = _graph(
+        ("x", "input", (), value),
+        ("rows", "input", (), column.long()),
+        ("logits", aten.mm.default, ("x", "x"), value),
+        ("shifted", aten.sub.Tensor, ("logits", 1), value),
+        ("picked", aten.gather.default, ("shifted", 1, "rows"), column),
+        ("out", aten.mm.default, ("picked", "picked"), value),
+    )
+    live = measure_liveness(gm, owns_inputs=False, fused=True).live
+    assert live == (0, 0, 400, 400, 440, 440)
+
+
+def test_a_kernel_writes_over_what_it_has_reduced_before():
+    value, column = torch.empty(10, 10), torch.empty(10, 1)
+
+    def live(last):
+        gm = _graph(
+            ("x", "input", (), value),
+            ("made", aten.mm.default, ("x", "x"), value),
+            ("total", aten.sum.dim_IntList, ("made", [1], True), column),
+            ("shares", aten.div.Tensor, ("made", last), value),
+            ("used", aten.mm.default, ("shares", "total"), value),
+            ("out", aten.mm.default, ("used", "shares"), value),
+        )
+        return measure_liveness(gm, owns_inputs=False, fused=True).live
+
+    assert live("total") == (0, 400, 440, 440, 840, 1200)
+    assert live("x") == (0, 400, 840, 840, 840, 1200)  # another reads it in the same kernel
+
+
 def test_what_one_kernel_computes_and_reads_is_not_stored():
     value = torch.empty(100)
     gm = _graph(
@@ -249,19 +336,19 @@ def test_a_kernel_writes_over_what_nothing_reads_after_it():
 
     def live(*calls):
         made = ("x", "input", (), value), ("made", aten.mm.default, ("x", "x"), value)
-        gm = _graph(*made, *calls, ("out", aten.mm.default, ("sum", "used"), value))
+        gm = _graph(*made, *calls, ("out", aten.mm.default, ("scaled", "used"), value))
         return measure_liveness(gm, owns_inputs=False, fused=True).live
 
-    added = ("sum", aten.add.Tensor, ("made", "x"), value)
+    scaled = ("scaled", aten.mul.Tensor, ("made", "x"), value)
     used = ("used", aten.mm.default, ("made", "x"), value)
-    assert live(used, added) == (0, 400, 800, 800, 1200)
-    assert live(added, used) == (0, 400, 400, 800, 1200)  # it is put off until then
-    first = ("first", aten.mm.default, ("sum", "x"), value)
+    assert live(used, scaled) == (0, 400, 800, 800, 1200)
+    assert live(scaled, used) == (0, 400, 400, 800, 1200)  # it is put off until then
+    first = ("first", aten.mm.default, ("scaled", "x"), value)
     later = ("used", aten.mm.default, ("made", "first"), value)
-    assert live(added, first, later) == (0, 400, 800, 1200, 1600, 1200)
+    assert live(scaled, first, later) == (0, 400, 800, 1200, 1600, 1200)
     turned = ("turned", aten.t.default, ("made",), value.t())
-    added = ("sum", aten.add.Tensor, ("turned", "x"), value)
-    assert live(used, turned, added) == (0, 400, 800, 800, 1200, 1200)
+    scaled = ("scaled", aten.mul.Tensor, ("turned", "x"), value)
+    assert live(used, turned, scaled) == (0, 400, 800, 800, 1200, 1200)
 
 
 def test_a_kernel_does_not_write_over_what_was_made_before_a_collective():
@@ -273,8 +360,8 @@ def test_a_kernel_does_not_write_over_what_was_made_before_a_collective():
             ("x", "input", (), value),
             ("made", aten.mm.default, ("x", "x"), value),
             *between,
-            ("sum", aten.add.Tensor, ("made", "x"), value),
-            ("out", aten.mm.default, ("sum", "x"), value),
+            ("scaled", aten.mul.Tensor, ("made", "x"), value),
+            ("out", aten.mm.default, ("scaled", "x"), value),
         )
         return measure_liveness(gm, owns_inputs=False, fused=True).live
 

@@ -296,7 +296,8 @@ def frugal_settings() -> dict[str, object]:
     """The settings with which Inductor frees what it has no use for at once (2.11 to 2.15).
 
     With others it may keep freed memory for a later value of the same size, as long as it believes
-    that the peak is elsewhere; it does not know what calls and backends of collectives hold.
+    that the peak is elsewhere; it does not know what calls and backends of collectives hold. With
+    these, kernels on CPUs also stay where the graph has them (`_keep_between_calls`).
     """
     return {"allow_buffer_reuse": False}
 
@@ -341,12 +342,14 @@ def _collectives_pass(gm: GraphModule, label_of: LabelOf) -> object:
                     last = own
                 if label is not None:
                     _run_within(node.node, label)
+            if not config.allow_buffer_reuse:
+                _keep_between_calls(nodes)
             if nodes:
                 nodes[0].scheduler.compute_ancestors()
             return nodes if given is None else given(nodes)
 
         def uuid(self) -> str:
-            own = f"shardc: collectives, waits, calls in order; no donated buffers; {labels}"
+            own = f"shardc: collectives, waits, calls, kernels in order; nothing donated; {labels}"
             return own if given is None else f"{own}; {key}"
 
     keep_order = KeepOrder()
@@ -354,6 +357,45 @@ def _collectives_pass(gm: GraphModule, label_of: LabelOf) -> object:
         # A plain function turns the graph cache off; a None key would not.
         return keep_order.__call__
     return keep_order
+
+
+def _keep_between_calls(nodes: Sequence[Kernel]) -> None:
+    """Have kernels on CPUs stay between the calls of ops that they are between (2.11 to 2.15).
+
+    Without that, one that is fused from ops far apart is placed where the first of them was, with
+    the matmuls before it that the others read: all that they give is held at once. Collectives and
+    waits are no such calls: kernels may be fused across them.
+    """
+    from torch._inductor.dependencies import WeakDep
+    from torch._inductor.utils import is_collective, is_wait
+
+    def follow(node: Kernel, others: Sequence[str]) -> None:
+        # Where it reads them, another dependency would keep it from writing over them. As what it
+        # mutates it names none that it writes: that would be another kind of dependency.
+        known = {dep.name for dep in node.unmet_dependencies}
+        for other in others:
+            if other not in known:
+                node.add_fake_dep(WeakDep(other, mutating_buf=other, is_fake=True))
+
+    call, kernels = list[str](), list[str]()
+    for node in nodes:
+        device = node.get_device()
+        names = list(node.get_buffer_names())[:1]
+        if device is None or device.type != "cpu" or is_collective(node.node) or is_wait(node.node):
+            continue
+        if node.is_extern() or node.is_template():
+            follow(node, [*call, *kernels])
+            call, kernels = names, []
+        elif _is_kernel(node):
+            follow(node, call)
+            kernels += names
+
+
+def _is_kernel(node: Kernel) -> bool:
+    """Whether code runs for a node of the scheduler; for an empty tensor it does not."""
+    from torch._inductor.scheduler import NopKernelSchedulerNode
+
+    return not isinstance(node, NopKernelSchedulerNode)
 
 
 def _label_of_kernel(kernel: Kernel, label_of: LabelOf) -> object:

@@ -199,6 +199,7 @@ class Plan:
             },
             reduce_buffers=min(buffers, default=None),
             fused=options.executor == "inductor",
+            in_order=options.memory_budget is not None,
             clones=self._clones,
             embedding_rows=None if isinstance(rows := options.embedding_rows, str) else rows,
             coalesce=self._coalesces if options.coalesce is None else options.coalesce,
@@ -229,7 +230,8 @@ class Plan:
         liveness = measure_liveness(
             gm,
             owns_inputs=ctx.phase == "backward",
-            fused=self.options.executor == "inductor",
+            fused=self._schedule.fused,
+            in_order=self._schedule.in_order,
             clones=self._clones,
             gathered=self._saved,
             saved=self._storages,
