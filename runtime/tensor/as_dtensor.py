@@ -5,10 +5,10 @@ subclass of DTensor has two slots more in memory than an `nn.Parameter`, so Pyth
 become one; every optimizer, tie and list that holds it would hold a stranger. A ShardTensor stays
 the same object instead, and names DTensor as its `__class__`, which `isinstance` believes.
 
-Ops of torch's DTensors never see one: `compat.let_torch_make` gives them a replica. While Dynamo
-traces a ShardTensor says what it is, because guards on a DTensor look for its inner parts; Dynamo
-answers the `isinstance` of traced code by that function, too. `conversions` has the way from a
-ShardTensor to other forms and back.
+Ops of torch's DTensors never see one: `compat.let_torch_make` gives them a replica. While torch
+dispatches an op, and while Dynamo traces, a ShardTensor says what it is: torch would run the op as
+DTensor's, and guards on a DTensor look for its inner parts. (Dynamo answers the `isinstance` of
+traced code by `compat.let_torch_make`, too.) `conversions` has the way to other forms and back.
 """
 
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from shardc.runtime import compat
 from shardc.runtime.tensor.shard_spec import ShardSpec, dtensor_spec, mesh_of, placements_of
 
 _TRACING = compat.TRACING
+_is_excluded, _DISPATCHED = compat.WHILE_DISPATCHING  # looked up once: this runs for each op
 
 
 class AsDTensor(Tensor):
@@ -29,8 +30,10 @@ class AsDTensor(Tensor):
 
     @property
     def __class__(self) -> type:
-        # torch asks before each op: no call of a function here.
-        return DTensor if getattr(_TRACING, "tracing_context", None) is None else type(self)
+        # torch asks this itself where it dispatches an op: it shall not take it for DTensor's.
+        if _is_excluded(_DISPATCHED) or getattr(_TRACING, "tracing_context", None) is not None:
+            return type(self)
+        return DTensor
 
     @__class__.setter
     def __class__(self, cls: type) -> None:

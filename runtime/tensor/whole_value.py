@@ -40,7 +40,7 @@ class WholeValue(Tensor):
         values = [*args, *(kwargs or {}).values()]
         listed = [x for value in values if isinstance(value, (list, tuple)) for x in value]
         for value in (*values, *listed):
-            if isinstance(value, WholeValue):
+            if type(value) is WholeValue:
                 _average_gradient(value)
         with compat.without_functions_of_subclasses():
             result = func(*args, **(kwargs or {}))
