@@ -180,14 +180,16 @@ def test_arithmetic_with_dtensors(mesh):
     placed = distribute_tensor(want * 3, mesh, [Shard(0)])
     for call in (
         lambda a, b: a + b,
-        lambda a, b: b - a,
         lambda a, b: a.clone().copy_(b),
-        lambda a, b: b.clone().copy_(a),
         lambda a, b: torch._foreach_add([a], [b])[0],
-        lambda a, b: torch._foreach_add([b], [a])[0],
-        lambda a, b: torch._foreach_lerp([a, b], [b, a], 0.5)[1],
+        lambda a, b: torch._foreach_lerp([a], [b], 0.5)[0],
     ):
         torch.testing.assert_close(_whole(call(p, placed)), call(want, want * 3))
+        at = p.redistribute(placements=placed.placements)
+        torch.testing.assert_close(_whole(call(placed, at)), call(want * 3, want))
+    for call in (lambda: placed + p, lambda: placed.copy_(p), lambda: torch.equal(placed, p)):
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):  # torch's words
+            call()
     assert torch.equal(p, distribute_tensor(want, mesh, [Shard(0)]))
     assert not torch.equal(p, placed)
 

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
-from torch.utils._pytree import tree_map
 from typing_extensions import TypeIs
 
 Placements: TypeAlias = "Sequence[Placement] | None"
@@ -73,20 +72,16 @@ class DTensorKind(Protocol):
     def place(self, full: Tensor, like: Given) -> Tensor:
         """A tensor that all ranks have, cut as `like`, which is such a tensor."""
 
-    def replicated(self, tensor: Given) -> Tensor:
-        """A DTensor of torch with the same value."""
-
     def refuse_swap(self, tensor: Given) -> NoReturn:
         """Raise for `torch.utils.swap_tensors` of such a tensor."""
 
 
 def let_torch_make(kind: DTensorKind) -> None:
-    """Have `distribute_tensor`, `DTensor.from_local`, `set_model_state_dict` and ops of DTensors
-    with such tensors among their operands ask `kind` (2.11 to 2.15)."""
+    """Have `distribute_tensor`, `DTensor.from_local`, `set_model_state_dict`, `swap_tensors` and
+    the `isinstance` of traced code ask `kind` (2.11 and 2.13)."""
     _extend_distribute_tensor(kind)
     _extend_from_local(kind)
     _extend_state_dicts(kind)
-    _extend_operands(kind)
     _extend_isinstance(kind)
     _extend_swap(kind)
 
@@ -171,22 +166,6 @@ def _extend_state_dicts(kind: DTensorKind) -> None:
         torchs(state, others, *args, **kwargs)
 
     _state_dict_utils._distribute_tensors = distribute  # type: ignore[assignment]
-
-
-def _extend_operands(kind: DTensorKind) -> None:
-    """A DTensor's op computes with DTensors only, and with their placements: it is given some."""
-    from torch.distributed.tensor._dispatch import OpDispatcher
-
-    torchs: Callable[..., Given] = OpDispatcher.unwrap_to_op_info
-
-    @functools.wraps(torchs)
-    def unwrap(self: OpDispatcher, op: object, args: Given, kwargs: Given) -> Given:
-        def known(value: Given) -> Given:
-            return kind.replicated(value) if kind.is_kind(value) else value
-
-        return torchs(self, op, tree_map(known, args), tree_map(known, kwargs))
-
-    OpDispatcher.unwrap_to_op_info = unwrap  # type: ignore[method-assign, assignment]
 
 
 def _extend_isinstance(kind: DTensorKind) -> None:

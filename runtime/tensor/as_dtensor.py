@@ -5,7 +5,7 @@ subclass of DTensor has two slots more in memory than an `nn.Parameter`, so Pyth
 become one; every optimizer, tie and list that holds it would hold a stranger. A ShardTensor stays
 the same object instead, and names DTensor as its `__class__`, which `isinstance` believes.
 
-Ops of torch's DTensors never see one: `compat.let_torch_make` gives them a replica. While torch
+Ops of torch's DTensors refuse one as a later operand, as any tensor that is no DTensor. While torch
 dispatches an op, and while Dynamo traces, a ShardTensor says what it is: torch would run the op as
 DTensor's, and guards on a DTensor look for its inner parts. (Dynamo answers the `isinstance` of
 traced code by `compat.let_torch_make`, too.) `conversions` has the way to other forms and back.

@@ -272,11 +272,6 @@ def is_kind(value: object) -> bool:
     return isinstance(value, ShardTensor)
 
 
-def replicated(tensor: ShardTensor) -> Tensor:
-    """The DTensor that replicates `tensor` on its mesh; every rank of the mesh must call it."""
-    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-
-
 def refuse_swap(tensor: ShardTensor) -> NoReturn:
     """Raise for `torch.utils.swap_tensors` of a ShardTensor."""
     raise RuntimeError(
