@@ -182,7 +182,6 @@ def test_arithmetic_with_dtensors(mesh):
         lambda a, b: a + b,
         lambda a, b: a.clone().copy_(b),
         lambda a, b: torch._foreach_add([a], [b])[0],
-        lambda a, b: torch._foreach_lerp([a], [b], 0.5)[0],
     ):
         torch.testing.assert_close(_whole(call(p, placed)), call(want, want * 3))
         at = p.redistribute(placements=placed.placements)

@@ -34,7 +34,7 @@ def dtensor_parts(tensor: Tensor) -> tuple[Tensor, DTensorSpec] | None:
     return (tensor._local_tensor, tensor._spec) if is_dtensor(tensor) else None
 
 
-def make_dtensor(local: Tensor, spec: DTensorSpec) -> Tensor:
+def make_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor of a local value and a spec (2.11 to 2.15)."""
     return DTensor(local, spec, requires_grad=False)
 

@@ -121,8 +121,10 @@ def plain(func: compat.Op, operand: Tensor, like: ShardTensor | None = None) -> 
         return operand
     if gathers.strict:
         refuse(func, f"an operand is a DTensor, placed otherwise: {operand.placements}")
-    with torch.no_grad():
-        return operand.full_tensor()
+    parts = compat.dtensor_parts(operand)
+    assert parts is not None
+    with torch.no_grad():  # of its parts: torch 2.11 cannot detach a parameter here
+        return compat.make_dtensor(*parts).full_tensor()
 
 
 # -- gradients that come back plain ----------------------------------------------------------------
