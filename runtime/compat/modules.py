@@ -74,7 +74,12 @@ def put_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> N
 
 
 def state_of(module: nn.Module) -> Held:
-    """The attributes that `copy` copies: those but what `module.compile` made (2.13)."""
+    """The attributes that `copy` copies: those but what `module.compile` made (2.13).
+
+    Modules with parametrizations are copied too, though their own `__getstate__` raises.
+    """
+    if nn.utils.parametrize.is_parametrized(module):
+        return nn.Module.__getstate__(module)
     return module.__getstate__()
 
 
