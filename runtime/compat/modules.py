@@ -188,9 +188,12 @@ def rnn_attributes() -> dict[str, object]:
 
     def ignore(rnn: nn.RNNBase, value: object) -> None: ...
 
+    def note(rnn: nn.RNNBase, value: object) -> None:
+        vars(rnn)["_flat_weight_refs"] = None  # a copy lacks it; its __getstate__ takes it out
+
     return {
         "_flat_weights": property(weights, ignore),
-        "_flat_weight_refs": property(references, ignore),
+        "_flat_weight_refs": property(references, note),
         "flatten_parameters": lambda rnn: None,
     }
 
