@@ -41,6 +41,11 @@ AROUND = {
     "in place": "change_in_place",
     "unfreeze": "unfreeze",
     "read": "read_parameters",
+    "slices": "read_slices",
+    "trained call": "train_what_is_given",
+    "step by hand": "step_by_hand",
+    "assigned parameter": "assign_parameters",
+    "pickled optimizer": "reload_optimizer",
     "moved": "move",
 }
 
@@ -115,7 +120,7 @@ def go_on_with_copy(model, call, optimizer, caller):
     new = copy.deepcopy(model) if new_call is None else getattr(new_call, "_orig_mod", new_call)
     new_optimizer = renewed(optimizer, new)
     spoil(model)
-    return new, new_call or caller(new), new_optimizer
+    return new, caller(new) if new_call is None else new_call, new_optimizer
 
 
 # -- functional calls ------------------------------------------------------------------------------
@@ -145,6 +150,16 @@ def call_with_whole(model, call, optimizer, x):
 def call_with_one(model, call, optimizer, x):
     values = dict(list(scaled(model, call).items())[1:2])
     return called_with(model, call, values, x)
+
+
+def train_what_is_given(model, call, optimizer, x):
+    """Whole values that are trained for one step: each rank has its own gradients."""
+    model = call if isinstance(call, nn.Module) else model
+    values = {name: whole(value).requires_grad_() for name, value in scaled(model, model).items()}
+    values, x.grad = dict(list(values.items())[::2]), None
+    functional_call(model, values, (x,)).square().mean().backward()
+    model.zero_grad()
+    return [x.grad.clone(), *(v.grad for v in values.values() if v.grad is not None)]
 
 
 # -- saving and loading ----------------------------------------------------------------------------
@@ -272,6 +287,40 @@ def unfreeze(model, call, optimizer, x):
     return []
 
 
+def step_by_hand(model, call, optimizer, x):
+    with torch.no_grad():
+        for p in trained(model):
+            p -= 0.1 * p
+            p.add_(p.square(), alpha=1e-3)
+            p.clamp_(-2, 2)
+    return []
+
+
+def assign_parameters(model, call, optimizer, x):
+    """Another parameter takes the place of one that no other module holds; so in the optimizer."""
+    shared = [p for _, p in model.named_parameters(remove_duplicate=False)]
+    for name, p in list(model.named_parameters()):
+        if p.is_floating_point() and sum(p is other for other in shared) == 1:
+            path, _, last = name.rpartition(".")
+            new = nn.Parameter(p.detach().clone() * 0.9, p.requires_grad)
+            setattr(model.get_submodule(path), last, new)
+            now = model.get_submodule(path)._parameters[last]
+            if p in optimizer.state:
+                optimizer.state[now] = optimizer.state.pop(p)
+            for group in optimizer.param_groups:
+                group["params"] = [now if each is p else each for each in group["params"]]
+            break
+    return []
+
+
+def reload_optimizer(model, call, optimizer, x):
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    optimizer.load_state_dict(torch.load(file, weights_only=False))
+    return []
+
+
 def move(model, call, optimizer, x):
     model.to("cpu")
     return []
@@ -284,6 +333,28 @@ def read_parameters(model, call, optimizer, x):
             seen += [p.sum(), p.detach().square().mean(), p.norm(), p.abs().max(), whole(p)]
             seen += [p[-1], p.sum(0), p.t() if p.dim() == 2 else p] if p.dim() else [p + 1]
     seen += [value for value in model.state_dict().values() if value.numel()]
+    return [value.detach() for value in seen]
+
+
+def read_slices(model, call, optimizer, x):
+    seen = []
+    for p in model.parameters():
+        if p.is_floating_point() and p.dim() and p.numel():
+            seen += [
+                p[0],
+                p[:2],
+                p[..., -1],
+                p.view(-1),
+                p.mean(-1),
+                torch.stack([p, p]),
+                -p.clone(),
+            ]
+            seen += [
+                torch.cat([p, p]),
+                p.reshape(-1)[:3],
+                p.std(unbiased=False),
+                p.argmax().double(),
+            ]
     return [value.detach() for value in seen]
 
 

@@ -220,6 +220,16 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     "whole values are computed with as they are given, in their dtype": lambda case: (
         ("param" in case.precision or case.precision == "bfloat16") and _does(case, "whole call")
     ),
+    "torch: a checkpoint recomputes with the model's own values": lambda case: (
+        _does(case, "trained call") and _any(case, lambda b: bool(b.recompute))
+    ),
+    "what takes the place of an ignored parameter is not ignored": lambda case: (
+        (_does(case, "assign") or _does(case, "assigned parameter"))
+        and _any(case, lambda b: b.ignored)
+    ),
+    "named_parameters() in a forward without gradients gives those that are stored": lambda case: (
+        bool(PRECISIONS[case.precision][1]) and _any(case, lambda b: b.kind == "named")
+    ),
     "a fused optimizer takes no whole gradients for parts": lambda case: (
         case.optimizer == "fused" and any("whole" in step.gradients for step in case.steps)
     ),
