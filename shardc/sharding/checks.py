@@ -310,7 +310,8 @@ def _check_tables(
     for module in (module for root in modules for module in root.modules()):
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
-        table = dict(module.named_parameters(recurse=False)).get("weight")  # not read: computed ones
+        # Not read: a weight with a parametrization would be computed.
+        table = dict(module.named_parameters(recurse=False)).get("weight")
         if table is None or table not in params:
             continue
         why = None
