@@ -297,6 +297,25 @@ def test_loading_as_codebases_of_dtensors_do(mesh, assign):
         assert type(p) is ShardTensor and torch.equal(full(p), q.detach())
 
 
+@pytest.mark.parametrize("placement", [None, Shard(0)], ids=str)
+@on_ranks(2)
+def test_an_assigned_parameter_is_frozen_or_not_and_has_its_own_gradient(mesh, placement):
+    models = seeded(Heads), fully_shard(seeded(Heads), mesh=mesh)
+    x = torch.ones(2, 6)
+    for model in models:
+        model(x).sum().backward()
+        value = model.head.weight.detach() * 2
+        if model is models[1] and placement is not None:
+            value = distribute_tensor(full(value), mesh, [placement])
+        model.head.weight = nn.Parameter(value, requires_grad=False)
+        assert model.head.weight.grad is None and not model.head.weight.requires_grad
+        model(x).sum().backward()
+    for p, q in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        torch.testing.assert_close(full(p), q)
+        assert p.requires_grad == q.requires_grad
+        torch.testing.assert_close(None if p.grad is None else full(p.grad), q.grad)
+
+
 @pytest.mark.parametrize("broadcast", [False, True])
 @on_ranks(2)
 def test_state_dicts_of_torch(mesh, broadcast):

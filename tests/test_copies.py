@@ -63,6 +63,38 @@ def test_a_copy_trains_apart(mesh, build, executor):
         assert dict(other.named_parameters()).keys() == dict(plain.named_parameters()).keys()
 
 
+class _Parametrized(nn.Module):
+    """Layers whose weights are computed, one of them from what each forward in training updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        self.last = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+
+    def forward(self, x):
+        return self.last(self.first(x).tanh()).square().mean()
+
+
+@EXECUTORS
+@pytest.mark.parametrize("is_inside", [False, True])
+@on_ranks(2)
+def test_a_copy_of_parametrized_modules_trains_apart(mesh, is_inside, executor):
+    plain, model = seeded(_Parametrized), seeded(_Parametrized)
+    for module in (model.first, model.last, model) if is_inside else (model,):
+        fully_shard(module, mesh=mesh)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+
+    def batch(seed=0):
+        generator = torch.Generator().manual_seed(2 * seed + dist.get_rank())
+        return {"x": torch.randn(3, 6, generator=generator)}
+
+    check_parity(plain, other, _call(other, executor), batch, mesh)
+    assert not any(full(param).any() for param in model.parameters())
+
+
 COPIES = {
     "deep": copy.deepcopy,
     "in a container": lambda model: copy.deepcopy({"all": [model.layers, model]})["all"][1],

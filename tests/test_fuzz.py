@@ -43,6 +43,14 @@ def test_a_failing_case_is_shrunk_to_what_makes_it_fail():
     assert small.steps == (Step(),) and small.way == "uncompiled" and small.world == 2
 
 
+def test_operations_of_a_failing_case_are_dropped():
+    def fails(case):
+        return any("rows" in step.around for step in case.steps)
+
+    case = next(case for case in (draw(0, n) for n in range(1000)) if fails(case))
+    assert shrink(case, fails, 1000) == Case(steps=(Step(around=("rows",)),))
+
+
 def test_a_gradient_that_is_wrong_is_told():
     case = Case(steps=(Step((Micro(), Micro())),))
     right = "call = caller(ours)"

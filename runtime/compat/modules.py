@@ -74,7 +74,12 @@ def put_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> N
 
 
 def state_of(module: nn.Module) -> Held:
-    """The attributes that `copy` copies: those but what `module.compile` made (2.13)."""
+    """The attributes that `copy` copies: those but what `module.compile` made (2.13).
+
+    Modules with parametrizations are copied too, though their own `__getstate__` raises.
+    """
+    if nn.utils.parametrize.is_parametrized(module):
+        return nn.Module.__getstate__(module)
     return module.__getstate__()
 
 
@@ -183,9 +188,12 @@ def rnn_attributes() -> dict[str, object]:
 
     def ignore(rnn: nn.RNNBase, value: object) -> None: ...
 
+    def note(rnn: nn.RNNBase, value: object) -> None:
+        vars(rnn)["_flat_weight_refs"] = None  # a copy lacks it; its __getstate__ takes it out
+
     return {
         "_flat_weights": property(weights, ignore),
-        "_flat_weight_refs": property(references, ignore),
+        "_flat_weight_refs": property(references, note),
         "flatten_parameters": lambda rnn: None,
     }
 

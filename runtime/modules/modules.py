@@ -106,8 +106,7 @@ class ShardedParameters(_Mixed):
             if slot.bucket.segment.is_meta:
                 allocate_unwritten(slot.bucket)
             if isinstance(param, DTensor):  # a ShardTensor, or placed otherwise
-                with torch.no_grad():
-                    slot.bucket.params[slot.index].copy_(param)
+                _take_over(slot.bucket.params[slot.index], param)
                 return
             adopt(slot.bucket, slot.index, param)
             param = slot.bucket.params[slot.index]
@@ -226,6 +225,14 @@ def _check_shared(module: ShardedParameters, name: str, slot: SlotRef) -> None:
             "modules; assigning one would part them. "
             "Write its values in place: param.copy_(full_tensor)"
         )
+
+
+def _take_over(param: nn.Parameter, other: nn.Parameter) -> None:
+    """Make `param` what `other` is, by which it was replaced."""
+    with torch.no_grad():
+        param.copy_(other)
+    param.requires_grad_(other.requires_grad)
+    param.grad = other.grad
 
 
 def make_unit(unit: "Unit") -> None:

@@ -308,8 +308,11 @@ def _check_tables(
 ) -> None:
     """Raise for embeddings with gradients that are not dense, or that write in their forward."""
     for module in (module for root in modules for module in root.modules()):
-        table: Any = getattr(module, "weight", None)
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or table not in params:
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        # Not read: a weight with a parametrization would be computed.
+        table = dict(module.named_parameters(recurse=False)).get("weight")
+        if table is None or table not in params:
             continue
         why = None
         if module.sparse:

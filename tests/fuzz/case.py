@@ -75,12 +75,14 @@ class Micro:
         ragged: a rank's batch has as many rows more as its number says.
         kind: a name in `training.MICRO`.
         flag: what blocks that choose go by.
+        added: what is added to the loss: a name in `around.ADDED`, or "".
     """
 
     rows: int = 2
     ragged: bool = False
     kind: str = "plain"
     flag: bool = False
+    added: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class Step:
         waits: what all micro-batches but the last leave out: a name in `training.WAITS`,
             "no_sync", or "".
         then: what is done with the model after the step: a name in `training.THEN`, or "".
+        gradients: what is done with gradients before the optimizer's step: of `around.GRADIENTS`.
+        around: what is done after the step: names in `around.AROUND` and `around.REPLACED`.
     """
 
     micro: tuple[Micro, ...] = (Micro(),)
@@ -98,6 +102,8 @@ class Step:
     clip: bool = False
     keep_zeros: bool = False
     then: str = ""
+    gradients: tuple[str, ...] = ()
+    around: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,7 @@ class Case:
         start: where the sharded model's values come from: "meta" (built without, then loaded),
             "sync" (from rank 0), or "" (the same on all ranks).
         split: units are split into several buckets where they can.
+        tied: two linear layers are tied after the model was sharded.
     """
 
     world: int = 2
@@ -131,6 +138,7 @@ class Case:
     start: str = ""
     offload: bool = False
     split: bool = False
+    tied: bool = False
     optimizer: str = "sgd"
     steps: tuple[Step, ...] = (Step(), Step(), Step())
     seed: int = 0
@@ -204,5 +212,7 @@ def _made(kind: type, data: dict[str, Any]) -> Any:
             value = tuple(_made(part, item) for item in value)
         elif part is not None and value is not None:
             value = _made(part, value)
+        elif isinstance(value, list):
+            value = tuple(value)
         given[name] = value
     return kind(**given)

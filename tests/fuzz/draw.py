@@ -1,8 +1,9 @@
 """Random cases, most of them cheap to run."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from fuzz.around import ADDED, AROUND, GRADIENTS, REPLACED
 from fuzz.case import PRECISIONS, Block, Case, Micro, Step, Unit, all_blocks, paths
 from fuzz.kinds import KINDS, LINEAR, RECOMPUTE
 from fuzz.training import MICRO, OPTIMIZERS, THEN, WAITS
@@ -50,8 +51,9 @@ def _case(chance: Choice) -> Case:
         start=chance.choice(["meta", "sync"]) if chance.random() < 0.1 else "",
         offload=chance.random() < 0.08,
         split=chance.random() < 0.2,
+        tied=chance.random() < 0.1,
         optimizer=chance.choice(list(OPTIMIZERS)),
-        steps=tuple(_step(chance, way) for _ in range(3)),
+        steps=tuple(_step(chance, way, last=number == 2) for number in range(3)),
         seed=chance.randint(0, 99),
     )
 
@@ -83,7 +85,7 @@ def _unit(chance: Choice) -> Unit:
     return Unit(reshard=reshard, together=chance.random() < 0.12)
 
 
-def _step(chance: Choice, way: str) -> Step:
+def _step(chance: Choice, way: str, last: bool) -> Step:
     count, waits = chance.choice([1, 1, 1, 2, 3]), [*WAITS, "sync", "no_sync"]
     return Step(
         micro=tuple(_micro(chance, way) for _ in range(count)),
@@ -91,7 +93,13 @@ def _step(chance: Choice, way: str) -> Step:
         clip=chance.random() < 0.3,
         keep_zeros=chance.random() < 0.15,
         then=chance.choice(list(THEN)) if chance.random() < 0.25 else "",
+        gradients=_some(chance, GRADIENTS, [0, 0, 0, 1, 1]),
+        around=_some(chance, (*AROUND, *REPLACED), [0, 1] if last else [0, 1, 1, 2, 3]),
     )
+
+
+def _some(chance: Choice, names: Iterable[str], counts: list[int]) -> tuple[str, ...]:
+    return tuple(chance.sample(list(names), chance.choice(counts)))
 
 
 def _micro(chance: Choice, way: str) -> Micro:
@@ -101,6 +109,7 @@ def _micro(chance: Choice, way: str) -> Micro:
         ragged=chance.random() < 0.1,
         kind="plain" if chance.random() < 0.6 else chance.choice(kinds),
         flag=chance.random() < 0.3,
+        added=chance.choice(list(ADDED)) if chance.random() < 0.12 else "",
     )
 
 
@@ -113,6 +122,10 @@ def _is_compiled(case: Case) -> bool:
 
 def _any(case: Case, test: Callable[[Block], bool]) -> bool:
     return any(test(block) for block in all_blocks(case.blocks))
+
+
+def _does(case: Case, name: str) -> bool:
+    return any(name in step.around for step in case.steps)
 
 
 def _shares(block: Block) -> bool:
@@ -195,6 +208,34 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
         and _any(case, lambda b: b.recompute == "reentrant")
     ),
     # what docs/limits.md says
+    "weights that are not sharded beside those that are are not tied": lambda case: (
+        case.tied and (case.root is None or _any(case, lambda b: b.ignored))
+    ),
+    "torch: assigned values untie weights": lambda case: (
+        _does(case, "assign") and (case.tied or _any(case, lambda b: b.kind == "tied"))
+    ),
+    "what is built anew is not tied, and its optimizer has one group": lambda case: (
+        any(step.then == "reload" for step in case.steps) and (case.tied or _does(case, "group"))
+    ),
+    "whole values are computed with as they are given, in their dtype": lambda case: (
+        ("param" in case.precision or case.precision == "bfloat16") and _does(case, "whole call")
+    ),
+    "torch: a checkpoint recomputes with the model's own values": lambda case: (
+        _does(case, "trained call") and _any(case, lambda b: bool(b.recompute))
+    ),
+    "what takes the place of an ignored parameter is not ignored": lambda case: (
+        (_does(case, "assign") or _does(case, "assigned parameter"))
+        and _any(case, lambda b: b.ignored)
+    ),
+    "named_parameters() in a forward without gradients gives those that are stored": lambda case: (
+        bool(PRECISIONS[case.precision][1]) and _any(case, lambda b: b.kind == "named")
+    ),
+    "a fused optimizer takes no whole gradients for parts": lambda case: (
+        case.optimizer == "fused" and any("whole" in step.gradients for step in case.steps)
+    ),
+    "another dtype beside mixed precision": lambda case: (
+        _does(case, "double") and case.precision != "float32"
+    ),
     "a unit's weight that a module outside of any unit reads": lambda case: (
         case.root is None and not all(block.unit for block in case.blocks) and _any(case, _shares)
     ),

@@ -6,7 +6,9 @@ This file's text is copied into the scripts, so it imports nothing of the fuzzer
 
 import contextlib
 import copy
+import io
 import itertools
+import math
 import os
 import shutil
 import subprocess
@@ -16,10 +18,14 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as torch_states
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.func import functional_call
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import shardc
@@ -52,7 +58,7 @@ def loss_of(out):
 
 
 def full(tensor):
-    value = tensor.full_tensor() if isinstance(tensor, ShardTensor) else tensor
+    value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return value.detach().double()
 
 
@@ -134,7 +140,7 @@ def compare(what, want, got, tolerance, floor=0.0):
 
 
 def compare_outputs(number, want, got, tolerance):
-    """What a step gave: losses, gradients of inputs and more, on this rank."""
+    """What a step gave, or what was done around it: losses, gradients and more, on this rank."""
     for index, (a, b) in enumerate(zip(want, got, strict=True)):
         compare(f"step {number}, output {index}", a, b, tolerance, 1.0)
 

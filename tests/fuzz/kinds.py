@@ -119,6 +119,23 @@ KINDS: dict[str, tuple[str, str]] = {
         "self.lin = nn.Linear(D, D)",
         "x = torch.tanh(self.lin(x)) * (1 + self.lin.weight.square().mean())",
     ),
+    "penalized": (
+        "self.lin, self.scale = nn.Linear(D, D), nn.Parameter(torch.rand(D) + 0.5)",
+        "penalty = sum(p.square().sum() for p in self.parameters())\n"
+        "x = torch.tanh(self.lin(x * self.scale)) + 0.01 * x.mean() * penalty",
+    ),
+    "asks": (
+        "self.scale = nn.Parameter(torch.rand(D) + 0.5)",
+        'if hasattr(self, "scale") and isinstance(self.scale, nn.Parameter):\n'
+        "    x = x * self.scale\n"
+        'x = x if getattr(self, "missing", None) is None else x * 3',
+    ),
+    "named": (
+        "self.lin, self.scale = nn.Linear(D, D), nn.Parameter(torch.rand(D) + 0.5)",
+        "named = dict(self.named_parameters())\n"
+        'x = F.linear(x * self._parameters["scale"], named["lin.weight"])\n'
+        'x = torch.tanh(x + vars(self.lin)["_parameters"].get("bias"))',
+    ),
 }
 LINEAR = ("linear", "nobias", "twice", "loop", "tied")  # kinds with a `lin` that others may use
 

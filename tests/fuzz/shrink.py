@@ -19,6 +19,8 @@ def smaller(value: Part) -> Iterator[Part]:
 
 def _variants(now: Any, simplest: Any) -> Iterator[Any]:
     if isinstance(now, tuple):
+        if not simplest and now:
+            yield simplest
         yield from _shorter(now)
     elif now != simplest:
         yield simplest
@@ -36,7 +38,7 @@ def _shorter(items: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
         if isinstance(item, Block) and item.children:
             yield before + item.children + after
     for index, item in enumerate(items):
-        for new in smaller(item):
+        for new in smaller(item) if dataclasses.is_dataclass(item) else ():
             yield (*items[:index], new, *items[index + 1 :])
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from fuzz.around import ADDED, AROUND, GRADIENTS, REPLACED, called
 from fuzz.case import PRECISIONS, Case, Micro, Step, paths, tolerance_of
 
 WAYS = ("uncompiled", "eager", "inductor", "blocks", "in place", "mixed")
@@ -82,8 +83,7 @@ THEN = {
     "state_dict": "state = {name: value.clone() for name, value in ours.state_dict().items()}\n"
     "spoil(ours)\nours.load_state_dict(state)",
     "deepcopy": "ours, old = copy.deepcopy(ours), optimizer\nplain.zero_grad()\n"
-    "call, optimizer = caller(ours), make_optimizer(ours)\n"
-    "optimizer.load_state_dict(old.state_dict())",
+    "call, optimizer = caller(ours), renewed(old, ours)",
 }
 
 
@@ -120,12 +120,14 @@ def _caller(case: Case) -> str:
 
 def training(case: Case) -> str:
     count = len(case.steps)
-    steps = [_step(case, number, step) for number, step in enumerate(case.steps)]
+    dtypes = _dtypes(case)
+    steps = [_step(case, n, step, dtypes[n]) for n, step in enumerate(case.steps)]
     tolerance = tolerance_of(case)
     lines = [
         "def main(mesh):",
         *START[case.start],
         f"    check_that_they_differ(plain, ours, {case.replicas or 1})",
+        *(["    tie(plain)", "    tie(ours)"] if case.tied else []),
         "    call = caller(ours)",
         "    theirs, optimizer = make_optimizer(plain), make_optimizer(ours)",
     ]
@@ -139,10 +141,14 @@ def training(case: Case) -> str:
         ]
         if step.clip:
             lines += [
-                "    for model in (plain, ours):",
+                "    want, got = (",
                 "        nn.utils.clip_grad_norm_(model.parameters(), 0.1)",
+                "        for model in (plain, ours)",
+                "    )",
+                f'    compare_outputs("{number}, norm", [want], [whole(got)], {tolerance})',
                 f'    compare_gradients("{number}, clipped", plain, ours, {tolerance})',
             ]
+        lines += _of_gradients(number, step, tolerance)
         keep = "set_to_none=False" if step.keep_zeros else ""
         lines += [
             "    for one in (theirs, optimizer):",
@@ -154,17 +160,56 @@ def training(case: Case) -> str:
             lines.append("    take_over(plain, ours)")
         if step.then and number < count - 1:
             lines += ["    " + line for line in THEN[step.then].splitlines()]
+        lines += _around(case, number, step, dtypes[number + 1])
     lines.append("    check()")
     optimizer = [
         "def make_optimizer(model):",
         "    parameters = list(model.parameters())  # also those that are frozen for a while",
         f"    return {OPTIMIZERS[case.optimizer]}",
     ]
-    return "\n\n\n".join([_caller(case), "\n".join(optimizer), *steps, "\n".join(lines)])
+    text = [_caller(case), "\n".join(optimizer), *steps, "\n".join(lines)]
+    return "\n\n\n".join([*called("\n".join(text)), *text])
 
 
-def _step(case: Case, number: int, step: Step) -> str:
-    dtype, _, _ = PRECISIONS[case.precision]
+def _dtypes(case: Case) -> list[str]:
+    """The dtype of the models before each step, and after the last."""
+    dtypes = [PRECISIONS[case.precision][0]]
+    for step in case.steps:
+        dtypes.append("torch.float64" if "double" in step.around else dtypes[-1])
+    return dtypes
+
+
+def _of_gradients(number: int, step: Step, tolerance: float) -> list[str]:
+    lines = []
+    for name in step.gradients:
+        function, what = GRADIENTS[name], f'"{number}, {name}"'
+        lines += [
+            f"    compare_outputs({what}, {function}(plain), {function}(ours), {tolerance})",
+            f"    compare_gradients({what}, plain, ours, {tolerance})",
+        ]
+    return lines
+
+
+def _around(case: Case, number: int, step: Step, dtype: str) -> list[str]:
+    lines, tolerance = [], tolerance_of(case)
+    if any(name in AROUND for name in step.around):
+        seed = 100 * (case.seed + 1) + 10 * number + 8
+        lines.append(f"    x = batch({seed}, 3, {case.width}, {dtype})")
+    for name in sorted(step.around, key=lambda name: name != "double"):
+        what = f'"{number}, {name}"'
+        if name in REPLACED:
+            lines += ["    " + line for line in REPLACED[name].splitlines()]
+        else:
+            lines += [
+                f"    want = {AROUND[name]}(plain, plain, theirs, x)",
+                f"    got = {AROUND[name]}(ours, call, optimizer, x)",
+                f"    compare_outputs({what}, want, got, {tolerance})",
+            ]
+        lines.append(f"    compare_states({what}, plain, ours, {tolerance})")
+    return lines
+
+
+def _step(case: Case, number: int, step: Step, dtype: str) -> str:
     lines = [f"def step_{number}(model, call):", "    seen = []"]
     for index, micro in enumerate(step.micro):
         last = index == len(step.micro) - 1
@@ -193,5 +238,8 @@ def _micro(
             yield f"{name} = batch({seed + offset}, {shape})"
     flag = ", True" if micro.flag else ""
     text = body.format(x=f"x{flag}", y=f"y{flag}", share=len(step.micro))
+    if micro.added:
+        before, backward, after = text.partition("loss.backward")
+        text = f"{before}loss = loss + 0.01 * {ADDED[micro.added]}\n{backward}{after}"
     yield from text.splitlines()
     yield "seen += [loss.detach(), x.grad]"
