@@ -519,3 +519,12 @@ def test_a_traced_call_is_refused(mesh):
     model = fully_shard(Heads(), mesh=mesh)
     with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace cannot trace the sharded"):
         torch.jit.trace(model, torch.ones(1, 6))
+
+
+@on_ranks(2)
+def test_a_parameter_made_of_a_statistic_is_an_ordinary_one(mesh):
+    weight = fully_shard(Heads(), mesh=mesh).head.weight
+    for value in (weight.norm(dim=1), weight.sum()):
+        made = nn.Parameter(value, requires_grad=True)
+        assert type(made) is nn.Parameter and made.requires_grad and made.is_leaf
+        assert torch.equal(made.detach(), torch.as_tensor(value).detach())

@@ -330,7 +330,7 @@ def test_gathers_wait_for_an_optimizer_on_another_stream(mesh, executor):
     with side:
         for param in model.parameters():
             value = torch.full(param.to_local().shape, 0.5).pin_memory()
-            param.to_local().copy_(value, non_blocking=True)
+            param.detach().to_local().copy_(value, non_blocking=True)
         done = side.record_event()
     assert accelerator.pending_tasks() > 0, "nothing is under way: the test shows nothing"
     model.set_post_optim_event(done)

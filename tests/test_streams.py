@@ -260,7 +260,7 @@ def test_buffers_of_the_group(mesh, executor):
 @on_ranks(2, device="sim")
 def test_full_parameters_have_what_was_queued_before(mesh):
     model = sharded(seeded(Stack), mesh)
-    parts = [param.to_local() for param in model.parameters()]
+    parts = [param.detach().to_local() for param in model.parameters()]
     values = [torch.randn(part.shape).pin_memory() for part in parts]
     for part, value in zip(parts, values, strict=True):
         part.copy_(value, non_blocking=True)

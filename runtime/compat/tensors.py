@@ -131,6 +131,11 @@ def as_class(tensor: Tensor, cls: type[TensorClass]) -> TensorClass:
     return Tensor._make_subclass(cls, tensor)
 
 
+def become_parameter(tensor: Tensor) -> None:
+    """Make a tensor of such a subclass an ordinary parameter, the same object."""
+    _CLASS.__set__(tensor, nn.Parameter)
+
+
 def as_plain(tensor: Tensor) -> Tensor:
     """A tensor of such a subclass as a plain one, differentiable (2.11 to 2.15)."""
     with without_functions_of_subclasses():

@@ -46,7 +46,17 @@ class WholeValue(Tensor):
             result = func(*args, **(kwargs or {}))
         if type(result) is not Tensor or not _are_whole(values):
             return result
-        return result.as_subclass(cls) if not result.dim() or func is torch.stack else result
+        stays = not result.dim() or func in (torch.stack, Tensor.detach)
+        return result.as_subclass(cls) if stays else result
+
+    @property
+    def _is_param(self) -> bool:
+        return False
+
+    @_is_param.setter
+    def _is_param(self, flag: bool) -> None:
+        """`nn.Parameter(value)` sets it: the parameter is an ordinary one."""
+        compat.become_parameter(self)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return repr(compat.as_plain(self))
