@@ -85,7 +85,7 @@ class Side:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
 
-Run = Callable[[Side], None]
+Run = Callable[[Side], object]
 
 
 @dataclass(frozen=True)
@@ -367,13 +367,6 @@ def _writes(model: nn.Module, x: Tensor) -> Tensor:
     return x.mean()
 
 
-def _refuse(call: Callable[[Side], object]) -> Run:
-    def run(side: Side) -> None:
-        call(side)
-
-    return run
-
-
 OPERATIONS = [
     Operation("Copies", "`copy.deepcopy(model)`, also compiled", _deepcopy),
     Operation("Copies", "`AveragedModel(model)`, updated and called", _average),
@@ -420,21 +413,21 @@ OPERATIONS = [
     Operation(
         "Saving",
         "safetensors, NumPy, dlpack of a sharded value",
-        _refuse(lambda side: safetensors.torch.save({"p": side.model.head.weight.detach()})),
+        lambda side: safetensors.torch.save({"p": side.model.head.weight.detach()}),
         "one rank holds only a part",
         "Give them whole values.",
     ),
     Operation(
         "Saving",
         "`torch.save(model)`, pickling",
-        _refuse(lambda side: torch.save(side.model, io.BytesIO())),
+        lambda side: torch.save(side.model, io.BytesIO()),
         "cannot be pickled",
         "Save a state dict.",
     ),
     Operation(
         "Saving",
         "`torch.export`, `torch.jit.trace`, `torch.jit.script`",
-        _refuse(lambda side: torch.jit.trace(side.model, side.x)),
+        lambda side: torch.jit.trace(side.model, side.x),
         "torch.jit.trace cannot trace the sharded",
         "Export an unsharded copy.",
     ),
@@ -463,14 +456,14 @@ OPERATIONS = [
     Operation(
         "Modules",
         "a parametrization that is added",
-        _refuse(lambda s: parametrize.register_parametrization(s.model.head, "weight", nn.GELU())),
+        lambda s: parametrize.register_parametrization(s.model.head, "weight", nn.GELU()),
         "cannot be reparametrized",
         "Add it before `fully_shard`.",
     ),
     Operation(
         "Modules",
         "`weight_norm`, pruning",
-        _refuse(lambda side: weight_norm(side.model.head)),
+        lambda side: weight_norm(side.model.head),
         "cannot be reparametrized",
         "Add it before `fully_shard`.",
     ),
