@@ -6,7 +6,7 @@ from models import check_parity, full, mean_over_ranks, seeded
 from ranks import on_ranks
 from torch import nn
 
-from shardc import ShardTensor, fully_shard
+from shardc import MixedPrecisionPolicy, ShardTensor, fully_shard
 
 WAYS = pytest.mark.parametrize("way", ["uncompiled", "blocks", "eager", "inductor"])
 
@@ -294,6 +294,37 @@ def test_a_functional_call_computes_with_what_it_is_given(mesh, given, way):
     want, got = results
     assert any(each is not None and each.any() for each in want)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["uncompiled", "eager", "inside"])
+@on_ranks(2)
+def test_what_is_given_is_read_in_the_dtype_of_the_unit(mesh, way):
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    sharded = {k: (2 * v.detach()).requires_grad_() for k, v in model.named_parameters()}
+    whole = {k: full(v).requires_grad_() for k, v in sharded.items()}
+    plain = {k: full(v).requires_grad_() for k, v in sharded.items()}
+    x = batch(mesh.get_local_rank())["x"].bfloat16()
+
+    def call(values):
+        return torch.func.functional_call(model, values, (x,))
+
+    if way == "inside":
+        call = torch.compile(call, backend="shardc", options={"executor": "eager"})
+    elif way == "eager":
+        model.compile(backend="shardc", options={"executor": "eager"})
+    low = {k: v.bfloat16() for k, v in plain.items()}
+    want = torch.func.functional_call(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), low, (x,))
+    given = [whole] if way == "inside" else [whole, sharded]  # there sharded ones are refused
+    for out in (want, *map(call, given)):
+        assert out.dtype == torch.bfloat16
+        out.float().square().sum().backward()
+    for name, value in plain.items():
+        assert value.grad.any() and value.grad.dtype == torch.float32
+        torch.testing.assert_close(whole[name].grad, value.grad)
+        if len(given) == 2:
+            torch.testing.assert_close(full(sharded[name].grad), mean_over_ranks(value.grad, mesh))
 
 
 @pytest.mark.parametrize("way", ["uncompiled", "eager"])

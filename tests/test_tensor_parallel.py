@@ -129,6 +129,27 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("way", ["uncompiled", "eager"])
+@on_ranks(4)
+def test_values_that_a_functional_call_is_given_are_trained(mesh, way):
+    grid = grid_of()
+    plain, model = seeded(OneBlock), make(grid, OneBlock)
+    if way == "eager":
+        model.compile(backend="shardc", options={"executor": "eager"})
+    outs, values = [], []
+    for each in (plain, model):
+        given = {k: (v.detach() * 1.5).requires_grad_() for k, v in each.named_parameters()}
+        data = batch(grid["dp"].get_local_rank())
+        outs.append(torch.func.functional_call(each, given, (), data))
+        outs[-1].backward()
+        values.append(given)
+    torch.testing.assert_close(outs[1], outs[0])
+    for name, value in values[0].items():
+        want = mean_over_ranks(value.grad, grid["dp"])
+        assert not torch.equal(value.grad, want)
+        torch.testing.assert_close(full(values[1][name].grad), want, msg=name)
+
+
 @pytest.mark.parametrize("executor, build, parallel", CASES)
 @on_ranks(4)
 def test_it_trains_as_without(mesh, executor, build, parallel):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardc.runtime import compat
 from shardc.runtime.bucket.params import SlotRef
 from shardc.runtime.eager.eager import suspends_gradients
-from shardc.runtime.modules.whole import whole
+from shardc.runtime.modules.whole import as_read
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
 
@@ -31,7 +31,7 @@ class Given:
         index: that of the parameter.
         slot: the parameter's own.
         given: what was put there.
-        value: the same, whole; what a read gives.
+        value: the same, whole and in the dtype of the forward; what a read gives.
     """
 
     @compat.inline_only
@@ -40,7 +40,7 @@ class Given:
         self.index = slot.index
         self.slot = slot
         self.given = given
-        self.value = whole(given, slot.bucket) if isinstance(given, ShardTensor) else given
+        self.value = given if given is None else as_read(given, slot.bucket)
 
 
 Slots = dict[str, SlotRef | Given]
