@@ -38,8 +38,7 @@ REPLACED = {
     "assign": "for model in (plain, ours):\n    assign_state(model)\n"
     "theirs, optimizer = renewed(theirs, plain), renewed(optimizer, ours)\n"
     "plain.zero_grad()",
-    "double": "theirs, optimizer = doubled(theirs, plain), doubled(optimizer, ours)\n"
-    "plain.zero_grad()",
+    "double": "theirs, optimizer = doubled(theirs, plain), doubled(optimizer, ours)",
 }
 
 GRADIENTS = {
