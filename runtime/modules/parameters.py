@@ -104,11 +104,15 @@ class Parameters(dict[str, nn.Parameter | None]):
         """Whether a walk gives something else than what is held here."""
         if torch.compiler.is_dynamo_compiling():
             return True
-        is_read = not suspends_gradients()
-        return any(
-            slot.bucket is None or (is_read and slot.bucket.gathered.depth > 0)
-            for slot in self._shardc_slots.values()
-        )
+        for slot in self._shardc_slots.values():  # an optimizer's step walks through all modules
+            if slot.bucket is None:
+                return True
+            if slot.bucket.gathered.depth > 0:
+                return not suspends_gradients() or self._holds_given()
+        return False
+
+    def _holds_given(self) -> bool:
+        return any(slot.bucket is None for slot in self._shardc_slots.values())
 
     @compat.inline_only
     def _listed(self, name: str) -> compat.Held:

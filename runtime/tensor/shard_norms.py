@@ -62,7 +62,8 @@ def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -
     values = _over_other_meshes(tensors, values, order)
     if not math.isinf(order) and order != 0:
         values = values ** (1 / order)
-    return [value.to(d.to_real()) for value, d in zip(values.unbind(), wide, strict=True)]
+    rounded = {dtype: values.to(dtype.to_real()).unbind() for dtype in dict.fromkeys(wide)}
+    return [rounded[dtype][index] for index, dtype in enumerate(wide)]
 
 
 def _over_other_meshes(tensors: Sequence[Tensor], values: Tensor, order: float) -> Tensor:
