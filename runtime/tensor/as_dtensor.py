@@ -29,6 +29,7 @@ class AsDTensor(Tensor):
     _shard_spec: ShardSpec
 
     @property
+    @compat.inline_only
     def __class__(self) -> type:
         # torch asks this itself where it dispatches an op: it shall not take it for DTensor's.
         if _is_excluded(_DISPATCHED) or getattr(_TRACING, "tracing_context", None) is not None:
