@@ -16,8 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 import peers
 import torch
@@ -31,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardc
 from shardc.backend.graph_plan import Plan, graph_plans, joint_listeners
+from shardc.passes.budget import BudgetTooSmall, choose_kept
 from shardc.passes.context import Kept, PassContext
 from shardc.passes.trial import run_trial
 
@@ -147,8 +147,18 @@ def measure(case: Case, mesh: DeviceMesh) -> Outcome:
         shardc.fully_shard(block, mesh=mesh, reshard_after_forward=case.reshard)
     shardc.fully_shard(model, mesh=mesh)
     tokens = torch.randint(case.vocab, (case.batch, case.length))
-    budget = _budget(model, tokens, case)
-    step = _compiled(model, budget)
+    torch._dynamo.reset()
+    graph_plans.clear()
+    budgets: list[int] = []
+
+    def draw(gm: torch.fx.GraphModule, ctx: PassContext, plan: Plan) -> None:
+        budgets.append(nbytes := _drawn(gm, ctx, case.share))
+        assert ctx.budget is not None
+        object.__setattr__(ctx, "budget", replace(ctx.budget, nbytes=nbytes))  # of a graph, frozen
+        plan.options = replace(plan.options, memory_budget=nbytes)
+
+    options = {"optimizer_states": 0, "memory_budget": 1}
+    step = torch.compile(model, backend="shardc", fullgraph=True, options=options)
 
     def run() -> None:
         out = step(tokens)
@@ -156,28 +166,25 @@ def measure(case: Case, mesh: DeviceMesh) -> Outcome:
             out = loss_of(out, tokens)
         out.backward()
 
-    for _ in range(2):
+    with _listening(draw):
         run()
-        model.zero_grad()
+    run()
+    model.zero_grad()
     static = sum(parameter.to_local().nbytes for parameter in model.parameters())
     peak = static + tokens.nbytes + _peak_of_graphs(run)
-    return Outcome(budget, max(plan.peak for plan in graph_plans), peak)
+    return Outcome(budgets[0], max(plan.peak for plan in graph_plans), peak)
 
 
-def _budget(model: nn.Module, tokens: Tensor, case: Case) -> int:
-    needed: list[int] = []
-
-    def look(gm: torch.fx.GraphModule, ctx: PassContext, plan: Plan) -> None:
-        assert ctx.budget is not None
-        whole = Kept(ctx.open_positions, ctx.open_positions)
-        needed.append(ctx.budget.needed(run_trial(gm, ctx, whole).peak))
-
-    with _listening(look):
-        try:
-            _compiled(model, 1)(tokens)
-        except RuntimeError as error:
-            least = int(str(error).split("at least ")[1].split()[0].replace(",", ""))
-    return least + int(case.share * max(needed[0] - least, 0))
+def _drawn(gm: torch.fx.GraphModule, ctx: PassContext, share: float) -> int:
+    """A budget between the least that would do and that in which all stays, in bytes."""
+    assert ctx.budget is not None
+    whole = Kept(ctx.open_positions, ctx.open_positions)
+    most = ctx.budget.needed(run_trial(gm, ctx, whole).peak)
+    try:
+        choose_kept(gm, ctx)
+    except BudgetTooSmall as error:
+        return error.least + int(share * max(most - error.least, 0))
+    raise AssertionError("a budget of one byte is enough")
 
 
 @contextmanager
@@ -187,13 +194,6 @@ def _listening(look: Callable[..., None]) -> Iterator[None]:
         yield
     finally:
         joint_listeners.remove(look)
-
-
-def _compiled(model: nn.Module, budget: int) -> Any:
-    torch._dynamo.reset()
-    graph_plans.clear()
-    options = {"optimizer_states": 0, "memory_budget": budget}
-    return torch.compile(model, backend="shardc", fullgraph=True, options=options)
 
 
 def _peak_of_graphs(run: Callable[[], None]) -> int:
