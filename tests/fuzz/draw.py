@@ -160,7 +160,10 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     ),
     "torch: a checkpoint without states of unused parameters is not loaded": lambda case: (
         any(step.then == "reload" for step in case.steps)
-        and _any(case, lambda b: b.kind in ("choice", "maybe", "unused", "outside"))
+        and (
+            _any(case, lambda b: b.kind in ("choice", "maybe", "unused", "outside"))
+            or any("none" in step.gradients for step in case.steps)
+        )
     ),
     "torch: buffers are not cast with the parameters": lambda case: (
         bool(PRECISIONS[case.precision][1])
@@ -216,9 +219,6 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     ),
     "what is built anew is not tied, and its optimizer has one group": lambda case: (
         any(step.then == "reload" for step in case.steps) and (case.tied or _does(case, "group"))
-    ),
-    "whole values are computed with as they are given, in their dtype": lambda case: (
-        ("param" in case.precision or case.precision == "bfloat16") and _does(case, "whole call")
     ),
     "torch: a checkpoint recomputes with the model's own values": lambda case: (
         _does(case, "trained call") and _any(case, lambda b: bool(b.recompute))
