@@ -142,6 +142,22 @@ def test_every_elementwise_optimizer(mesh):
 
 
 @on_ranks(2)
+def test_of_a_whole_gradient_the_part_counts(mesh):
+    for name in ("Adagrad", "Adam", "AdamW"):
+        for form in forms(name):
+            plain, sharded = pair(mesh)
+            optimizers = [OPTIMIZERS[name](m.parameters(), **form) for m in (plain, sharded)]
+            for seed in range(STEPS):
+                for model, optimizer in zip((plain, sharded), optimizers, strict=True):
+                    set_gradients(model, seed)
+                    for p in model.parameters():
+                        p.grad = None if p.grad is None else full(p.grad)
+                    optimizer.step()
+            assert_equal_models(plain, sharded, f"{name} {form}")
+            assert_equal_states(*optimizers, f"{name} {form}")
+
+
+@on_ranks(2)
 def test_bf16_and_complex(mesh):
     for dtype in (torch.bfloat16, torch.float64, torch.complex64):
         for form in ({"foreach": False}, {"foreach": True}):

@@ -24,6 +24,8 @@ from shardc.runtime.tensor.shard_tensor import ShardTensor
 
 _FUSED = {"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"}
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+_GRADS = 1
+"""Their list of gradients, unscaled in place; for a whole one that happens to this rank's part."""
 _NOT_ELEMENTWISE = {"_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_powsum"}
 
 Refs = list[ShardTensor | None]
@@ -38,21 +40,21 @@ def is_list_op(func: compat.Op, name: str) -> bool:
 
 def run_lists(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> list[Tensor] | None:
     """Run `func` on the local parts of its lists' entries."""
-    like = _first_shards(args)
+    name, like = func._schema.name.removeprefix("aten::"), _first_shards(args)
     if any(isinstance(arg, ShardTensor) for arg in (*args, *kwargs.values())):
         refuse(func, "a list cannot be combined with one sharded tensor")
     written: list[Tensor] = []
     for index in written_operands(func):
         assert isinstance(index, int)
         if isinstance(args[index], (list, tuple)):
-            _note_written(func, args[index], like, written)
+            _note_written(func, args[index], like, written, index == _GRADS and name in _FUSED)
     try:
         parts = [_parts(func, arg, like) if _is_list(arg) else arg for arg in args]
     except NeedsWhole as error:
         refuse(func, str(error))
     result = func(*parts, **kwargs)
     bump(written)
-    if func._schema.name == f"aten::{_UNSCALE}":
+    if name == _UNSCALE:
         _agree_on_found_inf(args[1], like)
     if result is None:
         return None
@@ -84,15 +86,20 @@ def _parts(func: compat.Op, items: Sequence[Tensor], like: Refs) -> list[Tensor]
 
 
 def _note_written(
-    func: compat.Op, items: Sequence[Tensor], like: Refs, written: list[Tensor]
+    func: compat.Op, items: Sequence[Tensor], like: Refs, written: list[Tensor], may_be_whole: bool
 ) -> None:
     for item, ref in zip(items, like, strict=False):  # an empty list: a state that is not used
         if ref is None:
             continue
         if isinstance(item, ShardTensor):
             written.append(item._local)
-        elif func._schema.name != "aten::_fused_adagrad_" or item.dim():  # its steps are "written"
+        elif not may_be_whole and not _is_step(func, item):
             refuse(func, PLAIN_TARGET)
+
+
+def _is_step(func: compat.Op, item: Tensor) -> bool:
+    """Whether `item` is a step counter, by its schema written."""
+    return func._schema.name == "aten::_fused_adagrad_" and not item.dim()
 
 
 def _agree_on_found_inf(found: Tensor, like: Refs) -> None:

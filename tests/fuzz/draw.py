@@ -230,9 +230,6 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     "named_parameters() in a forward without gradients gives those that are stored": lambda case: (
         bool(PRECISIONS[case.precision][1]) and _any(case, lambda b: b.kind == "named")
     ),
-    "a fused optimizer takes no whole gradients for parts": lambda case: (
-        case.optimizer == "fused" and any("whole" in step.gradients for step in case.steps)
-    ),
     "another dtype beside mixed precision": lambda case: (
         _does(case, "double") and case.precision != "float32"
     ),
