@@ -3,12 +3,15 @@
 import copy
 import io
 import pickle
+import tempfile
+import warnings
 
 import numpy
 import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from models import full, seeded
 from ranks import mesh_of, on_ranks
 from torch import Tensor, nn
@@ -504,6 +507,35 @@ def test_a_part_is_not_given_out_as_the_whole(mesh, way):
                 RuntimeError, match=rf"of which one rank holds only a part.*{way_out}"
             ):
                 call(value)
+
+
+PICKLED = {
+    "torch.save": lambda model, state: torch.save(model.state_dict(), io.BytesIO()),
+    "torch.save of optimizer state": lambda model, state: torch.save(state, io.BytesIO()),
+    "pickle": lambda model, state: pickle.dumps(model.state_dict()),
+    "torch.save of the whole": lambda model, state: torch.save(
+        get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), io.BytesIO()
+    ),
+    "DCP": lambda model, state: dcp.save(state, checkpoint_id=tempfile.mkdtemp()),
+}
+
+
+@pytest.mark.parametrize("way", PICKLED)
+@on_ranks(1, 2)
+def test_a_part_that_is_pickled_is_told(mesh, way):
+    model = fully_shard(seeded(Heads), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        PICKLED[way](model, optimizer.state_dict()["state"])
+    told = [str(each.message) for each in caught if "was pickled" in str(each.message)]
+    is_part = way not in ("torch.save of the whole", "DCP")
+    assert bool(told) == (is_part and mesh.size() > 1 and mesh.get_local_rank() == 0)
+    for text in told:
+        assert f"from {__file__}" in text or f"at {__file__}" in text
+        assert "has the part of rank 0 of 2 alone" in text and "full_state_dict=True" in text
 
 
 @on_ranks(2)

@@ -12,20 +12,10 @@ from ranks import on_ranks
 from shardc import fully_shard
 
 ROWS = {row.name: index for index, row in enumerate(OPERATIONS)}
-INDUCTOR = (
-    "`copy.deepcopy(model)`, also compiled",
-    "`functional_call` with sharded tensors",
-    "`b.weight = a.weight` after `fully_shard`",
-    "a sum over `self.parameters()`, times something of the batch",
-    "`named_parameters()`, `_parameters`, `get_parameter`, `hasattr`, `isinstance`",
-    "`load_state_dict(assign=True)` of whole values",
-)
-"""Those that change what is compiled; for the others the executor does not matter."""
 CASES = [
     pytest.param(way, name, id=f"{way}-{name}")
     for way in ("uncompiled", "blocks", "eager", "inductor")
     for name in ROWS
-    if way != "inductor" or name in INDUCTOR
 ]
 
 

@@ -8,9 +8,9 @@ import sys
 from types import FrameType
 from typing import NamedTuple
 
-_SAVE = (
-    "Save get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
-    "cpu_offload=True)), or with torch.distributed.checkpoint"
+SAVE_WHOLE = (
+    "To save the whole: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+    "cpu_offload=True)) on every rank, or torch.distributed.checkpoint.save"
 )
 _WAYS_OUT = (
     ("torch.distributed.tensor", "distribute_tensor takes plain tensors: give it "
@@ -20,9 +20,9 @@ _WAYS_OUT = (
     ("torch.nn.parallel", "DistributedDataParallel keeps whole parameters equal: give fully_shard "
         "a mesh (replicate, shard) instead, see hybrid_mesh()"),
     ("torch.distributed.fsdp", "Use one of the two: shardc's fully_shard or torch's"),
-    ("safetensors", f"{_SAVE} (its HuggingFaceStorageWriter writes safetensors). To load, give "
+    ("safetensors", f"{SAVE_WHOLE} (its HuggingFaceStorageWriter writes them). To load, give "
         "safetensors.torch.load_file(...) to model.load_state_dict"),
-    ("torch.serialization", _SAVE),
+    ("torch.serialization", SAVE_WHOLE),
     ("torch.nn.utils.prune", "Prune before fully_shard"),
     ("torch.nn.utils", "Call it on full parameters: with shardc.summon_full_params(model): ..."),
     ("", "Call .full_tensor() (on every rank) and work on the result; a parameter reads as the "

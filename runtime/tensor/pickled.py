@@ -1,10 +1,12 @@
 """A rank's part of a tensor in a file of its own: what `torch.save(model.state_dict())` writes.
 
 The file has the local part and where it lies, so that it loads on the rank, and at the number of
-ranks, that it comes from. The group is found again by its name, and only if it has the same ranks.
-A part without a group can be written into a parameter that is cut alike, but not be gathered.
+ranks, that it comes from. Rank 0 warns of it: code that saves there alone would keep a part.
+The group is found again by its name, and only if it has the same ranks. A part without a group can
+be written into a parameter that is cut alike, but not be gathered.
 """
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardc.runtime import compat
+from shardc.runtime.checks.refusal import SAVE_WHOLE, caller_and_way_out
 from shardc.runtime.tensor.shard_spec import ShardSpec
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
@@ -42,11 +45,24 @@ def reduced(tensor: ShardTensor) -> tuple[object, ...]:
             f"{tensor._label()} is also cut by tensor parallelism and cannot be pickled "
             "(torch.save). Save it with torch.distributed.checkpoint, or save .full_tensor()"
         )
+    if spec.rank == 0 and spec.world_size > 1:
+        _tell_that_it_is_a_part(spec)
     place = _Place(
         spec.offset, spec.numel, spec.segment, spec.rank, spec.world_size, spec.group,
         spec.everyone, _ranks_of(spec.group), _ranks_of(spec.everyone),
     )  # fmt: skip
     return rebuild_part, (tensor._local, tuple(tensor.shape), tuple(place))
+
+
+def _tell_that_it_is_a_part(spec: ShardSpec) -> None:
+    """Warn, once for each place that saves: no rank knows whether the others save their parts."""
+    caller, _ = caller_and_way_out()
+    warnings.warn(
+        f"a sharded tensor was pickled{caller}: the file has the part of rank 0 of "
+        f"{spec.world_size} alone, which is right where every rank saves a file of its own. "
+        f"{SAVE_WHOLE}",
+        stacklevel=3,
+    )
 
 
 def rebuild_part(local: Tensor, shape: tuple[int, ...], place: tuple[object, ...]) -> ShardTensor:
