@@ -7,6 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -16,6 +17,7 @@ from shardc.passes.hardware import Profile
 from shardc.runtime import compat
 from shardc.runtime.comm import (  # noqa: F401 (register their ops)
     comm_buffers,
+    gradient_ops,
     saved_on_host,
     table_rows,
 )
@@ -457,8 +459,13 @@ def sources_of(node: Node) -> Iterator[Node]:
         yield given
 
 
+def meta_for_another(node: Node) -> dict[str, Any]:
+    """The meta of a node, without the inputs that it was called with: those of another differ."""
+    return {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
+
+
 WRITES = "shardc_writes"
-"""Where the meta of a node that returns nothing has the values that it writes into a buffer."""
+"""Where the meta of a node has the values that it writes into a buffer."""
 
 _ALIASES = (torch.ops.aten._unsafe_view.default,)
 

@@ -143,21 +143,23 @@ def tensor_bytes(value: Any) -> Expr:
     return total
 
 
+WRITING_MATMULS = (torch.ops.shardc.first_matmul, torch.ops.shardc.write_matmul)
+"""Write into a buffer; the first takes the memory for it."""
 _MATMULS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
 
 
 def is_matmul(node: Node) -> bool:
     """Whether the matmul library computes the node."""
     op = getattr(node.target, "overloadpacket", None)
-    return op in _MATMULS or op is torch.ops.shardc.write_matmul
+    return op in _MATMULS or op in WRITING_MATMULS
 
 
 def node_flops(node: Node) -> Expr:
     """FLOPs of a matmul, convolution or attention; 0 for everything else."""
     target, args = called(node)
     op = getattr(target, "overloadpacket", target)
-    if op is torch.ops.shardc.write_matmul:
-        args, op = args[1:3], aten.mm
+    if op in WRITING_MATMULS:
+        args, op = tuple(each for each in args if isinstance(each, Node))[-2:], aten.mm
     formula = _FLOPS.get(op)
     if "grouped_mm" in str(target):
         formula = _grouped_matmul_flops
@@ -192,7 +194,7 @@ def _made(node: Node) -> Any:
     """The value or values that a node makes or writes."""
     if compat.place_of_random_op(node.target) is not None:  # its items have values, it has none
         return [item.meta.get("val") for item in node.users]
-    return node.meta.get("val", node.meta.get(WRITES))
+    return node.meta.get(WRITES, node.meta.get("val"))
 
 
 def first_made(node: Node) -> Tensor | None:
@@ -213,7 +215,7 @@ def node_bytes(node: Node, fused: bool = False, known: Registers | None = None) 
     written = tensor_bytes(_made(node))
     if node.target in _READS_ROWS:
         return 2 * written
-    buffer = node.args[0] if WRITES in node.meta else None
+    buffer = node.args[0] if WRITES in node.meta and "val" not in node.meta else None
     total, seen, todo = written, set[Node](), [n for n in node.all_input_nodes if n is not buffer]
     while todo:
         operand = todo.pop()

@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_leaves
 from shardc.passes.context import is_transfer, is_view, is_wait, writes
 from shardc.passes.repeated_calls import Name
 from shardc.runtime import compat
-from shardc.runtime.comm import gradient_ops  # noqa: F401 (registers its ops)
 
 FEWEST_REPEATS = 3
 """A stretch that is there twice costs as much to fold as it saves."""

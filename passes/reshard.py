@@ -17,8 +17,6 @@ goes on with the first wait (`drop_second_gathers`), and only the backward has t
 The partitioner does the rest; the tags are those of activation checkpointing.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -33,6 +31,7 @@ from shardc.passes.context import (
     is_random,
     is_view,
     is_wait,
+    meta_for_another,
     moved_by,
     prepares,
     reach,
@@ -112,17 +111,12 @@ def _gather_among_fewer(gm: GraphModule) -> list[Node]:
         with graph.inserting_after(again):
             ready = graph.call_function(c10d.wait_tensor.default, (again,))
         value = wait.meta["val"]
-        part.meta = {**_facts(wait), "val": value.new_empty(value.numel() // ranks)}
-        again.meta, ready.meta = _facts(start), _facts(wait)
+        part.meta = {**meta_for_another(wait), "val": value.new_empty(value.numel() // ranks)}
+        again.meta, ready.meta = meta_for_another(start), meta_for_another(wait)
         for reader in readers:
             reader.replace_input_with(wait, ready)
         parts.append(part)
     return parts
-
-
-def _facts(node: Node) -> dict[str, Any]:
-    """The meta of a node, for another: without the inputs it was called with, which differ."""
-    return {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
 
 
 def drop_second_gathers(gm: GraphModule, ctx: PassContext) -> GraphModule:

@@ -201,25 +201,42 @@ def test_matmuls_write_into_the_buffer_that_is_reduced():
     a, b, c = (graph.placeholder(name) for name in "abc")
     left = graph.call_function(aten.mm.default, (a, b))
     total = graph.call_function(aten.sum.dim_IntList, (c, [0]))
-    for node, shape in ((left, (4, 3)), (total, (5,))):
+    right = graph.call_function(aten.mm.default, (c, c))
+    for node, shape in ((left, (4, 3)), (total, (5,)), (right, (5, 5))):
         node.meta["val"] = torch.empty(shape)
-    pack = graph.call_function(
-        torch.ops.shardc.pack.default, ([left, None, total, None], [12, 4, 5, 3], torch.float32)
-    )
-    pack.meta["val"] = torch.empty(24)
+    parts, sizes = [right, left, None, total, None], [25, 12, 4, 5, 3]
+    pack = graph.call_function(torch.ops.shardc.pack.default, (parts, sizes, torch.float32))
+    pack.meta["val"] = torch.empty(49)
     graph.output((pack,))
     gm = GraphModule(torch.nn.Module(), graph)
-    inputs = [torch.randn(4, 2), torch.randn(2, 3), torch.randn(6, 5)]
+    inputs = [torch.randn(4, 2), torch.randn(2, 3), torch.randn(5, 5)]
     (want,) = eager_executor(gm)(list(inputs))
     gm = write_gradients(gm, PassContext("backward"))
     assert [n.target for n in gm.graph.nodes if n.op == "call_function"] == [
-        aten.empty.memory_format,
-        torch.ops.shardc.write_matmul.default,
+        torch.ops.shardc.first_matmul.default,
         aten.sum.dim_IntList,
+        torch.ops.shardc.write_matmul.default,
         torch.ops.shardc.write_parts.default,
     ]
     (got,) = eager_executor(gm)(list(inputs))
-    assert torch.equal(got, want) and not got[12:16].any() and not got[21:].any()
+    assert torch.equal(got, want) and not got[37:41].any() and not got[46:].any()
+
+
+def test_gradients_without_matmuls_stay_packed():
+    graph = Graph()
+    a, b = (graph.placeholder(name) for name in "ab")
+    pack = graph.call_function(
+        torch.ops.shardc.pack.default, ([a, None, b], [3, 5, 8], torch.bfloat16)
+    )
+    pack.meta["val"] = torch.empty(16, dtype=torch.bfloat16)
+    for node, shape in ((a, 3), (b, (2, 4))):
+        node.meta["val"] = torch.empty(shape)
+    graph.output((pack,))
+    gm = write_gradients(GraphModule(torch.nn.Module(), graph), PassContext("backward"))
+    inputs = [torch.randn(3), torch.randn(4, 2).t()]
+    (got,) = eager_executor(gm)(list(inputs))
+    want = torch.cat([inputs[0], torch.zeros(5), inputs[1].flatten()])
+    assert torch.equal(got, want.bfloat16())
 
 
 def test_a_gradient_that_others_read_is_copied_into_the_buffer():

@@ -1,8 +1,10 @@
 """Ops that bring the gradients of a bucket's parameters into one flat tensor.
 
-`shardc::pack` is what the backward is traced with; the pass `write_gradients` puts the two writing
-ops in its place, so that matmuls leave their result where the reduce-scatter reads it.
+`shardc::pack` is what the backward is traced with; the pass `write_gradients` puts the writing ops
+in its place, so that matmuls leave their result where the reduce-scatter reads it.
 """
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -24,19 +26,11 @@ def _pack(
     neighbouring kernels, differently in every block, and the compiler would have to build them all.
     """
     like = next(part for part in parts if part is not None)
-    if all(part is None or part.dtype == dtype for part in parts):
-        zeros = like.new_zeros(max(sizes))
-        pairs = zip(parts, sizes, strict=True)
-        flat = torch.cat(
-            [zeros[:size] if part is None else part.reshape(-1) for part, size in pairs]
-        )
-    else:
-        flat = like.new_empty(sum(sizes), dtype=dtype)
-        for piece, part in zip(torch.split(flat, sizes), parts, strict=True):
-            if part is None:
-                piece.zero_()
-            else:
-                piece.view(part.shape).copy_(part)
+    flat = like.new_empty(sum(sizes), dtype=dtype)
+    places = list(zip(parts, itertools.accumulate(sizes, initial=0), sizes, strict=False))
+    given = [(part, start) for part, start, _ in places if part is not None]
+    gaps = [number for part, *place in places if part is None for number in place]
+    _write_parts(flat, [part for part, _ in given], [start for _, start in given], gaps)
     return flat if pending is None else flat.add_(pending)
 
 
@@ -51,8 +45,24 @@ _library.impl("pack", _pack, "CompositeExplicitAutograd")
 torch.library.register_fake("shardc::pack", _pack_fake, lib=_library)
 
 
+_library.define("first_matmul(Tensor left, Tensor right, int numel, int start) -> Tensor")
 _library.define("write_matmul(Tensor(a!) buffer, Tensor left, Tensor right, int start) -> ()")
 _library.define("write_parts(Tensor(a!) buffer, Tensor[] parts, int[] starts, int[] gaps) -> ()")
+
+
+def _first_matmul(left: Tensor, right: Tensor, numel: int, start: int) -> Tensor:
+    """A new buffer, `(numel,)`, with `left @ right` from `start` on.
+
+    The first write takes the memory: Inductor would take an `aten.empty` before the kernels that
+    come before it, or after, according to how it puts them together.
+    """
+    buffer = left.new_empty(numel)
+    _write_matmul(buffer, left, right, start)
+    return buffer
+
+
+def _first_matmul_fake(left: Tensor, right: Tensor, numel: int, start: int) -> Tensor:
+    return left.new_empty(numel)
 
 
 def _write_matmul(buffer: Tensor, left: Tensor, right: Tensor, start: int) -> None:
@@ -74,7 +84,9 @@ def _write_parts(buffer: Tensor, parts: list[Tensor], starts: list[int], gaps: l
         buffer[start : start + size].zero_()
 
 
+_library.impl("first_matmul", _first_matmul, "CompositeExplicitAutograd")
 _library.impl("write_matmul", _write_matmul, "CompositeExplicitAutograd")
 _library.impl("write_parts", _write_parts, "CompositeExplicitAutograd")
+torch.library.register_fake("shardc::first_matmul", _first_matmul_fake, lib=_library)
 torch.library.register_fake("shardc::write_matmul", lambda *_: None, lib=_library)
 torch.library.register_fake("shardc::write_parts", lambda *_: None, lib=_library)
