@@ -26,7 +26,7 @@ from ranks import mesh_of, on_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import shardc
 from shardc import ShardedModule, ShardTensor, fully_shard, units_of
@@ -362,6 +362,34 @@ def test_refused_models(mesh):
     with pytest.raises(ValueError, match="'bias' is in use by an autograd graph"):
         fully_shard(shifted, mesh=mesh)
     assert _unchanged(shifted) and outputs.grad_fn is not None
+
+
+COMPUTED = {
+    "pruned": lambda layer: prune.random_unstructured(layer, "weight", 0.5),
+    "pruned twice": lambda layer: prune.l1_unstructured(COMPUTED["pruned"](layer), "weight", 0.2),
+    "weight norm": nn.utils.weight_norm,
+    "spectral norm": nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.parametrize("way", ["uncompiled", "eager"])
+@pytest.mark.parametrize("kind", COMPUTED)
+@on_ranks(2)
+def test_a_weight_that_hooks_compute(mesh, kind, way):
+    """They keep one, with its graph, between forwards: sharding drops it."""
+    plain, model = (seeded(lambda: COMPUTED[kind](nn.Linear(6, 6))) for _ in range(2))
+    x = torch.ones(1, 6)
+    for each in (plain, model):
+        each(x)
+    assert model.weight.grad_fn is not None
+    fully_shard(model, mesh=mesh)
+    if way == "eager":
+        model.compile(backend="shardc", options={"executor": "eager"})
+    for each in (plain, model):
+        each(x).square().sum().backward()
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert p.grad.any() and isinstance(q, ShardTensor)
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad, msg=name)
 
 
 class OnMesh:

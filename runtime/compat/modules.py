@@ -101,16 +101,19 @@ def rnn_weight_references(module: nn.Module) -> list[weakref.ref[nn.Parameter] |
 
 
 def forget_recomputed_weights(module: nn.Module) -> None:
-    """Drop the weight that the old `weight_norm` and `spectral_norm` keep (2.11 to 2.15).
+    """Drop what pruning, the old `weight_norm` and `spectral_norm` keep (2.11 to 2.15).
 
     It is derived from parameters, which it keeps in use, and is set anew before each forward.
     """
+    from torch.nn.utils.prune import BasePruningMethod
     from torch.nn.utils.spectral_norm import SpectralNorm
     from torch.nn.utils.weight_norm import WeightNorm
 
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, (SpectralNorm, WeightNorm)):
             vars(module).pop(hook.name, None)
+        elif isinstance(hook, BasePruningMethod):
+            vars(module).pop(hook._tensor_name, None)
 
 
 def when_swapped(swap: Callable[[nn.Module, str, object, Callable[[], object]], object]) -> None:
