@@ -78,7 +78,7 @@ class DTensorKind(Protocol):
 
 def let_torch_make(kind: DTensorKind) -> None:
     """Have `distribute_tensor`, `DTensor.from_local`, `set_model_state_dict`, `swap_tensors` and
-    the `isinstance` of traced code ask `kind` (2.11 and 2.13)."""
+    the `isinstance` of traced code ask `kind` (2.11 to 2.14)."""
     _extend_distribute_tensor(kind)
     _extend_from_local(kind)
     _extend_state_dicts(kind)
@@ -90,8 +90,8 @@ WHILE_DISPATCHING = (
     torch._C._dispatch_tls_is_dispatch_key_excluded,
     torch._C.DispatchKey.ADInplaceOrView,
 )
-"""A question and its argument: true in and below `__torch_dispatch__`, not in a user's code (2.13).
-"""
+"""A question and its argument: true in and below `__torch_dispatch__`, not in a user's code (2.11 to
+2.14)."""
 
 TRACING = torch._guards._TLS
 """Of a thread: it has a `tracing_context` while a graph is made of what runs (2.11 to 2.15)."""

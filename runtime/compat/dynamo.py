@@ -64,7 +64,7 @@ is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def stop_compiling(why: str) -> NoReturn:
-    """End a compile with an error; one that is raised in traced code only breaks the graph (2.13).
+    """End a compile with an error; raised in traced code it only breaks the graph (2.11 to 2.14).
 
     Raises:
         torch._dynamo.exc.TorchRuntimeError: `why`.
@@ -177,7 +177,7 @@ AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._ex
 
 
 def read_as_data(graph: torch.fx.Graph, value: Tensor) -> list[Tensor]:
-    """What `.data` of a traced `value`, or of a view of it, gives in a Dynamo graph (2.13).
+    """What `.data` of a traced `value`, or of a view of it, gives in a Dynamo graph (2.11 to 2.14).
 
     Writes to it do not count as writes to `value`.
     """

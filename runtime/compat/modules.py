@@ -74,7 +74,7 @@ def put_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> N
 
 
 def state_of(module: nn.Module) -> Held:
-    """The attributes that `copy` copies: those but what `module.compile` made (2.13).
+    """The attributes that `copy` copies: those but what `module.compile` made (2.11 to 2.14).
 
     Modules with parametrizations are copied too, though their own `__getstate__` raises.
     """
@@ -117,7 +117,7 @@ def forget_recomputed_weights(module: nn.Module) -> None:
 
 
 def when_swapped(swap: Callable[[nn.Module, str, object, Callable[[], object]], object]) -> None:
-    """Have `torch.func.functional_call` put values into modules by `swap` (2.13).
+    """Have `torch.func.functional_call` put values into modules by `swap` (2.11 to 2.14).
 
     It is given the module, a name, the value, and torch's own way.
     """
@@ -141,7 +141,7 @@ def check_reparametrizing(check: Callable[[nn.Module, str], None]) -> None:
     """Have what adds or removes a parametrization call `check(module, name)` before anything.
 
     The old ones take parameters out of a module's dict, which no module notices; the new ones
-    remove a property from a module's class. (2.11 to 2.15 for `weight_norm`, 2.13 for the others)
+    remove a property from a module's class. (2.11 to 2.14)
     """
     from torch.nn.utils import parametrize
     from torch.nn.utils.prune import BasePruningMethod

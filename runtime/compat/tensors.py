@@ -79,7 +79,7 @@ def register_foreach_type(cls: type[Tensor]) -> None:
 
 @inline_only
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor, or what is inside of it, only stands for a value (2.13)."""
+    """Whether a tensor, or what is inside of it, only stands for a value (2.11 to 2.14)."""
     from torch._subclasses import fake_tensor
 
     return fake_tensor.is_fake(tensor)
@@ -87,7 +87,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 @inline_only
 def inside_transforms(tensor: Tensor) -> Tensor:
-    """What `torch.func.grad`, `vmap` and their like have wrapped; `tensor` if it is not (2.13)."""
+    """What `torch.func.grad`, `vmap` and the like have wrapped; else `tensor` (2.11 to 2.14)."""
     from torch._C import _functorch
 
     while _functorch.is_functorch_wrapped_tensor(tensor):
@@ -96,7 +96,7 @@ def inside_transforms(tensor: Tensor) -> Tensor:
 
 
 def as_parameter(tensor: Tensor) -> Tensor:
-    """`tensor`, which is an `nn.Parameter` to `isinstance` from now on, in a trace too (2.13)."""
+    """`tensor`, from now on an `nn.Parameter` to `isinstance`, in a trace too (2.11 to 2.14)."""
     tensor._is_param = True
     return tensor
 
