@@ -90,8 +90,8 @@ WHILE_DISPATCHING = (
     torch._C._dispatch_tls_is_dispatch_key_excluded,
     torch._C.DispatchKey.ADInplaceOrView,
 )
-"""A question and its argument: true in and below `__torch_dispatch__`, not in a user's code (2.11 to
-2.14)."""
+"""A question and its argument: true in and below `__torch_dispatch__`, not in a user's code
+(2.11 to 2.14)."""
 
 TRACING = torch._guards._TLS
 """Of a thread: it has a `tracing_context` while a graph is made of what runs (2.11 to 2.15)."""
