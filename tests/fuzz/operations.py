@@ -330,7 +330,8 @@ def norm_by_hand(model):
 def clip_values(model):
     """Near the largest: what is clipped keeps its rounding, by which gradients are compared."""
     sizes = [whole(p.grad).abs().max().item() for p in with_gradients(model) if p.numel()]
-    nn.utils.clip_grad_value_(model.parameters(), 0.8 * max(sizes, default=0.0))
+    if sizes:  # torch clips no empty list
+        nn.utils.clip_grad_value_(model.parameters(), 0.8 * max(sizes))
     return []
 
 
