@@ -55,7 +55,8 @@ GRADIENTS = {
 ADDED = {
     # name: what is added to the loss outside of the forward
     "squares": "sum(p.square().sum() for p in trained(model))",
-    "norms": "x.mean() * sum(p.norm() for p in trained(model))",
+    # The direction of what is nothing but rounding is another on each side.
+    "norms": "x.mean() * sum(p.norm() for p in trained(model) if p.norm() > 1e-6)",
     "scaled squares": "x.mean() * sum((2 * p).square().sum() for p in trained(model))",
     "whole": "sum(whole(p).square().sum() for p in trained(model))",
 }

@@ -293,7 +293,7 @@ def read_slices(model, call, optimizer, x):
                 torch.cat([p, p]),
                 p.reshape(-1)[:3],
                 p.std(unbiased=False),
-                p.argmax().double(),
+                whole(p).reshape(-1)[p.argmax()],  # of equal ones another may be greatest
             ]
     return [value.detach() for value in seen]
 
