@@ -230,6 +230,16 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     "named_parameters() in a forward without gradients gives those that are stored": lambda case: (
         bool(PRECISIONS[case.precision][1]) and _any(case, lambda b: b.kind == "named")
     ),
+    "a recomputed forward that walks through weights which are tied across units": lambda case: (
+        (case.tied or _any(case, lambda b: b.kind == "tied"))
+        and _any(
+            case,
+            lambda b: (
+                bool(b.recompute)
+                and any(c.kind in ("penalized", "named") for c in all_blocks((b,)))
+            ),
+        )
+    ),
     "another dtype beside mixed precision": lambda case: (
         _does(case, "double") and case.precision != "float32"
     ),
