@@ -386,6 +386,12 @@ BESIDE = {
     "mean along a dim": lambda m, x: m.head.weight.mean(dim=0).square().sum(),
     "matmul": lambda m, x: (x[:, :5] @ m.head.weight.t()).square().mean(),
     "matmul of a function": lambda m, x: (x[:, :5] @ m.head.weight.square().t()).square().mean(),
+    "matmul and norm": lambda m, x: (
+        (x[:, :5] @ m.head.weight.t()).square().mean() + x.mean() * m.head.weight.norm()
+    ),
+    "autograd.Function and squares": lambda m, x: (
+        FusedSum.apply(x[:, :5], m.head.weight) + x.mean() * m.head.weight.square().sum()
+    ),
     "the full tensor": lambda m, x: (_whole(m.head.weight) * x.mean()).square().sum(),
 }
 

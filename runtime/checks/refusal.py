@@ -92,6 +92,14 @@ def is_called_by(library: str) -> bool:
     return str(sys._getframe(2).f_globals.get("__name__")).startswith(library)
 
 
+def is_called_by_autograd() -> bool:
+    """Whether no code but autograd's, which adds up gradients in a backward, calls into shardc."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("shardc."):
+        frame = frame.f_back
+    return frame is None or frame.f_globals.get("__name__") == "torch.autograd.graph"
+
+
 def _integration() -> str | None:
     """What to use in place of the outermost library whose loop runs, if shardc has it."""
     frame: FrameType | None = sys._getframe(1)

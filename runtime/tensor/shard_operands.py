@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from shardc.runtime import compat
+from shardc.runtime.checks.refusal import is_called_by_autograd
 from shardc.runtime.tensor.shard_gathers import gathered, gathers, plain, refuse
-from shardc.runtime.tensor.shard_spec import part_of
+from shardc.runtime.tensor.shard_spec import part_of, whole_gradient
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
 aten = torch.ops.aten
@@ -52,6 +53,9 @@ def local_part(func: compat.Op, operand: Tensor, like: ShardTensor) -> Tensor:
         same_kind = like.dim() > 0 or operand.dtype == like.dtype or func in _TAKES_0_DIM
         return operand if same_kind else operand.reshape(1)
     if operand.shape == like.shape:
+        if func is aten.add.Tensor and is_called_by_autograd():
+            # One use of a parameter gave a part of the mean, another a whole gradient of this rank.
+            return whole_gradient(operand, like._shard_spec)
         return cut(operand, like)
     if operand.numel() == 1 and operand.dim() <= like.dim():
         return operand.reshape(1)
