@@ -105,14 +105,10 @@ class Parameters(dict[str, nn.Parameter | None]):
         if torch.compiler.is_dynamo_compiling():
             return True
         for slot in self._shardc_slots.values():  # an optimizer's step walks through all modules
-            if slot.bucket is None:
+            bucket = slot.bucket
+            if bucket is None or (bucket.gathered.depth > 0 and not suspends_gradients()):
                 return True
-            if slot.bucket.gathered.depth > 0:
-                return not suspends_gradients() or self._holds_given()
         return False
-
-    def _holds_given(self) -> bool:
-        return any(slot.bucket is None for slot in self._shardc_slots.values())
 
     @compat.inline_only
     def _listed(self, name: str) -> compat.Held:

@@ -25,7 +25,7 @@ from shardc.runtime.tensor.shard_tensor import ShardTensor
 _FUSED = {"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"}
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 _GRADS = 1
-"""Their list of gradients, unscaled in place; for a whole one that happens to this rank's part."""
+"""The gradients of a fused optimizer, unscaled in place: of a whole one, the part of this rank."""
 _NOT_ELEMENTWISE = {"_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_powsum"}
 
 Refs = list[ShardTensor | None]
