@@ -240,6 +240,12 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
             ),
         )
     ),
+    "a compiled block that a checkpoint recomputes once what was held is freed": lambda case: (
+        _is_compiled(case)
+        and any(step.waits == "keep" for step in case.steps)
+        and any(m.kind.startswith("two") for step in case.steps for m in step.micro)
+        and _any(case, lambda b: b.recompute in ("non-reentrant", "selective", "wrapper"))
+    ),
     "another dtype beside mixed precision": lambda case: (
         _does(case, "double") and case.precision != "float32"
     ),
