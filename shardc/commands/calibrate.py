@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardc.calibrate import calibrate, calibration_file, is_calibration
+from shardc.calibration import calibrate, calibration_file, is_calibration
 from shardc.commands.errors import FoundProblem, UsageError
 from shardc.passes.hardware import Profile
 
