@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardc import FlatShard, ShardTensor, fully_shard
+from shardc import FlatShard, ShardTensor, fully_shard, hybrid_mesh
 
 
 class Heads(nn.Module):
@@ -258,6 +258,27 @@ def test_an_export_by_hand(mesh, asks):
         other = Heads()
         other.load_state_dict(torch.load(file))
         assert all(map(torch.equal, other.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@on_ranks(4)
+def test_state_that_was_pickled_lies_where_it_lay(mesh, copies):
+    mesh = mesh if copies == 1 else hybrid_mesh(2)
+    model = fully_shard(seeded(Heads), mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    held = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
+    optimizer.load_state_dict(torch.load(file))
+    for parameter, value in zip(model.parameters(), held, strict=True):
+        read = optimizer.state[parameter]["momentum_buffer"]
+        assert read is not value and isinstance(read, DTensor)
+        assert read.device_mesh is mesh and read.placements == value.placements
+        assert torch.equal(read.full_tensor(), value.full_tensor())
+    dcp.save(optimizer.state_dict(), checkpoint_id=tempfile.mkdtemp())
 
 
 @pytest.mark.parametrize("assign", [False, True])

@@ -1,6 +1,7 @@
 """The ranks a unit is spread over: those that share its segments, and the copies of the model."""
 
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,8 +32,22 @@ class Ranks:
     mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
 
 
+_meshes: WeakValueDictionary[tuple[str, str], DeviceMesh] = WeakValueDictionary()
+
+
+def known_mesh(shard: str, everyone: str) -> DeviceMesh | None:
+    """The mesh that was given to `fully_shard` and has these groups; a file can only name them."""
+    return _meshes.get((shard, everyone or shard))
+
+
 def ranks_of(mesh: DeviceMesh) -> Ranks:
     """The ranks of a mesh (shard) or (replicate, shard). All of its ranks must call it."""
+    ranks = _ranks_of(mesh)
+    _meshes[ranks.shard, ranks.everyone] = mesh
+    return ranks
+
+
+def _ranks_of(mesh: DeviceMesh) -> Ranks:
     shard = group_along(mesh, mesh.ndim - 1)
     size, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
     if mesh.ndim == 1:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Placement, Replicate
 
 from shardc.runtime import compat
 from shardc.runtime.comm.collectives import all_reduce
+from shardc.runtime.comm.ranks import known_mesh
 from shardc.runtime.layout.layout import interval
 from shardc.runtime.tensor.tensor_parallel import Placed
 
@@ -169,16 +170,17 @@ def mesh_of(spec: ShardSpec) -> DeviceMesh:
     """The mesh of all dims on which the tensor lies.
 
     Raises:
-        AttributeError: it comes from a file, or its data-parallel and its tensor-parallel mesh are
-            not dims of one mesh.
+        AttributeError: it comes from a file and no parameter here has its groups, or its
+            data-parallel and its tensor-parallel mesh are not dims of one mesh.
     """
-    if spec.mesh is None:
+    mesh = spec.mesh or known_mesh(spec.group, spec.everyone)
+    if mesh is None:
         raise AttributeError(
             "this part of a tensor was loaded from a file and lies on no mesh: copy it into a "
             "parameter that is cut alike"
         )
     other = None if spec.tp is None else spec.tp.other_dims
-    return spec.mesh if other is None else _joined(spec.mesh, other)
+    return mesh if other is None else _joined(mesh, other)
 
 
 @functools.cache
