@@ -18,14 +18,14 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 
 PY := .venv/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check install --quiet --quiet
-STAMP := .venv/setup-done
+PIP := $(PY) -m pip --disable-pip-version-check install
+BASE := .venv/base-done
 
 # Exits 0 where the virtual environment holds a torch that the project supports.
 HAS_TORCH := $(PY) -c 'from importlib.metadata import version; \
 	assert (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) <= (2, 15)' 2> /dev/null
 
-.PHONY: help setup test test-cuda gpu lint types format docs tables demo soak fuzz mutants clean FORCE
+.PHONY: help setup test test-cuda gpu lint types format docs tables demo soak fuzz mutants dist clean FORCE
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,68 +33,90 @@ help:  ## List the targets
 	@echo "             DEMO_RANKS=4  DEMO_ARGS='--steps 50'  CASES=200 SEED=0 (of fuzz)"
 	@echo "             MUTANTS_ARGS='-k gathers -j 2'"
 
+# say TEXT, then run a command, then its seconds
+TIMED = timed() { echo "setup: $$1"; shift; local begun=$$SECONDS; "$$@"; \
+	echo "       $$((SECONDS - begun)) s"; }; timed
+
 # torch goes first and stays as it is: left to the resolver, it could become another build of
 # several gigabytes. With TORCH given, pip is asked every time and answers at once if it is there.
-$(STAMP): pyproject.toml $(if $(TORCH),FORCE)
-	@echo "setting up .venv (minutes the first time)"
-	@test -x .venv/bin/pip || $(PYTHON) -m venv .venv
-	@if [ -n "$(TORCH)" ] || ! $(HAS_TORCH); then $(PIP) "$(or $(TORCH),torch==2.13.0)"; fi
+$(BASE): pyproject.toml $(if $(TORCH),FORCE)
+	@test -x .venv/bin/pip || { $(TIMED) "a virtual environment in .venv" $(PYTHON) -m venv .venv; }
+	@if [ -n "$(TORCH)" ] || ! $(HAS_TORCH); then $(TIMED) \
+		"$(or $(TORCH),torch==2.13.0), the largest part: 0.2 GB to download for CPUs, 3 GB for CUDA" \
+		$(PIP) --quiet --progress-bar on "$(or $(TORCH),torch==2.13.0)"; fi
 	@$(PY) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
 		> .venv/torch-constraint.txt
-	@$(PIP) --constraint .venv/torch-constraint.txt --editable '.[test,bench,demo,docs]'
+	@$(TIMED) "shardc and its libraries, 50 MB" \
+		$(PIP) --quiet --constraint .venv/torch-constraint.txt --editable .
 	@mkdir -p .venv/types/shardc
 	@ln -sfn ../../../passes ../../../runtime .venv/types/shardc/
 	@touch $@
 
-setup: $(STAMP)  ## Create .venv with torch, the project and its tools
+# Libraries that only a part of the targets needs, an extra each.
+.venv/%-done: $(BASE)
+	@$(TIMED) "libraries of '$*'$(COST_$*)" \
+		$(PIP) --quiet --constraint .venv/torch-constraint.txt --editable '.[$*]'
+	@touch $@
+
+COST_lint := , 60 MB on disk
+COST_test := , 0.8 GB on disk
+COST_docs := , 0.2 GB on disk
+
+setup: $(BASE) .venv/lint-done .venv/test-done .venv/docs-done  ## Create .venv with torch, the project and its tools
 
 # A file's tests run in one of two processes: much of a test is one rank that compiles.
-test: $(STAMP)  ## Run the tests
+test: .venv/test-done  ## Run the tests
 	$(PY) -m pytest --numprocesses auto --maxprocesses 2 --dist loadfile $(TEST_ARGS)
 
 # It keeps a CUDA build of its own for each version of torch, beside .venv.
 test-cuda:  ## Rehearse training steps on CUDA without a GPU (5 GB the first time, for each TORCH)
 	$(if $(TORCH),SHARDC_CUDA_TORCH=$(patsubst torch==%,%,$(TORCH))) $(PYTHON) tests/cuda $(TEST_ARGS)
 
-lint: $(STAMP)  ## Check style, formatting and types
+lint: .venv/lint-done  ## Check style, formatting and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(MAKE) --no-print-directory types
 
-types: $(STAMP)  ## Check types only
+types: .venv/lint-done  ## Check types only
 	$(PY) -m mypy | sed 's#^\.venv/types/shardc/##'
 
-format: $(STAMP)  ## Format the code, and fix what ruff can fix
+format: .venv/lint-done  ## Format the code, and fix what ruff can fix
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
 # mkdocstrings reads the source from one folder, laid out as Python imports it.
-docs: $(STAMP)  ## Build the documentation into build/docs
+docs: .venv/docs-done  ## Build the documentation into build/docs
 	@rm -rf build/api && mkdir -p build/api/shardc
 	@cd build/api/shardc && ln -s ../../../shardc/* ../../../passes ../../../runtime .
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
-tables: $(STAMP)  ## Write the tables of the docs, minutes
+tables: .venv/test-done  ## Write the tables of the docs, minutes
 	$(PY) benchmarks/tables.py --write
 	$(PY) benchmarks/libraries.py --write
 	PYTHONPATH=tests $(PY) -m operations --write
 
-demo: $(STAMP)  ## Train a small language model on two ranks, a few minutes
+demo: $(BASE)  ## Train a small language model on two ranks, a few minutes
 	@$(if $(findstring --resume,$(DEMO_ARGS)),,rm -rf $(DEMO_DIR))
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(DEMO_RANKS) \
 		examples/train_lm.py --checkpoint-dir $(DEMO_DIR) --expect-loss-below 2.2 $(DEMO_ARGS)
 
-soak: $(STAMP)  ## Kill and resume ranks at random (SOAK_ARGS='--steady compiled': no kills)
+soak: $(BASE)  ## Kill and resume ranks at random (SOAK_ARGS='--steady compiled': no kills)
 	$(PY) tests/soak.py $(SOAK_ARGS)
 
-fuzz: $(STAMP)  ## Train random models sharded and unsharded and compare them
+fuzz: .venv/test-done  ## Train random models sharded and unsharded and compare them
 	PYTHONPATH=tests $(PY) -m fuzz $(if $(CASE),--case '$(CASE)',--cases $(CASES) --seed $(SEED))
 
 gpu:  ## Run what only a GPU can say (PARTS='smoke numerics'; needs torch, installs nothing)
 	$(PYTHON) benchmarks/gpu $(PARTS)
 
-mutants: $(STAMP)  ## Put in small bugs one at a time: tests must notice each
+mutants: .venv/test-done  ## Put in small bugs one at a time: tests must notice each
 	$(PY) tests/mutants/run.py $(MUTANTS_ARGS)
+
+dist: $(BASE)  ## Build the wheel and the sdist, and train with the wheel in a fresh environment
+	$(PIP) --quiet build
+	@rm -rf build/lib dist
+	$(PY) -m build
+	$(PY) tests/wheel.py dist
 
 clean:  ## Remove build products and caches, keep .venv
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

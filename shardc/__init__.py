@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from shardc.state.state_dict import set_optimizer_state_dict as set_optimizer_state_dict
     from shardc.state.state_dict import set_state_dict as set_state_dict
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "torch.distributed.fsdp": "CPUOffloadPolicy OffloadPolicy",
     "shardc.backend.precompile": "Precompiled precompile",

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from shardc import __version__
 from shardc.commands import calibrate, compare, doctor, explain, fit, plan, precompile
 from shardc.commands.errors import FoundProblem, UsageError
 
@@ -39,6 +40,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="shardc", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=raw
     )
+    parser.add_argument("--version", action="version", version=f"shardc {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for module in _COMMANDS:
         command = commands.add_parser(

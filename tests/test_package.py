@@ -1,0 +1,137 @@
+"""The package as others install it: its names, its import, its wheel, its types."""
+
+import ast
+import os
+import subprocess
+import sys
+import venv
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import shardc
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = next(Path(entry) for entry in sys.path if Path(entry, "torch").is_dir())
+
+
+def _python(code: str) -> list[str]:
+    run = [sys.executable, "-c", code]
+    return subprocess.run(run, check=True, capture_output=True, text=True).stdout.split()
+
+
+def test_type_checkers_and_python_find_the_same_names():
+    tree = ast.parse(Path(shardc.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {name.asname: statement.module for statement in block.body for name in statement.names}
+    assert seen == shardc._HOME_OF and shardc.__all__ == sorted(seen)
+    for name, home in seen.items():
+        assert getattr(shardc, name) is getattr(sys.modules[home], name), name
+    assert {*seen, "__version__"} <= {*dir(shardc)}
+    with pytest.raises(AttributeError, match="'shardc' has no attribute 'fully_sharded'"):
+        shardc.fully_sharded  # noqa: B018
+
+
+def test_import_reads_what_sharding_needs_and_no_more():
+    code = "import sys; from {} import fully_shard; print(*sys.modules)"
+    ours, theirs = (set(_python(code.format(m))) for m in ("shardc", "torch.distributed.fsdp"))
+    late = ("shardc.backend", "shardc.reports", "shardc.state", "shardc.commands", "torch._dynamo")
+    assert not [name for name in ours if name.startswith((*late, "torch._inductor"))]
+    beyond = {name for name in ours - theirs if not name.startswith("shardc")}
+    assert len(beyond) < 45, sorted(beyond)
+    assert not [
+        name for name in _python("import shardc, sys; print(*sys.modules)") if "torch" in name
+    ]
+
+
+def test_dynamo_is_told_before_it_traces():
+    code = """
+import sys, torch, shardc
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = nn.Linear(4, 4)
+early = "torch._dynamo" in sys.modules
+shardc.fully_shard(model)
+def asks(p):
+    return p * 2 if isinstance(p, DTensor) else p * 3
+with torch.no_grad():
+    seen = torch.compile(asks, backend="eager", fullgraph=True)(model.weight)
+    print(early, torch.equal(seen.to_local(), model.weight.to_local() * 2))
+dist.destroy_process_group()
+"""
+    assert _python(code) == ["False", "True"]
+
+
+def test_the_version_is_that_of_the_package():
+    command = [sys.executable, "-m", "shardc", "--version"]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert told == f"shardc {shardc.__version__}\n" and version("shardc") == shardc.__version__
+
+
+USER = """
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardc
+from shardc import MixedPrecisionPolicy, ShardedModule, ShardTensor, StateDictOptions
+
+
+def train(model: nn.Module, steps: int) -> dict[str, object]:
+    mesh = init_device_mesh("cpu", (2,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    sharded = shardc.fully_shard(model, mesh=mesh, units="auto", mp_policy=policy)
+    assert isinstance(sharded, ShardedModule)
+    sharded.set_requires_gradient_sync(True)
+    model.compile(backend="shardc", options={"memory_budget": "1GB"})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    for parameter in model.parameters():
+        if isinstance(parameter, ShardTensor):
+            whole: torch.Tensor = parameter.full_tensor()
+            print(whole.shape)
+    print(shardc.describe(model), shardc.report(model), shardc.__version__)
+    options = StateDictOptions(full_state_dict=True)
+    return dict(shardc.get_model_state_dict(model, options=options))
+"""
+
+
+def test_user_code_passes_mypy_strict(tmp_path):
+    """With the wheel in an environment of its own, where no folder of the project is."""
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*build, "--wheel-dir", str(tmp_path), str(ROOT)], check=True)
+    (wheel,) = tmp_path.glob("shardc-*.whl")
+    venv.create(tmp_path / "venv")
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(site),
+    ]
+    subprocess.run([*install, str(wheel)], check=True)
+    assert (site / "shardc" / "py.typed").exists() and (site / "shardc" / "runtime").is_dir()
+    (site / "torch.pth").write_text(str(PACKAGES))
+    (tmp_path / "train.py").write_text(USER)
+    check = [sys.executable, "-m", "mypy", "--strict", "--python-executable"]
+    told = subprocess.run(
+        [*check, str(tmp_path / "venv/bin/python"), "train.py"], cwd=tmp_path,
+        capture_output=True, text=True, env={**os.environ, "MYPYPATH": ""},
+    )  # fmt: skip
+    assert told.returncode == 0, told.stdout + told.stderr
+    wrong = USER.replace('units="auto"', "units=5").replace("full_state_dict=True", "full=True")
+    (tmp_path / "train.py").write_text(wrong)
+    told = subprocess.run(
+        [*check, str(tmp_path / "venv/bin/python"), "train.py"], cwd=tmp_path,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert told.returncode == 1 and told.stdout.count("error:") == 2, told.stdout
