@@ -8,6 +8,7 @@ However many parameters of a bucket a graph reads, and however often, there is o
 higher-order ops (activation checkpointing) get their own, so that it is recomputed with the rest.
 """
 
+import itertools
 import operator
 from collections import Counter, defaultdict
 
@@ -147,22 +148,52 @@ def is_marker(node: Node) -> bool:
 
 
 def _insert(graph: Graph, markers: list[Node], moved: Moved) -> frozenset[int]:
-    """One `unshard` before the first marker; the slots that are read."""
+    """One `unshard` and its views before the modules that read it; the slots that are read."""
     segment, _, _, extras = markers[0].args
     assert isinstance(extras, (list, tuple))
-    with graph.inserting_before(_outside_regions(markers[0])):
-        full = graph.call_function(unshard, (segment, moved, *extras))
+    around = _around(markers)
     slots: set[int] = set()
-    for marker in markers:
-        refuse_in_place_update(marker)
-        slot = marker.args[2]
-        slots.add(int(slot))  # type: ignore[arg-type]
-        with graph.inserting_before(marker):
+    with graph.inserting_before(_outside_regions(_first_inside(around, markers[0]))):
+        full = graph.call_function(unshard, (segment, moved, *extras))
+        for marker in markers:
+            refuse_in_place_update(marker)
+            slot = marker.args[2]
+            slots.add(int(slot))  # type: ignore[arg-type]
             view = graph.call_function(operator.getitem, (full, slot))
-        view.meta = dict(marker.meta)
-        marker.replace_all_uses_with(view)
+            view.meta = {**marker.meta, "nn_module_stack": around}
+            marker.replace_all_uses_with(view)
+    for marker in markers:
         graph.erase_node(marker)
     return frozenset(slots)
+
+
+_Stack = dict[str, tuple[str, object]]
+"""The modules that a node lies in, outermost first: each a path and a class."""
+
+
+def _stack(node: Node) -> _Stack:
+    return node.meta.get("nn_module_stack") or {}
+
+
+def _around(nodes: list[Node]) -> _Stack:
+    """The modules that all of `nodes` lie in."""
+    shared = list(_stack(nodes[0]).items())
+    for node in nodes:
+        pairs = zip(shared, _stack(node).items(), strict=False)
+        shared = [own for own, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return dict(shared)
+
+
+def _first_inside(around: _Stack, node: Node) -> Node:
+    """The node with which the call begins that `node` lies in, of a module right inside `around`.
+
+    Code of equal modules stays equal: each has its vectors from outside, also the one that is first
+    to read a bucket that they share.
+    """
+    inner = list(_stack(node))[: len(around) + 1]
+    while list(_stack(node.prev))[: len(around) + 1] == inner and len(inner) > len(around):
+        node = node.prev
+    return node
 
 
 def _outside_regions(marker: Node) -> Node:

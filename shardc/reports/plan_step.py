@@ -4,6 +4,7 @@ Dynamo traces units that repeat once, where it can (`_trace_once`). A run does n
 Dynamo's what cannot be traced is an error, and no break.
 """
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from shardc.backend.frames import with_room_for_frames
 from shardc.backend.graph_plan import GraphPlan, buckets_by_input, graph_plans
 from shardc.backend.options import Options
 from shardc.passes.repeated_calls import FEWEST_CALLS
+from shardc.reports.vectors_apart import reading_apart
 from shardc.runtime import compat
 from shardc.runtime.eager.executor import shapes_only
 from shardc.runtime.modules.modules import ShardedModule
@@ -93,16 +95,18 @@ def _trace_once(
     repeated = _repeated(model) if compat.traces_regions_once() else {}
     traced = False
 
-    def plan_inlined(gm: GraphModule, *inputs: Any, **ignored: Any) -> Callable[..., Any]:
+    def plan_inlined(gm: GraphModule, inputs: Sequence[Any], **ignored: Any) -> Callable[..., Any]:
         nonlocal traced
         compat.inline_regions(gm)
+        left = read_slots(gm)
         _check_read(gm, repeated)
         traced = True
-        return plan(gm, *inputs, **ignored)
+        return plan(gm, [inputs[position] for position in left], **ignored)
 
     if repeated:
+        units = itertools.chain.from_iterable(repeated.values())
         try:
-            with compat.as_regions(repeated):
+            with compat.as_regions(repeated), reading_apart(units) as read_slots:
                 _trace(model, args, kwargs, plan_inlined, fullgraph=True)
         except Exception as error:
             if traced:
