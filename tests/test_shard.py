@@ -225,6 +225,16 @@ def test_module_without_parameters(mesh):
 
 
 @on_ranks(2)
+def test_double_converts_whole_gradients_too(mesh):
+    model = shard_all(seeded(Stack), mesh)
+    for p in model.parameters():
+        p.grad = torch.ones(p.shape)
+    assert not any(isinstance(p.grad, ShardTensor) for p in model.parameters())
+    model.double()
+    assert all(p.grad.dtype == torch.float64 and p.grad.eq(1).all() for p in model.parameters())
+
+
+@on_ranks(2)
 def test_convert_a_sharded_module(mesh):
     plain, model = seeded(Stack).double(), shard_all(seeded(Stack), mesh)
     before = list(model.parameters())

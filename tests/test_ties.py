@@ -4,12 +4,13 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import check_parity, compiled, full, seeded, tokens
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardc import ShardTensor, fully_shard, summon_full_params
+from shardc import MixedPrecisionPolicy, ShardTensor, fully_shard, summon_full_params
 
 
 class Model(nn.Module):
@@ -140,3 +141,40 @@ def test_what_cannot_be_tied_is_refused(mesh):
     assert head.get_parameter("weight") is before and isinstance(before, ShardTensor)
     assert not torch.equal(full(before), full(model.first["table"].weight))
     check_parity(seeded(Model), model, model, _batch, mesh)
+
+
+class Attentions(nn.Module):
+    """Attention reads the weight of a child, `out_proj`, that it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.MultiheadAttention(6, 2, batch_first=True) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x, x, x, need_weights=False)[0]
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("way", ["uncompiled", "eager"])
+@on_ranks(2)
+def test_a_tied_weight_is_read_of_a_child_that_is_not_called(mesh, when, way):
+    plain, model = (seeded(Attentions) for _ in range(2))
+    computed = MixedPrecisionPolicy(param_dtype=torch.float64, output_dtype=torch.float64)
+    for each in (plain, model):
+        if each is plain or when == "before":
+            each.blocks[2].out_proj.weight = each.blocks[0].out_proj.weight
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=computed)
+    fully_shard(model, mesh=mesh, mp_policy=computed)
+    model.blocks[2].out_proj.weight = model.blocks[0].out_proj.weight
+    assert isinstance(model.blocks[2].out_proj.weight, ShardTensor)
+    plain.double()
+    generator = torch.Generator().manual_seed(mesh.get_local_rank())
+    x = torch.randn(2, 3, 6, generator=generator, dtype=torch.float64)
+    for each in (plain, compiled(model) if way == "eager" else model):
+        each(x).backward()
+    for wanted, found in zip(plain.parameters(), model.parameters(), strict=True):
+        dist.all_reduce(wanted.grad)
+        assert torch.allclose(full(found.grad).double(), wanted.grad / 2, rtol=1e-6, atol=1e-9)

@@ -95,6 +95,8 @@ def convert(bucket: "Bucket", fn: Callable[[Tensor], Tensor]) -> None:
         grad = param.grad
         if isinstance(grad, ShardTensor):
             grad = ShardTensor(fn(grad._local), tuple(grad.shape), grad._shard_spec)
+        elif grad is not None:  # whole: code around the step has put it there
+            grad = fn(grad)
         _point(bucket, index, param, grad)
     if is_first:
         bucket.note_first()

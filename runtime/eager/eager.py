@@ -27,6 +27,7 @@ class EagerCall:
     """A call of a sharded module, while it runs."""
 
     module: EagerModule
+    buckets: list[EagerBucket]
     hooks: torch.autograd.graph.saved_tensors_hooks | None
     label: AbstractContextManager[object]
 
@@ -58,14 +59,26 @@ def begin_call(module: EagerModule) -> EagerCall:
     if not _forward.calls:
         _forward.gathers = Gathers("forward")
         _forward.records = torch.is_grad_enabled()
-    for bucket in module._shardc_buckets:
+    buckets = list(module._shardc_buckets)
+    for bucket in buckets:
         bucket.gathered.enter()
     unit = getattr(module, "_shardc_unit", None)
     label = collectives.labelled(f"shardc: forward {unit.name}") if unit else nullcontext()
     label.__enter__()
-    call = EagerCall(module, hooks, label)
+    call = EagerCall(module, buckets, hooks, label)
     _forward.calls.append(call)
     return call
+
+
+def open_in_forward(bucket: EagerBucket) -> bool:
+    """Open a bucket until the innermost call that runs ends; False where no forward runs.
+
+    Modules that share a parameter with another unit may read it of a child that they do not call.
+    """
+    if _forward.calls:
+        bucket.gathered.enter()
+        _forward.calls[-1].buckets.append(bucket)
+    return bool(_forward.calls)
 
 
 @compat.untraced
@@ -74,9 +87,9 @@ def end_call(call: EagerCall, outputs: object, raised: bool) -> None:
     calls = _forward.calls
     calls.pop()
     call.label.__exit__(None, None, None)
-    written = [bucket for bucket in call.module._shardc_buckets if bucket.gathered.is_written]
+    written = [bucket for bucket in call.buckets if bucket.gathered.is_written]
     stops = raised or bool(written)
-    for bucket in call.module._shardc_buckets:
+    for bucket in call.buckets:
         if bucket.gathered.leave(call.module, stops):
             _forward.staying[bucket] = None
     for bucket in written:

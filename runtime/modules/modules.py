@@ -21,7 +21,7 @@ from shardc.runtime.bucket.params import SlotRef, adopt, allocate_unwritten, con
 from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.meta import note_loaded, require_values
 from shardc.runtime.comm.unshard import unshard_extended
-from shardc.runtime.eager.eager import begin_call, end_call
+from shardc.runtime.eager.eager import begin_call, end_call, open_in_forward
 from shardc.runtime.modules.controls import Controls
 from shardc.runtime.modules.copying import Copying, copied, copy_sharded
 from shardc.runtime.modules.first_step import watch_first_steps
@@ -319,7 +319,9 @@ def _parameter(name: str) -> property:
                 if compat.is_exporting():
                     refuse_exporting(self._shardc_class)
                 return own
-            return bucket.gathered.read(index) if bucket.gathered.is_readable else own
+            shared = slot.is_shared  # type: ignore[union-attr]
+            is_open = bucket.gathered.is_readable or (shared and open_in_forward(bucket))
+            return bucket.gathered.read(index) if is_open else own
         if compat.is_exporting():
             refuse_exporting(self._shardc_class)
         signature, extras = bucket.key.reading()
