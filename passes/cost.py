@@ -391,7 +391,7 @@ _READS_ROWS: set[Any] = {
 }  # fmt: skip
 """Of a table these read no more than they write."""
 
-_READ_IN_LOOPS = _JOINS | _READS_ROWS
+_READ_IN_LOOPS = _JOINS | _READS_ROWS | _LOOPS
 """Further ops that compute what they read where they read it."""
 
 

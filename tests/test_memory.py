@@ -262,6 +262,19 @@ def test_what_rows_are_read_of_is_not_stored():
     assert live == (0, 0, 400, 400, 440, 440)
 
 
+def test_a_constant_is_not_stored_for_ops_that_are_loops():
+    value, row = torch.empty(10, 10), torch.empty(10)
+    gm = _graph(
+        ("x", "input", (), value),
+        ("zeros", aten.full.default, ([10, 10], 0.0), value),
+        ("row", aten.mm.default, ("x", "x"), row),
+        ("made", aten.select_scatter.default, ("zeros", "row", 0, 1), value),
+        ("out", aten.mm.default, ("made", "made"), value),
+    )
+    live = measure_liveness(gm, owns_inputs=False, fused=True).live
+    assert live == (0, 0, 40, 440, 800)
+
+
 def test_a_kernel_writes_over_what_it_has_reduced_before():
     value, column = torch.empty(10, 10), torch.empty(10, 1)
 
