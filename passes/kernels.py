@@ -189,18 +189,21 @@ def _ends_call(node: Node) -> bool:
 
 
 def written_in_place(
-    nodes: Sequence[Node], places: Places, last: Mapping[Node, int]
+    nodes: Sequence[Node],
+    places: Places,
+    last: Mapping[Node, int],
+    calls: Mapping[str, int],
 ) -> dict[Node, Node]:
     """The values that elementwise ops write over one that they read, and which that is.
 
-    It is stored, of the same size, made since the last collective or wait (a stretch that is folded
-    may not write over what it is given), and nothing else reads it then or later, but for what that
-    value is computed from.
+    It is stored, of the same size, and nothing else reads it then or later, but for what that value
+    is computed from. A call writes over what it makes itself, not over what it is given.
 
     Args:
         nodes: of a graph, in its order.
         places: where each is computed.
         last: the index of the last kernel that reads a storage, by the node that made it.
+        calls: which call of a folded body nodes lie in, by name; others are outside of calls.
     """
     registers = in_registers(nodes)
     read: dict[tuple[Node, int], list[Node]] = {}
@@ -208,12 +211,11 @@ def written_in_place(
         if _is_loop(node) and node not in registers:
             for source in sorted(_read_by(node, registers, {})[0]):
                 read.setdefault((source, places[node][0]), []).append(node)
-    stretch = list(itertools.accumulate(is_transfer(node) or is_wait(node) for node in nodes))
     found: dict[Node, Node] = {}
     for (source, place), (*others, node) in read.items():
-        is_given = not _is_made_here(source) or stretch[places[source][0]] < stretch[place]
+        is_given = calls.get(node.name) not in (None, calls.get(source.name))
         is_stored = not is_only_read_inside(source, places)
-        is_free = last.get(source) == place and is_stored and not is_given
+        is_free = last.get(source) == place and is_stored and _is_made_here(source) and not is_given
         is_free = is_free and _come_before(others, node, place, places)
         if is_free and node not in found and is_pointwise(node) and _is_alike(source, node):
             found[node] = source

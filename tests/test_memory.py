@@ -159,7 +159,7 @@ def test_a_kernel_waits_for_no_collective():
         ("out", aten.mm.default, ("used", "late"), _bytes(400)),
     )
     live = measure_liveness(gm, owns_inputs=False, fused=True).live
-    assert live == (0, 400, 800, 1200, 1200, 1200, 1600, 1200)
+    assert live == (0, 400, 800, 1200, 1200, 1200, 1200, 1200)  # late is written over the gate
 
 
 def test_a_kernel_may_read_what_a_constant_went_into():
@@ -364,11 +364,11 @@ def test_a_kernel_writes_over_what_nothing_reads_after_it():
     assert live(used, turned, scaled) == (0, 400, 800, 800, 1200, 1200)
 
 
-def test_a_kernel_does_not_write_over_what_was_made_before_a_collective():
-    """A stretch that is folded is given it."""
+def test_a_call_does_not_write_over_what_it_is_given():
+    """Kernels outside of calls write over what was made before a collective, too."""
     value = torch.empty(100)
 
-    def live(*between):
+    def live(*between, calls=()):
         gm = _graph(
             ("x", "input", (), value),
             ("made", aten.mm.default, ("x", "x"), value),
@@ -376,12 +376,15 @@ def test_a_kernel_does_not_write_over_what_was_made_before_a_collective():
             ("scaled", aten.mul.Tensor, ("made", "x"), value),
             ("out", aten.mm.default, ("scaled", "x"), value),
         )
-        return measure_liveness(gm, owns_inputs=False, fused=True).live
+        return measure_liveness(gm, owns_inputs=False, fused=True, calls=dict(calls)).live
 
     sent = ("sent", c10d.all_gather_into_tensor.default, ("x", 2, "0"), torch.empty(0))
     waited = ("waited", c10d.wait_tensor.default, ("sent",), torch.empty(0))
-    assert live() == (0, 400, 400, 800)
-    assert live(sent, waited) == (0, 400, 400, 400, 800, 800)
+    assert live() == live(calls={"mm_default": 0, "mul_tensor": 0}) == (0, 400, 400, 800)
+    assert live(sent, waited) == (0, 400, 400, 400, 400, 800)
+    given = live(sent, waited, calls={"mul_tensor": 0})
+    assert given == live(sent, waited, calls={"mm_default": 0, "mul_tensor": 1})
+    assert given == (0, 400, 400, 400, 800, 800)
 
 
 def test_what_is_made_of_much_is_stored_where_several_read_it():
