@@ -245,6 +245,8 @@ def is_fusible(node: Node) -> bool:
 def stays_in_registers(node: Node) -> bool:
     """Whether Inductor would never store this value."""
     joins = node.target in _JOINS
+    if compat.is_stored_at_once(node):
+        return False
     if not joins and not is_pointwise(node) and not is_constant(node):
         return False
     users = list(readers_of(node))

@@ -39,6 +39,7 @@ from shardc.passes.cost import (
     runs_on_cpu,
     tensor_bytes,
 )
+from shardc.runtime import compat
 
 _FAR = 64
 """Stored values between two ops that Inductor does not fuse (`can_fusion_increase_peak_memory`)."""
@@ -126,6 +127,8 @@ def _move_to_only_reader(
     for node in reversed(nodes):
         if not _is_loop(node) or node in registers or not is_stored_for_reuse(node):
             continue
+        if compat.is_stored_at_once(node):  # for what it is made of to be freed
+            continue
         where = {places.get(reader) for reader in readers_of(node)}
         for kernel in kernels.get(node, ()):
             reads_alone = where == {(kernel.place, kernel.place)} and kernel.place > places[node][0]
@@ -138,10 +141,14 @@ def _stored_at(node: Node, index: Mapping[Node, int]) -> int:
     """Where a kernel is written: Inductor puts off an elementwise value that one op reads, until it
     must be in memory."""
     several = len(node.users) > 1 and not all(map(is_view, node.users))
-    if is_reduction(node) or is_stored_for_reuse(node) or several:
+    if is_reduction(node) or _is_stored_where_made(node) or several:
         return index[node]
     readers = [index[reader] for reader in readers_of(node) if reader in index]
     return max(index[node], min(readers, default=0) - 1)
+
+
+def _is_stored_where_made(node: Node) -> bool:
+    return is_stored_for_reuse(node) or compat.is_stored_at_once(node)
 
 
 def is_only_read_inside(node: Node, places: Places) -> bool:
@@ -301,7 +308,7 @@ def _is_alone(node: Node) -> bool:
 def _is_computed_twice(operand: Node, node: Node, index: Mapping[Node, int]) -> bool:
     """Whether `node` computes an operand anew that is stored for others: it comes before the first
     of them that needs it stored."""
-    if not _is_loop(operand) or is_reduction(operand) or is_stored_for_reuse(operand):
+    if not _is_loop(operand) or is_reduction(operand) or _is_stored_where_made(operand):
         return False
     readers = (reader for reader in readers_of(operand) if reader in index)
     needs = [index[reader] for reader in readers if not _is_loop(reader)]

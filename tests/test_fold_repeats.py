@@ -438,7 +438,7 @@ def test_what_calls_read_is_computed_by_one_kernel(mesh):
         num_attention_heads=4, num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
     model = shard_all(seeded(lambda: LlamaForCausalLM(config)), mesh)
-    with Folds() as folds, fresh_cache():  # whose keys do not know what is to be stored
+    with Folds() as folds, fresh_cache():
         step = _compiled(model)
         ids = torch.randint(32, (2, 16))
         _, codes = run_and_get_code(lambda: step(ids, labels=ids).loss.backward())

@@ -20,9 +20,15 @@ from shardc.backend import graph_plan
 from shardc.backend.graph_plan import graph_plans
 from shardc.passes import budget, hardware, pipeline
 from shardc.passes.budget import choose_kept
-from shardc.passes.context import UNITS_IN_FLIGHT, is_all_gather
+from shardc.passes.context import (
+    UNITS_IN_FLIGHT,
+    PassContext,
+    ScheduleOptions,
+    is_all_gather,
+)
 from shardc.passes.hardware import PROFILES, budget_bytes, host_bytes
 from shardc.passes.memory import measure_liveness
+from shardc.passes.store_smaller import store_smaller
 from shardc.passes.tradeoff import Choice, Tradeoff
 from shardc.passes.trial import Trial
 
@@ -385,6 +391,33 @@ def test_a_call_does_not_write_over_what_it_is_given():
     given = live(sent, waited, calls={"mul_tensor": 0})
     assert given == live(sent, waited, calls={"mm_default": 0, "mul_tensor": 1})
     assert given == (0, 400, 400, 400, 800, 800)
+
+
+def test_what_is_smaller_than_what_it_is_made_of_is_stored():
+    """With a budget, where a matmul and a collective come before what reads it."""
+    value, nothing = torch.empty(10, 10), torch.empty(0)
+
+    def live(*operands, in_order=True):
+        gm = _graph(
+            ("x", "input", (), value),
+            ("left", aten.mm.default, ("x", "x"), value),
+            ("right", aten.mm.default, ("x", "x"), value),
+            ("made", aten.mul.Tensor, operands, value),
+            ("used", aten.mm.default, ("x", "x"), value),
+            ("sent", c10d.all_gather_into_tensor.default, ("x", 2, "0"), nothing),
+            ("waited", c10d.wait_tensor.default, ("sent",), nothing),
+            ("late", aten.mm.default, ("used", "x"), value),
+            ("product", aten.mul.Tensor, ("late", "made"), value),
+            ("out", aten.mm.default, ("product", "x"), value),
+        )
+        options = ScheduleOptions(PROFILES["h100-nvlink"], in_order=in_order)
+        store_smaller(gm, PassContext("backward", options=options))
+        return measure_liveness(gm, owns_inputs=False, fused=True, in_order=True).live
+
+    held = live("left", "right", in_order=False)
+    assert held == (0, 400, 800, 800, 1200, 1200, 1200, 1600, 1200, 800)
+    assert live("left", "right") == (0, 400, 800, 800, 800, 800, 800, 1200, 800, 800)
+    assert live("left", "x") == live("left", "x", in_order=False)
 
 
 def test_what_is_made_of_much_is_stored_where_several_read_it():
