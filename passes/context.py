@@ -87,6 +87,7 @@ class ScheduleOptions:
         coalesce: whether collectives may be merged.
         fused: whether the executor fuses elementwise ops, and keeps them in registers (Inductor).
         in_order: whether kernels on CPUs stay between the matmuls that they are between.
+        folds: whether what repeats may become calls of one body.
         clones: whether the backend clones what it reduces (gloo).
         embedding_rows: whether embeddings fetch rows; None leaves it to the cost model.
         saves_on_host: whether a memory budget may have values saved on the host.
@@ -104,6 +105,7 @@ class ScheduleOptions:
     coalesce: bool = True
     fused: bool = True
     in_order: bool = False
+    folds: bool = False
     clones: bool = False
     embedding_rows: bool | None = None
     saves_on_host: bool = False

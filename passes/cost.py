@@ -245,6 +245,8 @@ def is_fusible(node: Node) -> bool:
 def stays_in_registers(node: Node) -> bool:
     """Whether Inductor would never store this value."""
     joins = node.target in _JOINS
+    if compat.is_stored_at_once(node):
+        return False
     if not joins and not is_pointwise(node) and not is_constant(node):
         return False
     users = list(readers_of(node))
@@ -391,7 +393,7 @@ _READS_ROWS: set[Any] = {
 }  # fmt: skip
 """Of a table these read no more than they write."""
 
-_READ_IN_LOOPS = _JOINS | _READS_ROWS
+_READ_IN_LOOPS = _JOINS | _READS_ROWS | _LOOPS
 """Further ops that compute what they read where they read it."""
 
 

@@ -13,6 +13,7 @@ between the same collectives before (`near_readers`). What a call gives is memor
 are taken anew outside, because the compiler does not see that a call's result aliases.
 """
 
+import itertools
 import logging
 import operator
 from collections.abc import Mapping
@@ -33,14 +34,7 @@ aten, INVOKE = torch.ops.aten, torch.ops.higher_order.invoke_subgraph
 
 def fold_repeats(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """A copy of `gm` in which stretches that repeat are calls; `gm` itself where none do."""
-    folded = copy_graph(gm)
-    recomputes = bool(ctx.kept.recomputed) or any(map(is_checkpointed, folded.graph.nodes))
-    move_near_readers(
-        folded,
-        ends_no_stretch,
-        anew=ctx.phase == "backward" and recomputes,
-        in_order=ctx.options is not None and ctx.options.in_order,
-    )
+    folded = _moved(gm, ctx)
     groups = find_repeats(folded)
     twins: dict[Node, Node] = {}
     for number, group in enumerate(groups):
@@ -54,6 +48,30 @@ def fold_repeats(gm: GraphModule, ctx: PassContext) -> GraphModule:
     calls = sum(map(len, groups))
     log.debug("graph %s: %d stretches became calls of %d bodies", ctx.number, calls, len(groups))
     return folded if groups else gm
+
+
+def calls_of(gm: GraphModule, ctx: PassContext) -> dict[str, int]:
+    """The number of the call that each node of `gm` comes to lie in, by its name.
+
+    Nodes outside of calls have none.
+    """
+    if ctx.options is None or not ctx.options.folds:
+        return {}
+    stretches = itertools.chain.from_iterable(find_repeats(_moved(gm, ctx)))
+    return {node.name: number for number, each in enumerate(stretches) for node in each.nodes}
+
+
+def _moved(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """A copy of `gm` in which ops lie near what reads them."""
+    moved = copy_graph(gm)
+    recomputes = bool(ctx.kept.recomputed) or any(map(is_checkpointed, moved.graph.nodes))
+    move_near_readers(
+        moved,
+        ends_no_stretch,
+        anew=ctx.phase == "backward" and recomputes,
+        in_order=ctx.options is not None and ctx.options.in_order,
+    )
+    return moved
 
 
 def _store_what_calls_read(graph: Graph) -> None:

@@ -39,6 +39,7 @@ from shardc.passes.cost import (
     runs_on_cpu,
     tensor_bytes,
 )
+from shardc.runtime import compat
 
 _FAR = 64
 """Stored values between two ops that Inductor does not fuse (`can_fusion_increase_peak_memory`)."""
@@ -126,6 +127,8 @@ def _move_to_only_reader(
     for node in reversed(nodes):
         if not _is_loop(node) or node in registers or not is_stored_for_reuse(node):
             continue
+        if compat.is_stored_at_once(node):  # for what it is made of to be freed
+            continue
         where = {places.get(reader) for reader in readers_of(node)}
         for kernel in kernels.get(node, ()):
             reads_alone = where == {(kernel.place, kernel.place)} and kernel.place > places[node][0]
@@ -138,10 +141,14 @@ def _stored_at(node: Node, index: Mapping[Node, int]) -> int:
     """Where a kernel is written: Inductor puts off an elementwise value that one op reads, until it
     must be in memory."""
     several = len(node.users) > 1 and not all(map(is_view, node.users))
-    if is_reduction(node) or is_stored_for_reuse(node) or several:
+    if is_reduction(node) or _is_stored_where_made(node) or several:
         return index[node]
     readers = [index[reader] for reader in readers_of(node) if reader in index]
     return max(index[node], min(readers, default=0) - 1)
+
+
+def _is_stored_where_made(node: Node) -> bool:
+    return is_stored_for_reuse(node) or compat.is_stored_at_once(node)
 
 
 def is_only_read_inside(node: Node, places: Places) -> bool:
@@ -189,18 +196,21 @@ def _ends_call(node: Node) -> bool:
 
 
 def written_in_place(
-    nodes: Sequence[Node], places: Places, last: Mapping[Node, int]
+    nodes: Sequence[Node],
+    places: Places,
+    last: Mapping[Node, int],
+    calls: Mapping[str, int],
 ) -> dict[Node, Node]:
     """The values that elementwise ops write over one that they read, and which that is.
 
-    It is stored, of the same size, made since the last collective or wait (a stretch that is folded
-    may not write over what it is given), and nothing else reads it then or later, but for what that
-    value is computed from.
+    It is stored, of the same size, and nothing else reads it then or later, but for what that value
+    is computed from. A call writes over what it makes itself, not over what it is given.
 
     Args:
         nodes: of a graph, in its order.
         places: where each is computed.
         last: the index of the last kernel that reads a storage, by the node that made it.
+        calls: which call of a folded body nodes lie in, by name; others are outside of calls.
     """
     registers = in_registers(nodes)
     read: dict[tuple[Node, int], list[Node]] = {}
@@ -208,12 +218,11 @@ def written_in_place(
         if _is_loop(node) and node not in registers:
             for source in sorted(_read_by(node, registers, {})[0]):
                 read.setdefault((source, places[node][0]), []).append(node)
-    stretch = list(itertools.accumulate(is_transfer(node) or is_wait(node) for node in nodes))
     found: dict[Node, Node] = {}
     for (source, place), (*others, node) in read.items():
-        is_given = not _is_made_here(source) or stretch[places[source][0]] < stretch[place]
+        is_given = calls.get(node.name) not in (None, calls.get(source.name))
         is_stored = not is_only_read_inside(source, places)
-        is_free = last.get(source) == place and is_stored and not is_given
+        is_free = last.get(source) == place and is_stored and _is_made_here(source) and not is_given
         is_free = is_free and _come_before(others, node, place, places)
         if is_free and node not in found and is_pointwise(node) and _is_alike(source, node):
             found[node] = source
@@ -299,7 +308,7 @@ def _is_alone(node: Node) -> bool:
 def _is_computed_twice(operand: Node, node: Node, index: Mapping[Node, int]) -> bool:
     """Whether `node` computes an operand anew that is stored for others: it comes before the first
     of them that needs it stored."""
-    if not _is_loop(operand) or is_reduction(operand) or is_stored_for_reuse(operand):
+    if not _is_loop(operand) or is_reduction(operand) or _is_stored_where_made(operand):
         return False
     readers = (reader for reader in readers_of(operand) if reader in index)
     needs = [index[reader] for reader in readers if not _is_loop(reader)]

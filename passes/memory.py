@@ -112,6 +112,7 @@ def measure_liveness(
     gathered: Collection[str] = (),
     hints: Mapping[Any, int] | None = None,
     saved: Storages | None = None,
+    calls: Mapping[str, int] | None = None,
     workspace: int = 0,
 ) -> Liveness:
     """Bytes held after each node of `gm`, in its order; segments are there all the time.
@@ -125,6 +126,7 @@ def measure_liveness(
         gathered: the names of inputs that are gathered buckets, kept by the forward.
         hints: the values of symbolic sizes (default: those that it was traced with).
         saved: the storages of the forward whose backward this is.
+        calls: which call of a folded body nodes lie in, by name (`fold_repeats.calls_of`).
         workspace: what each matmul takes for itself (`hardware.matmul_bytes`).
     """
     hints = symbol_hints(gm) if hints is None else hints
@@ -139,7 +141,7 @@ def measure_liveness(
     if fused:
         unstored = {*in_registers(nodes), *(n for n in nodes if is_only_read_inside(n, places))}
         unstored.update(sums_of_products(nodes).values())
-        over = written_in_place(nodes, places, last)
+        over = written_in_place(nodes, places, last, calls or {})
         ends = ends_of_calls(nodes, places)
         last = {root: ends.get(at, at) for root, at in last.items()}
         last |= {source: places[node][0] - 1 for node, source in over.items()}

@@ -58,6 +58,26 @@ def move_near_readers(
             other values then are no longer equal.
         in_order: kernels on CPUs stay between the matmuls that they are between.
     """
+    places = _near_readers(gm, is_foldable, in_order)
+    places.repeat_constants()
+    if anew:
+        places.compute_anew()
+    places.carry_views()
+    reorder(gm, {node: (place,) for node, place in places.of.items()})
+
+
+def smaller_than_held(
+    gm: GraphModule, is_foldable: Callable[[Node], bool], in_order: bool = False
+) -> list[Node]:
+    """The values in registers that a later run reads, where more would be held to compute them
+    there than they take. The arguments are those of `move_near_readers`."""
+    return _near_readers(gm, is_foldable, in_order).smaller_than_held()
+
+
+def _near_readers(
+    gm: GraphModule, is_foldable: Callable[[Node], bool], in_order: bool
+) -> "_Places":
+    """The place of each op near what reads it; `gm` stays as it is."""
     places = _Places(gm, is_foldable)
     if in_order:
         places.keep_between_calls()
@@ -65,11 +85,7 @@ def move_near_readers(
         places.hoist(place)
     for place in range(0, places.end, 2):
         places.sink(place)
-    places.repeat_constants()
-    if anew:
-        places.compute_anew()
-    places.carry_views()
-    reorder(gm, {node: (place,) for node, place in places.of.items()})
+    return places
 
 
 class _Places:
@@ -204,7 +220,7 @@ class _Places:
 
         What that reads must be there anyway, or be no larger than the value.
         """
-        anew = {n for n in in_registers(self.of) if is_pointwise(n) and not is_random(n)}
+        anew = self._computed_anew()
         for node in sorted(anew, reverse=True):
             own = self.of[node]
             places = {self.of.get(user, self.end) for user in readers_of(node)}
@@ -214,6 +230,25 @@ class _Places:
                     self._copy(node, place)
             if all(is_view(user) and not any(readers_of(user)) for user in node.users):
                 self._erase(node)
+
+    def smaller_than_held(self) -> list[Node]:
+        """The values that `compute_anew` leaves stored, as more would be held to compute them."""
+        found = list[Node]()
+        anew, later = self._computed_anew(), defaultdict[Node, set[int]](set)
+        for node in sorted(anew, reverse=True):
+            later[node].update(self.of.get(user, self.end) for user in readers_of(node))
+            places = later[node] - {self.of[node]}
+            held = {place: _nbytes(self._held_to_compute(node, place, anew)) for place in places}
+            if any(nbytes > _nbytes([node]) for nbytes in held.values()):
+                found.append(node)
+                continue
+            for source in sources_of(node):
+                later[source] |= places
+        return found
+
+    def _computed_anew(self) -> set[Node]:
+        """The values that each kernel that reads them may compute."""
+        return {n for n in in_registers(self.of) if is_pointwise(n) and not is_random(n)}
 
     def _held_to_compute(self, node: Node, place: int, anew: Collection[Node]) -> set[Node]:
         """What is held longer if `node` is computed at `place`: what it reads, or what that is

@@ -17,6 +17,7 @@
                       coalesce                  neighbours in one message where it costs nothing
                       schedule                  collectives behind compute
                       write_gradients           matmuls write into the reduction's input
+                      store_smaller             values that are smaller than what they are made of
                       label_collectives         names for the profiler, and for what fails
                       verify                    invariants
     for Inductor      fold_repeats              repeated blocks are compiled once
@@ -37,6 +38,7 @@ from shardc.passes.reduce_once import reduce_once
 from shardc.passes.reshard import drop_second_gathers, tag_reshard
 from shardc.passes.runner import Pass
 from shardc.passes.schedule import schedule
+from shardc.passes.store_smaller import store_smaller
 from shardc.passes.take_gathered import take_gathered
 from shardc.passes.used_slots import mark_segments
 from shardc.passes.verify import verify
@@ -58,6 +60,7 @@ GRAPH_PASSES: list[Pass] = [
     coalesce,
     schedule,
     write_gradients,
+    store_smaller,
     label_collectives,
     verify,
 ]

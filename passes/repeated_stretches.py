@@ -1,8 +1,8 @@
 """Which stretches of a scheduled graph repeat: the decision of `fold_repeats`, read only.
 
 A stretch is a run of compute between two collectives. It is known by its text: its ops, their
-constants, how they feed each other, what values they are given, and which of them are read later.
-Two stretches with equal text are the same function of their operands.
+constants, how they feed each other, what values they are given, which of them are read later, and
+which are stored at once. Two stretches with equal text are the same function of their operands.
 
 What a call cannot express ends a stretch: collectives and waits, higher-order ops, ops that write
 to what they are given. Matmuls that write a gradient do not end a stretch, although they mutate:
@@ -187,7 +187,8 @@ def _text(body: Sequence[Node], operands: Sequence[Node], results: Sequence[Node
     lines = [f"{names[operand]} = {_value(operand)}" for operand in operands]
     for node in body:
         arguments = map_arg((node.args, node.kwargs), lambda n: Name(names[n]))
-        lines.append(f"{names[node]} = {node.target}{arguments!r} -> {_value(node)}")
+        made = f"{_value(node)}{' at once' if compat.is_stored_at_once(node) else ''}"
+        lines.append(f"{names[node]} = {node.target}{arguments!r} -> {made}")
     lines.append(f"return {[names[result] for result in results]}")
     return "\n".join(lines)
 

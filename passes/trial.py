@@ -24,6 +24,7 @@ from shardc.passes.context import (
 )
 from shardc.passes.cost import collective_seconds, evaluate, symbol_hints, tensor_bytes
 from shardc.passes.events import Events, read_events, read_problem
+from shardc.passes.fold_repeats import calls_of
 from shardc.passes.hardware import matmul_bytes
 from shardc.passes.memory import Liveness, Storages, measure_liveness
 from shardc.passes.offload import offload_saved
@@ -80,8 +81,14 @@ class Phase:
             clones=owns and options.clones,
             hints=sizes,
             saved=self.saved,
+            calls=self.calls,
             workspace=matmul_bytes(options.profile),
         )
+
+    @cached_property
+    def calls(self) -> dict[str, int]:
+        """The call of a folded body that each node comes to lie in, by its name."""
+        return calls_of(self.gm, self.ctx)
 
     @cached_property
     def places(self) -> dict[Node, int]:

@@ -15,8 +15,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardc.passes import pipeline
-from shardc.passes.context import PassContext, is_collective, is_view, is_wait, kind_of
-from shardc.passes.fold_repeats import INVOKE, fold_repeats
+from shardc.passes.context import (
+    PassContext,
+    ScheduleOptions,
+    is_collective,
+    is_view,
+    is_wait,
+    kind_of,
+)
+from shardc.passes.fold_repeats import INVOKE, calls_of, fold_repeats
+from shardc.passes.hardware import PROFILES
 from shardc.passes.near_readers import move_near_readers
 from shardc.passes.repeated_stretches import ends_no_stretch
 from shardc.runtime import compat
@@ -78,6 +86,24 @@ def test_equal_blocks_are_one_body():
     assert len(list(folded.children())) == 1
     assert not _calls(gm)  # it stays what it was
     _check_values(gm, folded, args)
+
+
+def test_nodes_are_known_by_their_call():
+    """Before the graph is folded."""
+    run, args = _blocks(3, lambda x, w, _: _block(x, w))
+    gm = _trace(run, *args)
+
+    def calls(folds):
+        options = ScheduleOptions(PROFILES["h100-nvlink"], folds=folds)
+        return calls_of(gm, PassContext("forward", options=options))
+
+    assert calls(False) == {}
+    left = {node.name for node in _fold(gm).graph.nodes}
+    folded = [n.name for n in gm.graph.nodes if not is_view(n) and n.name not in left]
+    found = [calls(True).get(name) for name in folded]
+    assert found == sorted(found) and set(found) == {0, 1, 2}
+    views = {node.name for node in gm.graph.nodes if is_view(node)}
+    assert calls(True).keys() - views == set(folded)
 
 
 def test_constants_and_counts_tell_blocks_apart():
@@ -412,7 +438,7 @@ def test_what_calls_read_is_computed_by_one_kernel(mesh):
         num_attention_heads=4, num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
     model = shard_all(seeded(lambda: LlamaForCausalLM(config)), mesh)
-    with Folds() as folds, fresh_cache():  # whose keys do not know what is to be stored
+    with Folds() as folds, fresh_cache():
         step = _compiled(model)
         ids = torch.randint(32, (2, 16))
         _, codes = run_and_get_code(lambda: step(ids, labels=ids).loss.backward())

@@ -20,9 +20,15 @@ from shardc.backend import graph_plan
 from shardc.backend.graph_plan import graph_plans
 from shardc.passes import budget, hardware, pipeline
 from shardc.passes.budget import choose_kept
-from shardc.passes.context import UNITS_IN_FLIGHT, is_all_gather
+from shardc.passes.context import (
+    UNITS_IN_FLIGHT,
+    PassContext,
+    ScheduleOptions,
+    is_all_gather,
+)
 from shardc.passes.hardware import PROFILES, budget_bytes, host_bytes
 from shardc.passes.memory import measure_liveness
+from shardc.passes.store_smaller import store_smaller
 from shardc.passes.tradeoff import Choice, Tradeoff
 from shardc.passes.trial import Trial
 
@@ -159,7 +165,7 @@ def test_a_kernel_waits_for_no_collective():
         ("out", aten.mm.default, ("used", "late"), _bytes(400)),
     )
     live = measure_liveness(gm, owns_inputs=False, fused=True).live
-    assert live == (0, 400, 800, 1200, 1200, 1200, 1600, 1200)
+    assert live == (0, 400, 800, 1200, 1200, 1200, 1200, 1200)  # late is written over the gate
 
 
 def test_a_kernel_may_read_what_a_constant_went_into():
@@ -262,6 +268,19 @@ def test_what_rows_are_read_of_is_not_stored():
     assert live == (0, 0, 400, 400, 440, 440)
 
 
+def test_a_constant_is_not_stored_for_ops_that_are_loops():
+    value, row = torch.empty(10, 10), torch.empty(10)
+    gm = _graph(
+        ("x", "input", (), value),
+        ("zeros", aten.full.default, ([10, 10], 0.0), value),
+        ("row", aten.mm.default, ("x", "x"), row),
+        ("made", aten.select_scatter.default, ("zeros", "row", 0, 1), value),
+        ("out", aten.mm.default, ("made", "made"), value),
+    )
+    live = measure_liveness(gm, owns_inputs=False, fused=True).live
+    assert live == (0, 0, 40, 440, 800)
+
+
 def test_a_kernel_writes_over_what_it_has_reduced_before():
     value, column = torch.empty(10, 10), torch.empty(10, 1)
 
@@ -351,11 +370,11 @@ def test_a_kernel_writes_over_what_nothing_reads_after_it():
     assert live(used, turned, scaled) == (0, 400, 800, 800, 1200, 1200)
 
 
-def test_a_kernel_does_not_write_over_what_was_made_before_a_collective():
-    """A stretch that is folded is given it."""
+def test_a_call_does_not_write_over_what_it_is_given():
+    """Kernels outside of calls write over what was made before a collective, too."""
     value = torch.empty(100)
 
-    def live(*between):
+    def live(*between, calls=()):
         gm = _graph(
             ("x", "input", (), value),
             ("made", aten.mm.default, ("x", "x"), value),
@@ -363,12 +382,42 @@ def test_a_kernel_does_not_write_over_what_was_made_before_a_collective():
             ("scaled", aten.mul.Tensor, ("made", "x"), value),
             ("out", aten.mm.default, ("scaled", "x"), value),
         )
-        return measure_liveness(gm, owns_inputs=False, fused=True).live
+        return measure_liveness(gm, owns_inputs=False, fused=True, calls=dict(calls)).live
 
     sent = ("sent", c10d.all_gather_into_tensor.default, ("x", 2, "0"), torch.empty(0))
     waited = ("waited", c10d.wait_tensor.default, ("sent",), torch.empty(0))
-    assert live() == (0, 400, 400, 800)
-    assert live(sent, waited) == (0, 400, 400, 400, 800, 800)
+    assert live() == live(calls={"mm_default": 0, "mul_tensor": 0}) == (0, 400, 400, 800)
+    assert live(sent, waited) == (0, 400, 400, 400, 400, 800)
+    given = live(sent, waited, calls={"mul_tensor": 0})
+    assert given == live(sent, waited, calls={"mm_default": 0, "mul_tensor": 1})
+    assert given == (0, 400, 400, 400, 800, 800)
+
+
+def test_what_is_smaller_than_what_it_is_made_of_is_stored():
+    """With a budget, where a matmul and a collective come before what reads it."""
+    value, nothing = torch.empty(10, 10), torch.empty(0)
+
+    def live(*operands, in_order=True):
+        gm = _graph(
+            ("x", "input", (), value),
+            ("left", aten.mm.default, ("x", "x"), value),
+            ("right", aten.mm.default, ("x", "x"), value),
+            ("made", aten.mul.Tensor, operands, value),
+            ("used", aten.mm.default, ("x", "x"), value),
+            ("sent", c10d.all_gather_into_tensor.default, ("x", 2, "0"), nothing),
+            ("waited", c10d.wait_tensor.default, ("sent",), nothing),
+            ("late", aten.mm.default, ("used", "x"), value),
+            ("product", aten.mul.Tensor, ("late", "made"), value),
+            ("out", aten.mm.default, ("product", "x"), value),
+        )
+        options = ScheduleOptions(PROFILES["h100-nvlink"], in_order=in_order)
+        store_smaller(gm, PassContext("backward", options=options))
+        return measure_liveness(gm, owns_inputs=False, fused=True, in_order=True).live
+
+    held = live("left", "right", in_order=False)
+    assert held == (0, 400, 800, 800, 1200, 1200, 1200, 1600, 1200, 800)
+    assert live("left", "right") == (0, 400, 800, 800, 800, 800, 800, 1200, 800, 800)
+    assert live("left", "x") == live("left", "x", in_order=False)
 
 
 def test_what_is_made_of_much_is_stored_where_several_read_it():

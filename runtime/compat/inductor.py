@@ -1,5 +1,6 @@
 """Inductor: its lowering, its settings, its scheduler and the code it writes."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 from unittest import mock
@@ -316,8 +317,9 @@ def _collectives_pass(gm: GraphModule, label_of: LabelOf) -> object:
     ranks that fuse differently, because their shapes differ, would issue collectives in different
     orders. The order is told to the scheduler as dependencies, before it fuses.
 
-    The labels are written into the code, so they are part of the graph cache's key. A pass that the
-    user has there comes after: the dependencies hold for what it returns, too.
+    The labels are written into the code, so they are part of the graph cache's key, and so is which
+    values are stored at once: the cache does not look at marks of nodes. A pass that the user has
+    there comes after: the dependencies hold for what it returns, too.
     """
     from torch._inductor import config, custom_graph_pass
     from torch._inductor.dependencies import WeakDep
@@ -331,6 +333,7 @@ def _collectives_pass(gm: GraphModule, label_of: LabelOf) -> object:
         for label in map(label_of, gm.graph.nodes)
         if label is not None
     ]
+    stored = _stored_at_once(gm)
     given = config._pre_fusion_custom_pass
     key = given.uuid() if isinstance(given, base) else None
 
@@ -355,7 +358,8 @@ def _collectives_pass(gm: GraphModule, label_of: LabelOf) -> object:
             return nodes if given is None else given(nodes)
 
         def uuid(self) -> str:
-            own = f"shardc: collectives, waits, calls, kernels in order; nothing donated; {labels}"
+            own = "shardc: collectives, waits, calls, kernels in order; nothing donated"
+            own = f"{own}; stored at once {stored}; {labels}"
             return own if given is None else f"{own}; {key}"
 
     keep_order = KeepOrder()
@@ -450,7 +454,22 @@ def store_at_once(node: torch.fx.Node) -> None:
 
     The mark is read by Inductor's lowering (2.11 to 2.15).
     """
-    node.meta["inductor_realize_to_strides"] = True
+    node.meta[_AT_ONCE] = True
+
+
+def is_stored_at_once(node: torch.fx.Node) -> bool:
+    """Whether a node has the mark of `store_at_once` (2.11 to 2.15)."""
+    return bool(node.meta.get(_AT_ONCE))
+
+
+def _stored_at_once(gm: GraphModule) -> list[int]:
+    """The places of the nodes with that mark, in `gm` and the graphs nested in it."""
+    graphs = (module.graph for module in gm.modules() if isinstance(module, GraphModule))
+    nodes = itertools.chain.from_iterable(graph.nodes for graph in graphs)
+    return [place for place, node in enumerate(nodes) if is_stored_at_once(node)]
+
+
+_AT_ONCE = "inductor_realize_to_strides"
 
 
 def takes_nested_graphs(kwargs: Mapping[str, object]) -> bool:

@@ -30,6 +30,7 @@ from shardc.passes.context import (
     is_wait,
     kind_of,
 )
+from shardc.passes.fold_repeats import calls_of
 from shardc.passes.hardware import (
     Profile,
     as_profile,
@@ -200,6 +201,7 @@ class Plan:
             reduce_buffers=min(buffers, default=None),
             fused=options.executor == "inductor",
             in_order=options.memory_budget is not None,
+            folds=options.executor == "inductor" and options.fold,
             clones=self._clones,
             embedding_rows=None if isinstance(rows := options.embedding_rows, str) else rows,
             coalesce=self._coalesces if options.coalesce is None else options.coalesce,
@@ -235,6 +237,7 @@ class Plan:
             clones=self._clones,
             gathered=self._saved,
             saved=self._storages,
+            calls=calls_of(gm, ctx),
             workspace=matmul_bytes(self.profile),
         )
         if ctx.phase == "forward":
