@@ -8,6 +8,7 @@ that name in the page's folder, which commands may use.
 import contextlib
 import dataclasses
 import inspect
+import io
 import itertools
 import os
 import re
@@ -18,6 +19,11 @@ import types
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 import pytest
 import torch
@@ -37,6 +43,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SLOW = ("doctor", "calibrate", "explain examples", "compare examples", "plan examples")
 """Commands that are parsed only: they take long, measure, or have a test of their own."""
+
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 _FENCE = re.compile(r'^( *)```(\w+)(?: title="([^"\n]+)")?\n(.*?)^\1```$', re.DOTALL | re.MULTILINE)
 
@@ -83,7 +91,7 @@ def test_every_block_has_a_known_language(page):
     marks = re.findall(r"^ *```", page.read_text(), re.MULTILINE)
     found = fences(page)
     assert len(marks) == 2 * len(found)
-    assert {fence.language for fence in found} <= {"python", "sh", "text", "mermaid"}
+    assert {fence.language for fence in found} <= {"python", "sh", "text", "mermaid", "diff"}
 
 
 # -- Python ------------------------------------------------------------------------------------
@@ -137,6 +145,36 @@ def test_python_of_a_page_runs(page, tmp_path):
         run_page(None, str(page), str(tmp_path))
 
 
+def run_script(mesh, text):
+    """What a script prints on the group that there is."""
+    printed = io.StringIO()
+    with (
+        mock.patch.object(dist, "init_process_group", lambda *_, **__: None),
+        mock.patch.object(dist, "destroy_process_group", lambda *_, **__: None),
+        contextlib.redirect_stdout(printed),
+    ):
+        exec(text, {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+def test_a_script_of_fsdp2_trains_alike_after_the_conversion():
+    (diff,) = (f for f in fences(ROOT / "docs/from_fsdp2.md") if f.language == "diff")
+    lines, printed = diff.text.splitlines(), []
+    compiled = {"-": ".compile()", "+": 'backend="shardc"'}
+    quick = {
+        "-": '.compile(backend="eager")',
+        "+": 'backend="shardc", options={"executor": "eager"}',
+    }
+    for sign, how in compiled.items():
+        assert sum(line.startswith(sign) for line in lines) == 2
+        text = "\n".join(line[1:] for line in lines if line[:1] in (" ", sign, ""))
+        assert how in text
+        text = text.replace(how, quick[sign])
+        printed.append(run_on_ranks(2, __name__, "run_script", {"text": text}))
+    theirs, ours = printed
+    assert ours == theirs and len(set(ours)) == 2 and ours[0].count("loss") == 3
+
+
 # -- commands ----------------------------------------------------------------------------------
 
 
@@ -154,6 +192,9 @@ def test_commands_of_a_page(page, tmp_path, monkeypatch, capsys):
         words = list(itertools.dropwhile(lambda word: "=" in word, line))  # after the environment
         if words[0] == "make":
             assert words[1] in targets, words
+        elif words[0] == "pip":  # `make dist` installs what it builds
+            extras = re.findall(r"[\w-]+", "".join(re.findall(r"\[(.*)\]", " ".join(words))))
+            assert words[1] == "install" and set(extras) <= EXTRAS.keys(), words
         elif words[0] == "torchrun":
             script = next((word for word in words if word.endswith(".py")), None)
             known = script in titles or script == "train.py"  # the README's

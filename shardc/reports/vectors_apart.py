@@ -36,7 +36,8 @@ class _Standin:
         self.segment = torch.empty_like(
             bucket.segment, requires_grad=bucket.segment.requires_grad
         )  # no view of it: regions take none that share memory
-        self._reading = intern_spec(replace(code, shapes=code.shapes[index : index + 1])), []
+        alone = replace(code, shapes=code.shapes[index : index + 1])
+        self._reading: tuple[str, list[Tensor]] = (intern_spec(alone), [])
 
     def reading(self) -> tuple[str, Sequence[Tensor]]:
         """As that of a `GraphKey`."""
