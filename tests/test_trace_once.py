@@ -19,6 +19,7 @@ from shardc.passes.repeated_calls import FEWEST_CALLS
 from shardc.passes.trace_once import Calls
 from shardc.reports import plan_step
 from shardc.runtime import compat
+from shardc.sharding import unit_plan
 
 
 @contextlib.contextmanager
@@ -373,6 +374,47 @@ def test_explain_has_dynamo_trace_units_once(build, args, regions, monkeypatch):
 
 
 _INVOKE = torch.ops.higher_order.invoke_subgraph
+
+
+class _Normed(_Numbered):
+    def __init__(self, number):
+        super().__init__(0)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+
+class _Ended(_Model):
+    """Reads of the bucket with its blocks' vectors, too."""
+
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+
+@traces_regions
+@pytest.mark.parametrize("kind", [_Normed, _Counting])
+def test_blocks_whose_vectors_the_model_holds_are_traced_once(kind, monkeypatch):
+    """By AOT autograd and by Dynamo, as on devices with memory of their own."""
+    monkeypatch.setattr(unit_plan, "_LARGE", 1)
+    kinds, inline = [], compat.inline_regions
+
+    def count(gm):
+        calls = gm.graph.find_nodes(op="call_function", target=_INVOKE)
+        kinds.append(len({node.args[0].target for node in calls}))
+        inline(gm)
+
+    monkeypatch.setattr(compat, "inline_regions", count)
+    build, device = lambda: _Ended(kind), {"profile": "h100-nvlink"}
+    _compare(build, X, 4 if kind is _Normed else 0, **device)
+    once = _explained(build, X, "eager", True, regions=True, **device)
+    assert once == _explained(build, X, "eager", True, **device) and kinds == [1]
+    held = max(once["buckets"], key=lambda bucket: bucket["parameters"])
+    assert "layers" not in held["unit"] and held["parameters"] >= 4 + 2
 
 
 @traces_regions
