@@ -14,7 +14,7 @@ from shardc.reports.html import page, save_html
 from shardc.reports.lanes import lanes_of, op_indices, stalls
 from shardc.reports.perfetto import save_trace, trace_events
 from shardc.reports.record import KINDS, CurveRow, Finding, Op, Record
-from shardc.reports.words import format_bytes
+from shardc.runtime.checks.words import format_bytes
 
 STEP = training_step()
 EMPTY = Record(model="Linear", world_size=1, copies=1, profile="cpu")

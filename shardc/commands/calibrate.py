@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardc.calibrate import calibrate, calibration_file, is_calibration
 from shardc.commands.errors import FoundProblem, UsageError
 from shardc.passes.hardware import Profile
+from shardc.reports.terminal import pairs, wrap
+from shardc.runtime.checks.words import plural
 
 NAME = "calibrate"
 SUMMARY = "measure this machine, so that collectives are planned for it"
@@ -85,7 +86,7 @@ def _mesh(device: str | None) -> Iterator[DeviceMesh]:
         nccl = "with" if dist.is_nccl_available() else "without"
         raise UsageError(
             f"--device cuda: every rank needs NCCL and a GPU of its own, and this torch is {nccl} "
-            f"NCCL and finds {gpus} GPUs here; start fewer ranks, or give --device cpu"
+            f"NCCL and finds {plural(gpus, 'GPU')} here; start fewer ranks, or give --device cpu"
         )
     device = device or ("cuda" if has_gpu else "cpu")
     if device == "cuda":
@@ -113,16 +114,16 @@ def _json(profile: Profile, path: Path, kept: bool, world_size: int) -> str:
 
 def _text(profile: Profile, path: Path, kept: bool, world_size: int) -> str:
     rows = [
-        *([f"matmul, {dtype}", f"{flops / 1e12:.3g} TFLOP/s"] for dtype, flops in profile.flops),
-        ["memory", f"{profile.memory_bandwidth / 1e9:.3g} GB/s"],
-        ["smallest op", f"{1e6 * profile.overhead:.3g} us"],
+        *((f"matmul, {dtype}", f"{flops / 1e12:.3g} TFLOP/s") for dtype, flops in profile.flops),
+        ("memory", f"{profile.memory_bandwidth / 1e9:.3g} GB/s"),
+        ("smallest op", f"{1e6 * profile.overhead:.3g} us"),
     ]
     if world_size > 1:
         rows += [
-            ["all-gather, a message", f"{1e6 * profile.message:.3g} us"],
-            ["all-gather, bandwidth", f"{profile.inside.bandwidth / 1e9:.3g} GB/s"],
+            ("all-gather, a message", f"{1e6 * profile.message:.3g} us"),
+            ("all-gather, bandwidth", f"{profile.inside.bandwidth / 1e9:.3g} GB/s"),
         ]
     else:
-        rows.append(["links", "not measured: one process (torchrun ... -m shardc calibrate)"])
+        rows.append(("links", "not measured: one process (torchrun ... -m shardc calibrate)"))
     when = "kept from an earlier run (--refresh measures again)" if kept else "measured now"
-    return f"{profile.name}, {when}\n\n{tabulate(rows, tablefmt='plain')}\n\nkept in {path}"
+    return f"{wrap(f'{profile.name}, {when}')}\n\n{pairs(rows)}\n\nkept in {path}"

@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from shardc.commands.errors import UsageError
 from shardc.commands.machine import Finding, checks
+from shardc.reports.terminal import wrap
 
 NAME = "doctor"
 SUMMARY = "check whether this machine can train, and say what to do where it cannot"
@@ -67,7 +68,7 @@ def can_train(found: Mapping[str, Finding]) -> list[str]:
 
 def _line(name: str, finding: Finding) -> str:
     what = f"{finding.detail} -> {finding.advice}" if finding.advice else finding.detail
-    return f"{finding.status:<8} {name:<18} {what}"
+    return wrap(what, first=f"{finding.status:<8} {name:<18} ", then=" " * 28)
 
 
 def _verdict(devices: list[str], found: Mapping[str, Finding]) -> str:

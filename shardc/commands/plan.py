@@ -7,12 +7,11 @@ on the compiled graphs (activations, what is gathered when, seconds) is left out
 import argparse
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import nn
 from torch.distributed.fsdp import OffloadPolicy
 
@@ -26,7 +25,8 @@ from shardc.commands.arguments import (
 from shardc.commands.errors import FoundProblem
 from shardc.commands.target import EXAMPLE, load_model
 from shardc.passes.hardware import Profile
-from shardc.reports.words import format_bytes
+from shardc.reports.terminal import Column, table, wrap
+from shardc.runtime.checks.words import format_bytes, plural
 from shardc.runtime.eager.precision import MixedPrecisionPolicy
 from shardc.runtime.layout.layout import BucketLayout
 from shardc.sharding.checks import check_ignored, check_model, check_modules
@@ -74,9 +74,10 @@ def run(args: argparse.Namespace) -> int:
         units = [_group_record(group) for group in groups]
         print(json.dumps({**head, "units": units, "totals": _total_record(totals)}, indent=2))
     else:
-        print(f"{args.target} over {args.world_size} ranks, buckets split for {profile.name}\n")
-        gathered = args.mp is not None or args.wire is not None
-        print(f"{_table(groups, gathered)}\n\n{_summary(totals)}")
+        ranks = plural(args.world_size, "rank")
+        print(wrap(f"{args.target} over {ranks}, buckets split for {profile.name}") + "\n")
+        without = () if args.wire else (_ON_THE_WIRE,) if args.mp else (_GATHERED, _ON_THE_WIRE)
+        print(f"{_table(groups, without)}\n\n{_summary(totals)}")
     return 0
 
 
@@ -169,31 +170,37 @@ def total(plans: Sequence[UnitPlan]) -> Totals:
 # -- print ---------------------------------------------------------------------------------------
 
 
-def _table(groups: Sequence[UnitGroup], gathered: bool) -> str:
+_GATHERED = Column("gathered", "right", goes=3)
+_ON_THE_WIRE = Column("on the wire", "right", goes=4)
+_COLUMNS = (
+    Column("unit (how many)", least=32),
+    Column("parameters", "right"),
+    Column("dtype"),
+    Column("bytes", "right", goes=2),
+    _GATHERED,
+    _ON_THE_WIRE,
+    Column("segment", "right"),
+    Column("padding %", "right", goes=1),
+)
+
+
+def _table(groups: Sequence[UnitGroup], without: Collection[Column]) -> str:
     rows = []
     for group in groups:
         for index, layout in enumerate(group.plan.layouts):
-            dtype = _name(layout.dtype) + ("" if layout.requires_grad else ", frozen")
-            row = [
+            cells = (
                 "" if index else group.label,
                 f"{layout.used:,}",
-                dtype,
+                _name(layout.dtype) + ("" if layout.requires_grad else ", frozen"),
                 format_bytes(layout.numel * layout.dtype.itemsize),
+                format_bytes(_gathered_bytes(group.plan, layout)),
+                format_bytes(_sent(group.plan, layout)),
                 format_bytes(_segment_bytes(layout)),
                 f"{100 * layout.padding_fraction:.3f}",
-            ]
-            if gathered:
-                row[4:4] = [
-                    format_bytes(_gathered_bytes(group.plan, layout)),
-                    format_bytes(_sent(group.plan, layout)),
-                ]
-            rows.append(row)
-    headers = ["unit (how many)", "parameters", "dtype", "bytes", "segment a rank", "padding %"]
-    align = ["left", "right", "left", "right", "right", "right"]
-    if gathered:
-        headers[4:4] = ["gathered bytes", "on the wire"]
-        align[4:4] = ["right", "right"]
-    return tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
+            )
+            pairs = zip(_COLUMNS, cells, strict=True)
+            rows.append([cell for column, cell in pairs if column not in without])
+    return table([c for c in _COLUMNS if c not in without], rows, elsewhere="--json")
 
 
 def _summary(totals: Totals) -> str:
@@ -202,14 +209,15 @@ def _summary(totals: Totals) -> str:
     kept = ", ".join(
         f"{name} {format_bytes(size)}" for name, size in zip(names, state, strict=True)
     )
-    alone = "No blocks repeat: the whole model is one unit and is gathered at once.\n"
-    return (
-        "One row a bucket; the figures are those of each unit of a row.\n"
-        f"{alone if totals.units == 1 else ''}"
-        f"{totals.parameters:,} parameters; units: {totals.units}, buckets: {totals.buckets}, "
-        f"padding: {100 * totals.padding_fraction:.3f}%\n"
-        f"a rank keeps: {kept}; together {format_bytes(sum(state))}"
+    alone = totals.units == 1
+    lines = (
+        "One row a bucket; the figures are those of each unit of a row.",
+        *(["No blocks repeat: the whole model is one unit and is gathered at once."] * alone),
+        f"{plural(totals.parameters, 'parameter')}; units: {totals.units}, buckets: "
+        f"{totals.buckets}, padding: {100 * totals.padding_fraction:.3f}%",
+        f"a rank keeps: {kept}; together {format_bytes(sum(state))}",
     )
+    return "\n".join(map(wrap, lines))
 
 
 def _group_record(group: UnitGroup) -> dict[str, Any]:

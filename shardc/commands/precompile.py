@@ -20,6 +20,7 @@ from shardc.commands.arguments import (
 from shardc.commands.errors import UsageError, finding_problems
 from shardc.commands.progress_line import showing_progress
 from shardc.commands.target import EXAMPLE, load_model
+from shardc.runtime.checks.words import plural
 
 NAME = "precompile"
 SUMMARY = "compile a model's graphs for any number of ranks, for a job that starts later"
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     model, inputs = load_model(args.target)
     positional, named = example_inputs(inputs, args.target)
     mesh = mesh_sizes(args.copies, args.world_size)
-    showing = showing_progress(f"precompile for {math.prod(mesh)} ranks")
+    showing = showing_progress(f"precompile for {plural(math.prod(mesh), 'rank')}")
     with showing as progress, finding_problems(args.target, "compiled"):
         done = precompile(
             model,
@@ -96,5 +97,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(asdict(done)))
         return 0
-    print(f"compiled {done.compiled} graphs, found {done.found}, in {done.folder}")
+    print(f"compiled {plural(done.compiled, 'graph')}, found {done.found}, in {done.folder}")
     return 0

@@ -41,9 +41,15 @@ class Report(Record):
 
     __repr__ = __str__
 
-    def text(self, every_row: bool = False) -> str:
-        """What `print` shows; with `every_row`, also the rows that repeat from block to block."""
-        return report_text(self, every_row)
+    def text(self, every_row: bool = False, width: int | None = None) -> str:
+        """What `print` shows.
+
+        Args:
+            every_row: show the rows that repeat from block to block, too.
+            width: columns of characters that it may take; default: those of the terminal, and 100
+                where there is none. A table that has no room leaves out columns and says so.
+        """
+        return report_text(self, every_row, width)
 
     def compare(self, *others: Record) -> str:
         """This report and others side by side, as a table.
