@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardc import fully_shard, units_of
 from shardc.commands.plan import group_units, plan_model, total
 from shardc.passes.hardware import PROFILES
+from shardc.runtime.checks.values import HARDWARE
 from shardc.runtime.eager.precision import MixedPrecisionPolicy as Precision
 
 ROOT = Path(__file__).parent.parent
@@ -94,7 +95,7 @@ def test_plan_prints_a_row_a_bucket(capsys):
     arguments = ["plan", "examples.models:llama3_8b", "--world-size", "1024"]
     code, out, _ = ended(capsys, *arguments, "--profile", "h100-nvlink")
     lines = out.splitlines()
-    assert code == 0 and lines[0].startswith("examples.models:llama3_8b over 1024 ranks")
+    assert code == 0 and lines[0].startswith("examples.models:llama3_8b over 1,024 ranks")
     rows = [" ".join(line.split()) for line in lines[4:8]]
     assert rows == [
         "model.layers.0 .. model.layers.31 (32) 218,103,808 float32 832 MiB 832 KiB 0.000",
@@ -105,7 +106,7 @@ def test_plan_prints_a_row_a_bucket(capsys):
     assert lines[-2] == "8,030,261,248 parameters; units: 33, buckets: 35, padding: 0.039%"
     assert "parameters 29.93 MiB, gradients 29.93 MiB, Adam's state 59.85 MiB" in lines[-1]
     mixed = ended(capsys, *arguments, "--mp", "bf16")[1]
-    assert "gathered bytes" in mixed and "gathered bytes" not in out
+    assert "  gathered  " in mixed and "  gathered  " not in out
     arguments += ["--mp", "bf16", "--wire", "int8"]
     quantised = json.loads(ended(capsys, *arguments, "--json")[1])
     for bucket in (bucket for unit in quantised["units"] for bucket in unit["buckets"]):
@@ -206,6 +207,10 @@ def test_every_help_has_an_explanation(capsys):
         code, out, _ = ended(capsys, *arguments, "--help")
         assert code == 0 and len(out.splitlines()) > 10
         assert "exit code" in out or "example" in out
+
+
+def test_the_command_line_knows_the_hardware():
+    assert sorted(PROFILES) == sorted(HARDWARE)
 
 
 # -- installed ------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ import torch
 from shardc.commands.errors import UsageError
 from shardc.commands.target import EXAMPLE
 from shardc.passes.hardware import PROFILES, Profile, current_profile
+from shardc.runtime.checks.values import MAX_WORLD, read_amount
+from shardc.runtime.checks.words import plural
 from shardc.runtime.eager.precision import MixedPrecisionPolicy
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,7 +37,14 @@ def add_copies(parser: argparse.ArgumentParser) -> None:
 
 
 def mesh_sizes(copies: int, world_size: int) -> tuple[int, ...]:
-    """Of the mesh with so many copies of the model, each over so many ranks."""
+    """Of the mesh with so many copies of the model, each over so many ranks.
+
+    Raises:
+        UsageError: these are more ranks than can be planned for.
+    """
+    ranks = plural(copies * world_size, "rank")
+    if copies * world_size > MAX_WORLD:
+        raise UsageError(f"at most {plural(MAX_WORLD, 'rank')} can be planned for, got {ranks}")
     return (copies, world_size) if copies > 1 else (world_size,)
 
 
@@ -85,8 +94,8 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--reshard", type=_reshard, metavar="WHEN", help="reshard_after_forward: yes, no, or a "
         "number of ranks (default: all units but the outermost)")  # fmt: skip
-    add("--memory-budget", "--memory", metavar="BYTES", help="what a step may use, such as 70GB, "
-        "or 0.9 for that share of the device: "
+    add("--memory-budget", "--memory", type=_amount_or_curve, metavar="BYTES", help="what a step "
+        "may use, such as 70GB, or 0.9 for that share of the device: "
         "the fastest step that fits is chosen; or 'curve', to see step time against memory "
         "(default: no budget)")  # fmt: skip
     add("--offload", action="store_true", help="keep segments, gradients and optimizer state on "
@@ -102,6 +111,27 @@ def count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be a count, 1 or more, got '{text}'")
     return number
+
+
+def amount(text: str) -> str:
+    """Bytes of memory, for argparse."""
+    if read_amount(text) is None:
+        raise argparse.ArgumentTypeError(
+            f"must be bytes such as 70GB or 16GiB, or a share in (0, 1] such as 0.9, got '{text}'"
+        )
+    return text
+
+
+def _amount_or_curve(text: str) -> str:
+    return text if text == "curve" else amount(text)
+
+
+def check_reshard(reshard: bool | int | None, world_size: int) -> None:
+    """Raise UsageError unless so many ranks can be cut into groups of `--reshard`."""
+    if reshard not in (None, True, False) and (reshard < 1 or world_size % reshard):
+        raise UsageError(
+            f"--reshard {reshard}: must be yes, no or a divisor of the {plural(world_size, 'rank')}"
+        )
 
 
 def _reshard(text: str) -> bool | int:

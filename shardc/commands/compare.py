@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 
 from shardc.commands.arguments import add_step, count
 from shardc.commands.errors import FoundProblem, UsageError
@@ -48,6 +49,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _reports(source: str, args: argparse.Namespace) -> list[Report]:
     if not source.endswith(".json"):
+        if ":" not in source and Path(source).suffix:
+            raise UsageError(
+                f"{source} cannot be compared: give the .json file that `shardc explain --save` "
+                "writes, or package.module:function"
+            )
         return [explain_target(args, source, world_size) for world_size in args.world_size]
     try:
         return [Report.load(source)]

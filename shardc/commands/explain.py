@@ -10,6 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from shardc.commands.arguments import (
     add_step,
     add_target,
+    check_reshard,
     example_inputs,
     mesh_sizes,
     read_precision,
@@ -20,6 +21,7 @@ from shardc.commands.progress_line import showing_progress
 from shardc.commands.target import EXAMPLE, load_model
 from shardc.reports.explain import explain
 from shardc.reports.report import Report, write_as
+from shardc.runtime.checks.words import plural
 
 NAME = "explain"
 SUMMARY = "show what a step would do and cost on any number of ranks, without running it"
@@ -90,11 +92,17 @@ def explain_target(
         UsageError: no example inputs.
         FoundProblem: the model cannot be sharded or compiled.
     """
+    mesh = mesh_sizes(args.copies, world_size)
+    check_reshard(args.reshard, world_size)
+    profile = read_profile(args)
+    if args.hierarchical and math.prod(mesh) % profile.node_size:
+        raise UsageError(
+            f"--hierarchical: {plural(math.prod(mesh), 'rank')} cannot be split into nodes of "
+            f"{profile.node_size}, as {profile.name} has: give a multiple, or leave it out"
+        )
     model, inputs = load_model(target)
     positional, named = example_inputs(inputs, target)
-    profile = read_profile(args)
-    mesh = mesh_sizes(args.copies, world_size)
-    showing = showing_progress(f"explain for {math.prod(mesh)} ranks")
+    showing = showing_progress(f"explain for {plural(math.prod(mesh), 'rank')}")
     with showing as progress, finding_problems(target, "explained"):
         return explain(
             model,

@@ -4,12 +4,11 @@ import argparse
 import json
 from typing import Any
 
-from tabulate import tabulate
-
 from shardc.commands.arguments import (
     add_precision,
     add_profile,
     add_target,
+    amount,
     example_inputs,
     read_precision,
     read_profile,
@@ -18,7 +17,8 @@ from shardc.commands.errors import finding_problems
 from shardc.commands.progress_line import showing_progress
 from shardc.commands.target import EXAMPLE, load_model
 from shardc.reports.fit import Fit, fewest_ranks, fit
-from shardc.reports.words import format_bytes, format_seconds
+from shardc.reports.terminal import Column, table, wrap
+from shardc.runtime.checks.words import format_bytes, format_seconds, plural
 
 NAME = "fit"
 SUMMARY = "find the largest batch or sequence that fits a GPU, and the fewest ranks"
@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `shardc fit`."""
     add = parser.add_argument
     add_target(parser)
-    add("--memory", required=True, metavar="BYTES", help="of a device: 80GB, 64GiB, or 0.9 for "
-        "that share of the profile's")  # fmt: skip
+    add("--memory", type=amount, required=True, metavar="BYTES", help="of a device: 80GB, "
+        "64GiB, or 0.9 for that share of the profile's")  # fmt: skip
     add("--grow", choices=_DIMS, default="batch", help="what grows (default batch)")
     add_precision(parser)
     add_profile(parser, "the hardware that times are for")
@@ -82,15 +82,22 @@ def run(args: argparse.Namespace) -> int:
 
 def _text(args: argparse.Namespace, size: Fit, ranks: Fit) -> str:
     more = f"; {format_bytes(size.least)} would hold a larger one" if size.least else ""
-    largest = f"largest {args.grow} on {args.world_size} ranks"
+    largest = f"largest {args.grow} on {plural(args.world_size, 'rank')}"
     rows = [
         _row(largest, f"{size.size} x the example inputs", size),
-        _row("fewest ranks for the example inputs", f"{ranks.size} ranks", ranks),
+        _row("fewest ranks for the example inputs", plural(ranks.size, "rank"), ranks),
     ]
-    table = tabulate(
-        rows, headers=["", "", "memory", "step", "tokens/s a rank"], disable_numparse=True
-    )
-    return f"{args.target} in {args.memory} a device{more}\n\n{table}"
+    heading = wrap(f"{args.target} in {args.memory} a device{more}")
+    return f"{heading}\n\n{table(_COLUMNS, rows, elsewhere='--json')}"
+
+
+_COLUMNS = (
+    Column(""),
+    Column("", least=16),
+    Column("memory", "right"),
+    Column("step", "right"),
+    Column("tokens/s a rank", "right", goes=1),
+)
 
 
 def _row(what: str, size: str, found: Fit) -> list[str]:
