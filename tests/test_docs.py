@@ -115,7 +115,7 @@ def run_page(mesh, path, folder):
         stack.enter_context(mock.patch.dict(os.environ, XDG_CACHE_HOME=folder))
         for table in (PROFILES, BACKENDS):
             stack.enter_context(mock.patch.dict(table))
-        measuring = sys.modules["shardc.calibrate"]  # its name in `shardc` is that of the function
+        measuring = sys.modules["shardc.calibration"]
         stack.enter_context(mock.patch.multiple(measuring, _ROUNDS=1, _IN_A_ROW=1))
         stack.enter_context(mock.patch.object(sys, "path", [*sys.path, str(folder)]))
         titles = [fence.title for fence in python_of(page) if fence.title]

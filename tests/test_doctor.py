@@ -18,7 +18,7 @@ from shardc.commands import doctor, machine, probes
 from shardc.commands.machine import Finding
 from shardc.passes.hardware import current_profile
 
-MODULE = sys.modules["shardc.calibrate"]  # `shardc.calibrate` is the function
+MODULE = sys.modules["shardc.calibration"]
 
 
 @pytest.fixture(autouse=True)

@@ -406,7 +406,7 @@ def _no_backward(ctx: compat.FunctionContext, grad: Tensor) -> NoReturn:
 unshard_slot.register_autograd(_no_backward)
 
 
-@torch.compiler.allow_in_graph
+@compat.allow_in_graph
 def unshard_extended(
     segment: Tensor, signature: str, slot: int, extras: Sequence[Tensor]
 ) -> Tensor:

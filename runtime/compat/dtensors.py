@@ -13,6 +13,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from typing_extensions import TypeIs
 
+from shardc.runtime.compat.dynamo import tell_later
+
 Placements: TypeAlias = "Sequence[Placement] | None"
 
 Given: TypeAlias = Any
@@ -82,7 +84,7 @@ def let_torch_make(kind: DTensorKind) -> None:
     _extend_distribute_tensor(kind)
     _extend_from_local(kind)
     _extend_state_dicts(kind)
-    _extend_isinstance(kind)
+    tell_later(functools.partial(_extend_isinstance, kind))
     _extend_swap(kind)
 
 

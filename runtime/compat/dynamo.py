@@ -1,5 +1,7 @@
 """Dynamo: what it traces, the graphs it hands to a backend, what it counts."""
 
+import functools
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,10 +24,45 @@ def inline_only(fn: F) -> F:
 
     What an eager frame calls stays eager then, instead of becoming a small graph of its own.
     """
+    tell_later(functools.partial(_skip_code, fn))
+    return fn
+
+
+def _skip_code(fn: Callable[..., object]) -> None:
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(fn.__code__)
+
+
+def untraced(fn: F) -> F:
+    """As `torch.compiler.disable`; Dynamo is imported by the first call (2.11 to 2.15)."""
+    return torch._disable_dynamo(fn)  # type: ignore[return-value]
+
+
+def allow_in_graph(fn: F) -> F:
+    """As `torch.compiler.allow_in_graph`, once Dynamo is imported."""
+    tell_later(functools.partial(torch.compiler.allow_in_graph, fn))
     return fn
+
+
+_told_later: list[Callable[[], object]] = []
+
+
+def tell_later(tell: Callable[[], object]) -> None:
+    """Call `tell` once Dynamo is imported, in `tell_dynamo` if nobody has imported it yet."""
+    if "torch._dynamo" in sys.modules:
+        tell()
+    else:
+        _told_later.append(tell)
+
+
+def tell_dynamo() -> None:
+    """Import Dynamo, a third of all that torch imports, and tell it how to take our functions.
+
+    It must know before it traces the first of them, so whoever makes a class of them calls this.
+    """
+    while _told_later:
+        _told_later.pop()()
 
 
 class CallOutsideGraphs:

@@ -44,7 +44,7 @@ class _Forward(threading.local):
 _forward = _Forward()
 
 
-@torch.compiler.disable
+@compat.untraced
 def begin_call(module: EagerModule) -> EagerCall:
     """A sharded module is about to run eagerly."""
     if torch.jit.is_tracing():
@@ -68,7 +68,7 @@ def begin_call(module: EagerModule) -> EagerCall:
     return call
 
 
-@torch.compiler.disable
+@compat.untraced
 def end_call(call: EagerCall, outputs: object, raised: bool) -> None:
     """It returned `outputs`, or raised (then this runs while the exception is handled)."""
     calls = _forward.calls

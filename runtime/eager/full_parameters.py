@@ -159,7 +159,7 @@ class Gathered:
             full.grad = self.bucket.gradients.unreduced(index, full.dtype)
         return full
 
-    @torch.compiler.disable
+    @compat.untraced
     def views(self) -> tuple[Tensor, ...]:
         """The full parameters, gathered at the first read inside an eager forward; outside of one,
         after `unshard()`, also at the first read behind a write to the parameters."""

@@ -237,16 +237,16 @@ def saving_handles() -> "torch.autograd.graph.saved_tensors_hooks | None":
     return torch.autograd.graph.saved_tensors_hooks(*_handing_on(*outer))
 
 
-@torch.compiler.disable  # autograd calls it between the graphs of a broken model
+@compat.untraced  # autograd calls it between the graphs of a broken model
 def _pack(tensor: Tensor) -> Packed | tuple[Tensor, int]:
     # Never the tensor itself: it may be an output of the node that saves it, a cycle.
     return _handle(tensor) or (tensor.detach(), tensor._version)
 
 
-_pack.saves_handles = True
+_pack.saves_handles = True  # type: ignore[attr-defined]
 
 
-@torch.compiler.disable
+@compat.untraced
 def _unpack(packed: Packed | tuple[Tensor, int]) -> Tensor:
     if not isinstance(packed, tuple):
         return packed.tensor()
@@ -261,15 +261,15 @@ def _unpack(packed: Packed | tuple[Tensor, int]) -> Tensor:
 
 
 def _handing_on(pack: compat.PackHook, unpack: compat.UnpackHook) -> compat.SavedTensorsHooks:
-    @torch.compiler.disable
+    @compat.untraced
     def own_pack(tensor: Tensor) -> Packed | tuple[object]:
         return _handle(tensor) or (pack(tensor),)
 
-    @torch.compiler.disable
+    @compat.untraced
     def own_unpack(packed: Packed | tuple[object]) -> Tensor:
         return unpack(packed[0]) if isinstance(packed, tuple) else packed.tensor()
 
-    own_pack.saves_handles = True
+    own_pack.saves_handles = True  # type: ignore[attr-defined]
     return own_pack, own_unpack
 
 

@@ -9,15 +9,16 @@ it.
 import weakref
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
+
+from shardc.runtime import compat
 
 
 def weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     """A hook that calls a bound method for as long as something else holds its object."""
     reference = weakref.WeakMethod(method)
 
-    @torch.compiler.disable  # compiled autograd would trace it
+    @compat.untraced  # compiled autograd would trace it
     def hook(leaf: Tensor) -> None:
         target = reference()
         if target is not None:

@@ -15,7 +15,6 @@ import copy
 from dataclasses import replace
 from typing import NoReturn
 
-import torch
 from torch import nn
 
 from shardc.runtime import compat
@@ -59,7 +58,7 @@ def copied(copying: Copying) -> nn.Module:
     return shell
 
 
-@torch.compiler.disable
+@compat.untraced
 def copy_sharded(module: nn.Module, memo: compat.Memo) -> nn.Module:
     """A deep copy of a module that holds sharded parameters. Every rank must make it.
 

@@ -290,6 +290,7 @@ def _install_properties(module: nn.Module, unit: "Unit | None") -> None:
 def _subclass(cls: type, names: tuple[str, ...], mixin: type) -> type:
     key = (cls, names, mixin)
     if key not in _classes:
+        compat.tell_dynamo()
         body: dict[str, object] = {name: _parameter(name) for name in names}
         if issubclass(cls, nn.RNNBase):
             body |= compat.rnn_attributes()

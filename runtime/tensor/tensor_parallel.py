@@ -156,13 +156,13 @@ class _WrapSpmd(torch.autograd.Function):
         return grad.redistribute(placements=target).to_local(), None
 
 
-@torch.compiler.allow_in_graph
+@compat.allow_in_graph
 def _wrap_spmd(local: Tensor, key: str) -> DTensor:
     """Left to AOT autograd: Dynamo does not know the placements that a gradient will have."""
     return _WrapSpmd.apply(local, key)
 
 
-@torch.compiler.allow_in_graph
+@compat.allow_in_graph
 def as_parameter(value: Tensor) -> Tensor:
     """`value`, a DTensor, as an `nn.Parameter` to `isinstance`; Dynamo asks the value itself."""
     return compat.as_parameter(value)

@@ -170,7 +170,7 @@ def _compile_inductor(
         try:
             with plan.stages.stage(INDUCTOR):
                 compiled = _lower(graph, inputs, ctx, plan, kwargs)
-        except compat.InductorError as error:
+        except compat.inductor_error() as error:
             where = write_repro(graph, ctx.stem, kwargs, error)
             if not plan.options.fallback:
                 error.args = (f"{error}\n\n{where}", *error.args[1:])
@@ -211,7 +211,7 @@ def _lower(
         if folded is not graph:
             try:
                 return compat.compile_fx_inner(folded, inputs, label_of, check, **kwargs)
-            except compat.InductorError as error:
+            except compat.inductor_error() as error:
                 where = write_repro(graph, f"{ctx.stem}_folded", kwargs, error, True)
                 said = "Inductor could not compile a folded %s graph: %s (%s)"
                 log.warning(said, ctx.phase, error, where)

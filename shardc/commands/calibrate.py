@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardc.calibrate import calibrate, calibration_file, is_calibration
+from shardc.calibration import calibrate, calibration_file, is_calibration
 from shardc.commands.errors import FoundProblem, UsageError
 from shardc.passes.hardware import Profile
 from shardc.reports.terminal import pairs, wrap

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 
-from shardc.calibrate import calibration_folder, calibrations_kept, is_calibration
+from shardc.calibration import calibration_folder, calibrations_kept, is_calibration
 from shardc.commands.probes import HOST, try_compile, try_gather
 from shardc.runtime import compat
 from shardc.runtime.checks.words import plural
