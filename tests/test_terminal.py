@@ -2,6 +2,7 @@
 
 import os
 import pty
+import select
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import training_step
 
+from shardc.commands.progress_line import Progress
 from shardc.passes.hardware import PROFILES
 from shardc.reports.findings import find
 from shardc.reports.record import CurveRow, Record
@@ -119,16 +121,25 @@ def test_values_wrap_beside_their_names():
     assert _widest(wrap("word " * 99, 500)) <= READABLE
 
 
+def _terminal(columns):
+    """Two ends of a terminal: one to read what programs print on the other."""
+    inner, outer = pty.openpty()
+    os.set_blocking(inner, False)
+    subprocess.run(["stty", "cols", str(columns), "rows", "24"], stdin=outer, check=True)
+    return inner, outer
+
+
 def test_no_terminal_has_a_width_of_its_own(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     code = "from shardc.reports.terminal import terminal_width as w; print(w())"
-    call = [sys.executable, "-c", code]
-    done = subprocess.run(call, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, check=True)
-    assert int(done.stdout) == READABLE == 100
-    inner, outer = pty.openpty()
-    os.set_blocking(inner, False)
-    subprocess.run(["stty", "cols", "93"], stdin=outer, check=True)
-    subprocess.run(call, stdin=outer, stdout=outer, check=True)
+    call, env = (
+        [sys.executable, "-c", code],
+        dict(os.environ),
+    )  # readline may have put COLUMNS there
+    pipe = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "env": env, "check": True}
+    assert int(subprocess.run(call, **pipe).stdout) == READABLE == 100
+    inner, outer = _terminal(93)
+    subprocess.run(call, stdin=outer, stdout=outer, env=env, check=True)
     assert int(os.read(inner, 99)) == 93
     monkeypatch.setenv("COLUMNS", "20")
     assert terminal_width() == NARROWEST
@@ -153,3 +164,75 @@ def test_things_are_counted():
     assert [listed(list("abc"[:n])) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
     one = Record(model="Linear", world_size=1, copies=1, profile="cpu")
     assert "over 1 rank, cpu" in Report(**vars(one)).text()
+
+
+# -- progress --------------------------------------------------------------------------------------
+
+
+def _progress(parts=1, before=None):
+    now = [100.0]
+    return now, Progress("explain", parts, before, lambda: now[0])
+
+
+def test_the_time_that_is_left_follows_from_that_of_the_stages_before():
+    now, progress = _progress(before={"sharding": 0.0, "tracing": 0.25, "planning": 0.5})
+    progress("sharding")
+    assert progress.line() == "explain: sharding"
+    now[0] += 10
+    progress("tracing")
+    assert progress.line() == "explain: tracing, about 35 s left"
+    now[0] += 290
+    progress("weighing")
+    progress("planning")
+    assert progress.line() == "explain: planning, about 6 min left"
+    now[0] += 301
+    assert progress.line() == "explain: planning, longer than was expected"
+
+
+def test_the_time_of_a_report_tells_that_of_the_next():
+    now, progress = _progress(3, {"sharding": 0.0, "planning": 0.5})
+    for done in range(3):
+        progress("sharding")
+        left = ", about 45 s left" if done == 1 else ", about 25 s left" if done == 2 else ""
+        assert progress.line() == f"explain ({done + 1} of 3): sharding{left}"
+        now[0] += 20
+        progress("planning")
+
+
+def test_plans_whose_number_is_not_known_are_about_so_many():
+    now, progress = _progress(4)
+    for number in range(6):
+        progress(f"{number} ranks")
+        line = progress.line()
+        if number in (1, 2, 3):
+            assert "about" in line and "s left" in line
+        else:
+            assert "left" not in line
+        now[0] += 7
+    assert line == "explain (6 of about 4): 5 ranks"
+
+
+def test_the_line_is_shown_on_a_terminal_where_it_takes_long(tmp_path):
+    code = """
+import sys, time
+from shardc.commands import progress_line
+progress_line.DELAY = float(sys.argv[1])
+with progress_line.showing_progress(progress_line.Progress("fit")) as progress:
+    progress("building the model")
+    time.sleep(0.4)
+print("done")
+"""
+    shown = {}
+    for delay in ("0.01", "9"):
+        inner, outer = _terminal(80)
+        call = [sys.executable, "-c", code, delay]
+        done = subprocess.run(call, stdout=subprocess.PIPE, stderr=outer, check=True)
+        assert done.stdout == b"done\n"
+        shown[delay] = os.read(inner, 9999) if _readable(inner) else b""
+    assert b"fit: building the model [00:00]" in shown["0.01"] and b"fit" not in shown["9"]
+    quiet = subprocess.run([*call[:-1], "0"], capture_output=True, check=True)
+    assert quiet.stderr == b""
+
+
+def _readable(descriptor):
+    return bool(select.select([descriptor], [], [], 0)[0])

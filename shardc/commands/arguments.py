@@ -1,20 +1,23 @@
-"""Arguments that several commands share, and how their values are read."""
+"""Arguments that several commands share, and how their values are read.
+
+Commands import torch when they run: what is typed wrong costs no import of it.
+"""
 
 import argparse
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from shardc.commands.errors import UsageError
 from shardc.commands.target import EXAMPLE
-from shardc.passes.hardware import PROFILES, Profile, current_profile
-from shardc.runtime.checks.values import MAX_WORLD, read_amount
+from shardc.runtime.checks.values import HARDWARE, MAX_WORLD, read_amount
 from shardc.runtime.checks.words import plural
-from shardc.runtime.eager.precision import MixedPrecisionPolicy
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_WIRE = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
+if TYPE_CHECKING:
+    from shardc.passes.hardware import Profile
+    from shardc.runtime.eager.precision import MixedPrecisionPolicy
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+_WIRE = {"float8": "float8_e4m3fn", "int8": "int8"}
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -58,28 +61,33 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def read_precision(args: argparse.Namespace) -> MixedPrecisionPolicy:
+def read_precision(args: argparse.Namespace) -> "MixedPrecisionPolicy":
     """The policy that `--mp` and `--wire` ask for."""
+    import torch
+
+    from shardc.runtime.eager.precision import MixedPrecisionPolicy
+
     return MixedPrecisionPolicy(
-        param_dtype=_DTYPES.get(args.mp),
-        gather_wire_dtype=_WIRE.get(args.wire),
+        param_dtype=getattr(torch, _DTYPES[args.mp]) if args.mp else None,
+        gather_wire_dtype=getattr(torch, _WIRE[args.wire]) if args.wire else None,
         reduce_wire_dtype=torch.int8 if args.wire else None,
     )
 
 
 def add_profile(parser: argparse.ArgumentParser, what: str) -> None:
     """`--profile`, for `what`."""
-    names = ", ".join(sorted(PROFILES))
     parser.add_argument(
         "--profile",
-        choices=sorted(PROFILES),
+        choices=HARDWARE,
         metavar="NAME",
-        help=f"{what}: {names} (default: this machine's GPU, else h100-nvlink)",
+        help=f"{what}: {', '.join(HARDWARE)} (default: this machine's GPU, else h100-nvlink)",
     )
 
 
-def read_profile(args: argparse.Namespace) -> Profile:
+def read_profile(args: argparse.Namespace) -> "Profile":
     """The profile that `--profile` names, or its default."""
+    from shardc.passes.hardware import PROFILES, current_profile
+
     return PROFILES[args.profile] if args.profile else current_profile("cuda")
 
 

@@ -7,16 +7,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-from shardc.calibration import calibrate, calibration_file, is_calibration
 from shardc.commands.errors import FoundProblem, UsageError
-from shardc.passes.hardware import Profile
 from shardc.reports.terminal import pairs, wrap
 from shardc.runtime.checks.words import plural
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardc.passes.hardware import Profile
 
 NAME = "calibrate"
 SUMMARY = "measure this machine, so that collectives are planned for it"
@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and print the profile on the first rank."""
+    from shardc.calibration import calibrate, calibration_file, is_calibration
+
     with _mesh(args.device) as mesh:
         path = calibration_file(mesh)
         before = _written(path)
@@ -72,13 +74,17 @@ def _written(path: Path) -> int:
 
 
 @contextmanager
-def _mesh(device: str | None) -> Iterator[DeviceMesh]:
+def _mesh(device: str | None) -> Iterator["DeviceMesh"]:
     """All ranks of torchrun, or this process alone; the process group ends with the context.
 
     Raises:
         UsageError: `device` is "cuda" and this rank has none.
         FoundProblem: the process group cannot be made.
     """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     local, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     has_gpu = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= gpus and dist.is_nccl_available()
@@ -107,12 +113,12 @@ def _mesh(device: str | None) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def _json(profile: Profile, path: Path, kept: bool, world_size: int) -> str:
+def _json(profile: "Profile", path: Path, kept: bool, world_size: int) -> str:
     record = {"world_size": world_size, "file": str(path), "measured_now": not kept}
     return json.dumps({**record, "profile": dataclasses.asdict(profile)}, indent=2)
 
 
-def _text(profile: Profile, path: Path, kept: bool, world_size: int) -> str:
+def _text(profile: "Profile", path: Path, kept: bool, world_size: int) -> str:
     rows = [
         *((f"matmul, {dtype}", f"{flops / 1e12:.3g} TFLOP/s") for dtype, flops in profile.flops),
         ("memory", f"{profile.memory_bandwidth / 1e9:.3g} GB/s"),

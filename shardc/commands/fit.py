@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardc.commands.arguments import (
     add_precision,
@@ -10,15 +10,18 @@ from shardc.commands.arguments import (
     add_target,
     amount,
     example_inputs,
+    mesh_sizes,
     read_precision,
     read_profile,
 )
 from shardc.commands.errors import finding_problems
-from shardc.commands.progress_line import showing_progress
+from shardc.commands.progress_line import Progress, showing_progress
 from shardc.commands.target import EXAMPLE, load_model
-from shardc.reports.fit import Fit, fewest_ranks, fit
 from shardc.reports.terminal import Column, table, wrap
 from shardc.runtime.checks.words import format_bytes, format_seconds, plural
+
+if TYPE_CHECKING:
+    from shardc.reports.fit import Fit
 
 NAME = "fit"
 SUMMARY = "find the largest batch or sequence that fits a GPU, and the fewest ranks"
@@ -39,6 +42,8 @@ examples:
 exit code: 0, or 1 where not even the example inputs fit
 """
 _DIMS = {"batch": 0, "length": 1}
+_PLANS = 13
+"""About so many stages: building the model, seven or eight sizes, four numbers of ranks."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,24 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search, and print both answers."""
-    model, inputs = load_model(args.target)
-    positional, named = example_inputs(inputs, args.target)
-    given: dict[str, Any] = {
-        "kwargs": named,
-        "memory": args.memory,
-        "profile": read_profile(args),
-        "mp_policy": read_precision(args),
-    }
-    with showing_progress("fit") as progress, finding_problems(args.target, "planned"):
-        size = fit(
-            model,
-            *positional,
-            world_size=args.world_size,
-            dim=_DIMS[args.grow],
-            progress=progress,
-            **given,
-        )
-        ranks = fewest_ranks(model, *positional, progress=progress, **given)
+    mesh_sizes(1, args.world_size)
+    with showing_progress(Progress("fit", _PLANS)) as progress:
+        size, ranks = _search(args, progress)
     if args.json:
         print(json.dumps({args.grow: _record(size), "ranks": _record(ranks)}, indent=2))
     else:
@@ -80,7 +70,27 @@ def run(args: argparse.Namespace) -> int:
     return 0 if size.size else 1
 
 
-def _text(args: argparse.Namespace, size: Fit, ranks: Fit) -> str:
+def _search(args: argparse.Namespace, progress: Progress) -> tuple["Fit", "Fit"]:
+    """The largest size, and the fewest ranks."""
+    progress("building the model")
+    model, inputs = load_model(args.target)
+    positional, named = example_inputs(inputs, args.target)
+    from shardc.reports.fit import fewest_ranks, fit
+
+    given: dict[str, Any] = {
+        "kwargs": named,
+        "memory": args.memory,
+        "profile": read_profile(args),
+        "mp_policy": read_precision(args),
+        "progress": progress,
+    }
+    with finding_problems(args.target, "planned"):
+        dim = _DIMS[args.grow]
+        size = fit(model, *positional, world_size=args.world_size, dim=dim, **given)
+        return size, fewest_ranks(model, *positional, **given)
+
+
+def _text(args: argparse.Namespace, size: "Fit", ranks: "Fit") -> str:
     more = f"; {format_bytes(size.least)} would hold a larger one" if size.least else ""
     largest = f"largest {args.grow} on {plural(args.world_size, 'rank')}"
     rows = [
@@ -100,7 +110,7 @@ _COLUMNS = (
 )
 
 
-def _row(what: str, size: str, found: Fit) -> list[str]:
+def _row(what: str, size: str, found: "Fit") -> list[str]:
     report = found.report
     if report is None:
         least = f"needs {format_bytes(found.least)}" if found.least else ""
@@ -109,6 +119,6 @@ def _row(what: str, size: str, found: Fit) -> list[str]:
     return [what, size, format_bytes(report.peak.total), format_seconds(report.step_seconds), rate]
 
 
-def _record(found: Fit) -> dict[str, Any]:
+def _record(found: "Fit") -> dict[str, Any]:
     summary = found.report.summary() if found.report else None
     return {"size": found.size, "least_of_next": found.least, "step": summary}

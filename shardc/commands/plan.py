@@ -6,14 +6,8 @@ on the compiled graphs (activations, what is gathered when, seconds) is left out
 
 import argparse
 import json
-import re
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import nn
-from torch.distributed.fsdp import OffloadPolicy
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 from shardc.commands.arguments import (
     add_precision,
@@ -22,15 +16,16 @@ from shardc.commands.arguments import (
     read_precision,
     read_profile,
 )
-from shardc.commands.errors import FoundProblem
 from shardc.commands.target import EXAMPLE, load_model
-from shardc.passes.hardware import Profile
 from shardc.reports.terminal import Column, table, wrap
 from shardc.runtime.checks.words import format_bytes, plural
-from shardc.runtime.eager.precision import MixedPrecisionPolicy
-from shardc.runtime.layout.layout import BucketLayout
-from shardc.sharding.checks import check_ignored, check_model, check_modules
-from shardc.sharding.unit_plan import UnitPlan, plan_units
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardc.commands.planned import Totals, UnitGroup
+    from shardc.runtime.layout.layout import BucketLayout
+    from shardc.sharding.unit_plan import UnitPlan
 
 NAME = "plan"
 SUMMARY = "show how a model would be sharded over any number of ranks, without running it"
@@ -50,7 +45,6 @@ A bucket is gathered and reduced as a whole, and cut into equal segments, one a 
 what aligns parameters and segments. Adam's state is two values a parameter. Activations, and the
 buckets that are gathered at a time, come on top of what a rank keeps.
 """
-ADAM_STATES = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan the model and print the table, or JSON."""
     model, _ = load_model(args.target)
+    from shardc.commands.planned import group_units, plan_model, total
+
     profile = read_profile(args)
     policy = read_precision(args)
     plans = plan_model(model, args.world_size, policy, profile)
@@ -79,92 +75,6 @@ def run(args: argparse.Namespace) -> int:
         without = () if args.wire else (_ON_THE_WIRE,) if args.mp else (_GATHERED, _ON_THE_WIRE)
         print(f"{_table(groups, without)}\n\n{_summary(totals)}")
     return 0
-
-
-def plan_model(
-    model: nn.Module, world_size: int, policy: MixedPrecisionPolicy, profile: Profile
-) -> list[UnitPlan]:
-    """The units of `fully_shard(model, units="auto", mp_policy=policy)` on `world_size` ranks.
-
-    Raises:
-        FoundProblem: `fully_shard` would refuse the model; says why.
-    """
-    options = {
-        "reshard_after_forward": None,
-        "mp_policy": policy,
-        "offload_policy": OffloadPolicy(),
-    }
-    try:
-        modules = check_modules(model)
-        alone = check_ignored(modules, None)
-        plans = plan_units(modules, "auto", options, alone, world_size, profile)
-        params = [param for plan in plans for param in plan.params.values()]
-        check_model(modules, params, range(world_size), world_size, None)
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise FoundProblem(f"fully_shard would refuse this model: {error}") from error
-    if not params:
-        raise FoundProblem(
-            f"the {type(model).__name__} has no parameters: there is nothing to shard"
-        )
-    return plans
-
-
-@dataclass(frozen=True)
-class UnitGroup:
-    """Units that are laid out alike, by name in the model; the figures are those of each."""
-
-    names: tuple[str, ...]
-    plan: UnitPlan
-
-    @property
-    def label(self) -> str:
-        """What a table calls the group."""
-        if len(self.names) == 1:
-            return self.names[0] or "(root)"
-        return f"{self.names[0]} .. {self.names[-1]} ({len(self.names)})"
-
-
-def group_units(model: nn.Module, plans: Iterable[UnitPlan]) -> list[UnitGroup]:
-    """The plans with those of one class, layout and name but for its numbers put together."""
-    names = {module: name for name, module in model.named_modules()}
-    groups: dict[Any, list[tuple[str, UnitPlan]]] = {}
-    for plan in plans:
-        module = plan.modules[0]
-        pattern = re.sub(r"\d+", "*", names[module])
-        groups.setdefault((pattern, type(module), plan.layouts), []).append((names[module], plan))
-    return [UnitGroup(tuple(name for name, _ in group), group[0][1]) for group in groups.values()]
-
-
-@dataclass(frozen=True)
-class Totals:
-    """A whole model: counts, and bytes that a rank keeps at most, padding included."""
-
-    parameters: int
-    units: int
-    buckets: int
-    padding_fraction: float
-    parameter_bytes: int
-    gradient_bytes: int
-
-    @property
-    def adam_bytes(self) -> int:
-        """Bytes of Adam's two moments, in the dtype of the parameters."""
-        return ADAM_STATES * self.gradient_bytes
-
-
-def total(plans: Sequence[UnitPlan]) -> Totals:
-    """The sums over all buckets; frozen parameters have no gradient."""
-    layouts = [layout for plan in plans for layout in plan.layouts]
-    used = sum(layout.used for layout in layouts)
-    numel = sum(layout.numel for layout in layouts)
-    return Totals(
-        parameters=used,
-        units=len(plans),
-        buckets=len(layouts),
-        padding_fraction=(numel - used) / numel if numel else 0.0,
-        parameter_bytes=sum(_segment_bytes(layout) for layout in layouts),
-        gradient_bytes=sum(_segment_bytes(layout) for layout in layouts if layout.requires_grad),
-    )
 
 
 # -- print ---------------------------------------------------------------------------------------
@@ -184,7 +94,9 @@ _COLUMNS = (
 )
 
 
-def _table(groups: Sequence[UnitGroup], without: Collection[Column]) -> str:
+def _table(groups: Sequence["UnitGroup"], without: Collection[Column]) -> str:
+    from shardc.commands.planned import segment_bytes
+
     rows = []
     for group in groups:
         for index, layout in enumerate(group.plan.layouts):
@@ -195,7 +107,7 @@ def _table(groups: Sequence[UnitGroup], without: Collection[Column]) -> str:
                 format_bytes(layout.numel * layout.dtype.itemsize),
                 format_bytes(_gathered_bytes(group.plan, layout)),
                 format_bytes(_sent(group.plan, layout)),
-                format_bytes(_segment_bytes(layout)),
+                format_bytes(segment_bytes(layout)),
                 f"{100 * layout.padding_fraction:.3f}",
             )
             pairs = zip(_COLUMNS, cells, strict=True)
@@ -203,7 +115,7 @@ def _table(groups: Sequence[UnitGroup], without: Collection[Column]) -> str:
     return table([c for c in _COLUMNS if c not in without], rows, elsewhere="--json")
 
 
-def _summary(totals: Totals) -> str:
+def _summary(totals: "Totals") -> str:
     state = (totals.parameter_bytes, totals.gradient_bytes, totals.adam_bytes)
     names = ("parameters", "gradients", "Adam's state")
     kept = ", ".join(
@@ -220,7 +132,9 @@ def _summary(totals: Totals) -> str:
     return "\n".join(map(wrap, lines))
 
 
-def _group_record(group: UnitGroup) -> dict[str, Any]:
+def _group_record(group: "UnitGroup") -> dict[str, Any]:
+    from shardc.commands.planned import segment_bytes
+
     buckets = [
         {
             "parameters": layout.used,
@@ -231,7 +145,7 @@ def _group_record(group: UnitGroup) -> dict[str, Any]:
             "gathered_dtype": _name(_gathered(group.plan, layout)),
             "gathered_bytes": _gathered_bytes(group.plan, layout),
             "wire_bytes": _sent(group.plan, layout),
-            "segment_bytes": _segment_bytes(layout),
+            "segment_bytes": segment_bytes(layout),
             "padding_fraction": layout.padding_fraction,
         }
         for layout in group.plan.layouts
@@ -239,7 +153,7 @@ def _group_record(group: UnitGroup) -> dict[str, Any]:
     return {"names": group.names, "buckets": buckets}
 
 
-def _total_record(totals: Totals) -> dict[str, Any]:
+def _total_record(totals: "Totals") -> dict[str, Any]:
     return {
         "parameters": totals.parameters,
         "units": totals.units,
@@ -253,19 +167,15 @@ def _total_record(totals: Totals) -> dict[str, Any]:
     }
 
 
-def _segment_bytes(layout: BucketLayout) -> int:
-    return layout.segment * layout.dtype.itemsize
-
-
-def _gathered(plan: UnitPlan, layout: BucketLayout) -> torch.dtype:
+def _gathered(plan: "UnitPlan", layout: "BucketLayout") -> "torch.dtype":
     return plan.settings.dtypes(layout.dtype, evaluating=False)[0]
 
 
-def _gathered_bytes(plan: UnitPlan, layout: BucketLayout) -> int:
+def _gathered_bytes(plan: "UnitPlan", layout: "BucketLayout") -> int:
     return layout.numel * _gathered(plan, layout).itemsize
 
 
-def _sent(plan: UnitPlan, layout: BucketLayout) -> int:
+def _sent(plan: "UnitPlan", layout: "BucketLayout") -> int:
     """Bytes of all ranks' messages of a gather."""
     form = plan.settings.wire_format(layout, "gather")
     if form is None:
@@ -273,5 +183,5 @@ def _sent(plan: UnitPlan, layout: BucketLayout) -> int:
     return layout.world_size * form.row_bytes(layout.segment)
 
 
-def _name(dtype: torch.dtype) -> str:
+def _name(dtype: "torch.dtype") -> str:
     return str(dtype).removeprefix("torch.")

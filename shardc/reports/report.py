@@ -1,10 +1,10 @@
 """`Report`: a record with what people do with it."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from shardc.reports.compare import comparison_text
+from shardc.reports.endings import ENDINGS, check_ending
 from shardc.reports.html import save_html
 from shardc.reports.perfetto import save_trace
 from shardc.reports.record import Record
@@ -12,21 +12,11 @@ from shardc.reports.text import report_text
 from shardc.runtime.checks.arguments import check_value
 
 
-def write_as(path: str | Path) -> Callable[[Record, Path], None]:
-    """What writes a record to a file of that ending.
-
-    Raises:
-        ValueError: an ending that is not known.
-    """
-    writers = {".html": save_html, ".trace.json": save_trace, ".json": _save_json}
-    for ending, write in writers.items():
-        if str(path).endswith(ending):
-            return write
-    raise ValueError(f"a report is written as {', '.join(writers)}, got '{Path(path).name}'")
-
-
 def _save_json(record: Record, path: Path) -> None:
     path.write_text(json.dumps(record.to_dict()))
+
+
+_WRITERS = dict(zip(ENDINGS, (save_html, save_trace, _save_json), strict=True))
 
 
 class Report(Record):
@@ -71,7 +61,7 @@ class Report(Record):
         Raises:
             ValueError: another ending.
         """
-        write_as(path)(self, Path(path))
+        _WRITERS[check_ending(path)](self, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> "Report":
