@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if len(makers) < 2:
         raise UsageError("there is one report only: name another, or several --world-size")
     made = sum(not source.endswith(".json") for source in args.reports) * len(args.world_size)
-    with showing_progress(explaining("compare", max(1, made))) as progress:
+    with showing_progress(explaining(args, "compare", max(1, made))) as progress:
         reports = [maker(progress) for maker in makers]
     if args.json:
         from shardc.reports.compare import compare

@@ -18,7 +18,7 @@ from shardc.commands.errors import finding_problems
 from shardc.commands.progress_line import Progress, showing_progress
 from shardc.commands.target import EXAMPLE, load_model
 from shardc.reports.terminal import Column, table, wrap
-from shardc.runtime.checks.words import format_bytes, format_seconds, plural
+from shardc.runtime.checks.words import bytes_like, format_seconds, plural
 
 if TYPE_CHECKING:
     from shardc.reports.fit import Fit
@@ -91,11 +91,11 @@ def _search(args: argparse.Namespace, progress: Progress) -> tuple["Fit", "Fit"]
 
 
 def _text(args: argparse.Namespace, size: "Fit", ranks: "Fit") -> str:
-    more = f"; {format_bytes(size.least)} would hold a larger one" if size.least else ""
+    more = f"; {bytes_like(size.least, args.memory)} would hold a larger one" if size.least else ""
     largest = f"largest {args.grow} on {plural(args.world_size, 'rank')}"
     rows = [
-        _row(largest, f"{size.size} x the example inputs", size),
-        _row("fewest ranks for the example inputs", plural(ranks.size, "rank"), ranks),
+        _row(largest, f"{size.size} x the example inputs", size, args.memory),
+        _row("fewest ranks for the example inputs", plural(ranks.size, "rank"), ranks, args.memory),
     ]
     heading = wrap(f"{args.target} in {args.memory} a device{more}")
     return f"{heading}\n\n{table(_COLUMNS, rows, elsewhere='--json')}"
@@ -110,13 +110,14 @@ _COLUMNS = (
 )
 
 
-def _row(what: str, size: str, found: "Fit") -> list[str]:
+def _row(what: str, size: str, found: "Fit", memory: str) -> list[str]:
     report = found.report
     if report is None:
-        least = f"needs {format_bytes(found.least)}" if found.least else ""
+        least = f"needs {bytes_like(found.least, memory)}" if found.least else ""
         return [what, "none fits", least, "", ""]
     rate = f"{report.tokens / report.step_seconds:,.0f}"
-    return [what, size, format_bytes(report.peak.total), format_seconds(report.step_seconds), rate]
+    peak = bytes_like(report.peak.total, memory)
+    return [what, size, peak, format_seconds(report.step_seconds), rate]
 
 
 def _record(found: "Fit") -> dict[str, Any]:
