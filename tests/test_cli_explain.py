@@ -1,12 +1,17 @@
 """`shardc explain` and `shardc compare`: exit codes, files, errors that say what to do."""
 
 import json
+import os
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from command_line import ended
+
+from shardc.reports.terminal import READABLE
 
 MODULE = """
 import torch
@@ -52,6 +57,24 @@ def test_explain_prints_a_report_and_saves_files(capsys, tmp_path):
     assert json.loads((tmp_path / "step.json").read_text())["world_size"] == 16
     assert "<html" in (tmp_path / "step.html").read_text()
     assert json.loads((tmp_path / "step.trace.json").read_text())["traceEvents"]
+
+
+def test_explain_in_a_process_of_its_own(tmp_path):
+    command = [
+        Path(sys.executable).parent / "shardc",
+        "explain",
+        "user_model:built",
+        "--mp",
+        "bf16",
+    ]
+    env = {**os.environ, "SHARDC_DUMP": "dump"}
+    env.pop("COLUMNS", None)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    assert max(map(len, done.stdout.splitlines())) <= READABLE
+    assert "At 100 columns these are left out: started before" in done.stdout
+    assert "explain for" not in done.stderr  # no terminal, no line of progress
+    plans = sorted(path.name.partition("_")[2] for path in tmp_path.glob("dump/rank0/*_plan.txt"))
+    assert plans == ["backward_plan.txt", "forward_plan.txt"]
 
 
 def test_explain_as_json_with_every_option(capsys):

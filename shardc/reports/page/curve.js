@@ -18,7 +18,8 @@ function scaleOf(values, from, to) {
 }
 
 function curveTitle(row) {
-  const kept = `${row.gathered} of ${row.buckets} buckets stay gathered`;
+  const stay = row.buckets === 1 ? "bucket stays" : "buckets stay";
+  const kept = `${row.gathered} of ${row.buckets} ${stay} gathered`;
   const figures = [formatBytes(row.nbytes), formatSeconds(row.seconds)];
   const copied = row.on_host ? `${formatBytes(row.on_host)} saved on the host (${row.copied})` : "";
   const state = row.states_on_host ? `${formatBytes(row.states_on_host)} of state there` : "";
