@@ -16,9 +16,6 @@ def _save_json(record: Record, path: Path) -> None:
     path.write_text(json.dumps(record.to_dict()))
 
 
-_WRITERS = dict(zip(ENDINGS, (save_html, save_trace, _save_json), strict=True))
-
-
 class Report(Record):
     """What a step of a sharded model does and costs on one rank.
 
@@ -61,7 +58,8 @@ class Report(Record):
         Raises:
             ValueError: another ending.
         """
-        _WRITERS[check_ending(path)](self, Path(path))
+        writers = dict(zip(ENDINGS, (save_html, save_trace, _save_json), strict=True))
+        writers[check_ending(path)](self, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> "Report":
