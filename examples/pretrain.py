@@ -107,7 +107,7 @@ class Grid:
     def of(args: argparse.Namespace, device: torch.device) -> "Grid":
         world, taken = dist.get_world_size(), args.replicate * args.ep * args.tp
         if world % taken:
-            raise SystemExit(f"{world} ranks are no multiple of replicate * ep * tp = {taken}")
+            raise SystemExit(f"world size {world} is no multiple of replicate * ep * tp = {taken}")
         shard = world // taken
         return Grid(
             init_device_mesh(

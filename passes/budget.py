@@ -38,6 +38,7 @@ from shardc.passes.offloadable import Offload
 from shardc.passes.recomputable import Recompute
 from shardc.passes.tradeoff import Choice, Tradeoff
 from shardc.passes.trial import Trial, run_trial
+from shardc.runtime.checks.words import plural
 
 log = logging.getLogger("shardc")
 
@@ -92,7 +93,7 @@ def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
         fewest = min((each for _, each in thoughts), key=lambda each: each.trial.kept.ahead)
         least = _least(gm, ctx, fewest)
         raise BudgetTooSmall(
-            _too_small(budget, least) + _beside_the_host(fewest), budget.needed(least.peak)
+            _too_small(budget, least) + _beside_the_host(budget, fewest), budget.needed(least.peak)
         )
     own = found.kept
     agreed = own if ctx.agree_on_choice is None else _agree(gm, ctx, tradeoff, own)
@@ -117,8 +118,8 @@ def _as_agreed(gm: GraphModule, ctx: PassContext, agreed: Kept, budget: Budget) 
 
         more = recompute_more(gm, ctx, agreed, kinds, again, budget.room)
         if more is None:
-            said = "memory_budget: a graph may hold %d bytes with what ranks agreed on, not %d"
-            log.warning(said, trial.peak + budget.static, budget.nbytes)
+            said = "memory_budget: a graph may hold %s with what ranks agreed on, not %s"
+            log.warning(said, budget.shown(trial.peak + budget.static), budget)
         elif more.peak > budget.room:
             raise BudgetTooSmall(_grown(budget, more), budget.needed(more.peak))
         else:
@@ -189,7 +190,7 @@ def _agree(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, own: Kept) -> 
 
     def facts(by_number: bool) -> list[str]:
         gathers = filter(is_all_gather, our_collectives(gm))
-        return [str(ctx.budget), *(describe(node, by_number) for node in gathers)]
+        return [repr(ctx.budget), *(describe(node, by_number) for node in gathers)]
 
     assert ctx.agree_on_choice is not None
     choice = [own.ahead, sorted(own.positions), sorted(own.states), own.recomputes, own.offloads]
@@ -252,13 +253,13 @@ def _first(values: Iterable[_Value], counts: Counts) -> Iterator[_Value]:
 
 
 def _grown(budget: Budget, trial: Trial) -> str:
-    kept = len(trial.kept.positions)
+    kept = plural(len(trial.kept.positions), "bucket")
     return (
-        f"memory_budget of {budget.nbytes:,} bytes is too small for sizes that have grown: a step "
-        f"needs at least {budget.needed(trial.peak):,} bytes with what ranks agreed on when they "
-        f"compiled for smaller ones ({kept} buckets stay gathered, {trial.kept.ahead} units are "
-        "gathered ahead), and computed again what can be. Compile for the largest sizes first "
-        "(`shardc.warmup`), or use smaller ones"
+        f"memory_budget of {budget} is too small for sizes that have grown: a step needs at least "
+        f"{budget.shown(budget.needed(trial.peak))} with what ranks agreed on when they compiled "
+        f"for smaller ones (kept gathered: {kept}; gathered ahead: "
+        f"{plural(trial.kept.ahead, 'unit')}), and computed again what can be; compile for the "
+        "largest sizes first (`shardc.warmup`), or use smaller ones"
     )
 
 
@@ -267,21 +268,21 @@ def _too_small(budget: Budget, trial: Trial) -> str:
     margin = f", and {budget.margin:.0%} of that" if budget.margin else ""
     worst, phase = (before, "forward") if before.peak > after.peak else (after, "backward")
     return (
-        f"memory_budget of {budget.nbytes:,} bytes is too small: with every unit resharded, "
-        "nothing gathered ahead, and computed again what can be, a step needs at least "
-        f"{budget.needed(worst.peak):,} bytes: "
-        f"{budget.static:,} for segments, optimizer state and workspaces, {worst.inputs:,} for "
-        f"tensors saved for the backward, {worst.peak - worst.inputs:,} for values, gradients and "
-        f"gathered buckets at '{worst.peak_node}' of the {phase}{margin}. Use more ranks, smaller "
-        "units or a smaller batch"
+        f"memory_budget of {budget} is too small: with every unit resharded, nothing gathered "
+        "ahead, and computed again what can be, a step needs at least "
+        f"{budget.shown(budget.needed(worst.peak))}: {budget.shown(budget.static)} for segments, "
+        f"optimizer state and workspaces, {budget.shown(worst.inputs)} for tensors saved for the "
+        f"backward, {budget.shown(worst.peak - worst.inputs)} for values, gradients and gathered "
+        f"buckets at the peak of the {phase}{margin}; use more ranks, smaller units or a smaller "
+        "batch"
     )
 
 
-def _beside_the_host(tradeoff: Tradeoff) -> str:
+def _beside_the_host(budget: Budget, tradeoff: Tradeoff) -> str:
     wanted = sum(copy.nbytes for copy in tradeoff.copies) + sum(n for _, n in tradeoff.states)
     if wanted <= tradeoff.host_room:
         return ""
     return (
-        f", or more of the host's memory: of {wanted:,} bytes that may wait there, it has room for "
-        f"{int(tradeoff.host_room):,} (option 'host_memory')"
+        f", or more of the host's memory: of {budget.shown(wanted)} that may wait there, it has "
+        f"room for {budget.shown(int(tradeoff.host_room))} (option 'host_memory')"
     )

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardc.passes.hardware import Profile
 from shardc.runtime import compat
+from shardc.runtime.checks.words import bytes_like, plural
 from shardc.runtime.comm import (  # noqa: F401 (register their ops)
     comm_buffers,
     gradient_ops,
@@ -144,11 +145,13 @@ class Budget:
         nbytes: of everything.
         static: of segments and optimizer state; gradients count where the backward makes them.
         margin: what is left free for what the model does not see, as a share of what graphs hold.
+        given: the bound as the user wrote it, for errors.
     """
 
     nbytes: int
     static: int
     margin: float = 0.0
+    given: int | float | str = field(default=0, repr=False, compare=False)
 
     @property
     def room(self) -> int:
@@ -158,6 +161,16 @@ class Budget:
     def needed(self, peak: int) -> int:
         """The least bound with room for `peak`."""
         return self.static + math.ceil(peak / (1 - self.margin))
+
+    def shown(self, count: int) -> str:
+        """So many bytes, in the units of the bound."""
+        return bytes_like(count, self.given)
+
+    def __str__(self) -> str:
+        shown, given = self.shown(self.nbytes), str(self.given)
+        if given.lower().endswith("b"):
+            return given
+        return f"{given} ({shown})" if "." in given else shown
 
 
 MARGIN, MARGIN_OF_DEVICES = 0.02, 0.03
@@ -486,7 +499,9 @@ def describe_spec(spec: UnshardSpec) -> str:
     dtypes = dict.fromkeys([spec.dtype, spec.compute_dtype, spec.reduction.dtype or spec.dtype])
     names = "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     wires = (str(wire) for wire in (spec.wire, spec.reduction.wire) if wire is not None)
-    return " ".join([f"{spec.numel} {names} over {spec.world_size} ranks ({shapes})", *wires])
+    return " ".join(
+        [f"{spec.numel} {names} over {plural(spec.world_size, 'rank')} ({shapes})", *wires]
+    )
 
 
 _SCOPE = re.compile(r"^[LG]\[['\"]\w+['\"]\]\.?|^getattr\(|_modules\.|_orig_mod\.?")

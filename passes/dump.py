@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from shardc.runtime import compat
+from shardc.runtime.checks.words import plural
 
 INDEX = "index.txt"
 _FIRST_LINES = "What this run wrote, in order. Files that are not listed are older.\n\n"
@@ -107,7 +108,7 @@ def dump_input(gm: GraphModule, stem: str, written: bool = False) -> str:
         return ""
     text = graph_text(gm)
     if not written:
-        write_text(f"{stem}_0_input.py", f"{_count(gm)} ops, before the first pass", text)
+        write_text(f"{stem}_0_input.py", f"{plural(_count(gm), 'op')}, before the first pass", text)
     return text
 
 
@@ -121,7 +122,8 @@ def dump_change(gm: GraphModule, name: str, before: str) -> str:
         note(f"{name:<44} changed nothing")
         return text
     lines = [line[:1] for line in changes.splitlines()[2:]]
-    what = f"{_count(gm)} ops, {lines.count('+')} lines new, {lines.count('-')} gone"
+    new, gone = plural(lines.count("+"), "line"), lines.count("-")
+    what = f"{plural(_count(gm), 'op')}, {new} new, {gone} gone"
     write_text(f"{name}.py", what, text)
     write_text(f"{name}.diff", "what it changed", changes)
     return text

@@ -9,7 +9,6 @@ links are PCIe x16, generation 4 on A100, else 5, at 80% of nominal.
 
 import math
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import torch
 
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Must, checked, shown
+from shardc.runtime.checks.values import read_amount
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,6 @@ def matmul_bytes(profile: Profile) -> int:
 
 _AMOUNT = "bytes, a text such as '70GB' or '16GiB', or a fraction of the {}'s memory in (0, 1]"
 Budget = Annotated[int | float | str, Must(_AMOUNT.format("device"))]
-_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 def budget_bytes(budget: Budget, profile: Profile) -> int:
@@ -235,11 +234,10 @@ _CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 def _bytes(amount: Budget, whole: float, wanted: str) -> int:
     if isinstance(amount, str):
-        match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*)\s*([a-z]*)\s*", amount.lower())
-        if match and match[2] in _UNITS and float(match[1]):
-            number = float(match[1])
-            is_share = not match[2] and "." in match[1] and number <= 1
-            return int(number * (whole if is_share else _UNITS[match[2]]))
+        read = read_amount(amount)
+        if read is not None:
+            number, unit = read
+            return int(number * (whole if unit is None else unit))
     elif isinstance(amount, float) and 0 < amount <= 1:
         return int(amount * whole)
     elif isinstance(amount, int) and not isinstance(amount, bool) and amount > 0:

@@ -21,13 +21,16 @@ _ANSWER = """<script>
   let answer = null;
   try { answer = (() => { %s })(); } catch (error) { failures.push(String(error)); }
   const text = JSON.stringify({ answer, failures });
-  document.body.append(element("pre", { id: "answer" }, text));
+  parent.document.body.append(element("pre", { id: "answer" }, text));
 }
 </script>"""
 
 
-def answer_of(page: str, script: str, folder: Path) -> Any:
+def answer_of(page: str, script: str, folder: Path, width: int = 0) -> Any:
     """What `script`, the body of a function, returns at the end of the page, as JSON has it.
+
+    With a `width` in pixels the page stands in a frame of that width: windows are no narrower than
+    500.
 
     Fails where the page or the script raised; skips the test where there is no browser.
     """
@@ -36,6 +39,11 @@ def answer_of(page: str, script: str, folder: Path) -> Any:
         pytest.skip(f"no browser: none of {', '.join(_NAMES)} is installed")
     head, tail = page.rsplit("</body>", 1)
     page = f"{head}{_ANSWER % script}</body>{tail}".replace("<head>", f"<head>{_CATCH}", 1)
+    if width:
+        frame = (
+            f'<iframe style="width:{width}px;height:900px;border:0" srcdoc="{html.escape(page)}">'
+        )
+        page = f"<!doctype html><body>{frame}</iframe></body>"
     path = folder / "page.html"
     path.write_text(page, encoding="utf-8")
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1500,1100"]

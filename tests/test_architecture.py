@@ -1,6 +1,7 @@
 """The shape of the code: imports go one way, private torch names live in one module."""
 
 import ast
+import itertools
 import re
 from pathlib import Path
 
@@ -130,6 +131,27 @@ def test_backends_of_collectives_are_told_apart_in_one_place():
     }
     made_here = {f"shardc/commands/{name}.py" for name in ("calibrate", "machine", "probes")}
     assert found - made_here == {"runtime/comm/backends.py", "runtime/compat/gloo.py"}
+
+
+_COUNTED = (
+    "arguments|buckets|bytes|collectives|copies|elements|entries|graphs|kinds|lines|messages|"
+)
+_COUNTED += "nodes|ops|optimizers|parameters|processes|ranks|rows|steps|tensors|tokens|units|GPUs"
+_COUNTED = re.compile(rf" ({_COUNTED}|times(?! (as|the)))\b")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_one_thing_is_not_called_many(path):
+    """Counts in texts are worded by `plural`."""
+    tree = ast.parse(path.read_text())
+    texts = [node.values for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    found = [
+        f"{path}:{noun.lineno} {{{ast.unparse(count)}}}{noun.value}"
+        for values in texts
+        for count, noun in itertools.pairwise(values)
+        if isinstance(noun, ast.Constant) and _COUNTED.match(noun.value)
+    ]
+    assert found == []
 
 
 def test_every_behaviour_of_fsdp_names_a_test_that_exists():

@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardc import fully_shard, units_of
-from shardc.commands.plan import group_units, plan_model, total
+from shardc.commands.planned import group_units, plan_model, total
 from shardc.passes.hardware import PROFILES
+from shardc.runtime.checks.values import HARDWARE
 from shardc.runtime.eager.precision import MixedPrecisionPolicy as Precision
 
 ROOT = Path(__file__).parent.parent
@@ -94,7 +95,7 @@ def test_plan_prints_a_row_a_bucket(capsys):
     arguments = ["plan", "examples.models:llama3_8b", "--world-size", "1024"]
     code, out, _ = ended(capsys, *arguments, "--profile", "h100-nvlink")
     lines = out.splitlines()
-    assert code == 0 and lines[0].startswith("examples.models:llama3_8b over 1024 ranks")
+    assert code == 0 and lines[0].startswith("examples.models:llama3_8b over 1,024 ranks")
     rows = [" ".join(line.split()) for line in lines[4:8]]
     assert rows == [
         "model.layers.0 .. model.layers.31 (32) 218,103,808 float32 832 MiB 832 KiB 0.000",
@@ -105,7 +106,7 @@ def test_plan_prints_a_row_a_bucket(capsys):
     assert lines[-2] == "8,030,261,248 parameters; units: 33, buckets: 35, padding: 0.039%"
     assert "parameters 29.93 MiB, gradients 29.93 MiB, Adam's state 59.85 MiB" in lines[-1]
     mixed = ended(capsys, *arguments, "--mp", "bf16")[1]
-    assert "gathered bytes" in mixed and "gathered bytes" not in out
+    assert "  gathered  " in mixed and "  gathered  " not in out
     arguments += ["--mp", "bf16", "--wire", "int8"]
     quantised = json.loads(ended(capsys, *arguments, "--json")[1])
     for bucket in (bucket for unit in quantised["units"] for bucket in unit["buckets"]):
@@ -201,11 +202,52 @@ def test_wrong_usage(capsys, arguments, message):
     assert (code, out) == (2, "") and message in err
 
 
-def test_every_help_has_an_explanation(capsys):
-    for arguments in ([], ["plan"], ["explain"], ["compare"], ["doctor"], ["calibrate"]):
+TYPED = """
+import sys
+from shardc.commands.cli import main
+
+for line in sys.stdin.read().splitlines():
+    try:
+        code = main(line.split())
+    except SystemExit as end:
+        code = end.code
+    print(line, code, "torch" in sys.modules, file=sys.stderr)
+"""
+
+
+def test_wrong_usage_costs_no_import_of_torch():
+    wrong = [
+        "", "plan", "plan json:dumps", "plan json:nothing", "plan nowhere:build", "fit json:dump",
+        "fit json:dump --memory lots", "explain a/b.py:model", "explain nowhere:build",
+        "explain json:load --save step.txt", "explain json:load --memory-budget much",
+        "explain json:load --reshard 3", "explain json:load --world-size 20000",
+        "explain json:load --profile none", "compare one.json", "compare a.html b.html",
+        "precompile nowhere:build", "calibrate --device tpu", "doctor --timeout 0",
+    ]  # fmt: skip
+    right = ["--help", "explain --help"]
+    call = [sys.executable, "-c", TYPED]
+    lines = "\n".join(wrong + right)
+    done = subprocess.run(call, input=lines, capture_output=True, text=True, cwd=ROOT, check=True)
+    ends = [line for line in done.stderr.splitlines() if line.endswith(("True", "False"))]
+    assert ends == [f"{line} 2 False" for line in wrong] + [f"{line} 0 False" for line in right]
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_every_help_has_an_explanation(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    commands = [
+        [name]
+        for name in ["plan", "explain", "fit", "compare", "precompile", "doctor", "calibrate"]
+    ]
+    for arguments in ([], *commands):
         code, out, _ = ended(capsys, *arguments, "--help")
         assert code == 0 and len(out.splitlines()) > 10
+        assert max(map(len, out.splitlines())) <= width
         assert "exit code" in out or "example" in out
+
+
+def test_the_command_line_knows_the_hardware():
+    assert sorted(PROFILES) == sorted(HARDWARE)
 
 
 # -- installed ------------------------------------------------------------------------------------

@@ -1,11 +1,17 @@
 """`shardc explain` and `shardc compare`: exit codes, files, errors that say what to do."""
 
 import json
+import os
+import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from command_line import ended
+
+from shardc.reports.terminal import READABLE
 
 MODULE = """
 import torch
@@ -47,10 +53,28 @@ def test_explain_prints_a_report_and_saves_files(capsys, tmp_path):
     )
     assert code == 0
     assert out.startswith("Sequential over 16 ranks") and "mp=bfloat16" in out
-    assert "peak memory" in out and "reduce-scatter" in out and "more like these" in out
+    assert "peak memory" in out and "reduce-scatter" in out and "like these" in out
     assert json.loads((tmp_path / "step.json").read_text())["world_size"] == 16
     assert "<html" in (tmp_path / "step.html").read_text()
     assert json.loads((tmp_path / "step.trace.json").read_text())["traceEvents"]
+
+
+def test_explain_in_a_process_of_its_own(tmp_path):
+    command = [
+        Path(sys.executable).parent / "shardc",
+        "explain",
+        "user_model:built",
+        "--mp",
+        "bf16",
+    ]
+    env = {**os.environ, "SHARDC_DUMP": "dump"}
+    env.pop("COLUMNS", None)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    assert max(map(len, done.stdout.splitlines())) <= READABLE
+    assert "At 100 columns these are left out: started before" in done.stdout
+    assert "explain for" not in done.stderr  # no terminal, no line of progress
+    plans = sorted(path.name.partition("_")[2] for path in tmp_path.glob("dump/rank0/*_plan.txt"))
+    assert plans == ["backward_plan.txt", "forward_plan.txt"]
 
 
 def test_explain_as_json_with_every_option(capsys):
@@ -102,8 +126,19 @@ def test_a_model_that_does_not_fit_is_a_problem(capsys):
     ("arguments", "code", "message"),
     [
         (["explain", "user_model:alone"], 2, "returns a model only, and a step needs inputs"),
-        (["explain", "user_model:wrong"], 1, "user_model:wrong cannot be explained, "),
-        (["explain", "user_model:built", "--world-size", "20000"], 1, "at most 16,384 ranks"),
+        (
+            ["explain", "user_model:wrong"],
+            1,
+            "user_model:wrong cannot be explained: TorchRuntimeError: ",
+        ),
+        (["explain", "user_model:built", "--world-size", "20000"], 2, "at most 16,384 ranks"),
+        (["explain", "user_model:built", "--memory", "much"], 2, "must be bytes such as 70GB"),
+        (["explain", "user_model:built", "--reshard", "3"], 2, "a divisor of the 8 ranks"),
+        (
+            ["explain", "user_model:built", "--hierarchical", "--world-size", "12"],
+            2,
+            "12 ranks cannot be split into nodes of 8",
+        ),
         (
             ["explain", "user_model:built", "--save", "step.txt"],
             2,
@@ -114,9 +149,37 @@ def test_a_model_that_does_not_fit_is_a_problem(capsys):
         (["explain", "user_model:built", "--memory-budget", "1KB"], 1, "is too small"),
         (["compare", "none.json", "none.json"], 1, "cannot be read: No such file"),
         (["compare", "user_model:built"], 2, "there is one report only"),
+        (["compare", "step.html", "step.html"], 2, "step.html cannot be compared: give the .json"),
     ],
 )
 def test_what_goes_wrong_is_said(capsys, arguments, code, message):
     got, out, err = ended(capsys, *arguments)
     assert (got, out) == (code, "") and message in err
     assert not torch.distributed.is_initialized()
+    assert "TORCHDYNAMO_VERBOSE" not in err
+
+
+@pytest.mark.parametrize(
+    ("given", "said", "least", "unit"),
+    [
+        ("1KB", "1KB", r"67\.\d+", "MB"),
+        ("16KiB", "16KiB", r"64\.\d+", "MiB"),
+        ("0.0001", r"0\.0001 \(7\.63 MiB\)", r"64\.\d+", "MiB"),
+        ("1000", "1,000 bytes", r"67,\d{3},\d{3}", "bytes"),
+    ],
+)
+def test_a_budget_that_cannot_be_kept_is_one_sentence_in_its_units(
+    capsys, given, said, least, unit
+):
+    call = ["explain", "user_model:built", "--profile", "h100-nvlink", "--memory-budget"]
+    code, out, err = ended(capsys, *call, given)
+    (line,) = (line for line in err.splitlines() if "shardc explain: error: " in line)
+    assert (code, out) == (1, "") and err.rstrip().endswith(line) and ". " not in line
+    found = re.search(
+        f"^shardc explain: error: user_model:built cannot be explained: memory_budget of {said} is "
+        rf"too small: .* at least ({least}) {unit}: \S+ {unit} for segments",
+        line,
+    )
+    assert found, line
+    enough = found[1].replace(",", "") + ("" if unit == "bytes" else unit)
+    assert ended(capsys, *call, enough)[0] == 0

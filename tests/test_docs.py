@@ -7,6 +7,7 @@ that name in the page's folder, which commands may use.
 
 import contextlib
 import dataclasses
+import importlib
 import inspect
 import io
 import itertools
@@ -37,6 +38,7 @@ from shardc.backend import compile as backend
 from shardc.backend.options import Options
 from shardc.commands.cli import _make_parser
 from shardc.passes.hardware import PROFILES
+from shardc.reports.terminal import READABLE
 from shardc.runtime.comm.backends import BACKENDS
 
 ROOT = Path(__file__).parent.parent
@@ -76,6 +78,15 @@ def commands_of(page: Path) -> list[list[str]]:
     """The words of every line in the page's shell blocks."""
     lines = (line for f in fences(page) if f.language == "sh" for line in f.text.splitlines())
     return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def printed(page: Path) -> dict[str, str]:
+    """What commands print, as the page shows it: a text block after a block of one command."""
+    return {
+        before.text.strip(): shown.text
+        for before, shown in itertools.pairwise(fences(page))
+        if shown.language == "text" and before.language == "sh" and before.text.count("\n") == 1
+    }
 
 
 def _name(page: Path) -> str:
@@ -123,7 +134,7 @@ def run_page(mesh, path, folder):
         stack.enter_context(mock.patch.dict(os.environ, XDG_CACHE_HOME=folder))
         for table in (PROFILES, BACKENDS):
             stack.enter_context(mock.patch.dict(table))
-        measuring = sys.modules["shardc.calibration"]
+        measuring = importlib.import_module("shardc.calibration")
         stack.enter_context(mock.patch.multiple(measuring, _ROUNDS=1, _IN_A_ROW=1))
         stack.enter_context(mock.patch.object(sys, "path", [*sys.path, str(folder)]))
         titles = [fence.title for fence in python_of(page) if fence.title]
@@ -182,6 +193,8 @@ def test_a_script_of_fsdp2_trains_alike_after_the_conversion():
 def test_commands_of_a_page(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setenv("COLUMNS", str(READABLE))
+    shown = printed(page)
     cache = "TORCHINDUCTOR_CACHE_DIR"
     monkeypatch.setenv(cache, os.environ[cache])  # `shardc precompile --cache` sets another
     titles = {fence.title: fence.text for fence in fences(page) if fence.title}
@@ -203,8 +216,17 @@ def test_commands_of_a_page(page, tmp_path, monkeypatch, capsys):
             assert words[0] == "shardc", f"{page.name} runs '{words[0]}': say here how to test it"
             _make_parser().parse_args(words[1:])
             if not " ".join(words[1:]).startswith(SLOW):
-                code, _, err = ended(capsys, *words[1:])
+                code, out, err = ended(capsys, *words[1:])
                 assert code == 0, (words, err)
+                if (text := shown.pop(" ".join(words), None)) and torch.__version__ >= "2.13":
+                    assert out == text
+    assert not [line for line in shown if line.startswith("shardc")]
+
+
+def test_pages_show_what_commands_print():
+    pages = [page for page in PAGES if any(line.startswith("shardc") for line in printed(page))]
+    assert _name(pages[0]) == "docs/command_line.md"
+    assert [line.split()[1] for line in printed(pages[0])] == ["plan", "explain", "fit"]
 
 
 # -- what there is to name -----------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from command_line import ended
 
 from shardc import set_profile
-from shardc.commands import doctor, machine, probes
+from shardc.commands import machine, probes
 from shardc.commands.machine import Finding
 from shardc.passes.hardware import current_profile
 
@@ -50,7 +50,7 @@ def _doctor(capsys, monkeypatch, **findings):
     """A run of the doctor in which the checks find what is given."""
     names = {name.replace("_", " "): finding for name, finding in findings.items()}
     checks = [(name, lambda timeout, f=finding: f) for name, finding in names.items()]
-    monkeypatch.setattr(doctor, "checks", lambda: checks)
+    monkeypatch.setattr(machine, "checks", lambda: checks)
     return ended(capsys, "doctor")
 
 

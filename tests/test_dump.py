@@ -60,7 +60,7 @@ def test_a_pass_that_changes_nothing_has_a_line_and_no_files(tmp_path, monkeypat
     assert [re.split(r"\s{2,}", line) for line in lines] == [
         [f"{stem}_0_input.py", "2 ops, before the first pass"],
         [f"{stem}_1_look_on", "changed nothing"],
-        [f"{stem}_2_turn_exp_into_cos.py", "2 ops, 1 lines new, 1 gone"],
+        [f"{stem}_2_turn_exp_into_cos.py", "2 ops, 1 line new, 1 gone"],
         [f"{stem}_2_turn_exp_into_cos.diff", "what it changed"],
         [f"{stem}_3_look_on", "changed nothing"],
     ]

@@ -416,7 +416,7 @@ def test_a_report_is_saved_and_compared(stack_report, tmp_path):
 def test_what_repeats_is_shown_by_its_ends(stack_report):
     short, full = str(stack_report), stack_report.text(every_row=True)
     assert "layers.2 " not in short.split("Findings")[0]
-    assert "... 2 more like these" in short and "more like these" not in full
+    assert "... 2 like these" in short and "like these" not in full
     assert full.count("all-gather") > short.count("all-gather")
 
 

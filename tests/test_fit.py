@@ -84,4 +84,4 @@ def test_the_command(capsys):
     code, out, _ = ended(capsys, *call, "--memory", "1KB", "--json")
     assert code == 1 and json.loads(out)["batch"]["size"] == 0
     code, _, err = ended(capsys, *call, "--memory", "much")
-    assert code == 1 and "memory_budget must be bytes" in err
+    assert code == 2 and "--memory: must be bytes" in err

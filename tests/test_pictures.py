@@ -14,7 +14,7 @@ from shardc.reports.html import page, save_html
 from shardc.reports.lanes import lanes_of, op_indices, stalls
 from shardc.reports.perfetto import save_trace, trace_events
 from shardc.reports.record import KINDS, CurveRow, Finding, Op, Record
-from shardc.reports.words import format_bytes
+from shardc.runtime.checks.words import format_bytes
 
 STEP = training_step()
 EMPTY = Record(model="Linear", world_size=1, copies=1, profile="cpu")
@@ -366,6 +366,25 @@ def test_the_memory_curve_is_drawn_where_there_is_one(tmp_path):
     assert shown["table"] == ["1 of 3", "3 of 3", "0 of 3"]
     without = _ask(STEP, script, tmp_path)
     assert without["hidden"] and not without["marks"]
+
+
+@pytest.mark.parametrize("width", [420, 1400])
+def test_nothing_is_wider_than_its_card(tmp_path, width):
+    curve = tuple(CurveRow("", n << 30, 0.1 / n, n, 3, 2, "mlp: mul") for n in (4, 5, 6, 7))
+    shown = answer_of(page(replace(STEP, curve=curve)), """
+        const wide = (all) => all.filter((e) => e.scrollWidth > e.clientWidth + 1);
+        const cards = [...document.querySelectorAll(".card:not(.scroll)")];
+        const texts = [...document.querySelectorAll("#curve text")].map((text) =>
+          text.getBoundingClientRect());
+        const below = texts.filter((box, index) => index % 2);
+        return { width: innerWidth, page: document.documentElement.scrollWidth,
+          cards: cards.length, wide: wide(cards).map((card) => card.textContent),
+          high: Math.min(...texts.map((box) => box.height)),
+          apart: below.slice(1).every((box, index) => box.left > below[index].right) };
+    """, tmp_path, width)  # fmt: skip
+    assert shown["width"] == width >= shown["page"]
+    assert shown["cards"] > 7 and shown["wide"] == []
+    assert shown["high"] > 11 and shown["apart"] is True
 
 
 @pytest.mark.parametrize("record", [EMPTY, ALONE], ids=["empty", "alone"])

@@ -212,7 +212,7 @@ def test_what_does_not_match_is_said(tmp_path):
     assert result.rows[0].exposed == pytest.approx(7e-6) and result.rows[1].exposed is None
     assert result.notes == (
         "not planned: reduce c",
-        "not matched: gather b is there 2 times in 1 steps, planned 1 times a step",
+        "not matched: gather b is there 2 times in 1 step, planned 1 time a step",
     )
     assert result.notes[0] in str(result)
 

@@ -390,7 +390,7 @@ def test_memory_budget(mesh):
         plans, _ = _planned(mesh, _backward, memory_budget=least + extra)
         assert max(plan.peak for plan in plans) <= least + extra
     with pytest.raises(
-        Exception, match=r"too small.* at least [0-9,]+ bytes: [0-9,]+ for segments"
+        Exception, match=r"too small.* at least [0-9,]+ bytes: [0-9,]+ bytes for segments"
     ):
         _planned(mesh, _backward, memory_budget=1000)
 

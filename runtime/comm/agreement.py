@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from shardc.runtime import compat
+from shardc.runtime.checks.words import plural
 from shardc.runtime.comm.collectives import in_history
 from shardc.runtime.comm.communicators import kept_with
 from shardc.runtime.comm.history import Parted
@@ -237,7 +238,7 @@ def _difference(what: str, rank: int, mine: list[str], reference: list[str]) -> 
     number = min(len(mine), len(reference)) - 1
     longer, more = (0, reference) if len(reference) > len(mine) else (rank, mine)
     return (
-        f"ranks disagree on {what}: rank 0 has {len(reference) - 1} entries, "
+        f"ranks disagree on {what}: rank 0 has {plural(len(reference) - 1, 'entry', 'entries')}, "
         f"rank {rank} has {len(mine) - 1}. Those they both have are the same; "
         f"rank {longer} goes on with «{more[number + 1]}»"
     )

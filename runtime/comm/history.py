@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from shardc.runtime import compat
+from shardc.runtime.checks.words import plural
 from shardc.runtime.comm.entry_board import RING, board_of, word_of
 
 
@@ -126,9 +127,9 @@ def say_parted(count: int, texts: dict[int, str]) -> str:
         for text, ranks in by_text.items()
     )
     return (
-        f"ranks have parted after {count - 1} collectives in common: {ways}. All ranks must enter "
-        "the same ones in the same order: look for a branch, a call or a setting (no_sync, "
-        "requires_grad, ...) that not all of them have"
+        f"ranks have parted after {plural(count - 1, 'collective')} in common: {ways}. All ranks "
+        "must enter the same ones in the same order: look for a branch, a call or a setting "
+        "(no_sync, requires_grad, ...) that not all of them have"
     )
 
 

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from shardc.runtime import compat
 from shardc.runtime.checks.call_sites import own_collective_of, place_of_thread
+from shardc.runtime.checks.words import plural
 from shardc.runtime.comm.backends import BACKENDS, end_waits, flight_record
 from shardc.runtime.comm.entry_board import RING
 from shardc.runtime.comm.history import Failed, Parted, histories, history_of
@@ -251,7 +252,8 @@ def compare(
         else:
             place = f"at {line['at']}{_called_from(line)}"
             if line["started"] != mine["started"]:
-                place += f", having started {line['started']} collectives ({mine['started']} here)"
+                started = plural(line["started"], "collective")
+                place += f", having started {started} ({mine['started']} here)"
             elsewhere.setdefault(place, []).append(rank)
     silent = [rank for rank in others if rank not in by_rank and rank not in left]
     said = [f"Rank {rank} left with {why}." for rank, why in sorted(left.items())[:16]]

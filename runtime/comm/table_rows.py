@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from shardc.runtime import compat
+from shardc.runtime.checks.words import plural
 from shardc.runtime.comm.collectives import Started, start_all_to_all
 from shardc.runtime.layout.layout import interval
 
@@ -131,7 +132,7 @@ def fetch_rows(
     served = dealing.wait().view(-1, width)
     if refused:
         wrong = flat[is_wrong][0].item()
-        raise IndexError(f"index {wrong} is out of range of an embedding of {rows} rows")
+        raise IndexError(f"index {wrong} is out of range of an embedding of {plural(rows, 'row')}")
     answers = served.index_select(0, _rows_of(asked, table, sum(go)))
     fetched = _start_exchange(answers, go, come, group).wait().view(-1, width)
     values = fetched.index_select(0, places).view(*ids.shape, width)

@@ -300,3 +300,10 @@ def check_backend_options(backend: object, options: object) -> None:
 
     if isinstance(backend, str):
         getattr(lookup_backend(backend), "check_options", lambda options: None)(options)
+
+
+def raised_by_backend(error: Exception) -> Exception:
+    """What a backend raised, out of Dynamo's error about it; any other error as it is (2.13)."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    return error.inner_exception if isinstance(error, BackendCompilerFailed) else error

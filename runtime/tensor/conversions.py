@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardc.runtime import compat
+from shardc.runtime.checks.words import plural
 from shardc.runtime.comm.collectives import entering
 from shardc.runtime.tensor.shard_spec import (
     FlatShard,
@@ -188,7 +189,9 @@ def distribute(
         for dim in range(mesh.ndim):
             if mesh.size(dim) > 1:
                 group = mesh.get_group(dim)
-                with entering(f"a broadcast of {full.nbytes} bytes", compat.group_name(group)):
+                with entering(
+                    f"a broadcast of {plural(full.nbytes, 'byte')}", compat.group_name(group)
+                ):
                     dist.broadcast(full, group=group, group_src=src_data_rank)
     return _place(full, spec).requires_grad_(tensor.requires_grad)
 
@@ -249,7 +252,7 @@ def _spec_for(mesh: DeviceMesh, placements: Sequence[Placement]) -> ShardSpec:
 def _check_size(shape: tuple[int, ...], spec: ShardSpec) -> None:
     fits = torch.Size(shape).numel() == spec.numel if spec.tp is None else shape == spec.tp.shape
     if not fits:
-        what = f"{spec.numel} elements" if spec.tp is None else f"shape {spec.tp.shape}"
+        what = f"{plural(spec.numel, 'element')}" if spec.tp is None else f"shape {spec.tp.shape}"
         raise ValueError(f"{FlatShard(spec)} places a tensor of {what}, got one of shape {shape}")
 
 

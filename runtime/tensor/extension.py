@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardc.runtime import compat
+from shardc.runtime.checks.words import plural
 from shardc.runtime.layout.spec import intern_object
 from shardc.runtime.tensor.packing import Packing, on_device, rows_of
 
@@ -72,8 +73,8 @@ def why_not_extended(tensor: Tensor, world_size: int) -> str | None:
     parameters = _arguments(tensor)
     if parameters not in (1, 5):
         return (
-            f"its fsdp_pre_all_gather takes {parameters} arguments; it must take (mesh) or (mesh, "
-            "outer_size, outer_stride, module, mp_policy)"
+            f"its fsdp_pre_all_gather takes {plural(parameters, 'argument')}; it must take "
+            "(mesh) or (mesh, outer_size, outer_stride, module, mp_policy)"
         )
     if tensor.dim() == 0:
         return "it has no dim to cut"
@@ -92,8 +93,9 @@ def _why_not_packed(tensor: Tensor, world_size: int) -> str | None:
         return "it is made of several tensors, which are sharded only frozen: requires_grad_(False)"
     if packing.groups % world_size:
         return (
-            f"it is made of several tensors, whose blocks end with every {packing.rows} rows: "
-            f"{world_size} ranks do not divide {packing.groups} times as many; {alone}"
+            "it is made of several tensors, whose blocks end with every "
+            f"{plural(packing.rows, 'row')}: {plural(world_size, 'rank')} do not "
+            f"divide {packing.groups} times as many; {alone}"
         )
     return None
 

@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardc.runtime import compat
 from shardc.runtime.bucket.params import convert
+from shardc.runtime.checks.values import MAX_WORLD
+from shardc.runtime.checks.words import plural
 from shardc.sharding.mesh import hierarchical_mesh
 from shardc.sharding.shard import fully_shard
 from shardc.sharding.units import units_of
-
-MAX_WORLD = 16384
 
 
 def sizes_of(
@@ -57,11 +57,12 @@ def sizes_of(
         )
     ranks = sizes[0] * sizes[-1] if len(sizes) == 2 else sizes[0]
     if ranks > MAX_WORLD:
-        raise ValueError(f"at most {MAX_WORLD:,} ranks can be planned for, got {ranks:,}")
+        raise ValueError(f"at most {plural(MAX_WORLD, 'rank')} can be planned for, got {ranks:,}")
     if dist.is_initialized() and dist.get_world_size() != ranks:
         raise ValueError(
-            f"this process has a fake process group of {dist.get_world_size()} ranks, and {ranks} "
-            "are asked for: destroy_process_group() first"
+            "this process has a fake process group of "
+            f"{plural(dist.get_world_size(), 'rank')}, and {ranks:,} are "
+            "asked for: destroy_process_group() first"
         )
     return sizes
 

@@ -184,6 +184,7 @@ class Plan:
             nbytes=budget_bytes(options.memory_budget, self.profile),
             static=self.static_bytes,
             margin=margin if options.executor == "inductor" else 0.0,
+            given=options.memory_budget,
         )
 
     def _schedule_options(self, numbers: Mapping[Unit, int]) -> ScheduleOptions:

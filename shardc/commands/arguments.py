@@ -1,18 +1,23 @@
-"""Arguments that several commands share, and how their values are read."""
+"""Arguments that several commands share, and how their values are read.
+
+Commands import torch when they run: what is typed wrong costs no import of it.
+"""
 
 import argparse
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from shardc.commands.errors import UsageError
 from shardc.commands.target import EXAMPLE
-from shardc.passes.hardware import PROFILES, Profile, current_profile
-from shardc.runtime.eager.precision import MixedPrecisionPolicy
+from shardc.runtime.checks.values import HARDWARE, MAX_WORLD, read_amount
+from shardc.runtime.checks.words import plural
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_WIRE = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
+if TYPE_CHECKING:
+    from shardc.passes.hardware import Profile
+    from shardc.runtime.eager.precision import MixedPrecisionPolicy
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+_WIRE = {"float8": "float8_e4m3fn", "int8": "int8"}
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +40,14 @@ def add_copies(parser: argparse.ArgumentParser) -> None:
 
 
 def mesh_sizes(copies: int, world_size: int) -> tuple[int, ...]:
-    """Of the mesh with so many copies of the model, each over so many ranks."""
+    """Of the mesh with so many copies of the model, each over so many ranks.
+
+    Raises:
+        UsageError: these are more ranks than can be planned for.
+    """
+    ranks = plural(copies * world_size, "rank")
+    if copies * world_size > MAX_WORLD:
+        raise UsageError(f"at most {plural(MAX_WORLD, 'rank')} can be planned for, got {ranks}")
     return (copies, world_size) if copies > 1 else (world_size,)
 
 
@@ -49,28 +61,33 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def read_precision(args: argparse.Namespace) -> MixedPrecisionPolicy:
+def read_precision(args: argparse.Namespace) -> "MixedPrecisionPolicy":
     """The policy that `--mp` and `--wire` ask for."""
+    import torch
+
+    from shardc.runtime.eager.precision import MixedPrecisionPolicy
+
     return MixedPrecisionPolicy(
-        param_dtype=_DTYPES.get(args.mp),
-        gather_wire_dtype=_WIRE.get(args.wire),
+        param_dtype=getattr(torch, _DTYPES[args.mp]) if args.mp else None,
+        gather_wire_dtype=getattr(torch, _WIRE[args.wire]) if args.wire else None,
         reduce_wire_dtype=torch.int8 if args.wire else None,
     )
 
 
 def add_profile(parser: argparse.ArgumentParser, what: str) -> None:
     """`--profile`, for `what`."""
-    names = ", ".join(sorted(PROFILES))
     parser.add_argument(
         "--profile",
-        choices=sorted(PROFILES),
+        choices=HARDWARE,
         metavar="NAME",
-        help=f"{what}: {names} (default: this machine's GPU, else h100-nvlink)",
+        help=f"{what}: {', '.join(HARDWARE)} (default: this machine's GPU, else h100-nvlink)",
     )
 
 
-def read_profile(args: argparse.Namespace) -> Profile:
+def read_profile(args: argparse.Namespace) -> "Profile":
     """The profile that `--profile` names, or its default."""
+    from shardc.passes.hardware import PROFILES, current_profile
+
     return PROFILES[args.profile] if args.profile else current_profile("cuda")
 
 
@@ -85,8 +102,8 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--reshard", type=_reshard, metavar="WHEN", help="reshard_after_forward: yes, no, or a "
         "number of ranks (default: all units but the outermost)")  # fmt: skip
-    add("--memory-budget", "--memory", metavar="BYTES", help="what a step may use, such as 70GB, "
-        "or 0.9 for that share of the device: "
+    add("--memory-budget", "--memory", type=_amount_or_curve, metavar="BYTES", help="what a step "
+        "may use, such as 70GB, or 0.9 for that share of the device: "
         "the fastest step that fits is chosen; or 'curve', to see step time against memory "
         "(default: no budget)")  # fmt: skip
     add("--offload", action="store_true", help="keep segments, gradients and optimizer state on "
@@ -102,6 +119,27 @@ def count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be a count, 1 or more, got '{text}'")
     return number
+
+
+def amount(text: str) -> str:
+    """Bytes of memory, for argparse."""
+    if read_amount(text) is None:
+        raise argparse.ArgumentTypeError(
+            f"must be bytes such as 70GB or 16GiB, or a share in (0, 1] such as 0.9, got '{text}'"
+        )
+    return text
+
+
+def _amount_or_curve(text: str) -> str:
+    return text if text == "curve" else amount(text)
+
+
+def check_reshard(reshard: bool | int | None, world_size: int) -> None:
+    """Raise UsageError unless so many ranks can be cut into groups of `--reshard`."""
+    if reshard not in (None, True, False) and (reshard < 1 or world_size % reshard):
+        raise UsageError(
+            f"--reshard {reshard}: must be yes, no or a divisor of the {plural(world_size, 'rank')}"
+        )
 
 
 def _reshard(text: str) -> bool | int:

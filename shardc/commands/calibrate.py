@@ -7,15 +7,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-from tabulate import tabulate
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-from shardc.calibration import calibrate, calibration_file, is_calibration
 from shardc.commands.errors import FoundProblem, UsageError
-from shardc.passes.hardware import Profile
+from shardc.reports.terminal import pairs, wrap
+from shardc.runtime.checks.words import plural
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardc.passes.hardware import Profile
 
 NAME = "calibrate"
 SUMMARY = "measure this machine, so that collectives are planned for it"
@@ -47,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and print the profile on the first rank."""
+    from shardc.calibration import calibrate, calibration_file, is_calibration
+
     with _mesh(args.device) as mesh:
         path = calibration_file(mesh)
         before = _written(path)
@@ -71,13 +74,17 @@ def _written(path: Path) -> int:
 
 
 @contextmanager
-def _mesh(device: str | None) -> Iterator[DeviceMesh]:
+def _mesh(device: str | None) -> Iterator["DeviceMesh"]:
     """All ranks of torchrun, or this process alone; the process group ends with the context.
 
     Raises:
         UsageError: `device` is "cuda" and this rank has none.
         FoundProblem: the process group cannot be made.
     """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     local, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     has_gpu = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= gpus and dist.is_nccl_available()
@@ -85,7 +92,7 @@ def _mesh(device: str | None) -> Iterator[DeviceMesh]:
         nccl = "with" if dist.is_nccl_available() else "without"
         raise UsageError(
             f"--device cuda: every rank needs NCCL and a GPU of its own, and this torch is {nccl} "
-            f"NCCL and finds {gpus} GPUs here; start fewer ranks, or give --device cpu"
+            f"NCCL and finds {plural(gpus, 'GPU')} here; start fewer ranks, or give --device cpu"
         )
     device = device or ("cuda" if has_gpu else "cpu")
     if device == "cuda":
@@ -106,23 +113,23 @@ def _mesh(device: str | None) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def _json(profile: Profile, path: Path, kept: bool, world_size: int) -> str:
+def _json(profile: "Profile", path: Path, kept: bool, world_size: int) -> str:
     record = {"world_size": world_size, "file": str(path), "measured_now": not kept}
     return json.dumps({**record, "profile": dataclasses.asdict(profile)}, indent=2)
 
 
-def _text(profile: Profile, path: Path, kept: bool, world_size: int) -> str:
+def _text(profile: "Profile", path: Path, kept: bool, world_size: int) -> str:
     rows = [
-        *([f"matmul, {dtype}", f"{flops / 1e12:.3g} TFLOP/s"] for dtype, flops in profile.flops),
-        ["memory", f"{profile.memory_bandwidth / 1e9:.3g} GB/s"],
-        ["smallest op", f"{1e6 * profile.overhead:.3g} us"],
+        *((f"matmul, {dtype}", f"{flops / 1e12:.3g} TFLOP/s") for dtype, flops in profile.flops),
+        ("memory", f"{profile.memory_bandwidth / 1e9:.3g} GB/s"),
+        ("smallest op", f"{1e6 * profile.overhead:.3g} us"),
     ]
     if world_size > 1:
         rows += [
-            ["all-gather, a message", f"{1e6 * profile.message:.3g} us"],
-            ["all-gather, bandwidth", f"{profile.inside.bandwidth / 1e9:.3g} GB/s"],
+            ("all-gather, a message", f"{1e6 * profile.message:.3g} us"),
+            ("all-gather, bandwidth", f"{profile.inside.bandwidth / 1e9:.3g} GB/s"),
         ]
     else:
-        rows.append(["links", "not measured: one process (torchrun ... -m shardc calibrate)"])
+        rows.append(("links", "not measured: one process (torchrun ... -m shardc calibrate)"))
     when = "kept from an earlier run (--refresh measures again)" if kept else "measured now"
-    return f"{profile.name}, {when}\n\n{tabulate(rows, tablefmt='plain')}\n\nkept in {path}"
+    return f"{wrap(f'{profile.name}, {when}')}\n\n{pairs(rows)}\n\nkept in {path}"

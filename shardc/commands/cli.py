@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from shardc import __version__
 from shardc.commands import calibrate, compare, doctor, explain, fit, plan, precompile
 from shardc.commands.errors import FoundProblem, UsageError
+from shardc.reports.terminal import READABLE, terminal_width, wrap
 
 _DESCRIPTION = """\
 shardc shards training: parameters, gradients and optimizer state live in parts, one a rank (a
@@ -16,6 +17,7 @@ Start with `shardc doctor`: it says whether this machine can train.
 """
 _EPILOG = """\
 exit codes: 0 fine, 1 a problem was found, 2 wrong usage
+
 `shardc COMMAND --help` explains a command and shows how to call it.
 """
 _COMMANDS = (doctor, plan, explain, fit, compare, precompile, calibrate)
@@ -35,10 +37,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, UsageError) else 1
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Paragraphs that wrap to the terminal, and lines of examples, which begin with spaces."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=min(READABLE, terminal_width()))
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts: list[str] = []
+        for line in text.splitlines():
+            if parts and _is_text(line) and _is_text(parts[-1]):
+                parts[-1] += f" {line}"
+            else:
+                parts.append(line)
+        return "\n".join(wrap(part) if _is_text(part) else _as_command(part) for part in parts)
+
+
+def _is_text(line: str) -> bool:
+    return bool(line) and not line.startswith(" ")
+
+
+def _as_command(line: str) -> str:
+    """A line of an example, continued as a shell takes it."""
+    return " \\\n".join(wrap(line.strip(), terminal_width() - 2, "  ", "      ").splitlines())
+
+
 def _make_parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="shardc", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=raw
+        prog="shardc", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=_Help
     )
     parser.add_argument("--version", action="version", version=f"shardc {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
@@ -48,7 +74,7 @@ def _make_parser() -> argparse.ArgumentParser:
             help=module.SUMMARY,
             description=module.DESCRIPTION,
             epilog=module.EPILOG,
-            formatter_class=raw,
+            formatter_class=_Help,
         )
         module.add_arguments(command)
         command.set_defaults(run=module.run)

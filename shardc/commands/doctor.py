@@ -4,11 +4,15 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from shardc.commands.errors import UsageError
-from shardc.commands.machine import Finding, checks
+from shardc.reports.terminal import wrap
+
+if TYPE_CHECKING:
+    from shardc.commands.machine import Finding
 
 NAME = "doctor"
 SUMMARY = "check whether this machine can train, and say what to do where it cannot"
@@ -39,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     """Run all checks, print each as it is done, then what this machine can do."""
     if args.timeout <= 0:
         raise UsageError(f"--timeout must be more than 0 seconds, got {args.timeout:g}")
+    from shardc.commands.machine import checks
+
     found: dict[str, Finding] = {}
     todo = list(checks())
     with tqdm(todo, unit="check", leave=False, disable=None) as progress:
@@ -56,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if devices else 1
 
 
-def can_train(found: Mapping[str, Finding]) -> list[str]:
+def can_train(found: Mapping[str, "Finding"]) -> list[str]:
     """The devices that have all that training needs."""
     return [
         device
@@ -65,12 +71,12 @@ def can_train(found: Mapping[str, Finding]) -> list[str]:
     ]
 
 
-def _line(name: str, finding: Finding) -> str:
+def _line(name: str, finding: "Finding") -> str:
     what = f"{finding.detail} -> {finding.advice}" if finding.advice else finding.detail
-    return f"{finding.status:<8} {name:<18} {what}"
+    return wrap(what, first=f"{finding.status:<8} {name:<18} ", then=" " * 28)
 
 
-def _verdict(devices: list[str], found: Mapping[str, Finding]) -> str:
+def _verdict(devices: list[str], found: Mapping[str, "Finding"]) -> str:
     if not devices:
         return "This machine cannot train yet: see what is missing or broken above."
     slow = [device for device in devices if found[f"compile for {device}"].status != "ok"]

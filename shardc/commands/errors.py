@@ -14,9 +14,15 @@ class FoundProblem(RuntimeError):
 
 @contextmanager
 def finding_problems(target: str, verb: str) -> Iterator[None]:
-    """Inside, `target` is planned or compiled: what that raises is a problem of `target`."""
+    """Inside, `target` is planned or compiled: what that raises is a problem of `target`.
+
+    Errors of shardc are told as they are, those of torch and of the model with their type and
+    without torch's hint on how to report a bug.
+    """
     try:
         yield
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise FoundProblem(f"{target} cannot be {verb}, {what}") from error
+        text = str(error).partition("\nSet TORCHDYNAMO_VERBOSE=1")[0].strip()
+        of_shardc = isinstance(error, ValueError) or type(error).__module__.startswith("shardc.")
+        what = text if of_shardc else f"{type(error).__name__}: {text}"
+        raise FoundProblem(f"{target} cannot be {verb}: {what}") from error

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from shardc.calibration import calibration_folder, calibrations_kept, is_calibration
 from shardc.commands.probes import HOST, try_compile, try_gather
 from shardc.runtime import compat
+from shardc.runtime.checks.words import plural
 
 Status = Literal["ok", "missing", "broken"]
 OLDEST, NEWEST = (2, 11), (2, 15)
@@ -145,7 +146,7 @@ def check_gather(backend: str, world_size: int, timeout: float) -> Finding:
         return Finding("missing", f"no {backend}", f"install a build of torch with {backend}")
     why = try_gather(backend, world_size, timeout)
     if not why:
-        several = f"{world_size} processes" if world_size > 1 else "1 process"
+        several = plural(world_size, "process", "processes")
         return Finding("ok", f"{several} over {backend}, joined on {HOST}")
     if backend == "gloo":
         advice = "let programs listen on 127.0.0.1; where this host's name has no address: export "

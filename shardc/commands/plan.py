@@ -6,15 +6,8 @@ on the compiled graphs (activations, what is gathered when, seconds) is left out
 
 import argparse
 import json
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import torch
-from tabulate import tabulate
-from torch import nn
-from torch.distributed.fsdp import OffloadPolicy
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 from shardc.commands.arguments import (
     add_precision,
@@ -23,14 +16,16 @@ from shardc.commands.arguments import (
     read_precision,
     read_profile,
 )
-from shardc.commands.errors import FoundProblem
 from shardc.commands.target import EXAMPLE, load_model
-from shardc.passes.hardware import Profile
-from shardc.reports.words import format_bytes
-from shardc.runtime.eager.precision import MixedPrecisionPolicy
-from shardc.runtime.layout.layout import BucketLayout
-from shardc.sharding.checks import check_ignored, check_model, check_modules
-from shardc.sharding.unit_plan import UnitPlan, plan_units
+from shardc.reports.terminal import Column, table, wrap
+from shardc.runtime.checks.words import format_bytes, plural
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardc.commands.planned import Totals, UnitGroup
+    from shardc.runtime.layout.layout import BucketLayout
+    from shardc.sharding.unit_plan import UnitPlan
 
 NAME = "plan"
 SUMMARY = "show how a model would be sharded over any number of ranks, without running it"
@@ -50,7 +45,6 @@ A bucket is gathered and reduced as a whole, and cut into equal segments, one a 
 what aligns parameters and segments. Adam's state is two values a parameter. Activations, and the
 buckets that are gathered at a time, come on top of what a rank keeps.
 """
-ADAM_STATES = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan the model and print the table, or JSON."""
     model, _ = load_model(args.target)
+    from shardc.commands.planned import group_units, plan_model, total
+
     profile = read_profile(args)
     policy = read_precision(args)
     plans = plan_model(model, args.world_size, policy, profile)
@@ -74,145 +70,71 @@ def run(args: argparse.Namespace) -> int:
         units = [_group_record(group) for group in groups]
         print(json.dumps({**head, "units": units, "totals": _total_record(totals)}, indent=2))
     else:
-        print(f"{args.target} over {args.world_size} ranks, buckets split for {profile.name}\n")
-        gathered = args.mp is not None or args.wire is not None
-        print(f"{_table(groups, gathered)}\n\n{_summary(totals)}")
+        ranks = plural(args.world_size, "rank")
+        print(wrap(f"{args.target} over {ranks}, buckets split for {profile.name}") + "\n")
+        without = () if args.wire else (_ON_THE_WIRE,) if args.mp else (_GATHERED, _ON_THE_WIRE)
+        print(f"{_table(groups, without)}\n\n{_summary(totals)}")
     return 0
-
-
-def plan_model(
-    model: nn.Module, world_size: int, policy: MixedPrecisionPolicy, profile: Profile
-) -> list[UnitPlan]:
-    """The units of `fully_shard(model, units="auto", mp_policy=policy)` on `world_size` ranks.
-
-    Raises:
-        FoundProblem: `fully_shard` would refuse the model; says why.
-    """
-    options = {
-        "reshard_after_forward": None,
-        "mp_policy": policy,
-        "offload_policy": OffloadPolicy(),
-    }
-    try:
-        modules = check_modules(model)
-        alone = check_ignored(modules, None)
-        plans = plan_units(modules, "auto", options, alone, world_size, profile)
-        params = [param for plan in plans for param in plan.params.values()]
-        check_model(modules, params, range(world_size), world_size, None)
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise FoundProblem(f"fully_shard would refuse this model: {error}") from error
-    if not params:
-        raise FoundProblem(
-            f"the {type(model).__name__} has no parameters: there is nothing to shard"
-        )
-    return plans
-
-
-@dataclass(frozen=True)
-class UnitGroup:
-    """Units that are laid out alike, by name in the model; the figures are those of each."""
-
-    names: tuple[str, ...]
-    plan: UnitPlan
-
-    @property
-    def label(self) -> str:
-        """What a table calls the group."""
-        if len(self.names) == 1:
-            return self.names[0] or "(root)"
-        return f"{self.names[0]} .. {self.names[-1]} ({len(self.names)})"
-
-
-def group_units(model: nn.Module, plans: Iterable[UnitPlan]) -> list[UnitGroup]:
-    """The plans with those of one class, layout and name but for its numbers put together."""
-    names = {module: name for name, module in model.named_modules()}
-    groups: dict[Any, list[tuple[str, UnitPlan]]] = {}
-    for plan in plans:
-        module = plan.modules[0]
-        pattern = re.sub(r"\d+", "*", names[module])
-        groups.setdefault((pattern, type(module), plan.layouts), []).append((names[module], plan))
-    return [UnitGroup(tuple(name for name, _ in group), group[0][1]) for group in groups.values()]
-
-
-@dataclass(frozen=True)
-class Totals:
-    """A whole model: counts, and bytes that a rank keeps at most, padding included."""
-
-    parameters: int
-    units: int
-    buckets: int
-    padding_fraction: float
-    parameter_bytes: int
-    gradient_bytes: int
-
-    @property
-    def adam_bytes(self) -> int:
-        """Bytes of Adam's two moments, in the dtype of the parameters."""
-        return ADAM_STATES * self.gradient_bytes
-
-
-def total(plans: Sequence[UnitPlan]) -> Totals:
-    """The sums over all buckets; frozen parameters have no gradient."""
-    layouts = [layout for plan in plans for layout in plan.layouts]
-    used = sum(layout.used for layout in layouts)
-    numel = sum(layout.numel for layout in layouts)
-    return Totals(
-        parameters=used,
-        units=len(plans),
-        buckets=len(layouts),
-        padding_fraction=(numel - used) / numel if numel else 0.0,
-        parameter_bytes=sum(_segment_bytes(layout) for layout in layouts),
-        gradient_bytes=sum(_segment_bytes(layout) for layout in layouts if layout.requires_grad),
-    )
 
 
 # -- print ---------------------------------------------------------------------------------------
 
 
-def _table(groups: Sequence[UnitGroup], gathered: bool) -> str:
+_GATHERED = Column("gathered", "right", goes=3)
+_ON_THE_WIRE = Column("on the wire", "right", goes=4)
+_COLUMNS = (
+    Column("unit (how many)", least=32),
+    Column("parameters", "right"),
+    Column("dtype"),
+    Column("bytes", "right", goes=2),
+    _GATHERED,
+    _ON_THE_WIRE,
+    Column("segment", "right"),
+    Column("padding %", "right", goes=1),
+)
+
+
+def _table(groups: Sequence["UnitGroup"], without: Collection[Column]) -> str:
+    from shardc.commands.planned import segment_bytes
+
     rows = []
     for group in groups:
         for index, layout in enumerate(group.plan.layouts):
-            dtype = _name(layout.dtype) + ("" if layout.requires_grad else ", frozen")
-            row = [
+            cells = (
                 "" if index else group.label,
                 f"{layout.used:,}",
-                dtype,
+                _name(layout.dtype) + ("" if layout.requires_grad else ", frozen"),
                 format_bytes(layout.numel * layout.dtype.itemsize),
-                format_bytes(_segment_bytes(layout)),
+                format_bytes(_gathered_bytes(group.plan, layout)),
+                format_bytes(_sent(group.plan, layout)),
+                format_bytes(segment_bytes(layout)),
                 f"{100 * layout.padding_fraction:.3f}",
-            ]
-            if gathered:
-                row[4:4] = [
-                    format_bytes(_gathered_bytes(group.plan, layout)),
-                    format_bytes(_sent(group.plan, layout)),
-                ]
-            rows.append(row)
-    headers = ["unit (how many)", "parameters", "dtype", "bytes", "segment a rank", "padding %"]
-    align = ["left", "right", "left", "right", "right", "right"]
-    if gathered:
-        headers[4:4] = ["gathered bytes", "on the wire"]
-        align[4:4] = ["right", "right"]
-    return tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
+            )
+            pairs = zip(_COLUMNS, cells, strict=True)
+            rows.append([cell for column, cell in pairs if column not in without])
+    return table([c for c in _COLUMNS if c not in without], rows, elsewhere="--json")
 
 
-def _summary(totals: Totals) -> str:
+def _summary(totals: "Totals") -> str:
     state = (totals.parameter_bytes, totals.gradient_bytes, totals.adam_bytes)
     names = ("parameters", "gradients", "Adam's state")
     kept = ", ".join(
         f"{name} {format_bytes(size)}" for name, size in zip(names, state, strict=True)
     )
-    alone = "No blocks repeat: the whole model is one unit and is gathered at once.\n"
-    return (
-        "One row a bucket; the figures are those of each unit of a row.\n"
-        f"{alone if totals.units == 1 else ''}"
-        f"{totals.parameters:,} parameters; units: {totals.units}, buckets: {totals.buckets}, "
-        f"padding: {100 * totals.padding_fraction:.3f}%\n"
-        f"a rank keeps: {kept}; together {format_bytes(sum(state))}"
+    alone = totals.units == 1
+    lines = (
+        "One row a bucket; the figures are those of each unit of a row.",
+        *(["No blocks repeat: the whole model is one unit and is gathered at once."] * alone),
+        f"{plural(totals.parameters, 'parameter')}; units: {totals.units}, buckets: "
+        f"{totals.buckets}, padding: {100 * totals.padding_fraction:.3f}%",
+        f"a rank keeps: {kept}; together {format_bytes(sum(state))}",
     )
+    return "\n".join(map(wrap, lines))
 
 
-def _group_record(group: UnitGroup) -> dict[str, Any]:
+def _group_record(group: "UnitGroup") -> dict[str, Any]:
+    from shardc.commands.planned import segment_bytes
+
     buckets = [
         {
             "parameters": layout.used,
@@ -223,7 +145,7 @@ def _group_record(group: UnitGroup) -> dict[str, Any]:
             "gathered_dtype": _name(_gathered(group.plan, layout)),
             "gathered_bytes": _gathered_bytes(group.plan, layout),
             "wire_bytes": _sent(group.plan, layout),
-            "segment_bytes": _segment_bytes(layout),
+            "segment_bytes": segment_bytes(layout),
             "padding_fraction": layout.padding_fraction,
         }
         for layout in group.plan.layouts
@@ -231,7 +153,7 @@ def _group_record(group: UnitGroup) -> dict[str, Any]:
     return {"names": group.names, "buckets": buckets}
 
 
-def _total_record(totals: Totals) -> dict[str, Any]:
+def _total_record(totals: "Totals") -> dict[str, Any]:
     return {
         "parameters": totals.parameters,
         "units": totals.units,
@@ -245,19 +167,15 @@ def _total_record(totals: Totals) -> dict[str, Any]:
     }
 
 
-def _segment_bytes(layout: BucketLayout) -> int:
-    return layout.segment * layout.dtype.itemsize
-
-
-def _gathered(plan: UnitPlan, layout: BucketLayout) -> torch.dtype:
+def _gathered(plan: "UnitPlan", layout: "BucketLayout") -> "torch.dtype":
     return plan.settings.dtypes(layout.dtype, evaluating=False)[0]
 
 
-def _gathered_bytes(plan: UnitPlan, layout: BucketLayout) -> int:
+def _gathered_bytes(plan: "UnitPlan", layout: "BucketLayout") -> int:
     return layout.numel * _gathered(plan, layout).itemsize
 
 
-def _sent(plan: UnitPlan, layout: BucketLayout) -> int:
+def _sent(plan: "UnitPlan", layout: "BucketLayout") -> int:
     """Bytes of all ranks' messages of a gather."""
     form = plan.settings.wire_format(layout, "gather")
     if form is None:
@@ -265,5 +183,5 @@ def _sent(plan: UnitPlan, layout: BucketLayout) -> int:
     return layout.world_size * form.row_bytes(layout.segment)
 
 
-def _name(dtype: torch.dtype) -> str:
+def _name(dtype: "torch.dtype") -> str:
     return str(dtype).removeprefix("torch.")

@@ -6,8 +6,6 @@ import math
 import os
 from dataclasses import asdict
 
-import torch
-
 from shardc.commands.arguments import (
     add_copies,
     add_precision,
@@ -18,8 +16,9 @@ from shardc.commands.arguments import (
     read_precision,
 )
 from shardc.commands.errors import UsageError, finding_problems
-from shardc.commands.progress_line import showing_progress
-from shardc.commands.target import EXAMPLE, load_model
+from shardc.commands.progress_line import Progress, showing_progress
+from shardc.commands.target import EXAMPLE, find_target, load_model
+from shardc.runtime.checks.words import plural
 
 NAME = "precompile"
 SUMMARY = "compile a model's graphs for any number of ranks, for a job that starts later"
@@ -39,6 +38,7 @@ examples:
 
 The job must call fully_shard(model, units="auto") with the same mp_policy; other settings are
 compiled with shardc.precompile(...) in Python.
+
 exit code: 0, or 1 where the model cannot be compiled
 """
 
@@ -64,6 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compile, and say what was compiled and where it is."""
+    mesh = mesh_sizes(args.copies, args.world_size)
+    find_target(args.target)
+    import torch
+
     from shardc.backend.precompile import device_to_compile_for, precompile
 
     try:
@@ -79,9 +83,8 @@ def run(args: argparse.Namespace) -> int:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath(args.cache)
     model, inputs = load_model(args.target)
     positional, named = example_inputs(inputs, args.target)
-    mesh = mesh_sizes(args.copies, args.world_size)
-    showing = showing_progress(f"precompile for {math.prod(mesh)} ranks")
-    with showing as progress, finding_problems(args.target, "compiled"):
+    title = f"precompile for {plural(math.prod(mesh), 'rank')}"
+    with showing_progress(Progress(title)) as progress, finding_problems(args.target, "compiled"):
         done = precompile(
             model,
             *positional,
@@ -96,5 +99,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(asdict(done)))
         return 0
-    print(f"compiled {done.compiled} graphs, found {done.found}, in {done.folder}")
+    print(f"compiled {plural(done.compiled, 'graph')}, found {done.found}, in {done.folder}")
     return 0

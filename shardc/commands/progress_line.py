@@ -1,26 +1,98 @@
-"""A line on the terminal that says what a command is at, and for how long."""
+"""A line on the terminal that says what a command is at, for how long, and about how long still.
+
+It appears where a command takes long, and on terminals only. The time that is left is worked out
+when a stage begins, from the time that the stages before it took and their share of the whole.
+"""
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from tqdm import tqdm
 
+DELAY = 2.0
+"""Seconds before the line appears."""
+_LEAST_DONE = 0.1
+"""From a smaller share of the whole nothing is worked out."""
+
+
+class Progress:
+    """The stages that have begun, and what is left.
+
+    Args:
+        title: what the line begins with.
+        parts: how many times the stages of `before` are gone through; without `before`, about how
+            many stages there are.
+        before: of a part, the share of its time that lies before each stage; a stage that has a
+            smaller one than the last begins the next part.
+        clock: gives seconds.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        parts: int = 1,
+        before: Mapping[str, float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._title, self._parts, self._before, self._clock = title, parts, before, clock
+        self._part, self._share = 0, 0.0
+        self._first: float | None = None
+        self._whole: float | None = None
+        self._stage = ""
+
+    def __call__(self, stage: str) -> None:
+        """A stage begins."""
+        self._stage = stage
+        share = 0.0 if self._before is None else self._before.get(stage)
+        if share is None:
+            return
+        now = self._clock()
+        if self._first is None:
+            self._first = now
+        elif self._before is None or share < self._share:
+            self._part += 1
+        self._share = share
+        done = (self._part + share) / self._parts
+        known = _LEAST_DONE <= done < 1
+        self._whole = (now - self._first) / done if known else None
+
+    def line(self) -> str:
+        """What is shown now."""
+        about = "about " if self._before is None else ""
+        several = f" ({self._part + 1} of {about}{self._parts})" if self._parts > 1 else ""
+        return f"{self._title}{several}: {self._stage}{self._left()}"
+
+    def _left(self) -> str:
+        if self._whole is None or self._first is None:
+            return ""
+        left = self._first + self._whole - self._clock()
+        if left <= 0:
+            return ", longer than was expected"
+        return (
+            f", about {5 * (1 + int(left / 5))} s left"
+            if left < 60
+            else (f", about {1 + int(left / 60)} min left")
+        )
+
 
 @contextmanager
-def showing_progress(title: str) -> Iterator[Callable[[str], None]]:
-    """A line that counts the seconds; gives what sets its text."""
+def showing_progress(progress: Progress) -> Iterator[Progress]:
+    """Inside, the line is shown, with the seconds that have passed."""
     done = threading.Event()
-    bar = tqdm(bar_format="{desc} [{elapsed}]", leave=False, disable=None)
+    bar = tqdm(bar_format="{desc} [{elapsed}]", leave=False, disable=None, delay=DELAY)
 
     def tick() -> None:
-        while not done.wait(0.5):
-            bar.refresh()
+        wait = DELAY
+        while not done.wait(wait):
+            bar.set_description_str(progress.line())
+            wait = 0.5
 
     ticker = threading.Thread(target=tick, daemon=True)
     ticker.start()
     try:
-        yield lambda stage: bar.set_description_str(f"{title}: {stage}")
+        yield progress
     finally:
         done.set()
         ticker.join()

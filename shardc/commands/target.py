@@ -7,16 +7,17 @@ import sys
 import traceback
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from shardc.commands.errors import FoundProblem, UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 EXAMPLE = "examples.models:llama3_8b"
 
 
-def load_model(target: str) -> tuple[nn.Module, Any]:
+def load_model(target: str) -> tuple["nn.Module", Any]:
     """Import and call the function that `target` names: the model, and its example inputs or None.
 
     Modules are looked for in the current folder first. What user code raises is printed with its
@@ -26,7 +27,9 @@ def load_model(target: str) -> tuple[nn.Module, Any]:
         UsageError: nothing of that name, no function, or one that returns no model.
         FoundProblem: the module or the function raised.
     """
-    build = _find(target)
+    build = find_target(target)
+    from torch import nn
+
     try:
         built = build()
     except Exception as error:
@@ -43,8 +46,13 @@ def load_model(target: str) -> tuple[nn.Module, Any]:
     return model, inputs
 
 
-def _find(target: str) -> Callable[[], Any]:
-    """The function that `target` names; it can be called without arguments."""
+def find_target(target: str) -> Callable[[], Any]:
+    """Import the module and find the function that `target` names.
+
+    Raises:
+        UsageError: nothing of that name, or no function that can be called without arguments.
+        FoundProblem: the module raised.
+    """
     name, _, attribute = target.partition(":")
     if not name or not attribute or os.sep in name or name.endswith(".py"):
         raise UsageError(
@@ -58,7 +66,8 @@ def _find(target: str) -> Callable[[], Any]:
             f"module '{name}' has no '{attribute}'; its functions: {', '.join(known) or 'none'}"
         )
     build = getattr(module, attribute)
-    if not callable(build) or isinstance(build, nn.Module):
+    torch = sys.modules.get("torch")
+    if not callable(build) or (torch is not None and isinstance(build, torch.nn.Module)):
         raise UsageError(
             f"'{target}' is of type {type(build).__name__}, not a function: name one that takes no "
             "arguments and returns the model"

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from shardc.integrations.accelerate_state import StateOfModels
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import check_value
+from shardc.runtime.checks.words import plural
 from shardc.runtime.eager.precision import MixedPrecisionPolicy
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.sharding.mesh import data_parallel_mesh
@@ -119,11 +120,12 @@ def _check_ranks(
         size = data_parallel_mesh(mesh, dp_mesh_dims).size()
     if size != accelerator.num_processes:
         raise ValueError(
-            f"prepare: the mesh shards the model over {size} of {accelerator.num_processes} "
-            "processes, and accelerate hands each process a batch of its own: ranks that hold "
-            "parts of one matmul or one sequence would get different ones. Shard over all "
-            "processes (copies: a mesh (replicate, shard)); with tensor parallelism write the "
-            "loop, or take tensor_parallel_size of shardc.integrations.lightning"
+            f"prepare: the mesh shards the model over {size} of "
+            f"{plural(accelerator.num_processes, 'process', 'processes')}, and accelerate "
+            "hands each process a batch of its own: ranks that hold parts of one matmul or one "
+            "sequence would get different ones. Shard over all processes (copies: a mesh "
+            "(replicate, shard)); with tensor parallelism write the loop, or take "
+            "tensor_parallel_size of shardc.integrations.lightning"
         )
 
 

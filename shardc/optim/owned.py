@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from shardc.optim.exchange import Route, routes_of
 from shardc.optim.owners import owners_of
+from shardc.runtime.checks.words import plural
 from shardc.runtime.comm.collectives import all_reduce
 from shardc.runtime.tensor.shard_operands import bump, cut
 from shardc.runtime.tensor.shard_tensor import ShardTensor
@@ -172,7 +173,7 @@ class Owned:
             graded = {i for i, p in enumerate(route.params) if p in used}
             rows = [(i, p._local) for i, p in enumerate(route.params)] if values else []
             rows += [(i, _local_gradient(route.params[i])) for i in sorted(graded)]
-            what = f"the gradients of {len(graded)} parameters for their owners"
+            what = f"the gradients of {plural(len(graded), 'parameter')} for their owners"
             started.append((route, graded, route.to_owners(rows, what)))
 
         @torch.no_grad()
@@ -194,7 +195,7 @@ class Owned:
         started = []
         for route in stage.routes:
             wholes = [self.whole[route.params[index]].detach() for index in route.owned()]
-            what = f"the values of {len(route.params)} parameters from their owners"
+            what = f"the values of {plural(len(route.params), 'parameter')} from their owners"
             started.append((route, route.to_parts(wholes, what)))
         for param in () if keeps else stage.params:
             self._release(param)

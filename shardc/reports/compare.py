@@ -1,11 +1,10 @@
 """Reports side by side."""
 
-from collections.abc import Callable, Sequence
-
-from tabulate import tabulate
+from collections.abc import Callable, Iterator, Sequence
 
 from shardc.reports.record import KINDS, Record
-from shardc.reports.words import format_bytes, format_seconds
+from shardc.reports.terminal import Column, table, terminal_width, total_width, widths_of
+from shardc.runtime.checks.words import format_bytes, format_seconds
 
 _Figure = tuple[str, Callable[[Record], float], Callable[[float], str]]
 
@@ -37,7 +36,10 @@ def compare(records: Sequence[Record]) -> list[dict[str, object]]:
 
 
 def comparison_text(records: Sequence[Record]) -> str:
-    """A table: one column a report, the ratio to the first beside all but the first."""
+    """A table: one column a report, the ratio to the first beside all but the first.
+
+    Reports that have no room beside the others follow below.
+    """
     rows = []
     for name, read, show in _FIGURES:
         values = [read(record) for record in records]
@@ -46,8 +48,24 @@ def comparison_text(records: Sequence[Record]) -> str:
             ratio = f" ({value / values[0]:.3g}x)" if values[0] else ""
             shown.append(show(value) + ratio)
         rows.append([name, *shown])
-    align = ("left", *("right" for _ in records))
-    return tabulate(rows, headers=["", *_titles(records)], disable_numparse=True, colalign=align)
+    columns = [Column(""), *(Column(title, "right") for title in _titles(records))]
+    parts = []
+    for group in _beside(widths_of(columns, rows)):
+        own = [[row[index] for index in group] for row in rows]
+        parts.append(table([columns[index] for index in group], own))
+    return "\n\n".join(parts)
+
+
+def _beside(widths: Sequence[int]) -> Iterator[list[int]]:
+    """Groups of columns, each begun by the first column, that fit the terminal where they can."""
+    group = [0]
+    for index in range(1, len(widths)):
+        together = [widths[each] for each in (*group, index)]
+        if len(group) > 1 and total_width(together) > terminal_width():
+            yield group
+            group = [0]
+        group.append(index)
+    yield group
 
 
 def _titles(records: Sequence[Record]) -> list[str]:

@@ -27,6 +27,7 @@ from shardc.backend.options import Options
 from shardc.passes.context import PassContext
 from shardc.passes.curve import Curve, memory_curve
 from shardc.passes.hardware import Budget, Profile, as_profile, planning_for
+from shardc.reports import plan_text  # noqa: F401 (it listens for finished plans)
 from shardc.reports.formulas import token_formulas
 from shardc.reports.live import report_of
 from shardc.reports.memory_curve import curve_rows

@@ -12,7 +12,7 @@ from shardc.passes.hardware import Profile
 from shardc.reports.if_hierarchical import if_hierarchical
 from shardc.reports.if_quantised import FORM, if_quantised
 from shardc.reports.record import BucketRow, CollectiveRow, Finding, Record
-from shardc.reports.words import format_bytes, format_seconds, plural
+from shardc.runtime.checks.words import format_bytes, format_seconds, listed, plural
 
 EXPOSED_SHARE = 0.03
 """Communication that adds less than this share to a step is not worth a word."""
@@ -59,7 +59,7 @@ def find_recompiles(compiles: int) -> Iterator[Finding]:
     if compiles > 1:
         yield Finding(
             "recompiles",
-            f"the model was compiled {compiles} times; this is the last one",
+            f"the model was compiled {plural(compiles, 'time')}; this is the last one",
             "TORCH_LOGS=recompiles says why; inputs of other shapes: torch.compile(dynamic=True) "
             "or padding; flags that are set between steps compile once a combination",
         )
@@ -82,7 +82,9 @@ def find_gathered(counts: Mapping[str, int]) -> Iterator[Finding]:
     """Ops on sharded parameters that gathered them, with how often they did."""
     if counts:
         times = {1: "once", 2: "twice"}
-        each = [f"{name} {times.get(n, f'{n} times')}" for name, n in Counter(counts).most_common()]
+        each = [
+            f"{name} {times.get(n, plural(n, 'time'))}" for name, n in Counter(counts).most_common()
+        ]
         yield Finding(
             "gathered for an op",
             f"outside of forwards and backwards, ops gathered whole parameters: {_some(each)}",
@@ -111,8 +113,9 @@ def _exposed(record: Record) -> Iterator[Finding]:
         return
     worst = max(record.collectives, key=lambda c: c.exposed)
     what = (
-        f"communication adds {format_seconds(exposed)} to the step ({exposed / step:.0%}); most of "
-        f"it, {format_seconds(worst.exposed)}, is {_words(worst)}"
+        f"communication adds {format_seconds(exposed)} to the step ({exposed / step:.0%}); "
+        f"the largest part of it, {format_seconds(worst.exposed)} ({worst.exposed / exposed:.0%}), "
+        f"is {_words(worst)}"
     )
     if record.wire_seconds > record.compute_seconds:
         advice = (
@@ -171,9 +174,9 @@ def _nodes(record: Record, profile: Profile) -> Iterator[Finding]:
     if hierarchical is not None and hierarchical <= LESS_SHARE * step:
         yield Finding(
             "many ranks",
-            f"rings over {record.world_size} ranks pay for each of them; across nodes first, then "
-            f"inside of each, the step would take about {format_seconds(hierarchical)} instead of "
-            f"{format_seconds(step)}",
+            f"rings over {plural(record.world_size, 'rank')} pay for each of them; across nodes "
+            "first, then inside of each, the step would take about "
+            f"{format_seconds(hierarchical)} instead of {format_seconds(step)}",
             "fully_shard(mesh=shardc.hierarchical_mesh())",
         )
 
@@ -195,7 +198,7 @@ def _less_wire(record: Record) -> Iterator[str]:
 
 def _words(collective: CollectiveRow) -> str:
     kind = collective.kind.replace("_", "-")
-    return f"the {kind} of {' and '.join(collective.buckets)} in the {collective.phase}"
+    return f"the {kind} of {listed(collective.buckets)} in the {collective.phase}"
 
 
 def _is_first(worst: CollectiveRow, rows: tuple[CollectiveRow, ...]) -> bool:

@@ -18,6 +18,7 @@ from shardc.passes.hardware import Profile, as_profile, budget_bytes
 from shardc.reports.explain import explain
 from shardc.reports.report import Report
 from shardc.runtime.checks.arguments import Count, checked
+from shardc.runtime.checks.words import plural
 from shardc.runtime.eager.precision import map_tensors
 
 CLOSE = 0.02
@@ -81,7 +82,7 @@ def fit(
         raise ValueError(f"no example input has a dim {dim} to grow: give tensors that have one")
 
     def plan(size: int) -> Report:
-        progress(f"{size} times the example inputs")
+        progress(f"{size} x the example inputs")
         grow = functools.partial(_repeated, dim=dim, size=size)
         given, named = map_tensors(grow, (tuple(args), dict(kwargs or {})))
         return planned(*given, kwargs=named, world_size=world_size)
@@ -113,7 +114,7 @@ def fewest_ranks(
     sizes += [node << power for power in range(12) if node << power <= 16384]
 
     def plan(number: int) -> Report:
-        progress(f"{sizes[-number]} ranks")
+        progress(plural(sizes[-number], "rank"))
         return planned(*args, kwargs=kwargs, world_size=sizes[-number])
 
     nbytes = budget_bytes(memory, as_profile(profile))
@@ -187,11 +188,8 @@ class _Tries:
         self.planned += 1
         try:
             report = self._plan(size)
-        except RuntimeError as error:
-            cause = getattr(error, "inner_exception", error)
-            if not isinstance(cause, BudgetTooSmall):
-                raise
-            self.least[size] = cause.least
+        except BudgetTooSmall as error:
+            self.least[size] = error.least
             self.border = min(self.border, size)
             return False
         if size > self.size:

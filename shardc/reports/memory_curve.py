@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable
 
-from tabulate import tabulate
-
 from shardc.passes.curve import Curve, Point, Taken
 from shardc.reports.record import CurveRow, Record
-from shardc.reports.words import format_bytes, format_seconds, plural
+from shardc.reports.terminal import PAGE, Column, table, wrap
+from shardc.runtime.checks.words import format_bytes, format_seconds, plural
 
 
 def curve_rows(curve: Curve, static: int, optimizer: float) -> tuple[CurveRow, ...]:
@@ -39,32 +38,37 @@ def _in_words(taken: Taken) -> str:
         return "nothing"
     some, of = taken.units
     until = taken.last + (f" in {some} of {of}" if some < of else "")
-    return until if taken.kinds == 1 else f"{taken.kinds} kinds, to {until}"
+    return until if taken.kinds == 1 else f"{plural(taken.kinds, 'kind')}, to {until}"
 
 
-def curve_table(record: Record) -> str:
+_COLUMNS = (
+    Column("memory", "right"),
+    Column("step", "right"),
+    Column("stay gathered", "right", goes=5),
+    Column("ahead", "right", goes=1),
+    Column("values on host", "right", goes=4),
+    Column("state on host", "right", goes=3),
+    Column("computed again", goes=2, least=24),
+    Column("that is", least=24),
+)
+
+
+def curve_table(record: Record, width: int | None = None) -> str:
     """The curve, then usual settings; "" without one."""
     if not record.curve:
         return ""
-    kinds = "".join(f"\n  {number:2}. {kind}" for number, kind in enumerate(record.kinds, 1))
-    order = f"\nWhat may be computed again, cheapest per byte first:{kinds}" if kinds else ""
-    return (
-        f"Step time against memory: what memory_budget= would begin with\n{_table(record.curve)}"
-        f"{order}"
-    )
-
-
-def _table(rows: Iterable[CurveRow]) -> str:
-    headers = [
-        "memory",
-        "step",
-        "stay gathered",
-        "ahead",
-        "values on host",
-        "state on host",
-        "computed again",
-        "that is",
+    parts = [
+        "Step time against memory: what memory_budget= would begin with",
+        _table(record.curve, width),
     ]
+    if record.kinds:
+        parts.append("What may be computed again, cheapest per byte first:")
+        for number, kind in enumerate(record.kinds, 1):
+            parts.append(wrap(kind, width, f"  {number:2}. ", " " * 6))
+    return "\n".join(parts)
+
+
+def _table(rows: Iterable[CurveRow], width: int | None) -> str:
     cells = [
         [
             format_bytes(row.nbytes),
@@ -78,5 +82,4 @@ def _table(rows: Iterable[CurveRow]) -> str:
         ]
         for row in rows
     ]
-    align = [*["right"] * 6, "left", "left"]
-    return tabulate(cells, headers=headers, disable_numparse=True, colalign=align)
+    return table(_COLUMNS, cells, width, PAGE)

@@ -18,6 +18,7 @@ from typing import Any
 
 from shardc.reports.lanes import label_of, lanes_of, op_indices, resumed, stalls
 from shardc.reports.record import KINDS, CollectiveRow, Op, Record
+from shardc.runtime.checks.words import plural
 
 Event = dict[str, Any]
 _PROCESS = 1
@@ -123,7 +124,7 @@ def _lane_names(name: str, slices: Iterable[Event], first: int) -> dict[int, str
 
 
 def _metadata(record: Record, lanes: dict[int, str]) -> list[Event]:
-    process = f"{record.model}: one of {record.world_size * record.copies} ranks"
+    process = f"{record.model}: one of {plural(record.world_size * record.copies, 'rank')}"
     events: list[Event] = [
         {"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": process}}
     ]

@@ -41,6 +41,7 @@ def plan_step(
 
     Raises:
         RuntimeError: nothing was compiled.
+        Exception: what the passes raise, such as BudgetTooSmall; what Dynamo says of the model.
     """
     before = graph_plans[-1] if graph_plans else None
     breaks: list[str] = []
@@ -80,6 +81,11 @@ def _trace(
     try:
         torch.compile(model, backend=plan, fullgraph=fullgraph)(*args, **kwargs)
         return compat.graph_break_reasons()
+    except Exception as error:
+        own = compat.raised_by_backend(error)
+        if own is error:
+            raise
+        raise own from None
     finally:
         compat.forget_compiled()
 

@@ -4,7 +4,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from tabulate import tabulate
 from torch.fx import GraphModule
 
 from shardc.backend.graph_plan import GraphPlan, Plan, listeners
@@ -14,8 +13,9 @@ from shardc.reports.assemble import bucket_row
 from shardc.reports.graph import GraphRows
 from shardc.reports.live import rows_of
 from shardc.reports.record import CollectiveRow
+from shardc.reports.terminal import UNLIMITED, pairs
 from shardc.reports.text import bucket_table, collective_table
-from shardc.reports.words import format_bytes, format_seconds
+from shardc.runtime.checks.words import format_bytes, format_seconds, plural
 from shardc.runtime.comm.progress import in_short
 
 log = logging.getLogger("shardc")
@@ -60,7 +60,7 @@ def decisions(
     if ctx.budget is not None:
         yield (
             f"within {format_bytes(ctx.budget.nbytes)}: {'; '.join(_kept(ctx, labels))}; up to "
-            f"{ctx.kept.ahead} units are gathered ahead"
+            f"{plural(ctx.kept.ahead, 'unit')} are gathered ahead"
         )
     for row in sent:
         merged = ", one message" if len(row.buckets) > 1 else ""
@@ -74,17 +74,17 @@ def plan_text(ctx: PassContext, plan: Plan, graph_plan: GraphPlan) -> str:
     """The tables of a graph: its buckets, its schedule, its memory."""
     rows = rows_of(graph_plan)
     own = [bucket_row(bucket, rows.kept) for bucket in plan.buckets.values()]
-    buckets = bucket_table(own, True)
-    schedule = collective_table(rows.collectives, True) or "no collectives"
+    buckets = bucket_table(own, True, UNLIMITED)
+    schedule = collective_table(rows.collectives, True, UNLIMITED) or "no collectives"
     liveness = graph_plan.liveness
     held = [
-        ["segments, optimizer state, workspaces", format_bytes(graph_plan.static)],
-        ["inputs that the graph frees", format_bytes(liveness.inputs)],
-        [f"peak of the graph, at {liveness.peak_node}", format_bytes(liveness.peak)],
-        ["what it returns", format_bytes(liveness.outputs)],
-        ["peak with all of these", format_bytes(graph_plan.peak)],
+        ("segments, optimizer state, workspaces", format_bytes(graph_plan.static)),
+        ("inputs that the graph frees", format_bytes(liveness.inputs)),
+        (f"peak of the graph, at {liveness.peak_node}", format_bytes(liveness.peak)),
+        ("what it returns", format_bytes(liveness.outputs)),
+        ("peak with all of these", format_bytes(graph_plan.peak)),
     ]
-    memory = tabulate(held, tablefmt="plain", disable_numparse=True)
+    memory = pairs(held, UNLIMITED)
     if ctx.budget is not None:
         buckets += "\n\nwithin the budget, " + "\n".join(_kept(ctx, plan.labels))
     return f"buckets\n\n{buckets}\n\nschedule\n\n{schedule}\n\nmemory\n\n{memory}\n"

@@ -1,28 +1,15 @@
 """`Report`: a record with what people do with it."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from shardc.reports.compare import comparison_text
+from shardc.reports.endings import ENDINGS, check_ending
 from shardc.reports.html import save_html
 from shardc.reports.perfetto import save_trace
 from shardc.reports.record import Record
 from shardc.reports.text import report_text
 from shardc.runtime.checks.arguments import check_value
-
-
-def write_as(path: str | Path) -> Callable[[Record, Path], None]:
-    """What writes a record to a file of that ending.
-
-    Raises:
-        ValueError: an ending that is not known.
-    """
-    writers = {".html": save_html, ".trace.json": save_trace, ".json": _save_json}
-    for ending, write in writers.items():
-        if str(path).endswith(ending):
-            return write
-    raise ValueError(f"a report is written as {', '.join(writers)}, got '{Path(path).name}'")
 
 
 def _save_json(record: Record, path: Path) -> None:
@@ -41,9 +28,15 @@ class Report(Record):
 
     __repr__ = __str__
 
-    def text(self, every_row: bool = False) -> str:
-        """What `print` shows; with `every_row`, also the rows that repeat from block to block."""
-        return report_text(self, every_row)
+    def text(self, every_row: bool = False, width: int | None = None) -> str:
+        """What `print` shows.
+
+        Args:
+            every_row: show the rows that repeat from block to block, too.
+            width: columns of characters that it may take; default: those of the terminal, and 100
+                where there is none. A table that has no room leaves out columns and says so.
+        """
+        return report_text(self, every_row, width)
 
     def compare(self, *others: Record) -> str:
         """This report and others side by side, as a table.
@@ -65,7 +58,8 @@ class Report(Record):
         Raises:
             ValueError: another ending.
         """
-        write_as(path)(self, Path(path))
+        writers = dict(zip(ENDINGS, (save_html, save_trace, _save_json), strict=True))
+        writers[check_ending(path)](self, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> "Report":

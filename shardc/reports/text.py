@@ -2,41 +2,43 @@
 
 import re
 from collections.abc import Iterator, Sequence
-
-from tabulate import tabulate
+from itertools import pairwise
 
 from shardc.reports.memory_curve import curve_table
 from shardc.reports.record import KINDS, BucketRow, CollectiveRow, Record
-from shardc.reports.words import format_bytes, format_seconds, plural
+from shardc.reports.terminal import PAGE, Column, pairs, table, wrap
+from shardc.runtime.checks.words import format_bytes, format_seconds, plural
 from shardc.runtime.comm.progress import in_short
 
 _ENDS = 2
 """Of rows that are alike but for a number, as many are shown at each end."""
 
 
-def report_text(record: Record, every_row: bool = False) -> str:
+def report_text(record: Record, every_row: bool = False, width: int | None = None) -> str:
     """The report as it is printed.
 
     Args:
         record: the report.
         every_row: show what repeats from block to block too, not only its first and last rows.
+        width: columns of characters that it may take; default: those of the terminal.
     """
     parts = [
-        _heading(record),
-        summary_table(record),
-        _findings(record),
-        curve_table(record),
-        bucket_table(record.buckets, every_row),
-        collective_table(record.collectives, every_row),
-        formula_table(record),
+        wrap(_heading(record), width),
+        pairs(summary_rows(record), width),
+        _findings(record, width),
+        curve_table(record, width),
+        bucket_table(record.buckets, every_row, width, PAGE),
+        collective_table(record.collectives, every_row, width, PAGE),
+        formula_table(record, width),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
 def _heading(record: Record) -> str:
-    copies = f", {record.copies} copies" if record.copies > 1 else ""
+    copies = f", {plural(record.copies, 'copy', 'copies')}" if record.copies > 1 else ""
+    ranks = plural(record.world_size, "rank")
     settings = "".join(f", {name}={value}" for name, value in record.settings.items())
-    return f"{record.model} over {record.world_size} ranks{copies}, {record.profile}{settings}"
+    return f"{record.model} over {ranks}{copies}, {record.profile}{settings}"
 
 
 def summary_rows(record: Record) -> list[tuple[str, str]]:
@@ -45,7 +47,7 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
     rows = [("step", format_seconds(record.step_seconds))]
     if record.tokens:
         rate = record.tokens / record.step_seconds
-        rows.append(("tokens/s a rank", f"{rate:,.0f} ({record.tokens:,} tokens a step)"))
+        rows.append(("tokens/s a rank", f"{rate:,.0f} ({plural(record.tokens, 'token')} a step)"))
     if record.flops:
         rows.append(("FLOPs used", f"{record.flops_used:.1%} of the device's peak"))
     rows += [
@@ -60,19 +62,33 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
     return rows + [(f"- {kind}", format_bytes(size)) for kind, size in parts]
 
 
-def summary_table(record: Record) -> str:
-    """`summary_rows` as a table."""
-    return tabulate(summary_rows(record), tablefmt="plain", disable_numparse=True)
-
-
-def _findings(record: Record) -> str:
+def _findings(record: Record, width: int | None) -> str:
     if not record.findings:
         return "Nothing to change was found."
-    lines = [f"- {f.kind}: {f.what}.\n  What to do: {f.advice}." for f in record.findings]
-    return "\n".join(["Findings", *lines])
+    lines = ["Findings"]
+    for finding in record.findings:
+        lines.append(wrap(f"{finding.kind}: {finding.what}.", width, "- ", "  "))
+        lines.append(wrap(f"What to do: {finding.advice}.", width, "  ", "  "))
+    return "\n".join(lines)
 
 
-def bucket_table(buckets: Sequence[BucketRow], every_row: bool = False) -> str:
+_BUCKET_COLUMNS = (
+    Column("bucket", least=16),
+    Column("parameters", "right", goes=2),
+    Column("dtype"),
+    Column("gathered", "right"),
+    Column("padding %", "right", goes=1),
+    Column("segment", "right"),
+    Column("after forward", goes=3),
+)
+
+
+def bucket_table(
+    buckets: Sequence[BucketRow],
+    every_row: bool = False,
+    width: int | None = None,
+    elsewhere: str = "",
+) -> str:
     """One row a bucket; without `every_row`, the ends of those that are alike."""
     rows = [
         [
@@ -86,21 +102,45 @@ def bucket_table(buckets: Sequence[BucketRow], every_row: bool = False) -> str:
         ]
         for bucket in buckets
     ]
-    headers = ["bucket", "parameters", "dtype", "gathered", "padding %", "segment", "after forward"]
     keys = [_pattern(bucket.name) for bucket in buckets]
-    return tabulate(
-        rows if every_row else list(_ends(rows, keys)),
-        headers=headers,
-        disable_numparse=True,
-        colalign=["left", "right", "left", "right", "right", "right", "left"],
-    )
+    shown = rows if every_row else list(_ends(rows, keys))
+    return table(_BUCKET_COLUMNS, shown, width, elsewhere)
 
 
 def _fate(bucket: BucketRow) -> str:
     return ("resharded" if bucket.reshard else "kept") if bucket.used else "not gathered"
 
 
-def collective_table(collectives: Sequence[CollectiveRow], every_row: bool = False) -> str:
+def _together(buckets: Sequence[str]) -> str:
+    """Names of buckets in one word; of neighbours in one module, its name once: "layers.2+3"."""
+    names = in_short(buckets).split("+")
+    parts = names[:1]
+    for before, name in pairwise(names):
+        (module, dot, own), other = name.rpartition("."), before.rpartition(".")[0]
+        parts.append(own if dot and module == other else name)
+    return "+".join(parts)
+
+
+_COLLECTIVE_COLUMNS = (
+    Column("", "right"),
+    Column("phase", goes=6),
+    Column("collective"),
+    Column("of", least=24),
+    Column("bytes", "right", goes=5),
+    Column("started before", goes=1, least=24),
+    Column("waited for before", goes=2, least=24),
+    Column("time", "right", goes=4),
+    Column("hidden", "right", goes=3),
+    Column("exposed", "right"),
+)
+
+
+def collective_table(
+    collectives: Sequence[CollectiveRow],
+    every_row: bool = False,
+    width: int | None = None,
+    elsewhere: str = "",
+) -> str:
     """One row a collective, in the order in which they are started; "" if there are none."""
     if not collectives:
         return ""
@@ -108,8 +148,8 @@ def collective_table(collectives: Sequence[CollectiveRow], every_row: bool = Fal
         [
             str(number),
             row.phase,
-            row.kind.replace("_", "-") + (f", {row.ranks} ranks" if row.in_steps else ""),
-            in_short(row.buckets),
+            row.kind.replace("_", "-") + (f", {plural(row.ranks, 'rank')}" * row.in_steps),
+            _together(row.buckets),
             format_bytes(row.nbytes),
             row.before,
             row.needed_by,
@@ -119,24 +159,17 @@ def collective_table(collectives: Sequence[CollectiveRow], every_row: bool = Fal
         ]
         for number, row in enumerate(collectives)
     ]
-    headers = [
-        "", "phase", "collective", "of", "bytes", "started before", "waited for before", "time",
-        "hidden", "exposed",
-    ]  # fmt: skip
     keys = [_pattern(row.phase, row.kind, *row.buckets) + f" {row.ranks}" for row in collectives]
     shown = rows if every_row else list(_ends(rows, keys, collectives))
-    align = ["right", "left", "left", "left", "right", "left", "left", "right", "right", "right"]
-    return tabulate(shown, headers=headers, disable_numparse=True, colalign=align)
+    return table(_COLLECTIVE_COLUMNS, shown, width, elsewhere)
 
 
-def formula_table(record: Record) -> str:
+def formula_table(record: Record, width: int | None = None) -> str:
     """The totals as formulas, where those of tokens were asked for."""
     if "FLOPs" not in record.formulas:
         return ""
-    rows = list(record.formulas.items())
-    return tabulate(
-        rows, headers=["total", "with W ranks and T tokens a rank"], disable_numparse=True
-    )
+    heading = "Totals with W ranks and T tokens a rank"
+    return f"{heading}\n{pairs(list(record.formulas.items()), width)}"
 
 
 def _pattern(*names: str) -> str:
@@ -155,15 +188,17 @@ def _ends(
         if _ENDS < number <= total[key] - _ENDS:
             left_out.append(index)
             continue
-        if left_out:
+        if len(left_out) == 1:
+            yield rows[left_out[0]]
+        elif left_out:
             yield _left_out(left_out, len(row), collectives)
-            left_out = []
+        left_out = []
         yield row
 
 
 def _left_out(indices: list[int], width: int, collectives: Sequence[CollectiveRow]) -> list[str]:
     row = [""] * width
-    row[min(3, width - 1) if collectives else 0] = f"... {len(indices)} more like these"
+    row[min(3, width - 1) if collectives else 0] = f"... {len(indices)} like these"
     if collectives:
         exposed = sum(collectives[index].exposed for index in indices)
         row[-1] = format_seconds(exposed) if exposed else "-"

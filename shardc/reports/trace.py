@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from shardc.reports.record import CollectiveRow, Record
+from shardc.reports.terminal import Column, table, wrap
 from shardc.reports.trace_events import (
     HOW,
     Kernels,
@@ -35,6 +34,7 @@ from shardc.reports.trace_events import (
     with_root,
 )
 from shardc.runtime.checks.arguments import checked
+from shardc.runtime.checks.words import plural
 from shardc.runtime.comm.progress import VERBS, in_short
 
 _WORST = 5
@@ -118,23 +118,33 @@ class Comparison:
 
     def __str__(self) -> str:
         figures = ("planned_seconds", "seconds", "planned_exposed", "exposed")
-        table = [
+        rows = [
             [row.phase, row.name, *(_in_ms(getattr(row, figure)) for figure in figures)]
             for row in self.rows
         ]
         totals = self.totals()
-        table.append(["total", "", *(_in_ms(totals[figure]) for figure in figures)])
-        headers = ["phase", "collective", "planned", "measured", "exposed: planned", "measured"]
+        rows.append(["total", "", *(_in_ms(totals[figure]) for figure in figures)])
+        steps = plural(self.steps, "step")
         lines = [
-            f"{len(self.rows)} collectives, medians of {self.steps} steps, in ms",
-            tabulate(table, headers=headers, disable_numparse=True, stralign="right"),
+            f"{plural(len(self.rows), 'collective')}, medians of {steps}, in ms",
+            table(_COLUMNS, rows, elsewhere="to_dict()"),
             "They differ most in:",
             *(
                 f"  {row.name} of the {row.phase}: {_in_ms(row.difference, signed=True)} ms"
                 for row in self.worst
             ),
         ]
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([*lines, *map(wrap, self.notes)])
+
+
+_COLUMNS = (
+    Column("phase", "right", goes=1),
+    Column("collective", "right", least=24),
+    Column("planned", "right"),
+    Column("measured", "right"),
+    Column("exposed: planned", "right"),
+    Column("measured", "right"),
+)
 
 
 @checked
@@ -177,8 +187,8 @@ def compare_with_profile(record: Record, trace: str | Path | Mapping[str, Any]) 
         matched = len(found) == steps * len(indices)
         if not matched:
             notes.append(
-                f"not matched: {_name(key)} is there {len(found)} times in {steps} steps, "
-                f"planned {len(indices)} times a step"
+                f"not matched: {_name(key)} is there {plural(len(found), 'time')} in "
+                f"{plural(steps, 'step')}, planned {plural(len(indices), 'time')} a step"
             )
         for place, index in enumerate(indices):
             own = found[place :: len(indices)] if matched else []

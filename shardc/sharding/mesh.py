@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, Must, checked
+from shardc.runtime.checks.words import plural
 from shardc.runtime.comm.backends import backend_of
 from shardc.runtime.comm.communicators import kept_with
 from shardc.runtime.comm.hierarchy import hierarchical_group
@@ -149,7 +150,7 @@ def _node_size(function: str, devices_per_node: int | None) -> int:
     size, world = size or torch.accelerator.device_count(), dist.get_world_size()
     if size < 1 or world % size:
         raise ValueError(
-            f"{world} ranks cannot be split into nodes of {size}; give devices_per_node"
+            f"{plural(world, 'rank')} cannot be split into nodes of {size}; give devices_per_node"
         )
     return size
 

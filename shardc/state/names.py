@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from shardc.optim.first_state import parameters_of
 from shardc.runtime.checks.arguments import checked, shown
+from shardc.runtime.checks.words import plural
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """What `torch.compile` and `checkpoint_wrapper` put into names."""
@@ -115,8 +116,8 @@ def rekeyed(state_dict: Mapping[str, Any], table: Mapping[Any, Any]) -> dict[str
         except KeyError:
             raise ValueError(
                 f"the optimizer state dict has an entry for {key!r}, which is not a parameter of "
-                f"this model and optimizer ({len(set(table.values()))} parameters); rename or "
-                "remove it"
+                f"this model and optimizer ({plural(len(set(table.values())), 'parameter')}); "
+                "rename or remove it"
             ) from None
 
     return {

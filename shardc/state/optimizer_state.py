@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from shardc.optim.first_state import first_state, parameters_of
 from shardc.optim.whole_tensor import WholeTensorOptimizer
+from shardc.runtime.checks.words import plural
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.state.model_state import differences, raise_for
 from shardc.state.names import (
@@ -45,8 +46,8 @@ def optimizer_state(
     optimizers = tuple(optimizers)
     if given is not None and len(optimizers) != 1:
         raise ValueError(
-            f"optim_state_dict= is the state dict of one optimizer, got {len(optimizers)} "
-            "optimizers; call it for each"
+            f"optim_state_dict= is the state dict of one optimizer, got "
+            f"{plural(len(optimizers), 'optimizer')}; call it for each"
         )
     merged: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in optimizers:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardc.runtime import compat
+from shardc.runtime.checks.words import plural
 from shardc.runtime.comm.collectives import entering
 from shardc.runtime.tensor.shard_operands import cut
 from shardc.runtime.tensor.shard_tensor import ShardTensor
@@ -75,7 +76,7 @@ def _put_together(value: ShardTensor, shape: tuple[int, ...], device: torch.devi
     start, stop = spec.interval()
     flat[start:stop].copy_(local)
     if spec.numel:
-        with entering(f"an all-reduce of {size} bytes", spec.group):
+        with entering(f"an all-reduce of {plural(size, 'byte')}", spec.group):
             dist.all_reduce(buffer, group=compat.resolve_group(spec.group))
     return flat.view(shape)
 

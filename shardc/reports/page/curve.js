@@ -1,7 +1,7 @@
 /* Step time against memory: the curve as a line of marks, usual settings as circles. */
 "use strict";
 
-const CURVE = { width: 900, height: 300, left: 84, right: 24, top: 16, bottom: 40 };
+const CURVE = { width: 900, narrowest: 340, height: 300, left: 84, right: 24, top: 16, bottom: 40 };
 
 /** An SVG element with these attributes and children. */
 function drawn(name, attributes, ...children) {
@@ -18,7 +18,8 @@ function scaleOf(values, from, to) {
 }
 
 function curveTitle(row) {
-  const kept = `${row.gathered} of ${row.buckets} buckets stay gathered`;
+  const stay = row.buckets === 1 ? "bucket stays" : "buckets stay";
+  const kept = `${row.gathered} of ${row.buckets} ${stay} gathered`;
   const figures = [formatBytes(row.nbytes), formatSeconds(row.seconds)];
   const copied = row.on_host ? `${formatBytes(row.on_host)} saved on the host (${row.copied})` : "";
   const state = row.states_on_host ? `${formatBytes(row.states_on_host)} of state there` : "";
@@ -62,6 +63,10 @@ function curveScales(rows, x, y) {
 function showCurve({ curve }) {
   if (!curve.length) return;
   byId("curve-section").hidden = false;
+  // On a narrow page the picture is narrower, and its texts are as large as on a wide one.
+  const room = byId("curve").clientWidth;
+  CURVE.width = Math.min(CURVE.width, Math.max(CURVE.narrowest, room));
+  byId("curve").setAttribute("viewBox", `0 0 ${CURVE.width} ${CURVE.height}`);
   const { width, height, left, right, top, bottom } = CURVE;
   const x = scaleOf(curve.map((row) => row.nbytes), left + 24, width - right - 24);
   const y = scaleOf(curve.map((row) => row.seconds), height - bottom, top + 8);

@@ -9,7 +9,8 @@ function showHeading(record) {
   const ranks = formatRanks(record.world_size);
   const copies = record.copies > 1 ? `, ${record.copies} copies of the model` : "";
   const step = formatSeconds(record.summary.step_seconds);
-  const shared = record.copies > 1 ? `${ranks} share each bucket` : ranks;
+  const share = record.world_size === 1 ? "holds" : "share";
+  const shared = record.copies > 1 ? `${ranks} ${share} each bucket` : ranks;
   byId("setup").textContent = `${shared}${copies} · times for ${record.profile} · ${step} a step`;
   const chips = Object.entries(record.settings).map(([name, value]) =>
     element("li", {}, element("span", {}, name), " ", element("b", {}, String(value))),

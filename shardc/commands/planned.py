@@ -1,0 +1,109 @@
+"""What `shardc plan` shows: the units of a model as `fully_shard` would plan them."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import OffloadPolicy
+
+from shardc.commands.errors import FoundProblem
+from shardc.passes.hardware import Profile
+from shardc.runtime.eager.precision import MixedPrecisionPolicy
+from shardc.runtime.layout.layout import BucketLayout
+from shardc.sharding.checks import check_ignored, check_model, check_modules
+from shardc.sharding.unit_plan import UnitPlan, plan_units
+
+ADAM_STATES = 2
+
+
+def plan_model(
+    model: nn.Module, world_size: int, policy: MixedPrecisionPolicy, profile: Profile
+) -> list[UnitPlan]:
+    """The units of `fully_shard(model, units="auto", mp_policy=policy)` on `world_size` ranks.
+
+    Raises:
+        FoundProblem: `fully_shard` would refuse the model; says why.
+    """
+    options = {
+        "reshard_after_forward": None,
+        "mp_policy": policy,
+        "offload_policy": OffloadPolicy(),
+    }
+    try:
+        modules = check_modules(model)
+        alone = check_ignored(modules, None)
+        plans = plan_units(modules, "auto", options, alone, world_size, profile)
+        params = [param for plan in plans for param in plan.params.values()]
+        check_model(modules, params, range(world_size), world_size, None)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise FoundProblem(f"fully_shard would refuse this model: {error}") from error
+    if not params:
+        raise FoundProblem(
+            f"the {type(model).__name__} has no parameters: there is nothing to shard"
+        )
+    return plans
+
+
+@dataclass(frozen=True)
+class UnitGroup:
+    """Units that are laid out alike, by name in the model; the figures are those of each."""
+
+    names: tuple[str, ...]
+    plan: UnitPlan
+
+    @property
+    def label(self) -> str:
+        """What a table calls the group."""
+        if len(self.names) == 1:
+            return self.names[0] or "(root)"
+        return f"{self.names[0]} .. {self.names[-1]} ({len(self.names)})"
+
+
+def group_units(model: nn.Module, plans: Iterable[UnitPlan]) -> list[UnitGroup]:
+    """The plans with those of one class, layout and name but for its numbers put together."""
+    names = {module: name for name, module in model.named_modules()}
+    groups: dict[Any, list[tuple[str, UnitPlan]]] = {}
+    for plan in plans:
+        module = plan.modules[0]
+        pattern = re.sub(r"\d+", "*", names[module])
+        groups.setdefault((pattern, type(module), plan.layouts), []).append((names[module], plan))
+    return [UnitGroup(tuple(name for name, _ in group), group[0][1]) for group in groups.values()]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A whole model: counts, and bytes that a rank keeps at most, padding included."""
+
+    parameters: int
+    units: int
+    buckets: int
+    padding_fraction: float
+    parameter_bytes: int
+    gradient_bytes: int
+
+    @property
+    def adam_bytes(self) -> int:
+        """Bytes of Adam's two moments, in the dtype of the parameters."""
+        return ADAM_STATES * self.gradient_bytes
+
+
+def total(plans: Sequence[UnitPlan]) -> Totals:
+    """The sums over all buckets; frozen parameters have no gradient."""
+    layouts = [layout for plan in plans for layout in plan.layouts]
+    used = sum(layout.used for layout in layouts)
+    numel = sum(layout.numel for layout in layouts)
+    return Totals(
+        parameters=used,
+        units=len(plans),
+        buckets=len(layouts),
+        padding_fraction=(numel - used) / numel if numel else 0.0,
+        parameter_bytes=sum(segment_bytes(layout) for layout in layouts),
+        gradient_bytes=sum(segment_bytes(layout) for layout in layouts if layout.requires_grad),
+    )
+
+
+def segment_bytes(layout: BucketLayout) -> int:
+    """What a rank keeps of a bucket."""
+    return layout.segment * layout.dtype.itemsize
