@@ -258,7 +258,7 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     ),
     "a last micro-batch without any parameter, while gradients wait": lambda case: (
         any(step.waits and not step.micro[-1].flag for step in case.steps)
-        and all(b.kind in ("maybe", "nest") or b.frozen for b in all_blocks(case.blocks))
+        and all(b.kind in ("maybe", "nest", "outside") or b.frozen for b in all_blocks(case.blocks))
     ),
     "torch: a compiled forward of a batch norm before the backward of an uncompiled one": (
         lambda case: (
