@@ -191,7 +191,9 @@ def _first_inside(around: _Stack, node: Node) -> Node:
     to read a bucket that they share.
     """
     inner = list(_stack(node))[: len(around) + 1]
-    while list(_stack(node.prev))[: len(around) + 1] == inner and len(inner) > len(around):
+    if len(inner) == len(around):
+        return node
+    while node.prev.op != "placeholder" and list(_stack(node.prev))[: len(inner)] == inner:
         node = node.prev
     return node
 

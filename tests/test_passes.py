@@ -59,9 +59,9 @@ def test_one_unshard_a_bucket_before_its_first_marker():
     ctx = PassContext("dynamo", {1: ("block", 3)})
     gm = run_passes(_marked([(0, 0), (1, 1), (0, 1), (0, 0)]), ctx, [insert_unshard])
     calls = [n for n in gm.graph.nodes if n.op == "call_function"]
-    assert [n.target is unshard for n in calls] == [True, False, True, False, False, False]
+    assert [n.target is unshard for n in calls] == [True, False, False, False, True, False]
     assert [n.args[0].name for n in calls] == [
-        "first", "unshard", "second", "unshard_1", "unshard", "unshard"
+        "first", "unshard", "unshard", "unshard", "second", "unshard_1"
     ]  # fmt: skip
     assert [n.args[1] for n in calls if n.target is unshard] == [
         Moved(_signature(), 0), Moved(_signature(), 1, "block", 3)

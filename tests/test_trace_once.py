@@ -86,6 +86,8 @@ def _compare(build, args, calls, executor="eager", **sharding):
     assert made == [calls]  # without `fold` nothing is looked for
     assert len(joints) == 2
     _check_equal(*joints)
+    if executor == "inductor":  # what a folded call is given it does not write over
+        once, each = ({**report, "memory": None} for report in (once, each))
     assert once == each
     return joints[0]
 
