@@ -1,7 +1,9 @@
 """A rank that differs: every rank says in what, naming the unit."""
 
 import copy
+import os
 import re
+import time
 import warnings
 
 import pytest
@@ -18,7 +20,7 @@ from models import (
     shard_all,
     tokens,
 )
-from ranks import on_ranks
+from ranks import FORKS, free_port, on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc import fully_shard
@@ -241,3 +243,58 @@ def test_a_destroyed_group_has_no_store(mesh):
     dist.destroy_process_group(group)
     with pytest.raises(ValueError, match="destroyed"):
         compat.group_store(group)
+
+
+def _train_in_groups(rank, port, executor, results):
+    """Train in three process groups, one after the other, that meet at one store."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(1)
+    store, inputs = dist.TCPStore("127.0.0.1", port, 2, rank == 0), torch.eye(4, 8)
+    for number, layers in enumerate((1, 3, 1)):
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        torch.manual_seed(number)
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(layers)))
+        plain = copy.deepcopy(model)
+        step = fully_shard(model, units="auto")
+        if executor:
+            step = torch.compile(model, backend="shardc", options={"executor": executor})
+        step(inputs + rank).pow(2).sum().backward()
+        ((plain(inputs).pow(2).sum() + plain(inputs + 1).pow(2).sum()) / 2).backward()
+        got = [p.grad.full_tensor() for p in model.parameters()]
+        same = [torch.allclose(g, p.grad) for g, p in zip(got, plain.parameters(), strict=True)]
+        results.put((number, all(same), all(bool(g.abs().max() > 0) for g in got)))
+        dist.destroy_process_group()
+        _forget_addresses(store, rank, number)
+    results.put("done")
+    store.wait(["never"])
+
+
+def _forget_addresses(store, rank, number):
+    """Gloo would connect to where the ranks of the last group were."""
+    store.add(f"shardc test, ended {number}", 1)
+    while rank == 0 and store.add(f"shardc test, ended {number}", 0) < 2:
+        time.sleep(0.05)
+    if rank == 0:
+        for key in store.list_keys():
+            if "shardc" not in key:
+                store.delete_key(key)
+        store.set(f"shardc test, next {number}", "")
+    store.wait([f"shardc test, next {number}"])
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor", None])
+def test_groups_one_after_the_other_on_one_store(executor):
+    """As under torchrun: what ranks told each other in the first group is not read in the next."""
+    results, port = FORKS.Queue(), free_port()
+    arguments = (port, executor, results)
+    ranks = [FORKS.Process(target=_train_in_groups, args=(rank, *arguments)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        found = [results.get(timeout=120) for _ in range(8)]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    steps = [each for each in found if each != "done"]
+    assert sorted(steps) == [(n, True, True) for n in range(3) for _ in range(2)]

@@ -93,6 +93,11 @@ def test_a_rank_that_does_not_come_is_named_on_all_others(behaviour, executor):
     assert set(found) == {0, 2}
     for rank, text in found.items():
         assert f"a collective of shardc failed on rank {rank} of 3, at {FORWARD}" in text
+        through = "" if executor else r", through models\.py:\d+"  # the model's own forward
+        called = rf"\(called from test_lost_peers\.py:\d+{through}\)"
+        assert re.search(re.escape(FORWARD) + f" {called}", text), text
+        assert not re.search(r"GLHF|\.(cc|cpp|h):|torch\.|<.* at 0x", text), text
+        assert re.search(r"same collective\.(\n|$)", text), text  # the error ends with our words
         if behaviour == "dies":
             assert "Rank 1 is silent and never came to it" in text, text
         else:
@@ -105,7 +110,7 @@ def test_a_rank_that_does_not_come_is_named_on_all_others(behaviour, executor):
             assert "the group's timeout is 0:00:12" in text, text
         if behaviour == "sleeps":
             wait = FORWARD.removeprefix("the wait for ")
-            warning = rf"rank {rank} has waited \d+ s for {wait}; the timeout is 0:00:12"
+            warning = rf"rank {rank} has waited \d+ s for {wait} {called}; the timeout is 0:00:12"
             assert re.search(warning, text), text
 
 
@@ -114,7 +119,8 @@ def test_the_rank_that_holds_the_store_dies(executor):
     found = _errors(3, executor, 0, "dies")
     for rank, text in found.items():
         assert f"a collective of shardc failed on rank {rank} of 3, at {FORWARD}" in text
-        assert "the group's store does not answer: rank 0, which holds it, died" in text, text
+        assert "the group's store does not answer. Rank 0, which holds it, died" in text, text
+        assert text.split("\n")[0].endswith("died or ended."), text
 
 
 @pytest.mark.parametrize("executor", ["eager"])

@@ -136,7 +136,7 @@ def _update(model):
 
 CALLS = [
     (_update, "an all-reduce of .* for step at test_parted.py:"),
-    (_mean, "an all-reduce of 1 torch.float64 for mean at test_parted.py:"),
+    (_mean, "an all-reduce of 1 float64 for mean at test_parted.py:"),
     (_multiply, "an all-gather of .* for t at test_parted.py:"),
     (_gather_one, "an all-gather of .* for full_tensor at test_parted.py:"),
     (_clip, "an all-reduce of .* for clip_grad_norm_ at test_parted.py:"),

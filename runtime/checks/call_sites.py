@@ -2,16 +2,22 @@
 
 import os
 import sys
+import threading
+from pathlib import Path
 from types import FrameType
+
+from shardc.runtime import compat
 
 _LIBRARIES = {"torch", "shardc", *sys.stdlib_module_names}
 _WRAPPERS = {"wrapper", "decorate_context", "inner", "run", "call", "fn"}
 
 
 def place_in(frame: FrameType | None) -> tuple[str, str]:
-    """The function of a library that the user's code called, and from where ("train.py:12").
+    """The function of a library that the user's code called, and from where.
 
-    Either is "" where it cannot be told.
+    "train.py:12", or "train.py:12, through net.py:30" where that is a line of a module's forward,
+    which "train.py:12" called. Code of installed packages is named only where no other code is
+    found. Either is "" where it cannot be told.
     """
     called = ""
     while frame is not None and _is_library(frame):
@@ -21,9 +27,25 @@ def place_in(frame: FrameType | None) -> tuple[str, str]:
         elif not name.startswith(("_", "<")) and name not in _WRAPPERS:
             called = name
         frame = frame.f_back
-    if frame is None:
-        return called, ""
-    return called, f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return called, _place_of(frame)
+
+
+def _place_of(frame: FrameType | None) -> str:
+    innermost, first, script = frame, None, None
+    while frame is not None:
+        if compat.is_module_call(frame):
+            script = None  # the user's code was a forward: who called it?
+        elif not (_is_library(frame) or _is_installed(frame)):
+            first, script = first or frame, script or frame
+        frame = frame.f_back
+    found = script or first or innermost
+    if found is None:
+        return ""
+    return _line(found) if first in (None, found) else f"{_line(found)}, through {_line(first)}"
+
+
+def _line(frame: FrameType) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def call_of_user() -> str:
@@ -32,8 +54,12 @@ def call_of_user() -> str:
 
 
 def place_of_thread(thread: int) -> str:
-    """From where a thread called into a library ("train.py:12"), or ""."""
-    return place_in(sys._current_frames().get(thread))[1]
+    """From where a thread called into a library ("train.py:12"), or "".
+
+    A thread of autograd's, which the user's code did not start, is where the main thread is.
+    """
+    frames, main = sys._current_frames(), threading.main_thread().ident or 0
+    return place_in(frames.get(thread))[1] or place_in(frames.get(main))[1]
 
 
 def own_collective_of(thread: int) -> str:
@@ -51,6 +77,10 @@ def own_collective_of(thread: int) -> str:
     ):
         return ""
     return " at ".join(filter(None, place_in(innermost)))
+
+
+def _is_installed(frame: FrameType) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(frame.f_code.co_filename).parts)
 
 
 def _is_library(frame: FrameType) -> bool:

@@ -8,6 +8,7 @@ rank may recompile alone for its own shapes, as long as its sequence of collecti
 """
 
 import difflib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,12 +18,14 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from shardc.runtime import compat
+from shardc.runtime.checks.call_sites import place_of_thread
 from shardc.runtime.checks.words import plural
 from shardc.runtime.comm.collectives import in_history
 from shardc.runtime.comm.communicators import kept_with
-from shardc.runtime.comm.history import Parted
+from shardc.runtime.comm.history import Failed, Parted
+from shardc.runtime.comm.lost_peers import store_holder
 from shardc.runtime.comm.progress import Call, progress
-from shardc.runtime.comm.store import Attendance, digest, look, pauses
+from shardc.runtime.comm.store import Attendance, digest, look, pauses, store_of
 
 _AGREED = "agreed\n"
 """How a verdict begins if all is well; the notes follow, a line each."""
@@ -116,9 +119,12 @@ def agree(
         with in_history(compat.group_name(group)), _entry(stated.what, stated.facts):
             try:
                 notes = _exchange(store, group.rank(), group.size(), stated, timeout)
-            except dist.DistError:  # the store is gone
+            except dist.DistError as error:
                 _raise_if_parted()
-                raise
+                raise Failed(
+                    f"agreeing on {stated.what}{_called_from_here()}: the group's store does not "
+                    f"answer. {store_holder()}"
+                ) from error
         if not every_time:
             history.keep(name, notes)
     return notes
@@ -163,7 +169,12 @@ def decline(group: dist.ProcessGroup, what: str, why: str) -> None:
 def _entry(what: str, facts: Sequence[str]) -> Call:
     """What the group's history says of a comparison: its facts are compared through the store."""
     first = f" ({facts[0][:100]})" if facts else ""
-    return Call("a comparison", f"the comparison of {what}{first}")
+    return Call("a comparison", f"the comparison of {what}{first}{_called_from_here()}")
+
+
+def _called_from_here() -> str:
+    place = place_of_thread(threading.get_ident())
+    return f" at {place}" if place else ""
 
 
 def _raise_if_parted() -> None:
@@ -176,7 +187,7 @@ def _raise_if_parted() -> None:
 def _next_round(group: dist.ProcessGroup) -> dist.Store:
     history = kept_with(group, _History, _History)
     history.rounds += 1
-    return dist.PrefixStore(f"shardc/{history.rounds}", compat.group_store(group))
+    return dist.PrefixStore(f"shardc/{history.rounds}", store_of(group))
 
 
 def _exchange(
@@ -204,11 +215,13 @@ def _exchange(
             if reference != text:
                 _rule(store, _difference(what, rank, text.split("\n"), reference.split("\n")))
         elif time.monotonic() - began > timeout.total_seconds():
+            missing = attendance.missing()
             _rule(
                 store,
-                f"agreeing on {what}: rank(s) {attendance.missing()} did not answer rank {rank} "
-                f"within {timeout} (the process group's timeout). They died, are still busy, or "
-                "run another program",
+                f"agreeing on {what}: rank{'s' * (len(missing) != 1)} "
+                f"{', '.join(map(str, missing))} did not answer rank {rank}, which waited"
+                f"{_called_from_here()}, within {timeout} (the timeout of the process group, or "
+                "agreement_timeout). They died, are still busy, or run another program",
             )
         else:
             _raise_if_parted()

@@ -117,9 +117,13 @@ def _as_complex(real: Tensor) -> Tensor:
     return torch.view_as_complex(real.view(-1, 2))
 
 
+def _amount(value: Tensor) -> str:
+    return f"{value.numel()} {str(value.dtype).removeprefix('torch.')}"
+
+
 def all_gather(segment: Tensor, world_size: int, group: str) -> Tensor:
     """Concatenate the segments of all ranks: `(S,)` -> `(world_size * S,)`."""
-    with entering(f"an all-gather of {segment.numel()} {segment.dtype}", group, segment):
+    with entering(f"an all-gather of {_amount(segment)}", group, segment):
         return start_all_gather(segment, world_size, group).wait()
 
 
@@ -130,7 +134,7 @@ def reduce_scatter(flat: Tensor, op: str, world_size: int, group: str) -> Tensor
 
 def all_reduce(value: Tensor, op: str, group: str) -> Tensor:
     """Reduce `value` over ranks; the input is left alone."""
-    with entering(f"an all-reduce of {value.numel()} {value.dtype}", group, value):
+    with entering(f"an all-reduce of {_amount(value)}", group, value):
         return start_all_reduce(value, op, group).wait()
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from shardc.runtime import compat
+from shardc.runtime.comm.store import store_of
 
 RING = 128
 """How many entries a rank keeps: one that is further ahead is not compared with."""
@@ -116,7 +116,7 @@ def board_of(group: dist.ProcessGroup) -> Board | None:
     """The board of a group; None where there can be none."""
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     with suppress(RuntimeError, OSError):  # of the store, of the file
-        store, mine = compat.group_store(group), secrets.token_hex(16)
+        store, mine = store_of(group), secrets.token_hex(16)
         token = store.compare_set("shardc/board", "", mine)
         return Board(f"{folder}/shardc-{token.decode()}", group.rank(), group.size())
     return None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardc.runtime import compat
 from shardc.runtime.comm.communicators import kept_with
-from shardc.runtime.comm.store import look, pauses
+from shardc.runtime.comm.store import look, pauses, store_of
 
 log = logging.getLogger("shardc")
 
@@ -53,7 +53,7 @@ class HandOver:
             rounds.count += 1
             place = str(rounds.count)
             self._maker = int(hashlib.sha256(key.encode()).hexdigest(), 16) % group.size()
-        self._store = dist.PrefixStore(f"shardc/made/{place}", compat.group_store(group))
+        self._store = dist.PrefixStore(f"shardc/made/{place}", store_of(group))
         self._world = group.size()
         self._timeout = compat.group_timeout(group).total_seconds()
         if not together:  # the maker's device may wait for what this rank is yet to start

@@ -19,9 +19,18 @@ import torch.distributed as dist
 from shardc.runtime import compat
 from shardc.runtime.comm.backends import end_waits
 from shardc.runtime.comm.history import History, history_of
-from shardc.runtime.comm.lost_peers import FAILED, append, leave, line_of, note_parting, said_parted
+from shardc.runtime.comm.lost_peers import (
+    FAILED,
+    append,
+    called_from,
+    leave,
+    line_of,
+    note_parting,
+    said_parted,
+)
 from shardc.runtime.comm.program_collectives import Shown, from_json, parted_from, this_rank
 from shardc.runtime.comm.progress import Call, Label, progress
+from shardc.runtime.comm.store import store_of
 
 log = logging.getLogger("shardc")
 
@@ -134,7 +143,7 @@ class _Look:
         if history.is_over:
             return
         if self._answered is None:
-            store = compat.group_store(members)
+            store = store_of(members)
             if history.parted is None and waits_here:
                 history.parted = self._compared(store, label)
             said = store.check([FAILED])
@@ -152,8 +161,8 @@ class _Look:
         if not self._warned and seconds > _WARN * self._timeout.total_seconds():
             self._warned = True
             log.warning(
-                "rank %d has waited %.0f s for %s; the timeout is %s",
-                dist.get_rank(), seconds, label.renamed(), self._timeout,
+                "rank %d has waited %.0f s for %s%s; the timeout is %s", dist.get_rank(), seconds,
+                label.renamed(), called_from(label), self._timeout,
             )  # fmt: skip
 
     def _compared(self, store: dist.Store, label: Label) -> str | None:
@@ -201,7 +210,7 @@ class _Still:
         if self._history.is_over or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + self._pace
-        store = compat.group_store(members)
+        store = store_of(members)
         if store.check([f"{_ASKED}/{place}"]):
             store.delete_key(f"{_ASKED}/{place}")
             store.set(f"{_SHOWN}/{place}", this_rank(self._history).to_json())

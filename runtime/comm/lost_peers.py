@@ -17,6 +17,7 @@ is what its flight recorder wrote.
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -34,7 +35,8 @@ from shardc.runtime.checks.words import plural
 from shardc.runtime.comm.backends import BACKENDS, end_waits, flight_record
 from shardc.runtime.comm.entry_board import RING
 from shardc.runtime.comm.history import Failed, Parted, histories, history_of
-from shardc.runtime.comm.progress import Call, progress
+from shardc.runtime.comm.progress import Call, CallWait, Label, progress
+from shardc.runtime.comm.store import store_of
 
 log = logging.getLogger("shardc")
 
@@ -45,6 +47,9 @@ _GRACE = timedelta(seconds=3)
 """How long a failed rank waits for the lines of others, or a fifth of the timeout if that is less:
 ranks that wait for the same fail within moments, or answer."""
 
+
+_ADVICE = re.compile(r"\s*(This is typically caused by|Check the logs|GLHF)")
+"""Where gloo begins to advise: our error has said it."""
 
 T = TypeVar("T")
 
@@ -74,19 +79,18 @@ def explain(group: str, error: Exception) -> str:
     )
     parted = parted_where(members, lines or [])
     if parted is not None:
-        return f"{where}: {parted}. The backend says: {error}"
+        return f"{where} ({_quoted(error)}): {parted}"
     left = _within(1.0, lambda: _left(members)) or {}
     if lines is None and not left:
-        others = _store_is_gone()
+        others = f"Other ranks cannot be asked: the group's store does not answer. {store_holder()}"
     else:
         others = compare(line, lines or [], _ranks(members), left)
     return " ".join(
         [
             f"{where}: a peer died or did not take part in time (the group's timeout is "
-            f"{timeout}).",
-            others,
+            f"{timeout}; {_quoted(error)}).",
             *_flight_record(members),
-            f"The backend says: {error}",
+            others,
         ]
     )
 
@@ -111,7 +115,7 @@ def parted_where(members: dist.ProcessGroup, lines: Iterable[Line]) -> str | Non
 
 def said_parted(members: dist.ProcessGroup) -> str | None:
     """Where ranks have parted, as those that failed say."""
-    store = compat.group_store(members)
+    store = store_of(members)
     lines = store.get(FAILED).splitlines() if store.check([FAILED]) else []
     return parted_where(members, map(json.loads, lines))
 
@@ -154,9 +158,7 @@ def leave(error: BaseException) -> None:
             members = compat.resolve_group(group)
             if is_from_backend(error):
                 _within(1.0, partial(note_parting, members))
-            compat.group_store(members).set(
-                f"{_LEFT}/{history.rank}", json.dumps([history.count, why])
-            )
+            store_of(members).set(f"{_LEFT}/{history.rank}", json.dumps([history.count, why]))
 
 
 def _left(members: dist.ProcessGroup) -> dict[int, str]:
@@ -165,7 +167,7 @@ def _left(members: dist.ProcessGroup) -> dict[int, str]:
     assert history is not None
     left = history.left_here()
     with suppress(RuntimeError):
-        store = compat.group_store(members)
+        store = store_of(members)
         for rank in [rank for rank in history.ranks if rank not in left][:_ASKED]:
             if store.check([f"{_LEFT}/{rank}"]):
                 left[rank] = tuple(json.loads(store.get(f"{_LEFT}/{rank}")))
@@ -187,9 +189,20 @@ def line_of(members: dist.ProcessGroup) -> Line:
         "rank": _ranks(members)[members.rank()],
         "at": at,
         "started": progress.started,
-        "from": "" if isinstance(label, Call) or own else place_of_thread(progress.main_thread),
+        "from": "" if own else _place_of(label),
         "parted": parted_where(members, ()),
     }
+
+
+def called_from(label: Label) -> str:
+    """In brackets, the line of the user's that a wait of this process belongs to, if it is known
+    and the label does not say so."""
+    place = _place_of(label)
+    return f" (called from {place})" if place else ""
+
+
+def _place_of(label: Label | None) -> str:
+    return "" if isinstance(label, (Call, CallWait)) else place_of_thread(progress.main_thread)
 
 
 def _called_from(line: Line) -> str:
@@ -197,7 +210,7 @@ def _called_from(line: Line) -> str:
 
 
 def append(members: dist.ProcessGroup, line: Line) -> None:
-    store = compat.group_store(members)
+    store = store_of(members)
     store.append(FAILED, json.dumps(line) + "\n")  # type: ignore[attr-defined]
 
 
@@ -207,7 +220,7 @@ def _ranks(members: dist.ProcessGroup) -> list[int]:
 
 def _lines(members: dist.ProcessGroup, grace: float) -> list[Line]:
     """The lines of this rank and of all others that come in time."""
-    store, deadline, pause = compat.group_store(members), time.monotonic() + grace, 0.05
+    store, deadline, pause = store_of(members), time.monotonic() + grace, 0.05
     while True:
         lines = {line["rank"]: line for line in map(json.loads, store.get(FAILED).splitlines())}
         left = deadline - time.monotonic()
@@ -272,13 +285,17 @@ def _named(ranks: list[int]) -> str:
     return f"Rank {shown} is" if len(ranks) == 1 else f"Ranks {shown} are"
 
 
-def _store_is_gone() -> str:
+def store_holder() -> str:
+    """Who may have died where the group's store does not answer, in words."""
     launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    holder = "the launcher" if launcher else "rank 0"
-    return (
-        f"Other ranks cannot be asked, because the group's store does not answer: {holder}, which "
-        "holds it, died or ended."
-    )
+    return f"{'The launcher' if launcher else 'Rank 0'}, which holds it, died or ended."
+
+
+def _quoted(error: Exception) -> str:
+    """The words of a backend, without the place in its source and its advice."""
+    text = " ".join(str(error).split())
+    text = _ADVICE.split(re.sub(r"\[(enforce fail at )?\S+:\d+\] ", "", text))[0]
+    return f"the backend says: {text.rstrip('. ')}"
 
 
 def _flight_record(members: dist.ProcessGroup) -> list[str]:

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
+from shardc.runtime import compat
+from shardc.runtime.comm.communicators import kept_with
+
 _BLOCK = 62
 """Ranks that are counted in one number of the store, which has 63 bits."""
 _MISSING = "-"
@@ -13,6 +16,21 @@ _FIRST, _LONGEST, _GROWTH = 0.0005, 0.2, 1.5
 """Seconds between looks at the store: at first and at most, in a small group; by how much more."""
 _AT_FIRST, _LATER = 50_000, 10_000
 """Looks a second by all ranks of a large group together."""
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The store of a group, without what an earlier group of its name has left there.
+
+    Under torchrun all groups that a process makes one after another share a store. Each rank counts
+    those of a name that shardc came to: the same number on all ranks that run one program.
+
+    Raises:
+        ValueError: the group has been destroyed.
+        RuntimeError: the store is gone.
+    """
+    store = compat.group_store(group)
+    before = kept_with(group, store_of, lambda: store.add(f"shardc/groups/{group.rank()}", 1) - 1)
+    return dist.PrefixStore(f"after {before}", store) if before else store
 
 
 def look(store: dist.Store, key: str) -> str | None:

@@ -5,6 +5,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +19,12 @@ Held: TypeAlias = Any
 
 Memo: TypeAlias = dict[int, Held]
 """What `copy.deepcopy` has copied so far, by the id of the original."""
+
+
+def is_module_call(frame: FrameType) -> bool:
+    """Whether a frame is torch's call of a module, around its forward (2.13)."""
+    names = ("_wrapped_call_impl", "_call_impl")
+    return frame.f_code.co_name in names and frame.f_globals.get("__name__") == nn.Module.__module__
 
 
 def is_replicated(module: nn.Module) -> bool:
