@@ -3,7 +3,6 @@
 A pass owns only its rewrite. What dumps hold is in `dump`.
 """
 
-import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from torch.fx import GraphModule
 
 from shardc.passes.context import PassContext
 from shardc.passes.dump import dump_change, dump_input
+from shardc.runtime import compat
 
 Pass = Callable[[GraphModule, PassContext], GraphModule]
 
@@ -48,7 +48,7 @@ def run_passes(
 
 def copy_graph(gm: GraphModule) -> GraphModule:
     """A graph of its own for passes, or Inductor, to edit."""
-    copied = GraphModule(gm, copy.deepcopy(gm.graph))
+    copied = GraphModule(gm, compat.copied_graph(gm.graph))
     copied.meta.update(gm.meta)
     return copied
 

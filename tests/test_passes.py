@@ -1,5 +1,6 @@
 """Passes on small graphs, without a process group: exact nodes before and after."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from shardc.passes.context import PassContext, set_moved
 from shardc.passes.insert_unshard import insert_unshard, slots_read
 from shardc.passes.reshard import tag_reshard
-from shardc.passes.runner import run_passes
+from shardc.passes.runner import copy_graph, run_passes
 from shardc.passes.verify import collective_sequence, verify
 from shardc.passes.wait_once import wait_once
 from shardc.runtime.comm.unshard import pack_gradients, unshard
@@ -182,3 +183,19 @@ def test_eager_executor_frees_what_it_no_longer_needs():
     assert inputs == [] and torch.equal(result.as_subclass(torch.Tensor), torch.full((2,), 3.0))
     assert seen == {"a": [], "b": [], "c": ["a"], "unused": ["a", "b"]}
     assert freed == ["a", "b", "unused"]
+
+
+def test_a_copy_of_a_graph_with_nested_inputs_warns_of_nothing():
+    class Sum(torch.nn.Module):
+        def forward(self, pair):
+            return pair[0] + pair[1]
+
+    pair = (torch.fx.PH, torch.fx.PH)
+    gm = torch.fx.symbolic_trace(Sum(), concrete_args={"pair": pair})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copied = copy_graph(gm)
+    x, y = torch.randn(2, 3)
+    assert torch.equal(copied((x, y)), x + y)
+    copied.graph.set_codegen(torch.fx.graph.CodeGen())  # which leaves the first one as it was
+    assert torch.equal(torch.fx.GraphModule(gm, gm.graph)((x, y)), x + y)

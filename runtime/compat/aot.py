@@ -1,5 +1,6 @@
 """AOT autograd: fake tensors, symbolic sizes, the partitioner, the formulas of its ops."""
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -8,12 +9,29 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
+from torch.fx.graph import CodeGen
 from torch.fx.node import Argument
 
 from shardc.runtime.compat.dynamo import is_traced
 
 _T = TypeVar("_T")
+
+
+def copied_graph(graph: Graph) -> Graph:
+    """A copy of a graph, with the same description of its inputs and outputs (2.13).
+
+    `copy.deepcopy` alone would copy this description too, which torch warns of: its leaves are of a
+    class that is deprecated.
+    """
+    codegen = graph._codegen
+    graph.set_codegen(CodeGen())
+    try:
+        copied = copy.deepcopy(graph)
+    finally:
+        graph.set_codegen(codegen)
+    copied.set_codegen(copy.copy(codegen))
+    return copied
 
 
 def size_expr(size: object) -> Any:
