@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from models import (
@@ -46,6 +47,7 @@ from shardc.passes.context import is_all_gather, is_collective, moved_by
 from shardc.passes.reshard import tag_reshard
 from shardc.passes.used_slots import SEGMENT
 from shardc.runtime import compat
+from shardc.runtime.comm.store import store_of
 from shardc.runtime.eager import regather
 
 
@@ -470,23 +472,33 @@ BROKEN = {
 }
 
 
+def warned_on_all_ranks(run):
+    """What `run` warns of on any rank, in a job that has been told nothing of fallbacks before."""
+    shardc.backend.compile._warned.clear()
+    if dist.get_rank() == 0:
+        store_of(dist.group.WORLD).delete_key("shardc/told/fallback")
+    dist.barrier()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    told = [None] * dist.get_world_size()
+    own = [str(w.message) for w in caught if "op by op" in str(w.message)]
+    dist.all_gather_object(told, own)
+    return [message for messages in told for message in messages]
+
+
 @pytest.mark.parametrize("reason", BROKEN)
 @on_ranks(2)
 def test_falls_back_to_the_eager_executor(mesh, reason):
     plain, model = seeded(Block), fully_shard(seeded(Block), mesh=mesh)
     broken = {**BROKEN[reason], "force_disable_caches": True}
-    shardc.backend.compile._warned.clear()
     step = torch.compile(model, backend="shardc", options={"inductor": broken})
     x = torch.randn(3, 18)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            step(x).pow(2).mean().backward()
+    messages = warned_on_all_ranks(lambda: [step(x).pow(2).mean().backward() for _ in range(2)])
     torch.testing.assert_close(step(x), plain(x))
     plain(x).pow(2).mean().backward()
     for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(full(q.grad), 2 * p.grad, msg=name)
-    messages = [str(w.message) for w in caught if "op by op" in str(w.message)]
     assert len(messages) == 1 and reason in messages[0], messages
     torch._dynamo.reset()
     options = {"inductor": broken, "fallback": False}

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from models import Block, Stack, seeded, shard_all, tokens
 from ranks import on_ranks
-from test_backend import BROKEN
+from test_backend import BROKEN, warned_on_all_ranks
 from torch import nn
 from torch.fx import Graph, GraphModule
 from torch.utils._pytree import tree_leaves
@@ -31,13 +30,9 @@ def _options(**inductor):
 
 
 def _steps(model, options, *inputs, **kwargs):
-    """A forward and a backward, with the messages of warnings."""
-    shardc.backend.compile._warned.clear()
+    """A forward and a backward, with the messages of warnings on all ranks."""
     step = torch.compile(model, backend="shardc", options=options, **kwargs)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        step(*inputs).pow(2).mean().backward()
-    return [str(w.message) for w in caught if "op by op" in str(w.message)]
+    return warned_on_all_ranks(lambda: step(*inputs).pow(2).mean().backward())
 
 
 def _run(path):
@@ -62,7 +57,8 @@ def test_the_script_fails_as_the_graph_did(mesh, reason):
         scripts = sorted(own.glob("repro_*.py"))
         assert [script.stem.split("_")[2] for script in scripts] == ["forward", "backward"]
         forward = scripts[0]
-        assert f"to reproduce it alone: {sys.executable} {forward}" in message
+        told = re.search(r"to reproduce it alone: (\S+) \S+/rank\d/(\S+\.py)", message)
+        assert told and told.groups() == (sys.executable, forward.name), message
         assert forward.name in (own / "index.txt").read_text()
         if dist.get_rank() == 0:
             for script in scripts:
@@ -81,6 +77,41 @@ def test_the_error_names_the_script_where_nothing_falls_back(mesh):
     path = re.search(r"to reproduce it alone: \S+ (\S+\.py)", str(caught.value)).group(1)
     assert Path(path).is_relative_to(tempfile.gettempdir())
     assert f"rank{dist.get_rank()}" in path and "class Graph(" in Path(path).read_text()
+
+
+@torch.library.custom_op("shardc_test_repro::tripled", mutates_args=())
+def tripled(x: torch.Tensor) -> torch.Tensor:
+    """An op of the user's, in a module that can be imported."""
+    return x * 3
+
+
+tripled.register_fake(torch.empty_like)
+tripled.register_autograd(lambda ctx, grad: tripled(grad))
+
+
+class WithOwnOp(Block):
+    def forward(self, x):
+        return tripled(super().forward(x))
+
+
+@pytest.mark.parametrize("module", [__name__, "__main__"])
+@on_ranks(2)
+def test_the_script_registers_ops_of_the_user_or_says_what_it_needs(mesh, module):
+    model = fully_shard(seeded(WithOwnOp), mesh=mesh)
+    own_op = mock.patch.object(tripled._init_fn, "__module__", module)
+    with tempfile.TemporaryDirectory() as folder:
+        with mock.patch.dict(os.environ, SHARDC_DUMP=folder), own_op:
+            _steps(model, _options(**BROKEN["no code for this op"]), torch.randn(3, 18))
+        scripts = sorted(Path(folder, f"rank{dist.get_rank()}").glob("repro_*.py"))
+        assert len(scripts) == 2
+        for script in scripts if dist.get_rank() == 0 else ():
+            assert "shardc_test_repro.tripled" in script.read_text()
+            last = _run(script)
+            if module == __name__:
+                assert "torch._inductor.exc.InductorError: " in last, last
+            else:
+                said = "The graph calls shardc_test_repro::tripled, an op that .* defined. Copy its"
+                assert re.search(said, last), last
 
 
 class Scaled(Stack):

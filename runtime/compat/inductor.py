@@ -130,6 +130,27 @@ def _operator_text(target: object, args: object, kwargs: object) -> str:
     return f"  target: {target}"
 
 
+def module_of_op(name: str) -> str | None:
+    """The module that made an op by `torch.library.custom_op`, or "" where it was made otherwise
+    (2.13).
+
+    None for the ops of torch and of shardc.
+    """
+    from torch._library.custom_ops import OPDEFS
+
+    space = name.partition("::")[0]
+    if name not in OPDEFS:
+        return None if space in _SPACES or space.startswith("_") else ""
+    module = str(OPDEFS[name]._init_fn.__module__)
+    return None if module.split(".")[0] in ("torch", "shardc") else module
+
+
+_SPACES = {"aten", "prims", "prim", "c10d", "c10d_functional", "shardc", "inductor", "quantized",
+           "quantized_decomposed", "profiler", "rngprims", "fsdp", "symm_mem", "torchvision",
+           "torchao", "higher_order", "dtensor", "streams", "flex_lib", "bucketing"}  # fmt: skip
+"""Of ops that a script has without importing anything of the user's."""
+
+
 def changed_inductor_settings() -> dict[str, Any]:
     """The settings of Inductor that differ from its defaults now (2.11 to 2.15)."""
     from torch._inductor import config

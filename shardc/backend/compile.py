@@ -37,9 +37,10 @@ from shardc.passes.verify import check_collectives, collective_sequence
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket, bucket_of
 from shardc.runtime.checks.start import check_start
-from shardc.runtime.comm.agreement import Statement, rounds
+from shardc.runtime.comm.agreement import Statement, has_others, rounds
 from shardc.runtime.comm.collectives import BoxedGraph, naming_failures
 from shardc.runtime.comm.progress import label_of, progress
+from shardc.runtime.comm.store import store_of
 from shardc.runtime.eager.accumulate import flush_when_done
 from shardc.runtime.eager.executor import eager_executor
 from shardc.runtime.layout.spec import any_spec
@@ -421,9 +422,11 @@ def _other_names(buckets: list[tuple[Bucket, _Read]]) -> dict[str, str]:
 
 def _warn_fallback(phase: str, error: Exception, where: str) -> None:
     reason = f"{' '.join(str(error).split())[:500]} ({where})"
-    log.warning("Inductor could not compile a %s graph: %s", phase, reason)
-    text = f"Inductor could not compile a {phase} graph; it runs op by op instead: {reason}"
-    _warn_once("fallback", text)
+    log.info("Inductor could not compile a %s graph: %s", phase, reason)
+    if "fallback" not in _warned and _is_first_to_tell("fallback"):
+        text = f"Inductor could not compile a {phase} graph; it runs op by op instead: {reason}"
+        _warn_once("fallback", text)
+    _warned.add("fallback")
 
 
 _warned: set[str] = set()
@@ -442,6 +445,17 @@ def _warn_if_nothing_is_sharded() -> None:
             "backend='shardc' compiles a model with nothing sharded, as Inductor would: call "
             "fully_shard on it first",
         )
+
+
+def _is_first_to_tell(topic: str) -> bool:
+    """Whether no other rank of the job has told this before; each asks once."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or not has_others(world):
+        return True
+    try:
+        return store_of(world).add(f"shardc/told/{topic}", 1) == 1
+    except (RuntimeError, ValueError):  # the store is gone
+        return True
 
 
 def _is_first_of_job() -> bool:

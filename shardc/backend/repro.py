@@ -10,7 +10,6 @@ their repr, which for a pass is no Python, and know the groups of functional col
 """
 
 import ast
-import copy
 import functools
 import importlib
 import logging
@@ -85,7 +84,7 @@ from math import inf, nan
 import torch
 from torch import device
 
-from shardc.backend.repro import find, reproduce
+from shardc.backend.repro import find, needs, reproduce
 
 '''
 
@@ -97,7 +96,7 @@ if __name__ == "__main__":
 
 def _script(gm: GraphModule, arguments: Mapping[str, Any], error: Exception, folded: bool) -> str:
     given = {key: value for key, value in arguments.items() if _is_literal(value)}
-    named = GraphModule(gm, copy.deepcopy(gm.graph), "Graph")
+    named = GraphModule(gm, compat.copied_graph(gm.graph), "Graph")
     comments = [f"torch {torch.__version__}, Python {sys.version.split()[0]}", ""]
     comments += [*str(error).strip().splitlines()[:40], *_notes(gm)]
     values = {
@@ -111,6 +110,7 @@ def _script(gm: GraphModule, arguments: Mapping[str, Any], error: Exception, fol
     return (
         _HEAD
         + "".join(f"# {line}".rstrip() + "\n" for line in comments)
+        + _own_ops(gm)
         + f"\n\n{named.print_readable(print_output=False)}\n"
         + "".join(f"\n{name} = {value}\n" for name, value in values.items())
         + _FOOT
@@ -142,6 +142,34 @@ def _notes(gm: GraphModule) -> list[str]:
         return []
     called = f"It calls {', '.join(keys)} of the training script: to compile it, that is not"
     return ["", called, "needed; to run it, it would be."]
+
+
+def _own_ops(gm: GraphModule) -> str:
+    """Python that registers the ops of the user's which a graph calls, or names those it cannot."""
+    targets = [node.target for body in graph_modules(gm) for node in body.graph.nodes]
+    ops = dict.fromkeys(target for target in targets if isinstance(target, torch._ops.OpOverload))
+    lines = ""
+    for name in dict.fromkeys(op.name().partition(".")[0] for op in ops):
+        module = compat.module_of_op(name)
+        if module is None:
+            continue
+        root, place = _root_of(module), module
+        if root is not None:
+            lines += f"sys.path.append({root!r})\nimport {module}  # it defines {name}\n"
+        elif module == "__main__":
+            place = str(getattr(sys.modules[module], "__file__", "the main program"))
+        lines += f"needs({name!r}, {place!r})\n"
+    return lines and f"\nimport sys\n\n{lines}"
+
+
+def _root_of(module: str) -> str | None:
+    """The folder from which a module can be imported anew; None where it cannot."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if module == "__main__" or not file:
+        return None
+    path = Path(file).absolute()
+    is_package = path.name == "__init__.py"
+    return str(path.parents[module.count(".") + is_package])
 
 
 def _input_lines(gm: GraphModule) -> Iterator[str]:
@@ -220,6 +248,22 @@ def _is_importable(value: Any) -> bool:
 def find(module: str, name: str) -> Any:
     """What a module has under a dotted name."""
     return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+
+
+def needs(op: str, place: str) -> None:
+    """End the script, in words, where an op of the user's is not registered.
+
+    Args:
+        op: its name, "mine::double".
+        place: the module or file that defined it.
+    """
+    space, _, name = op.partition("::")
+    if not hasattr(getattr(torch.ops, space), name):
+        sys.exit(
+            f"The graph calls {op}, an op that {place} defined. Copy its definition into this "
+            f"script, above this call of needs, or import a module there that holds it and runs no "
+            "training"
+        )
 
 
 def reproduce(
