@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -300,6 +300,48 @@ def check_backend_options(backend: object, options: object) -> None:
 
     if isinstance(backend, str):
         getattr(lookup_backend(backend), "check_options", lambda options: None)(options)
+
+
+def failing_in_words(backend: F) -> F:
+    """`backend`, whose own errors reach the user without Dynamo's advice to report a bug (2.13).
+
+    They are errors that code of its package raised itself. Dynamo lets errors of its own class
+    pass, and appends to their arguments, which `str` of this one does not read.
+    """
+    package = backend.__module__.partition(".")[0]
+
+    @functools.wraps(backend)
+    def run(*args: object, **kwargs: object) -> object:
+        try:
+            return backend(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            if _raised_in(error).partition(".")[0] != package:
+                raise
+            told = _told_in_words()(backend, error, sys._getframe())
+            raise told.with_traceback(error.__traceback__) from None
+
+    return cast(F, run)
+
+
+def _raised_in(error: Exception) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return str(trace.tb_frame.f_globals.get("__name__", "")) if trace is not None else ""
+
+
+@functools.cache
+def _told_in_words() -> Callable[..., Exception]:
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    class Told(BackendCompilerFailed):
+        def __str__(self) -> str:
+            kind = type(self.inner_exception).__name__
+            return f"backend={self.backend_name!r} raised:\n{kind}: {self.inner_exception}"
+
+    Told.__name__ = Told.__qualname__ = BackendCompilerFailed.__name__
+    Told.__module__ = BackendCompilerFailed.__module__
+    return Told
 
 
 def raised_by_backend(error: Exception) -> Exception:

@@ -130,6 +130,13 @@ def _operator_text(target: object, args: object, kwargs: object) -> str:
     return f"  target: {target}"
 
 
+def op_name(target: object) -> str | None:
+    """The name of an op ("mine::double") that a node calls, its overload left out (2.13)."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    return str(target.name()).partition(".")[0]
+
+
 def module_of_op(name: str) -> str | None:
     """The module that made an op by `torch.library.custom_op`, or "" where it was made otherwise
     (2.13).

@@ -51,6 +51,7 @@ Run = Callable[[GraphModule], BoxedGraph]
 """What makes a finished graph run."""
 
 
+@compat.failing_in_words
 def shardc_backend(
     gm: GraphModule,
     example_inputs: Sequence[Any],

@@ -147,9 +147,8 @@ def _notes(gm: GraphModule) -> list[str]:
 def _own_ops(gm: GraphModule) -> str:
     """Python that registers the ops of the user's which a graph calls, or names those it cannot."""
     targets = [node.target for body in graph_modules(gm) for node in body.graph.nodes]
-    ops = dict.fromkeys(target for target in targets if isinstance(target, torch._ops.OpOverload))
     lines = ""
-    for name in dict.fromkeys(op.name().partition(".")[0] for op in ops):
+    for name in filter(None, dict.fromkeys(map(compat.op_name, targets))):
         module = compat.module_of_op(name)
         if module is None:
             continue
