@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 _cache = Path(tempfile.gettempdir()) / f"shardc_test_inductor_{os.getuid()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_cache))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["COLUMNS"] = "100"  # readline, which pytest imports, puts 80 there where no terminal is
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
