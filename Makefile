@@ -25,7 +25,7 @@ BASE := .venv/base-done
 HAS_TORCH := $(PY) -c 'from importlib.metadata import version; \
 	assert (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) <= (2, 15)' 2> /dev/null
 
-.PHONY: help setup test test-cuda gpu lint types format docs tables demo soak fuzz mutants dist clean FORCE
+.PHONY: help setup test test-rest test-all test-cuda gpu lint types format docs tables demo soak fuzz mutants dist clean FORCE
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,8 +65,16 @@ COST_docs := , 0.2 GB on disk
 setup: $(BASE) .venv/lint-done .venv/test-done .venv/docs-done  ## Create .venv with torch, the project and its tools
 
 # A file's tests run in one of two processes: much of a test is one rank that compiles.
-test: .venv/test-done  ## Run the tests
-	$(PY) -m pytest --numprocesses auto --maxprocesses 2 --dist loadfile $(TEST_ARGS)
+PYTEST = $(PY) -m pytest --numprocesses auto --maxprocesses 2 --dist loadfile
+
+test: .venv/test-done  ## Run the tests, each behaviour at least once
+	$(PYTEST) -m 'not thorough' $(TEST_ARGS)
+
+test-rest: .venv/test-done  ## Run what `make test` leaves out (tests/thorough.toml says why)
+	$(PYTEST) -m thorough $(TEST_ARGS)
+
+test-all: .venv/test-done  ## Run all tests
+	$(PYTEST) $(TEST_ARGS)
 
 # It keeps a CUDA build of its own for each version of torch, beside .venv.
 test-cuda:  ## Rehearse training steps on CUDA without a GPU (5 GB the first time, for each TORCH)

@@ -12,6 +12,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 _cache = Path(tempfile.gettempdir()) / f"shardc_test_inductor_{os.getuid()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_cache))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["COLUMNS"] = "100"  # readline, which pytest imports, puts 80 there where no terminal is
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Mark what `thorough.toml` lists: `make test` leaves it out, `make test-all` does not."""
+    import tiers
+
+    left_out = tiers.left_out()
+    for item in items:
+        reason = tiers.reason_for(item.nodeid, left_out)
+        if reason is not None:
+            item.add_marker(pytest.mark.thorough(reason))
 
 
 def pytest_collection_finish(session: Any) -> None:

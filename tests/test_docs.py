@@ -200,7 +200,7 @@ def test_commands_of_a_page(page, tmp_path, monkeypatch, capsys):
     titles = {fence.title: fence.text for fence in fences(page) if fence.title}
     for title, text in titles.items():
         (tmp_path / title).write_text(text)
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for line in commands_of(page):
         words = list(itertools.dropwhile(lambda word: "=" in word, line))  # after the environment
         if words[0] == "make":
@@ -219,8 +219,14 @@ def test_commands_of_a_page(page, tmp_path, monkeypatch, capsys):
                 code, out, err = ended(capsys, *words[1:])
                 assert code == 0, (words, err)
                 if (text := shown.pop(" ".join(words), None)) and torch.__version__ >= "2.13":
-                    assert out == text
+                    assert _steady(words, out) == _steady(words, text)
     assert not [line for line in shown if line.startswith("shardc")]
+
+
+def _steady(words, text):
+    """What is the same each time: of `fit` not the numbers, since torch's partitioner breaks ties
+    by the hashes of names, and a size that just fits with one seed does not with another."""
+    return re.sub(r"[ \d.,-]+", " ", text) if words[1] == "fit" else text
 
 
 def test_pages_show_what_commands_print():

@@ -143,8 +143,32 @@ def test_a_long_compile_is_shown(shown, progress, monkeypatch, capsys):
         assert text == ""
 
 
-@on_ranks(2)
-def test_a_graph_compiled_anew_says_why(mesh):
+class Plain(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+        self.limit = 3
+
+    def forward(self, x, mode="add"):
+        return super().forward(x).mean() + (1 if mode == "add" else 2) * self.limit
+
+
+X = torch.randn(4, 6)
+AGAIN = {
+    "gradient sync was switched off": lambda m: m.set_requires_gradient_sync(False),
+    "reshard_after_forward was switched on": lambda m: m.set_reshard_after_forward(True),
+    "a unit was gathered by unshard()": lambda m: m.unshard(),
+    "parameters were frozen or unfrozen": lambda m: m[0].requires_grad_(False),
+    "the gradient divide factor was changed": lambda m: m.set_gradient_divide_factor(3.0),
+    "x has dtype Double instead of Float": lambda m: m.double(),
+    "dim 0 of x is 7 instead of 4": lambda m: {"x": torch.randn(7, 6)},
+    "x needs a gradient now": lambda m: {"x": X.clone().requires_grad_()},
+    "mode is no longer 'add'": lambda m: {"mode": "twice"},
+    "self.limit is no longer 3": lambda m: setattr(m, "limit", 4),
+}
+
+
+def _compiles_of(model, calls):
+    """What is said of each compile of the calls of `model`."""
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -152,14 +176,25 @@ def test_a_graph_compiled_anew_says_why(mesh):
     log.addHandler(handler)
     before, _ = log.level, log.setLevel(logging.INFO)
     try:
-        model = fully_shard(seeded(Noisy), mesh=mesh)
-        model.compile(backend="shardc", options={"executor": "eager"})
-        model(torch.randn(4, 6))
-        model.eval()
-        model(torch.randn(4, 6))
+        calls(model)
     finally:
         log.removeHandler(handler)
         log.setLevel(before)
-    first, again = [line for line in said if line.startswith("compiled graph")]
+    return [line for line in said if line.startswith("compiled graph")]
+
+
+@pytest.mark.parametrize("why", AGAIN)
+@on_ranks(2)
+def test_a_graph_compiled_again_says_why(mesh, why):
+    def train_and_change(model):
+        model(X).backward()
+        model.zero_grad()
+        changed = AGAIN[why](model)
+        given = {"x": X, **(changed if isinstance(changed, dict) else {})}
+        model(given.pop("x").to(model[0].weight.dtype), **given)
+
+    model = fully_shard(seeded(Plain), mesh=mesh)
+    model.compile(backend="shardc", options={"executor": "eager"}, dynamic=False)
+    first, again = _compiles_of(model, train_and_change)
     assert re.match(r"compiled graph \d+/0 in .* s: Dynamo ", first), first
-    assert re.match(r"compiled graph \d+/1 \(.*training.*\) in .* s: Dynamo ", again), again
+    assert re.match(rf"compiled graph \d+/1 \(again: {re.escape(why)}\) in", again), again

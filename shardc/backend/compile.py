@@ -22,6 +22,7 @@ from shardc.backend.compile_cache import CompileCache
 from shardc.backend.frames import with_room_for_frames
 from shardc.backend.graph_plan import Plan, buckets_by_input, number_units
 from shardc.backend.options import Options
+from shardc.backend.recompiled import in_words
 from shardc.backend.recomputed import note_readings
 from shardc.backend.regional import buckets_of_the_runtime, giving, with_taken
 from shardc.backend.repro import write_repro
@@ -80,7 +81,7 @@ def compile_graph(
     run: Run | None = None,
 ) -> Callable[..., Any]:
     """The same with options that are checked already; `run` takes the place of the executor."""
-    with Stages(shown=_is_first_of_job()) as stages:
+    with Stages(_is_first_of_job(), in_words(compat.recompile_reason(), gm)) as stages:
         return _compile_graph(gm, example_inputs, parsed, mode, run, stages)
 
 

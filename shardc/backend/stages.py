@@ -29,14 +29,15 @@ class Stages:
 
     Args:
         shown: whether this rank shows what it is doing, on stderr, once that takes long.
+        again: why it is compiled again, in words, if it is.
 
     Attributes:
         what: what is compiled, in words.
         seconds: by stage, without those within it.
     """
 
-    def __init__(self, shown: bool) -> None:
-        self.what = _what()
+    def __init__(self, shown: bool, again: str = "") -> None:
+        self.what = f"{_what()} (again: {again})" if again else _what()
         self.seconds = {DYNAMO: compat.seconds_of_dynamo()}
         self._shown = shown and os.environ.get("SHARDC_PROGRESS", "1") != "0"
         self._open = [JOINT]
@@ -107,9 +108,6 @@ class Stages:
 
 
 def _what() -> str:
-    """What Dynamo compiles now: the number of the code, how often it was compiled before, why."""
+    """What Dynamo compiles now: the number of the code, and how often it was compiled before."""
     known = compat.compile_id()
-    if known is None:
-        return "a graph"
-    reasons = compat.recompile_reason().strip().splitlines()
-    return f"graph {known[0]}/{known[1]}" + (f" ({reasons[0][:200]})" if reasons else "")
+    return "a graph" if known is None else f"graph {known[0]}/{known[1]}"

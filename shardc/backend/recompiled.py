@@ -1,0 +1,132 @@
+"""Why a graph is compiled again, in words: Dynamo names the guard that failed.
+
+Guards of shardc's own compare the signature of the code that unshards a bucket. What differs
+between two of them is what has been changed: a setting, or the state of the unit.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch.fx import GraphModule
+
+from shardc.passes.context import graph_modules
+from shardc.passes.insert_unshard import is_marker
+from shardc.runtime.layout.spec import Reduction, UnshardSpec, spec_of
+
+_SWITCHED: dict[str, tuple[str, str]] = {
+    "sync": ("gradient sync was switched on", "gradient sync was switched off"),
+    "all_reduce": (
+        "all-reduce over copies was switched on", "all-reduce over copies was switched off",
+    ),
+    "pending": ("gradients wait to be reduced", "no gradients wait to be reduced any more"),
+    "partial": (
+        "gradients wait to be reduced over copies",
+        "no gradients wait to be reduced over copies any more",
+    ),
+    "held": ("a unit was gathered by unshard()", "a unit that was gathered was freed"),
+    "reshard_after_forward": (
+        "reshard_after_forward was switched on", "reshard_after_forward was switched off",
+    ),
+}  # fmt: skip
+"""What it says where a field of a spec is true now, and false before, or the other way round."""
+
+_CHANGED = {
+    "trainable": "parameters were frozen or unfrozen",
+    "param_dtype": "the dtype of computation was changed",
+    "dtype": "the dtype of parameters or gradients was changed",
+    "predivide": "the gradient divide factor was changed",
+    "postdivide": "the gradient divide factor was changed",
+    "divide_later": "the gradient divide factor was changed",
+    "device": "parameters were moved",
+    "hints": "the units to prefetch were changed",
+    "outside": "several graphs read a unit now, or one does again",
+    "recut": "reshard_after_forward was changed",
+    "gather": "set_custom_all_gather was called",
+    "scatter": "set_custom_reduce_scatter was called",
+    "function": "set_custom_reduce was called",
+    "hook": "the all-reduce hook was changed",
+    "memory": "where buffers of collectives come from was changed",
+    "shapes": "a unit was given other parameters",
+}
+"""What it says where another field changed."""
+
+_GUARDS: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
+    (
+        r"tensor '(?P<name>[^']*)' size mismatch at index (?P<dim>\d+)\. expected (?P<was>\d+), "
+        r"actual (?P<now>\d+)",
+        lambda m: f"dim {m['dim']} of {_named(m['name'])} is {m['now']} instead of {m['was']}",
+    ),
+    (
+        r"tensor '(?P<name>[^']*)' requires_grad mismatch\. expected requires_grad=(?P<was>\d)",
+        lambda m: (
+            f"{_named(m['name'])} {'needs no' if m['was'] == '1' else 'needs a'} gradient now"
+        ),
+    ),
+    (
+        r"tensor '(?P<name>[^']*)' (?P<what>dtype|rank|stride) mismatch[^.]*\. expected (?P<was>"
+        r"[^,]*), actual (?P<now>\S+)",
+        lambda m: f"{_named(m['name'])} has {m['what']} {m['now']} instead of {m['was']}",
+    ),
+    (r"\bgrad_mode\b", lambda m: "gradients were switched on or off (no_grad)"),
+    (r"\bautocast\b", lambda m: "autocast was switched on or off"),
+    (r"\.training\b", lambda m: "train() or eval() was called"),
+    (
+        r"^(?P<name>[\w.\[\]'\"]+) == (?P<was>\S.{0,80}?)\s*(#|$)",
+        lambda m: f"{_named(m['name'])} is no longer {m['was']}",
+    ),
+)
+"""Guards of torch that say what they compared, and their words."""
+
+_SIGNATURE = re.compile(r"bucket\.key\._(?:train|eval)(?:\[0\])? == \(?'(?P<signature>\w+)'")
+
+
+def in_words(reason: str, gm: GraphModule) -> str:
+    """What Dynamo gave as the reason to compile `gm` again; "" where it gave none.
+
+    Only the first guard is told: of the graph that was compiled last.
+    """
+    first = next(iter(reason.strip().splitlines()), "")
+    guard = re.sub(r"^\d+/\d+: ", "", first)
+    known = _SIGNATURE.search(guard)
+    if known is not None:
+        changes = list(dict.fromkeys(_changes(spec_of(known["signature"]), gm)))
+        if len(changes) > 1 and _CHANGED["outside"] in changes:  # it follows from the others
+            changes.remove(_CHANGED["outside"])
+        return "; ".join(changes) or "a unit's settings were changed"
+    for pattern, words in _GUARDS:
+        found = re.search(pattern, guard)
+        if found is not None:
+            return words(found)
+    return " ".join(guard.partition("  #")[0].split())[:200]
+
+
+def _changes(before: UnshardSpec, gm: GraphModule) -> Iterator[str]:
+    """What differs between the code that was compiled for a bucket, and that of one like it now."""
+    nodes = itertools.chain.from_iterable(body.graph.nodes for body in graph_modules(gm))
+    now = [spec_of(str(node.args[1])) for node in nodes if is_marker(node)]
+    alike = [spec for spec in now if spec != before and spec.pieces == before.pieces] or now
+    for name, old, new in _differing(before, alike[:1]):
+        if name in _SWITCHED and isinstance(new, bool) and isinstance(old, bool):
+            yield _SWITCHED[name][0 if new else 1]
+        else:
+            yield _CHANGED.get(name, f"{name} was {old} and is {new}")
+
+
+def _differing(before: Any, after: Iterable[Any]) -> Iterator[tuple[str, Any, Any]]:
+    for spec in after:
+        for field in fields(before):
+            old, new = getattr(before, field.name), getattr(spec, field.name)
+            if old == new:
+                continue
+            if isinstance(old, Reduction) and is_dataclass(new):
+                yield from _differing(old, [new])
+            else:
+                yield field.name, old, new
+
+
+def _named(source: str) -> str:
+    """A guard's source as the user's code names it: `self.limit` for `L['self'].limit`."""
+    return re.sub(r"\bL\['(\w+)'\]", r"\1", source)
