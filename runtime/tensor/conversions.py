@@ -252,7 +252,7 @@ def _spec_for(mesh: DeviceMesh, placements: Sequence[Placement]) -> ShardSpec:
 def _check_size(shape: tuple[int, ...], spec: ShardSpec) -> None:
     fits = torch.Size(shape).numel() == spec.numel if spec.tp is None else shape == spec.tp.shape
     if not fits:
-        what = f"{plural(spec.numel, 'element')}" if spec.tp is None else f"shape {spec.tp.shape}"
+        what = plural(spec.numel, "element") if spec.tp is None else f"shape {spec.tp.shape}"
         raise ValueError(f"{FlatShard(spec)} places a tensor of {what}, got one of shape {shape}")
 
 

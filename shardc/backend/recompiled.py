@@ -6,8 +6,8 @@ between two of them is what has been changed: a setting, or the state of the uni
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any
 
 from torch.fx import GraphModule
@@ -108,23 +108,21 @@ def _changes(before: UnshardSpec, gm: GraphModule) -> Iterator[str]:
     nodes = itertools.chain.from_iterable(body.graph.nodes for body in graph_modules(gm))
     now = [spec_of(str(node.args[1])) for node in nodes if is_marker(node)]
     alike = [spec for spec in now if spec != before and spec.pieces == before.pieces] or now
-    for name, old, new in _differing(before, alike[:1]):
+    for name, old, new in _differing(before, alike[0]) if alike else ():
         if name in _SWITCHED and isinstance(new, bool) and isinstance(old, bool):
             yield _SWITCHED[name][0 if new else 1]
         else:
             yield _CHANGED.get(name, f"{name} was {old} and is {new}")
 
 
-def _differing(before: Any, after: Iterable[Any]) -> Iterator[tuple[str, Any, Any]]:
-    for spec in after:
-        for field in fields(before):
-            old, new = getattr(before, field.name), getattr(spec, field.name)
-            if old == new:
-                continue
-            if isinstance(old, Reduction) and is_dataclass(new):
-                yield from _differing(old, [new])
-            else:
-                yield field.name, old, new
+def _differing(before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The fields in which two specs differ, those of their reductions among them."""
+    for field in fields(before):
+        old, new = getattr(before, field.name), getattr(after, field.name)
+        if isinstance(old, Reduction):
+            yield from _differing(old, new)
+        elif old != new:
+            yield field.name, old, new
 
 
 def _named(source: str) -> str:
