@@ -7,6 +7,7 @@ import collections
 import copy
 import gc
 import sys
+import threading
 import weakref
 from unittest import mock
 
@@ -22,6 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardc
 from shardc import MixedPrecisionPolicy, fully_shard, units_of
 from shardc.runtime import compat
+from shardc.runtime.checks import call_sites
 from shardc.runtime.comm import host_copies
 from shardc.runtime.layout import spec
 
@@ -382,3 +384,17 @@ def test_cuda_graphs_are_freed_before_the_groups_that_they_hold(mesh):
         assert not freed.called
         dist.destroy_process_group(held)
         assert freed.called
+
+
+@pytest.mark.parametrize("ask", [call_sites.place_of_thread, call_sites.own_collective_of])
+def test_asking_for_the_place_of_a_call_keeps_nothing_that_its_callers_hold(ask):
+    def call():
+        held = nn.Linear(1, 1)
+        ask(threading.get_ident())
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert call()() is None
+    finally:
+        gc.enable()

@@ -58,8 +58,8 @@ def place_of_thread(thread: int) -> str:
 
     A thread of autograd's, which the user's code did not start, is where the main thread is.
     """
-    frames, main = sys._current_frames(), threading.main_thread().ident or 0
-    return place_in(frames.get(thread))[1] or place_in(frames.get(main))[1]
+    main = threading.main_thread().ident or 0
+    return place_in(_frame_of(thread))[1] or place_in(_frame_of(main))[1]
 
 
 def own_collective_of(thread: int) -> str:
@@ -67,8 +67,20 @@ def own_collective_of(thread: int) -> str:
 
     One of torch.distributed that blocks, called by code that is not shardc's.
     """
-    frame = innermost = sys._current_frames().get(thread)
-    modules = []
+    return _own_collective_in(_frame_of(thread))
+
+
+def _frame_of(thread: int) -> FrameType | None:
+    """The innermost frame of a thread.
+
+    A caller hands it on at once: a frame of this thread that its own function kept in a variable
+    would keep itself, and with it what all functions that called it hold.
+    """
+    return sys._current_frames().get(thread)
+
+
+def _own_collective_in(innermost: FrameType | None) -> str:
+    frame, modules = innermost, []
     while frame is not None and _is_library(frame):
         modules.append(frame.f_globals.get("__name__") or "")
         frame = frame.f_back
