@@ -9,6 +9,7 @@ from models import check_parity, compiled, full, seeded, tokens
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from shardc import MixedPrecisionPolicy, ShardTensor, fully_shard, summon_full_params
 
@@ -178,3 +179,47 @@ def test_a_tied_weight_is_read_of_a_child_that_is_not_called(mesh, when, way):
     for wanted, found in zip(plain.parameters(), model.parameters(), strict=True):
         dist.all_reduce(wanted.grad)
         assert torch.allclose(full(found.grad).double(), wanted.grad / 2, rtol=1e-6, atol=1e-9)
+
+
+class Tanh(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.linear(x).tanh()
+
+
+class Recomputed(nn.Module):
+    """Blocks that a checkpoint recomputes."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Tanh() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+
+@on_ranks(2)
+def test_blocks_run_the_graph_of_their_own_tie(mesh):
+    """A graph that reads two buckets would do for the block that reads one, but saves others."""
+    plain, model = (seeded(Recomputed) for _ in range(2))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+        block.compile(backend="shardc", options={"executor": "eager"})
+    fully_shard(model, mesh=mesh)
+    for each in (plain, model):
+        each.blocks[1].linear.weight = each.blocks[0].linear.weight
+    with torch.no_grad():
+        model(torch.ones(3, 6))
+
+    def batch(seed):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(2 + seed // 100, 6, generator=generator, requires_grad=True)
+        return {"x": x}
+
+    check_parity(plain, model, model, batch, mesh)
+    assert not any(block._shardc_unit.buckets[0].gathered.is_shared for block in model.blocks)

@@ -49,7 +49,15 @@ class SlotRef:
 
     def __deepcopy__(self, memo: compat.Memo) -> "SlotRef":
         bucket: Bucket | None = memo.get(id(self.bucket))  # of the unit that is copied, if one is
-        return self if bucket is None else SlotRef(bucket, self.index, self.is_shared)
+        return self if bucket is None else type(self)(bucket, self.index, self.is_shared)
+
+
+class TakenSlot(SlotRef):
+    """The way of a module to a parameter that it took over from another module.
+
+    By its class Dynamo knows the module from one that reads two parameters of one bucket: their
+    graphs read two buckets and one, which nothing else that is guarded tells apart.
+    """
 
 
 def view(bucket: "Bucket", index: int, flat: Tensor) -> ShardTensor:

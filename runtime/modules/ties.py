@@ -11,7 +11,7 @@ from torch import nn
 
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket
-from shardc.runtime.bucket.params import SlotRef
+from shardc.runtime.bucket.params import SlotRef, TakenSlot
 from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.modules.parameters import Given
 
@@ -29,8 +29,12 @@ def holders_of(slot: SlotRef) -> set[tuple[nn.Module, str]]:
         for root in slot.bucket.owner.outermost.modules
         for holder in root.modules()
         for name, other in vars(holder).get("_shardc_slots", {}).items()
-        if other.bucket is slot.bucket and other.index == slot.index
+        if _lead_to_one(other, slot)
     }
+
+
+def _lead_to_one(slot: SlotRef | Given, other: SlotRef) -> bool:
+    return slot.bucket is other.bucket and slot.index == other.index
 
 
 def note_shared(root: nn.Module) -> None:
@@ -49,7 +53,8 @@ def refuse_summoned(module: "ShardedParameters", name: str, param: nn.Parameter)
     for root in own.bucket.owner.outermost.modules:
         for holder in root.modules():
             for other in vars(holder).get("_shardc_slots", {}).values():
-                if isinstance(other, Given) and other.given is param and other.slot is not own:
+                given = isinstance(other, Given) and other.given is param
+                if given and not _lead_to_one(other.slot, own):
                     raise NotImplementedError(
                         f"'{name}' of {module._shardc_class.__name__}: tie it to "
                         f"'{other.slot.name}' outside of summon_full_params, which would copy"
@@ -75,7 +80,7 @@ def tie(module: "ShardedParameters", name: str, slot: SlotRef, param: nn.Paramet
             "different ranks and cannot be tied: tie them before fully_shard"
         )
     taken.is_shared = True
-    module._shardc_slots[name] = taken
+    module._shardc_slots[name] = TakenSlot(taken.bucket, taken.index, is_shared=True)
     compat.put_parameter(module, name, param)
     own = vars(module).get("_shardc_unit")
     vars(module)["_shardc_buckets"] = buckets_of(module._shardc_slots, own)

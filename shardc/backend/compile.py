@@ -368,7 +368,7 @@ def _noting_used_slots(compiled: Callable[..., Any], reads: list[_Read]) -> Call
         progress.next_names = names
         updates = [bucket.updates() for bucket, _ in buckets]
         note_readings(read_from.key for read_from, _ in buckets)
-        for read_from, _ in buckets:
+        for read_from in dict.fromkeys(read_from for read_from, _ in buckets):
             read_from.owner.await_updates()
             read_from.gathered.renew()
             read_from.gathered.note_graph()
