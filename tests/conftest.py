@@ -20,6 +20,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     import tiers
 
     left_out = tiers.left_out()
+    tiers.collected[:] = [item.nodeid for item in items]
     for item in items:
         reason = tiers.reason_for(item.nodeid, left_out)
         if reason is not None:

@@ -11,22 +11,20 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "mutants"))
 from run import read_mutants  # noqa: E402
 
+_ALL = 3000
+
 
 @pytest.fixture(scope="module")
 def names() -> list[str]:
     """All tests, as `file.py::name[case]`."""
-    collect = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--collect-only",
-        "--quiet",
-        "-p",
-        "no:cacheprovider",
-    ]
-    run = subprocess.run(collect, cwd=HERE.parent, capture_output=True, text=True, check=True)
-    found = [line.removeprefix("tests/") for line in run.stdout.splitlines() if "::" in line]
-    assert len(found) > 3000
+    listed = tiers.collected
+    if len(listed) < _ALL:  # a part of the tests was asked for
+        collect = [sys.executable, "-m", "pytest", "--collect-only", "--quiet"]
+        collect += ["-p", "no:cacheprovider"]
+        run = subprocess.run(collect, cwd=HERE.parent, capture_output=True, text=True, check=True)
+        listed = [line for line in run.stdout.splitlines() if "::" in line]
+    found = [name.removeprefix("tests/") for name in listed]
+    assert len(found) > _ALL
     return found
 
 

@@ -10,6 +10,9 @@ else:
 
 HERE = Path(__file__).parent
 
+collected: list[str] = []
+"""All tests that pytest has found in this run, before it leaves any out."""
+
 
 def left_out() -> dict[str, str]:
     """What the quick tier leaves out: the beginning of each test's name, and the reason."""
