@@ -49,7 +49,7 @@ class SavedValues:
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
-        self._units = sorted(_unit_names(trial.forward.gm), key=len, reverse=True)
+        self._units = sorted(_unit_names(trial.forward.gm))
 
     def __iter__(self) -> Iterator[Saved]:
         forward = self._trial.forward
@@ -76,9 +76,11 @@ class SavedValues:
         """The name of the unit that a node belongs to; None for what is outside of all."""
         if len(self._units) == 1:
             return self._units[0]
-        # A unit's name may be part of the path: what is compiled may hold the sharded model.
+        # A unit's name may be part of the path: what is compiled may hold the sharded model. Of
+        # "1.0", unit "1" has the node, not unit "0"; of "1.attention", the inner one of the two.
         module = f".{module_of(node)}."
-        return next((u for u in self._units if f".{u}." in module), None)
+        around = [unit for unit in self._units if f".{unit}." in module]
+        return min(around, key=lambda u: (module.index(f".{u}."), -len(u)), default=None)
 
     @cached_property
     def _roots(self) -> dict[Node, Node]:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import shardc
 from shardc import fully_shard
 from shardc.backend.graph_plan import graph_plans, listeners
-from shardc.passes import budget
+from shardc.passes import budget, saved
 from shardc.passes.tradeoff import Choice, Tradeoff
 from shardc.runtime import compat
 
@@ -278,3 +279,21 @@ def test_no_plan_exceeds_its_budget(blocks, heads, batch, executor, share):
         assert memory_budget < least
         plans, memory_budget = _planned(Gated(blocks, width), x, least, executor), least
     assert _peak(plans) <= memory_budget
+
+
+@pytest.mark.parametrize(
+    ("path", "unit"),
+    [
+        ("1.0", "1"),
+        ("1.attention.0", "1.attention"),
+        ("net.model.2.1", "2"),
+        ("net.head", None),
+    ],
+)
+def test_a_node_is_of_the_unit_whose_name_comes_first_in_its_path(path, unit, monkeypatch):
+    """In whatever order a process goes through names: of "1.0" unit "0" was taken, too."""
+    monkeypatch.setattr(saved, "module_of", lambda node: path)
+    units = ["0", "1", "1.attention", "2"]
+    for names in (units, units[::-1]):
+        monkeypatch.setattr(saved, "_unit_names", lambda gm, names=names: names)
+        assert saved.SavedValues(mock.MagicMock()).unit_of(None) == unit
