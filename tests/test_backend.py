@@ -47,7 +47,6 @@ from shardc.passes.context import is_all_gather, is_collective, moved_by
 from shardc.passes.reshard import tag_reshard
 from shardc.passes.used_slots import SEGMENT
 from shardc.runtime import compat
-from shardc.runtime.comm.store import store_of
 from shardc.runtime.eager import regather
 
 
@@ -476,7 +475,7 @@ def warned_on_all_ranks(run):
     """What `run` warns of on any rank, in a job that has been told nothing of fallbacks before."""
     shardc.backend.compile._warned.clear()
     if dist.get_rank() == 0:
-        store_of(dist.group.WORLD).delete_key("shardc/told/fallback")
+        compat.group_store(dist.group.WORLD).delete_key("shardc/told/fallback")
     dist.barrier()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
