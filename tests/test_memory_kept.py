@@ -71,39 +71,43 @@ def _held(model, batch, executor, memory_budget, folder):
     return max(plan.liveness.peak for plan in graph_plans), held
 
 
-def _held_within(model, batch, executor, share, folder):
-    """The same with a budget of a share of the largest step, or the least budget; it is kept."""
+def _held_within(model, batch, executor, shares, folder):
+    """The same with budgets of shares of the largest step, or the least budget; each is kept."""
     most, _ = _held(model, batch, executor, "1GB", folder)
     static = graph_plans[-1].static
-    memory_budget = static + int(share * most)
-    try:
-        planned, held = _held(model, batch, executor, memory_budget, folder)
-    except Exception as error:
-        least = int(str(error).split("at least ")[1].split()[0].replace(",", ""))
-        assert least > memory_budget
-        memory_budget = least
-        planned, held = _held(model, batch, executor, memory_budget, folder)
-    assert held + static <= memory_budget + 64, share  # the loss, its gradient
-    return planned, held
+    for share in shares:
+        memory_budget = static + int(share * most)
+        try:
+            planned, held = _held(model, batch, executor, memory_budget, folder)
+        except Exception as error:
+            least = int(str(error).split("at least ")[1].split()[0].replace(",", ""))
+            assert least > memory_budget
+            memory_budget = least
+            planned, held = _held(model, batch, executor, memory_budget, folder)
+        assert planned + static <= memory_budget, share
+        assert held + static <= memory_budget + 64, share  # the loss, its gradient
+        yield planned, held
 
 
-@pytest.mark.parametrize("executor, cases", [("eager", 8), ("inductor", 2)])
+@pytest.mark.parametrize("executor, cases", [("eager", 4), ("inductor", 2)])
 def test_a_step_holds_what_is_planned_and_no_more_than_its_budget(
     four_ranks, executor, cases, tmp_path
 ):
+    shares = (0.9, 0.8, 0.5) if executor == "eager" else (0.8,)
     draw = random.Random(0)
     for case in range(cases):
         whole, batch = _case(draw)
         model = fully_shard(whole, units="auto")
-        for share in (0.9, 0.8):
-            planned, held = _held_within(model, batch, executor, share, tmp_path)
-            assert abs(planned / held - 1) < 0.05, (case, share, planned, held)
+        steps = _held_within(model, batch, executor, shares, tmp_path)
+        for share, (planned, held) in zip(shares, steps, strict=True):
+            over = 0.05 if share > 0.5 else 0.25  # half is too little: it is the least budget
+            assert -0.05 < planned / held - 1 < over, (case, share, planned, held)
 
 
 def test_a_loss_in_chunks_holds_what_is_planned(four_ranks, tmp_path):
     """Kernels of one chunk stay apart from those of the next."""
     model = fully_shard(seeded(_Chunks), units="auto")
-    planned, held = _held_within(model, torch.randn(256, 32), "inductor", 0.8, tmp_path)
+    ((planned, held),) = _held_within(model, torch.randn(256, 32), "inductor", (0.8,), tmp_path)
     assert abs(planned / held - 1) < 0.02, (planned, held)
 
 
@@ -113,7 +117,8 @@ def test_gated_blocks_hold_what_is_planned(four_ranks, blocks, tmp_path):
     model = seeded(lambda: Gated(blocks, 64))
     model.checkpointed = tuple(range(blocks))
     batch = torch.randn(8, 64, 64)
-    planned, held = _held_within(fully_shard(model, units="auto"), batch, "inductor", 0.9, tmp_path)
+    sharded = fully_shard(model, units="auto")
+    ((planned, held),) = _held_within(sharded, batch, "inductor", (0.9,), tmp_path)
     assert abs(planned / held - 1) < 0.02, (planned, held)
 
 

@@ -475,7 +475,7 @@ REPLICATED = {"rep": 2, "tp": 2}, {"replicate": "rep"}
     [
         (*FSDP, None),
         (*FSDP, "inductor"),
-        *((*case, "eager") for case in (FSDP, FLATTENED, HSDP, REPLICATED)),
+        *((*case, "eager") for case in (FLATTENED, HSDP, REPLICATED)),
     ],
 )
 @on_ranks(4)
