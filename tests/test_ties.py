@@ -144,6 +144,23 @@ def test_what_cannot_be_tied_is_refused(mesh):
     check_parity(seeded(Model), model, model, _batch, mesh)
 
 
+@on_ranks(2)
+def test_a_plain_model_of_tied_units_is_converted_whole(mesh):
+    model = seeded(Model)
+    for name in ("first.table", "last.head"):
+        fully_shard(model.get_submodule(name), mesh=mesh)
+    _tied(model)
+    model.to("cpu").double()
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    head = model.last["head"]
+    assert head.weight is model.first["table"].weight and isinstance(head.weight, ShardTensor)
+    with pytest.raises(NotImplementedError, match="convert the unit's module instead"):
+        head.float()
+    with pytest.raises(NotImplementedError, match="convert the unit's module instead"):
+        head._apply(lambda value: 2 * value)
+    assert head.weight.dtype == torch.float64
+
+
 class Attentions(nn.Module):
     """Attention reads the weight of a child, `out_proj`, that it does not call."""
 

@@ -417,8 +417,7 @@ def _apply_to_buckets(module: ShardedParameters, conversion: _Conversion, recurs
     todo = [bucket for bucket in buckets if bucket not in done]
     is_part = not recurse and any(True for _ in module.children())
     for bucket in [b for b in todo if is_part or inside.keys().isdisjoint(b.owner.modules)]:
-        where = bucket.segment.device
-        if emptied_on is not None and torch.empty(0, device=emptied_on).device == where:
+        if _stays(bucket, conversion):  # so where the unit of a tied weight was converted before
             todo.remove(bucket)
         elif emptied_on is None or not bucket.segment.is_meta:
             raise NotImplementedError(
@@ -430,6 +429,17 @@ def _apply_to_buckets(module: ShardedParameters, conversion: _Conversion, recurs
     for bucket in todo:
         done.add(bucket)
         convert(bucket, conversion)
+
+
+def _stays(bucket: Bucket, conversion: _Conversion) -> bool:
+    """Whether a conversion leaves a bucket on its device, in its dtype, with its values."""
+    segment = bucket.segment
+    if conversion.emptied_on is not None:
+        return torch.empty(0, device=conversion.emptied_on).device == segment.device
+    one = torch.ones(1, dtype=segment.dtype, device=segment.device)
+    made = conversion(one.clone())
+    is_alike = made.dtype == one.dtype and made.device == one.device
+    return is_alike and (one.is_meta or torch.equal(made, one))
 
 
 def _check_dtype(bucket: Bucket, conversion: _Conversion) -> None:

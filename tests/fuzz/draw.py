@@ -133,6 +133,15 @@ def _shares(block: Block) -> bool:
     return block.kind in ("tied", "outside")
 
 
+def _ties(case: Case) -> bool:
+    return case.tied or _any(case, lambda block: block.kind == "tied")
+
+
+def _walks(block: Block) -> bool:
+    """Whether `block` goes through its parameters in its forward."""
+    return block.kind in ("penalized", "named")
+
+
 def _is_all(block: Block, flag: str) -> bool:
     """Whether `flag` is set for everything in `block`."""
     inside = bool(block.children) and all(_is_all(child, flag) for child in block.children)
@@ -214,9 +223,7 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     "weights that are not sharded beside those that are are not tied": lambda case: (
         case.tied and (case.root is None or _any(case, lambda b: b.ignored))
     ),
-    "torch: assigned values untie weights": lambda case: (
-        _does(case, "assign") and (case.tied or _any(case, lambda b: b.kind == "tied"))
-    ),
+    "torch: assigned values untie weights": lambda case: _does(case, "assign") and _ties(case),
     "what is built anew is not tied, and its optimizer has one group": lambda case: (
         any(step.then == "reload" for step in case.steps) and (case.tied or _does(case, "group"))
     ),
@@ -230,15 +237,12 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     "named_parameters() in a forward without gradients gives those that are stored": lambda case: (
         bool(PRECISIONS[case.precision][1]) and _any(case, lambda b: b.kind == "named")
     ),
+    "compiled code that walks through weights which several modules share": lambda case: (
+        _is_compiled(case) and _ties(case) and _any(case, _walks)
+    ),
     "a recomputed forward that walks through weights which are tied across units": lambda case: (
-        (case.tied or _any(case, lambda b: b.kind == "tied"))
-        and _any(
-            case,
-            lambda b: (
-                bool(b.recompute)
-                and any(c.kind in ("penalized", "named") for c in all_blocks((b,)))
-            ),
-        )
+        _ties(case)
+        and _any(case, lambda b: bool(b.recompute) and any(map(_walks, all_blocks((b,)))))
     ),
     "a compiled block that a checkpoint recomputes once what was held is freed": lambda case: (
         _is_compiled(case)
