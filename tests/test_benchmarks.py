@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
@@ -51,6 +52,8 @@ def test_a_further_block_is_neither_traced_nor_compiled_again(kept, layout):
     command = [sys.executable, str(FOLDER / "releases.py"), "--count", layout]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     ops, kernels = json.loads(done.stdout)
-    *_, last = json.loads((kept.RESULTS / "releases.json").read_text())["rows"]
-    at = ["CPU", "GPU"].index(layout)
-    assert ops <= int(last[-4 + at]) and kernels <= 1.05 * int(last[-2 + at])
+    table = json.loads((kept.RESULTS / "releases.json").read_text())
+    at, last = ["CPU", "GPU"].index(layout), table["rows"][-1]
+    same = f"torch {torch.__version__.rpartition('.')[0]}." in table["machine"]
+    assert ops <= int(last[-4 + at]) + (not same) * 8
+    assert kernels <= int(last[-2 + at]) * (1.05 if same else 1.5)
