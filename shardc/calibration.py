@@ -11,7 +11,6 @@ import math
 import os
 import socket
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardc.passes.hardware import Link, Profile, current_profile, set_profile
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import checked
+from shardc.runtime.checks.telling import warn
 from shardc.runtime.comm import collectives
 from shardc.runtime.comm.agreement import Statement, agree
 from shardc.runtime.comm.backends import backend_of
@@ -149,10 +149,9 @@ def _keep(figures: str, path: Path) -> None:
         new.write_text(figures)
         new.replace(path)
     except OSError as error:
-        warnings.warn(
+        warn(
             f"the calibration cannot be kept in {path} ({error}): this run plans with it all the "
-            "same, the next one measures again. XDG_CACHE_HOME names another folder",
-            stacklevel=3,
+            "same, the next one measures again. XDG_CACHE_HOME names another folder"
         )
 
 

@@ -2,13 +2,10 @@
 
 import copy
 import inspect
-import os
 import subprocess
 import sys
-import tempfile
 import textwrap
 import warnings
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -47,7 +44,6 @@ from shardc.passes.context import is_all_gather, is_collective, moved_by
 from shardc.passes.reshard import tag_reshard
 from shardc.passes.used_slots import SEGMENT
 from shardc.runtime import compat
-from shardc.runtime.comm.store import store_of
 from shardc.runtime.eager import regather
 
 
@@ -476,7 +472,7 @@ def warned_on_all_ranks(run):
     """What `run` warns of on any rank, in a job that has been told nothing of fallbacks before."""
     shardc.backend.compile._warned.clear()
     if dist.get_rank() == 0:
-        store_of(dist.group.WORLD).delete_key("shardc/told/fallback")
+        compat.group_store(dist.group.WORLD).delete_key("shardc/told/fallback")
     dist.barrier()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -688,41 +684,6 @@ def test_nothing_sharded_warns_once_and_compiles():
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "1"
-
-
-_SECOND_START = """
-    import os, torch, torch.distributed as dist
-    from torch._dynamo.utils import counters
-    from shardc import fully_shard
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    model = fully_shard(torch.nn.Linear(4, 4))
-    loss = torch.compile(model, backend="shardc")(torch.ones(3, 4)).sum()
-    loss.backward()
-    hits, misses = (counters["aot_autograd"][f"autograd_cache_{k}"] for k in ("hit", "miss"))
-    with open(f"{os.environ['REPORTS']}/{dist.get_rank()}", "w") as report:
-        report.write(f"{hits} hits, {misses} misses")
-    dist.destroy_process_group()
-"""
-
-
-def test_one_rank_compiles_at_the_first_start_and_none_at_the_second():
-    script = textwrap.dedent(_SECOND_START)
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "run.py").write_text(script)
-        cache = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache", "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
-        env = os.environ | cache | {"REPORTS": folder}
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
-                   "--master-port=0", "--standalone", f"{folder}/run.py"]  # fmt: skip
-        for start in ("first", "second"):
-            done = subprocess.run(command, env=env, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-            reports = [Path(folder, rank).read_text() for rank in ("0", "1")]
-            expected = ["1 hits, 0 misses"] * 2
-            if start == "first":  # one rank compiles, and the other loads
-                expected[1] = "0 hits, 1 misses"
-            assert sorted(reports, reverse=True) == expected
 
 
 @on_ranks(2)

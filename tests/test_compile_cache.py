@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -411,6 +412,7 @@ def _compile_and_die(rank, port, folder, at, results):
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHINDUCTOR_CACHE_DIR=folder
     )
     torch.set_num_threads(1)
+    torch._inductor.config.cpp.vec_isa_ok = False  # or each process tries what the compiler can
     dist.init_process_group("gloo", rank=rank, world_size=3)
     hand_over._DEAD, hand_over._BEAT = 3.0, 0.2
     store = dist.distributed_c10d._get_default_store()
@@ -477,7 +479,7 @@ def test_a_rank_killed_while_it_compiles_for_all(at, folder):
 # -- ahead of time --------------------------------------------------------------------------------
 
 _JOB = """
-    import os, sys, torch, torch.distributed as dist
+    import os, torch, torch.distributed as dist
     from torch import nn
     from torch._dynamo.utils import counters
     from torch.distributed.device_mesh import init_device_mesh
@@ -487,11 +489,8 @@ _JOB = """
         model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(2)))
         return model, (torch.empty(3, 6),)
 
-    def train():
-        dist.init_process_group("gloo")
+    def train(mesh):  # all graphs of a job; how many were found, and how many compiled
         model, _ = build()
-        copies = int(sys.argv[1])
-        mesh = init_device_mesh("cpu", (copies, 2)[copies == 1 :])
         fully_shard(model, mesh=mesh, units="auto")
         model.compile(backend="shardc")
         x = torch.randn(3, 6)
@@ -503,36 +502,51 @@ _JOB = """
         with torch.no_grad():
             model.eval()(x)
         found = counters["aot_autograd"]
-        text = f"{found['autograd_cache_hit']} {found['autograd_cache_miss']}"
-        open(f"{os.environ['REPORTS']}/{dist.get_rank()}", "w").write(text)
-        dist.destroy_process_group()
+        return f"{found['autograd_cache_hit']} {found['autograd_cache_miss']}"
 
     if __name__ == "__main__":
-        train()
+        dist.init_process_group("gloo")
+        text = train(init_device_mesh("cpu", (2,)))
+        open(f"{os.environ['REPORTS']}/{dist.get_rank()}", "w").write(text)
+        dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("copies", [1, 2])
-def test_a_precompiled_job_compiles_nothing(folder, copies):
+def _precompiled(folder, *options, **environment):
+    """What `shardc precompile` has compiled in `folder`, and what it has found there."""
     Path(folder, "job.py").write_text(textwrap.dedent(_JOB))
-    env = os.environ | {"REPORTS": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache"}
-    env.pop("OMP_NUM_THREADS", None)  # torchrun sets it for the job
-    ahead = env | {"OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-m", "shardc", "precompile", "job:build", "--world-size=2",
-               f"--copies={copies}", "--cache=cache", "--json"]  # fmt: skip
-    for more, compiled, found in (([], 2, 0), (["--accumulation"], 2, 2), ([], 0, 2)):
-        done = subprocess.run(
-            [*command, *more], env=ahead, cwd=folder, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        said = json.loads(done.stdout.strip().split("\n")[-1])
-        assert said == {"folder": f"{folder}/cache", "compiled": compiled, "found": found}
-    job = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={2 * copies}",
-           "--standalone", "--master-port=0", "job.py", str(copies)]  # fmt: skip
+               "--cache=cache", "--json", *options]  # fmt: skip
+    env = os.environ | {"OMP_NUM_THREADS": "2"} | environment
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.strip().split("\n")[-1])
+    assert said["folder"] == f"{folder}/cache"
+    return said["compiled"], said["found"]
+
+
+def test_a_precompiled_job_compiles_nothing(folder):
+    scalar = {"TORCHINDUCTOR_VEC_ISA_OK": "0"}  # or each process tries what the compiler can
+    assert _precompiled(folder, **scalar) == (2, 0)
+    assert _precompiled(folder, "--accumulation", **scalar) == (2, 2)
+    env = os.environ | {"REPORTS": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache"} | scalar
+    env.pop("OMP_NUM_THREADS", None)  # torchrun sets it for the job
+    job = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
+           "--standalone", "--master-port=0", "job.py"]  # fmt: skip
     done = subprocess.run(job, env=env, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    reports = [Path(folder, str(rank)).read_text() for rank in range(2 * copies)]
-    assert reports == ["4 0"] * 2 * copies
+    assert [Path(folder, rank).read_text() for rank in "01"] == ["4 0"] * 2
+
+
+@on_ranks(4)
+def test_a_job_of_copies_is_precompiled(mesh, folder):
+    if mesh.get_local_rank() == 0:
+        assert _precompiled(folder, "--copies=2", "--accumulation") == (4, 0)
+    dist.barrier()
+    counters.clear()
+    with _in(f"{folder}/cache"):
+        found = runpy.run_path(f"{folder}/job.py")["train"](mesh_of("cpu", (2, 2)))
+    assert found == "4 0", found
 
 
 def test_what_cannot_be_precompiled():

@@ -17,6 +17,7 @@ import shlex
 import sys
 import textwrap
 import types
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -117,6 +118,9 @@ def run_page(mesh, path, folder):
         stack.callback(sys.modules.__setitem__, "__main__", sys.modules["__main__"])
         sys.modules["__main__"] = main  # Dynamo looks there for what a page imports
         stack.callback(shardc.set_profile, None)
+        if page.name in ("README.md", "tutorial.md"):  # read first, run with -W error by some
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("error", FutureWarning)
         stack.callback(os.chdir, where)
         os.chdir(folder)
 

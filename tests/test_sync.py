@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardc
 from shardc import ShardedModule, ShardTensor, fully_shard, units_of
+from shardc.runtime import compat
 from shardc.runtime.checks import start
 from shardc.runtime.comm.agreement import rounds
 
@@ -318,12 +319,20 @@ def test_differing_values_are_named(mesh):
 
 
 def _warnings_of(step):
+    """Those of all ranks of a job that has been told nothing before."""
     start._told.clear()
+    if dist.get_rank() == 0:
+        compat.group_store(dist.group.WORLD).delete_key("shardc/told/first values")
+    dist.barrier()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(2):
             step()
-    return [str(w.message) for w in told if "patchwork" in str(w.message)]
+    own = [str(w.message) for w in told if "patchwork" in str(w.message)]
+    assert all(w.filename == __file__ for w in told if str(w.message) in own)
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    return [text for texts in ranks for text in texts]
 
 
 _AFTERWARDS = {

@@ -5,7 +5,6 @@ tensor. Each of those parameters gets its part as a ShardTensor, through the hoo
 registered on it. Parameters that nothing used keep None, because zeros would let AdamW decay them.
 """
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from shardc.runtime import compat
 from shardc.runtime.bucket.params import cut, view
 from shardc.runtime.bucket.selection import is_selected, runs_hooks
+from shardc.runtime.checks.telling import warn
 from shardc.runtime.comm import host_copies
 from shardc.runtime.comm.unshard import reduce, split_full
 from shardc.runtime.eager.accumulate import Accumulated
@@ -180,10 +180,9 @@ class Gradients:
             self._warned = True
             names = [self.bucket.layout.slots[index].name for index in sorted(missing)]
             rank = self.bucket.ranks.rank
-            warnings.warn(
+            warn(
                 f"parameters {names} are used on some ranks but not on rank {rank}, "
-                "whose part of their gradient counts as zero",
-                stacklevel=2,
+                "whose part of their gradient counts as zero"
             )
 
     def _give(self, index: int, grad: ShardTensor) -> None:

@@ -20,7 +20,7 @@ def place_in(frame: FrameType | None) -> tuple[str, str]:
     found. Either is "" where it cannot be told.
     """
     called = ""
-    while frame is not None and _is_library(frame):
+    while frame is not None and is_library(frame):
         name = frame.f_code.co_name
         if name == "__torch_dispatch__" and "func" in frame.f_locals:  # of a ShardTensor
             called = frame.f_locals["func"]._schema.name.removeprefix("aten::")
@@ -35,7 +35,7 @@ def _place_of(frame: FrameType | None) -> str:
     while frame is not None:
         if compat.is_module_call(frame):
             script = None  # the user's code was a forward: who called it?
-        elif not (_is_library(frame) or _is_installed(frame)):
+        elif not (is_library(frame) or _is_installed(frame)):
             first, script = first or frame, script or frame
         frame = frame.f_back
     found = script or first or innermost
@@ -81,7 +81,7 @@ def _frame_of(thread: int) -> FrameType | None:
 
 def _own_collective_in(innermost: FrameType | None) -> str:
     frame, modules = innermost, []
-    while frame is not None and _is_library(frame):
+    while frame is not None and is_library(frame):
         modules.append(frame.f_globals.get("__name__") or "")
         frame = frame.f_back
     if "torch.distributed.distributed_c10d" not in modules or any(
@@ -95,6 +95,7 @@ def _is_installed(frame: FrameType) -> bool:
     return not {"site-packages", "dist-packages"}.isdisjoint(Path(frame.f_code.co_filename).parts)
 
 
-def _is_library(frame: FrameType) -> bool:
+def is_library(frame: FrameType) -> bool:
+    """Whether a frame runs code of torch, shardc or Python's own library."""
     module = frame.f_globals.get("__name__") or ""  # generated code has none
     return not module or module.split(".")[0] in _LIBRARIES

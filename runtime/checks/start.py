@@ -4,9 +4,10 @@
 afterwards is not looked at: each bucket knows whether it was written since.
 """
 
-import warnings
 from collections.abc import Iterable
 from typing import Protocol
+
+from shardc.runtime.checks.telling import is_first_to_tell, warn
 
 _told: list[str] = []
 """The parameter that a warning named; there is one a process."""
@@ -45,11 +46,12 @@ def check_start(units: Iterable[StartedUnit]) -> None:
             )
         if unit.differs and unit.is_as_sharded and not _told:
             _told.append(unit.differs)
-            warnings.warn(
+            if not is_first_to_tell("first values"):
+                continue
+            warn(
                 f"ranks had different values in {unit.differs} of {unit.name or 'a copied unit'} "
                 "when fully_shard was called, and none were loaded since: each rank has kept its "
                 "part of its own, so the model is a patchwork. Seed all ranks alike before the "
                 "model is built, give fully_shard sync_module_states=True, or load a checkpoint "
-                "before the first step",
-                stacklevel=2,
+                "before the first step"
             )

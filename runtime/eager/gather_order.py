@@ -9,7 +9,6 @@ others in the wrong collective.
 import hashlib
 import itertools
 import logging
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardc.runtime import compat
+from shardc.runtime.checks.telling import warn
 from shardc.runtime.comm import collectives
 from shardc.runtime.comm.agreement import Statement, agree
 from shardc.runtime.comm.progress import Label
@@ -105,7 +105,7 @@ class Gathers:
             )
             log.info(message)
             if dist.get_debug_level() != dist.DebugLevel.OFF:  # TORCH_DISTRIBUTED_DEBUG
-                warnings.warn(message, stacklevel=2)
+                warn(message)
         self._known = ()
         facts = [f"gather {place}: {bucket}", f"after {self._path.hexdigest()}"]
         stated = Statement(f"the order in which an uncompiled {self.phase} gathers", facts)

@@ -9,7 +9,6 @@ backward is read when the forward runs: set it before.
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -20,6 +19,7 @@ from shardc.runtime.bucket.bucket import Bucket
 from shardc.runtime.bucket.settings import Communicator
 from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.arguments import Count, Must, Positive, check_value, checked, shown
+from shardc.runtime.checks.telling import warn
 from shardc.runtime.comm.reduce_functions import leave_out_gather, leave_out_reduce
 
 Comm = Annotated[
@@ -186,10 +186,9 @@ class Controls:
         """
         if all_gather or reduce:
             left_out = [n for n, flag in (("gathers", all_gather), ("reductions", reduce)) if flag]
-            warnings.warn(
+            warn(
                 f"set_ablation: {' and '.join(left_out)} are left out. The model does NOT train "
-                "correctly; this is for measuring only",
-                stacklevel=2,
+                "correctly; this is for measuring only"
             )
         self._change(
             recurse,

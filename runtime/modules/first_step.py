@@ -8,7 +8,6 @@ process. A step that is compiled itself (`torch.compile(optimizer.step)`) runs n
 
 import functools
 import re
-import warnings
 import weakref
 from collections.abc import Iterator
 
@@ -20,6 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from shardc.runtime.checks.start import check_start
+from shardc.runtime.checks.telling import warn
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
 _begun: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -56,12 +56,11 @@ def _after(optimizer: Optimizer, *_: object) -> None:
     if low is None or _told or _keeps_more(optimizer, low):
         return
     _told.append(low.dtype)
-    warnings.warn(
+    warn(
         f"{type(optimizer).__name__} trains '{low._slot.name}' and others in {low.dtype}, in which "  # type: ignore[attr-defined]
         "most updates are lost by rounding, and keeps no float32 copy: keep parameters in float32 "
         "(model.float() before fully_shard) and give fully_shard "
-        f"mp_policy=MixedPrecisionPolicy(param_dtype={low.dtype}) to gather and compute in that",
-        stacklevel=2,
+        f"mp_policy=MixedPrecisionPolicy(param_dtype={low.dtype}) to gather and compute in that"
     )
 
 

@@ -11,7 +11,6 @@ The semantics and the refusals are those of FSDP1's `summon_full_params`
 """
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from shardc.runtime.bucket.bucket import Bucket
 from shardc.runtime.bucket.params import cut, parameter_like, view
 from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.arguments import checked
+from shardc.runtime.checks.telling import warn
 from shardc.runtime.comm import collectives
 from shardc.runtime.tensor.extension import inner_value, shape_and_dtype
 from shardc.runtime.tensor.shard_tensor import ShardTensor
@@ -124,10 +124,9 @@ def _check_arguments(
             "): they are whole on every rank as they are"
         )
     if offload_to_cpu and not rank0_only:
-        warnings.warn(
+        warn(
             "summon_full_params(offload_to_cpu=True, rank0_only=False) has every rank of a machine "
-            "hold all parameters in its memory; add rank0_only=True, writeback=False",
-            stacklevel=4,
+            "hold all parameters in its memory; add rank0_only=True, writeback=False"
         )
 
 

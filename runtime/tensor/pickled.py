@@ -6,7 +6,6 @@ The group is found again by its name, and only if it has the same ranks. A part 
 be written into a parameter that is cut alike, but not be gathered.
 """
 
-import warnings
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from shardc.runtime import compat
 from shardc.runtime.checks.refusal import SAVE_WHOLE, caller_and_way_out
+from shardc.runtime.checks.telling import warn
 from shardc.runtime.tensor.shard_spec import ShardSpec
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
@@ -57,11 +57,10 @@ def reduced(tensor: ShardTensor) -> tuple[object, ...]:
 def _tell_that_it_is_a_part(spec: ShardSpec) -> None:
     """Warn, once for each place that saves: no rank knows whether the others save their parts."""
     caller, _ = caller_and_way_out()
-    warnings.warn(
+    warn(
         f"a sharded tensor was pickled{caller}: the file has the part of rank 0 of "
         f"{spec.world_size} alone, which is right where every rank saves a file of its own. "
-        f"{SAVE_WHOLE}",
-        stacklevel=3,
+        f"{SAVE_WHOLE}"
     )
 
 

@@ -5,7 +5,6 @@ counted for `shardc.report`, and warned of, once an op, where it is seen in seve
 """
 
 import logging
-import warnings
 from collections import Counter
 from typing import NoReturn
 
@@ -16,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import checked
 from shardc.runtime.checks.refusal import caller_and_way_out, is_refused_to_caller
+from shardc.runtime.checks.telling import warn
 from shardc.runtime.tensor.shard_spec import Over, ShardSpec, whole_gradient
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
@@ -57,12 +57,11 @@ class Gathers:
             self._seen[name] = (self.steps, several + 1)
             if several + 1 == WARNED_AFTER:
                 caller, _ = caller_and_way_out()
-                warnings.warn(
+                warn(
                     f"{name} gathers {tensor._label()} in every step{caller}: each time that is a "
                     "message and memory for the whole tensor. For an optimizer take "
                     "shardc.WholeTensorOptimizer; shardc.strict(True) shows where it happens, by "
-                    "an error",
-                    stacklevel=2,
+                    "an error"
                 )
 
     def _end_step(self, *_: object) -> None:

@@ -8,7 +8,6 @@ where Inductor's graph cache hits; then Inductor lowers them, or the eager execu
 import functools
 import json
 import logging
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,10 +37,10 @@ from shardc.passes.verify import check_collectives, collective_sequence
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket, bucket_of
 from shardc.runtime.checks.start import check_start
-from shardc.runtime.comm.agreement import Statement, has_others, rounds
+from shardc.runtime.checks.telling import is_first_to_tell, warn
+from shardc.runtime.comm.agreement import Statement, rounds
 from shardc.runtime.comm.collectives import BoxedGraph, naming_failures
 from shardc.runtime.comm.progress import label_of, progress
-from shardc.runtime.comm.store import store_of
 from shardc.runtime.eager.accumulate import flush_when_done
 from shardc.runtime.eager.executor import eager_executor
 from shardc.runtime.layout.spec import any_spec
@@ -217,7 +216,8 @@ def _lower(
             except compat.inductor_error() as error:
                 where = write_repro(graph, f"{ctx.stem}_folded", kwargs, error, True)
                 said = "Inductor could not compile a folded %s graph: %s (%s)"
-                log.warning(said, ctx.phase, error, where)
+                level = logging.WARNING if is_first_to_tell(f"folded {ctx.phase}") else logging.INFO
+                log.log(level, said, ctx.phase, error, where)
     return compat.compile_fx_inner(copy_graph(graph), inputs, label_of, check, **kwargs)
 
 
@@ -425,7 +425,7 @@ def _other_names(buckets: list[tuple[Bucket, _Read]]) -> dict[str, str]:
 def _warn_fallback(phase: str, error: Exception, where: str) -> None:
     reason = f"{' '.join(str(error).split())[:500]} ({where})"
     log.info("Inductor could not compile a %s graph: %s", phase, reason)
-    if "fallback" not in _warned and _is_first_to_tell("fallback"):
+    if "fallback" not in _warned and is_first_to_tell("fallback"):
         text = f"Inductor could not compile a {phase} graph; it runs op by op instead: {reason}"
         _warn_once("fallback", text)
     _warned.add("fallback")
@@ -437,7 +437,7 @@ _warned: set[str] = set()
 def _warn_once(topic: str, text: str) -> None:
     if topic not in _warned:
         _warned.add(topic)
-        warnings.warn(text, stacklevel=3)
+        warn(text)
 
 
 def _warn_if_nothing_is_sharded() -> None:
@@ -447,17 +447,6 @@ def _warn_if_nothing_is_sharded() -> None:
             "backend='shardc' compiles a model with nothing sharded, as Inductor would: call "
             "fully_shard on it first",
         )
-
-
-def _is_first_to_tell(topic: str) -> bool:
-    """Whether no other rank of the job has told this before; each asks once."""
-    world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None or not has_others(world):
-        return True
-    try:
-        return store_of(world).add(f"shardc/told/{topic}", 1) == 1
-    except (RuntimeError, ValueError):  # the store is gone
-        return True
 
 
 def _is_first_of_job() -> bool:

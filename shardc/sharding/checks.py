@@ -1,7 +1,6 @@
 """What `fully_shard` refuses, and why: checks that only read, before anything is changed."""
 
 import gc
-import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Dtype, Must, check_value, shown
+from shardc.runtime.checks.telling import warn
 from shardc.runtime.modules.modules import ShardedModule
 from shardc.runtime.tensor.extension import extends_gather, why_not_extended
 from shardc.runtime.tensor.shard_tensor import ShardTensor
@@ -165,10 +165,9 @@ def _read_ignored(
                 f"ignored_params contains {item._shardc_class.__name__}, which is sharded already"
             )
     for module in inside & set(modules):
-        warnings.warn(
+        warn(
             f"ignored_params contains the {type(module).__name__} given to fully_shard: none of "
-            "its parameters will be sharded",
-            stacklevel=4,
+            "its parameters will be sharded"
         )
     return {param for item in inside for param in item.parameters(recurse=False)}, inside
 

@@ -1,0 +1,28 @@
+"""Warnings: the line that they name, and the rank that tells them."""
+
+import sys
+import warnings
+
+import torch.distributed as dist
+
+from shardc.runtime import compat
+from shardc.runtime.checks.call_sites import is_library
+
+
+def warn(text: str) -> None:
+    """Warn at the line of the user's program that led here, as far as there is one."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and is_library(frame):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
+
+
+def is_first_to_tell(topic: str) -> bool:
+    """Whether no other rank of the job has told this before; each asks once."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or world.size() == 1 or compat.is_fake_group(world):
+        return True
+    try:
+        return compat.group_store(world).add(f"shardc/told/{topic}", 1) == 1
+    except (RuntimeError, ValueError):  # the store is gone
+        return True
