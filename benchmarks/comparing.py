@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kept import show
 from processes import add_round_options, interleave, median_ratio
 from step_time import _free_port, _join
-from tabulate import tabulate
 from torch import nn
 
 WAYS = ("uncompiled", "compiled")
@@ -44,7 +44,7 @@ def main() -> None:
         )
         times = (f"{1e3 * statistics.median(seconds):.2f}" for seconds in (compared, alone))
         rows.append([way, *times, median_ratio(compared, alone)])
-    print(tabulate(rows, headers=["", "compared, ms a step", "not compared", "ratio"]))
+    show(["", "compared, ms a step", "not compared", "ratio"], rows, args.keep)
 
 
 def prepare(rank: int, way: str, port: int, args: dict[str, Any]) -> Callable[[], Any]:

@@ -9,7 +9,8 @@ empty Inductor cache; a warm one is a second process with the cache that the col
 are interleaved, and ratios are between runs of the same pair. The sharded sides compile for 2 ranks
 over torch's fake process group, so nothing waits for a wire; with `--ranks` they are so many
 processes over gloo, and the seconds those of all. FSDP2 compiles each block, as its authors advise,
-and runs what is between them eagerly.
+and runs what is between them eagerly. `shardc-gpu-layout` has the buckets of a GPU: the vectors of
+large blocks (`--dim 256` and up) lie in the model's.
 """
 
 import argparse
@@ -23,11 +24,11 @@ import sys
 import tempfile
 from typing import Any
 
+from kept import add_keep_option, show
 from processes import median_ratio
-from tabulate import tabulate
 from tqdm import tqdm
 
-SIDES = ("plain", "fsdp2-blocks", "shardc", "shardc-blocks")
+SIDES = ("plain", "fsdp2-blocks", "shardc", "shardc-gpu-layout", "shardc-blocks")
 
 
 def main() -> None:
@@ -43,6 +44,7 @@ def main() -> None:
                         help="whether ranks share a cache folder (default one)")  # fmt: skip
     parser.add_argument("--sides", choices=SIDES, nargs="+", default=SIDES,
                         help="what is compared with the first of them (default: all)")  # fmt: skip
+    add_keep_option(parser)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
@@ -54,8 +56,8 @@ def main() -> None:
         for blocks in args.blocks:
             rows += _rows(blocks, run_pairs(blocks, args, bar))
     first = args.sides[0]
-    headers = ["blocks", "side", "cold CPU s", f"cold / {first}", "warm CPU s", f"warm / {first}"]
-    print(tabulate(rows, headers=headers))
+    headers = ["side", "blocks", "cold CPU s", f"cold / {first}", "warm CPU s", f"warm / {first}"]
+    show(headers, rows, args.keep)
 
 
 def run_pairs(
@@ -77,7 +79,7 @@ def _rows(blocks: int, seconds: dict[str, list[tuple[float, float]]]) -> list[li
     rows: list[list[str | int]] = []
     first = next(iter(seconds.values()))
     for side, pairs in seconds.items():
-        row: list[str | int] = [blocks, side]
+        row: list[str | int] = [side, blocks]
         for cache in (0, 1):  # cold, warm
             times, others = ([pair[cache] for pair in each] for each in (pairs, first))
             row += [f"{statistics.median(times):.2f}", median_ratio(times, others)]
@@ -133,7 +135,7 @@ def measure(side: str, blocks: int, dim: int, ranks: int) -> float:
     else:
         dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    step = peers.PEERS[side](model, mesh, calibrated=False)  # a fake wire has no speed to measure
+    step = peers.ALL[side](model, mesh, calibrated=False)  # a fake wire has no speed to measure
     tokens = torch.randint(512, (2, 16))
     before = cpu_seconds()
     step(tokens, labels=tokens).loss.backward()

@@ -20,9 +20,9 @@ from typing import Any
 import peers
 import torch
 import wire
+from kept import show
 from processes import add_round_options, interleave, median_ratio
 from step_time import allocated_peak
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -64,16 +64,14 @@ def main() -> None:
         name: [figures for (figures,) in rounds]
         for name, rounds in interleave(sides, given["rounds"]).items()
     }
-    print(f"W={given['world']}, {given['latency']} ms + {given['bandwidth']} GB/s, "
-          f"{given['blocks']} blocks ({given['model']}) of {given['dim']}, batch {given['batch']}; "
-          f"medians of {given['rounds']} rounds (min to max)")  # fmt: skip
-    print(
-        tabulate(
-            [_row(name, rounds, results) for name, rounds in results.items()],
-            headers=["", "step ms", "peak MB", "planned / peak", "peak / budget", "step / peer's"],
-            disable_numparse=True,
-        )
+    setting = (
+        f"W={given['world']}, {given['latency']} ms + {given['bandwidth']} GB/s, "
+        f"{given['blocks']} blocks ({given['model']}) of {given['dim']}, batch {given['batch']}; "
+        f"medians of {given['rounds']} rounds (min to max)"
     )
+    rows = [_row(name, rounds, results) for name, rounds in results.items()]
+    headers = ["", "step ms", "peak MB", "planned / peak", "peak / budget", "step / peer's"]
+    show(headers, rows, given["keep"], setting)
 
 
 def _row(name: str, rounds: list[dict[str, Any]], results: dict[str, Any]) -> list[str]:

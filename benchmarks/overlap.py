@@ -17,8 +17,8 @@ from typing import Any
 import peers
 import torch
 import wire
+from kept import show
 from processes import add_round_options, interleave, median_ratio
-from tabulate import tabulate
 
 
 def main() -> None:
@@ -37,17 +37,15 @@ def main() -> None:
     }
     rows = [_row(name, rounds, results.get("plain", rounds)) for name, rounds in results.items()]
     shape = f"{args.blocks} blocks of {args.dim}, {args.vocab} rows"
-    print(f"W={args.world}, {args.latency} ms + {args.bandwidth} GB/s, {shape}; "
-          f"medians of {args.rounds} rounds (min to max)")  # fmt: skip
-    print(
-        tabulate(
-            rows,
-            headers=[
-                "", "step ms", "wire ms", "over plain ms", "step / plain", "step / wire",
-                "messages", "MB sent",
-            ],
-        )
-    )  # fmt: skip
+    headers = [
+        "", "step ms", "wire ms", "over plain ms", "step / plain", "step / wire", "messages",
+        "MB sent",
+    ]  # fmt: skip
+    setting = (
+        f"W={args.world}, {args.latency} ms + {args.bandwidth} GB/s, {shape}; "
+        f"medians of {args.rounds} rounds (min to max)"
+    )
+    show(headers, rows, args.keep, setting)
 
 
 def _row(name: str, rounds: list[dict[str, Any]], floor: list[dict[str, Any]]) -> list[Any]:

@@ -162,15 +162,24 @@ def shardc(
     mesh: DeviceMesh,
     *,
     calibrated: bool = True,
+    laid_out_for: str | None = None,
     policy: MixedPrecisionPolicy = FULL,
     **options: Any,
 ) -> Step:
-    """This project, planned for the device and the wire as measured now, or as profiles say."""
-    from shardc import calibrate, fully_shard
+    """This project, planned for the device and the wire as measured now, or as profiles say.
+
+    Args:
+        laid_out_for: the profile of a device whose buckets the model gets, and nothing else of it.
+    """
+    from shardc import calibrate, fully_shard, set_profile
 
     if calibrated:
         calibrate(mesh, refresh=True)
+    if laid_out_for is not None:
+        set_profile(laid_out_for)
     fully_shard(model, mesh=mesh, units="auto", mp_policy=policy)
+    if laid_out_for is not None:
+        set_profile(None)
     return torch.compile(model, backend="shardc", fullgraph=True, options=options)
 
 
@@ -213,6 +222,7 @@ PEERS: dict[str, Callable[..., Step]] = {
     "shardc-eager": shardc_eager,
 }
 OTHERS: dict[str, Callable[..., Step]] = {
+    "shardc-gpu-layout": functools.partial(shardc, laid_out_for="h100-nvlink"),
     "shardc-tables": functools.partial(shardc, embedding_rows=False),
     "shardc-int8": functools.partial(shardc_on_wire, computed=None, sent=torch.int8),
     "shardc-float8": functools.partial(shardc_on_wire, computed=None, sent=torch.float8_e4m3fn),

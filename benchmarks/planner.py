@@ -12,7 +12,7 @@ import argparse
 import time
 from dataclasses import dataclass
 
-from tabulate import tabulate
+from kept import add_keep_option, show
 from tqdm import tqdm
 
 from shardc.passes.cost import bucket_grain
@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--profile", choices=sorted(PROFILES), default="h100-nvlink",
                         help="links that buckets are split for (default h100-nvlink)")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=3, help="the best of (default 3)")
+    add_keep_option(parser)
     args = parser.parse_args()
     runs = [(config, world) for config in CONFIGS for world in WORLDS]
     rows = [
@@ -57,8 +58,7 @@ def main() -> None:
         for config, world in tqdm(runs, unit="plan", leave=False)
     ]
     headers = ["model", "parameters", "W", "ms", "worst padding %", "whole padding %", "buckets"]
-    align = ("left", *["right"] * (len(headers) - 1))
-    print(tabulate(rows, headers=headers, disable_numparse=True, colalign=align))
+    show(headers, rows, args.keep)
 
 
 def _row(config: Config, world: int, profile: Profile, repeats: int) -> list[str | int]:

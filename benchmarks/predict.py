@@ -17,9 +17,9 @@ from typing import Any
 import peers
 import torch
 import wire
+from kept import show
 from processes import add_round_options, interleave
 from step_time import measure_memory
-from tabulate import tabulate
 from torch import nn
 
 
@@ -73,13 +73,9 @@ def main() -> None:
             f"{last['planned_peak'] / 1e6:.1f}", f"{last['peak'] / 1e6:.1f}",
             f"{last['planned_peak'] / last['peak']:.3f}",
         ])  # fmt: skip
-    print(
-        tabulate(
-            rows,
-            headers=["", "planned ms", "step ms", "ratio", "(rounds)", "exposed", "planned MB",
-                     "peak MB", "ratio"],
-        )
-    )  # fmt: skip
+    headers = ["", "planned ms", "step ms", "ratio", "(rounds)", "exposed", "planned MB", "peak MB",
+               "ratio"]  # fmt: skip
+    show(headers, rows, args.keep)
 
 
 def prepare(name: str, steps: int) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
+from kept import add_keep_option
 from tqdm import tqdm
 
 Prepare = Callable[[], Callable[[], Any]]
@@ -21,9 +22,10 @@ LIMIT_SECONDS = 600.0
 
 
 def add_round_options(parser: argparse.ArgumentParser) -> None:
-    """`--rounds` and `--steps`."""
+    """`--rounds`, `--steps` and `--keep`."""
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default 7)")
     parser.add_argument("--steps", type=int, default=3, help="steps a round (default 3)")
+    add_keep_option(parser)
 
 
 def interleave(sides: Mapping[str, Sequence[Prepare]], rounds: int) -> dict[str, list[list[Any]]]:

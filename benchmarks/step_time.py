@@ -27,8 +27,8 @@ from typing import Any
 import peers
 import torch
 import torch.distributed as dist
+from kept import show
 from processes import add_round_options, interleave, median_ratio
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
@@ -50,13 +50,14 @@ def main() -> None:
         sides[name] = [functools.partial(prepare, rank, *arguments) for rank in range(args.ranks)]
     results = interleave(sides, args.rounds)
     base = results.get(BASE, results[args.peers[0]])
-    print(f"W={args.ranks} on {_device_type(args.ranks)}, {args.blocks} blocks of {args.dim}; "
-          f"medians of {args.rounds} rounds (min to max)")  # fmt: skip
     headers = ["", "step ms", f"step / {BASE if BASE in results else args.peers[0]}",
                "peak MB", "held MB", "planned MB", "planned / peak"]  # fmt: skip
     rows = [_row(name, rounds, base) for name, rounds in results.items()]
-    align = ("left", *["right"] * (len(headers) - 1))
-    print(tabulate(rows, headers=headers, disable_numparse=True, colalign=align))
+    setting = (
+        f"W={args.ranks} on {_device_type(args.ranks)}, {args.blocks} blocks of {args.dim}; "
+        f"medians of {args.rounds} rounds (min to max)"
+    )
+    show(headers, rows, args.keep, setting)
 
 
 def _row(

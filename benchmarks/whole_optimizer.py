@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kept import show
 from processes import add_round_options, interleave, median_ratio
 from step_time import free_port, join
-from tabulate import tabulate
 from torch import Tensor, nn
 
 import shardc
@@ -43,11 +43,13 @@ def main() -> None:
     results = interleave(sides, args.rounds)
     checks = {round_[0]["check"] for rounds in results.values() for round_ in rounds[:1]}
     assert len(checks) == 1, f"the sides computed different values: {checks}"
-    print(f"W={args.ranks}, {args.blocks} blocks of {args.dim}; "
-          f"medians of {args.rounds} rounds (min to max)")  # fmt: skip
     rows = [[name, *_cells(results[name], results["gathered"])] for name in SIDES]
     headers = ["", "step ms", "step / gathered", "CPU ms", "CPU / gathered"]
-    print(tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 4)))
+    setting = (
+        f"W={args.ranks}, {args.blocks} blocks of {args.dim}; "
+        f"medians of {args.rounds} rounds (min to max)"
+    )
+    show(headers, rows, args.keep, setting)
 
 
 def _cells(rounds: list[list[dict[str, Any]]], base: list[list[dict[str, Any]]]) -> list[str]:
