@@ -37,8 +37,7 @@ it again and replaces it.
 
 The sides of a table ran in turn, on machines that do other work, too. A ratio is the median of the
 ratios of single rounds, with the least and the largest. Seconds of different tables do not compare.
-The [first page](index.md) has the figures in short. `benchmarks/LOG.md` tells of each change that
-was tried, also of those that failed.
+`benchmarks/LOG.md` tells of each change that was tried, also of those that failed.
 """
 
 
@@ -93,21 +92,20 @@ def page() -> str:
 
 
 def _section(name: str, kept: Kept) -> str:
-    title, about = _described(kept.command.split()[1])
+    about = textwrap.fill(_described(kept.command.split()[1]), 120, break_on_hyphens=False)
     align = ("left", *["right"] * (len(kept.headers) - 1))
     table = tabulate(kept.rows, kept.headers, "pipe", disable_numparse=True, colalign=align)
     setting = f"{kept.setting}.\n\n" if kept.setting else ""
     return (
-        f"## {name}\n\n{title} {about}\n\n```sh\n{kept.command}\n```\n\n"
+        f"## {name}\n\n{about}\n\n```sh\n{kept.command}\n```\n\n"
         f"{setting}{table}\n\n{kept.machine}, {kept.date}.\n"
     )
 
 
-def _described(script: str) -> tuple[str, str]:
-    """The first sentence of a benchmark's docstring, and what follows its commands, each a line."""
+def _described(script: str) -> str:
+    """A benchmark's docstring without its commands."""
     text = ast.get_docstring(ast.parse((FOLDER.parent / script).read_text())) or ""
-    title, *others = text.split("\n\n")
-    return _line(title), " ".join(_line(part) for part in others if not part.startswith("    "))
+    return " ".join(_line(part) for part in text.split("\n\n") if not part.startswith("    "))
 
 
 def _line(text: str) -> str:
