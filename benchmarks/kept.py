@@ -1,4 +1,4 @@
-"""Tables that are kept, and the page of the docs that shows them.
+"""The page of benchmarks, made of the tables that runs have kept.
 
     python benchmarks/kept.py          # prints the page
     python benchmarks/kept.py --write  # writes docs/benchmarks.md
@@ -63,7 +63,7 @@ class Kept:
 def add_keep_option(parser: argparse.ArgumentParser) -> None:
     """`--keep`."""
     parser.add_argument("--keep", metavar="NAME",
-                        help="write the table to benchmarks/results/NAME.json, too")  # fmt: skip
+                        help="also write the table to benchmarks/results/NAME.json")  # fmt: skip
 
 
 def show(

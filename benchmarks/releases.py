@@ -1,4 +1,4 @@
-"""What starts cost, release by release: CPU seconds of commands, and counts of what is compiled.
+"""The cost of a start, release by release: CPU seconds of commands, traced ops, compiled kernels.
 
     python benchmarks/releases.py abb79bf HEAD --pairs 3
 
