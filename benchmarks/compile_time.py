@@ -123,13 +123,8 @@ def measure(side: str, blocks: int, dim: int, ranks: int) -> float:
     import torch.distributed as dist
     import torch.testing._internal.distributed.fake_pg
     from torch.distributed.device_mesh import init_device_mesh
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=dim, intermediate_size=3 * dim, num_hidden_layers=blocks,
-        num_attention_heads=4, num_key_value_heads=2, use_cache=False,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model = llama(blocks, dim)
     if ranks == 1:
         dist.init_process_group("fake", rank=0, world_size=2)
     else:
@@ -143,6 +138,17 @@ def measure(side: str, blocks: int, dim: int, ranks: int) -> float:
     if ranks > 1:
         dist.barrier()
     return used
+
+
+def llama(blocks: int, dim: int) -> Any:
+    """A Llama of transformers, with 512 tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=dim, intermediate_size=3 * dim, num_hidden_layers=blocks,
+        num_attention_heads=4, num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
 
 
 def cpu_seconds() -> float:

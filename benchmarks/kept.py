@@ -73,8 +73,7 @@ def show(
     texts = [[str(cell) for cell in row] for row in rows]
     if setting:
         print(setting)
-    align = ("left", *["right"] * (len(headers) - 1))
-    print(tabulate(texts, headers=list(headers), disable_numparse=True, colalign=align))
+    print(_table(headers, texts, "simple"))
     if keep:
         kept = Kept(
             _command(), _machine(), str(datetime.date.today()), setting, list(headers), texts
@@ -93,8 +92,7 @@ def page() -> str:
 
 def _section(name: str, kept: Kept) -> str:
     about = textwrap.fill(_described(kept.command.split()[1]), 120, break_on_hyphens=False)
-    align = ("left", *["right"] * (len(kept.headers) - 1))
-    table = tabulate(kept.rows, kept.headers, "pipe", disable_numparse=True, colalign=align)
+    table = _table(kept.headers, kept.rows, "pipe")
     setting = f"{kept.setting}.\n\n" if kept.setting else ""
     return (
         f"## {name}\n\n{about}\n\n```sh\n{kept.command}\n```\n\n"
@@ -102,14 +100,16 @@ def _section(name: str, kept: Kept) -> str:
     )
 
 
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], form: str) -> str:
+    align = ("left", *["right"] * (len(headers) - 1))
+    return tabulate(rows, list(headers), form, disable_numparse=True, colalign=align)
+
+
 def _described(script: str) -> str:
     """A benchmark's docstring without its commands."""
     text = ast.get_docstring(ast.parse((FOLDER.parent / script).read_text())) or ""
-    return " ".join(_line(part) for part in text.split("\n\n") if not part.startswith("    "))
-
-
-def _line(text: str) -> str:
-    return " ".join(textwrap.dedent(text).split())
+    parts = [part for part in text.split("\n\n") if not part.startswith("    ")]
+    return " ".join(" ".join(parts).split())
 
 
 def _command() -> str:

@@ -14,7 +14,6 @@ process and no times: they are the same everywhere, and a test holds those of to
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from compile_time import cpu_seconds, llama
 from kept import add_keep_option, show
 from processes import median_ratio
 from tqdm import tqdm
@@ -108,16 +108,11 @@ def _measured(
         for number in range(pairs):
             for commit, name in runs[:: -1 if number % 2 else 1]:
                 bar.set_description(f"{commit}, {name}")
-                before = _children()
+                before = cpu_seconds()
                 _run(installed[commit], commands[name])
-                seconds[commit, name].append(_children() - before)
+                seconds[commit, name].append(cpu_seconds() - before)
                 bar.update()
     return seconds
-
-
-def _children() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def _run(path: Path, command: list[str]) -> str:
@@ -175,14 +170,9 @@ def _compile(blocks: int, laid_out_for: str | None, executor: str) -> None:
     import peers
     import torch
     from torch.distributed.device_mesh import init_device_mesh
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=768, num_hidden_layers=blocks,
-        num_attention_heads=4, num_key_value_heads=2, use_cache=False,
-    )  # fmt: skip
     torch._dynamo.reset()
-    mesh, model = init_device_mesh("cpu", (2,)), LlamaForCausalLM(config)
+    mesh, model = init_device_mesh("cpu", (2,)), llama(blocks, 256)
     settings = {"calibrated": False, "laid_out_for": laid_out_for, "executor": executor}
     tokens = torch.randint(512, (2, 16))
     peers.shardc(model, mesh, **settings)(tokens, labels=tokens).loss.backward()
