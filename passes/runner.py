@@ -48,7 +48,7 @@ def run_passes(
 
 def copy_graph(gm: GraphModule) -> GraphModule:
     """A graph of its own for passes, or Inductor, to edit."""
-    copied = GraphModule(gm, compat.copied_graph(gm.graph))
+    copied = compat.compiled_when_called(gm, compat.copied_graph(gm.graph))
     copied.meta.update(gm.meta)
     return copied
 

@@ -7,7 +7,7 @@ what the user checkpoints.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -50,6 +50,7 @@ class SavedValues:
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
         self._units = sorted(_unit_names(trial.forward.gm))
+        self._unit_by_path: dict[str, str | None] = {}
 
     def __iter__(self) -> Iterator[Saved]:
         forward = self._trial.forward
@@ -74,13 +75,10 @@ class SavedValues:
 
     def unit_of(self, node: Node) -> str | None:
         """The name of the unit that a node belongs to; None for what is outside of all."""
-        if len(self._units) == 1:
-            return self._units[0]
-        # A unit's name may be part of the path: what is compiled may hold the sharded model. Of
-        # "1.0", unit "1" has the node, not unit "0"; of "1.attention", the inner one of the two.
-        module = f".{module_of(node)}."
-        around = [unit for unit in self._units if f".{unit}." in module]
-        return min(around, key=lambda u: (module.index(f".{u}."), -len(u)), default=None)
+        path = module_of(node)
+        if path not in self._unit_by_path:
+            self._unit_by_path[path] = _unit_at(path, self._units)
+        return self._unit_by_path[path]
 
     @cached_property
     def _roots(self) -> dict[Node, Node]:
@@ -117,6 +115,16 @@ class SavedValues:
         places = self._trial.backward.places
         given = [self._given[node.name] for node in nodes if node.name in self._given]
         return min((places[u] for node in given for u in node.users if u in places), default=0)
+
+
+def _unit_at(path: str, units: Sequence[str]) -> str | None:
+    """The unit, of all `units`, that the module at `path` belongs to."""
+    if len(units) == 1:
+        return units[0]
+    # A unit's name may be part of the path: what is compiled may hold the sharded model. Of
+    # "1.0", unit "1" has the node, not unit "0"; of "1.attention", the inner one of the two.
+    around = [unit for unit in units if f".{unit}." in f".{path}."]
+    return min(around, key=lambda u: (f".{path}.".index(f".{u}."), -len(u)), default=None)
 
 
 def is_value(node: Node) -> bool:

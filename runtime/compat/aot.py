@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import CodeGen
 from torch.fx.node import Argument
 
@@ -32,6 +33,11 @@ def copied_graph(graph: Graph) -> Graph:
         graph.set_codegen(codegen)
     copied.set_codegen(copy.copy(codegen))
     return copied
+
+
+def compiled_when_called(root: GraphModule, graph: Graph) -> GraphModule:
+    """A module of a graph; its Python code is made when it is called or read (2.11 to 2.15)."""
+    return _LazyGraphModule(root, graph)
 
 
 def size_expr(size: object) -> Any:
