@@ -1,26 +1,20 @@
 """The page of benchmarks, and counts that must not grow from one release to the next."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
+from scripts import load
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def kept():
-    with mock.patch.object(sys, "path", [str(FOLDER), *sys.path]):
-        spec = importlib.util.spec_from_file_location("kept_results", FOLDER / "kept.py")
-        made = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = made  # dataclasses look it up
-        spec.loader.exec_module(made)
-    return made
+    return load("benchmarks/kept.py")
 
 
 def test_the_page_shows_the_tables_that_are_kept(kept):

@@ -4,7 +4,6 @@ Its parts run in `tests/cuda/test_kit.py`.
 """
 
 import argparse
-import importlib.util
 import json
 import sys
 import threading
@@ -14,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import load
 
-PATH = Path(__file__).parents[1] / "benchmarks/gpu/__main__.py"
 CASES = ("first", "second", "third")
 
 
@@ -23,10 +22,7 @@ CASES = ("first", "second", "third")
 def kit(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The kit as a module whose parts have three cases that are never run."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    spec = importlib.util.spec_from_file_location("gpu_kit", PATH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load("benchmarks/gpu/__main__.py")
     monkeypatch.setattr(module, "_part", lambda name: dict.fromkeys(CASES))
     return module
 

@@ -1,19 +1,11 @@
 """The tables of docs/integrations/index.md: their rows, and the tests that they name."""
 
-import importlib.util
 import re
 from pathlib import Path
 
+from scripts import load
+
 ROOT = Path(__file__).parent.parent
-
-
-def script():
-    spec = importlib.util.spec_from_file_location(
-        "table_of_the_libraries", ROOT / "benchmarks" / "libraries.py"
-    )
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
 
 
 def rows_of(text):
@@ -32,7 +24,7 @@ def test_every_named_test_exists():
 
 
 def test_measured_rows_are_those_of_the_loops():
-    made = script()
+    made = load("benchmarks/libraries.py")
     rows = rows_of(made.PAGE.read_text().split(made.BEGIN)[1].split(made.END)[0])
     wanted = [
         (library, feature)

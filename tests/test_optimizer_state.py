@@ -1,7 +1,6 @@
 """Optimizer state by name: sharded and full, against the unsharded optimizer's and FSDP2's."""
 
 import copy
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch.distributed.checkpoint.state_dict as theirs
 from fsdp2 import fsdp2
 from models import Stack, full, seeded
 from ranks import on_ranks, run_on_ranks
+from scripts import load
 from test_state_dict import FROM_RANK_0, FULL, LOCAL, ON_RANK_0, Everything, everything
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -489,10 +489,7 @@ def test_what_does_not_fit_is_named_on_all_ranks_before_anything_changes(mesh):
 @on_ranks(2, 3)
 def test_the_muon_of_the_examples(mesh):
     """An optimizer that needs whole matrices: full tensor in, shard out."""
-    path = Path(__file__).parent.parent / "examples" / "muon.py"
-    spec = importlib.util.spec_from_file_location("muon", path)
-    muon = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(muon)
+    muon = load("examples/muon.py")
     plain, model = seeded(Stack), fully_shard(seeded(Stack), mesh=mesh, units="auto")
 
     def optimizers(each):

@@ -1,28 +1,19 @@
 """The tables of docs/optimizers.md are those that `benchmarks/tables.py` writes."""
 
-import importlib.util
 import sys
-from pathlib import Path
 from unittest import mock
 
 import torch
 from ranks import on_ranks
+from scripts import load
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "tables.py"
+TABLES = "benchmarks/tables.py"
 OPTIMIZERS = (
     "AdamW", "AdamW8bit (torchao)", "AdamW8bit (bitsandbytes)", "Muon", "AdamMini",
     "SOAP (heavyball)",
 )  # fmt: skip
 STATES = ("AdamW", "Muon", "Adafactor")
 HEADINGS = ("optimizer", "state of", "op", "subclass")
-
-
-def script():
-    with mock.patch.object(sys, "path", [str(SCRIPT.parent), *sys.path]):
-        spec = importlib.util.spec_from_file_location("tables_of_the_docs", SCRIPT)
-        made = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(made)
-    return made
 
 
 def tables_of_the_page(tables):
@@ -45,7 +36,7 @@ def some(module, table, names):
 
 @on_ranks(2)
 def test_page_has_what_is_measured(mesh):
-    tables = script()
+    tables = load(TABLES)
     page = tables_of_the_page(tables)
     assert [row[0] for row in page["optimizer"]] == list(tables.OPTIMIZERS)
     assert [row[0] for row in page["op"]] == [f"`{op}`" for op in tables.OPS]
@@ -58,16 +49,16 @@ def test_page_has_what_is_measured(mesh):
 
 @on_ranks(2)
 def test_page_has_the_subclasses(mesh):
-    script()
+    load(TABLES)
     subclasses = sys.modules["table_of_subclasses"]
-    page = tables_of_the_page(script())["subclass"]
+    page = tables_of_the_page(load(TABLES))["subclass"]
     assert [row[0] for row in page] == [name.strip() for name in subclasses.SUBCLASSES]
     assert subclasses.subclass_rows(mesh) == page
 
 
 @on_ranks(2, 4)
 def test_page_has_the_state_of_a_rank(mesh):
-    tables = script()
+    tables = load(TABLES)
     state = sys.modules["table_of_state"]
     page = {row[0]: row for row in tables_of_the_page(tables)["state of"]}
     assert list(page) == list(state.STATES)
@@ -79,7 +70,7 @@ def test_page_has_the_state_of_a_rank(mesh):
 
 def test_no_silent_difference():
     """shardc equals the unsharded run, or FSDP2, but for quantised states."""
-    page = tables_of_the_page(script())
+    page = tables_of_the_page(load(TABLES))
     for name, *cells in page["optimizer"] + page["op"]:
         assert cells[-2] == "equal" or name.endswith("(torchao)"), name
     for name, _, *cells in page["subclass"]:
@@ -88,6 +79,6 @@ def test_no_silent_difference():
 
 def test_state_is_shared_evenly():
     """Within 5% of 1/W, but where one rank has to own all parameters."""
-    for name, _, *cells in tables_of_the_page(script())["state of"]:
+    for name, _, *cells in tables_of_the_page(load(TABLES))["state of"]:
         for world, share in zip((2, 4), map(float, cells), strict=True):
             assert share == world if "one owner" in name else 0.95 <= share <= 1.05, name

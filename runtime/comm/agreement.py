@@ -107,7 +107,7 @@ def agree(
     Raises:
         RuntimeError: a rank states something else, or does not answer in time.
     """
-    if not has_others(group):
+    if not compat.has_others(group):
         return frozenset([stated.note])
     history, name = kept_with(group, _History, _History), stated.name
     notes = frozenset[str]() if every_time else history.known(name, stated)
@@ -135,11 +135,6 @@ def known(group: dist.ProcessGroup, stated: Statement) -> frozenset[str]:
     return kept_with(group, _History, _History).known(stated.name, stated)
 
 
-def has_others(group: dist.ProcessGroup) -> bool:
-    """Whether `group` has other ranks, and they are processes."""
-    return group.size() > 1 and not compat.is_fake_group(group)
-
-
 def settle(group: dist.ProcessGroup, stated: Statement) -> frozenset[str]:
     """Remember facts as agreed on, as all ranks of `group` do: they are known to be equal."""
     history, name = kept_with(group, _History, _History), stated.name
@@ -158,7 +153,7 @@ def decline(group: dist.ProcessGroup, what: str, why: str) -> None:
 
     Takes the place of this rank's call of `agree` with `every_time`.
     """
-    if not has_others(group):
+    if not compat.has_others(group):
         return
     store, rank = _next_round(group), group.rank()
     with suppress(Parted), in_history(compat.group_name(group)):

@@ -159,9 +159,8 @@ def history_of(name: str) -> History | None:
     if name not in _histories or (known is not None and known.is_gone):
         group = compat.resolve_group(name)
         own_name = compat.group_name(group)
-        alone = group.size() == 1 or compat.is_fake_group(group)
         if own_name != name:
             _histories[name] = history_of(own_name)
         else:
-            _histories[name] = None if alone else History(group)
+            _histories[name] = History(group) if compat.has_others(group) else None
     return _histories[name]

@@ -361,6 +361,11 @@ def is_fake_group(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) == "fake" or getattr(group, "emulated", False)
 
 
+def has_others(group: dist.ProcessGroup) -> bool:
+    """Whether the group has other ranks, and they are processes."""
+    return group.size() > 1 and not is_fake_group(group)
+
+
 def join_fake_group(world_size: int) -> None:
     """Be rank 0 of a process group without peers (2.11 to 2.15)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

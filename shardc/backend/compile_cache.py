@@ -33,7 +33,7 @@ from shardc.backend.stages import RANKS
 from shardc.passes.context import Kept
 from shardc.passes.used_slots import Differentiated
 from shardc.runtime import compat
-from shardc.runtime.comm.agreement import Statement, has_others
+from shardc.runtime.comm.agreement import Statement
 from shardc.runtime.comm.hand_over import HandOver
 
 Wrap = Callable[[Any, list[str], list[str]], Any]
@@ -129,7 +129,7 @@ class CompileCache:
     def _from_first(self) -> compat.Found:
         """The entry of a rank that compiles the same now; None where this one is the first."""
         world = dist.group.WORLD if dist.is_initialized() else None
-        if world is None or not has_others(world):
+        if world is None or not compat.has_others(world):
             return None
         first = HandOver(world, f"{self._key} {_folder()}", together=False)
         if not first.leads:
