@@ -25,13 +25,13 @@ BASE := .venv/base-done
 HAS_TORCH := $(PY) -c 'from importlib.metadata import version; \
 	assert (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) <= (2, 15)' 2> /dev/null
 
-.PHONY: help setup test test-rest test-all test-cuda gpu lint types format docs tables demo soak fuzz mutants dist clean FORCE
+.PHONY: help setup test test-rest test-all test-cuda gpu lint types format docs tables demo soak fuzz golden mutants dist clean FORCE
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  Variables: TORCH=torch==2.11.0  PYTHON=python3.12  TEST_ARGS='-k layout'"
 	@echo "             DEMO_RANKS=4  DEMO_ARGS='--steps 50'  CASES=200 SEED=0 (of fuzz)"
-	@echo "             MUTANTS_ARGS='-k gathers -j 2'"
+	@echo "             MUTANTS_ARGS='-k gathers -j 2'  GOLDEN_ARGS=--write"
 
 # say TEXT, then run a command, then its seconds
 TIMED = timed() { echo "setup: $$1"; shift; local begun=$$SECONDS; "$$@"; \
@@ -116,6 +116,9 @@ fuzz: .venv/test-done  ## Train random models sharded and unsharded and compare 
 
 gpu:  ## Run what only a GPU can say (PARTS='smoke numerics'; needs torch, installs nothing)
 	$(PYTHON) benchmarks/gpu $(PARTS)
+
+golden: .venv/test-done  ## Compare graphs and plans of small models with those that are kept
+	PYTHONPATH=tests $(PY) -m golden $(GOLDEN_ARGS)
 
 mutants: .venv/test-done  ## Put in small bugs one at a time: tests must notice each
 	$(PY) tests/mutants/run.py $(MUTANTS_ARGS)

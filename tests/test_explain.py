@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 
 import pytest
 import torch
@@ -39,7 +40,9 @@ def test_explain_changes_nothing():
     model = Stack(3, tied=True)
     before = copy.deepcopy(model.state_dict())
     model.eval()
+    hook = sys.excepthook
     report = shardc.explain(model, *INPUTS, world_size=7)
+    assert sys.excepthook is hook
     assert report.world_size == 7 and len(report.buckets) == 4
     assert not dist.is_initialized() and not shardc.units_of(model) and not model.training
     assert type(model) is Stack

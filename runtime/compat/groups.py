@@ -370,7 +370,9 @@ def join_fake_group(world_size: int) -> None:
     """Be rank 0 of a process group without peers (2.11 to 2.15)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    hook = sys.excepthook
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    sys.excepthook = hook  # torch's writes "[rank0]: " before each line, once more for each group
 
 
 def has_real_group() -> bool:

@@ -65,7 +65,8 @@ class Unsharded:
     def state(self) -> object:
         """Differs after a write to the full parameters, but for those in place through `.data`."""
         parts = [part for view in self.local_views for part in compat.plain_parts(view)]
-        return [part._version for part in self._parts], [part.data_ptr() for part in parts]
+        where = [None if compat.is_fake(part) else part.data_ptr() for part in parts]
+        return [part._version for part in self._parts], where
 
     @property
     def is_written(self) -> bool:

@@ -78,7 +78,7 @@ const figures = (title, value, format = formatCount, mark = null) => ({
 const yesNo = (title, value) => text(title, (row) => (value(row) ? "yes" : "no"));
 
 const COLLECTIVE_COLUMNS = [
-  figures("#", (row) => row.index + 1),
+  figures("#", (row) => row.index),
   text("phase", (row) => row.phase),
   text("kind", (row) => words(row.kind)),
   text("buckets", (row) => row.buckets.join(", ")),
