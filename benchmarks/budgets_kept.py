@@ -30,9 +30,9 @@ from torch.utils.checkpoint import checkpoint
 
 import shardc
 from shardc.backend.graph_plan import Plan, graph_plans, joint_listeners
-from shardc.passes.budget import BudgetTooSmall, choose_kept
+from shardc.passes.budget.choose import BudgetTooSmall, choose_kept
+from shardc.passes.budget.trial import run_trial
 from shardc.passes.context import Kept, PassContext
-from shardc.passes.trial import run_trial
 
 WORLD = 8
 EXACT = 0.02

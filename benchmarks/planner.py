@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from kept import add_keep_option, show
 from tqdm import tqdm
 
-from shardc.passes.cost import bucket_grain
-from shardc.passes.hardware import PROFILES, Profile
+from shardc.passes.estimate.cost import bucket_grain
+from shardc.passes.estimate.hardware import PROFILES, Profile
 from shardc.runtime.layout.layout import BucketLayout, Param, plan_buckets
 
 WORLDS = (1, 8, 64, 512, 1024, 4096, 16384)

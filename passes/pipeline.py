@@ -27,23 +27,23 @@ it decides. What a stage made is read off its graph: `TAKEN` and `SLOTS` of the 
 graph, `differentiated` of a joint graph.
 """
 
-from shardc.passes.coalesce import coalesce
-from shardc.passes.copy_overwritten import copy_overwritten
-from shardc.passes.fetch_rows import fetch_rows
-from shardc.passes.fold_repeats import fold_repeats
-from shardc.passes.insert_unshard import insert_unshard
-from shardc.passes.label import label_collectives
-from shardc.passes.recompute import tag_recomputed
-from shardc.passes.reduce_once import reduce_once
-from shardc.passes.reshard import drop_second_gathers, tag_reshard
+from shardc.passes.repeat.fold_repeats import fold_repeats
+from shardc.passes.repeat.store_smaller import store_smaller
+from shardc.passes.rewrite.copy_overwritten import copy_overwritten
+from shardc.passes.rewrite.fetch_rows import fetch_rows
+from shardc.passes.rewrite.insert_unshard import insert_unshard
+from shardc.passes.rewrite.label import label_collectives
+from shardc.passes.rewrite.recompute import tag_recomputed
+from shardc.passes.rewrite.reduce_once import reduce_once
+from shardc.passes.rewrite.reshard import drop_second_gathers, tag_reshard
+from shardc.passes.rewrite.take_gathered import take_gathered
+from shardc.passes.rewrite.used_slots import mark_segments
+from shardc.passes.rewrite.verify import verify
+from shardc.passes.rewrite.wait_once import wait_once
+from shardc.passes.rewrite.write_gradients import write_gradients
 from shardc.passes.runner import Pass
-from shardc.passes.schedule import schedule
-from shardc.passes.store_smaller import store_smaller
-from shardc.passes.take_gathered import take_gathered
-from shardc.passes.used_slots import mark_segments
-from shardc.passes.verify import verify
-from shardc.passes.wait_once import wait_once
-from shardc.passes.write_gradients import write_gradients
+from shardc.passes.schedule.coalesce import coalesce
+from shardc.passes.schedule.schedule import schedule
 
 DYNAMO_PASSES: list[Pass] = [take_gathered, insert_unshard]
 READ_PASSES: list[Pass] = [fetch_rows]

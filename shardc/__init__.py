@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from shardc.backend.warmup import warmup as warmup
     from shardc.calibration import calibrate as calibrate
     from shardc.optim.whole_tensor import WholeTensorOptimizer as WholeTensorOptimizer
-    from shardc.passes.hardware import Profile as Profile
-    from shardc.passes.hardware import get_profile as get_profile
-    from shardc.passes.hardware import set_profile as set_profile
+    from shardc.passes.estimate.hardware import Profile as Profile
+    from shardc.passes.estimate.hardware import get_profile as get_profile
+    from shardc.passes.estimate.hardware import set_profile as set_profile
     from shardc.reports.explain import explain as explain
     from shardc.reports.fit import Fit as Fit
     from shardc.reports.fit import fewest_ranks as fewest_ranks
@@ -67,7 +67,7 @@ _HOMES = {
     "shardc.backend.warmup": "warmup",
     "shardc.calibration": "calibrate",
     "shardc.optim.whole_tensor": "WholeTensorOptimizer",
-    "shardc.passes.hardware": "Profile get_profile set_profile",
+    "shardc.passes.estimate.hardware": "Profile get_profile set_profile",
     "shardc.reports.explain": "explain",
     "shardc.reports.fit": "Fit fewest_ranks fit",
     "shardc.reports.live": "report",

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardc.passes.hardware import Link, Profile, current_profile, set_profile
+from shardc.passes.estimate.hardware import Link, Profile, current_profile, set_profile
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import checked
 from shardc.runtime.checks.telling import warn

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from shardc import ShardTensor, fully_shard
-from shardc.passes.hardware import Link, Profile
+from shardc.passes.estimate.hardware import Link, Profile
 from shardc.runtime import compat
 from shardc.runtime.comm import collectives, table_rows
 

@@ -40,9 +40,9 @@ import shardc.backend.compile
 from shardc import fully_shard
 from shardc.backend.graph_plan import graph_plans
 from shardc.passes import pipeline
-from shardc.passes.context import is_all_gather, is_collective, moved_by
-from shardc.passes.reshard import tag_reshard
-from shardc.passes.used_slots import SEGMENT
+from shardc.passes.nodes import is_all_gather, is_collective, moved_by
+from shardc.passes.rewrite.reshard import tag_reshard
+from shardc.passes.rewrite.used_slots import SEGMENT
 from shardc.runtime import compat
 from shardc.runtime.eager import regather
 

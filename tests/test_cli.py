@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardc import fully_shard, units_of
 from shardc.commands.planned import group_units, plan_model, total
-from shardc.passes.hardware import PROFILES
+from shardc.passes.estimate.hardware import PROFILES
 from shardc.runtime.checks.values import HARDWARE
 from shardc.runtime.eager.precision import MixedPrecisionPolicy as Precision
 

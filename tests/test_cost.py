@@ -10,7 +10,7 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardc.passes.cost import (
+from shardc.passes.estimate.cost import (
     PEER,
     READ_BY_HOST,
     WORLD,
@@ -28,7 +28,7 @@ from shardc.passes.cost import (
     symbol_hints,
     transfer_seconds,
 )
-from shardc.passes.hardware import PROFILES, Link, Profile, current_profile, set_profile
+from shardc.passes.estimate.hardware import PROFILES, Link, Profile, current_profile, set_profile
 
 aten = torch.ops.aten
 FLAT = Profile(

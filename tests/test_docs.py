@@ -38,7 +38,7 @@ import shardc
 from shardc.backend import compile as backend
 from shardc.backend.options import Options
 from shardc.commands.cli import _make_parser
-from shardc.passes.hardware import PROFILES
+from shardc.passes.estimate.hardware import PROFILES
 from shardc.reports.terminal import READABLE
 from shardc.runtime.comm.backends import BACKENDS
 

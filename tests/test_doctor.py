@@ -16,7 +16,7 @@ from command_line import ended
 from shardc import set_profile
 from shardc.commands import machine, probes
 from shardc.commands.machine import Finding
-from shardc.passes.hardware import current_profile
+from shardc.passes.estimate.hardware import current_profile
 
 MODULE = sys.modules["shardc.calibration"]
 

@@ -13,11 +13,12 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from shardc.passes import dump
-from shardc.passes.coalesce import _merge
-from shardc.passes.context import PassContext, is_all_gather, set_moved
-from shardc.passes.hardware import Link, Profile
-from shardc.passes.memory import measure_liveness
+from shardc.passes.context import PassContext
+from shardc.passes.estimate.hardware import Link, Profile
+from shardc.passes.estimate.memory import measure_liveness
+from shardc.passes.nodes import is_all_gather, set_moved
 from shardc.passes.runner import run_passes
+from shardc.passes.schedule.coalesce import _merge
 from shardc.reports.graph import read_graph
 from shardc.reports.plan_text import decisions, summary
 from shardc.runtime.layout.spec import Moved, UnshardSpec, intern_spec

@@ -15,8 +15,8 @@ from torch.fx import Graph
 from torchao import float8
 
 import shardc
-from shardc.passes.context import module_of
-from shardc.passes.cost import collective_seconds
+from shardc.passes.estimate.cost import collective_seconds
+from shardc.passes.nodes import module_of
 from shardc.reports.findings import PADDING_SHARE
 from shardc.reports.formulas import evaluate
 from shardc.reports.if_hierarchical import if_hierarchical
@@ -48,7 +48,7 @@ def test_explain_changes_nothing():
     assert type(model) is Stack
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
-    assert shardc.get_profile("cpu") is shardc.passes.hardware.current_profile("cpu")
+    assert shardc.get_profile("cpu") is shardc.passes.estimate.hardware.current_profile("cpu")
 
 
 def test_every_bucket_is_gathered_twice_and_reduced_once(stack_report):

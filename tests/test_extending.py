@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardc
 from shardc import fully_shard
-from shardc.passes import pipeline
-from shardc.passes.hardware import PROFILES, Link, current_profile
-from shardc.runtime.comm.backends import BACKENDS, CommBackend, backend_of, register_backend
+from shardc.extending import PROFILES, CommBackend, Link, pipeline, register_backend
+from shardc.passes.estimate.hardware import current_profile
+from shardc.runtime.comm.backends import BACKENDS, backend_of
 from shardc.runtime.comm.lost_peers import is_from_backend
 from shardc.sharding.units import units_of
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from models import Gated, Stack, tokens
 
 import shardc
-from shardc.passes.budget import BudgetTooSmall
+from shardc.passes.budget.choose import BudgetTooSmall
 from shardc.reports import fit as fitting
 from shardc.reports.fit import fewest_ranks, fit, largest
 

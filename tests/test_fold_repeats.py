@@ -15,18 +15,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardc.passes import pipeline
-from shardc.passes.context import (
-    PassContext,
-    ScheduleOptions,
-    is_collective,
-    is_view,
-    is_wait,
-    kind_of,
-)
-from shardc.passes.fold_repeats import INVOKE, calls_of, fold_repeats
-from shardc.passes.hardware import PROFILES
-from shardc.passes.near_readers import move_near_readers
-from shardc.passes.repeated_stretches import ends_no_stretch
+from shardc.passes.context import PassContext, ScheduleOptions
+from shardc.passes.estimate.hardware import PROFILES
+from shardc.passes.nodes import is_collective, is_view, is_wait, kind_of
+from shardc.passes.repeat.fold_repeats import INVOKE, calls_of, fold_repeats
+from shardc.passes.repeat.near_readers import move_near_readers
+from shardc.passes.repeat.repeated_stretches import ends_no_stretch
 from shardc.runtime import compat
 from shardc.runtime.eager.executor import eager_executor
 

@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardc
 from shardc import MixedPrecisionPolicy, fully_shard
-from shardc.passes.context import FETCH, is_collective, is_wait, kind_of, waits_for
-from shardc.passes.cost import node_seconds
+from shardc.passes.estimate.cost import node_seconds
+from shardc.passes.nodes import FETCH, is_collective, is_wait, kind_of, waits_for
 from shardc.runtime import compat
 
 GATHER, REDUCE, EXCHANGE = "all_gather", "reduce_scatter", "all_to_all"

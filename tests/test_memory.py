@@ -18,19 +18,17 @@ import shardc
 from shardc import fully_shard
 from shardc.backend import graph_plan
 from shardc.backend.graph_plan import graph_plans
-from shardc.passes import budget, hardware, pipeline
-from shardc.passes.budget import choose_kept
-from shardc.passes.context import (
-    UNITS_IN_FLIGHT,
-    PassContext,
-    ScheduleOptions,
-    is_all_gather,
-)
-from shardc.passes.hardware import PROFILES, budget_bytes, host_bytes
-from shardc.passes.memory import measure_liveness
-from shardc.passes.store_smaller import store_smaller
-from shardc.passes.tradeoff import Choice, Tradeoff
-from shardc.passes.trial import Trial
+from shardc.passes import pipeline
+from shardc.passes.budget import choose as budget
+from shardc.passes.budget.choose import choose_kept
+from shardc.passes.budget.tradeoff import Choice, Tradeoff
+from shardc.passes.budget.trial import Trial
+from shardc.passes.context import UNITS_IN_FLIGHT, PassContext, ScheduleOptions
+from shardc.passes.estimate import hardware
+from shardc.passes.estimate.hardware import PROFILES, budget_bytes, host_bytes
+from shardc.passes.estimate.memory import measure_liveness
+from shardc.passes.nodes import is_all_gather
+from shardc.passes.repeat.store_smaller import store_smaller
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 

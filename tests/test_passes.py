@@ -8,12 +8,13 @@ import torch
 from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
-from shardc.passes.context import PassContext, set_moved
-from shardc.passes.insert_unshard import insert_unshard, slots_read
-from shardc.passes.reshard import tag_reshard
+from shardc.passes.context import PassContext
+from shardc.passes.nodes import set_moved
+from shardc.passes.rewrite.insert_unshard import insert_unshard, slots_read
+from shardc.passes.rewrite.reshard import tag_reshard
+from shardc.passes.rewrite.verify import collective_sequence, verify
+from shardc.passes.rewrite.wait_once import wait_once
 from shardc.passes.runner import copy_graph, run_passes
-from shardc.passes.verify import collective_sequence, verify
-from shardc.passes.wait_once import wait_once
 from shardc.runtime.comm.unshard import pack_gradients, unshard
 from shardc.runtime.eager.executor import eager_executor
 from shardc.runtime.layout.layout import Param, plan_bucket

@@ -13,7 +13,7 @@ from ranks import on_ranks
 from test_backend import Graphs
 
 from shardc import Report, compare_with_profile
-from shardc.passes.context import is_collective
+from shardc.passes.nodes import is_collective
 from shardc.reports.record import CollectiveRow, Record
 from shardc.runtime.comm.progress import VERBS, Label, label_of, read_name
 

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import shardc
 from shardc import fully_shard
 from shardc.backend.graph_plan import graph_plans, listeners
-from shardc.passes import budget, saved
-from shardc.passes.tradeoff import Choice, Tradeoff
+from shardc.passes.budget import choose as budget
+from shardc.passes.budget import saved
+from shardc.passes.budget.tradeoff import Choice, Tradeoff
 from shardc.runtime import compat
 
 

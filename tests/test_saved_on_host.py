@@ -19,9 +19,9 @@ from ranks import on_ranks
 import shardc
 from shardc import fully_shard
 from shardc.backend.graph_plan import graph_plans
-from shardc.passes import budget
-from shardc.passes.hardware import PROFILES
-from shardc.passes.tradeoff import Choice
+from shardc.passes.budget import choose as budget
+from shardc.passes.budget.tradeoff import Choice
+from shardc.passes.estimate.hardware import PROFILES
 from shardc.runtime import compat
 
 PROFILE = replace(

@@ -18,20 +18,14 @@ from shardc import fully_shard, units_of
 from shardc.backend.agreements import Agreements
 from shardc.backend.graph_plan import graph_plans
 from shardc.backend.options import Options
-from shardc.passes.coalesce import coalesce
-from shardc.passes.context import (
-    PassContext,
-    ScheduleOptions,
-    is_collective,
-    is_wait,
-    kind_of,
-    set_moved,
-)
-from shardc.passes.events import read_events, read_problem
-from shardc.passes.hardware import PROFILES, Link, get_profile, set_profile
-from shardc.passes.schedule import schedule
-from shardc.passes.verify import verify
-from shardc.passes.write_gradients import write_gradients
+from shardc.passes.context import PassContext, ScheduleOptions
+from shardc.passes.estimate.hardware import PROFILES, Link, get_profile, set_profile
+from shardc.passes.nodes import is_collective, is_wait, kind_of, set_moved
+from shardc.passes.rewrite.verify import verify
+from shardc.passes.rewrite.write_gradients import write_gradients
+from shardc.passes.schedule.coalesce import coalesce
+from shardc.passes.schedule.events import read_events, read_problem
+from shardc.passes.schedule.schedule import schedule
 from shardc.runtime.eager.executor import eager_executor
 from shardc.runtime.layout.spec import Moved, UnshardSpec, intern_spec
 from shardc.sharding import unit_plan

@@ -21,7 +21,7 @@ import shardc
 from shardc import fully_shard
 from shardc.backend import graph_plan
 from shardc.backend.graph_plan import graph_plans
-from shardc.passes.hardware import PROFILES
+from shardc.passes.estimate.hardware import PROFILES
 from shardc.runtime import compat
 from shardc.runtime.tensor import state_on_host
 

@@ -18,7 +18,7 @@ from torch import nn
 import shardc
 from shardc import fully_shard
 from shardc.backend.graph_plan import graph_plans
-from shardc.passes.context import kind_of, ranks_in
+from shardc.passes.nodes import kind_of, ranks_in
 from shardc.runtime import compat
 
 GATHER, REDUCE, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"

@@ -15,7 +15,7 @@ import shardc
 from shardc import MixedPrecisionPolicy, fully_shard
 from shardc.backend.agreements import Agreements
 from shardc.backend.graph_plan import graph_plans
-from shardc.passes.hardware import Link
+from shardc.passes.estimate.hardware import Link
 from shardc.runtime.layout.layout import Param, plan_buckets
 
 VOCAB, DIM = 203, 16

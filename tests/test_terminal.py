@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from records import training_step
 
 from shardc.commands.progress_line import Progress
-from shardc.passes.hardware import PROFILES
+from shardc.passes.estimate.hardware import PROFILES
 from shardc.reports.findings import find
 from shardc.reports.record import CurveRow, Record
 from shardc.reports.report import Report

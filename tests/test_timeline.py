@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardc.passes.coalesce import plan_groups
 from shardc.passes.context import ScheduleOptions
-from shardc.passes.hardware import PROFILES
-from shardc.passes.timeline import Gather, Limits, Problem, Reduce, plan_timeline, simulate
+from shardc.passes.estimate.hardware import PROFILES
+from shardc.passes.schedule.coalesce import plan_groups
+from shardc.passes.schedule.timeline import Gather, Limits, Problem, Reduce, plan_timeline, simulate
 
 TIMES = st.floats(0.0, 3.0)
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import shardc
 from shardc import MixedPrecisionPolicy, ShardTensor, fully_shard, strict
 from shardc.backend.options import Options
-from shardc.passes.hardware import current_profile
+from shardc.passes.estimate.hardware import current_profile
 
 
 def _build():

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from training import SMALL, TINY, mesh_of, on_ranks
 
 from shardc import calibrate, compare_with_profile, fully_shard, report
-from shardc.passes.hardware import current_profile
+from shardc.passes.estimate.hardware import current_profile
 
 
 def calibrated(tiny: bool) -> dict[str, Any]:

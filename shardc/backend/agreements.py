@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from shardc.backend.stages import RANKS
 from shardc.passes.context import Facts, NotAgreed
-from shardc.passes.verify import collective_sequence
+from shardc.passes.rewrite.verify import collective_sequence
 from shardc.runtime import compat
 from shardc.runtime.comm.agreement import Statement, agree, known, settle
 

@@ -27,13 +27,14 @@ from shardc.backend.regional import buckets_of_the_runtime, giving, with_taken
 from shardc.backend.repro import write_repro
 from shardc.backend.stages import INDUCTOR, PASSES, Stages
 from shardc.passes import pipeline
-from shardc.passes.context import PassContext, groups_in, groups_named_in
+from shardc.passes.context import PassContext
 from shardc.passes.dump import dump_code, is_wanted
-from shardc.passes.insert_unshard import slots_read
+from shardc.passes.nodes import groups_in, groups_named_in
+from shardc.passes.repeat.trace_once import Calls, call_once
+from shardc.passes.rewrite.insert_unshard import slots_read
+from shardc.passes.rewrite.take_gathered import taken_by
+from shardc.passes.rewrite.verify import check_collectives, collective_sequence
 from shardc.passes.runner import copy_graph, name_of, run_passes
-from shardc.passes.take_gathered import taken_by
-from shardc.passes.trace_once import Calls, call_once
-from shardc.passes.verify import check_collectives, collective_sequence
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket, bucket_of
 from shardc.runtime.checks.start import check_start

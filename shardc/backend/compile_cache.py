@@ -31,7 +31,7 @@ from shardc.backend.graph_plan import GraphPlan, Plan
 from shardc.backend.options import Options
 from shardc.backend.stages import RANKS
 from shardc.passes.context import Kept
-from shardc.passes.used_slots import Differentiated
+from shardc.passes.rewrite.used_slots import Differentiated
 from shardc.runtime import compat
 from shardc.runtime.comm.agreement import Statement
 from shardc.runtime.comm.hand_over import HandOver

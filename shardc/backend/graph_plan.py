@@ -15,7 +15,7 @@ from shardc.backend.agreements import Agreements, recall_collectives, recall_sec
 from shardc.backend.options import Options
 from shardc.backend.stages import PASSES, Stages
 from shardc.passes import pipeline
-from shardc.passes.budget import choose_kept
+from shardc.passes.budget.choose import choose_kept
 from shardc.passes.context import (
     MARGIN,
     MARGIN_OF_DEVICES,
@@ -24,14 +24,8 @@ from shardc.passes.context import (
     PassContext,
     Recall,
     ScheduleOptions,
-    groups_in,
-    is_collective,
-    is_host_copy,
-    is_wait,
-    kind_of,
 )
-from shardc.passes.fold_repeats import calls_of
-from shardc.passes.hardware import (
+from shardc.passes.estimate.hardware import (
     Profile,
     as_profile,
     budget_bytes,
@@ -40,13 +34,15 @@ from shardc.passes.hardware import (
     matmul_bytes,
     workspace_bytes,
 )
-from shardc.passes.memory import Liveness, Storages, measure_liveness
-from shardc.passes.offload import offload_saved
-from shardc.passes.offload_state import offload_state
+from shardc.passes.estimate.memory import Liveness, Storages, measure_liveness
+from shardc.passes.nodes import groups_in, is_collective, is_host_copy, is_wait, kind_of
+from shardc.passes.repeat.fold_repeats import calls_of
+from shardc.passes.repeat.trace_once import Calls
+from shardc.passes.rewrite.offload import offload_saved
+from shardc.passes.rewrite.offload_state import offload_state
+from shardc.passes.rewrite.used_slots import Differentiated, differentiated
+from shardc.passes.rewrite.verify import collective_sequence
 from shardc.passes.runner import run_passes
-from shardc.passes.trace_once import Calls
-from shardc.passes.used_slots import Differentiated, differentiated
-from shardc.passes.verify import collective_sequence
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket, bucket_of
 from shardc.runtime.bucket.bucket_spec import is_elsewhere

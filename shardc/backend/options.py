@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
-from shardc.passes.hardware import (
+from shardc.passes.estimate.hardware import (
     Budget,
     Profile,
     as_profile,

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from shardc.passes.context import graph_modules
-from shardc.passes.insert_unshard import is_marker
+from shardc.passes.nodes import graph_modules
+from shardc.passes.rewrite.insert_unshard import is_marker
 from shardc.runtime.layout.spec import Reduction, UnshardSpec, spec_of
 
 _SWITCHED: dict[str, tuple[str, str]] = {

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from shardc.backend.recomputed import note_readings
-from shardc.passes.take_gathered import Taken, markers_of
+from shardc.passes.rewrite.take_gathered import Taken, markers_of
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket, bucket_of
 from shardc.runtime.comm.unshard import full_parameters, gather

@@ -25,9 +25,10 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardc.passes import pipeline
-from shardc.passes.context import PassContext, graph_modules
-from shardc.passes.cost import evaluate, symbol_hints
+from shardc.passes.context import PassContext
 from shardc.passes.dump import dump_folder, note, rank_folder
+from shardc.passes.estimate.cost import evaluate, symbol_hints
+from shardc.passes.nodes import graph_modules
 from shardc.passes.runner import run_passes
 from shardc.runtime import compat
 from shardc.runtime.comm.progress import label_of

@@ -13,7 +13,7 @@ from shardc.runtime.checks.values import HARDWARE, MAX_WORLD, read_amount
 from shardc.runtime.checks.words import plural
 
 if TYPE_CHECKING:
-    from shardc.passes.hardware import Profile
+    from shardc.passes.estimate.hardware import Profile
     from shardc.runtime.eager.precision import MixedPrecisionPolicy
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -86,7 +86,7 @@ def add_profile(parser: argparse.ArgumentParser, what: str) -> None:
 
 def read_profile(args: argparse.Namespace) -> "Profile":
     """The profile that `--profile` names, or its default."""
-    from shardc.passes.hardware import PROFILES, current_profile
+    from shardc.passes.estimate.hardware import PROFILES, current_profile
 
     return PROFILES[args.profile] if args.profile else current_profile("cuda")
 

@@ -16,7 +16,7 @@ from shardc.runtime.checks.words import plural
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shardc.passes.hardware import Profile
+    from shardc.passes.estimate.hardware import Profile
 
 NAME = "calibrate"
 SUMMARY = "measure this machine, so that collectives are planned for it"

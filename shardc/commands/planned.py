@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import OffloadPolicy
 
 from shardc.commands.errors import FoundProblem
-from shardc.passes.hardware import Profile
+from shardc.passes.estimate.hardware import Profile
 from shardc.runtime.eager.precision import MixedPrecisionPolicy
 from shardc.runtime.layout.layout import BucketLayout
 from shardc.sharding.checks import check_ignored, check_model, check_modules

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from shardc.passes.hardware import PROFILES, Profile, workspace_bytes
+from shardc.passes.estimate.hardware import PROFILES, Profile, workspace_bytes
 from shardc.reports.graph import GraphRows
 from shardc.reports.record import BucketRow, MemoryPoint, Op
 from shardc.reports.report import Report

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 from shardc.backend.fake_ranks import fake_ranks, give_fakes, sharded_copy, sizes_of
 from shardc.backend.graph_plan import Plan, joint_listeners
 from shardc.backend.options import Options
+from shardc.passes.budget.curve import Curve, memory_curve
 from shardc.passes.context import PassContext
-from shardc.passes.curve import Curve, memory_curve
-from shardc.passes.hardware import Budget, Profile, as_profile, planning_for
+from shardc.passes.estimate.hardware import Budget, Profile, as_profile, planning_for
 from shardc.reports import plan_text  # noqa: F401 (it listens for finished plans)
 from shardc.reports.formulas import token_formulas
 from shardc.reports.live import report_of

@@ -7,8 +7,8 @@ finds; thresholds are named below.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from shardc.passes.cost import collective_seconds
-from shardc.passes.hardware import Profile
+from shardc.passes.estimate.cost import collective_seconds
+from shardc.passes.estimate.hardware import Profile
 from shardc.reports.if_hierarchical import if_hierarchical
 from shardc.reports.if_quantised import FORM, if_quantised
 from shardc.reports.record import BucketRow, CollectiveRow, Finding, Record

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardc.passes.budget import BudgetTooSmall
-from shardc.passes.hardware import Profile, as_profile, budget_bytes
+from shardc.passes.budget.choose import BudgetTooSmall
+from shardc.passes.estimate.hardware import Profile, as_profile, budget_bytes
 from shardc.reports.explain import explain
 from shardc.reports.report import Report
 from shardc.runtime.checks.arguments import Count, checked

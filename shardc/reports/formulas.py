@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import sympy  # type: ignore[import-untyped]
 
-from shardc.passes.cost import WORLD, collective_seconds
-from shardc.passes.hardware import Profile
+from shardc.passes.estimate.cost import WORLD, collective_seconds
+from shardc.passes.estimate.hardware import Profile
 from shardc.reports.record import KINDS, Record
 
 TOKENS = sympy.Symbol("T", positive=True)

@@ -11,7 +11,22 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from shardc.passes.context import (
+from shardc.passes.estimate.cost import (
+    Registers,
+    copy_bytes,
+    evaluate,
+    first_made,
+    following_seconds,
+    host_seconds,
+    node_flops,
+    node_seconds,
+    symbol_hints,
+    transfer_bytes,
+    transfer_seconds,
+)
+from shardc.passes.estimate.hardware import Profile
+from shardc.passes.estimate.memory import Liveness
+from shardc.passes.nodes import (
     comes_from_host,
     goes_inside,
     in_steps,
@@ -25,22 +40,7 @@ from shardc.passes.context import (
     moved_by,
     ranks_in,
 )
-from shardc.passes.cost import (
-    Registers,
-    copy_bytes,
-    evaluate,
-    first_made,
-    following_seconds,
-    host_seconds,
-    node_flops,
-    node_seconds,
-    symbol_hints,
-    transfer_bytes,
-    transfer_seconds,
-)
-from shardc.passes.hardware import Profile
-from shardc.passes.memory import Liveness
-from shardc.passes.timeline import Clock, Wire
+from shardc.passes.schedule.timeline import Clock, Wire
 from shardc.reports.record import CollectiveRow, MemoryPoint, Op
 
 

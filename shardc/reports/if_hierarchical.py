@@ -1,7 +1,7 @@
 """How long a step would take on a hierarchical mesh: gathers across nodes first, inside then."""
 
-from shardc.passes.cost import among_copies, collective_seconds
-from shardc.passes.hardware import Profile
+from shardc.passes.estimate.cost import among_copies, collective_seconds
+from shardc.passes.estimate.hardware import Profile
 from shardc.reports.record import CollectiveRow, Record
 from shardc.reports.replay import Carried, replay
 

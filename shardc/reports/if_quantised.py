@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shardc.passes.cost import among_copies, collective_seconds, exchange_seconds
-from shardc.passes.hardware import Profile
+from shardc.passes.estimate.cost import among_copies, collective_seconds, exchange_seconds
+from shardc.passes.estimate.hardware import Profile
 from shardc.reports.record import ROW_KINDS, CollectiveRow, Record
 from shardc.reports.replay import Carried, replay
 from shardc.runtime.eager.precision import MixedPrecisionPolicy

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 from shardc.backend.graph_plan import GraphPlan, Plan, graph_plans, listeners
 from shardc.backend.options import Options
 from shardc.passes.context import PassContext
-from shardc.passes.hardware import Profile
+from shardc.passes.estimate.hardware import Profile
 from shardc.reports.assemble import assemble
 from shardc.reports.findings import find, find_breaks, find_gathered, find_recompiles, find_unused
 from shardc.reports.formulas import rank_formulas

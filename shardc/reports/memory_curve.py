@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from shardc.passes.curve import Curve, Point, Taken
+from shardc.passes.budget.curve import Curve, Point, Taken
 from shardc.reports.record import CurveRow, Record
 from shardc.reports.terminal import PAGE, Column, table, wrap
 from shardc.runtime.checks.words import format_bytes, format_seconds, plural

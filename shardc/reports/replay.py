@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardc.passes.timeline import Clock
+from shardc.passes.schedule.timeline import Clock
 from shardc.reports.record import CollectiveRow, Record
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import OffloadPolicy
 
-from shardc.passes.cost import bucket_grain
-from shardc.passes.hardware import Profile
+from shardc.passes.estimate.cost import bucket_grain
+from shardc.passes.estimate.hardware import Profile
 from shardc.runtime import compat
 from shardc.runtime.bucket.settings import Settings
 from shardc.runtime.eager.precision import MixedPrecisionPolicy as Precision

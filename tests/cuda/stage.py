@@ -38,7 +38,8 @@ from torch.fx import GraphModule, Node
 
 import shardc
 from shardc.backend.graph_plan import GraphPlan, Plan, graph_plans, listeners
-from shardc.passes.context import PassContext, is_collective, is_host_copy, is_wait, kind_of
+from shardc.passes.context import PassContext
+from shardc.passes.nodes import is_collective, is_host_copy, is_wait, kind_of
 from shardc.runtime.comm import table_rows
 from shardc.runtime.compat import cache_counts
 

@@ -231,7 +231,7 @@ def _shard(case: Case) -> str:
     return f"{QUICK}\n\n\n{text}" if case.split else text
 
 
-QUICK = """from shardc.passes.hardware import Link
+QUICK = """from shardc.passes.estimate.hardware import Link
 
 QUICK = shardc.Profile(  # links without latency, for which units are split into many buckets
     "quick", "made up", (("float32", 1e7),), 1e9, 1e9, 1, Link(1e-12, 1e9), Link(1e-12, 1e9),

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import shardc
 from shardc import MixedPrecisionPolicy, fully_shard
-from shardc.passes.hardware import PROFILES
+from shardc.passes.estimate.hardware import PROFILES
 from shardc.runtime import compat
 
 RANKS = 8

@@ -1,0 +1,281 @@
+"""Joint graph: what stays gathered, what is computed again, what is saved on the host, and whose
+optimizer state waits there, within a memory budget.
+
+A trial with every open unit resharded shows the least that stays saved, and how many units ahead
+gathers may run. Beside it lie the choices (`tradeoff`): values that the backward computes again
+free memory and cost compute, values that are saved on the host and state that waits there cost the
+link to it, buckets that stay gathered cost memory and save the wire. The one with the shortest step
+that fits is tried, and if it holds more than was thought, the next one, and last what holds least.
+So it is done for each number of units ahead, until no other is thought to be faster.
+
+Ranks do what the tightest of them must, and keep to it when sizes grow (`growth`). Without a budget
+nothing is decided: units reshard as they were told to, and the partitioner saves what it saves.
+"""
+
+import functools
+import json
+import logging
+import math
+import operator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch.fx import GraphModule
+
+from shardc.passes.budget.growth import bound_sizes, dynamic_sizes, recompute_more
+from shardc.passes.budget.offloadable import Offload
+from shardc.passes.budget.recomputable import Recompute
+from shardc.passes.budget.tradeoff import Choice, Tradeoff
+from shardc.passes.budget.trial import Trial, run_trial
+from shardc.passes.context import UNITS_IN_FLIGHT, Budget, Kept, PassContext
+from shardc.passes.nodes import describe, is_all_gather, our_collectives
+from shardc.runtime.checks.words import plural
+
+log = logging.getLogger("shardc")
+
+_TRIALS = 5
+"""So many choices are tried for a budget; each is planned with what the last one held too much."""
+_SPARE = 0.02
+"""A choice that holds this share of the room less than was thought is followed by a larger one."""
+_WORTH = 0.01
+"""Another number of units ahead must be faster by this share: a trial is not more exact."""
+
+
+class BudgetTooSmall(RuntimeError):
+    """A memory budget is less than a graph needs.
+
+    Attributes:
+        least: the smallest that would do, in bytes.
+    """
+
+    def __init__(self, text: str, least: int) -> None:
+        super().__init__(text)
+        self.least = least
+
+
+def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
+    """What `ctx.budget` has room for.
+
+    Raises:
+        BudgetTooSmall: the budget is less than the graph needs with everything resharded,
+            everything computed again that may be, and nothing gathered ahead; or less than it
+            needs with what ranks agreed on for other sizes.
+    """
+    budget = ctx.budget
+    if budget is None or ctx.options is None:
+        return Kept()
+    room = budget.room
+    tradeoff = _tradeoff(gm, ctx, UNITS_IN_FLIGHT)
+    first, thoughts = tradeoff.fastest(room), [(0.0, tradeoff)]
+    if first is None or first.recomputed or first.offloaded or first.states:
+        # It may be faster to gather fewer units ahead.
+        tradeoffs = [tradeoff, *(_tradeoff(gm, ctx, ahead) for ahead in range(UNITS_IN_FLIGHT))]
+        thoughts = [(each.least_seconds(room), each) for each in tradeoffs]
+        thoughts.sort(key=operator.itemgetter(0))
+    found: Trial | None = None
+    for thought, each in thoughts:
+        wanted = math.inf if found is None else found.seconds * (1 - _WORTH)
+        if found is not None and thought >= wanted:
+            break  # nor is it thought that the next ones are faster
+        trial = _fitting(gm, ctx, each, room)
+        if trial is not None and trial.seconds < wanted:
+            tradeoff, found = each, trial
+    if found is None:
+        fewest = min((each for _, each in thoughts), key=lambda each: each.trial.kept.ahead)
+        least = _least(gm, ctx, fewest)
+        raise BudgetTooSmall(
+            _too_small(budget, least) + _beside_the_host(budget, fewest), budget.needed(least.peak)
+        )
+    own = found.kept
+    agreed = own if ctx.agree_on_choice is None else _agree(gm, ctx, tradeoff, own)
+    if agreed != own:
+        agreed = _as_agreed(gm, ctx, agreed, budget)
+    if dynamic_sizes(gm):
+        bound_sizes(run_trial(gm, ctx, agreed), room)
+    return agreed
+
+
+def _as_agreed(gm: GraphModule, ctx: PassContext, agreed: Kept, budget: Budget) -> Kept:
+    """What ranks agreed on, with more computed again if sizes have grown. Raises BudgetTooSmall."""
+    trial = run_trial(gm, ctx, agreed)
+    if trial.peak > budget.room:
+        tradeoff = _tradeoff(gm, ctx, agreed.ahead)
+        values = _staying(tradeoff, agreed.offloaded)
+        kinds = Counter(value.saved.kind for value in values)
+
+        def again(kept: Kept, kind: str) -> Kept:
+            counts = Counter(kept.recomputes) | Counter({kind: kinds[kind]})
+            return replace(kept, **_recomputing(values, counts))
+
+        more = recompute_more(gm, ctx, agreed, kinds, again, budget.room)
+        if more is None:
+            said = "memory_budget: a graph may hold %s with what ranks agreed on, not %s"
+            log.warning(said, budget.shown(trial.peak + budget.static), budget)
+        elif more.peak > budget.room:
+            raise BudgetTooSmall(_grown(budget, more), budget.needed(more.peak))
+        else:
+            return more.kept
+    return agreed
+
+
+def _tradeoff(gm: GraphModule, ctx: PassContext, ahead: int) -> Tradeoff:
+    """All choices with so many units gathered ahead."""
+    return Tradeoff.of(run_trial(gm, ctx, Kept(ctx.open_positions, ahead=ahead)))
+
+
+def _fitting(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, room: int) -> Trial | None:
+    """Of the fastest choice that a trial shows to fit; None if none is found."""
+    base, tight, found = tradeoff.trial, room, None
+    for _ in range(_TRIALS):
+        choice = tradeoff.fastest(tight)
+        if choice is None:
+            break
+        trial = run_trial(gm, ctx, _kept(tradeoff, choice)) if choice != Choice() else base
+        thought = tradeoff.peak(choice)
+        if trial.peak > room:
+            if found is not None:
+                break
+            tight = _tighter(room, base.peak, thought, trial.peak)
+        else:
+            if found is not None and found.seconds <= trial.seconds:
+                break
+            found, roomier = trial, room + thought - trial.peak
+            if roomier - tight < _SPARE * room:
+                break
+            tight = roomier
+    if found is not None:
+        return found
+    last = base if base.peak <= room else _least(gm, ctx, tradeoff)
+    return last if last.peak <= room else None
+
+
+def _least(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff) -> Trial:
+    """Of what holds least, which may be less than was thought."""
+    tried = [run_trial(gm, ctx, _kept(tradeoff, choice)) for choice in tradeoff.leanest]
+    return min([*tried, tradeoff.trial], key=lambda each: each.peak)
+
+
+def _tighter(room: int, base: int, thought: int, found: int) -> int:
+    """The room to plan with where a choice holds more than was thought, by as much or as little."""
+    if base <= room and base < thought:  # what is added counts for more
+        tight = base + int((room - base) * (thought - base) / (found - base))
+    else:  # what is freed counts for less
+        tight = room - (found - thought)
+    return min(tight, thought - 1)
+
+
+def _kept(tradeoff: Tradeoff, choice: Choice) -> Kept:
+    """What is kept by a choice."""
+    copies, again = tradeoff.copies[: choice.offloaded], tradeoff.computed_again(choice)
+    kept = replace(
+        tradeoff.trial.kept,
+        positions=frozenset(b.position for b in tradeoff.buckets[: choice.gathered]),
+        states=frozenset(position for position, _ in tradeoff.states[: choice.states]),
+    )
+    return _moving(kept, tradeoff, _kinds(copies), _kinds(again))
+
+
+def _agree(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, own: Kept) -> Kept:
+    """What all ranks do: keep what each of them would, and compute again what any of them would,
+    or save it on the host, or have wait there."""
+
+    def facts(by_number: bool) -> list[str]:
+        gathers = filter(is_all_gather, our_collectives(gm))
+        return [repr(ctx.budget), *(describe(node, by_number) for node in gathers)]
+
+    assert ctx.agree_on_choice is not None
+    choice = [own.ahead, sorted(own.positions), sorted(own.states), own.recomputes, own.offloads]
+    note = json.dumps(choice, sort_keys=True)
+    notes = ctx.agree_on_choice("what a memory budget has room for", facts, note)
+    aheads, positions, states, again, copies = zip(*map(json.loads, notes), strict=True)
+    kept = replace(
+        own,
+        ahead=min(aheads),
+        positions=frozenset.intersection(*map(frozenset, positions)),
+        states=frozenset().union(*states),
+    )
+    return _moving(kept, tradeoff, _most(copies), _most(again))
+
+
+Counts = Mapping[str, int]
+"""How many values of each kind."""
+
+
+def _kinds(values: Iterable[Recompute] | Iterable[Offload]) -> Counts:
+    return Counter(value.saved.kind for value in values)
+
+
+def _most(counts: Iterable[Counts]) -> Counts:
+    return functools.reduce(operator.or_, map(Counter, counts))
+
+
+def _moving(kept: Kept, tradeoff: Tradeoff, copies: Counts, again: Counts) -> Kept:
+    """`kept`, with so many values of each kind saved on the host, and of the others so many
+    computed again, the first ones."""
+    offloaded: dict[str, str] = {}
+    for copy in _first(tradeoff.copies, copies):
+        offloaded |= copy.names
+    offloads = dict(sorted(copies.items()))
+    staying = _staying(tradeoff, offloaded)
+    return replace(kept, offloaded=offloaded, offloads=offloads, **_recomputing(staying, again))
+
+
+def _staying(tradeoff: Tradeoff, offloaded: Collection[str]) -> list[Recompute]:
+    """The values that may be computed again, because they are not saved on the host."""
+    return [v for v in tradeoff.values if not any(n.name in offloaded for n in v.saved.nodes)]
+
+
+def _recomputing(values: Iterable[Recompute], counts: Counts) -> dict[str, Any]:
+    """What `Kept` says of so many values of each kind that are computed again."""
+    names = {name for value in _first(values, counts) for name in value.names}
+    return {"recomputed": frozenset(names), "recomputes": dict(sorted(counts.items()))}
+
+
+_Value = TypeVar("_Value", Recompute, Offload)
+
+
+def _first(values: Iterable[_Value], counts: Counts) -> Iterator[_Value]:
+    """The first values of each kind, so many."""
+    left = Counter(counts)
+    for value in values:
+        if left[value.saved.kind] > 0:
+            left[value.saved.kind] -= 1
+            yield value
+
+
+def _grown(budget: Budget, trial: Trial) -> str:
+    kept = plural(len(trial.kept.positions), "bucket")
+    return (
+        f"memory_budget of {budget} is too small for sizes that have grown: a step needs at least "
+        f"{budget.shown(budget.needed(trial.peak))} with what ranks agreed on when they compiled "
+        f"for smaller ones (kept gathered: {kept}; gathered ahead: "
+        f"{plural(trial.kept.ahead, 'unit')}), and computed again what can be; compile for the "
+        "largest sizes first (`shardc.warmup`), or use smaller ones"
+    )
+
+
+def _too_small(budget: Budget, trial: Trial) -> str:
+    before, after = trial.forward.liveness, trial.backward.liveness
+    margin = f", and {budget.margin:.0%} of that" if budget.margin else ""
+    worst, phase = (before, "forward") if before.peak > after.peak else (after, "backward")
+    return (
+        f"memory_budget of {budget} is too small: with every unit resharded, nothing gathered "
+        "ahead, and computed again what can be, a step needs at least "
+        f"{budget.shown(budget.needed(worst.peak))}: {budget.shown(budget.static)} for segments, "
+        f"optimizer state and workspaces, {budget.shown(worst.inputs)} for tensors saved for the "
+        f"backward, {budget.shown(worst.peak - worst.inputs)} for values, gradients and gathered "
+        f"buckets at the peak of the {phase}{margin}; use more ranks, smaller units or a smaller "
+        "batch"
+    )
+
+
+def _beside_the_host(budget: Budget, tradeoff: Tradeoff) -> str:
+    wanted = sum(copy.nbytes for copy in tradeoff.copies) + sum(n for _, n in tradeoff.states)
+    if wanted <= tradeoff.host_room:
+        return ""
+    return (
+        f", or more of the host's memory: of {budget.shown(wanted)} that may wait there, it has "
+        f"room for {budget.shown(int(tradeoff.host_room))} (option 'host_memory')"
+    )

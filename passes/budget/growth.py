@@ -1,0 +1,91 @@
+"""Joint graph: a plan for sizes that grow.
+
+Ranks agree on a choice when they compile a graph first. A rank that compiles it anew for larger
+sizes may be alone, so what it sends stays as agreed. It computes more again, which nobody else
+sees (`recompute_more`). A graph with dynamic sizes serves those with which it holds no more than
+its budget; for larger ones it is compiled anew (`bound_sizes`).
+"""
+
+import bisect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from shardc.passes.budget.trial import Trial, run_trial
+from shardc.passes.context import Kept, NotAgreed, PassContext
+from shardc.passes.estimate.cost import symbol_hints
+from shardc.runtime import compat
+
+_STEPS, _FURTHEST = 16, 64
+"""A graph is looked at with its sizes in steps of a sixteenth, up to so many times as large."""
+
+
+def recompute_more(
+    gm: GraphModule,
+    ctx: PassContext,
+    agreed: Kept,
+    kinds: Iterable[str],
+    again: Callable[[Kept, str], Kept],
+    room: int,
+) -> Trial | None:
+    """`agreed`, with as many kinds of values computed again beside it as `room` bytes need.
+
+    Args:
+        kinds: in the order in which they are taken, but for those after which this rank would not
+            send what ranks agreed on.
+        again: what is kept where a kind is computed again, too.
+
+    Returns:
+        What holds `room` bytes at most, or least; None where ranks agreed on nothing yet.
+    """
+    best = _tried(gm, ctx, agreed)
+    for kind in kinds:
+        if best is None or best.peak <= room:
+            break
+        trial = _tried(gm, ctx, again(best.kept, kind))
+        if trial is not None and trial.peak <= best.peak:
+            best = trial
+    return best
+
+
+def _tried(gm: GraphModule, ctx: PassContext, kept: Kept) -> Trial | None:
+    try:
+        return run_trial(gm, ctx, kept, ctx.recall)
+    except NotAgreed:
+        return None
+
+
+def bound_sizes(trial: Trial, room: int) -> None:
+    """Have a graph compiled anew for sizes with which it would hold more than `room` bytes."""
+    sizes = dynamic_sizes(trial.forward.gm)
+    hints = symbol_hints(trial.forward.gm)
+
+    def scaled(steps: int) -> dict[Any, int]:
+        return {s: h * steps // _STEPS if s in sizes else h for s, h in hints.items()}
+
+    def fits(steps: int) -> bool:
+        phases = (trial.forward, trial.backward)
+        return all(phase.liveness_for(scaled(steps)).peak <= room for phase in phases)
+
+    steps = range(_STEPS + 1, _STEPS * _FURTHEST)
+    fitting = steps[0] - 1 + bisect.bisect_left(steps, True, key=lambda s: not fits(s))
+    bounds = scaled(fitting)
+    for symbol, size in sizes.items():
+        bool(size <= bounds[symbol])  # a guard
+
+
+def dynamic_sizes(gm: GraphModule) -> Mapping[Any, torch.SymInt]:
+    """The sizes of the inputs that are dynamic, by symbol."""
+    found: dict[Any, torch.SymInt] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        for size in value.shape if isinstance(value, Tensor) else (value,):
+            if isinstance(size, torch.SymInt):
+                symbol = compat.size_expr(size)
+                if isinstance(symbol, sympy.Symbol) and symbol in compat.symbol_values(size):
+                    found.setdefault(symbol, size)
+    return found

@@ -1,0 +1,79 @@
+"""A trial: which of what the forward saves may go to the host and back, in which order.
+
+Any value may that lies alone in its memory, but for those of the unit that runs last: its backward
+begins at once. All cost the same, their bytes on the link. First go those that cannot be computed
+again at all, then those for which that takes longest; of a kind the first units, whose values are
+held for longest. Parts that are small beside the rest of their value stay, and so does what the
+user checkpoints.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from shardc.passes.budget.recomputable import Recompute
+from shardc.passes.budget.saved import Saved, SavedValues
+from shardc.passes.budget.trial import Trial
+from shardc.passes.estimate.cost import evaluate, host_seconds, symbol_hints, tensor_bytes
+
+_SMALL = 1 / 8
+"""The share of a value that stays where it is: the mean and the variance of a norm, say."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """A saved value that may be saved on the host.
+
+    Attributes:
+        saved: the value.
+        nodes: those of its nodes that go.
+        nbytes: theirs.
+        made: the place of the forward at which they are made.
+        seconds: of the copy, in either direction.
+    """
+
+    saved: Saved
+    nodes: tuple[Node, ...]
+    nbytes: int
+    made: int
+    seconds: float
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Those of its nodes, each with the name of the unit."""
+        return {node.name: self.saved.unit for node in self.nodes}
+
+
+def offloadable(
+    trial: Trial, values: SavedValues, recomputes: Sequence[Recompute]
+) -> list[Offload]:
+    """What may be saved on the host, best first.
+
+    Args:
+        trial: with nothing on the host.
+        values: what its forward saves.
+        recomputes: what may be computed again, cheapest kind first.
+    """
+    found = [each for saved in values if (each := _offload(saved, trial)) is not None]
+    last = found[-1].saved.unit if found else ""
+    price = {each.saved.kind: place for place, each in enumerate(recomputes)}
+    found = [each for each in found if each.saved.unit != last]
+    return sorted(found, key=lambda o: (-price.get(o.saved.kind, len(price)), o.saved.kind))
+
+
+def _offload(saved: Saved, trial: Trial) -> Offload | None:
+    """A value as it would go; None where it has to stay."""
+    forward = trial.forward
+    options, hints = forward.ctx.options, symbol_hints(forward.gm)
+    assert options is not None
+    sizes = {n: int(evaluate(tensor_bytes(n.meta["val"]), hints)) for n in saved.nodes}
+    nodes = tuple(n for n, size in sizes.items() if size > _SMALL * saved.nbytes)
+    nbytes = sum(sizes[node] for node in nodes)
+    seconds = host_seconds(nbytes, options.profile)
+    # More: several look at one memory. Less: it is a part of what would be held all the same.
+    alone = (1 - _SMALL) * saved.nbytes < nbytes <= saved.nbytes
+    by_user = any("recompute" in node.meta for node in nodes)
+    if not alone or by_user or seconds < options.profile.overhead:
+        return None
+    return Offload(saved, nodes, nbytes, max(forward.places[node] for node in nodes), seconds)

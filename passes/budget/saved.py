@@ -1,0 +1,169 @@
+"""A trial: which values the forward saves for its backward, and when nobody reads them.
+
+Values of one kind are those at the same place of equal units ("mlp.up_proj: matmul" of every
+block). What is sent for parameters (gathered buckets, what is made of them) is left out, and so is
+what the user checkpoints.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from shardc.passes.budget.trial import Phase, Trial
+from shardc.passes.estimate.cost import evaluate, symbol_hints, tensor_bytes
+from shardc.passes.estimate.memory import storage_roots
+from shardc.passes.nodes import labels_of, module_of, our_collectives
+from shardc.passes.rewrite.recompute import is_tagged
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A value that the forward saves.
+
+    Attributes:
+        kind: at which place of which units it is made, equal for equal units.
+        unit: the name of its unit.
+        nodes: those of the forward graph that are saved; they share memory.
+        nbytes: held less while it is not saved.
+        forward, backward: the first and last place at which it is not held then.
+        is_inside: whether all that reads it in the forward belongs to its unit.
+    """
+
+    kind: str
+    unit: str
+    nodes: tuple[Node, ...]
+    nbytes: int
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+    is_inside: bool
+
+
+class SavedValues:
+    """What the forward of a trial saves, in the order in which it is made."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self._units = sorted(_unit_names(trial.forward.gm))
+        self._unit_by_path: dict[str, str | None] = {}
+
+    def __iter__(self) -> Iterator[Saved]:
+        forward = self._trial.forward
+        hints, counts = symbol_hints(forward.gm), defaultdict[str, int](int)
+        end = len(forward.liveness.live)
+        for root, nodes in self._by_root.items():
+            unit = self.unit_of(root)
+            if unit is None or not _is_computed(root):
+                continue
+            users = {user for node in self._aliases[root] for user in node.users}
+            places = [forward.places[user] for user in users if user in forward.places]
+            is_inside = all(self.unit_of(user) == unit for user in users if user.op != "output")
+            kind = _kind(root, unit)
+            counts[f"{unit} {kind}"] += 1
+            if (number := counts[f"{unit} {kind}"]) > 1:
+                kind = f"{kind} {number}"
+            nbytes = int(evaluate(tensor_bytes(root.meta["val"]), hints))
+            if nbytes:
+                last = max(places, default=forward.places[root])
+                held = ((last + 1, end), (0, self._first_reader(nodes) - 1))
+                yield Saved(kind, unit, tuple(nodes), nbytes, *held, is_inside)
+
+    def unit_of(self, node: Node) -> str | None:
+        """The name of the unit that a node belongs to; None for what is outside of all."""
+        path = module_of(node)
+        if path not in self._unit_by_path:
+            self._unit_by_path[path] = _unit_at(path, self._units)
+        return self._unit_by_path[path]
+
+    @cached_property
+    def _roots(self) -> dict[Node, Node]:
+        return storage_roots(self._trial.forward.gm)
+
+    @cached_property
+    def _aliases(self) -> dict[Node, list[Node]]:
+        """All that shares the memory of a node."""
+        found: dict[Node, list[Node]] = defaultdict(list)
+        for node, root in self._roots.items():
+            found[root].append(node)
+        return found
+
+    @cached_property
+    def _by_root(self) -> dict[Node, list[Node]]:
+        """What is saved and not given to the caller, by the node that made its memory."""
+        results, saved = _outputs(self._trial.forward)
+        roots = self._roots
+        returned = {roots[node] for node in results if node in roots}
+        found: dict[Node, list[Node]] = defaultdict(list)
+        for node in saved:
+            if node in roots and roots[node] not in returned:
+                found[roots[node]].append(node)
+        return found
+
+    @cached_property
+    def _given(self) -> dict[str, Node]:
+        """The inputs of the backward, by name."""
+        graph = self._trial.backward.gm.graph
+        return {node.name: node for node in graph.find_nodes(op="placeholder")}
+
+    def _first_reader(self, nodes: list[Node]) -> int:
+        """The place at which the backward reads one of them first."""
+        places = self._trial.backward.places
+        given = [self._given[node.name] for node in nodes if node.name in self._given]
+        return min((places[u] for node in given for u in node.users if u in places), default=0)
+
+
+def _unit_at(path: str, units: Sequence[str]) -> str | None:
+    """The unit, of all `units`, that the module at `path` belongs to."""
+    if len(units) == 1:
+        return units[0]
+    # A unit's name may be part of the path: what is compiled may hold the sharded model. Of
+    # "1.0", unit "1" has the node, not unit "0"; of "1.attention", the inner one of the two.
+    around = [unit for unit in units if f".{unit}." in f".{path}."]
+    return min(around, key=lambda u: (f".{path}.".index(f".{u}."), -len(u)), default=None)
+
+
+def is_value(node: Node) -> bool:
+    """Whether a node makes tensors; sizes are there anyway."""
+    tensors = (isinstance(leaf, Tensor) for leaf in tree_leaves(node.meta.get("val")))
+    return node.op == "call_function" and any(tensors)
+
+
+def _is_computed(node: Node) -> bool:
+    return is_value(node) and not is_tagged(node)
+
+
+def _kind(node: Node, unit: str) -> str:
+    module = module_of(node)
+    where = module.rpartition(unit)[2].strip(".") if unit else module
+    return f"{_starred(unit)} {where}: {_in_words(node)}".replace(" :", "")
+
+
+def _in_words(node: Node) -> str:
+    op = str(getattr(node.target, "_opname", node.name))
+    if "attention" in op:
+        return "attention"
+    return "matmul" if op in ("mm", "addmm", "bmm", "baddbmm") else op
+
+
+def _unit_names(gm: GraphModule) -> set[str]:
+    labels = {label for node in our_collectives(gm) for label in labels_of(node)}
+    return {re.sub(r"\[\d+\]$", "", label) for label in labels}
+
+
+def _starred(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
+
+
+def _outputs(forward: Phase) -> tuple[list[Node], list[Node]]:
+    """What a forward returns to the caller, and what it saves."""
+    outputs, results = forward.gm.graph.output_node().args[0], forward.ctx.results
+    assert isinstance(outputs, (list, tuple))
+    border = len(outputs) if results is None else results
+    parts = outputs[:border], outputs[border:]
+    returned, saved = ([each for each in part if isinstance(each, Node)] for part in parts)
+    return returned, saved

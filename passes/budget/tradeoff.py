@@ -1,0 +1,342 @@
+"""What a step holds and how long it takes by four choices: how much is computed again, how many
+buckets stay gathered, how much is saved on the host, and of how many buckets the optimizer's state
+waits there.
+
+Each is a prefix of a list, best first, so a choice is four counts. A trial gives the curves of
+memory and the line of events without any; what a choice changes of them is added here, so that
+thousands of choices are looked at in a second. What is left out (the partitioner saves something
+else, kernels fuse otherwise, gathers move) shows in a trial of what was chosen.
+"""
+
+import bisect
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from shardc.passes.budget.offloadable import Offload, offloadable
+from shardc.passes.budget.recomputable import Recompute, recomputable
+from shardc.passes.budget.saved import Saved, SavedValues
+from shardc.passes.budget.trial import Gathered, Phase, Trial, gathered_again
+from shardc.passes.estimate.cost import host_seconds
+from shardc.passes.nodes import moved_by
+from shardc.passes.rewrite.offload_state import segments_of
+from shardc.passes.schedule.timeline import Gather, Limits, Problem, Reduce, plan_timeline, simulate
+
+Bytes = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How many of the values that may be are computed again, of the buckets stay gathered, of the
+    values that may be are saved on the host, and of how many buckets the optimizer's state waits
+    there. A value that is saved on the host is not computed again.
+    """
+
+    recomputed: int = 0
+    gathered: int = 0
+    offloaded: int = 0
+    states: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Tradeoff:
+    """The choices beside a trial of the one in which nothing is computed again, stays gathered or
+    goes to the host.
+
+    Attributes:
+        trial: of that.
+        values: what may be computed again, cheapest first.
+        buckets: what may stay gathered, best first.
+        copies: what may be saved on the host, best first.
+        states: inputs that are segments of buckets whose optimizer state may wait on the host, each
+            with its bytes.
+        host_room: the most bytes that may be on the host.
+    """
+
+    trial: Trial
+    values: Sequence[Recompute]
+    buckets: Sequence[Gathered]
+    copies: Sequence[Offload] = ()
+    states: Sequence[tuple[int, int]] = ()
+    host_room: float = math.inf
+
+    @classmethod
+    def of(cls, trial: Trial) -> "Tradeoff":
+        """All choices beside a trial."""
+        options, saved = trial.forward.ctx.options, SavedValues(trial)
+        values = recomputable(trial, saved)
+        copies = offloadable(trial, saved, values) if options and options.saves_on_host else ()
+        states = options.states if options else {}
+        places = [(each, states[each]) for each in segments_of(trial.forward.gm) if each in states]
+        room = options.host_room if options else math.inf
+        return cls(trial, values, gathered_again(trial), copies, places, room)
+
+    @property
+    def leanest(self) -> set[Choice]:
+        """The choices among which is the one that holds least.
+
+        To compute again may hold more, where little is saved: it brings gathers forward.
+        """
+        values, states = len(self.values), self._most_states
+        beside, alone = self._most_copies(states), self._most_copies(0)
+        copies = {(0, states), (beside, states), (alone, states if alone == beside else 0)}
+        return {Choice(again, 0, *each) for again in (0, values) for each in copies}
+
+    def computed_again(self, choice: Choice) -> list[Recompute]:
+        """The values that a choice has computed again."""
+        gone = {copy.saved.nodes for copy in self.copies[: choice.offloaded]}
+        return [v for v in self.values[: choice.recomputed] if v.saved.nodes not in gone]
+
+    def fastest(self, room: int) -> Choice | None:
+        """The choice with the shortest step that holds `room` bytes at most; None if none does."""
+        best: tuple[float, Choice] | None = None
+        shortest = self.seconds(Choice(0, len(self.buckets)))
+        for states in _counts(self._most_states, _COUNTS_OF_STATES):
+            if best is not None and best[0] <= shortest * (1 + _WORTH):
+                break  # nothing is gained by more room
+            for choice in self._fullest(room, states):
+                wanted = math.inf if best is None else best[0] * (1 - _worth(choice, best[1]))
+                if (seconds := self.seconds(choice, wanted)) < wanted:
+                    best = seconds, choice
+        return None if best is None else best[1]
+
+    def least_seconds(self, room: int) -> float:
+        """How long the step of that choice takes; infinitely if none holds so little."""
+        choice = self.fastest(room)
+        return math.inf if choice is None else self.seconds(choice)
+
+    def peak(self, choice: Choice) -> int:
+        """The most bytes that forward or backward hold."""
+        return int((self._live - self._freed(choice) + self._held[choice.gathered]).max())
+
+    def seconds(self, choice: Choice, wanted: float = math.inf) -> float:
+        """How long forward and backward take; as much as is known at once where that is not less
+        than `wanted`."""
+        if choice not in self._known:
+            before, again = self._forward_seconds(choice), self.computed_again(choice)
+            least = before + self._compute + sum(value.seconds for value in again)
+            if least >= wanted:
+                return least
+            problem = self._backward(choice, again)
+            if (least := before + problem.wire_seconds) >= wanted:
+                return least
+            self._known[choice] = before + simulate(problem, plan_timeline(problem))
+        return self._known[choice]
+
+    # -- what it is made of --------------------------------------------------------------------
+
+    def _fullest(self, room: int, states: int) -> Iterator[Choice]:
+        """For counts of copies and every count of values the most buckets that fit, where that
+        changes something."""
+        both = np.empty_like(self._live)  # taken once: the arrays are large
+        for offloaded in _counts(self._most_copies(states), _COUNTS_OF_COPIES):
+            copies = self.copies[:offloaded]
+            count, live = -1, self._live - self._freed(Choice(0, 0, offloaded, states))
+            gone = {copy.saved.nodes for copy in copies}
+            for recomputed in range(len(self.values) + 1):
+                if recomputed and (saved := self.values[recomputed - 1].saved).nodes not in gone:
+                    self._add(live, -saved.nbytes, saved)
+                before = count
+                while count < len(self.buckets):
+                    if np.add(live, self._held[count + 1], out=both).max() > room:
+                        break
+                    count += 1
+                if count > before:
+                    yield Choice(recomputed, count, offloaded, states)
+
+    @cached_property
+    def _most_states(self) -> int:
+        """Of how many buckets the host has room for the state."""
+        return _how_many([nbytes for _, nbytes in self.states], self.host_room)
+
+    def _most_copies(self, states: int) -> int:
+        """For how many copies the host has room beside the state of so many buckets."""
+        left = self.host_room - sum(nbytes for _, nbytes in self.states[:states])
+        return _how_many([copy.nbytes for copy in self.copies], left)
+
+    @cached_property
+    def _live(self) -> Bytes:
+        """Bytes after each node of the forward, then of the backward."""
+        phases = (self.trial.forward, self.trial.backward)
+        return np.concatenate([np.array(p.liveness.live, np.int64) for p in phases])
+
+    def _freed(self, choice: Choice) -> Bytes:
+        freed = np.zeros_like(self._live)
+        for value in self.computed_again(choice):
+            self._add(freed, value.saved.nbytes, value.saved)
+        for copy in self.copies[: choice.offloaded]:
+            self._add(freed, copy.nbytes, copy.saved)
+        return freed + self._away(choice.states) if choice.states else freed
+
+    def _away(self, count: int) -> Bytes:
+        """What is not held of the optimizer's state, where that of so many buckets leaves."""
+        if count not in self._aways:
+            self._aways[count] = self._plan_away(count)
+        return self._aways[count]
+
+    @cached_property
+    def _aways(self) -> dict[int, Bytes]:
+        return {}
+
+    def _plan_away(self, count: int) -> Bytes:
+        away, start = np.zeros_like(self._live), len(self.trial.forward.liveness.live)
+        left, back = self.trial.forward, self.trial.backward
+        waits = plan_timeline(replace(left.problem, leaving=self._moved(count))).leave_waits
+        starts = plan_timeline(replace(back.problem, returning=self._moved(count))).return_starts
+        for (_, nbytes), wait, begun in zip(self.states, waits, starts, strict=False):
+            away[_place(left, wait) : start + _place(back, begun)] += nbytes
+        return away
+
+    def _moved(self, count: int) -> tuple[float, ...]:
+        """Seconds to copy the state of each of so many buckets."""
+        options = self.trial.forward.ctx.options
+        assert options is not None
+        return tuple(float(host_seconds(n, options.profile)) for _, n in self.states[:count])
+
+    def _add(self, live: Bytes, nbytes: int, saved: Saved) -> None:
+        start = len(self.trial.forward.liveness.live)
+        live[saved.forward[0] : start] += nbytes
+        live[start : start + saved.backward[1] + 1] += nbytes
+
+    @cached_property
+    def _held(self) -> list[Bytes]:
+        """What is held more where the first 0, 1, ... buckets stay gathered."""
+        held, start = [np.zeros_like(self._live)], len(self.trial.forward.liveness.live)
+        for bucket in self.buckets:
+            more = held[-1].copy()
+            more[bucket.forward[0] : start] += bucket.nbytes
+            more[start : start + bucket.backward[1] + 1] += bucket.nbytes
+            held.append(more)
+        return held
+
+    @cached_property
+    def _known(self) -> dict[Choice, float]:
+        return {}
+
+    @cached_property
+    def _compute(self) -> float:
+        """Seconds of the backward without what is computed again."""
+        return sum(self.trial.backward.problem.seconds)
+
+    def _backward(self, choice: Choice, again: Sequence[Recompute]) -> Problem:
+        problem = self.trial.backward.problem
+        seconds = list(problem.seconds)
+        for more in again:
+            seconds[self._read_at[more.saved.backward[1]]] += more.seconds
+        stay = {bucket.position for bucket in self.buckets[: choice.gathered]}
+        gathers = tuple(gather for gather, brought in self._gathers if not brought <= stay)
+        copies, loads = self.copies[: choice.offloaded], self._loads[: choice.offloaded]
+        return replace(
+            problem,
+            seconds=tuple(seconds),
+            gathers=gathers,
+            loads=tuple(sorted(loads, key=lambda load: load.needed)),
+            returning=self._moved(choice.states),
+            limits=self._limits(problem.limits, copies),
+        )
+
+    @cached_property
+    def _gathers(self) -> list[tuple[Gather, frozenset[int]]]:
+        """The gathers of the backward, and the inputs that each gathers."""
+        backward = self.trial.backward
+        moved = [moved_by(transfer.start) for transfer in backward.events.gathers]
+        brought = [frozenset(each.position for each in several) for several in moved]
+        return list(zip(backward.problem.gathers, brought, strict=True))
+
+    @cached_property
+    def _loads(self) -> list[Gather]:
+        """The copies back of all that may be saved on the host."""
+        return [
+            Gather(self._read_at[copy.saved.backward[1]], copy.nbytes, copy.seconds)
+            for copy in self.copies
+        ]
+
+    def _forward_seconds(self, choice: Choice) -> float:
+        key = choice.offloaded, choice.states
+        if key not in self._forwards:
+            problem = self._forward(choice)
+            self._forwards[key] = simulate(problem, plan_timeline(problem))
+        return self._forwards[key]
+
+    @cached_property
+    def _forwards(self) -> dict[tuple[int, int], float]:
+        return {}
+
+    def _forward(self, choice: Choice) -> Problem:
+        forward, copies = self.trial.forward, self.copies[: choice.offloaded]
+        positions, steps = forward.events.positions, self._steps[0]
+        ready = [bisect.bisect_left(positions, steps[copy.made] + 1) for copy in copies]
+        saves = [Reduce(at, c.nbytes, c.seconds) for at, c in zip(ready, copies, strict=True)]
+        return replace(
+            forward.problem,
+            saves=tuple(sorted(saves, key=lambda save: save.ready)),
+            leaving=self._moved(choice.states),
+            limits=self._limits(forward.problem.limits, copies),
+        )
+
+    def _limits(self, limits: Limits, copies: Sequence[Offload]) -> Limits:
+        units = Counter[str]()
+        for copy in copies:
+            units[copy.saved.unit] += copy.nbytes
+        most = self.trial.kept.ahead * max(units.values(), default=0)
+        return replace(limits, copies_in_flight=most)
+
+    @cached_property
+    def _read_at(self) -> list[int]:
+        """For the places of the backward: the event before which what is held until there is read
+        first."""
+        positions, steps = self.trial.backward.events.positions, self._steps[1][1:]
+        return [max(0, bisect.bisect_right(positions, step) - 1) for step in steps]
+
+    @cached_property
+    def _steps(self) -> tuple[list[int], list[int]]:
+        """For the places of the forward, and of the backward: the number of the first step there
+        or behind."""
+        return _steps_at(self.trial.forward), _steps_at(self.trial.backward)
+
+
+def _worth(choice: Choice, best: Choice) -> float:
+    """The share by which a choice must be faster than the best so far."""
+    copies = choice.offloaded > best.offloaded or choice.states > best.states
+    return _WORTH_COPIES if copies else _WORTH
+
+
+def _place(phase: Phase, event: int) -> int:
+    """The place of the first step behind an event."""
+    position = phase.events.positions[event] if event < len(phase.events.positions) else None
+    if position is None or position == len(phase.events.steps):
+        return len(phase.liveness.live)
+    return phase.places[phase.events.steps[position]]
+
+
+def _how_many(sizes: Sequence[int], room: float) -> int:
+    """How many of the first fit."""
+    return bisect.bisect_right(list(accumulate(sizes)), room)
+
+
+def _counts(most: int, steps: int) -> list[int]:
+    """0, `most`, and counts between them, in equal steps."""
+    return sorted({most * step // steps for step in range(steps + 1)})
+
+
+def _steps_at(phase: Phase) -> list[int]:
+    steps = phase.events.steps
+    step_of = {step: number for number, step in enumerate(steps)}
+    found = [len(steps)]
+    for node in reversed(phase.places):
+        found.append(step_of.get(node, found[-1]))
+    return [*reversed(found), len(steps)]
+
+
+_WORTH = 1e-4
+"""A choice that computes more again must be faster by this share: else rounding would choose."""
+_WORTH_COPIES = 5e-3
+"""One that saves more on the host must be faster by this one: links are shared, and hosts busy."""
+_COUNTS_OF_COPIES, _COUNTS_OF_STATES = 8, 2
+"""So many counts of copies, and of buckets whose state waits on the host, beside 0."""

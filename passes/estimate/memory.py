@@ -1,0 +1,377 @@
+"""Liveness: what a graph holds after each node, in bytes.
+
+A value's storage lives from the node that makes it to the last one that reads it or a view of it.
+What a collective reads or writes lives until its wait, because the backend keeps it; so does what a
+copy to the host reads. Inputs belong
+to the caller: in a backward graph they are the saved tensors, which are freed after their last use.
+The optimizer's state that waits on the host counts negative, as it is counted among what is there
+all the time.
+
+Under Inductor, elementwise values that only elementwise ops or reductions read are never stored:
+they stay in the registers of one fused kernel (`fused`). On CPUs what kernels read that follow each
+other is held until the last of them has run. That is a model: a kernel that could not be fused
+stores more.
+"""
+
+import itertools
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from shardc.passes.estimate.cost import (
+    evaluate,
+    in_registers,
+    is_fusible,
+    is_matmul,
+    symbol_hints,
+    tensor_bytes,
+    transfer_bytes,
+)
+from shardc.passes.estimate.kernels import (
+    ends_of_calls,
+    is_only_read_inside,
+    places_of_kernels,
+    sums_of_products,
+    written_in_place,
+)
+from shardc.passes.nodes import (
+    FETCH,
+    FETCH_STATE,
+    RETURN,
+    SAVE,
+    SEGMENT,
+    SEND_STATE,
+    WAIT_STATE,
+    brings_parameters,
+    is_all_gather,
+    is_collective,
+    is_transfer,
+    is_view,
+    is_wait,
+    kind_of,
+    readers_of,
+    results_of,
+    state_bytes,
+    waits_for,
+)
+
+Storages = Mapping[str, tuple[str, Any]]
+"""See `Liveness.storages`."""
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """Bytes that a graph holds.
+
+    Attributes:
+        nodes: the names of the graph's nodes, in order.
+        live: bytes after each of them, inputs included where the graph frees them.
+        gathered, gradients: how much of it gathered buckets are (with what is made of them alone),
+            and gradients on their way to be reduced, and reduced.
+        away: how much less there is of the optimizer's state, which waits on the host.
+        inputs: bytes of the inputs at the start.
+        outputs: bytes of what the graph returns and did not get.
+        kept: names of the outputs that are gathered buckets or views of them: a forward saves
+            them for its backward.
+        storages: by the name of an output, the first output in its storage, and the bytes of that.
+    """
+
+    nodes: tuple[str, ...]
+    live: tuple[int, ...]
+    gathered: tuple[int, ...]
+    gradients: tuple[int, ...]
+    inputs: int
+    outputs: int
+    kept: frozenset[str]
+    storages: Storages
+    away: tuple[int, ...] = ()
+
+    @property
+    def peak(self) -> int:
+        """The largest of `live`."""
+        return max(self.live, default=0)
+
+    @property
+    def peak_node(self) -> str | None:
+        """Where it is."""
+        return self.nodes[self.live.index(self.peak)] if self.live else None
+
+
+def measure_liveness(
+    gm: GraphModule,
+    *,
+    owns_inputs: bool,
+    fused: bool = False,
+    in_order: bool = False,
+    clones: bool = False,
+    gathered: Collection[str] = (),
+    hints: Mapping[Any, int] | None = None,
+    saved: Storages | None = None,
+    calls: Mapping[str, int] | None = None,
+    workspace: int = 0,
+) -> Liveness:
+    """Bytes held after each node of `gm`, in its order; segments are there all the time.
+
+    Args:
+        gm: a forward or backward graph, scheduled.
+        owns_inputs: whether inputs are freed after their last use (a backward graph).
+        fused: leave out what Inductor keeps in registers.
+        in_order: kernels on CPUs stay between the matmuls that they are between.
+        clones: the backend clones what it reduces, until the wait (gloo).
+        gathered: the names of inputs that are gathered buckets, kept by the forward.
+        hints: the values of symbolic sizes (default: those that it was traced with).
+        saved: the storages of the forward whose backward this is.
+        calls: which call of a folded body nodes lie in, by name (`fold_repeats.calls_of`).
+        workspace: what each matmul takes for itself (`hardware.matmul_bytes`).
+    """
+    hints = symbol_hints(gm) if hints is None else hints
+    nodes = tuple(node for node in gm.graph.nodes if node.op in ("placeholder", "call_function"))
+    roots = storage_roots(gm, saved, apart=True)
+    places = {n: (i, i) for i, n in enumerate(nodes)}
+    if fused:
+        places = places_of_kernels(nodes, hints, in_order)
+    places |= {n: places[n.all_input_nodes[0]] for n in roots.values() if _is_item(n)}
+    last = _last_uses(nodes, roots, places)
+    unstored, over = set[Node](), dict[Node, Node]()
+    if fused:
+        unstored = {*in_registers(nodes), *(n for n in nodes if is_only_read_inside(n, places))}
+        unstored.update(sums_of_products(nodes).values())
+        over = written_in_place(nodes, places, last, calls or {})
+        ends = ends_of_calls(nodes, places)
+        last = {root: ends.get(at, at) for root, at in last.items()}
+        last |= {source: places[node][0] - 1 for node, source in over.items()}
+    sizes = {
+        root: 0 if root in unstored else int(evaluate(_own_bytes(root), hints))
+        for root in roots.values()
+        if SEGMENT not in root.meta
+    }
+    inputs = {node for node in nodes if node.op == "placeholder"}
+    for node in inputs & sizes.keys():
+        if saved and node.name in saved:  # it may be a part of what is held
+            sizes[node] = int(evaluate(saved[node.name][1], hints))
+    counted = sizes if owns_inputs else {r: s for r, s in sizes.items() if r not in inputs}
+    kinds = _kinds(gm, roots, gathered)
+    changes = [
+        *_lifetimes(counted, last, kinds, places),
+        *_clones(nodes, roots, sizes, every=clones),
+        *_messages_of_rows(nodes, hints),
+        *_workspaces(nodes, places, sizes, over, workspace),
+        *_away(nodes),
+    ]
+    curves = {kind: _held(kind, changes, len(nodes)) for kind in (*_KINDS, _OTHER)}
+    returned = gm.graph.output_node().all_input_nodes
+    results = {roots[n] for n in returned if n in roots}
+    return Liveness(
+        tuple(node.name for node in nodes),
+        tuple(map(sum, zip(*curves.values(), strict=True))),
+        tuple(curves[_GATHERED]),
+        tuple(curves[_GRADIENTS]),
+        sum(size for root, size in counted.items() if root in inputs),
+        sum(size for root, size in counted.items() if root in results - inputs),
+        frozenset(n.name for n in returned if kinds.get(roots.get(n, n)) == _GATHERED),
+        _storages(returned, roots),
+        tuple(-nbytes for nbytes in curves[_AWAY]),
+    )
+
+
+@dataclass(frozen=True)
+class _Held:
+    """`nbytes` of one kind, from the `first` to the `last` node that they are there for."""
+
+    kind: str
+    nbytes: int
+    first: int
+    last: int
+
+
+def _lifetimes(
+    sizes: Mapping[Node, int],
+    last: Mapping[Node, int],
+    kinds: Mapping[Node, str],
+    places: Mapping[Node, tuple[int, int]],
+) -> Iterator[_Held]:
+    """Every storage; inputs are there from the start."""
+    for root, size in sizes.items():
+        first = 0 if root.op == "placeholder" else places[root][0]
+        yield _Held(kinds.get(root, _OTHER), size, first, last[root])
+
+
+def _clones(
+    nodes: Sequence[Node], roots: Mapping[Node, Node], sizes: Mapping[Node, int], every: bool
+) -> Iterator[_Held]:
+    """What backends (all of them, or the ops that do so) clone of the input of a reduction."""
+    index = {node: number for number, node in enumerate(nodes)}
+    for node in nodes:
+        if (every or node.target is _COPIES) and kind_of(node) == "reduce_scatter":
+            size = sum(sizes.get(roots[i], 0) for i in node.all_input_nodes if i in roots)
+            end = max((index[wait] for wait in waits_for(node)), default=len(nodes))
+            yield _Held(_GRADIENTS, size, index[node], end)
+
+
+def _messages_of_rows(nodes: Sequence[Node], hints: Mapping[Any, int]) -> Iterator[_Held]:
+    """What is sent and what arrives while rows of a table are fetched or returned."""
+    for index, node in enumerate(nodes):
+        if node.target in (FETCH, RETURN):
+            nbytes = 2 * int(evaluate(transfer_bytes(node), hints))
+            yield _Held(_OTHER, nbytes, index, index)
+
+
+def _workspaces(
+    nodes: Sequence[Node],
+    places: Mapping[Node, tuple[int, int]],
+    sizes: Mapping[Node, int],
+    over: Mapping[Node, Node],
+    nbytes: int,
+) -> Iterator[_Held]:
+    """What matmuls take, and give back before a kernel at the same place reads what they give.
+
+    Args:
+        over: the values that kernels write, and what each is written over.
+    """
+    if not nbytes:
+        return
+    kernels: dict[tuple[int, int], set[Node]] = {}
+    for node in filter(is_fusible, nodes):
+        kernels.setdefault(places[node], set()).add(node)
+    for matmul in filter(is_matmul, nodes):
+        place, more = places[matmul][0], 0
+        kernel = kernels.get((place, place), set())
+        if not kernel.isdisjoint(readers_of(matmul)):
+            before = sum(sizes.get(over[node], 0) for node in kernel & over.keys())
+            more = sum(sizes.get(node, 0) for node in kernel) - before
+        yield _Held(_OTHER, max(0, nbytes - more), place, place)
+
+
+def _away(nodes: Sequence[Node]) -> Iterator[_Held]:
+    """Optimizer state that leaves in a forward, and returns in a backward."""
+    for index, node in enumerate(nodes):
+        if node.target is WAIT_STATE:
+            yield _Held(_AWAY, -state_bytes(node), index, len(nodes))
+        elif node.target is FETCH_STATE and index:
+            yield _Held(_AWAY, -state_bytes(node), 0, index - 1)
+
+
+def _held(kind: str, held: Iterable[_Held], length: int) -> list[int]:
+    """Bytes of a kind after each of `length` nodes."""
+    steps = [0] * (length + 1)
+    for each in held:
+        if each.kind == kind:
+            steps[each.first] += each.nbytes
+            if each.last < length:
+                steps[each.last + 1] -= each.nbytes
+    return list(itertools.accumulate(steps[:length]))
+
+
+_GATHERED, _GRADIENTS, _AWAY, _OTHER = "gathered", "gradients", "away", "other"
+_KINDS = (_GATHERED, _GRADIENTS, _AWAY)
+
+
+def _kinds(
+    gm: GraphModule, roots: Mapping[Node, Node], gathered: Collection[str]
+) -> dict[Node, str]:
+    """What every storage is held for, by the node that made it; values of the model are left out.
+
+    What is made of gathered buckets alone (casts) counts as gathered; what goes into a reduction,
+    or comes out of one, is a gradient.
+    """
+    kinds: dict[Node, str] = {}
+    for node in gm.graph.nodes:
+        if is_all_gather(node) or node.name in gathered:
+            kinds[node] = _GATHERED
+        elif is_collective(node) and not brings_parameters(node):
+            given = [roots[operand] for operand in node.all_input_nodes if operand in roots]
+            kinds.update(dict.fromkeys([node, *results_of(node), *given], _GRADIENTS))
+        elif node.all_input_nodes and node.op == "call_function":
+            made_of = {kinds.get(roots.get(operand, operand)) for operand in node.all_input_nodes}
+            if made_of == {_GATHERED}:
+                kinds.setdefault(roots.get(node, node), _GATHERED)
+    for pack in gm.graph.find_nodes(op="call_function", target=torch.ops.shardc.pack.default):
+        parts = [part for part in pack.all_input_nodes if set(part.users) == {pack}]
+        kinds.update({roots[part]: _GRADIENTS for part in parts if part in roots})
+    return kinds
+
+
+def _storages(returned: Iterable[Node], roots: Mapping[Node, Node]) -> Storages:
+    """What `Liveness.storages` says of outputs."""
+    first: dict[Node, str] = {}
+    made = [(node.name, roots[node]) for node in returned if node in roots]
+    return {name: (first.setdefault(root, name), _own_bytes(root)) for name, root in made}
+
+
+def storage_roots(
+    gm: GraphModule, saved: Storages | None = None, apart: bool = False
+) -> dict[Node, Node]:
+    """For every node that gives a tensor, the node that made its storage.
+
+    Args:
+        gm: a graph.
+        saved: the storages of its inputs, by name.
+        apart: what an op gives of several is a storage each.
+    """
+    roots: dict[Node, Node] = {}
+    first: dict[str, Node] = {}
+    for node in gm.graph.nodes:
+        if node.op not in ("placeholder", "call_function") or node.meta.get("val") is None:
+            continue
+        if node.op == "placeholder":
+            key = saved[node.name][0] if saved and node.name in saved else node.name
+            roots[node] = first.setdefault(key, node)
+            continue
+        source = next((i for i in node.all_input_nodes if i in roots), None)
+        aliases = is_view(node) or is_wait(node) or _writes_its_input(node)
+        aliases = aliases and not (apart and _is_item(node))
+        roots[node] = roots[source] if aliases and source is not None else node
+    return roots
+
+
+def _is_item(node: Node) -> bool:
+    """Whether it is one of several values that an op makes, each in memory of its own."""
+    made = node.all_input_nodes[0] if node.target is operator.getitem else None
+    if made is None or is_view(made) or is_wait(made):
+        return False
+    return not is_transfer(made) or isinstance(made.args[0], (list, tuple))  # coalesced
+
+
+def _writes_its_input(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema and schema.returns and schema.returns[0].alias_info is not None)
+
+
+def _last_uses(
+    nodes: Sequence[Node], roots: Mapping[Node, Node], places: Mapping[Node, tuple[int, int]]
+) -> dict[Node, int]:
+    """For every storage, the index of the node after which nothing reads it."""
+    end = len(nodes)
+    last = {root: places[root][0] for root in roots.values()}
+    for node, root in roots.items():
+        for user in (user for user in node.users if not is_view(user)):  # views have users
+            last[root] = max(last[root], places[user][1] if user in places else end)
+    for node in nodes:  # what a transfer reads is kept until the wait
+        if is_transfer(node):
+            wait = max((places[w][0] for w in waits_for(node)), default=places[node][0])
+            for operand in node.all_input_nodes:
+                if operand in roots:
+                    last[roots[operand]] = max(last[roots[operand]], wait)
+    return last
+
+
+_COPIES = torch.ops.shardc.reduce_scatter.default
+"""Copies what it reduces into a buffer of its own."""
+
+
+def _own_bytes(node: Node) -> Any:
+    """Bytes of the storage that `node` makes on the device.
+
+    A view of less than its base does not make any.
+    """
+    value = node.meta.get("val")
+    if node.target in (torch.ops.shardc.to_host.default, SAVE, SEND_STATE):
+        return 0
+    if node.users and isinstance(value, (list, tuple)) and all(map(_is_item, node.users)):
+        return 0  # each is counted
+    return tensor_bytes(value) if isinstance(value, (Tensor, list, tuple)) else 0

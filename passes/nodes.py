@@ -1,0 +1,322 @@
+"""Predicates of nodes, and the facts that passes leave on them."""
+
+import functools
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from shardc.runtime import compat
+from shardc.runtime.checks.words import plural
+from shardc.runtime.comm import (  # noqa: F401 (register their ops)
+    comm_buffers,
+    gradient_ops,
+    saved_on_host,
+    table_rows,
+)
+from shardc.runtime.comm.progress import in_short
+from shardc.runtime.layout.spec import Moved, UnshardSpec
+from shardc.runtime.tensor import state_on_host  # noqa: F401 (registers its ops)
+
+c10d = torch.ops._c10d_functional
+
+GATHERS = {
+    c10d.all_gather_into_tensor.default,
+    c10d.all_gather_into_tensor_out.default,
+    c10d.all_gather_into_tensor_coalesced.default,
+    torch.ops.shardc.all_gather.default,
+    torch.ops.shardc.all_gather_in_steps.default,
+}
+FETCH, RETURN = torch.ops.shardc.fetch_rows.default, torch.ops.shardc.return_rows.default
+IN_STEPS = torch.ops.shardc.all_gather_in_steps.default
+_OWN = {
+    torch.ops.shardc.all_gather.default,
+    IN_STEPS,
+    torch.ops.shardc.reduce_scatter.default,
+    FETCH,
+    RETURN,
+}
+"""Collectives of ours (`comm_buffers`, `table_rows`)."""
+SAVE, LOAD = torch.ops.shardc.save_on_host.default, torch.ops.shardc.load_from_host.default
+WAIT_SAVED = torch.ops.shardc.wait_until_saved.default
+SEND_STATE = torch.ops.shardc.send_state.default
+WAIT_STATE = torch.ops.shardc.wait_until_state_sent.default
+FETCH_STATE = torch.ops.shardc.fetch_state.default
+
+
+def moved_by(node: Node) -> tuple[Moved, ...]:
+    """The buckets that a collective moves: several if it is coalesced, none if it is not ours."""
+    facts: tuple[Moved, ...] = (node.meta.get("custom") or {}).get("shardc", ())
+    return facts
+
+
+def labels_of(node: Node) -> tuple[str, ...]:
+    """The names of the buckets that a collective moves, in its order."""
+    return tuple(moved.label for moved in moved_by(node))
+
+
+def set_moved(node: Node, moved: Iterable[Moved]) -> None:
+    """Give a node the fact that `moved_by` reads."""
+    _note(node, "shardc", tuple(moved))
+
+
+def results_of(node: Node) -> list[Node]:
+    """What a collective gives: itself, or for a coalesced one the items of its list."""
+    items = [user for user in node.users if user.target is operator.getitem]
+    return items or [node]
+
+
+def waits_for(node: Node) -> list[Node]:
+    """The waits for a collective: one for each bucket that it moves."""
+    return [user for result in results_of(node) for user in result.users if is_wait(user)]
+
+
+def reach(neighbours: Callable[[Node], Iterable[Node]], *starts: Node) -> set[Node]:
+    """All nodes that can be reached from `starts`, themselves included."""
+    found, todo = set(starts), list(starts)
+    while todo:
+        for node in neighbours(todo.pop()):
+            if node not in found:
+                found.add(node)
+                todo.append(node)
+    return found
+
+
+def prepares(gather: Node) -> set[Node]:
+    """What a parameter that says what is sent of it computes before its gather, collectives
+    included (a scale from the largest value of all ranks); empty for other gathers."""
+    extends = any(moved.spec.extension for moved in moved_by(gather))
+    return computed_for(gather) if extends else set()
+
+
+def computed_for(node: Node) -> set[Node]:
+    """All that is computed for a node to be called."""
+    before = reach(lambda n: n.all_input_nodes, node) - {node}
+    return {each for each in before if each.op == "call_function"}
+
+
+def groups_in(gm: GraphModule) -> list[str]:
+    """The process groups over which `gm` communicates."""
+    specs = [moved.spec for node in our_collectives(gm) for moved in moved_by(node)]
+    return list(dict.fromkeys(spec.everyone or spec.group for spec in specs))
+
+
+def groups_named_in(gm: GraphModule) -> list[str]:
+    """The process groups that the collectives of `gm` are given, the user's own too."""
+    given = (arg for node in gm.graph.nodes if is_collective(node) for arg in node.args)
+    names = dict.fromkeys(arg for arg in given if isinstance(arg, str))
+    return [name for name in names if compat.is_group(name)]
+
+
+def ranks_in(node: Node) -> int:
+    """Among how many ranks a collective goes."""
+    if kind_of(node) == "all_to_all":
+        return len(node.args[1])  # type: ignore[arg-type]
+    if node.target is IN_STEPS:
+        return moved_by(node)[0].spec.world_size
+    given = [argument for argument in node.args if isinstance(argument, int)]
+    return given[0] if given else next((m.spec.reduction.copies for m in moved_by(node)), 1)
+
+
+def is_all_gather(node: Node) -> bool:
+    """Whether the node starts an all-gather."""
+    return node.op == "call_function" and node.target in GATHERS
+
+
+def brings_parameters(node: Node) -> bool:
+    """Whether the node starts what brings parameters, whole or rows of them; else gradients."""
+    return is_all_gather(node) or node.target is FETCH
+
+
+def in_steps(node: Node) -> bool:
+    """Whether a collective goes in two steps, across nodes and inside of them, or is one of two."""
+    specs = [moved.spec for moved in moved_by(node)]
+    steps = [h for spec in specs for h in (spec.hierarchy, spec.reduction.hierarchy) if h]
+    return any(group in node.args for h in steps for group in (h.across, h.inside))
+
+
+def goes_inside(node: Node) -> bool:
+    """Whether the node starts the step of a reduction that stays inside of nodes."""
+    steps = (moved.spec.reduction.hierarchy for moved in moved_by(node))
+    reduces = not brings_parameters(node)
+    return reduces and any(step is not None and step.inside in node.args for step in steps)
+
+
+def is_collective(node: Node) -> bool:
+    """Whether the node starts a collective."""
+    if node.op != "call_function" or is_wait(node):
+        return False
+    is_functional = getattr(node.target, "namespace", None) == "_c10d_functional"
+    return is_functional or node.target in _OWN
+
+
+def is_host_copy(node: Node) -> bool:
+    """Whether the node starts to copy a value, or an optimizer's state, to the host or back."""
+    return node.op == "call_function" and node.target in (SAVE, LOAD, SEND_STATE, FETCH_STATE)
+
+
+def moves_state(node: Node) -> bool:
+    """Whether the node starts to copy an optimizer's state to the host or back."""
+    return node.op == "call_function" and node.target in (SEND_STATE, FETCH_STATE)
+
+
+def comes_from_host(node: Node) -> bool:
+    """Whether the node starts a copy from the host."""
+    return node.target in (LOAD, FETCH_STATE)
+
+
+def state_bytes(node: Node) -> int:
+    """Bytes of the state that such a node moves."""
+    return int((node.meta.get("custom") or {})[_STATE_BYTES])
+
+
+def set_state_bytes(node: Node, nbytes: int) -> None:
+    """Give a node the fact that `state_bytes` reads."""
+    _note(node, _STATE_BYTES, nbytes)
+
+
+_STATE_BYTES = "shardc_state_bytes"
+
+
+def unit_of_copy(node: Node) -> str:
+    """The name of the unit whose forward makes the value that a copy moves."""
+    return str((node.meta.get("custom") or {}).get(_COPIED_FOR, ""))
+
+
+def set_unit_of_copy(node: Node, unit: str) -> None:
+    """Give a copy the fact that `unit_of_copy` reads."""
+    _note(node, _COPIED_FOR, unit)
+
+
+def _note(node: Node, key: str, value: object) -> None:
+    """Give a node a fact that copies of the graph keep."""
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), key: value}
+
+
+_COPIED_FOR = "shardc_copied_for"
+
+
+def is_transfer(node: Node) -> bool:
+    """Whether the node starts something that is waited for: a collective, or a copy of a value."""
+    return is_collective(node) or is_host_copy(node)
+
+
+def is_wait(node: Node) -> bool:
+    """Whether the node waits for a collective, or for a copy to or from the host."""
+    return node.op == "call_function" and node.target in _WAITS
+
+
+_WAITS = (c10d.wait_tensor.default, WAIT_SAVED, WAIT_STATE)
+
+
+def our_collectives(gm: GraphModule) -> list[Node]:
+    """The collectives of a graph that move buckets, in its order."""
+    return [node for node in gm.graph.nodes if is_collective(node) and moved_by(node)]
+
+
+def kind_of(node: Node) -> str:
+    """A collective or wait in a word: all_gather, reduce_scatter, all_reduce, all_to_all, wait."""
+    name = str(getattr(node.target, "_opname", node.target))
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "wait")
+    return next((kind for kind in kinds if name.startswith(kind)), name)
+
+
+def is_random(node: Node) -> bool:
+    """Whether the node draws random numbers, so that to compute it again gives another value."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def writes(node: Node) -> bool | None:
+    """Whether an op writes to what it is given; None where it has no schema that says so."""
+    schema = getattr(node.target, "_schema", None)
+    return None if schema is None else bool(schema.is_mutable)
+
+
+def is_view(node: Node) -> bool:
+    """Whether the node only looks at its input in another way, at no cost."""
+    return node.op == "call_function" and _is_view_op(node.target)
+
+
+@functools.cache
+def _is_view_op(target: object) -> bool:
+    return getattr(target, "is_view", False) or target in (operator.getitem, *_ALIASES)
+
+
+def readers_of(node: Node) -> Iterator[Node]:
+    """What reads a node, through views; the output of the graph too."""
+    for user in node.users:
+        if is_view(user):
+            yield from readers_of(user)
+        else:
+            yield user
+
+
+def sources_of(node: Node) -> Iterator[Node]:
+    """What a node reads, through views."""
+    for given in node.all_input_nodes:
+        while is_view(given) and given.all_input_nodes:
+            given = given.all_input_nodes[0]
+        yield given
+
+
+def meta_for_another(node: Node) -> dict[str, Any]:
+    """The meta of a node, without the inputs that it was called with: those of another differ."""
+    return {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
+
+
+SEGMENT = "shardc_segment"
+"""In the meta of the inputs of a joint graph, and of what it is cut into, that are segments."""
+
+WRITES = "shardc_writes"
+"""Where the meta of a node has the values that it writes into a buffer."""
+
+_ALIASES = (torch.ops.aten._unsafe_view.default,)
+
+
+def describe(node: Node, by_number: bool = False) -> str:
+    """What a collective of ours moves, in one line; see `Facts`."""
+    name, moved = getattr(node.target, "_opname", str(node.target)), moved_by(node)
+    specs = " and ".join(describe_spec(each.spec) for each in moved)
+    units = str([each.unit for each in moved]) if by_number else in_short(labels_of(node))
+    return f"{units}: {name} of {specs}"
+
+
+def describe_spec(spec: UnshardSpec) -> str:
+    """A bucket in one line, for the error that names what differs between ranks."""
+    shapes = " ".join("x".join(map(str, shape)) or "scalar" for shape in spec.shapes)
+    dtypes = dict.fromkeys([spec.dtype, spec.compute_dtype, spec.reduction.dtype or spec.dtype])
+    names = "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    wires = (str(wire) for wire in (spec.wire, spec.reduction.wire) if wire is not None)
+    return " ".join(
+        [f"{spec.numel} {names} over {plural(spec.world_size, 'rank')} ({shapes})", *wires]
+    )
+
+
+_SCOPE = re.compile(r"^[LG]\[['\"]\w+['\"]\]\.?|^getattr\(|_modules\.|_orig_mod\.?")
+
+
+def module_of(node: Node) -> str:
+    """The name of the module whose forward made a node: "layers.0.mlp.up"; "" if not known."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = str(next(reversed(stack.values()))[0])
+    path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", _SCOPE.sub("", path))
+    parts = _SCOPE.sub("", path).split(".")
+    return ".".join(part for part in parts if part not in ("", "__self__"))
+
+
+def graph_modules(gm: GraphModule) -> Iterator[GraphModule]:
+    """`gm` and the bodies of its higher-order ops (activation checkpointing), outermost first."""
+    return (module for module in gm.modules() if isinstance(module, GraphModule))
+
+
+def body_operands(call: Node, body: Graph) -> Iterator[tuple[Node, Node]]:
+    """Pairs (placeholder of the body, operand of the call); operands come last in the call."""
+    operands = [leaf for leaf in tree_leaves(call.args) if isinstance(leaf, Node)]
+    placeholders = [node for node in body.nodes if node.op == "placeholder"]
+    return zip(reversed(placeholders), reversed(operands), strict=False)

@@ -1,0 +1,341 @@
+"""Graphs that are folded: what would be one kernel comes to lie between the same collectives.
+
+    before:  mm0; add; norm; wait1; scale(norm, w1); mm1
+    after:   mm0; wait1; add; norm; scale(norm, w1); mm1
+
+Inductor fuses elementwise ops and reductions wherever they lie, but not across the border of a
+call, and calls end at collectives. So such an op comes down to the first that it could be fused
+with, and ops that read the same in the same size go up to where that is read first. Collectives,
+matmuls and all else that Inductor does not fuse stay where they are.
+
+Constants are made between any collectives that read them. What else stays in registers is computed
+between each that read it, on request: a call would store it for the next one, as what a checkpoint
+or a memory budget has computed again.
+
+What an op reads is held until its new place, what goes up is there earlier: as it would be if the
+graph were not folded. No op goes further than `FURTHEST`.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from shardc.passes.estimate.cost import (
+    in_registers,
+    is_constant,
+    is_fusible,
+    is_pointwise,
+    tensor_bytes,
+)
+from shardc.passes.estimate.kernels import keeps_kernels
+from shardc.passes.nodes import (
+    WRITES,
+    is_random,
+    is_transfer,
+    is_view,
+    is_wait,
+    moves_state,
+    reach,
+    readers_of,
+    sources_of,
+    writes,
+)
+from shardc.passes.schedule.reorder import reorder
+
+FURTHEST = 4
+"""How many places an op may go: past two borders with a run between them."""
+
+
+def move_near_readers(
+    gm: GraphModule,
+    is_foldable: Callable[[Node], bool],
+    anew: bool = False,
+    in_order: bool = False,
+) -> None:
+    """Reorder `gm`; runs of nodes that are not `is_foldable` are the borders of calls.
+
+    Args:
+        anew: compute what stays in registers in each run that reads it. Blocks whose runs read
+            other values then are no longer equal.
+        in_order: kernels on CPUs stay between the matmuls that they are between.
+    """
+    places = _near_readers(gm, is_foldable, in_order)
+    places.repeat_constants()
+    if anew:
+        places.compute_anew()
+    places.carry_views()
+    reorder(gm, {node: (place,) for node, place in places.of.items()})
+
+
+def smaller_than_held(
+    gm: GraphModule, is_foldable: Callable[[Node], bool], in_order: bool = False
+) -> list[Node]:
+    """The values in registers that a later run reads, where more would be held to compute them
+    there than they take. The arguments are those of `move_near_readers`."""
+    return _near_readers(gm, is_foldable, in_order).smaller_than_held()
+
+
+def _near_readers(
+    gm: GraphModule, is_foldable: Callable[[Node], bool], in_order: bool
+) -> "_Places":
+    """The place of each op near what reads it; `gm` stays as it is."""
+    places = _Places(gm, is_foldable)
+    if in_order:
+        places.keep_between_calls()
+    for place in range(2, places.end, 2):
+        places.hoist(place)
+    for place in range(0, places.end, 2):
+        places.sink(place)
+    return places
+
+
+class _Places:
+    """Where each node is: runs of compute have even numbers, the borders between them odd ones.
+
+    Attributes:
+        of: the place of every node that is called.
+        end: behind all places; what the graph returns is read there.
+    """
+
+    def __init__(self, gm: GraphModule, is_foldable: Callable[[Node], bool]) -> None:
+        self.of: dict[Node, int] = {}
+        self._movable: dict[int, list[Node]] = defaultdict(list)
+        self._closed: set[int] = set()
+        self._hoisted: set[Node] = set()
+        self._behind: set[Node] = set()
+        self._ahead: set[Node] = set()
+        place = 0
+        for node in filter(lambda n: n.op == "call_function", gm.graph.nodes):
+            foldable = is_foldable(node)
+            if is_view(node) and place % 2:  # of what came before the border, or is part of it
+                within = any(self.of.get(given) == place for given in node.all_input_nodes)
+                self.of[node] = place if within else place - 1
+                continue
+            place += place % 2 == foldable
+            self.of[node] = place
+            if foldable and is_fusible(node):
+                self._movable[place].append(node)
+            elif not foldable and not _writes_to_its_own(node):
+                self._closed.add(place)
+        self.end = place + 2 - place % 2
+
+    def keep_between_calls(self) -> None:
+        """Have ops come past no matmul, or the like, of the place that they are at."""
+        for nodes, kept in ((self.of, self._behind), (reversed(self.of), self._ahead)):
+            called = set[int]()
+            for node in nodes:
+                if keeps_kernels(node):
+                    called.add(self.of[node])
+                elif self.of[node] in called:
+                    kept.add(node)
+
+    def sink(self, place: int) -> None:
+        """Bring ops down from `place` to the first that reads them, if they could be fused."""
+        # Or the kernel that they joined would store what they read.
+        stay = self._hoisted | self._ahead
+        while True:
+            down = self._way_down(place, stay)
+            # A reduction of what stays would read all of it once more.
+            torn = {
+                node
+                for node in down
+                if torch.Tag.pointwise not in node.target.tags  # type: ignore[union-attr]
+                and any(
+                    self.of.get(source) == place and is_fusible(source) and source not in down
+                    for source in sources_of(node)
+                )
+            }
+            if not torn:
+                break
+            stay |= torn
+        self._move(down)
+
+    def _way_down(self, place: int, stay: set[Node]) -> dict[Node, int]:
+        """The new places of those ops at `place` that go down, without those that `stay`."""
+        down: dict[Node, int] = {}
+        for node in sorted(set(self._movable[place]) - stay, reverse=True):
+            readers = {
+                user: down.get(user, self.of.get(user, self.end)) for user in readers_of(node)
+            }
+            first = min(readers.values(), default=place)
+            there = {user for user, where in readers.items() if where == first}
+            if (
+                place < first <= place + FURTHEST
+                and self._is_open(place, first)
+                and any(map(is_fusible, there - self._behind_unfused(there, first)))
+            ):
+                down[node] = first
+        return down
+
+    def _behind_unfused(self, readers: set[Node], place: int) -> set[Node]:
+        """What at `place` reads what those of `readers` give that Inductor does not fuse."""
+        starts = [reader for reader in readers if not is_fusible(reader)]
+        return reach(lambda n: (u for u in readers_of(n) if self.of.get(u) == place), *starts)
+
+    def hoist(self, place: int) -> None:
+        """Bring ops up from `place` that read what ops of the same size read or give before it.
+
+        Past two borders only if that frees a gathered bucket.
+        """
+        for above in range(place - 2, max(place - FURTHEST, 0) - 1, -2):
+            if not self._is_open(above, place):
+                break
+            self._hoist(place, above)
+
+    def _hoist(self, place: int, to: int) -> None:
+        above = {pair for n in self._movable[to] for pair in _in_size(n, (n, *sources_of(n)))}
+        here = frozenset(self._movable[place]) - self._behind
+        todo = set(here)
+        while todo:
+            group = reach(lambda n: here.intersection([*sources_of(n), *readers_of(n)]), todo.pop())
+            todo -= group
+            read = {source for node in group for source in sources_of(node)} - group
+            ready = all(self.of.get(source, -1) <= to for source in read)
+            near = to == place - 2 or self._frees_a_bucket(group, to)
+            if ready and near and any(above & _in_size(node, sources_of(node)) for node in group):
+                self._move(dict.fromkeys(group, to))
+                self._hoisted |= group
+
+    def _frees_a_bucket(self, group: set[Node], place: int) -> bool:
+        """Whether something gathered is held after `place` for `group` alone, or for what would
+        come down to it from `place`."""
+        movable = group.union(self._movable[place])
+        together = reach(lambda n: movable.intersection(sources_of(n)), *group)
+        read = {source for node in together for source in sources_of(node)}
+        later = [reader for source in filter(is_wait, read) for reader in readers_of(source)]
+        return bool(later) and all(
+            self.of.get(reader, self.end) <= place for reader in later if reader not in group
+        )
+
+    def repeat_constants(self) -> None:
+        """Have every place that reads a constant make it: a call would read it from memory."""
+        for node in [n for n in self.of if is_constant(n)]:
+            for place in {self.of.get(user, self.end) for user in readers_of(node)}:
+                if place not in (self.of[node], self.end):
+                    self._copy(node, place)
+            if not node.users:
+                self._erase(node)
+
+    def compute_anew(self) -> None:
+        """Have every place that reads a value compute it, if it is not stored.
+
+        What that reads must be there anyway, or be no larger than the value.
+        """
+        anew = self._computed_anew()
+        for node in sorted(anew, reverse=True):
+            own = self.of[node]
+            places = {self.of.get(user, self.end) for user in readers_of(node)}
+            for place in sorted(p for p in places - {own} if self._is_open(own, p)):
+                held = self._held_to_compute(node, place, anew)
+                if _nbytes(held) <= _nbytes([node]):
+                    self._copy(node, place)
+            if all(is_view(user) and not any(readers_of(user)) for user in node.users):
+                self._erase(node)
+
+    def smaller_than_held(self) -> list[Node]:
+        """The values that `compute_anew` leaves stored, as more would be held to compute them."""
+        found = list[Node]()
+        anew, later = self._computed_anew(), defaultdict[Node, set[int]](set)
+        for node in sorted(anew, reverse=True):
+            later[node].update(self.of.get(user, self.end) for user in readers_of(node))
+            places = later[node] - {self.of[node]}
+            held = {place: _nbytes(self._held_to_compute(node, place, anew)) for place in places}
+            if any(nbytes > _nbytes([node]) for nbytes in held.values()):
+                found.append(node)
+                continue
+            for source in sources_of(node):
+                later[source] |= places
+        return found
+
+    def _computed_anew(self) -> set[Node]:
+        """The values that each kernel that reads them may compute."""
+        return {n for n in in_registers(self.of) if is_pointwise(n) and not is_random(n)}
+
+    def _held_to_compute(self, node: Node, place: int, anew: Collection[Node]) -> set[Node]:
+        """What is held longer if `node` is computed at `place`: what it reads, or what that is
+        computed from, where that may be computed anew itself and is no larger."""
+
+        def late(node: Node) -> set[Node]:
+            return {source for source in sources_of(node) if self._last_read(source) < place}
+
+        held: dict[Node, set[Node]] = {}
+        for each in sorted(reach(lambda n: late(n).intersection(anew), node)):
+            ways = ((held.get(source, {source}), {source}) for source in late(each))
+            held[each] = set[Node]().union(*(min(way, key=_nbytes) for way in ways))
+        return held[node]
+
+    def _last_read(self, node: Node) -> int:
+        return max((self.of.get(user, self.end) for user in readers_of(node)), default=0)
+
+    def _erase(self, node: Node) -> None:
+        """Remove a value that nothing reads, and its views."""
+        for view in list(node.users):
+            self._erase(view)
+        node.graph.erase_node(node)
+        del self.of[node]
+
+    def _copy(self, node: Node, place: int) -> None:
+        """A copy of `node` at `place`, for those that read it there."""
+        readers = {user for user in readers_of(node) if self.of.get(user) == place}
+        with node.graph.inserting_before(min(readers)):
+            copied = node.graph.node_copy(node)
+        self.of[copied] = place
+        self._read_instead(node, copied, readers)
+
+    def _read_instead(self, node: Node, other: Node, readers: set[Node]) -> None:
+        """Have `readers` read `other`, and views of it, in the place of `node`."""
+        for user in list(node.users):
+            if user in readers:
+                user.replace_input_with(node, other)
+            elif is_view(user) and not readers.isdisjoint(readers_of(user)):
+                with node.graph.inserting_after(other):
+                    view = node.graph.node_copy(user, lambda n: other if n is node else n)
+                self.of[view] = self.of[other]
+                self._read_instead(user, view, readers)
+
+    def carry_views(self) -> None:
+        """Have views follow what they look at, and come before what reads them."""
+        views = [node for node, place in self.of.items() if is_view(node) and place % 2 == 0]
+        for node in reversed(views):
+            last = min((self.of.get(user, self.end) for user in node.users), default=self.end)
+            self.of[node] = min(self.of[node], last - last % 2)
+        for node in views:
+            first = max((self.of.get(i, 0) for i in node.all_input_nodes), default=0)
+            self.of[node] = max(self.of[node], first + first % 2)
+
+    def _is_open(self, first: int, last: int) -> bool:
+        return self._closed.isdisjoint(range(first, last))
+
+    def _move(self, to: dict[Node, int]) -> None:
+        for node, place in to.items():
+            self._movable[self.of[node]].remove(node)
+            self._movable[place].append(node)
+            self.of[node] = place
+
+
+def _writes_to_its_own(node: Node) -> bool:
+    """Whether a node at a border writes to nothing that ops read: they may cross it."""
+    if moves_state(node):  # `sent`, it says, so that nobody takes it for dead code
+        return True
+    if is_transfer(node) or is_wait(node) or is_view(node):
+        return not writes(node)
+    return WRITES in node.meta  # the input of a reduction
+
+
+def _nbytes(nodes: Iterable[Node]) -> float:
+    """Bytes of what nodes give; infinite where a size is symbolic: such a place is not folded."""
+    sizes = [tensor_bytes(node.meta.get("val")) for node in nodes]
+    return sum(sizes) if all(isinstance(size, int) for size in sizes) else math.inf
+
+
+def _in_size(node: Node, values: Iterable[Node]) -> set[tuple[Node, int]]:
+    """`values` with the elements of the largest tensor that `node` reads or gives, if known."""
+    met = [given.meta.get("val") for given in (node, *node.all_input_nodes)]
+    sizes = [leaf.numel() for leaf in tree_leaves(met) if isinstance(leaf, Tensor)]
+    known = [size for size in sizes if isinstance(size, int)]
+    return {(value, max(known)) for value in values} if known else set()

@@ -1,0 +1,1 @@
+"""Rewrites: passes that change what a graph computes or sends, one a file."""

@@ -1,0 +1,234 @@
+"""Dynamo graph: turn the markers of a bucket into one gather.
+
+    before:  w = shardc.unshard_slot(segment, "a1b2", 0)
+             b = shardc.unshard_slot(segment, "a1b2", 1)
+    after:   full = unshard(segment, "a1b2"); w = full[0]; b = full[1]
+
+However many parameters of a bucket a graph reads, and however often, there is one gather. Bodies of
+higher-order ops (activation checkpointing) get their own, so that it is recomputed with the rest.
+"""
+
+import itertools
+import operator
+from collections import Counter, defaultdict
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from shardc.passes.context import PassContext
+from shardc.passes.nodes import body_operands, graph_modules
+from shardc.runtime import compat
+from shardc.runtime.comm.unshard import unshard, unshard_extended
+from shardc.runtime.layout.spec import Moved, spec_of
+
+SLOTS = "shardc_slots"
+"""Where the meta of an input of a Dynamo graph has the slots that are read, if it is a segment."""
+
+
+def insert_unshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """Replace all markers in `gm` and its bodies; inputs that are segments get their `SLOTS`.
+
+    Raises:
+        RuntimeError: the forward updates a parameter in place, or gradients wait for a bucket that
+            code of a nested compile region reads and that is read once more.
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")
+    places: _Places = {gm: {node: Counter([position]) for position, node in enumerate(inputs)}}
+    _find_places(gm, places)
+    found = {body: _markers(body) for body in places}
+    _refuse_what_waits(gm, found, places, ctx)
+    for body, by_segment in found.items():
+        for segment, markers in by_segment.items():
+            positions = places[body][segment]
+            slots = _insert(body.graph, markers, _moved(markers[0], positions, ctx))
+            for position in positions:
+                known: frozenset[int] = inputs[position].meta.get(SLOTS, frozenset())
+                inputs[position].meta[SLOTS] = known | slots
+    return gm
+
+
+def slots_read(gm: GraphModule) -> dict[int, frozenset[int]]:
+    """Which inputs of a Dynamo graph are segments that it reads, and which slots of each."""
+    inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
+    return {position: node.meta[SLOTS] for position, node in inputs if SLOTS in node.meta}
+
+
+_Places = dict[GraphModule, dict[Node, Counter[int]]]
+"""For the inputs of each graph, which inputs of the outermost one come in there, how many times."""
+
+
+def _find_places(gm: GraphModule, places: _Places) -> None:
+    """Add the bodies of `gm`."""
+    called: dict[GraphModule, list[Node]] = {}
+    for node in gm.graph.find_nodes(op="get_attr"):
+        body = getattr(gm, str(node.target), None)
+        if isinstance(body, GraphModule):
+            called.setdefault(body, []).extend(node.users)
+    for body, calls in called.items():
+        known = places.setdefault(body, {})
+        for call in calls:
+            for placeholder, operand in body_operands(call, body.graph):
+                known.setdefault(placeholder, Counter()).update(places[gm].get(operand, ()))
+        _find_places(body, places)
+
+
+def _refuse_what_waits(
+    gm: GraphModule,
+    found: dict[GraphModule, dict[Node, list[Node]]],
+    places: _Places,
+    ctx: PassContext,
+) -> None:
+    """Raise if gradients that wait would be added by more than one read.
+
+    `reduce_once` has them added once where autograd reduces several; a body that is called as a
+    region keeps its own reduction.
+    """
+    reads, waiting, apart = Counter[int](), set[int](), set[int]()
+    regions = _regions(gm)
+    for body, by_segment in found.items():
+        for segment, markers in by_segment.items():
+            positions = places[body][segment]
+            reads.update(positions)
+            reduction = spec_of(str(markers[0].args[1])).reduction
+            if reduction.pending or reduction.partial:
+                waiting.update(positions)
+            if body in regions:
+                apart.update(positions)
+    for position in waiting & apart:
+        if reads[position] > 1:
+            label, _ = ctx.buckets.get(position, ("a bucket", 0))
+            raise RuntimeError(
+                f"gradients of {label} wait to be reduced, and a nested_compile_region reads it, "
+                f"as {reads[position] - 1} other place(s) of the graph do: they would be added "
+                "more than once. Reduce the gradients of every micro-batch, or read the unit's "
+                "parameters in one call of one region"
+            )
+
+
+def _regions(gm: GraphModule) -> set[GraphModule]:
+    """The bodies that `invoke_subgraph` calls, and what is inside them."""
+    found: set[GraphModule] = set()
+    for body in graph_modules(gm):
+        for call in body.graph.find_nodes(
+            op="call_function", target=torch.ops.higher_order.invoke_subgraph
+        ):
+            target = getattr(body, str(call.args[0].target))
+            found.update(graph_modules(target))
+    return found
+
+
+def _moved(marker: Node, positions: Counter[int], ctx: PassContext) -> Moved:
+    """What `marker` reads; only its signature is known in a body that several calls share."""
+    signature = str(marker.args[1])
+    if len(positions) != 1:
+        return Moved(signature)
+    (position,) = positions
+    return Moved(signature, position, *ctx.buckets.get(position, ()))
+
+
+def _markers(gm: GraphModule) -> dict[Node, list[Node]]:
+    """The markers of one graph by the segment they read, in graph order."""
+    found: defaultdict[Node, list[Node]] = defaultdict(list)
+    for node in gm.graph.nodes:
+        if not is_marker(node):
+            continue
+        if not node.users:  # only its shape was asked for
+            gm.graph.erase_node(node)
+        else:
+            found[node.args[0]].append(node)
+    return found
+
+
+def is_marker(node: Node) -> bool:
+    """Whether the node marks the use of a parameter."""
+    return node.op == "call_function" and node.target in (
+        torch.ops.shardc.unshard_slot,
+        torch.ops.shardc.unshard_slot.default,
+        unshard_extended,
+    )
+
+
+def _insert(graph: Graph, markers: list[Node], moved: Moved) -> frozenset[int]:
+    """One `unshard` and its views before the modules that read it; the slots that are read."""
+    segment, _, _, extras = markers[0].args
+    assert isinstance(extras, (list, tuple))
+    around = _around(markers)
+    slots: set[int] = set()
+    with graph.inserting_before(_outside_regions(_first_inside(around, markers[0]))):
+        full = graph.call_function(unshard, (segment, moved, *extras))
+        for marker in markers:
+            refuse_in_place_update(marker)
+            slot = marker.args[2]
+            slots.add(int(slot))  # type: ignore[arg-type]
+            view = graph.call_function(operator.getitem, (full, slot))
+            view.meta = {**marker.meta, "nn_module_stack": around}
+            marker.replace_all_uses_with(view)
+    for marker in markers:
+        graph.erase_node(marker)
+    return frozenset(slots)
+
+
+_Stack = dict[str, tuple[str, object]]
+"""The modules that a node lies in, outermost first: each a path and a class."""
+
+
+def _stack(node: Node) -> _Stack:
+    return node.meta.get("nn_module_stack") or {}
+
+
+def _around(nodes: list[Node]) -> _Stack:
+    """The modules that all of `nodes` lie in."""
+    shared = list(_stack(nodes[0]).items())
+    for node in nodes:
+        pairs = zip(shared, _stack(node).items(), strict=False)
+        shared = [own for own, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return dict(shared)
+
+
+def _first_inside(around: _Stack, node: Node) -> Node:
+    """The node with which the call begins that `node` lies in, of a module right inside `around`.
+
+    Code of equal modules stays equal: each has its vectors from outside, also the one that is first
+    to read a bucket that they share.
+    """
+    inner = list(_stack(node))[: len(around) + 1]
+    if len(inner) == len(around):
+        return node
+    while node.prev.op != "placeholder" and list(_stack(node.prev))[: len(inner)] == inner:
+        node = node.prev
+    return node
+
+
+def _outside_regions(marker: Node) -> Node:
+    """Where the gather goes: before any `no_grad` or function transform that the marker lies in.
+
+    The first use of a weight may lie inside and a later one outside.
+    """
+    opens, closes = compat.region_nodes()
+    no_grad: Node | None = None
+    transforms: list[Node] = []
+    for node in marker.graph.nodes:
+        if node is marker:
+            break
+        if node.target is compat.SET_GRAD_ENABLED and torch.is_grad_enabled():
+            no_grad = None if node.args[0] else no_grad or node
+        elif node.target in opens:
+            transforms.append(node)
+        elif node.target in closes:
+            transforms.pop()
+    around = [*([no_grad] if no_grad else []), *transforms[:1], marker]
+    return next(node for node in marker.graph.nodes if node in around)
+
+
+def refuse_in_place_update(marker: Node) -> None:
+    """Raise if the forward updates the parameter that `marker` reads."""
+    value = marker.meta.get("example_value")
+    if value is None:
+        return
+    if any(alias._version > 0 for alias in (value, *compat.read_as_data(marker.graph, value))):
+        shape = tuple(spec_of(marker.args[1]).shapes[marker.args[2]])  # type: ignore[arg-type,index]
+        raise RuntimeError(
+            f"the forward updates a sharded parameter of shape {shape} in place; its full value "
+            "is a temporary, so the update would be lost. Update it outside the forward, or make "
+            f"it a buffer. It was read at:\n{marker.meta.get('stack_trace', '(unknown)')}"
+        )

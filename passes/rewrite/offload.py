@@ -1,0 +1,77 @@
+"""Forward and backward graph: what is chosen for it is saved on the host, and loaded from there.
+
+    forward:   ... x ... return y, x
+    becomes:   ... x; host = save_on_host(x); x_on_host = wait(host, x) ... return y, x_on_host
+    backward:  x ... f(x)
+    becomes:   x_on_host ... value = load_from_host(x_on_host); x = wait(value); f(x)
+
+Both graphs are edited together, as the partitioner made them: what the forward returns is what the
+backward is given. `schedule` moves the copies behind compute.
+"""
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from shardc.passes.context import PassContext
+from shardc.passes.nodes import LOAD, SAVE, WAIT_SAVED, c10d, set_unit_of_copy
+
+_SUFFIX = "_on_host"
+
+
+def offload_saved(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> None:
+    """Have what `ctx.kept.offloaded` names be saved on the host."""
+    given = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    for node in list(forward.graph.nodes):
+        unit = ctx.kept.offloaded.get(node.name)
+        if unit is None or node.name not in given or not _is_saved(node, ctx):
+            continue
+        host = _save(forward.graph, node, unit)
+        _load(backward.graph, given[node.name], host, node.meta["val"].device, unit)
+    if ctx.kept.offloaded:
+        forward.recompile()
+        backward.recompile()
+
+
+def _is_saved(node: Node, ctx: PassContext) -> bool:
+    """Whether the forward saves a value, and does not give it to the caller."""
+    outputs = node.graph.output_node().args[0]
+    assert isinstance(outputs, (list, tuple)) and ctx.results is not None
+    return node in outputs[ctx.results :] and node not in outputs[: ctx.results]
+
+
+def _save(graph: Graph, node: Node, unit: str) -> Node:
+    """Copy a saved value to the host, right after it is made; what is saved now."""
+    output = graph.output_node()
+    with graph.inserting_after(node):
+        start = graph.call_function(SAVE, (node,))
+    with graph.inserting_after(start):
+        wait = graph.create_node(
+            "call_function", WAIT_SAVED, (start, node), name=node.name + _SUFFIX
+        )
+    for each in (start, wait):
+        each.meta = {key: node.meta[key] for key in _FACTS if key in node.meta}
+        each.meta["val"] = SAVE(node.meta["val"])
+    set_unit_of_copy(start, unit)
+    output.replace_input_with(node, wait)
+    return wait
+
+
+def _load(graph: Graph, given: Node, host: Node, device: torch.device, unit: str) -> None:
+    """Have a backward be given what is on the host, and copy it from there before it is read."""
+    with graph.inserting_before(given):
+        saved = graph.placeholder(host.name)
+    saved.meta = {**given.meta, "val": host.meta["val"]}
+    first = min(given.users)
+    with graph.inserting_before(first):
+        start = graph.call_function(LOAD, (saved, device))
+        wait = graph.call_function(c10d.wait_tensor.default, (start,))
+    for each in (start, wait):
+        each.meta = {key: given.meta[key] for key in _FACTS if key in given.meta}
+        each.meta["val"] = given.meta["val"]
+    set_unit_of_copy(start, unit)
+    given.replace_all_uses_with(wait)
+    graph.erase_node(given)
+
+
+_FACTS = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag")
+"""What of a node's meta its copies have too."""

@@ -1,0 +1,19 @@
+"""Forward and backward graphs: one wait for a gather that is read several times.
+
+Equal gathers are one after AOT autograd's CSE, which leaves their waits apart from torch 2.15 on.
+"""
+
+from torch.fx import GraphModule
+
+from shardc.passes.context import PassContext
+from shardc.passes.nodes import is_all_gather, is_wait, our_collectives
+
+
+def wait_once(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """Have all readers of a gather read its first wait."""
+    for start in filter(is_all_gather, our_collectives(gm)):
+        waits = sorted(filter(is_wait, start.users))
+        for wait in waits[1:]:
+            wait.replace_all_uses_with(waits[0])
+            gm.graph.erase_node(wait)
+    return gm

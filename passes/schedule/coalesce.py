@@ -1,0 +1,216 @@
+"""Forward and backward graphs: send neighbouring buckets in one message where it costs nothing.
+
+    before:  ag0 = all_gather(s0)    ag1 = all_gather(s1)
+    after:   ag = all_gather_coalesced([s0, s1]); ag0, ag1 = ag
+
+Units are split into several buckets so that the first matmul waits for a small one and the last
+reduction is short; everywhere else a message for each would only add latency. Neighbours (in the
+order of need) are merged greedily as long as the simulated step does not get longer, so what delays
+a matmul stays apart. Coalesced ops leave every bucket in a tensor of its own: nothing is copied.
+All-to-alls have no such op. Their messages are rows that a `cat` writes, so one `cat` writes both:
+
+    before:  a2a0 = all_to_all(cat(a, b))    a2a1 = all_to_all(cat(c, d))
+    after:   rows = all_to_all(cat(a, b, c, d));  a2a0, a2a1 = rows[:, :n], rows[:, n:]
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from shardc.passes.context import PassContext
+from shardc.passes.nodes import c10d, is_collective, kind_of, moved_by, ranks_in, set_moved
+from shardc.passes.schedule.events import Transfer, read_events, read_problem
+from shardc.passes.schedule.reorder import reorder
+from shardc.passes.schedule.timeline import Gather, Problem, Reduce, plan_timeline, simulate
+
+aten = torch.ops.aten
+
+_COALESCED = {
+    c10d.all_gather_into_tensor.default: c10d.all_gather_into_tensor_coalesced.default,
+    c10d.reduce_scatter_tensor.default: c10d.reduce_scatter_tensor_coalesced.default,
+}
+SPEEDS = (0.7, 1.0, 1.4, 2.0)
+"""A merge must not cost anything at any of these speeds of compute, as shares of the modelled one:
+models are off by tens of per cent, and what they hide may be exposed."""
+_TOLERANCE = 1e-6
+"""Seconds that a merged step may be longer: less than the model can tell."""
+
+
+def coalesce(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """Merge collectives of `gm` into coalesced ones."""
+    if ctx.options is None or not ctx.options.coalesce:
+        return gm
+    events = read_events(gm)
+    if len(events.transfers) < 2:
+        return gm
+    problem = read_problem(gm, ctx, events)
+    merged = plan_groups(
+        problem,
+        [_kind(transfer) for transfer in events.gathers],
+        [_kind(transfer) for transfer in events.reduces],
+    )
+    for transfers, groups in zip((events.gathers, events.reduces), merged, strict=True):
+        for group in groups:
+            if len(group) > 1:
+                starts = [transfers[index].start for index in group]
+                merge = _merge_rows if kind_of(starts[0]) == "all_to_all" else _merge
+                merge(gm, starts)
+    calls = gm.graph.nodes
+    reorder(gm, {n: (i,) for i, n in enumerate(calls) if n.op == "call_function"})
+    return gm
+
+
+def _kind(transfer: Transfer) -> Any:
+    """Only collectives of one kind may be merged: same op, group, dtype, not coalesced yet."""
+    start = transfer.start
+    if kind_of(start) == "all_to_all" and _has_rows(start):
+        return start.target, start.meta["val"].dtype, start.args[-1]
+    waits_first = transfer.is_gather and any(map(is_collective, transfer.before))
+    if start.target not in _COALESCED or waits_first:
+        return object()
+    return start.target, start.meta["val"].dtype, start.args[1:]  # the group is the last
+
+
+# -- deciding ------------------------------------------------------------------------------------
+
+Groups = list[list[int]]
+
+
+def plan_groups(
+    problem: Problem, gather_kinds: Sequence[Any], reduce_kinds: Sequence[Any]
+) -> tuple[Groups, Groups]:
+    """Which gathers and which reductions travel together.
+
+    Args:
+        problem: one entry a collective.
+        gather_kinds, reduce_kinds: only neighbours of equal kind are merged.
+    """
+    gathers: Groups = [[index] for index in range(len(problem.gathers))]
+    reduces: Groups = [[index] for index in range(len(problem.reduces))]
+
+    def seconds() -> list[float]:
+        trial = replace(
+            problem,
+            gathers=tuple(_merged_gather(problem, group) for group in gathers),
+            reduces=tuple(_merged_reduce(problem, group) for group in reduces),
+        )
+        timeline = plan_timeline(trial)
+        return [simulate(trial, timeline, speed) for speed in SPEEDS]
+
+    best = seconds()
+    for groups, kinds, sizes, limit in (
+        (gathers, gather_kinds, problem.gathers, problem.limits.in_flight),
+        (reduces, reduce_kinds, problem.reduces, problem.limits.reduce_in_flight),
+    ):
+        place = 0
+        while place + 1 < len(groups):
+            left, right = groups[place : place + 2]
+            both = [*left, *right]
+            fits = sum(sizes[index].nbytes for index in both) <= limit // 2
+            if fits and kinds[left[0]] == kinds[right[0]]:
+                groups[place : place + 2] = [both]
+                trial = seconds()
+                if all(new <= old + _TOLERANCE for new, old in zip(trial, best, strict=True)):
+                    best = list(map(min, trial, best))
+                    continue
+                groups[place : place + 1] = [left, right]
+            place += 1
+    return gathers, reduces
+
+
+def _merged_gather(problem: Problem, group: list[int]) -> Gather:
+    members = [problem.gathers[index] for index in group]
+    needed = min(member.needed for member in members)
+    return replace(members[0], needed=needed, **_together(members))
+
+
+def _merged_reduce(problem: Problem, group: list[int]) -> Reduce:
+    members = [problem.reduces[index] for index in group]
+    ready = max(member.ready for member in members)
+    return replace(members[0], ready=ready, **_together(members))
+
+
+def _together(members: Sequence[Gather] | Sequence[Reduce]) -> dict[str, Any]:
+    """Bytes and seconds of one message in the place of several: what is fixed is paid once."""
+    seconds = sum(member.seconds for member in members)
+    saved = sum(member.fixed for member in members[1:])
+    return {"nbytes": sum(member.nbytes for member in members), "seconds": seconds - saved}
+
+
+# -- editing -------------------------------------------------------------------------------------
+
+
+def _merge(gm: GraphModule, starts: list[Node]) -> None:
+    """One coalesced op in place of the last of `starts`."""
+    last = max(starts)
+    target = _COALESCED[last.target]  # type: ignore[index]
+    with gm.graph.inserting_after(last):
+        inputs = [start.args[0] for start in starts]
+        together = gm.graph.call_function(target, (inputs, *last.args[1:]))
+    together.meta = {**last.meta, "val": [start.meta["val"] for start in starts]}
+    set_moved(together, [moved for start in starts for moved in moved_by(start)])
+    after = together
+    for index, start in enumerate(starts):
+        with gm.graph.inserting_after(after):
+            after = gm.graph.call_function(operator.getitem, (together, index))
+        after.meta = {k: v for k, v in start.meta.items() if k != "custom"}
+        start.replace_all_uses_with(after)
+        gm.graph.erase_node(start)
+
+
+def _has_rows(start: Node) -> bool:
+    """Whether an all-to-all sends what a `cat` made, a row a rank, and is read as rows.
+
+    Those among copies of the model follow other reductions, each at its own time.
+    """
+    message, (wait,) = start.all_input_nodes[0], start.users
+    joined = message.all_input_nodes[0] if message.target == aten.view.default else None
+    rows = [ranks_in(start), -1]
+    return bool(
+        joined is not None
+        and joined.target == aten.cat.default
+        and joined.args[1] == 1
+        and all(user.target == aten.view.default and user.args[1] == rows for user in wait.users)
+        and not any(moved.spec.reduction.replicas for moved in moved_by(start))
+    )
+
+
+def _merge_rows(gm: GraphModule, starts: list[Node]) -> None:
+    """One all-to-all of longer rows in place of the last of `starts`."""
+    last, ranks = max(starts), ranks_in(starts[0])
+    joins = [start.all_input_nodes[0].all_input_nodes[0] for start in starts]
+    moved = [moved for start in starts for moved in moved_by(start)]
+    place = last
+
+    def call(target: Any, *args: Any, like: Node) -> Node:
+        nonlocal place
+        with gm.graph.inserting_after(place):
+            place = gm.graph.call_function(target, args)
+        place.meta = {k: v for k, v in like.meta.items() if k != "custom"}
+        place.meta["val"] = target(*map_arg(args, lambda node: node.meta["val"]))
+        return place
+
+    parts = [part for join in joins for part in join.args[0]]  # type: ignore[union-attr]
+    joined = call(aten.cat.default, parts, 1, like=joins[-1])
+    message = call(aten.view.default, joined, [-1], like=joins[-1])
+    sizes = [joined.meta["val"].shape[1]] * ranks
+    together = call(last.target, message, sizes, sizes, last.args[-1], like=last)
+    wait = call(c10d.wait_tensor.default, together, like=next(iter(last.users)))
+    for node in (together, wait):
+        set_moved(node, moved)
+    rows = call(aten.view.default, wait, [ranks, -1], like=wait)
+    end = 0
+    for start, join in zip(starts, joins, strict=True):
+        begin, end = end, end + join.meta["val"].shape[1]
+        (old_wait,) = start.users
+        own = call(aten.slice.Tensor, rows, 1, begin, end, like=rows)
+        for view in list(old_wait.users):
+            view.replace_all_uses_with(own)
+            gm.graph.erase_node(view)
+        for node in (old_wait, start, start.all_input_nodes[0], join):
+            gm.graph.erase_node(node)

@@ -1,0 +1,20 @@
+"""Names for code outside of shardc that adds passes, hardware profiles or backends."""
+
+from shardc.passes import pipeline
+from shardc.passes.context import PassContext
+from shardc.passes.estimate.cost import collective_seconds
+from shardc.passes.estimate.hardware import PROFILES, Link, Profile
+from shardc.passes.runner import run_passes
+from shardc.runtime.comm.backends import CommBackend, register_backend
+
+__all__ = [
+    "PROFILES",
+    "CommBackend",
+    "Link",
+    "PassContext",
+    "Profile",
+    "collective_seconds",
+    "pipeline",
+    "register_backend",
+    "run_passes",
+]
