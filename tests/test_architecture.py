@@ -12,10 +12,13 @@ ROOT = Path(__file__).parent.parent
 ORDER = {"runtime": 0, "passes": 1, "shardc": 2}
 ROOMS = {
     "passes": [
-        "nodes", "estimate", "context", "schedule", "rewrite", "dump", "runner", "repeat", "pipeline",
-        "budget",
+        "nodes", "estimate", "context", "schedule", "rewrite", "dump", "runner", "repeat",
+        "pipeline", "budget",
     ],
-    "runtime": ["compat", "checks", "layout", "comm", "tensor", "eager", "bucket", "modules"],
+    "runtime": [
+        "compat", "checks", "layout", "groups", "watch", "comm", "tensor", "eager", "bucket",
+        "modules",
+    ],
     "shardc": ["", "sharding", "backend", "optim", "state", "reports", "commands", "integrations"],
 }  # fmt: skip
 """What is inside of each, folders and files: one imports those before it, and from itself."""
