@@ -18,7 +18,7 @@ import tabulate
 import torch.distributed as dist
 from tqdm import tqdm
 
-from shardc.runtime.comm import agreement
+from shardc.runtime.watch import agreement
 
 _TIMEOUT = timedelta(minutes=5)
 

@@ -3,7 +3,7 @@
     python benchmarks/comparing.py --ranks 2
 
 Each rank writes what it enters to memory that the ranks of its host share, and reads what they
-wrote (`runtime/comm/history.py`). The same processes train with and without that, in turn; the
+wrote (`runtime/watch/history.py`). The same processes train with and without that, in turn; the
 slowest rank counts. Many small layers make steps short and collectives many, so this is about the
 most that comparing can cost.
 """
@@ -50,7 +50,7 @@ def main() -> None:
 def prepare(rank: int, way: str, port: int, args: dict[str, Any]) -> Callable[[], Any]:
     """Build and warm one rank; what runs one round: seconds a step with and without comparing."""
     from shardc import fully_shard
-    from shardc.runtime.comm.history import History
+    from shardc.runtime.watch.history import History
 
     torch.set_num_threads(1)
     mesh = _join(rank, args["ranks"], port)

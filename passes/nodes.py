@@ -18,9 +18,9 @@ from shardc.runtime.comm import (  # noqa: F401 (register their ops)
     saved_on_host,
     table_rows,
 )
-from shardc.runtime.comm.progress import in_short
 from shardc.runtime.layout.spec import Moved, UnshardSpec
 from shardc.runtime.tensor import state_on_host  # noqa: F401 (registers its ops)
+from shardc.runtime.watch.progress import in_short
 
 c10d = torch.ops._c10d_functional
 

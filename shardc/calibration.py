@@ -23,8 +23,8 @@ from shardc.runtime import compat
 from shardc.runtime.checks.arguments import checked
 from shardc.runtime.checks.telling import warn
 from shardc.runtime.comm import collectives
-from shardc.runtime.comm.agreement import Statement, agree
-from shardc.runtime.comm.backends import backend_of
+from shardc.runtime.groups.backends import backend_of
+from shardc.runtime.watch.agreement import Statement, agree
 
 
 @dataclass(frozen=True)

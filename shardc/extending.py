@@ -5,7 +5,7 @@ from shardc.passes.context import PassContext
 from shardc.passes.estimate.cost import collective_seconds
 from shardc.passes.estimate.hardware import PROFILES, Link, Profile
 from shardc.passes.runner import run_passes
-from shardc.runtime.comm.backends import CommBackend, register_backend
+from shardc.runtime.groups.backends import CommBackend, register_backend
 
 __all__ = [
     "PROFILES",

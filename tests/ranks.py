@@ -279,7 +279,8 @@ def _serve(rank: int, world: int, port: int, device: str, pipe: Any, stacks: str
 def forget_agreements() -> None:
     """Have no test depend on what ranks agreed on in those before it."""
     if "shardc" in sys.modules:
-        from shardc.runtime.comm import agreement, communicators
+        from shardc.runtime.groups import communicators
+        from shardc.runtime.watch import agreement
 
         for kept in communicators._kept.values():
             if agreement._History in kept:

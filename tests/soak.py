@@ -66,7 +66,7 @@ def train(folder: Path, steps: int, pause: float) -> None:
 
 def endure(folder: Path, minutes: float, how: str) -> None:
     """One rank: train for so long, save and collect garbage, print how much was done."""
-    from shardc.runtime.comm.progress import progress
+    from shardc.runtime.watch.progress import progress
 
     model, optimizer = _build()
     options = {"executor": "eager"}

@@ -27,9 +27,9 @@ from shardc import fully_shard
 from shardc.backend.agreements import Agreements
 from shardc.backend.graph_plan import graph_plans
 from shardc.runtime import compat
-from shardc.runtime.comm import agreement
-from shardc.runtime.comm.agreement import Statement, agree
-from shardc.runtime.comm.communicators import kept_with
+from shardc.runtime.groups.communicators import kept_with
+from shardc.runtime.watch import agreement
+from shardc.runtime.watch.agreement import Statement, agree
 
 
 def _refusal(step):

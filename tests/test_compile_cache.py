@@ -32,8 +32,8 @@ from shardc.backend import compile_cache
 from shardc.backend.graph_plan import graph_plans
 from shardc.reports.live import rows_of
 from shardc.runtime import compat
-from shardc.runtime.comm import hand_over
-from shardc.runtime.comm.history import history_of
+from shardc.runtime.watch import hand_over
+from shardc.runtime.watch.history import history_of
 
 
 class Net(nn.Module):

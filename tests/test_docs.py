@@ -40,7 +40,7 @@ from shardc.backend.options import Options
 from shardc.commands.cli import _make_parser
 from shardc.passes.estimate.hardware import PROFILES
 from shardc.reports.terminal import READABLE
-from shardc.runtime.comm.backends import BACKENDS
+from shardc.runtime.groups.backends import BACKENDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -18,8 +18,8 @@ import shardc
 from shardc import fully_shard
 from shardc.extending import PROFILES, CommBackend, Link, pipeline, register_backend
 from shardc.passes.estimate.hardware import current_profile
-from shardc.runtime.comm.backends import BACKENDS, backend_of
-from shardc.runtime.comm.lost_peers import is_from_backend
+from shardc.runtime.groups.backends import BACKENDS, backend_of
+from shardc.runtime.watch.lost_peers import is_from_backend
 from shardc.sharding.units import units_of
 
 # -- a pass ----------------------------------------------------------------------------------------

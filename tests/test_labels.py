@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 import shardc
 from shardc import fully_shard
-from shardc.runtime.comm.progress import Label, in_short, progress
+from shardc.runtime.watch.progress import Label, in_short, progress
 
 
 def _step(call):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from ranks import FORKS, free_port
 
-from shardc.runtime.comm.lost_peers import compare
+from shardc.runtime.watch.lost_peers import compare
 
 TIMEOUT = 12  # seconds, of the group, where it is what must end the wait
 WAITED_FOR = ("sleeps", "stops")

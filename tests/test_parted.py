@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardc import StateDictOptions, WholeTensorOptimizer, get_model_state_dict, summon_full_params
 from shardc.runtime import compat
-from shardc.runtime.comm import history, long_waits, program_collectives
-from shardc.runtime.comm.backends import end_waits
-from shardc.runtime.comm.collectives import naming
-from shardc.runtime.comm.entry_board import RING, Board, word_of
-from shardc.runtime.comm.history import history_of
+from shardc.runtime.groups.backends import end_waits
+from shardc.runtime.watch import history, long_waits, program_collectives
+from shardc.runtime.watch.entering import naming
+from shardc.runtime.watch.entry_board import RING, Board, word_of
+from shardc.runtime.watch.history import history_of
 
 
 def _of_two(mesh, build):

@@ -15,7 +15,7 @@ from test_backend import Graphs
 from shardc import Report, compare_with_profile
 from shardc.passes.nodes import is_collective
 from shardc.reports.record import CollectiveRow, Record
-from shardc.runtime.comm.progress import VERBS, Label, label_of, read_name
+from shardc.runtime.watch.progress import VERBS, Label, label_of, read_name
 
 
 def _row(phase, kind, *buckets, seconds=1e-3, exposed=0.0):

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch.distributed as dist
 
-from shardc.runtime.comm.store import Attendance, look, pauses
+from shardc.runtime.groups.store import Attendance, look, pauses
 
 
 @pytest.mark.parametrize("world", [1, 2, 61, 62, 63, 124, 200])

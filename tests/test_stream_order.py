@@ -19,7 +19,7 @@ from torch import nn
 
 from shardc import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from shardc.runtime import compat
-from shardc.runtime.comm.backends import BACKENDS, high_priority_options
+from shardc.runtime.groups.backends import BACKENDS, high_priority_options
 
 EXECUTORS = pytest.mark.parametrize("executor", ["eager", None])
 DIMS = [8, 12, 16, 20, 24, 28]

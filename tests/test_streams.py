@@ -20,7 +20,7 @@ from torch import nn
 from shardc import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, summon_full_params
 from shardc.backend.graph_plan import graph_plans
 from shardc.runtime.comm import comm_buffers, host_copies
-from shardc.runtime.comm.backends import backend_of
+from shardc.runtime.groups.backends import backend_of
 
 EXECUTORS = pytest.mark.parametrize("executor", ["eager", None])
 

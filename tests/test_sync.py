@@ -17,7 +17,7 @@ import shardc
 from shardc import ShardedModule, ShardTensor, fully_shard, units_of
 from shardc.runtime import compat
 from shardc.runtime.checks import start
-from shardc.runtime.comm.agreement import rounds
+from shardc.runtime.watch.agreement import rounds
 
 
 def _on_meta(build=Stack):

@@ -17,7 +17,7 @@ from shardc.passes.nodes import (
     unit_of_copy,
     waits_for,
 )
-from shardc.runtime.comm.progress import OFFLOAD, Label, set_label
+from shardc.runtime.watch.progress import OFFLOAD, Label, set_label
 
 
 def label_collectives(gm: GraphModule, ctx: PassContext) -> GraphModule:

@@ -18,10 +18,10 @@ from shardc.runtime import compat
 from shardc.runtime.bucket.gradients import Gradients
 from shardc.runtime.bucket.graph_key import GraphKey
 from shardc.runtime.bucket.settings import Settings
-from shardc.runtime.comm.communicators import kept_with
-from shardc.runtime.comm.ranks import Ranks
 from shardc.runtime.eager.full_parameters import Gathered
 from shardc.runtime.eager.weak_hooks import weak_hook
+from shardc.runtime.groups.communicators import kept_with
+from shardc.runtime.groups.ranks import Ranks
 from shardc.runtime.layout.layout import BucketLayout
 from shardc.runtime.layout.padding import without_padding
 from shardc.runtime.tensor.extension import Extension

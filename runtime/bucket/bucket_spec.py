@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from shardc.runtime import compat
-from shardc.runtime.comm.backends import backend_of
-from shardc.runtime.comm.communicators import own_group
-from shardc.runtime.comm.hierarchy import own_hierarchy
+from shardc.runtime.groups.backends import backend_of
+from shardc.runtime.groups.communicators import own_group
+from shardc.runtime.groups.hierarchy import own_hierarchy
 from shardc.runtime.layout.spec import Hierarchy, Reduction, UnshardSpec
 from shardc.runtime.layout.wire_format import WireFormat
 

@@ -5,21 +5,16 @@ compiled graph the pair shows as two nodes, which passes move apart; the eager r
 steps apart itself. Groups go by name, because a name is all that a graph can carry.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shardc.runtime import compat
-from shardc.runtime.comm import lost_peers
-from shardc.runtime.comm.history import Failed, Parted, history_of
-from shardc.runtime.comm.long_waits import watch
-from shardc.runtime.comm.progress import Call, progress
-
-BoxedGraph = Callable[[list[object]], object]
-"""A compiled graph: it takes its inputs as one list and empties it."""
+from shardc.runtime.watch.entering import entering, naming
+from shardc.runtime.watch.progress import Call
 
 ops = torch.ops._c10d_functional
 compat.gather_under_short_names()
@@ -183,73 +178,3 @@ def _start_exchange(flat: Tensor, out_sizes: list[int], in_sizes: list[int], gro
 def labelled(name: str) -> AbstractContextManager[object]:
     """Show what runs inside under `name` in the PyTorch profiler."""
     return torch.profiler.record_function(name)
-
-
-@contextmanager
-def in_history(group: str) -> Iterator[None]:
-    """What is started inside enters the history of `group`; where ranks part, all are told."""
-    outer, progress.history = progress.history, watch(group)
-    try:
-        yield
-    except Parted as error:
-        lost_peers.tell(group, error)
-        raise
-    finally:
-        progress.inside = None
-        progress.history = outer
-
-
-@contextmanager
-def naming(group: str) -> Iterator[None]:
-    """Have a failure of a collective over `group` say which it is, and which ranks are missing."""
-    with in_history(group):
-        try:
-            yield
-        except RuntimeError as error:
-            if history_of(group) is None or not lost_peers.is_from_backend(error):
-                raise  # without peers there is nobody to name
-            raise Failed(lost_peers.explain(group, error)) from error
-
-
-@contextmanager
-def entering(what: str, group: str, value: Tensor | None = None) -> Iterator[None]:
-    """A collective for a call of the user, waited for inside; nothing where `value` is traced.
-
-    Args:
-        what: the collective, the same on all ranks.
-    """
-    if value is not None and type(value) is not Tensor:
-        yield
-    else:
-        with naming(group), Call(what):
-            yield
-
-
-def naming_failures(
-    call: BoxedGraph, groups: Sequence[str], replayed: Sequence[str] = ()
-) -> BoxedGraph:
-    """`call`, a boxed graph with collectives over `groups`, within `naming` and below autograd.
-
-    Where a CUDA graph replays it, over the groups `replayed`, Python does not see its collectives:
-    it enters histories as one. NCCL destroys none of these groups before the CUDA graph.
-    """
-    others = groups if replayed else groups[1:]
-    if replayed:
-        compat.free_cuda_graphs_before(replayed)
-
-    def run(inputs: list[object]) -> object:
-        for group in others:
-            with naming(group):
-                progress.enter_graph()
-        with naming(groups[0]):
-            if replayed:
-                progress.history = None
-            progress.begin_graph()
-            try:
-                with compat.below_autograd():
-                    return call(inputs)
-            finally:
-                progress.end_graph()
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from shardc.runtime import compat
 from shardc.runtime.comm import collectives
-from shardc.runtime.comm.backends import backend_of
 from shardc.runtime.comm.host_copies import copy_in, stream_of
+from shardc.runtime.groups.backends import backend_of
 
 
 def _allocate(

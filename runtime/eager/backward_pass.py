@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from shardc.runtime import compat
-from shardc.runtime.comm import collectives
-from shardc.runtime.comm.progress import Label
 from shardc.runtime.comm.unshard import Steps, pack_gradients, reducing
 from shardc.runtime.eager.accumulate import flush_when_done
 from shardc.runtime.eager.gather_order import Gathers
 from shardc.runtime.eager.needs import EagerBucket
+from shardc.runtime.watch.entering import naming
+from shardc.runtime.watch.progress import Label
 
 if TYPE_CHECKING:
     from shardc.runtime.eager.regather import Again
@@ -59,7 +59,7 @@ class _Reduction:
         self._steps = steps
         r = bucket.key.code.reduction
         self._kinds = r.kinds
-        with collectives.naming(bucket.ranks.everyone), self._label():
+        with naming(bucket.ranks.everyone), self._label():
             self._started = next(steps)
 
     def _label(self, waits: bool = False) -> AbstractContextManager[object]:
@@ -71,7 +71,7 @@ class _Reduction:
         """Wait for the collective under way and start the next; False once the gradient is dealt
         out."""
         try:
-            with collectives.naming(self.bucket.ranks.everyone):
+            with naming(self.bucket.ranks.everyone):
                 with self._label(waits=True):
                     value = self._started.wait()
                 self._kinds.pop(0)

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from shardc.runtime import compat
-from shardc.runtime.comm import collectives, lost_peers
+from shardc.runtime.comm import collectives
 from shardc.runtime.eager.backward_pass import backward_pass
 from shardc.runtime.eager.gather_order import Gathers
 from shardc.runtime.eager.needs import EagerBucket, EagerModule, EagerUnit
 from shardc.runtime.eager.precision import map_tensors
 from shardc.runtime.eager.regather import saving_handles
+from shardc.runtime.watch import lost_peers
 
 
 @dataclass(eq=False)

@@ -11,8 +11,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from shardc.runtime import compat
-from shardc.runtime.comm.collectives import BoxedGraph
-from shardc.runtime.comm.progress import label_of
+from shardc.runtime.watch.entering import BoxedGraph
+from shardc.runtime.watch.progress import label_of
 
 _UNLABELLED = nullcontext()
 

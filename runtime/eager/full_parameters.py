@@ -18,13 +18,14 @@ from torch import Tensor
 
 from shardc.runtime import compat
 from shardc.runtime.checks.meta import refuse_meta
-from shardc.runtime.comm.collectives import Started, naming
-from shardc.runtime.comm.progress import Label
+from shardc.runtime.comm.collectives import Started
 from shardc.runtime.comm.unshard import start_gather
 from shardc.runtime.eager.backward_pass import backward_pass
 from shardc.runtime.eager.eager import gathers
 from shardc.runtime.eager.needs import EagerBucket
 from shardc.runtime.eager.regather import Again, Unsharded
+from shardc.runtime.watch.entering import naming
+from shardc.runtime.watch.progress import Label
 
 
 class Gathered:

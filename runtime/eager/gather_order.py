@@ -20,11 +20,12 @@ from torch import Tensor
 from shardc.runtime import compat
 from shardc.runtime.checks.telling import warn
 from shardc.runtime.comm import collectives
-from shardc.runtime.comm.agreement import Statement, agree
-from shardc.runtime.comm.progress import Label
 from shardc.runtime.comm.unshard import start_gather
 from shardc.runtime.eager.needs import EagerBucket, EagerUnit
 from shardc.runtime.layout.spec import UnshardSpec
+from shardc.runtime.watch.agreement import Statement, agree
+from shardc.runtime.watch.entering import naming
+from shardc.runtime.watch.progress import Label
 
 if TYPE_CHECKING:
     from shardc.runtime.eager.regather import Again
@@ -64,7 +65,7 @@ class Gathers:
         if gather is None or (gather.code, gather.written) != (code, bucket.version):
             gather = _start(bucket, again, self.phase)
         with (
-            collectives.naming(bucket.ranks.everyone),
+            naming(bucket.ranks.everyone),
             Label("all_gather", (bucket.label,), self.phase, waits=True),
         ):
             full = gather.started.wait()
@@ -142,6 +143,6 @@ def _start(bucket: EagerBucket, again: "Again | None", phase: str) -> _Gather:
     bucket.owner.await_updates()
     code, part = (bucket.key.reading_code(), None) if again is None else (again.code, again.part)
     label = Label("all_gather", (bucket.label,), phase, dtype=code.compute_dtype)
-    with torch.no_grad(), collectives.naming(bucket.ranks.everyone), label:
+    with torch.no_grad(), naming(bucket.ranks.everyone), label:
         started = start_gather(bucket.segment.detach(), code, part)
     return _Gather(code, bucket.version, started)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardc.runtime.comm.ranks import Ranks
+from shardc.runtime.groups.ranks import Ranks
 from shardc.runtime.layout.layout import BucketLayout
 from shardc.runtime.layout.spec import UnshardSpec
 from shardc.runtime.tensor.tensor_parallel import Placed

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardc.runtime import compat
 from shardc.runtime.checks.words import plural
-from shardc.runtime.comm.collectives import entering
 from shardc.runtime.tensor.shard_spec import (
     FlatShard,
     Over,
@@ -29,6 +28,7 @@ from shardc.runtime.tensor.shard_spec import (
     whole_gradient,
 )
 from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.watch.entering import entering
 
 
 def to_local(tensor: ShardTensor, grad_placements: Sequence[Placement] | None) -> Tensor:

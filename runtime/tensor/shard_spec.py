@@ -17,7 +17,7 @@ from torch.distributed.tensor import Placement, Replicate
 
 from shardc.runtime import compat
 from shardc.runtime.comm.collectives import all_reduce
-from shardc.runtime.comm.ranks import known_mesh
+from shardc.runtime.groups.ranks import known_mesh
 from shardc.runtime.layout.layout import interval
 from shardc.runtime.tensor.tensor_parallel import Placed
 

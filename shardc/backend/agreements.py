@@ -16,7 +16,7 @@ from shardc.backend.stages import RANKS
 from shardc.passes.context import Facts, NotAgreed
 from shardc.passes.rewrite.verify import collective_sequence
 from shardc.runtime import compat
-from shardc.runtime.comm.agreement import Statement, agree, known, settle
+from shardc.runtime.watch.agreement import Statement, agree, known, settle
 
 
 @dataclass(frozen=True)

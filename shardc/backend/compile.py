@@ -39,12 +39,12 @@ from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket, bucket_of
 from shardc.runtime.checks.start import check_start
 from shardc.runtime.checks.telling import is_first_to_tell, warn
-from shardc.runtime.comm.agreement import Statement, rounds
-from shardc.runtime.comm.collectives import BoxedGraph, naming_failures
-from shardc.runtime.comm.progress import label_of, progress
 from shardc.runtime.eager.accumulate import flush_when_done
 from shardc.runtime.eager.executor import eager_executor
 from shardc.runtime.layout.spec import any_spec
+from shardc.runtime.watch.agreement import Statement, rounds
+from shardc.runtime.watch.entering import BoxedGraph, naming_failures
+from shardc.runtime.watch.progress import label_of, progress
 
 log = logging.getLogger("shardc")
 

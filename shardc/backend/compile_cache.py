@@ -33,8 +33,8 @@ from shardc.backend.stages import RANKS
 from shardc.passes.context import Kept
 from shardc.passes.rewrite.used_slots import Differentiated
 from shardc.runtime import compat
-from shardc.runtime.comm.agreement import Statement
-from shardc.runtime.comm.hand_over import HandOver
+from shardc.runtime.watch.agreement import Statement
+from shardc.runtime.watch.hand_over import HandOver
 
 Wrap = Callable[[Any, list[str], list[str]], Any]
 """Has what Inductor made of a graph say what is missing where one of its collectives fails; given

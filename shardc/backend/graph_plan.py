@@ -47,7 +47,7 @@ from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket, bucket_of
 from shardc.runtime.bucket.bucket_spec import is_elsewhere
 from shardc.runtime.bucket.unit import Unit
-from shardc.runtime.comm.backends import backend_of
+from shardc.runtime.groups.backends import backend_of
 
 _numbers = itertools.count()
 

@@ -31,7 +31,7 @@ from shardc.passes.estimate.cost import evaluate, symbol_hints
 from shardc.passes.nodes import graph_modules
 from shardc.passes.runner import run_passes
 from shardc.runtime import compat
-from shardc.runtime.comm.progress import label_of
+from shardc.runtime.watch.progress import label_of
 
 log = logging.getLogger("shardc")
 

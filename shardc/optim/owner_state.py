@@ -20,8 +20,8 @@ from shardc.optim.first_state import first_state
 from shardc.optim.given import OWN
 from shardc.optim.owners import on_owner
 from shardc.runtime import compat
-from shardc.runtime.comm.collectives import entering
 from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.watch.entering import entering
 
 
 @dataclass(frozen=True)

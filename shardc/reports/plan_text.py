@@ -16,7 +16,7 @@ from shardc.reports.record import CollectiveRow
 from shardc.reports.terminal import UNLIMITED, pairs
 from shardc.reports.text import bucket_table, collective_table
 from shardc.runtime.checks.words import format_bytes, format_seconds, plural
-from shardc.runtime.comm.progress import in_short
+from shardc.runtime.watch.progress import in_short
 
 log = logging.getLogger("shardc")
 

@@ -8,7 +8,7 @@ from shardc.reports.memory_curve import curve_table
 from shardc.reports.record import KINDS, BucketRow, CollectiveRow, Record
 from shardc.reports.terminal import PAGE, Column, pairs, table, wrap
 from shardc.runtime.checks.words import format_bytes, format_seconds, plural
-from shardc.runtime.comm.progress import in_short
+from shardc.runtime.watch.progress import in_short
 
 _ENDS = 2
 """Of rows that are alike but for a number, as many are shown at each end."""

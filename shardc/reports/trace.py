@@ -35,7 +35,7 @@ from shardc.reports.trace_events import (
 )
 from shardc.runtime.checks.arguments import checked
 from shardc.runtime.checks.words import plural
-from shardc.runtime.comm.progress import VERBS, in_short
+from shardc.runtime.watch.progress import VERBS, in_short
 
 _WORST = 5
 """Rows that are named as the worst."""

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from shardc.reports.record import Record
-from shardc.runtime.comm.backends import BACKENDS
-from shardc.runtime.comm.progress import COPIES, read_name
+from shardc.runtime.groups.backends import BACKENDS
+from shardc.runtime.watch.progress import COPIES, read_name
 
 HOW = """record a few steps of one rank, after a first step that compiles:
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.runtime import compat
-from shardc.runtime.comm.ranks import Ranks
+from shardc.runtime.groups.ranks import Ranks
 from shardc.runtime.tensor.tensor_parallel import local_value
 from shardc.sharding.materialize import generator_fact
 from shardc.sharding.unit_plan import UnitPlan

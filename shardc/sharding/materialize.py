@@ -24,9 +24,9 @@ from shardc.runtime.bucket.params import allocate, parameter_like
 from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.arguments import Must, check_value
 from shardc.runtime.checks.start import check_start
-from shardc.runtime.comm.agreement import Statement, agree, decline
 from shardc.runtime.modules.modules import ShardedModule
 from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.watch.agreement import Statement, agree, decline
 
 InitFn = Annotated[
     Callable[[nn.Module], Any],

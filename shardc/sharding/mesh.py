@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, Must, checked
 from shardc.runtime.checks.words import plural
-from shardc.runtime.comm.backends import backend_of
-from shardc.runtime.comm.communicators import kept_with
-from shardc.runtime.comm.hierarchy import hierarchical_group
+from shardc.runtime.groups.backends import backend_of
+from shardc.runtime.groups.communicators import kept_with
+from shardc.runtime.groups.hierarchy import hierarchical_group
 from shardc.runtime.tensor.tensor_parallel import Spmd
 
 MeshDims = Annotated[

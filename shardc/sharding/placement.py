@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.runtime import compat
 from shardc.runtime.bucket.settings import Settings
-from shardc.runtime.comm.ranks import Ranks
+from shardc.runtime.groups.ranks import Ranks
 from shardc.runtime.layout.layout import BucketLayout
 from shardc.runtime.layout.padding import new_padded
 from shardc.sharding.sync import scatter_segment

@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import checked
-from shardc.runtime.comm.collectives import entering
-from shardc.runtime.comm.communicators import group_over
+from shardc.runtime.groups.communicators import group_over
 from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.watch.entering import entering
 from shardc.sharding.sync import plain_parts
 
 

@@ -17,14 +17,14 @@ from shardc.runtime.bucket.bucket import Bucket
 from shardc.runtime.bucket.params import take
 from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.arguments import check_arguments
-from shardc.runtime.comm.agreement import Statement, agree, decline
-from shardc.runtime.comm.ranks import Ranks, ranks_of
 from shardc.runtime.eager.precision import keep_buffers_in
+from shardc.runtime.groups.ranks import Ranks, ranks_of
 from shardc.runtime.modules.controls import Reshard
 from shardc.runtime.modules.modules import make_unit
 from shardc.runtime.tensor.extension import Extension
 from shardc.runtime.tensor.quantised_state import watch_optimizers
 from shardc.runtime.tensor.tensor_parallel import Placed, Spmd, restore_ties
+from shardc.runtime.watch.agreement import Statement, agree, decline
 from shardc.sharding.checks import (
     LeftAlone,
     check_ignored,

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket
-from shardc.runtime.comm.collectives import entering
-from shardc.runtime.comm.ranks import Ranks
+from shardc.runtime.groups.ranks import Ranks
 from shardc.runtime.layout.layout import BucketLayout
 from shardc.runtime.layout.padding import new_padded
 from shardc.runtime.tensor.tensor_parallel import local_value
+from shardc.runtime.watch.entering import entering
 
 Held = tuple[nn.Module, str, Tensor]
 """A buffer with the module that holds it, and its name there."""

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardc.runtime import compat
-from shardc.runtime.comm.collectives import entering
 from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.watch.entering import entering
 
 
 @dataclass(frozen=True)

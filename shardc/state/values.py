@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardc.runtime import compat
 from shardc.runtime.checks.words import plural
-from shardc.runtime.comm.collectives import entering
 from shardc.runtime.tensor.shard_operands import cut
 from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.watch.entering import entering
 from shardc.state.ranks import ModelRanks
 
 Tree = Any

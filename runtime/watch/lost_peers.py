@@ -32,11 +32,11 @@ import torch.distributed as dist
 from shardc.runtime import compat
 from shardc.runtime.checks.call_sites import own_collective_of, place_of_thread
 from shardc.runtime.checks.words import plural
-from shardc.runtime.comm.backends import BACKENDS, end_waits, flight_record
-from shardc.runtime.comm.entry_board import RING
-from shardc.runtime.comm.history import Failed, Parted, histories, history_of
-from shardc.runtime.comm.progress import Call, CallWait, Label, progress
-from shardc.runtime.comm.store import store_of
+from shardc.runtime.groups.backends import BACKENDS, end_waits, flight_record
+from shardc.runtime.groups.store import store_of
+from shardc.runtime.watch.entry_board import RING
+from shardc.runtime.watch.history import Failed, Parted, histories, history_of
+from shardc.runtime.watch.progress import Call, CallWait, Label, progress
 
 log = logging.getLogger("shardc")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from shardc.runtime import compat
-from shardc.runtime.comm.communicators import kept_with
+from shardc.runtime.groups.communicators import kept_with
 
 _BLOCK = 62
 """Ranks that are counted in one number of the store, which has 63 bits."""

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from shardc.runtime import compat
 from shardc.runtime.checks.call_sites import own_collective_of, place_of_thread
-from shardc.runtime.comm.history import Entry, History, say_parted
-from shardc.runtime.comm.progress import progress
 from shardc.runtime.compat import Recorded
+from shardc.runtime.watch.history import Entry, History, say_parted
+from shardc.runtime.watch.progress import progress
 
 _MEET = ("barrier", "all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter",
          "all_to_all", "alltoall")  # fmt: skip

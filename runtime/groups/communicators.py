@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.runtime import compat
-from shardc.runtime.comm.backends import high_priority_options
+from shardc.runtime.groups.backends import high_priority_options
 
 T = TypeVar("T")
 _kept: WeakKeyDictionary[dist.ProcessGroup, dict[object, object]] = WeakKeyDictionary()

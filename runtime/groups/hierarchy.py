@@ -11,7 +11,7 @@ from functools import partial
 import torch.distributed as dist
 
 from shardc.runtime import compat
-from shardc.runtime.comm.communicators import kept_with, own_group
+from shardc.runtime.groups.communicators import kept_with, own_group
 from shardc.runtime.layout.spec import Hierarchy
 
 

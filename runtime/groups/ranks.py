@@ -5,8 +5,8 @@ from weakref import WeakValueDictionary
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardc.runtime.comm.communicators import group_along, group_over
-from shardc.runtime.comm.hierarchy import hierarchy_of
+from shardc.runtime.groups.communicators import group_along, group_over
+from shardc.runtime.groups.hierarchy import hierarchy_of
 from shardc.runtime.layout.spec import Hierarchy
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardc.runtime import compat
 from shardc.runtime.checks.words import plural
-from shardc.runtime.comm.entry_board import RING, board_of, word_of
+from shardc.runtime.watch.entry_board import RING, board_of, word_of
 
 
 class Entry(NamedTuple):

@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from shardc.runtime import compat
 from shardc.runtime.checks.call_sites import call_of_user
-from shardc.runtime.comm.history import History, digest_of
+from shardc.runtime.watch.history import History, digest_of
 
 OFFLOAD = "to_host"
 """The kind of a copy of a gradient to the host."""

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from shardc.runtime.comm.store import store_of
+from shardc.runtime.groups.store import store_of
 
 RING = 128
 """How many entries a rank keeps: one that is further ahead is not compared with."""

@@ -17,9 +17,10 @@ from types import TracebackType
 import torch.distributed as dist
 
 from shardc.runtime import compat
-from shardc.runtime.comm.backends import end_waits
-from shardc.runtime.comm.history import History, history_of
-from shardc.runtime.comm.lost_peers import (
+from shardc.runtime.groups.backends import end_waits
+from shardc.runtime.groups.store import store_of
+from shardc.runtime.watch.history import History, history_of
+from shardc.runtime.watch.lost_peers import (
     FAILED,
     append,
     called_from,
@@ -28,9 +29,8 @@ from shardc.runtime.comm.lost_peers import (
     note_parting,
     said_parted,
 )
-from shardc.runtime.comm.program_collectives import Shown, from_json, parted_from, this_rank
-from shardc.runtime.comm.progress import Call, Label, progress
-from shardc.runtime.comm.store import store_of
+from shardc.runtime.watch.program_collectives import Shown, from_json, parted_from, this_rank
+from shardc.runtime.watch.progress import Call, Label, progress
 
 log = logging.getLogger("shardc")
 

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from shardc.runtime import compat
 from shardc.runtime.checks.call_sites import place_of_thread
 from shardc.runtime.checks.words import plural
-from shardc.runtime.comm.collectives import in_history
-from shardc.runtime.comm.communicators import kept_with
-from shardc.runtime.comm.history import Failed, Parted
-from shardc.runtime.comm.lost_peers import store_holder
-from shardc.runtime.comm.progress import Call, progress
-from shardc.runtime.comm.store import Attendance, digest, look, pauses, store_of
+from shardc.runtime.groups.communicators import kept_with
+from shardc.runtime.groups.store import Attendance, digest, look, pauses, store_of
+from shardc.runtime.watch.entering import in_history
+from shardc.runtime.watch.history import Failed, Parted
+from shardc.runtime.watch.lost_peers import store_holder
+from shardc.runtime.watch.progress import Call, progress
 
 _AGREED = "agreed\n"
 """How a verdict begins if all is well; the notes follow, a line each."""

@@ -14,8 +14,8 @@ from collections.abc import Collection
 import torch.distributed as dist
 
 from shardc.runtime import compat
-from shardc.runtime.comm.communicators import kept_with
-from shardc.runtime.comm.store import look, pauses, store_of
+from shardc.runtime.groups.communicators import kept_with
+from shardc.runtime.groups.store import look, pauses, store_of
 
 log = logging.getLogger("shardc")
 
