@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import shardc
-from shardc.reports.lanes import lanes_of, op_indices
+from shardc.reports.pictures.lanes import lanes_of, op_indices
 
 WIDTH, LEFT, RIGHT = 1120, 118, 1100
 COMPUTE, LANE, ROW = 62, 112, 30

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from shardc.passes.estimate.hardware import Profile as Profile
     from shardc.passes.estimate.hardware import get_profile as get_profile
     from shardc.passes.estimate.hardware import set_profile as set_profile
-    from shardc.reports.explain import explain as explain
-    from shardc.reports.fit import Fit as Fit
-    from shardc.reports.fit import fewest_ranks as fewest_ranks
-    from shardc.reports.fit import fit as fit
+    from shardc.planning.explain import explain as explain
+    from shardc.planning.fit import Fit as Fit
+    from shardc.planning.fit import fewest_ranks as fewest_ranks
+    from shardc.planning.fit import fit as fit
     from shardc.reports.live import report as report
     from shardc.reports.report import Report as Report
     from shardc.reports.table import describe as describe
@@ -68,8 +68,8 @@ _HOMES = {
     "shardc.calibration": "calibrate",
     "shardc.optim.whole_tensor": "WholeTensorOptimizer",
     "shardc.passes.estimate.hardware": "Profile get_profile set_profile",
-    "shardc.reports.explain": "explain",
-    "shardc.reports.fit": "Fit fewest_ranks fit",
+    "shardc.planning.explain": "explain",
+    "shardc.planning.fit": "Fit fewest_ranks fit",
     "shardc.reports.live": "report",
     "shardc.reports.report": "Report",
     "shardc.reports.table": "describe",

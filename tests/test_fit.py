@@ -11,8 +11,8 @@ from models import Gated, Stack, tokens
 
 import shardc
 from shardc.passes.budget.choose import BudgetTooSmall
-from shardc.reports import fit as fitting
-from shardc.reports.fit import fewest_ranks, fit, largest
+from shardc.planning import fit as fitting
+from shardc.planning.fit import fewest_ranks, fit, largest
 
 X = torch.empty(1, 64, 32, device="meta")
 

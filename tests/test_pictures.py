@@ -10,9 +10,9 @@ import pytest
 from browser import answer_of
 from records import training_step
 
-from shardc.reports.html import page, save_html
-from shardc.reports.lanes import lanes_of, op_indices, stalls
-from shardc.reports.perfetto import save_trace, trace_events
+from shardc.reports.pictures.html import page, save_html
+from shardc.reports.pictures.lanes import lanes_of, op_indices, stalls
+from shardc.reports.pictures.perfetto import save_trace, trace_events
 from shardc.reports.record import KINDS, CurveRow, Finding, Op, Record
 from shardc.runtime.checks.words import format_bytes
 

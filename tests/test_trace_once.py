@@ -17,7 +17,7 @@ from shardc.backend.graph_plan import joint_listeners
 from shardc.passes.nodes import module_of, moved_by
 from shardc.passes.repeat.repeated_calls import FEWEST_CALLS
 from shardc.passes.repeat.trace_once import Calls
-from shardc.reports import plan_step
+from shardc.planning import plan_step
 from shardc.runtime import compat
 from shardc.sharding import unit_plan
 

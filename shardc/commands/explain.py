@@ -18,7 +18,7 @@ from shardc.commands.arguments import (
 from shardc.commands.errors import FoundProblem, UsageError, finding_problems
 from shardc.commands.progress_line import Progress, showing_progress
 from shardc.commands.target import EXAMPLE, find_target, load_model
-from shardc.reports.endings import check_ending
+from shardc.reports.pictures.endings import check_ending
 from shardc.runtime.checks.words import plural
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def explain_target(
     find_target(target)
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-    from shardc.reports.explain import explain
+    from shardc.planning.explain import explain
 
     profile = read_profile(args)
     if args.hierarchical and math.prod(mesh) % profile.node_size:

@@ -21,7 +21,7 @@ from shardc.reports.terminal import Column, table, wrap
 from shardc.runtime.checks.words import bytes_like, format_seconds, plural
 
 if TYPE_CHECKING:
-    from shardc.reports.fit import Fit
+    from shardc.planning.fit import Fit
 
 NAME = "fit"
 SUMMARY = "find the largest batch or sequence that fits a GPU, and the fewest ranks"
@@ -76,7 +76,7 @@ def _search(args: argparse.Namespace, progress: Progress) -> tuple["Fit", "Fit"]
     progress("building the model")
     model, inputs = load_model(args.target)
     positional, named = example_inputs(inputs, args.target)
-    from shardc.reports.fit import fewest_ranks, fit
+    from shardc.planning.fit import fewest_ranks, fit
 
     given: dict[str, Any] = {
         "kwargs": named,

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 from shardc.reports.compare import comparison_text
-from shardc.reports.endings import ENDINGS, check_ending
-from shardc.reports.html import save_html
-from shardc.reports.perfetto import save_trace
+from shardc.reports.pictures.endings import ENDINGS, check_ending
+from shardc.reports.pictures.html import save_html
+from shardc.reports.pictures.perfetto import save_trace
 from shardc.reports.record import Record
 from shardc.reports.text import report_text
 from shardc.runtime.checks.arguments import check_value

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from shardc.reports.lanes import label_of, lanes_of, op_indices, resumed, stalls
+from shardc.reports.pictures.lanes import label_of, lanes_of, op_indices, resumed, stalls
 from shardc.reports.record import KINDS, CollectiveRow, Op, Record
 from shardc.runtime.checks.words import plural
 

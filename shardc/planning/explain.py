@@ -27,11 +27,11 @@ from shardc.backend.options import Options
 from shardc.passes.budget.curve import Curve, memory_curve
 from shardc.passes.context import PassContext
 from shardc.passes.estimate.hardware import Budget, Profile, as_profile, planning_for
+from shardc.planning.plan_step import plan_step
 from shardc.reports import plan_text  # noqa: F401 (it listens for finished plans)
 from shardc.reports.formulas import token_formulas
 from shardc.reports.live import report_of
 from shardc.reports.memory_curve import curve_rows
-from shardc.reports.plan_step import plan_step
 from shardc.reports.report import Report
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, checked

@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from shardc.reports.lanes import SLACK, lanes_of, op_indices
+from shardc.reports.pictures.lanes import SLACK, lanes_of, op_indices
 from shardc.reports.record import (
     KINDS,
     BucketRow,
@@ -33,7 +33,7 @@ def page(record: Record) -> str:
     Raises:
         ValueError: the record has a figure that is not finite.
     """
-    files = resources.files("shardc.reports").joinpath("page")
+    files = resources.files("shardc.reports.pictures").joinpath("page")
 
     def part(match: re.Match[str]) -> str:
         name = match[1]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardc.passes.budget.choose import BudgetTooSmall
 from shardc.passes.estimate.hardware import Profile, as_profile, budget_bytes
-from shardc.reports.explain import explain
+from shardc.planning.explain import explain
 from shardc.reports.report import Report
 from shardc.runtime.checks.arguments import Count, checked
 from shardc.runtime.checks.words import plural

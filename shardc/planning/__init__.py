@@ -1,0 +1,1 @@
+"""Plans without ranks: what a step would do, and the largest that fits."""

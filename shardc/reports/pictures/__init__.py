@@ -1,0 +1,1 @@
+"""Files that show a record: a page, a trace for Perfetto."""
