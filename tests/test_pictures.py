@@ -315,12 +315,12 @@ def test_tables_sort_and_a_row_shows_its_collective(tmp_path):
         return { given, sorted, marked, chosen: texts("tr.chosen td")[0], index: row.index,
           inside: start <= row.issued && row.reader.end <= end && end - start < 0.03 };
     """, tmp_path)  # fmt: skip
-    assert did["given"] == ["1", "2", "3"]
+    assert did["given"] == ["0", "1", "2"]
     large, small, late, named = did["sorted"]
-    assert large == ["7", "20", "2"] and small[0] == "1" and late[0] == "11"
-    assert named == ["1", "10", "2"]  # (root) first, and rows that are alike stay in order
+    assert large == ["6", "19", "1"] and small[0] == "0" and late[0] == "10"
+    assert named == ["0", "9", "1"]  # (root) first, and rows that are alike stay in order
     assert did["marked"] == 1 and did["inside"] is True
-    assert (did["chosen"], did["index"]) == ("7", 6)
+    assert (did["chosen"], did["index"]) == ("6", 6)
 
 
 def test_hostile_names_are_text(tmp_path):
