@@ -22,7 +22,7 @@ class NotAgreed(Exception):
 
 @dataclass(frozen=True)
 class Recall:
-    """What ranks agreed on when they compiled before. It asks nobody, and raises `NotAgreed`.
+    """Agreements of ranks from an earlier compile. It asks no rank, and raises `NotAgreed`.
 
     Attributes:
         seconds: given a phase and facts, the compute seconds that all ranks plan with.
@@ -35,7 +35,7 @@ class Recall:
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """What the schedule is planned with; equal on all ranks.
+    """Options of the schedule; equal on all ranks.
 
     Attributes:
         profile: the device and its links.
@@ -114,7 +114,7 @@ class Budget:
 
     @property
     def room(self) -> int:
-        """What a graph may hold, by the model."""
+        """Bytes that a graph may hold, by the model of memory."""
         return int((self.nbytes - self.static) * (1 - self.margin))
 
     def needed(self, peak: int) -> int:
@@ -144,7 +144,7 @@ UNITS_IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class Kept:
-    """What a memory budget has room for.
+    """The choice of a memory budget.
 
     Attributes:
         among: inputs that are segments of units whose reshard was left to the budget.
@@ -179,7 +179,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class PassContext:
-    """What is known beside the graph before its passes start.
+    """Facts that passes are given beside the graph, known before they start.
 
     Attributes:
         phase: "dynamo", "joint", "forward" or "backward".
@@ -214,5 +214,5 @@ class PassContext:
 
     @property
     def stem(self) -> str:
-        """What the names of dumps of the graph begin with."""
+        """The beginning of the names of the graph's dumps."""
         return f"{self.number:03d}_{self.phase}"

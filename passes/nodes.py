@@ -65,7 +65,7 @@ def set_moved(node: Node, moved: Iterable[Moved]) -> None:
 
 
 def results_of(node: Node) -> list[Node]:
-    """What a collective gives: itself, or for a coalesced one the items of its list."""
+    """The results of a collective: itself, or for a coalesced one the items of its list."""
     items = [user for user in node.users if user.target is operator.getitem]
     return items or [node]
 
@@ -87,7 +87,7 @@ def reach(neighbours: Callable[[Node], Iterable[Node]], *starts: Node) -> set[No
 
 
 def prepares(gather: Node) -> set[Node]:
-    """What a parameter that says what is sent of it computes before its gather, collectives
+    """The nodes that `fsdp_pre_all_gather` of a parameter added before its gather, collectives
     included (a scale from the largest value of all ranks); empty for other gathers."""
     extends = any(moved.spec.extension for moved in moved_by(gather))
     return computed_for(gather) if extends else set()
@@ -247,7 +247,7 @@ def _is_view_op(target: object) -> bool:
 
 
 def readers_of(node: Node) -> Iterator[Node]:
-    """What reads a node, through views; the output of the graph too."""
+    """The readers of a node, through views; the output of the graph too."""
     for user in node.users:
         if is_view(user):
             yield from readers_of(user)
@@ -256,7 +256,7 @@ def readers_of(node: Node) -> Iterator[Node]:
 
 
 def sources_of(node: Node) -> Iterator[Node]:
-    """What a node reads, through views."""
+    """The nodes that a node reads, through views."""
     for given in node.all_input_nodes:
         while is_view(given) and given.all_input_nodes:
             given = given.all_input_nodes[0]
@@ -278,7 +278,7 @@ _ALIASES = (torch.ops.aten._unsafe_view.default,)
 
 
 def describe(node: Node, by_number: bool = False) -> str:
-    """What a collective of ours moves, in one line; see `Facts`."""
+    """A collective of ours in one line: buckets, kind, specs; see `Facts`."""
     name, moved = getattr(node.target, "_opname", str(node.target)), moved_by(node)
     specs = " and ".join(describe_spec(each.spec) for each in moved)
     units = str([each.unit for each in moved]) if by_number else in_short(labels_of(node))

@@ -54,5 +54,5 @@ def copy_graph(gm: GraphModule) -> GraphModule:
 
 
 def name_of(step: Pass) -> str:
-    """What a pass is called in dumps; settings bound by `partial` do not change it."""
+    """The name of a pass in dumps; settings bound by `partial` do not change it."""
     return str(getattr(getattr(step, "func", step), "__name__", type(step).__name__))

@@ -29,7 +29,7 @@ from shardc.runtime.watch.agreement import Statement, agree
 
 @dataclass(frozen=True)
 class _Probes:
-    """What is measured on a kind of device.
+    """The probes of a kind of device.
 
     Attributes:
         dtypes: of matmuls; attention is measured in the one at `attends`, and compared with it.
@@ -126,7 +126,7 @@ def is_calibration(path: Path) -> bool:
 
 
 def _read(path: Path) -> str:
-    """What the file holds; "" where that is not what `calibrate` writes, seconds of each probe."""
+    """The text of a file; "" where it is not one that `calibrate` writes, seconds of each probe."""
     try:
         text = path.read_text()
         figures = json.loads(text)

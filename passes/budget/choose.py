@@ -56,7 +56,7 @@ class BudgetTooSmall(RuntimeError):
 
 
 def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
-    """What `ctx.budget` has room for.
+    """Choose what stays gathered, is computed again or waits on the host, within `ctx.budget`.
 
     Raises:
         BudgetTooSmall: the budget is less than the graph needs with everything resharded,
@@ -98,7 +98,8 @@ def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
 
 
 def _as_agreed(gm: GraphModule, ctx: PassContext, agreed: Kept, budget: Budget) -> Kept:
-    """What ranks agreed on, with more computed again if sizes have grown. Raises BudgetTooSmall."""
+    """The choice that ranks agreed on, with more computed again if sizes have grown. Raises
+    BudgetTooSmall."""
     trial = run_trial(gm, ctx, agreed)
     if trial.peak > budget.room:
         tradeoff = _tradeoff(gm, ctx, agreed.ahead)
@@ -126,7 +127,7 @@ def _tradeoff(gm: GraphModule, ctx: PassContext, ahead: int) -> Tradeoff:
 
 
 def _fitting(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, room: int) -> Trial | None:
-    """Of the fastest choice that a trial shows to fit; None if none is found."""
+    """A trial of the fastest choice that fits; None if no trial shows one."""
     base, tight, found = tradeoff.trial, room, None
     for _ in range(_TRIALS):
         choice = tradeoff.fastest(tight)
@@ -152,7 +153,7 @@ def _fitting(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, room: int) -
 
 
 def _least(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff) -> Trial:
-    """Of what holds least, which may be less than was thought."""
+    """A trial of the choice that holds least, which may be less than its estimate."""
     tried = [run_trial(gm, ctx, _kept(tradeoff, choice)) for choice in tradeoff.leanest]
     return min([*tried, tradeoff.trial], key=lambda each: each.peak)
 
@@ -167,7 +168,7 @@ def _tighter(room: int, base: int, thought: int, found: int) -> int:
 
 
 def _kept(tradeoff: Tradeoff, choice: Choice) -> Kept:
-    """What is kept by a choice."""
+    """A choice in the form that passes are given."""
     copies, again = tradeoff.copies[: choice.offloaded], tradeoff.computed_again(choice)
     kept = replace(
         tradeoff.trial.kept,
@@ -178,8 +179,8 @@ def _kept(tradeoff: Tradeoff, choice: Choice) -> Kept:
 
 
 def _agree(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, own: Kept) -> Kept:
-    """What all ranks do: keep what each of them would, and compute again what any of them would,
-    or save it on the host, or have wait there."""
+    """The choice of all ranks: they keep the buckets that each of them would, and compute again,
+    save on the host or send there whatever any of them would."""
 
     def facts(by_number: bool) -> list[str]:
         gathers = filter(is_all_gather, our_collectives(gm))
@@ -228,7 +229,7 @@ def _staying(tradeoff: Tradeoff, offloaded: Collection[str]) -> list[Recompute]:
 
 
 def _recomputing(values: Iterable[Recompute], counts: Counts) -> dict[str, Any]:
-    """What `Kept` says of so many values of each kind that are computed again."""
+    """The fields of `Kept` for so many values of each kind that are computed again."""
     names = {name for value in _first(values, counts) for name in value.names}
     return {"recomputed": frozenset(names), "recomputes": dict(sorted(counts.items()))}
 

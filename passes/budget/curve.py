@@ -20,7 +20,7 @@ POINTS = 16
 
 @dataclass(frozen=True)
 class Taken:
-    """Of the values that might be, which are: those of some kinds, the first ones.
+    """The first kinds of a list of values: how many a point of the curve takes.
 
     Attributes:
         kinds: how many kinds.
@@ -62,7 +62,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """What a step may be, by what it holds.
+    """Step time against memory.
 
     Attributes:
         points: the curve, from the least memory to the shortest step; no point is worse than
@@ -105,7 +105,8 @@ def _points(tradeoff: Tradeoff, ahead: int) -> Iterator[Point]:
 
 
 def _settings(tradeoff: Tradeoff) -> Iterator[Point]:
-    """What people set by hand: checkpointing, and whether units are resharded."""
+    """Points of the settings that people choose by hand: checkpointing, and whether units are
+    resharded."""
     cheap = next(
         (n for n, value in enumerate(tradeoff.values) if value.is_heavy), len(tradeoff.values)
     )

@@ -60,7 +60,8 @@ def _tried(gm: GraphModule, ctx: PassContext, kept: Kept) -> Trial | None:
 
 
 def bound_sizes(trial: Trial, room: int) -> None:
-    """Have a graph compiled anew for sizes with which it would hold more than `room` bytes."""
+    """Add guards to a graph: for sizes with which it would hold more than `room` bytes, Dynamo
+    compiles it anew."""
     sizes = dynamic_sizes(trial.forward.gm)
     hints = symbol_hints(trial.forward.gm)
 

@@ -41,14 +41,14 @@ class Offload:
 
     @property
     def names(self) -> dict[str, str]:
-        """Those of its nodes, each with the name of the unit."""
+        """The names of its nodes, each with the name of the unit."""
         return {node.name: self.saved.unit for node in self.nodes}
 
 
 def offloadable(
     trial: Trial, values: SavedValues, recomputes: Sequence[Recompute]
 ) -> list[Offload]:
-    """What may be saved on the host, best first.
+    """Values that may be saved on the host, best first.
 
     Args:
         trial: with nothing on the host.

@@ -43,7 +43,8 @@ class Recompute:
 
 
 def recomputable(trial: Trial, values: SavedValues) -> list[Recompute]:
-    """What may be computed again, cheapest kind per byte first, and of a kind the first units.
+    """Values that the backward may compute again, cheapest kind per byte first, and of a kind the
+    first units.
 
     What the first units save is held for longest: it is there when the later ones compute theirs
     again.
@@ -87,7 +88,8 @@ class _Forward:
     def recompute(
         self, members: Sequence[Saved], dropped: set[Node], again: set[Node]
     ) -> list[Recompute]:
-        """What each of `members` costs that can be computed again, `again` being so anyway."""
+        """The cost of computing each of `members` again that can be, where `again` is computed
+        again anyway."""
         without = dropped | {node for saved in members for node in saved.nodes}
         done, found = set(again), []
         for saved in members:

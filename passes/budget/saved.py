@@ -45,7 +45,7 @@ class Saved:
 
 
 class SavedValues:
-    """What the forward of a trial saves, in the order in which it is made."""
+    """Values that the forward of a trial saves, in the order in which it makes them."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
@@ -94,7 +94,7 @@ class SavedValues:
 
     @cached_property
     def _by_root(self) -> dict[Node, list[Node]]:
-        """What is saved and not given to the caller, by the node that made its memory."""
+        """Nodes that are saved and not given to the caller, by the node that made their memory."""
         results, saved = _outputs(self._trial.forward)
         roots = self._roots
         returned = {roots[node] for node in results if node in roots}
@@ -160,7 +160,7 @@ def _starred(name: str) -> str:
 
 
 def _outputs(forward: Phase) -> tuple[list[Node], list[Node]]:
-    """What a forward returns to the caller, and what it saves."""
+    """Outputs of a forward: results for the caller, and saved values."""
     outputs, results = forward.gm.graph.output_node().args[0], forward.ctx.results
     assert isinstance(outputs, (list, tuple))
     border = len(outputs) if results is None else results

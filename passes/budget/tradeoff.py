@@ -1,6 +1,5 @@
-"""What a step holds and how long it takes by four choices: how much is computed again, how many
-buckets stay gathered, how much is saved on the host, and of how many buckets the optimizer's state
-waits there.
+"""Estimates of memory and time by four choices: how much is computed again, how many buckets stay
+gathered, how much is saved on the host, and for how many buckets the optimizer's state waits there.
 
 Each is a prefix of a list, best first, so a choice is four counts. A trial gives the curves of
 memory and the line of events without any; what a choice changes of them is added here, so that
@@ -152,7 +151,7 @@ class Tradeoff:
 
     @cached_property
     def _most_states(self) -> int:
-        """Of how many buckets the host has room for the state."""
+        """The number of buckets whose optimizer state the host has room for."""
         return _how_many([nbytes for _, nbytes in self.states], self.host_room)
 
     def _most_copies(self, states: int) -> int:
@@ -175,7 +174,8 @@ class Tradeoff:
         return freed + self._away(choice.states) if choice.states else freed
 
     def _away(self, count: int) -> Bytes:
-        """What is not held of the optimizer's state, where that of so many buckets leaves."""
+        """Bytes of optimizer state that the device does not hold, where the state of so many
+        buckets leaves."""
         if count not in self._aways:
             self._aways[count] = self._plan_away(count)
         return self._aways[count]
@@ -206,7 +206,7 @@ class Tradeoff:
 
     @cached_property
     def _held(self) -> list[Bytes]:
-        """What is held more where the first 0, 1, ... buckets stay gathered."""
+        """Bytes held in addition where the first 0, 1, ... buckets stay gathered."""
         held, start = [np.zeros_like(self._live)], len(self.trial.forward.liveness.live)
         for bucket in self.buckets:
             more = held[-1].copy()

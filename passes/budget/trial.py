@@ -42,7 +42,7 @@ class Phase:
 
     @cached_property
     def liveness(self) -> Liveness:
-        """What it holds after each node."""
+        """The memory that the graph holds after each node."""
         return self.liveness_for(symbol_hints(self.gm))
 
     @cached_property
@@ -61,7 +61,7 @@ class Phase:
         return simulate(self.problem, plan_timeline(self.problem))
 
     def liveness_for(self, sizes: Mapping[Any, int]) -> Liveness:
-        """What it would hold with these values of its symbols."""
+        """The memory that the graph would hold with these values of its symbols."""
         options, owns = self.ctx.options, self.ctx.phase == "backward"
         assert options is not None
         return measure_liveness(

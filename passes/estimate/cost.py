@@ -170,7 +170,8 @@ def node_flops(node: Node) -> Expr:
 
 
 def _grouped_matmul_flops(left: Any, right: Any, *others: Any, out_val: Any, **kwargs: Any) -> Any:
-    """Of rows that go to one of several matrices each, torch's op or the one of transformers.
+    """FLOPs of a grouped matmul, in which rows go to one of several matrices each: torch's op or
+    that of transformers.
 
     Args:
         left: (rows, K), or (K, rows) for the gradient of the matrices.
@@ -183,7 +184,8 @@ def _grouped_matmul_flops(left: Any, right: Any, *others: Any, out_val: Any, **k
 
 
 def called(node: Node) -> tuple[Any, tuple[Any, ...]]:
-    """What a node calls, and with what: of an op that is given the state of random numbers, it."""
+    """The op that a node calls, and its arguments; an op that is given a random state is looked
+    through."""
     place = compat.place_of_random_op(node.target)
     if place is None:
         return node.target, node.args

@@ -24,7 +24,7 @@ from shardc.runtime.checks.values import read_amount
 
 @dataclass(frozen=True)
 class Link:
-    """What one step of a ring costs: `latency` in s a step, `bandwidth` in bytes/s."""
+    """The cost of one step of a ring: `latency` in s a step, `bandwidth` in bytes/s."""
 
     latency: float
     bandwidth: float
@@ -177,7 +177,7 @@ def as_profile(profile: Profile | str) -> Profile:
 
 
 def current_profile(device_type: str) -> Profile:
-    """What `set_profile` or `calibrate` set, else the profile of this device."""
+    """The profile that `set_profile` or `calibrate` set, else the profile of this device."""
     if _chosen:
         return _chosen[0]
     if device_type != "cuda":

@@ -1,4 +1,4 @@
-"""Which ops Inductor fuses into one kernel, and so when values are made and read.
+"""A model of Inductor's fusion: which ops share a kernel, and so when values are made and read.
 
 An op that can be fused joins the kernel of an earlier one that reads the same, or makes what it
 reads, where all else that it reads is there by then but for one op. The kernel runs where its first
@@ -114,8 +114,8 @@ def _move_to_only_reader(
     places: Places,
     stretch: Sequence[int],
 ) -> None:
-    """Have what one later kernel reads, and nothing else, computed there, if it is only stored for
-    reuse: to store it would save nothing. That kernel reads what it is made of anyway."""
+    """Sink a value with one reading kernel into that kernel, if it is only stored for reuse: a
+    store would save nothing. The kernel reads the operands of the value anyway."""
     for node in reversed(nodes):
         if not _is_loop(node) or node in registers or not is_stored_for_reuse(node):
             continue
@@ -262,7 +262,8 @@ def _join(kernels: list[_Kernel], stored: set[Node], places: Places) -> _Kernel 
 
 
 def _computed_after(kernel: _Kernel, stored: set[Node], places: Places) -> set[Node] | None:
-    """What must be computed sooner for `kernel` to read `stored`: at most one op, and views.
+    """The nodes that must be computed sooner for `kernel` to read `stored`: at most one op, and
+    views.
 
     None where that is not enough, or the kernel would come before itself or a collective.
     """

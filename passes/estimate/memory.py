@@ -204,7 +204,8 @@ def _lifetimes(
 def _clones(
     nodes: Sequence[Node], roots: Mapping[Node, Node], sizes: Mapping[Node, int], every: bool
 ) -> Iterator[_Held]:
-    """What backends (all of them, or the ops that do so) clone of the input of a reduction."""
+    """The clones that backends (all of them, or the ops that clone) make of inputs of
+    reductions."""
     index = {node: number for number, node in enumerate(nodes)}
     for node in nodes:
         if (every or node.target is _COPIES) and kind_of(node) == "reduce_scatter":
@@ -214,7 +215,7 @@ def _clones(
 
 
 def _messages_of_rows(nodes: Sequence[Node], hints: Mapping[Any, int]) -> Iterator[_Held]:
-    """What is sent and what arrives while rows of a table are fetched or returned."""
+    """The messages sent and received while rows of a table are fetched or returned."""
     for index, node in enumerate(nodes):
         if node.target in (FETCH, RETURN):
             nbytes = 2 * int(evaluate(transfer_bytes(node), hints))
@@ -228,7 +229,8 @@ def _workspaces(
     over: Mapping[Node, Node],
     nbytes: int,
 ) -> Iterator[_Held]:
-    """What matmuls take, and give back before a kernel at the same place reads what they give.
+    """The workspaces of matmuls, which are free before a kernel at the same place reads the
+    results.
 
     Args:
         over: the values that kernels write, and what each is written over.
@@ -274,7 +276,7 @@ _KINDS = (_GATHERED, _GRADIENTS, _AWAY)
 def _kinds(
     gm: GraphModule, roots: Mapping[Node, Node], gathered: Collection[str]
 ) -> dict[Node, str]:
-    """What every storage is held for, by the node that made it; values of the model are left out.
+    """The kind of every storage, by the node that made it; values of the model are left out.
 
     What is made of gathered buckets alone (casts) counts as gathered; what goes into a reduction,
     or comes out of one, is a gradient.
@@ -297,7 +299,7 @@ def _kinds(
 
 
 def _storages(returned: Iterable[Node], roots: Mapping[Node, Node]) -> Storages:
-    """What `Liveness.storages` says of outputs."""
+    """`Liveness.storages` of the outputs."""
     first: dict[Node, str] = {}
     made = [(node.name, roots[node]) for node in returned if node in roots]
     return {name: (first.setdefault(root, name), _own_bytes(root)) for name, root in made}

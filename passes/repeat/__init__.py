@@ -1,1 +1,1 @@
-"""What repeats from block to block: traced once before AOT autograd, compiled once by Inductor."""
+"""Blocks that repeat: traced once before AOT autograd, compiled once by Inductor."""

@@ -76,7 +76,7 @@ def _moved(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _store_what_calls_read(graph: Graph) -> None:
-    """Have what a call reads stored where it is computed.
+    """Mark the operands of calls to be stored where they are computed.
 
     A call needs it in memory, but the blocks before and after the repeated ones would compute it
     themselves (the sines of rotary embeddings): their kernels would be others than the body's, and

@@ -125,7 +125,7 @@ class _Places:
         self.end = place + 2 - place % 2
 
     def keep_between_calls(self) -> None:
-        """Have ops come past no matmul, or the like, of the place that they are at."""
+        """Keep ops between the matmuls, and the like, of their place."""
         for nodes, kept in ((self.of, self._behind), (reversed(self.of), self._ahead)):
             called = set[int]()
             for node in nodes:
@@ -173,7 +173,8 @@ class _Places:
         return down
 
     def _behind_unfused(self, readers: set[Node], place: int) -> set[Node]:
-        """What at `place` reads what those of `readers` give that Inductor does not fuse."""
+        """The nodes at `place` that read a result of those `readers` which Inductor does not
+        fuse."""
         starts = [reader for reader in readers if not is_fusible(reader)]
         return reach(lambda n: (u for u in readers_of(n) if self.of.get(u) == place), *starts)
 
@@ -213,7 +214,7 @@ class _Places:
         )
 
     def repeat_constants(self) -> None:
-        """Have every place that reads a constant make it: a call would read it from memory."""
+        """Make a constant in every place that reads it: a call would read it from memory."""
         for node in [n for n in self.of if is_constant(n)]:
             for place in {self.of.get(user, self.end) for user in readers_of(node)}:
                 if place not in (self.of[node], self.end):
@@ -222,7 +223,7 @@ class _Places:
                 self._erase(node)
 
     def compute_anew(self) -> None:
-        """Have every place that reads a value compute it, if it is not stored.
+        """Compute a value that is not stored in every place that reads it.
 
         What that reads must be there anyway, or be no larger than the value.
         """
@@ -257,8 +258,8 @@ class _Places:
         return {n for n in in_registers(self.of) if is_pointwise(n) and not is_random(n)}
 
     def _held_to_compute(self, node: Node, place: int, anew: Collection[Node]) -> set[Node]:
-        """What is held longer if `node` is computed at `place`: what it reads, or what that is
-        computed from, where that may be computed anew itself and is no larger."""
+        """The nodes held longer if `node` is computed at `place`: its operands, or the operands of
+        those that may be computed anew themselves, where these are no larger."""
 
         def late(node: Node) -> set[Node]:
             return {source for source in sources_of(node) if self._last_read(source) < place}
@@ -288,7 +289,7 @@ class _Places:
         self._read_instead(node, copied, readers)
 
     def _read_instead(self, node: Node, other: Node, readers: set[Node]) -> None:
-        """Have `readers` read `other`, and views of it, in the place of `node`."""
+        """Let `readers` read `other`, and views of it, in the place of `node`."""
         for user in list(node.users):
             if user in readers:
                 user.replace_input_with(node, other)
@@ -299,7 +300,7 @@ class _Places:
                 self._read_instead(user, view, readers)
 
     def carry_views(self) -> None:
-        """Have views follow what they look at, and come before what reads them."""
+        """Move views behind their bases and before their readers."""
         views = [node for node, place in self.of.items() if is_view(node) and place % 2 == 0]
         for node in reversed(views):
             last = min((self.of.get(user, self.end) for user in node.users), default=self.end)

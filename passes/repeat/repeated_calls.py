@@ -1,4 +1,5 @@
-"""Which calls of modules in a Dynamo graph repeat: the decision of `trace_once`, read only.
+"""The finder of repeated calls of modules in a Dynamo graph: the decision of `trace_once`, read
+only.
 
 A call is the run of nodes that one call of a module left. It is known by its text: its ops, their
 constants, how they feed each other, what values they are given, and which of them are read later.
@@ -38,7 +39,7 @@ _KNOWN = ("torch", "_operator", "math", "builtins", "shardc")
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of a module left in a Dynamo graph.
+    """The nodes that one call of a module left in a Dynamo graph.
 
     Attributes:
         nodes: its nodes, in order.
@@ -114,7 +115,7 @@ def _stacks(nodes: list[Node]) -> list[list[str]]:
 
 
 def read_call(nodes: Sequence[Node]) -> Call | None:
-    """What is known of a run of nodes; None if it cannot be a call of a body."""
+    """A run of nodes as a call; None if it cannot be a call of a body."""
     inside = set(nodes)
     if len(nodes) < SMALLEST or not all(_is_plain(node) for node in nodes):
         return None

@@ -1,4 +1,4 @@
-"""Which stretches of a scheduled graph repeat: the decision of `fold_repeats`, read only.
+"""The finder of repeated stretches in a scheduled graph: the decision of `fold_repeats`, read only.
 
 A stretch is a run of compute between two collectives. It is known by its text: its ops, their
 constants, how they feed each other, what values they are given, which of them are read later, and
@@ -100,7 +100,7 @@ def _is_foldable(node: Node) -> bool:
 
 
 def _read(nodes: Sequence[Node]) -> Stretch | None:
-    """What is known of a run; None if it cannot be a call."""
+    """A run as a stretch; None if it cannot be a call."""
     inside = set(nodes)
     found: set[Node] = set()
     views = []
@@ -129,7 +129,7 @@ def _read(nodes: Sequence[Node]) -> Stretch | None:
 
 
 def _leading_to(results: Sequence[Node], nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Those of `nodes` that `results` need, and those that write."""
+    """The nodes that `results` need, and nodes that write."""
     needed = {*results, *(node for node in nodes if node.target is _WRITE)}
     for node in reversed(nodes):
         if node in needed:

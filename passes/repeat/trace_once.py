@@ -86,18 +86,18 @@ class _Traced:
 
     @property
     def body(self) -> compat.JointBody:
-        """What AOT autograd traced of that."""
+        """The joint graph that AOT autograd traced of the first call."""
         assert self.kind.body is not None
         return self.kind.body
 
     @functools.cached_property
     def buckets(self) -> dict[Moved, Moved]:
-        """Which bucket each of the body's is in this call."""
+        """The bucket of this call for each bucket of the body."""
         return dict(zip(self.first.buckets, self.call.buckets, strict=True))
 
     @functools.cached_property
     def modules(self) -> dict[tuple[Any, ...], Any]:
-        """Which modules the body's are in this call, by what their nodes say."""
+        """The module of this call for each module of the body, by the stacks of their nodes."""
         stacks = (
             [node.meta.get("nn_module_stack") for node in call.nodes]
             for call in (self.first, self.call)
@@ -188,7 +188,7 @@ def call_once(gm: GraphModule, inductor: Mapping[str, object] | None) -> Calls:
 
 
 def _trained(call: Call) -> list[bool]:
-    """Which results have a gradient."""
+    """Whether each result has a gradient."""
     return [result.meta["example_value"].requires_grad for result in call.results]
 
 
@@ -299,7 +299,7 @@ def _give(
 
 
 def _share(node: Node, results: Sequence[Node], memory: compat.Memories) -> None:
-    """Have results lie where the call's do: what was traced around it may be views of these."""
+    """Put results into the memory of the call's: nodes traced around it may be views of these."""
     for item in node.users:
         result, value = results[cast(int, item.args[1])].meta["val"], item.meta["val"]
         if result.untyped_storage().nbytes() == value.untyped_storage().nbytes():
@@ -311,7 +311,7 @@ def _outputs(body: compat.JointBody) -> Any:
 
 
 def _forward(body: compat.JointBody) -> list[Node]:
-    """What is computed up to the last result, and needs no tangent."""
+    """The nodes up to the last result that need no tangent."""
     late = set(body.graph.graph.find_nodes(op="placeholder")[body.operands :])
     nodes = _computed(body)
     last = max(nodes.index(result) for result in _outputs(body)[: body.results])
@@ -345,7 +345,7 @@ def _copy(
 
 
 def _meta(node: Node, traced: _Traced) -> dict[str, Any]:
-    """What a body's node says, with the call's own modules and buckets."""
+    """The meta of a body's node, with the call's own modules and buckets."""
     meta = dict(node.meta)
     for key in ("nn_module_stack", "fwd_nn_module_stack"):
         if meta.get(key):

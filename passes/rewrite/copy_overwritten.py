@@ -17,7 +17,7 @@ from shardc.passes.nodes import reach
 
 
 def copy_overwritten(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Have a copy read in the place of every input that is written to, where it is differentiated.
+    """Clone every input that is written to and differentiated: the backward reads the clone.
 
     before: add = p + 1; ...; copy_(p, add)         after: c = clone(p); add = c + 1; ...
     """
@@ -47,5 +47,5 @@ def _read_copy(node: Node, readers: Iterable[Node]) -> None:
 
 
 def _users(node: Node) -> list[Node]:
-    """What is computed from a node."""
+    """The nodes that are computed from a node."""
     return [user for user in node.users if user.op != "output"]

@@ -65,7 +65,7 @@ class _Lookup:
         return int(self.read.args[1])  # type: ignore[arg-type]
 
     def seconds(self, profile: Profile, count: float) -> float:
-        """What it takes to fetch `count` rows and to return their gradients."""
+        """Seconds to fetch `count` rows and to return their gradients."""
         spec, r = self.moved.spec, self.moved.spec.reduction
         _, rows, width = spec.table(self.slot)
 

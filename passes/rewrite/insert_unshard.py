@@ -48,7 +48,7 @@ def insert_unshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def slots_read(gm: GraphModule) -> dict[int, frozenset[int]]:
-    """Which inputs of a Dynamo graph are segments that it reads, and which slots of each."""
+    """The segments that a Dynamo graph reads, by input, and the slots that it reads of each."""
     inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
     return {position: node.meta[SLOTS] for position, node in inputs if SLOTS in node.meta}
 
@@ -118,7 +118,8 @@ def _regions(gm: GraphModule) -> set[GraphModule]:
 
 
 def _moved(marker: Node, positions: Counter[int], ctx: PassContext) -> Moved:
-    """What `marker` reads; only its signature is known in a body that several calls share."""
+    """The bucket that `marker` reads; only its signature is known in a body that several calls
+    share."""
     signature = str(marker.args[1])
     if len(positions) != 1:
         return Moved(signature)

@@ -19,7 +19,7 @@ _SUFFIX = "_on_host"
 
 
 def offload_saved(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> None:
-    """Have what `ctx.kept.offloaded` names be saved on the host."""
+    """Save the values named in `ctx.kept.offloaded` on the host."""
     given = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     for node in list(forward.graph.nodes):
         unit = ctx.kept.offloaded.get(node.name)
@@ -57,7 +57,7 @@ def _save(graph: Graph, node: Node, unit: str) -> Node:
 
 
 def _load(graph: Graph, given: Node, host: Node, device: torch.device, unit: str) -> None:
-    """Have a backward be given what is on the host, and copy it from there before it is read."""
+    """Give a backward the copy on the host, and load it before its first reader."""
     with graph.inserting_before(given):
         saved = graph.placeholder(host.name)
     saved.meta = {**given.meta, "val": host.meta["val"]}

@@ -28,8 +28,8 @@ _SUFFIX = "_state"
 
 
 def offload_state(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> None:
-    """Have the state of the buckets in `ctx.kept.states` be on the host from the forward on, until
-    the backward ends."""
+    """Move the state of the buckets in `ctx.kept.states` to the host in the forward, and back
+    before the backward ends."""
     first = _first_saved(forward, backward, ctx)
     if first is None or ctx.options is None:
         return
@@ -83,7 +83,7 @@ def segments_of(forward: GraphModule) -> dict[int, tuple[Node, str]]:
 
 
 def _gathered(gather: Node) -> list[Node]:
-    """What a gather sends, of each bucket."""
+    """The tensors that a gather sends, one a bucket."""
     given = gather.args[0]
     each = given if isinstance(given, (list, tuple)) else [given]
     return [node for node in each if isinstance(node, Node)]

@@ -24,7 +24,7 @@ def tag_recomputed(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def tag(node: Node, policy: CheckpointPolicy) -> None:
-    """Have the partitioner save a node or compute it again."""
+    """Tell the partitioner to save a node or to compute it again."""
     node.meta["recompute"] = policy
     node.meta["ac_graph_id"] = _AC_GRAPH_ID
 

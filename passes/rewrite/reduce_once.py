@@ -22,7 +22,7 @@ aten, ops = torch.ops.aten, torch.ops.shardc
 
 
 def reduce_once(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Have the last gradient of each bucket take in those before it."""
+    """Add the earlier gradients of each bucket to its last one before the reduction."""
     packs: defaultdict[tuple[Moved, ...], list[Node]] = defaultdict(list)
     for pack in gm.graph.find_nodes(op="call_function", target=ops.pack.default):
         packs[moved_by(pack)].append(pack)
@@ -36,9 +36,9 @@ def reduce_once(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _to_sum(pack: Node, others: set[Node], partial: bool) -> list[Node]:
-    """What follows `pack` up to the first sum of what was reduced with another gradient, that
-    included. It may be one that is no reduction, of rows of a table; one of `others` follows. The
-    sum with what waits for copies (`partial`) comes before, and is part of the reduction."""
+    """The nodes behind `pack` up to the first sum with another reduced gradient, that sum included.
+    It may be one that is no reduction, of rows of a table; one of `others` follows. The sum with
+    the gradients that wait for copies (`partial`) comes before, and is part of the reduction."""
     chain, sums = [pack], list[int]()
     while True:
         (user,) = chain[-1].users

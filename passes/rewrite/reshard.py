@@ -80,7 +80,7 @@ def tag_reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _recompute_views_of_inputs(gm: GraphModule) -> None:
-    """Have views of inputs that checkpoints read be taken anew: of a bucket that is given whole.
+    """Recompute views of inputs that checkpoints read: of a bucket that is given whole.
 
     Reads outside of checkpoints take the same ones, and the partitioner merges what is equal: it
     would have to save the list that a split is.

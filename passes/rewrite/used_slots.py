@@ -18,7 +18,7 @@ from shardc.runtime import compat
 
 @dataclass(frozen=True)
 class Differentiated:
-    """What is read off a joint graph.
+    """Facts read off a joint graph.
 
     Attributes:
         results: how many outputs of the forward are the caller's; None where no backward follows.
@@ -30,7 +30,7 @@ class Differentiated:
     slots: Mapping[int, frozenset[int]]
 
     def slots_of(self, position: int, read: frozenset[int]) -> frozenset[int]:
-        """Those of the slots `read` of one segment that get a gradient, as far as known."""
+        """The slots among `read` of one segment that get a gradient, as far as known."""
         return self.slots.get(position, read if -1 in self.slots else frozenset())
 
 
@@ -43,7 +43,7 @@ def mark_segments(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def differentiated(gm: GraphModule) -> Differentiated:
-    """Which slots the gradients of `gm` pack, or return rows for."""
+    """The slots that the gradients of `gm` pack, or return rows for."""
     slots: dict[int, frozenset[int]] = {}
     for body in graph_modules(gm):
         for pack in body.graph.find_nodes(op="call_function", target=torch.ops.shardc.pack.default):

@@ -10,7 +10,7 @@ from shardc.passes.nodes import is_all_gather, is_wait, our_collectives
 
 
 def wait_once(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Have all readers of a gather read its first wait."""
+    """Replace all waits for a gather by the first."""
     for start in filter(is_all_gather, our_collectives(gm)):
         waits = sorted(filter(is_wait, start.users))
         for wait in waits[1:]:

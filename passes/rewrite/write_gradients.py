@@ -44,7 +44,8 @@ def write_gradients(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _write(graph: Graph, pack: Node, matmuls: list[Node]) -> None:
-    """Have `matmuls`, in the order of the graph, and copies write what `pack` would."""
+    """Let `matmuls`, in the order of the graph, and copies write the input of the reduction in the
+    place of `pack`."""
     parts, sizes, *_ = pack.args
     assert isinstance(parts, (list, tuple)) and isinstance(sizes, (list, tuple))
     places = list(zip(parts, itertools.accumulate(sizes, initial=0), sizes, strict=False))

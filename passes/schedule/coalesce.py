@@ -84,7 +84,7 @@ Groups = list[list[int]]
 def plan_groups(
     problem: Problem, gather_kinds: Sequence[Any], reduce_kinds: Sequence[Any]
 ) -> tuple[Groups, Groups]:
-    """Which gathers and which reductions travel together.
+    """Groups of gathers and of reductions that travel together.
 
     Args:
         problem: one entry a collective.

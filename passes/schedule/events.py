@@ -181,7 +181,7 @@ def _computes(step: Node) -> bool:
 
 
 def _preparation(start: Node) -> list[Node]:
-    """What is computed only to be sent by `start`, in graph order."""
+    """The nodes computed only to be sent by `start`, in graph order."""
     own = prepares(start) if is_all_gather(start) else set()
     if own:
         return sorted(own)
@@ -213,7 +213,8 @@ def _fed_by(attached: _Attached) -> dict[Node, set[Node]]:
 
 
 def _give_to_following(attached: _Attached, fed_by: dict[Node, set[Node]]) -> None:
-    """What lies between a reduction and the one over copies that follows prepares the latter."""
+    """Count the nodes between a reduction and the one over copies that follows as preparation of
+    the latter."""
     for start, earlier in fed_by.items():
         if not earlier:
             continue

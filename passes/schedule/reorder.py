@@ -9,7 +9,8 @@ Key = tuple[int, ...]
 
 
 def reorder(gm: GraphModule, keys: Mapping[Node, Key]) -> None:
-    """Of all nodes in `keys` whose inputs are there, the one with the smallest key comes next.
+    """Reorder a graph: of all nodes in `keys` with ready inputs, the one with the smallest key
+    comes next.
 
     Equal keys keep their order. Nodes without a key (inputs, constants) stay in front.
     """

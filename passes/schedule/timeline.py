@@ -64,7 +64,7 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds memory.
+    """Bounds on memory.
 
     Attributes:
         in_flight: bytes of gathered buckets that may be under way or waiting to be read; one
@@ -97,7 +97,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be planned.
+    """The input of the timeline.
 
     Attributes:
         seconds: compute between event i and i + 1, one figure an event.
@@ -121,7 +121,7 @@ class Problem:
 
     @property
     def wire_seconds(self) -> float:
-        """What the wire that is busiest needs for everything."""
+        """Seconds that the busiest wire needs for all transfers."""
         sent = {"gathers": 0.0, "wire": sum(g.seconds for g in self.gathers), "reductions": 0.0}
         for reduce in self.reduces:
             sent["reductions" if reduce.inside else "wire"] += reduce.seconds

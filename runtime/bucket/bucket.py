@@ -95,7 +95,7 @@ class Bucket:
 
     @property
     def content(self) -> str:
-        """What it holds, in words; equal blocks say the same."""
+        """The content in words; equal blocks say the same."""
         return f"{self.layout.numel} {self.segment.dtype}: {self.layout.contents}"
 
     @property

@@ -39,7 +39,8 @@ class Groups:
 
 
 def groups_for(bucket: "Bucket") -> Groups:
-    """Those that its settings ask for, made at first use; every rank of the bucket must call it."""
+    """The groups that the bucket's settings ask for, made at first use; every rank of the bucket
+    must call it."""
     settings, shared, steps = bucket.settings, bucket.ranks.shard, bucket.ranks.hierarchy
     asked = {"gather": settings.gathers_on, "reduce": settings.reduces_on}
     own = {

@@ -51,7 +51,8 @@ class Gradients:
             self.note_used(used, elsewhere, sync=True)
 
     def lend(self) -> tuple[Tensor | None, Tensor | None]:
-        """What a forward that runs now is given to add: (pending, partial); no other is."""
+        """Lend a forward that runs now the gradients to add: (pending, partial); no other forward
+        gets them."""
         waiting = self.waiting
         if waiting.is_empty:
             return None, None
@@ -74,7 +75,7 @@ class Gradients:
             noted.update(slot for slot in given if is_selected(self.bucket, slot))
 
     def unreduced(self, index: int, dtype: torch.dtype) -> Tensor | None:
-        """What waits of the gradient of the full parameter `index`, in its dtype; None if nothing.
+        """The unreduced gradient of the full parameter `index`, in this dtype; None if none waits.
 
         Where it waits in that dtype it is no copy: a write changes what will be reduced.
         """
@@ -139,7 +140,7 @@ class Gradients:
             deal_out()
 
     def _deal_out(self, part: Tensor, used: set[int], elsewhere: set[int], eager: bool) -> None:
-        """What `deliver` does with values.
+        """Deliver values to the parameters.
 
         Of an eager backward ranks do not tell each other which they used: what this one did not,
         and has a gradient here, others did.
@@ -208,7 +209,8 @@ class Gradients:
 
 
 def _not_zero(grads: dict[int, ShardTensor]) -> set[int]:
-    """Which of `grads` have any value; the host waits for the device once, if at all."""
+    """The slots of `grads` with any value but zero; the host waits for the device once, if at
+    all."""
     if not grads:
         return set()
     known = torch.stack([grad._local.any() for grad in grads.values()]).tolist()

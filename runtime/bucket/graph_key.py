@@ -1,4 +1,5 @@
-"""What the graphs that read a bucket were compiled for: the signature of its code, and its inputs.
+"""The key of graphs that read a bucket: the signature of the code they were compiled for, and its
+inputs.
 
 Dynamo guards on the signature, so the key is renewed where something changes on which the code
 depends, never when it is read: a read is traced, and would be guarded on all of that.
@@ -64,7 +65,7 @@ class GraphKey:
         return intern_spec(code), extras  # type: ignore[return-value]
 
     def reading(self) -> Reading:
-        """What a read needs now: the signature of its code, and what that is given."""
+        """The signature and the inputs of code that reads the bucket now."""
         if self._eval is None:
             return self._train
         return self._train if self.bucket.owner.training else self._eval
@@ -74,7 +75,8 @@ class GraphKey:
         return None if "full" in self.reading_code().extras else self.reading()
 
     def read_again(self, readings: Sequence[Reading | None]) -> list[Reading | None]:
-        """Have the next reads need what earlier ones did, in order; None: what they need now.
+        """Answer the next reads with `readings`, in order; None: with the signature and inputs of
+        now.
 
         Holds for as many reads as there are entries, which `been_read` counts.
 
@@ -89,7 +91,7 @@ class GraphKey:
 
     @property
     def _plain(self) -> Reading | None:
-        """What a read needs now if it needs nothing but code, else nothing."""
+        """The signature of a read now, if its code is given no inputs; else None."""
         signature, extras = self.reading()
         return None if extras else (signature, [])
 

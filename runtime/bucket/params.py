@@ -149,7 +149,8 @@ def parameter_like(like: nn.Parameter, value: Tensor) -> nn.Parameter:
 
 @torch.no_grad()
 def adopt(bucket: "Bucket", index: int, param: nn.Parameter) -> None:
-    """Have `param`, whole and of the slot's shape, be parameter `index`: cut it, in place.
+    """Make `param`, whole and of the slot's shape, parameter `index` of the bucket: cut it, in
+    place.
 
     The parameter that it replaces keeps its values and is no part of the bucket any more.
     """

@@ -27,7 +27,8 @@ Slots = Mapping[EagerBucket, set[int]]
 
 @dataclass(frozen=True)
 class Selection:
-    """What the backward under way was asked for; `hooks`: whether `.grad` has new values by it."""
+    """The slots that the backward under way was asked for; `hooks`: whether `.grad` has new values
+    by it."""
 
     slots: Slots
     hooks: bool
@@ -58,7 +59,7 @@ def run_for_inputs(
     create_graph: bool,
     allow_unused: bool,
 ) -> object:
-    """What torch's engine does for `inputs`, some of them sharded.
+    """Run torch's engine for `inputs`, some of them sharded.
 
     Args:
         run: the engine, given inputs that it knows, and whether some may be missing in the graph.

@@ -1,4 +1,4 @@
-"""What a user asked of one unit; its buckets turn it into the spec of their code."""
+"""Settings of a unit; its buckets turn them into the spec of their code."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -92,7 +92,7 @@ class Settings:
         return evaluating and self.precision.full_precision_in_eval
 
     def dtypes(self, stored: torch.dtype, evaluating: bool) -> tuple[torch.dtype, torch.dtype]:
-        """What a bucket stored in `stored` is computed and reduced in."""
+        """The dtypes that a bucket stored in `stored` is computed and reduced in."""
         policy = self.precision
         if not stored.is_floating_point or self.is_full_precision(evaluating):
             return stored, stored

@@ -19,7 +19,7 @@ from shardc.runtime.eager.precision import cast_to, map_tensors, moved_to
 
 @dataclass(eq=False)
 class Unit:
-    """What one call of `fully_shard` made: modules that are gathered and reduced together.
+    """The modules of one call of `fully_shard`, gathered and reduced together.
 
     Modules hold their unit and its buckets, never the other way round: a graph that a module keeps
     (an auxiliary loss, say) holds buckets, and would keep the module that it is kept by.
@@ -69,7 +69,7 @@ class Unit:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """Those of its modules that still exist."""
+        """The modules that still exist."""
         return tuple(module for ref in self._modules if (module := ref()) is not None)
 
     @property
@@ -125,7 +125,7 @@ class Unit:
         return self.mixed and self.is_as_sharded
 
     def put_into(self, around: "Unit | None") -> None:
-        """Have that unit around it, or none."""
+        """Set the unit around this one, or none."""
         self.around = None if around is None else weakref.ref(around)
         self.settle()
 
@@ -168,7 +168,7 @@ class Unit:
         return self.is_root or called_alone
 
     def finish_outputs(self, module: nn.Module, outputs: object) -> object:
-        """What the forward returns, in `output_dtype`."""
+        """Cast the outputs of a forward to `output_dtype`."""
         dtype = self.settings.precision.output_dtype
         if dtype is None or self._in_full_precision(module):
             return outputs

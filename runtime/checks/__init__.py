@@ -1,1 +1,1 @@
-"""What is refused, and in which words: arguments, ops, models without values."""
+"""Refusals and their words: arguments, ops, models without values."""

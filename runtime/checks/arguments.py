@@ -136,7 +136,7 @@ _WORDS: dict[object, list[str]] = {
 
 
 def in_words(hint: object) -> str:
-    """What `hint` takes: "'auto' or a whole number"."""
+    """The values that `hint` takes, in words: "'auto' or a whole number"."""
     words = list(dict.fromkeys(_each_in_words(hint)))
     words.sort(key="None".__eq__)
     return " or ".join([*([", ".join(words[:-1])] if len(words) > 1 else []), words[-1]])

@@ -101,7 +101,8 @@ def is_called_by_autograd() -> bool:
 
 
 def _integration() -> str | None:
-    """What to use in place of the outermost library whose loop runs, if shardc has it."""
+    """The integration to use in place of the outermost library whose loop runs, if shardc has
+    one."""
     frame: FrameType | None = sys._getframe(1)
     found: str | None = None
     while frame is not None:

@@ -14,7 +14,7 @@ _told: list[str] = []
 
 
 class StartedUnit(Protocol):
-    """What is asked of a unit."""
+    """The interface of a unit whose start is checked."""
 
     name: str
     number: int

@@ -73,7 +73,8 @@ _arriving = WeakIdKeyDictionary()
 
 
 def arriving(segment: Tensor, part: Tensor) -> list[Arrival]:
-    """What the backward under way has sent to the host and became `part`, a gradient of `segment`.
+    """Take over the copies to the host that the backward under way began and that became `part`, a
+    gradient of `segment`.
 
     Taken over: it is not given again.
     """
@@ -85,7 +86,7 @@ def arriving(segment: Tensor, part: Tensor) -> list[Arrival]:
 
 
 def _sent(segment: Tensor) -> list[Arrival]:
-    """What the backward under way has sent for segments in this memory; others left theirs."""
+    """The copies that the backward under way began for segments in this memory."""
     backward, sent = compat.backward_number(), _arriving.get(segment.untyped_storage(), [])
     return [arrival for arrival in sent if arrival.backward == backward]
 

@@ -69,7 +69,7 @@ def _codes(blocks: Tensor, finite: Tensor, inverse: Tensor, form: WireFormat) ->
 
 
 def _values(codes: Tensor, form: WireFormat) -> Tensor:
-    """What codes stand for, without their scale."""
+    """The values of codes, without their scale."""
     if form.dtype == torch.int8:
         values = codes.float()  # compared as floats: C++ compares vectors of bytes one by one
         values = torch.where(values == _NAN, values * torch.nan, values)
@@ -133,7 +133,7 @@ def _bytes(words: Tensor, count: int) -> list[Tensor]:
 
 
 def _from_bytes(planes: Tensor, count: int) -> Tensor:
-    """What `_bytes` was given; its results lie beside each other in each row."""
+    """The integers that `_bytes` was given; its results lie beside each other in each row."""
     first, *others = planes.split(planes.shape[1] // count, dim=1)[:count]
     words = first.to(torch.int32) & 0xFF
     for i, plane in enumerate(others, 1):

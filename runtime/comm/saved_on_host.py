@@ -30,7 +30,7 @@ def _save_on_host(value: Tensor) -> Tensor:
 
 
 def _wait_until_saved(host: Tensor, value: Tensor) -> Tensor:
-    """Have the device wait until `host` has the values: the same tensor."""
+    """Make the device wait until `host` has the values: the same tensor."""
     return collectives.ops.wait_tensor(host)
 
 

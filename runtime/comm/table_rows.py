@@ -140,8 +140,8 @@ def fetch_rows(
 
 
 def read_by_host(counts: Tensor) -> Tensor:
-    """What the host waits for: how many rows this rank gets from each, how many it gives to each,
-    and whether an id is no row: `(2 * ranks + 1,)`."""
+    """Copy to the host, which waits: how many rows this rank gets from each, how many it gives to
+    each, and whether an id is no row: `(2 * ranks + 1,)`."""
     return counts.cpu()
 
 
@@ -179,7 +179,7 @@ def return_rows(
 
 
 def _rows_of(asked: Tensor, table: _Table, count: int) -> Tensor:
-    """Which of the rows that this rank serves the others want, rank by rank: `(count,)`."""
+    """The rows, of those that this rank serves, that the others want, rank by rank: `(count,)`."""
     return torch.nonzero_static(asked, size=count).view(-1) % table.each
 
 

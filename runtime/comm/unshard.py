@@ -195,7 +195,7 @@ def reducing(
 def _following(
     part: Tensor, spec: UnshardSpec, partial: Tensor | None, segment: Tensor | None
 ) -> Steps:
-    """What follows when `part` is reduced over one copy of the model."""
+    """The steps that follow when `part` is reduced over one copy of the model."""
     r = spec.reduction
     if partial is not None:
         part = part + partial.to(part.device, part.dtype)

@@ -61,7 +61,7 @@ def symbol_values(size: object) -> dict[Any, int]:
 
 
 def flop_formulas() -> dict[object, Callable[..., object]]:
-    """What torch knows of FLOPs, by op, with the CPU's attention added (2.11 to 2.15)."""
+    """torch's formulas of FLOPs, by op, with the CPU's attention added (2.11 to 2.15)."""
     from torch.utils.flop_counter import flop_registry
 
     aten = torch.ops.aten

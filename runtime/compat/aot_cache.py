@@ -36,7 +36,8 @@ Compiled = Callable[..., object]
 
 
 class Guest(Protocol):
-    """What AOT autograd's cache asks while a graph is compiled; one of the first two, once."""
+    """The interface to AOT autograd's cache while a graph is compiled; one of the first two is
+    called, once."""
 
     def look(self, key: str, find: Callable[[str], Found]) -> Found:
         """The entry for a key, or None to have the graph compiled; `find` looks on disk."""
@@ -190,7 +191,7 @@ def write_entry(key: str, content: bytes) -> None:
 
 
 def wrap_entry(entry: Entry, forward: Wrap, backward: Wrap) -> None:
-    """Have these change the graphs of an entry once they are loaded (2.11 to 2.15)."""
+    """Wrap the graphs of an entry once they are loaded (2.11 to 2.15)."""
     entry.compiled_fw = _Wrapping(entry.compiled_fw, forward)
     if entry.compiled_bw is not None:
         entry.compiled_bw = _Wrapping(entry.compiled_bw, backward)

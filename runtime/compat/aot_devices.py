@@ -27,7 +27,7 @@ def own_gpu() -> int | None:
 
 
 def name_ptxas() -> None:
-    """Have Triton use the ptxas that Inductor will name from the start.
+    """Give Triton from the start the ptxas that Inductor will name.
 
     Keys of kernels have its version. Inductor of 2.11 names another than Triton's own once it
     compiles its first kernel, and Triton may have been asked before: then keys depend on what a
@@ -46,7 +46,7 @@ def with_index(code: str, before: int, index: int | str) -> str:
 
 
 def move_entry(entry: Entry, before: int | None, index: int | None) -> None:
-    """Have an entry that was compiled for one GPU run on another (2.11 to 2.15)."""
+    """Move an entry that was compiled for one GPU to another (2.11 to 2.15)."""
     if before is None or index is None or before == index:
         return
     for part in (entry.compiled_fw, entry.compiled_bw):

@@ -82,7 +82,7 @@ def _nesting(engine: Callable[..., object], *args: object, **kwargs: object) -> 
 
 
 def give_engine_inputs(run_for: Callable[..., object], is_meant: Callable[[object], bool]) -> None:
-    """Have `run_for` do what the engine is asked for inputs of which `is_meant` says so.
+    """Call `run_for` in place of torch's engine, for inputs of which `is_meant` says so.
 
     It is called as `selection.run_for_inputs`. The engine looks for the node of a tensor where no
     override of torch's functions is asked. (2.11 to 2.15)

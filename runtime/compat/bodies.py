@@ -14,7 +14,7 @@ from shardc.runtime.compat.aot import functorch_config, keeping_reductions
 
 @dataclass(frozen=True)
 class JointBody:
-    """What AOT autograd traced of a part of a graph.
+    """The joint graph that AOT autograd traced of a part of a graph.
 
     Attributes:
         graph: takes operands, then tangents; returns results, then a gradient or None an operand.
@@ -116,7 +116,7 @@ def _is_given_seeds(joint: GraphModule) -> bool:
 
 
 def _finish(joint: GraphModule) -> GraphModule:
-    """What Inductor's passes over joint graphs make of one."""
+    """Run Inductor's passes over joint graphs on one."""
     from torch._inductor.compile_fx import _recursive_joint_graph_passes
 
     first = next(iter(joint.graph.nodes)).meta["val"]

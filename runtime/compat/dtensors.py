@@ -79,7 +79,7 @@ class DTensorKind(Protocol):
 
 
 def let_torch_make(kind: DTensorKind) -> None:
-    """Have `distribute_tensor`, `DTensor.from_local`, `set_model_state_dict`, `swap_tensors` and
+    """Make `distribute_tensor`, `DTensor.from_local`, `set_model_state_dict`, `swap_tensors` and
     the `isinstance` of traced code ask `kind` (2.11 to 2.14)."""
     _extend_distribute_tensor(kind)
     _extend_from_local(kind)

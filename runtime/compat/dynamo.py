@@ -152,7 +152,7 @@ def copy_dynamo_graph(gm: GraphModule) -> GraphModule:
 
 
 def make_input_without_source(placeholder: torch.fx.Node, like: torch.fx.Node) -> None:
-    """Have a new placeholder pass as one of Dynamo's, with the value of `like` (2.11 to 2.15)."""
+    """Give a new placeholder the value of `like`, as one of Dynamo's (2.11 to 2.15)."""
     placeholder.meta.update(
         {key: like.meta[key] for key in ("example_value", "stack_trace") if key in like.meta}
     )
@@ -167,9 +167,9 @@ def real_input(placeholder: torch.fx.Node) -> Tensor | None:
 
 
 def forget_classes(gm: GraphModule) -> None:
-    """Have a Dynamo graph not say of which class its tensors were: parameters, fake ones.
+    """Remove from a Dynamo graph the classes of its tensors: parameters, fake ones.
 
-    It is part of the key of AOT autograd's cache, and nothing looks at it. (2.11 to 2.15)
+    They are part of the key of AOT autograd's cache, and nothing else reads them. (2.11 to 2.15)
     """
     for node in gm.graph.find_nodes(op="placeholder"):
         if isinstance(node.type, type) and issubclass(node.type, Tensor):
@@ -184,7 +184,7 @@ def is_cut_by_break(gm: GraphModule) -> bool:
 
 
 def region_nodes() -> tuple[set[object], set[object]]:
-    """What opens and closes a function transform in a Dynamo graph (2.11 to 2.15)."""
+    """The functions that open and close a function transform in a Dynamo graph (2.11 to 2.15)."""
     from torch._C import _functorch
     from torch._functorch import predispatch
 
@@ -214,7 +214,8 @@ AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._ex
 
 
 def read_as_data(graph: torch.fx.Graph, value: Tensor) -> list[Tensor]:
-    """What `.data` of a traced `value`, or of a view of it, gives in a Dynamo graph (2.11 to 2.14).
+    """The values of `.data` of a traced `value`, or of a view of it, in a Dynamo graph (2.11 to
+    2.14).
 
     Writes to it do not count as writes to `value`.
     """
@@ -226,7 +227,7 @@ def read_as_data(graph: torch.fx.Graph, value: Tensor) -> list[Tensor]:
 
 
 def compile_id() -> tuple[int, int] | None:
-    """Of what Dynamo compiles now: the number of the frame, how often it was compiled before.
+    """The number of the frame that Dynamo compiles now, and how often it was compiled before.
 
     None outside of a compile. (2.11 to 2.15)
     """
@@ -255,7 +256,7 @@ def recompile_reason() -> str:
 
 
 def forget_compiled() -> None:
-    """Have Dynamo forget what it compiled, and what it counted (2.11 to 2.15)."""
+    """Reset Dynamo and its counters (2.11 to 2.15)."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 
@@ -292,9 +293,9 @@ def trace_artifact(name: str, text: str) -> None:
 
 
 def check_backend_options(backend: object, options: object) -> None:
-    """Have the backend of that name check `options`, if it has a `check_options` (2.11 to 2.15).
+    """Call `check_options` of the backend of that name, if it has one (2.11 to 2.15).
 
-    `torch.compile` hands them over only when a first graph is compiled.
+    `torch.compile` hands options over only when a first graph is compiled.
     """
     from torch._dynamo.backends.registry import lookup_backend
 
@@ -345,7 +346,8 @@ def _told_in_words() -> Callable[..., Exception]:
 
 
 def raised_by_backend(error: Exception) -> Exception:
-    """What a backend raised, out of Dynamo's error about it; any other error as it is (2.13)."""
+    """The exception of a backend, out of Dynamo's error about it; any other error as it is
+    (2.13)."""
     from torch._dynamo.exc import BackendCompilerFailed
 
     return error.inner_exception if isinstance(error, BackendCompilerFailed) else error

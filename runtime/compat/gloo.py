@@ -68,7 +68,7 @@ def _room_for(part: Tensor, group_size: int) -> Tensor:
 
 
 def end_gloo_waits(group: dist.ProcessGroup) -> None:
-    """Have all that waits on a gloo group fail, here and on the peers (2.11 to 2.15).
+    """Fail every wait on a gloo group, here and on the peers (2.11 to 2.15).
 
     Gloo has no abort (`abort()` does nothing), but closes its connections when a wait times out.
     """

@@ -100,7 +100,7 @@ def also_named(group: dist.ProcessGroup, name: str) -> str:
 
 
 def place_in_mesh(mesh: DeviceMesh, dim: int) -> str:
-    """What tells one dim of a mesh from all others, in text; the same on all ranks of the mesh that
+    """A text that tells one dim of a mesh from all others; the same on all ranks of the mesh that
     it was cut from (2.11 to 2.15)."""
     return f"{mesh._rank_map.tolist()} {mesh._layout[dim]}"
 
@@ -167,8 +167,8 @@ def groups_within(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
 
 
 def follow_when_waited_for(value: Tensor, start: Callable[[], object]) -> None:
-    """Have the wait for `value` call `start`, and wait for what that starts into it (2.11 to
-    2.15)."""
+    """Call `start` when `value` is waited for, and wait for the collective that it starts into
+    `value` (2.11 to 2.15)."""
 
     def follow() -> None:
         start()
@@ -178,7 +178,7 @@ def follow_when_waited_for(value: Tensor, start: Callable[[], object]) -> None:
 
 
 def call_when_waited_for(value: Tensor, wait: Callable[[], object]) -> None:
-    """Have `wait_tensor` of `value` call `wait`, once (2.11 to 2.15)."""
+    """Call `wait` when `value` is waited for, once (2.11 to 2.15)."""
     c10d: Any = torch._C._distributed_c10d  # the stubs lack it
 
     def finish(timeout: timedelta) -> bool:
@@ -203,9 +203,8 @@ def nccl_flight_record() -> str | None:
 
 
 def free_cuda_graphs_before(groups: Iterable[str]) -> None:
-    """Have Inductor's CUDA graphs freed when one of `groups` is shut down, whose collectives they
-    replay: NCCL waits for them before it destroys a communicator, without an end (2.11 to 2.15).
-    """
+    """Free Inductor's CUDA graphs when one of `groups` is shut down, whose collectives they replay:
+    NCCL waits for them before it destroys a communicator, without an end (2.11 to 2.15)."""
     _watch_shutdowns()
     _captured.update(resolve_group(name).group_name for name in groups)
 

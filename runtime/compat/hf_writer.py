@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def write_boxes_apart() -> None:
-    """Have `HuggingFaceStorageWriter` write each box of a name to a file of its own."""
+    """Make `HuggingFaceStorageWriter` write each box of a name to a file of its own."""
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
     write: Write = HuggingFaceStorageWriter.write_data
@@ -64,7 +64,7 @@ def _layers(items: list["WriteItem"]) -> list[list["WriteItem"]]:
 
 
 def _moved(storage_data: dict[str, Any], depth: int) -> dict[str, Any]:
-    """Of `storage_data`, with the number of a file that no rank has at a lower depth.
+    """A copy of `storage_data` with the number of a file that no rank has at a lower depth.
 
     The writer numbers the files of W ranks from 1 to W.
     """

@@ -180,7 +180,7 @@ def compile_alone(
 
 
 def generated_code(output: Output) -> tuple[str, str] | None:
-    """What Inductor made of a graph: the path of the code, which need not exist, and its text.
+    """The code that Inductor made of a graph: its path, which need not exist, and its text.
 
     None where it made none. (2.11 to 2.15)
     """
@@ -250,7 +250,8 @@ def partitioner(
 def before_joint_passes(
     settings: dict[str, object], apply: Callable[[GraphModule], object], key: str = "shardc"
 ) -> None:
-    """Have Inductor's `settings` apply something to joint graphs before any pass (2.11 to 2.15)."""
+    """Add a function to Inductor's `settings` that is applied to joint graphs before any pass (2.11
+    to 2.15)."""
     from torch._inductor import config
 
     name = "joint_custom_pre_pass"
@@ -398,7 +399,7 @@ def _collectives_pass(gm: GraphModule, label_of: LabelOf) -> object:
 
 
 def _keep_between_calls(nodes: Sequence[Kernel]) -> None:
-    """Have kernels on CPUs stay between the calls of ops that they are between (2.11 to 2.15).
+    """Keep kernels on CPUs between the calls of ops that they are between (2.11 to 2.15).
 
     Without that, one that is fused from ops far apart is placed where the first of them was, with
     the matmuls before it that the others read: all that they give is held at once. Collectives and
@@ -444,7 +445,7 @@ def _label_of_kernel(kernel: Kernel, label_of: LabelOf) -> object:
 
 
 def _run_within(kernel: Kernel, label: object) -> None:
-    """Have the Python code for a kernel enter and leave a label (2.11 to 2.15)."""
+    """Make the Python code for a kernel enter and leave a label (2.11 to 2.15)."""
     from torch._inductor.virtualized import V
 
     if V.graph.cpp_wrapper:
@@ -467,7 +468,7 @@ def _run_within(kernel: Kernel, label: object) -> None:
 
 
 def keep_output_strides(body: GraphModule) -> None:
-    """Have Inductor give what a nested graph returns the strides it was traced with (2.11 to 2.15).
+    """Give the results of a nested graph the strides they were traced with (2.11 to 2.15).
 
     Inductor notes this for all nested graphs, but before `fold_repeats` creates ours.
     """
@@ -478,7 +479,7 @@ def keep_output_strides(body: GraphModule) -> None:
 
 
 def store_at_once(node: torch.fx.Node) -> None:
-    """Have Inductor store an op's result where it is computed, not compute it in each reader.
+    """Mark an op: Inductor stores its result where it is computed, and computes it in no reader.
 
     The mark is read by Inductor's lowering (2.11 to 2.15).
     """

@@ -36,7 +36,7 @@ def is_replicated(module: nn.Module) -> bool:
 
 
 def mark_as_sharded(module: nn.Module, state: object) -> None:
-    """Have torch's own `fully_shard` and `replicate` refuse `module` (2.11 to 2.15).
+    """Mark `module`: torch's own `fully_shard` and `replicate` refuse it (2.11 to 2.15).
 
     `torch.distributed.fsdp.fully_shard.state(module)` gives `state`.
     """
@@ -76,7 +76,7 @@ def become(module: nn.Module, cls: type) -> None:
 
 
 def put_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    """Have a module hold `param`, past its properties and checks (2.11 to 2.15)."""
+    """Put `param` into a module, past its properties and checks (2.11 to 2.15)."""
     module._parameters[name] = param
 
 
@@ -124,7 +124,7 @@ def forget_recomputed_weights(module: nn.Module) -> None:
 
 
 def when_swapped(swap: Callable[[nn.Module, str, object, Callable[[], object]], object]) -> None:
-    """Have `torch.func.functional_call` put values into modules by `swap` (2.11 to 2.14).
+    """Make `torch.func.functional_call` put values into modules by `swap` (2.11 to 2.14).
 
     It is given the module, a name, the value, and torch's own way.
     """
@@ -145,7 +145,7 @@ def when_swapped(swap: Callable[[nn.Module, str, object, Callable[[], object]], 
 
 
 def check_reparametrizing(check: Callable[[nn.Module, str], None]) -> None:
-    """Have what adds or removes a parametrization call `check(module, name)` before anything.
+    """Call `check(module, name)` before a parametrization is added or removed.
 
     The old ones take parameters out of a module's dict, which no module notices; the new ones
     remove a property from a module's class. (2.11 to 2.14)

@@ -133,7 +133,7 @@ def _path(node: Node) -> str:
 
 
 def _meta(node: Node, first: str, own: str) -> dict[str, object]:
-    """What a node of a region says; modules inside of the first call are those of its own."""
+    """The meta of a node of a region; modules inside of the first call become those of its own."""
     meta = dict(node.meta)
     stack = meta.get("nn_module_stack")
     if stack:

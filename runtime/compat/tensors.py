@@ -87,7 +87,8 @@ def is_fake(tensor: Tensor) -> bool:
 
 @inline_only
 def inside_transforms(tensor: Tensor) -> Tensor:
-    """What `torch.func.grad`, `vmap` and the like have wrapped; else `tensor` (2.11 to 2.14)."""
+    """The tensor inside of the wrappers of `torch.func.grad`, `vmap` and the like; else `tensor`
+    (2.11 to 2.14)."""
     from torch._C import _functorch
 
     while _functorch.is_functorch_wrapped_tensor(tensor):
@@ -156,7 +157,8 @@ def plain_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def storage_id(tensor: Tensor) -> int | None:
-    """What is equal for tensors that share a storage; None where there is none (2.11 to 2.15).
+    """A number that is equal for tensors that share a storage; None where there is none (2.11 to
+    2.15).
 
     Of a DTensor, the storage of its local value.
     """
@@ -214,12 +216,12 @@ def swap_tensors(param: Tensor, new: Tensor) -> None:
 
 
 def gradient_hooks(tensor: Tensor) -> list[object]:
-    """What `tensor.register_hook` was given (2.11 to 2.15)."""
+    """The hooks that `tensor.register_hook` was given (2.11 to 2.15)."""
     return list((tensor._backward_hooks or {}).values())
 
 
 def tensors_of_total_norm() -> Sequence[Tensor] | None:
-    """What `get_total_norm`, which this call comes from, was given; None elsewhere (2.11 to 2.15).
+    """The tensors of the `get_total_norm` that this call comes from; None elsewhere (2.11 to 2.15).
 
     It takes norms of one device and dtype at a time, which do not know of the others.
     """

@@ -27,6 +27,6 @@ def quantises_state(optimizer: Optimizer) -> bool:
 
 
 def replace_new_buffer(make: Callable[[NewBuffer], NewBuffer]) -> None:
-    """Have them make new states by what `make` gives for their own function."""
+    """Replace the function by which they make new states: `make` is given their own."""
     base = sys.modules["torchao.optim.adam"]._AdamBase
     base._new_buffer = make(base._new_buffer)

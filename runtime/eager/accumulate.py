@@ -21,7 +21,7 @@ from shardc.runtime.eager.weak_hooks import weak_hook
 
 
 class Accumulated:
-    """What one bucket has added up.
+    """Sums of unreduced gradients of one bucket.
 
     Attributes:
         sink: the leaf whose gradient is the sum of unreduced gradients, once there was one.
@@ -40,7 +40,7 @@ class Accumulated:
         self.taken = False
 
     def make_sink(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Have a sink of that size and dtype."""
+        """Make a sink of that size and dtype, if there is none."""
         if self.sink is None or self.sink.dtype != dtype:
             self.sink = torch.zeros(1, dtype=dtype, device=device).expand(numel)
             self.sink.requires_grad_()
@@ -60,8 +60,8 @@ class Accumulated:
         self.bucket.key.refresh()
 
     def add(self, flat: Tensor, used: Iterable[int]) -> None:
-        """Have `flat: (W*S,)`, which has all that waited in it, wait; an eager backward used
-        `used`."""
+        """Set `flat: (W*S,)`, which includes all that waited, as the unreduced gradient; an eager
+        backward used `used`."""
         assert self.sink is not None
         self.bucket.gathered.hide_gradients()
         self.sink.grad = flat

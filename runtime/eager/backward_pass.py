@@ -1,4 +1,4 @@
-"""What one backward through eagerly read buckets has under way: gathers ahead, and reductions.
+"""One backward through eagerly read buckets: its gathers ahead, and reductions under way.
 
 A bucket's gradient is reduced while the layers before it are differentiated; the parameters get it
 when the next reduction starts, or when the backward ends. Autograd owns the object, through the

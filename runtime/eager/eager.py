@@ -1,4 +1,4 @@
-"""What runs around a call of a sharded module that no graph contains.
+"""Calls of sharded modules that no graph contains: gathers before, resharding after.
 
 The buckets of the module's unit are open while it runs: reading a parameter gathers them. The
 outermost call is the forward whose gathers are agreed on and started ahead.
@@ -145,8 +145,8 @@ def _end_forward(outputs: object, raised: bool) -> None:
 
 
 def gathers() -> Gathers:
-    """Those of the pass that runs: a backward (where it recomputes a forward), a forward, or one
-    read outside of both."""
+    """The gathers of the pass that runs: a backward (where it recomputes a forward), a forward, or
+    a read outside of both."""
     if compat.in_backward():
         return backward_pass().gathers
     return _forward.gathers or Gathers("forward")

@@ -29,7 +29,7 @@ from shardc.runtime.watch.progress import Label
 
 
 class Gathered:
-    """What is gathered of one bucket.
+    """The gathered values of one bucket.
 
     Attributes:
         held: the whole bucket, `(W*S,)`, where it stays gathered beyond a forward or backward.
@@ -249,7 +249,7 @@ class Gathered:
         return self.current is not None and self.depth > 0 and self.current.is_written
 
     def hide_gradients(self) -> None:
-        """What parameters read before show as their unreduced gradient is it no more."""
+        """Hide unreduced gradients that are no longer true from parameters read before."""
         for full in self.current.views if self.current is not None else ():
             full.grad = None
 
@@ -274,7 +274,8 @@ class Gathered:
         self.orders[phase] = tuple(weakref.ref(bucket) for bucket in gathered)
 
     def remembered(self, phase: str) -> tuple[EagerBucket, ...]:
-        """What the last such pass gathered; nothing, where a model that took part is gone."""
+        """The buckets that the last such pass gathered; none, where a model that took part is
+        gone."""
         known = self.orders.get(phase, ())
         buckets = tuple(bucket for ref in known if (bucket := ref()) is not None)
         return buckets if len(buckets) == len(known) else ()
@@ -285,7 +286,7 @@ class Gathered:
         self.expected.append(weakref.ref(again))
 
     def next_again(self) -> Again | None:
-        """What the next backward that reads the bucket will gather again."""
+        """The gather that the next backward that reads the bucket will do."""
         alive = (reference() for reference in reversed(self.expected))
         return next((again for again in alive if again is not None and again.full is None), None)
 

@@ -113,7 +113,8 @@ class Gathers:
         agree(compat.resolve_group(bucket.ranks.everyone), stated)
 
     def _following(self, bucket: EagerBucket) -> Iterator[tuple[EagerBucket, "Again | None"]]:
-        """What to gather ahead now: pairs of a bucket and what its backward expects, or None."""
+        """The buckets to gather ahead now: pairs of a bucket and the gather that its backward
+        expects, or None."""
         unit, place = bucket.owner, len(self.done)
         wishes, in_backward = bucket.settings, self.phase == "backward"
         hints = wishes.backward_prefetch if in_backward else wishes.forward_prefetch

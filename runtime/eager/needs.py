@@ -1,4 +1,4 @@
-"""What the eager runtime needs of units, of their buckets and of the modules that hold them.
+"""Interfaces of units, of their buckets and of the modules that hold them, for the eager runtime.
 
 They are made of it, in rooms that come after it: it knows them by what it uses of them.
 """
@@ -34,14 +34,14 @@ class EagerUnit(Protocol):
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """Those of its modules that still exist."""
+        """The modules that still exist."""
 
     def await_updates(self) -> None:
         """A gather is about to start: wait for what it shall wait for."""
 
 
 class EagerSettings(Protocol):
-    """What a user asked of a unit: see `Settings`."""
+    """The settings of a unit that the eager runtime reads: see `Settings`."""
 
     reshard_after_backward: bool
     sync: bool
@@ -75,7 +75,7 @@ class EagerGradients(Protocol):
         """Deal a reduced gradient, `(S,)`, out to the parameters that a rank used."""
 
     def unreduced(self, index: int, dtype: torch.dtype) -> Tensor | None:
-        """What waits of the gradient of the full parameter `index`."""
+        """The unreduced gradient of the full parameter `index`."""
 
 
 class EagerKey(Protocol):
@@ -117,15 +117,15 @@ class EagerBucket(Protocol):
 
     @property
     def key(self) -> EagerKey:
-        """What the graphs that read it were compiled for."""
+        """The key of graphs that read the bucket."""
 
     @property
     def settings(self) -> EagerSettings:
-        """Those of its unit."""
+        """The settings of its unit."""
 
     @property
     def gradients(self) -> EagerGradients:
-        """What becomes of its gradient."""
+        """The gradients of the bucket."""
 
     @property
     def label(self) -> str:

@@ -29,7 +29,7 @@ _by_storage: "weakref.WeakValueDictionary[int, Unsharded]" = weakref.WeakValueDi
 
 
 class Unsharded:
-    """What one eager forward reads of a bucket.
+    """The full parameters that one eager forward reads of a bucket.
 
     Attributes:
         written: the bucket's version when it was gathered.
@@ -171,7 +171,7 @@ def _versions(full: Tensor) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """What autograd saves in place of a view of one of the plain parts of a gathered bucket."""
+    """A handle that autograd saves in place of a view of a plain part of a gathered bucket."""
 
     again: Again
     part: int

@@ -16,7 +16,7 @@ from shardc.runtime import compat
 
 @dataclass(frozen=True)
 class CommBackend:
-    """What is known of a backend of `torch.distributed`.
+    """Facts of a backend of `torch.distributed`.
 
     Attributes:
         name: as `init_process_group` takes it.
@@ -89,7 +89,7 @@ def fake_group_as_on(device_type: str) -> Iterator[None]:
 
 
 def backend_of(group: dist.ProcessGroup | str, device_type: str) -> CommBackend:
-    """What carries a group's tensors of a device."""
+    """The backend that carries a group's tensors of a device."""
     members = compat.resolve_group(group) if isinstance(group, str) else group
     name = compat.group_backends(members).get(device_type, "")
     return BACKENDS.get(name, CommBackend(name))
@@ -112,6 +112,6 @@ def flight_record(group: dist.ProcessGroup) -> str | None:
 
 
 def end_waits(group: dist.ProcessGroup) -> None:
-    """Have all that waits on the host among these ranks fail, here and on the peers."""
+    """Fail every wait on the host among these ranks, here and on the peers."""
     for other in compat.groups_within(group):
         backend_of(other, "cpu").end_waits(other)

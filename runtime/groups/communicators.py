@@ -22,7 +22,7 @@ _kept: WeakKeyDictionary[dist.ProcessGroup, dict[object, object]] = WeakKeyDicti
 
 
 def kept_with(group: dist.ProcessGroup, key: object, make: Callable[[], T]) -> T:
-    """What `make` gives, made once for `group` and freed with it."""
+    """The result of `make`, made once for `group` and freed with it."""
     kept = _kept.setdefault(group, {})
     if key not in kept:
         kept[key] = make()

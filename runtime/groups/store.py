@@ -53,7 +53,7 @@ def digest(*texts: str) -> str:
 
 
 class Attendance:
-    """Which of `world` ranks have come with the same text, in the store.
+    """The ranks, of `world`, that have come with the same text, in the store.
 
     Ranks have a bit each, in one number for a block of them: one operation tells a rank whether its
     block is complete. The last block's last rank knows that all have come.

@@ -32,7 +32,7 @@ ones."""
 
 @dataclass(frozen=True)
 class Param:
-    """What the planner knows of a parameter.
+    """A parameter as the layout planner knows it.
 
     Attributes:
         by_rows: it is cut between rows only, in a bucket of its own.
@@ -243,7 +243,8 @@ def _cut_evenly(sizes: tuple[int, ...], least: int) -> list[tuple[int, int]]:
 
 
 def _apart(params: list[Param], world_size: int) -> list[list[Param]]:
-    """What is not quantised in a bucket of its own, where it would fill much of every segment."""
+    """Parameters that are not quantised in a bucket of their own, where they would fill much of
+    every segment."""
     exact = [param for param in params if not _is_quantised(param)]
     others = [param for param in params if _is_quantised(param)]
     size, whole = (sum(param.numel for param in some) for some in (exact, params))

@@ -1,4 +1,4 @@
-"""What fills the elements of a bucket that no parameter has.
+"""Padding: the value of elements of a bucket that no parameter has.
 
 It is easy to tell in a segment or a gathered bucket, and must never reach a result: with
 `SHARDC_PADDING=nan` whatever reads it shows. Unreduced gradients have zeros there instead, because
@@ -19,7 +19,7 @@ PADDING = 42
 
 
 def padding_value(dtype: torch.dtype) -> float:
-    """What fills padding of `dtype`: `SHARDC_PADDING` where it is set; integers keep `PADDING`.
+    """The value of padding of `dtype`: `SHARDC_PADDING` where it is set; integers keep `PADDING`.
 
     Raises:
         ValueError: `SHARDC_PADDING` is no number.

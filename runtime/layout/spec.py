@@ -1,4 +1,4 @@
-"""What shapes the code that gathers and reduces a bucket, as values that graphs can name.
+"""Specs: values that shape the code which gathers and reduces a bucket, and that graphs can name.
 
 A graph carries an interned signature instead of names or ranks, so identical units trace to
 identical code, and units that differ in anything that shapes the graph never share it.
@@ -167,7 +167,7 @@ class UnshardSpec:
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """What the graph is given beside the segment, in order.
+        """The inputs of the graph beside the segment, in order.
 
         full: the gathered bucket, `(W*S,)`. sink: the leaf that collects unreduced gradients.
         pending: what it has collected, `(W*S,)`. partial: the same of one segment, `(S,)`.
@@ -215,12 +215,12 @@ class Moved(NamedTuple):
 
     @property
     def spec(self) -> UnshardSpec:
-        """What shapes the code for it."""
+        """The spec of its code."""
         return spec_of(self.signature)
 
 
 def divide_factors(factor: float, dtype: torch.dtype) -> tuple[float, float]:
-    """What to divide by before and after a sum, so that together it is `factor`.
+    """Divisors before and after a sum, whose product is `factor`.
 
     Dividing after touches less data. float16 has too small a range for it: there about the square
     root is divided before, as a power of two, which loses nothing.
@@ -259,10 +259,10 @@ def intern_object(thing: object) -> Interned:
 
 
 def name_of_object(key: str) -> str:
-    """What the object with this key is called."""
+    """The name of the object with this key."""
     return key.rpartition(":")[0]
 
 
 def object_of(key: str) -> Any:
-    """What `intern_object` gave this key."""
+    """The object to which `intern_object` gave this key."""
     return _objects[key].thing

@@ -51,7 +51,7 @@ class WireFormat:
 
     @property
     def error(self) -> float:
-        """What an element may be off, as a share of the largest finite value of its block.
+        """The largest error of an element, as a share of the largest finite value of its block.
 
         In float8 that is the bound for the largest values; smaller ones are off by at most a
         sixteenth of themselves.

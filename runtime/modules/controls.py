@@ -43,7 +43,7 @@ _MODULES = Annotated[
 
 
 class Controls:
-    """What a user can set on a sharded module after `fully_shard`."""
+    """The methods of a sharded module, those of FSDP2's `FSDPModule`."""
 
     _shardc_unit: Unit
 
@@ -128,7 +128,8 @@ class Controls:
         stream: object = None,
         recurse: bool = False,
     ) -> None:
-        """Have `hook` change each reduced gradient, `(S,)` in the dtype of the reduction, in place.
+        """Call `hook` on each reduced gradient, `(S,)` in the dtype of the reduction, to change it
+        in place.
 
         Called after the reduce-scatter, or with copies of the model (HSDP) after their all-reduce;
         it sees the mean, or the sum where FSDP2's does (float16, forced sums). It may communicate.
@@ -200,7 +201,7 @@ class Controls:
     def set_allocate_memory_from_process_group_for_comm(
         self, enable: bool, *, recurse: bool = False
     ) -> None:
-        """Have the process group allocate what gathers and reductions work in, if it can.
+        """Let the process group allocate the buffers of gathers and reductions, if it can.
 
         NCCL then transfers without copies where the network can (SHARP). No effect where the
         backend has no allocator (gloo). What is reduced is copied into such a buffer first.
@@ -240,7 +241,7 @@ class Controls:
     def set_symm_mem_for_comm(
         self, backend: Literal["NCCL", "CUDA", "NVSHMEM"] = "NCCL", *, recurse: bool = False
     ) -> None:
-        """Have gathers work in symmetric memory; reductions too, where sums are forced.
+        """Gather in symmetric memory; reduce there too, where sums are forced.
 
         NCCL then gathers by its copy engines or symmetric kernels. Every rank must call it.
 
@@ -356,8 +357,8 @@ class Controls:
 
     @checked
     def set_post_optim_event(self, event: Event | None) -> None:
-        """Have the gathers of the next forward wait for `event`, recorded after an optimizer step
-        on another stream; what is queued before them does not. None takes it back."""
+        """Make the gathers of the next forward wait for `event`, recorded after an optimizer step
+        on another stream; work queued before them does not wait. None takes it back."""
         after = None if event is None else functools.cache(event.wait)
         for unit in _own_units(self, recurse=True):
             unit.before_gathers = after
@@ -416,7 +417,7 @@ def _communicator(own: bool, high_priority: bool) -> Communicator:
 
 
 class UnshardHandle:
-    """What `unshard(async_op=True)` returns."""
+    """The handle that `unshard(async_op=True)` returns."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets
@@ -428,7 +429,7 @@ class UnshardHandle:
 
 
 class ReductionHandle:
-    """What `finalize_backward(async_op=True)` returns."""
+    """The handle that `finalize_backward(async_op=True)` returns."""
 
     def wait(self) -> None:
         """Nothing is left to wait for."""

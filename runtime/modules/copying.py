@@ -83,7 +83,7 @@ def copy_sharded(module: nn.Module, memo: compat.Memo) -> nn.Module:
 
 
 def _copied_with(module: nn.Module, memo: compat.Memo) -> tuple[list[nn.Module], list[Unit]]:
-    """What a copy of `module` copies that `memo` does not know yet."""
+    """The modules and units that a copy of `module` copies and that `memo` does not know yet."""
     modules = [m for m in module.modules() if id(m) not in memo]
     known, units = {id(m) for m in modules} | memo.keys(), dict[Unit, None]()
     for holder in modules:  # which grows

@@ -14,7 +14,7 @@ from shardc.runtime.modules.modules import ShardedModule
 
 @checked
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have `module.method_name` read full parameters and convert inputs, as `forward` does.
+    """Make `module.method_name` read full parameters and convert inputs, as `forward` does.
 
     FSDP2's function of that name; it does nothing for a module that is not sharded. The module's
     own bucket is gathered while the method runs, inner units as they are called.

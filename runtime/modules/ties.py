@@ -68,7 +68,7 @@ def buckets_of(slots: Mapping[str, SlotRef | Given], own: Unit | None) -> tuple[
 
 
 def tie(module: "ShardedParameters", name: str, slot: SlotRef, param: nn.Parameter) -> None:
-    """Have `module` hold `param`, a sharded parameter of another module, in place of its own.
+    """Tie: `module` holds `param`, a sharded parameter of another module, in place of its own.
 
     Raises:
         NotImplementedError: it is sharded over other ranks.

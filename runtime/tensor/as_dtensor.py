@@ -23,7 +23,7 @@ _is_excluded, _DISPATCHED = compat.WHILE_DISPATCHING  # looked up once: this run
 
 
 class AsDTensor(Tensor):
-    """What a ShardTensor has of a DTensor."""
+    """The attributes and methods of a DTensor that a ShardTensor has."""
 
     _local: Tensor
     _shard_spec: ShardSpec

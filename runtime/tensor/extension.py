@@ -55,7 +55,7 @@ def inner_value(tensor: Tensor) -> Tensor:
 
 
 def shape_and_dtype(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    """Those of the plain tensor."""
+    """The shape and dtype of the plain tensor."""
     if extends_gather(tensor) and _wrapping(tensor) is None:
         packing = _packing(tensor)
         if packing is not None:
@@ -123,7 +123,8 @@ def _wrapping(tensor: compat.Subclass) -> _Wrapping | None:
 
 
 def attributes_of_subclass(tensor: Tensor) -> set[str]:
-    """What a subclass that extends the gather keeps on `tensor`, beside what users put there."""
+    """The attributes that a subclass which extends the gather keeps on `tensor`, without those of
+    users."""
     if not extends_gather(tensor):
         return set()
     wrapping = _wrapping(tensor)
@@ -139,7 +140,7 @@ def _around(cls: compat.Subclass, attribute: str, context: compat.Context, plain
 
 @dataclass(frozen=True, eq=False)
 class Extension:
-    """What is done with one such parameter around its gather.
+    """The extension of a parameter's gather: calls of its subclass before and after.
 
     Attributes:
         cls, attribute, context: the subclass, where it has its inner tensor, what else it is.
@@ -176,7 +177,7 @@ class Extension:
     def of(
         cls, param: Tensor, mesh: DeviceMesh, module: nn.Module, precision: MixedPrecisionPolicy
     ) -> "Extension | None":
-        """That of `param`; None where it does not extend its gather."""
+        """The extension of `param`; None where it does not extend its gather."""
         if not extends_gather(param):
             return None
         if mesh.ndim > 1:
@@ -225,7 +226,8 @@ class Extension:
         return segment.view(self.padded_rows, *self.shape[1:])
 
     def before_gather(self, segment: Tensor) -> tuple[list[Tensor], object]:
-        """What is sent of this rank's rows, of the same sizes on all ranks, and metadata.
+        """The tensors that this rank sends of its rows, of the same sizes on all ranks, and
+        metadata.
 
         `segment: (S,)`. As FSDP2 does, the subclass is given the rows without padding; what has as
         many is padded with zeros, where FSDP2 raises. A rank without rows sends zeros.

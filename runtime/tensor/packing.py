@@ -40,12 +40,12 @@ class Packing:
 
     @property
     def nbytes(self) -> int:
-        """Of a group."""
+        """Bytes of a group."""
         return sum(part.nbytes for part in self.parts)
 
     @classmethod
     def of(cls, weight: compat.Subclass) -> "Packing | None":
-        """That of a weight, whose subclass must be able to split it by rows; None if not."""
+        """The packing of a weight, whose subclass must be able to split it by rows; None if not."""
         names, _ = weight.__tensor_flatten__()
         inner = {name: getattr(weight, name) for name in names}
         if any(type(value) not in (Tensor, nn.Parameter) for value in inner.values()):
@@ -87,7 +87,8 @@ class Packing:
 
 
 def on_device(context: compat.Context, device: torch.device) -> compat.Context:
-    """What a subclass keeps beside its inner tensors, where it names a device: this one."""
+    """The context that a subclass keeps beside its inner tensors, with devices in it replaced by
+    `device`."""
     if isinstance(context, torch.device):
         return device
     if isinstance(context, dict):

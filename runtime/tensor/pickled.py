@@ -34,7 +34,7 @@ class _Place(NamedTuple):
 
 
 def reduced(tensor: ShardTensor) -> tuple[object, ...]:
-    """What `__reduce_ex__` gives for a ShardTensor that is no parameter.
+    """The value of `__reduce_ex__` for a ShardTensor that is no parameter.
 
     Raises:
         NotImplementedError: it is also cut by tensor parallelism, whose mesh no file can hold.

@@ -46,7 +46,7 @@ class BlockState(Tensor):
         return self
 
     def dequantised(self) -> Tensor:
-        """What it stands for, plain."""
+        """The plain value of the state."""
         whole: Tensor = self._inner.dequantize(self.dtype).view(-1)
         return whole.narrow(0, self._front, self.shape[0])
 

@@ -28,7 +28,7 @@ _USER_NAMES = {"aten._local_scalar_dense.default": ".item()"}
 
 
 class Gathers:
-    """Of this process: which ops gathered.
+    """The ops of this process that gathered.
 
     Attributes:
         strict: whether such ops are refused.
@@ -148,7 +148,8 @@ class _PlainGradients:
 
 
 def expect_plain_gradient(tensor: ShardTensor, over: Over = "mean") -> None:
-    """What runs on `tensor` now gives it a whole gradient, each rank that of its own batch."""
+    """Reduce the whole gradients that ops give `tensor` from now on, each rank that of its own
+    batch."""
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return
     hooks = compat.gradient_hooks(tensor)

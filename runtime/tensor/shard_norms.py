@@ -103,7 +103,8 @@ def _mesh_of(tensor: Tensor) -> str:
 
 
 def _shares(parts: Sequence[Tensor], order: float, wide: Sequence[torch.dtype]) -> Tensor:
-    """What each part gives to its norm: an extremum, a count, or a sum of p-th powers, in fp64."""
+    """The share of each part in its norm: an extremum, a count, or a sum of p-th powers, in
+    fp64."""
     empty = torch.full(
         (), math.inf if order < 0 else 0.0, dtype=torch.float64, device=parts[0].device
     )

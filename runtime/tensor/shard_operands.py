@@ -1,4 +1,4 @@
-"""What an op on parts sees of its operands, and how results become ShardTensors again.
+"""Operands of ops on local parts, and results that become ShardTensors again.
 
 An elementwise op may run on local parts only where all sharded operands hold the same interval of
 the same shape. Plain operands of that shape, or that broadcast to it, are cut to it; sharded ones
@@ -32,7 +32,7 @@ class NeedsWhole(Exception):
 
 
 def local_part(func: compat.Op, operand: Tensor, like: ShardTensor) -> Tensor:
-    """What an elementwise op on `like`'s local part sees of `operand`.
+    """The part of `operand` for an elementwise op on `like`'s local part.
 
     Raises:
         NeedsWhole: they do not broadcast to the shape of `like`.
@@ -110,7 +110,7 @@ def empty_full(like: ShardTensor) -> Tensor:
 
 @cache
 def written_operands(func: compat.Op) -> tuple[int | str, ...]:
-    """Which arguments `func` writes to: positions, or names of keyword-only ones."""
+    """The arguments that `func` writes to: positions, or names of keyword-only ones."""
     return tuple(
         argument.name if argument.kwarg_only else index
         for index, argument in enumerate(func._schema.arguments)

@@ -1,4 +1,4 @@
-"""What each op does on ShardTensors: one table, a few rules, and a refusal for the rest.
+"""Ops on ShardTensors: one table, a few rules, and a refusal for the rest.
 
 Elementwise ops (`torch.Tag.pointwise`) run on the local parts, list ops (`shard_lists`) too; norms
 and other statistics are finished by one all-reduce (`shard_norms`, `shard_stats`); what fills a

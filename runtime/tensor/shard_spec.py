@@ -96,7 +96,7 @@ def mean_over_ranks(value: Tensor, spec: ShardSpec) -> Tensor:
 
 
 def whole_gradient(grad: Tensor, spec: ShardSpec, over: Over = "mean") -> Tensor:
-    """Of the gradient of a whole tensor, plain: this rank's part, reduced over the ranks.
+    """This rank's part of the plain gradient of a whole tensor, reduced over the ranks.
 
     Where `grad` repeats along a dim, as that of a sum does, what is sent does not.
     """

@@ -191,7 +191,7 @@ class ShardTensor(AsDTensor):
         self._refuse_whole(".storage()")
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """That of this rank's part, which is the storage of its bucket's segment.
+        """The storage of this rank's part, which is that of its bucket's segment.
 
         Refused to safetensors, which would write as many bytes as the whole tensor has.
         """
@@ -264,7 +264,8 @@ class ShardTensor(AsDTensor):
         return ShardTensor(inner["_local"], shape, spec)
 
     def _stable_hash_for_caching(self) -> str:
-        """What AOT autograd's cache knows a compiled `opt.step` by; each rank has its own."""
+        """The hash by which AOT autograd's cache knows a compiled `opt.step`; each rank has its
+        own."""
         local = self._local
         spec = self._shard_spec
         outer = (tuple(self.shape), self.dtype, str(self.device), self.requires_grad, spec)

@@ -67,7 +67,7 @@ class _Away:
         return self.held[0][0].device
 
     def free(self) -> None:
-        """Have the device wait until all is on the host, and free its memory there."""
+        """Make the device wait until all is on the host, and free its memory there."""
         if not self.is_freed:
             torch.accelerator.current_stream(self.device).wait_event(self.sent)
             for state, _ in self.held:
@@ -91,7 +91,7 @@ class _Away:
             self.back = stream.record_event()
 
     def wait(self) -> None:
-        """Have the device wait until all is back."""
+        """Make the device wait until all is back."""
         assert self.back is not None
         torch.accelerator.current_stream(self.device).wait_event(self.back)
 
@@ -159,7 +159,7 @@ def _users_of(segment: Tensor) -> Iterator[tuple[Optimizer, ShardTensor]]:
 
 
 def _state_of(segment: Tensor) -> Iterator[Tensor]:
-    """What optimizers keep of the parameters of a segment, if it may go."""
+    """The tensors that optimizers keep of the parameters of a segment, if they may go."""
     seen = set[int]()
     for optimizer, param in _users_of(segment):
         if param not in optimizer.state:
@@ -228,7 +228,8 @@ def _sent(states: list[Tensor]) -> _Away:
 
 
 def _wait_until_state_sent(sent: Tensor) -> Tensor:
-    """Have the device wait until it is on the host, and free its memory there: the same tensor."""
+    """Make the device wait until the state is on the host, and free its memory there: the same
+    tensor."""
     for _, away in _numbered(sent):
         away.free()
     return sent
@@ -245,20 +246,21 @@ def _fetch_state(sent: Tensor) -> None:
 
 
 def _numbered(sent: Tensor) -> list[tuple[UntypedStorage, _Away]]:
-    """What a forward has sent, if it has not returned yet, and the memory of the segment."""
+    """The state that a forward has sent, if it has not returned yet, and the memory of the
+    segment."""
     number = int(sent)
     return [(memory, away) for memory, away in _away.items() if away.number == number]
 
 
 def _arrive(memory: UntypedStorage, away: _Away) -> None:
-    """Have the device wait until what is on its way back is there, and forget it."""
+    """Make the device wait until the state on its way back is there, and forget it."""
     away.wait()
     if _away.get(memory) is away:
         del _away[memory]
 
 
 def _bring_back_all(optimizer: Optimizer, *_: object) -> None:
-    """Have the state of an optimizer be on the device, for what is queued there from now on."""
+    """Bring the state of an optimizer back to the device, for ops queued there from now on."""
     if torch.compiler.is_compiling() or not _away:
         return
     for param in _sharded(optimizer):

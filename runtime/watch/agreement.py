@@ -35,7 +35,7 @@ _KEPT = 4096
 
 @dataclass(frozen=True)
 class Statement:
-    """What a rank states, for the others of its group to state the same.
+    """The statement of a rank, which the others of its group must state too.
 
     Attributes:
         what: what is compared, for the error.
@@ -61,7 +61,7 @@ class Statement:
 
 @dataclass
 class _History:
-    """What one group has agreed on.
+    """The agreements of one group.
 
     Attributes:
         rounds: how many times its ranks have compared something.
@@ -149,7 +149,7 @@ def rounds(group: dist.ProcessGroup) -> int:
 
 
 def decline(group: dist.ProcessGroup, what: str, why: str) -> None:
-    """Have the others raise at their `agree` on `what`: this rank cannot go on. Never waits.
+    """Make the others raise at their `agree` on `what`: this rank cannot go on. Never waits.
 
     Takes the place of this rank's call of `agree` with `every_time`.
     """
@@ -162,7 +162,8 @@ def decline(group: dist.ProcessGroup, what: str, why: str) -> None:
 
 
 def _entry(what: str, facts: Sequence[str]) -> Call:
-    """What the group's history says of a comparison: its facts are compared through the store."""
+    """The entry of a comparison in the group's history: its facts are compared through the
+    store."""
     first = f" ({facts[0][:100]})" if facts else ""
     return Call("a comparison", f"the comparison of {what}{first}{_called_from_here()}")
 
@@ -231,7 +232,7 @@ def _rule(store: dist.Store, verdict: str) -> None:
 
 
 def _difference(what: str, rank: int, mine: list[str], reference: list[str]) -> str:
-    """What is told to all ranks: the first line in which two differ; `what` is the line above."""
+    """The text for all ranks: the first line in which two differ; `what` is the line above."""
     if mine[0] != reference[0]:
         return (
             f"ranks disagree on what comes next: rank 0 compares {reference[0]}, "

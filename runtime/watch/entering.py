@@ -17,7 +17,8 @@ BoxedGraph = Callable[[list[object]], object]
 
 @contextmanager
 def in_history(group: str) -> Iterator[None]:
-    """What is started inside enters the history of `group`; where ranks part, all are told."""
+    """Enter collectives started inside into the history of `group`; where ranks part, all are
+    told."""
     outer, progress.history = progress.history, watch(group)
     try:
         yield
@@ -31,7 +32,7 @@ def in_history(group: str) -> Iterator[None]:
 
 @contextmanager
 def naming(group: str) -> Iterator[None]:
-    """Have a failure of a collective over `group` say which it is, and which ranks are missing."""
+    """Name the collective and the missing ranks where a collective over `group` fails."""
     with in_history(group):
         try:
             yield

@@ -28,12 +28,12 @@ _CHAIN_BITS = 8 * _WORD - COUNT_BITS
 
 
 def word_of(count: int, chain: int) -> int:
-    """What ranks compare of an entry: its place, and a hash of all entries up to it."""
+    """The word of an entry that ranks compare: its place, and a hash of all entries up to it."""
     return (count % (1 << COUNT_BITS)) << _CHAIN_BITS | chain % (1 << _CHAIN_BITS)
 
 
 class Board:
-    """What ranks of this host have entered; this one is `rank` of `world`."""
+    """The entries of the ranks of this host; this one is `rank` of `world`."""
 
     def __init__(self, path: str, rank: int, world: int) -> None:
         self._rank, self._world = rank, world

@@ -36,7 +36,7 @@ class _Rounds:
 
 
 class HandOver:
-    """What one rank of a group hands over to the others, once.
+    """A text that one rank of a group hands over to the others, once.
 
     Args:
         group: the ranks.
@@ -110,7 +110,7 @@ class HandOver:
                 self._store.set("beat", str(beats))
 
     def _wait(self) -> str:
-        """What the maker says in the end; "" where it is dead or takes too long."""
+        """The maker's text in the end; "" where it is dead or takes too long."""
         began = heard = listened = time.monotonic()
         said, pause, beat = began + _SAID_AFTER - _SAID_EVERY, pauses(self._world), ""
         while (state := look(self._store, "state")) is None:

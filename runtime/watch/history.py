@@ -1,4 +1,4 @@
-"""What the ranks of a group have entered, in order: where two of them part is found at once.
+"""The history of a group: its ranks' entries in order, by which ranks that part are found at once.
 
 Each rank counts the collectives it enters and chains their hashes. Before one is handed to the
 backend, the rank writes both to memory that the ranks of its host share, and looks what the others
@@ -41,7 +41,7 @@ class Parted(Failed):
 
 
 class History:
-    """Of one group, on this rank.
+    """The entries of one group, on this rank.
 
     Attributes:
         ranks: its ranks, as numbers of the whole job.
@@ -144,13 +144,13 @@ _world: object = None
 
 
 def histories() -> list[tuple[str, History]]:
-    """Of all groups that have one, by a name."""
+    """The histories of all groups that have one, each with a name."""
     names = {history: name for name, history in _histories.items() if history is not None}
     return [(name, history) for history, name in names.items()]
 
 
 def history_of(name: str) -> History | None:
-    """Of the group of that name; None where it has no peers."""
+    """The history of the group of that name; None where it has no peers."""
     global _world
     if dist.group.WORLD is not _world:  # groups were made anew
         _histories.clear()

@@ -71,7 +71,7 @@ _ended = threading.Event()
 
 
 def _tell_when_it_ends() -> None:
-    """Have an exception that ends the program be told to others."""
+    """Tell others an exception that ends the program."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -120,7 +120,7 @@ def _members_of(group: str, history: History) -> dist.ProcessGroup:
 
 
 class _Look:
-    """What was done about one long wait, in view of one group."""
+    """The steps taken about one long wait, in view of one group."""
 
     def __init__(self, members: dist.ProcessGroup, history: History, since: float) -> None:
         self._members, self._history, self._since = members, history, since

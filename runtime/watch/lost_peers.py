@@ -1,4 +1,4 @@
-"""What a failed collective says: which one, of which unit, and which ranks are missing.
+"""Errors of failed collectives: which one, of which unit, and which ranks are missing.
 
 Ranks that part from each other find out as they enter a collective (`history`), or, on different
 hosts, by what they show each other in the store while a wait is long. They raise, and the waits of
@@ -133,8 +133,8 @@ def note_parting(members: dist.ProcessGroup) -> None:
 
 
 def _tell(members: dist.ProcessGroup, ends_waits: bool = False) -> tuple[Line, list[Line] | None]:
-    """What this rank tells the others, and what those tell that answer in time; None where the
-    store does not answer."""
+    """Tell the others this rank's line: it, and the lines of those that answer in time; None where
+    the store does not answer."""
     timeout = compat.group_timeout(members)
     grace = min(_GRACE, timeout / 5).total_seconds()
     line = line_of(members)
@@ -176,7 +176,7 @@ def _left(members: dist.ProcessGroup) -> dict[int, str]:
 
 
 def line_of(members: dist.ProcessGroup) -> Line:
-    """What this rank tells the others."""
+    """The line that this rank tells the others."""
     label = progress.inside
     own = own_collective_of(progress.main_thread)
     if label is not None:
@@ -231,7 +231,7 @@ def _lines(members: dist.ProcessGroup, grace: float) -> list[Line]:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T | None:
-    """What `call` gives; None if it fails or takes longer."""
+    """The result of `call`; None if it fails or takes longer."""
     results: list[T] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""What ranks show each other in the store while a wait is long: what they entered, where they are.
+"""Ranks in a long wait, as they show each other in the store: what they entered, where they are.
 
 A rank that waits looks at the one before it in the group. Where that one waits too, their histories
 tell whether they parted. It may also be in a collective of the program's own, such as
@@ -28,7 +28,7 @@ _MEET = ("barrier", "all_reduce", "allreduce", "all_gather", "allgather", "reduc
 
 @dataclass(frozen=True)
 class Shown:
-    """What one rank shows.
+    """The state that one rank shows.
 
     Attributes:
         rank: which, as a number of the whole job.
@@ -49,7 +49,7 @@ class Shown:
 
 
 def from_json(text: str | bytes) -> Shown:
-    """What `to_json` wrote."""
+    """The value that `to_json` wrote."""
     read = json.loads(text)
     read["entries"] = [Entry(*entry) for entry in read["entries"]]
     read["records"] = {
@@ -60,7 +60,7 @@ def from_json(text: str | bytes) -> Shown:
 
 
 def this_rank(history: History) -> Shown:
-    """What this rank shows."""
+    """The state that this rank shows."""
     entries = list(history.entries)
     if progress.inside is not None:
         return Shown(history.rank, entries)

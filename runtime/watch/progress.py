@@ -1,4 +1,4 @@
-"""What this process does with collectives right now: a name in the profiler, and for a hang.
+"""Progress of this process with collectives: a name in the profiler, and for a hang.
 
     with Label("all_gather", ("layers.3",), "forward"): ...               # start it
     with Label("all_gather", ("layers.3",), "forward", waits=True): ...   # wait for it
@@ -48,7 +48,7 @@ _PREFIX = "shardc: "
 
 
 class Progress:
-    """Of this process.
+    """The progress of this process.
 
     Attributes:
         started: how many collectives it has started.
@@ -183,7 +183,7 @@ def _made(kind: str, buckets: tuple[str, ...], phase: str, waits: bool) -> Label
 def _fact(
     kind: str, buckets: tuple[str, ...], phase: str, dtype: torch.dtype | None
 ) -> tuple[int, str]:
-    """What a history keeps of a label: the same on all ranks, and in words."""
+    """The digest of a label, the same on all ranks, and its text."""
     of = "" if dtype is None else f" ({str(dtype).removeprefix('torch.')})"
     return digest_of(kind, buckets, phase, dtype), str(Label(kind, buckets, phase)) + of
 
@@ -270,12 +270,12 @@ def read_name(name: str) -> tuple[str, tuple[str, ...], bool] | None:
 
 
 def set_label(node: Node, label: Label) -> None:
-    """Have what runs the graph of `node` show it as `label`."""
+    """Set the label under which the graph of `node` runs it."""
     node.meta["custom"] = {**(node.meta.get("custom") or {}), _FACT: label}
 
 
 def label_of(node: Node) -> Label | None:
-    """What `set_label` gave a node."""
+    """The label that `set_label` gave a node."""
     return (node.meta.get("custom") or {}).get(_FACT)
 
 

@@ -1,4 +1,5 @@
-"""What ranks agree on while the graphs of one Dynamo graph are compiled, kept to agree on it again.
+"""Agreements of ranks while the graphs of one Dynamo graph are compiled, kept to agree on them
+again.
 
 A graph that is loaded and not compiled has its ranks state the same facts in the same order, so
 that it makes no difference to the others.
@@ -75,7 +76,7 @@ class Agreements:
         return _slowest(self.agree(group, _unscheduled(phase, facts, json.dumps(seconds))))
 
     def choices(self, group: str, what: str, facts: Facts, choice: str) -> frozenset[str]:
-        """What any rank would choose, from the first compile on."""
+        """The choices of all ranks, from the first compile on."""
         return self.agree(group, _once(what, facts, choice))
 
     def collectives(self, gm: GraphModule, phase: str, groups: list[str]) -> None:

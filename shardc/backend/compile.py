@@ -187,7 +187,7 @@ def _compile_inductor(
 
 
 def _settings(plan: Plan, mode: str | None) -> dict[str, object]:
-    """Those of Inductor for a compile, passes of shardc left out.
+    """Inductor's settings for a compile, passes of shardc left out.
 
     Memory of accelerators is as planned with or without a budget; on CPUs reuse spares page faults.
     """
@@ -249,7 +249,8 @@ def _run_eagerly(graph: GraphModule) -> BoxedGraph:
 
 
 def _naming_inductor(compiled: Any, groups: list[str], replayed: list[str]) -> Any:
-    """Have what Inductor made of a graph say what is missing where a collective fails."""
+    """Wrap Inductor's code of a graph: where a collective fails, it is named with the missing
+    ranks."""
     if not groups:
         return compiled
     return compat.wrap_compiled(compiled, lambda call: naming_failures(call, groups, replayed))
@@ -271,7 +272,8 @@ def _hints(inputs: Sequence[Any]) -> str:
 
 
 def _finish_graph(gm: GraphModule, ctx: PassContext, plan: Plan) -> GraphModule:
-    """What every forward and backward graph goes through before it is lowered."""
+    """Run the last passes over a forward or backward graph, agree on its collectives, and record
+    its plan."""
     with plan.stages.stage(PASSES):
         gm = run_passes(gm, ctx, pipeline.GRAPH_PASSES)
     plan.agreements.collectives(gm, ctx.phase, groups_in(gm))
@@ -298,7 +300,7 @@ class _Read:
 
 @dataclass(frozen=True)
 class _AgreedReads:
-    """What ranks agreed that a graph reads.
+    """The buckets that ranks agreed that a graph reads.
 
     Attributes:
         reads: what this rank reads.
@@ -359,7 +361,8 @@ def _reading(bucket: Bucket, place: int | None = None) -> str:
 
 
 def _noting_used_slots(compiled: Callable[..., Any], reads: list[_Read]) -> Callable[..., Any]:
-    """Have the backward of each call tell the buckets which parameters it differentiates."""
+    """Wrap compiled code: the backward of each call tells the buckets which parameters it
+    differentiates."""
     if not reads:
         return compiled
 

@@ -43,7 +43,7 @@ the groups of these, and those over which a CUDA graph replays it."""
 
 @dataclass(frozen=True)
 class Decided:
-    """What the passes decided and found while a graph was compiled.
+    """The decisions of the passes while a graph was compiled.
 
     Attributes:
         agreed: what ranks compared.
@@ -208,7 +208,7 @@ class CompileCache:
 
 @functools.cache
 def _version() -> str:
-    """Of the code of shardc: what other code compiled is not loaded."""
+    """The digest of shardc's code: graphs that other code compiled are not loaded."""
     folders = [Path(part.__file__ or "").parent for part in (shardc, shardc.passes, shardc.runtime)]
     files = sorted({file for folder in folders for file in folder.rglob("*.py")})
     return _digest(*(file.read_text() for file in files))

@@ -1,4 +1,4 @@
-"""What the graphs of one Dynamo graph share: the contexts of their passes, and what was decided."""
+"""The plan of one Dynamo graph: the contexts of its graphs' passes, and their decisions."""
 
 import functools
 import itertools
@@ -56,7 +56,7 @@ _OF_HOST = 0.8
 
 
 class Plan:
-    """What the graphs of one Dynamo graph share.
+    """State that the graphs of one Dynamo graph share.
 
     Options, the bucket by input and which of its slots are read; what the Dynamo graph calls of
     blocks that are traced once (`bodies`), until it is compiled; once the joint graph is finished,
@@ -154,14 +154,14 @@ class Plan:
             return run_passes(gm, replace(ctx, kept=self.kept), pipeline.JOINT_PASSES)
 
     def finish_partition(self, forward: GraphModule, backward: GraphModule) -> None:
-        """Have what was chosen for it be saved on the host, and state wait there."""
+        """Insert the copies of saved values and of optimizer state to the host and back."""
         with self.stages.stage(PASSES):
             offload_saved(forward, backward, self.context("joint"))
             offload_state(forward, backward, self.context("joint"))
 
     @property
     def buckets(self) -> dict[int, Bucket]:
-        """Those that still exist, by input."""
+        """The buckets that still exist, by input."""
         found = {position: reference() for position, reference in self.references.items()}
         return {position: bucket for position, bucket in found.items() if bucket is not None}
 
@@ -267,7 +267,7 @@ class Plan:
             self._tell(None, self.context(graph.phase), finished)
 
     def facts(self) -> str:
-        """What the passes look at beside the graph; equal texts and graphs give equal code."""
+        """Facts that the passes read beside the graph; equal texts and graphs give equal code."""
         own = replace(self.options, inductor={}, agreement_timeout=None)
         slots = [(position, sorted(slots)) for position, slots in self.slots.items()]
         opened = sorted(self._open)
@@ -312,7 +312,7 @@ def _numbers_of(wanted: Iterable[Unit], numbers: Mapping[Unit, int]) -> tuple[in
 
 @dataclass(frozen=True, eq=False)
 class GraphPlan:
-    """What was decided for one graph.
+    """The plan of one graph.
 
     Attributes:
         phase: "forward" or "backward".

@@ -1,4 +1,4 @@
-"""What `torch.compile(..., backend="shardc", options={...})` takes, checked."""
+"""Options of `torch.compile(..., backend="shardc", options={...})`, checked."""
 
 import difflib
 import math
@@ -24,7 +24,7 @@ Units = Annotated[int, Must("a count of units", lambda count: count >= 0)]
 
 @dataclass(frozen=True)
 class Options:
-    """What `torch.compile(..., backend="shardc", options={...})` takes.
+    """Options of `torch.compile(..., backend="shardc", options={...})`.
 
     Attributes:
         executor: "inductor", or "eager" to run the same graphs op by op.

@@ -32,7 +32,7 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Precompiled:
-    """What a job finds at its start.
+    """Compiled graphs that a job finds at its start.
 
     Attributes:
         folder: where the compiled graphs are.

@@ -84,7 +84,7 @@ _SIGNATURE = re.compile(r"bucket\.key\._(?:train|eval)(?:\[0\])? == \(?'(?P<sign
 
 
 def in_words(reason: str, gm: GraphModule) -> str:
-    """What Dynamo gave as the reason to compile `gm` again; "" where it gave none.
+    """Dynamo's reason to compile `gm` again, in words; "" where it gave none.
 
     Only the first guard is told: of the graph that was compiled last.
     """
@@ -104,7 +104,8 @@ def in_words(reason: str, gm: GraphModule) -> str:
 
 
 def _changes(before: UnshardSpec, gm: GraphModule) -> Iterator[str]:
-    """What differs between the code that was compiled for a bucket, and that of one like it now."""
+    """The differences between the code that was compiled for a bucket, and that of one like it
+    now."""
     nodes = itertools.chain.from_iterable(body.graph.nodes for body in graph_modules(gm))
     now = [spec_of(str(node.args[1])) for node in nodes if is_marker(node)]
     alike = [spec for spec in now if spec != before and spec.pieces == before.pieces] or now

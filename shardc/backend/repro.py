@@ -137,7 +137,7 @@ def _is_literal(value: object) -> bool:
 
 
 def _notes(gm: GraphModule) -> list[str]:
-    """What the reader should know of this graph."""
+    """Notes on this graph for the reader."""
     keys = _arguments(gm, "key")
     if not keys:
         return []
@@ -246,7 +246,7 @@ def _is_importable(value: Any) -> bool:
 
 
 def find(module: str, name: str) -> Any:
-    """What a module has under a dotted name."""
+    """The object that a module has under a dotted name."""
     return functools.reduce(getattr, name.split("."), importlib.import_module(module))
 
 

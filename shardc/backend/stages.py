@@ -108,6 +108,7 @@ class Stages:
 
 
 def _what() -> str:
-    """What Dynamo compiles now: the number of the code, and how often it was compiled before."""
+    """The graph that Dynamo compiles now: the number of the code, and how often it was compiled
+    before."""
     known = compat.compile_id()
     return "a graph" if known is None else f"graph {known[0]}/{known[1]}"

@@ -103,7 +103,7 @@ def _as_before(model: nn.Module) -> Iterator[None]:
 
 
 def _loss(outputs: Any) -> Tensor:
-    """Of what a model returns, something that all of it has part in."""
+    """A loss in which all outputs of a model have part."""
     if isinstance(found := getattr(outputs, "loss", None), Tensor):
         return found
     tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]

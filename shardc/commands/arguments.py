@@ -40,7 +40,7 @@ def add_copies(parser: argparse.ArgumentParser) -> None:
 
 
 def mesh_sizes(copies: int, world_size: int) -> tuple[int, ...]:
-    """Of the mesh with so many copies of the model, each over so many ranks.
+    """The sizes of the mesh with so many copies of the model, each over so many ranks.
 
     Raises:
         UsageError: these are more ranks than can be planned for.
@@ -92,7 +92,7 @@ def read_profile(args: argparse.Namespace) -> "Profile":
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
-    """What shapes a step beside the model and the number of ranks."""
+    """Add the arguments that shape a step, beside the model and the number of ranks."""
     add = parser.add_argument
     add_precision(parser)
     add_profile(parser, "the hardware that times are for")
@@ -154,7 +154,8 @@ def _reshard(text: str) -> bool | int:
 
 
 def example_inputs(inputs: Any, target: str) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """What a target gives beside the model, as positional arguments and arguments by name.
+    """The inputs that a target gives beside the model, as positional arguments and arguments by
+    name.
 
     Raises:
         UsageError: it gives none.

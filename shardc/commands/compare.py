@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _makers(source: str, args: argparse.Namespace) -> list[Callable[[Progress], "Report"]]:
-    """What gives the reports of a file, or of a model.
+    """The functions that make the reports of a file, or of a model.
 
     Raises:
         UsageError: a file of another kind.

@@ -1,11 +1,11 @@
-"""What a command may end with, and its exit code: 0 fine, 1 found a problem, 2 wrong usage."""
+"""Ends of a command, and its exit code: 0 fine, 1 found a problem, 2 wrong usage."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class UsageError(ValueError):
-    """What was typed cannot be run: exit code 2. Says what to type instead."""
+    """A command line that cannot be run: exit code 2. Says what to type instead."""
 
 
 class FoundProblem(RuntimeError):

@@ -1,4 +1,4 @@
-"""What `shardc doctor` checks, a function each: what is there, whether it works, what to do."""
+"""The checks of `shardc doctor`, a function each: what is there, whether it works, what to do."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _SLOWER = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """The finding of one check.
 
     Attributes:
         status: "ok", or "missing" (not there), or "broken" (there, but it does not work).
@@ -100,7 +100,7 @@ def check_compile(device: str, timeout: float) -> Finding:
 
 
 def check_gpu(timeout: float) -> Finding:
-    """Which GPUs torch can use."""
+    """Check which GPUs torch can use."""
     if torch.cuda.is_available():
         count, memory = torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory
         return Finding(
@@ -155,7 +155,7 @@ def check_gather(backend: str, world_size: int, timeout: float) -> Finding:
 
 
 def check_calibration(timeout: float) -> Finding:
-    """Which calibrations of this machine are kept."""
+    """Check which calibrations of this machine are kept."""
     folder = calibration_folder()
     kept = calibrations_kept(on_gpu=torch.cuda.is_available())
     damaged = [path for path in kept if not is_calibration(path)]

@@ -1,4 +1,4 @@
-"""What `shardc plan` shows: the units of a model as `fully_shard` would plan them."""
+"""The rows of `shardc plan`: the units of a model as `fully_shard` would plan them."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -55,7 +55,7 @@ class UnitGroup:
 
     @property
     def label(self) -> str:
-        """What a table calls the group."""
+        """The name of the group in a table."""
         if len(self.names) == 1:
             return self.names[0] or "(root)"
         return f"{self.names[0]} .. {self.names[-1]} ({len(self.names)})"
@@ -105,5 +105,5 @@ def total(plans: Sequence[UnitPlan]) -> Totals:
 
 
 def segment_bytes(layout: BucketLayout) -> int:
-    """What a rank keeps of a bucket."""
+    """Bytes that a rank keeps of a bucket."""
     return layout.segment * layout.dtype.itemsize

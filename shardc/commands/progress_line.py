@@ -59,7 +59,7 @@ class Progress:
         self._whole = (now - self._first) / done if known else None
 
     def line(self) -> str:
-        """What is shown now."""
+        """The line as it is now."""
         about = "about " if self._before is None else ""
         several = f" ({self._part + 1} of {about}{self._parts})" if self._parts > 1 else ""
         return f"{self._title}{several}: {self._stage}{self._left()}"

@@ -78,7 +78,7 @@ def plain_optimizer(optimizer: Any) -> Optimizer:
 
 @dataclass
 class StateOfModels:
-    """What stands in for three methods of an accelerator that has sharded models."""
+    """Stand-ins for three methods of an accelerator that has sharded models."""
 
     accelerator: Accelerator
     plain_get: Callable[..., Any]

@@ -49,7 +49,7 @@ ShardFn = Callable[[nn.Module, DeviceMesh], object]
 
 
 class _Sharding:
-    """What the two strategies share: the mesh, and how a model is sharded over it."""
+    """The parts that both strategies share: the mesh, and how a model is sharded over it."""
 
     num_nodes: int
     num_processes: int
@@ -302,7 +302,7 @@ def _no_sync(model: nn.Module) -> Iterator[None]:
 
 
 class _BackwardSync:
-    """What Fabric asks for `no_backward_sync`."""
+    """The object that Fabric asks for `no_backward_sync`."""
 
     def no_backward_sync(
         self, module: nn.Module, enabled: bool

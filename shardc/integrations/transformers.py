@@ -186,13 +186,14 @@ class ShardcTrainer(ShardcTrainerMixin, Trainer):
 
 
 def _model_options(model: nn.Module) -> StateDictOptions:
-    """What of a model a checkpoint has: of one with adapters, what is trained."""
+    """Options of a checkpoint of a model: with adapters, only trained parameters."""
     adapters = hasattr(model, "peft_config")
     return StateDictOptions(ignore_frozen_params=adapters, strict=not adapters)
 
 
 def _exported(model: nn.Module) -> dict[str, Any]:
-    """What `save_pretrained` writes, whole on the host of rank 0: the adapters, if it has some."""
+    """The entries that `save_pretrained` writes, whole on the host of rank 0: the adapters, if it
+    has some."""
     adapters: Any = getattr(model, "peft_config", None)
     if adapters is None:
         return whole_state(model)

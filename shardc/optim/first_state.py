@@ -1,4 +1,5 @@
-"""What an optimizer that has not stepped will keep: seen in a step with zero gradients."""
+"""The state that an optimizer will keep, before it has stepped: seen in a step with zero
+gradients."""
 
 import copy
 from typing import Any, NamedTuple
@@ -14,7 +15,8 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 class FirstState(NamedTuple):
-    """What a first step adds: `optimizer.state`, and settings that each group did not have."""
+    """The additions of a first step: `optimizer.state`, and settings that each group did not
+    have."""
 
     state: dict[Any, Any]
     settings: list[dict[str, Any]]
@@ -22,7 +24,7 @@ class FirstState(NamedTuple):
 
 @torch.no_grad()
 def first_state(optimizer: Optimizer) -> FirstState:
-    """What an optimizer holds after a step with zero gradients, steps counted as none.
+    """The state of an optimizer after a step with zero gradients, steps counted as none.
 
     The optimizer keeps no state, and gradients and the settings of groups are put back. Every rank
     must call it.

@@ -1,4 +1,4 @@
-"""What a user gave as parameters, to be given to an optimizer with others in their place."""
+"""Parameters as a user gave them, to be given to an optimizer with others in their place."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

@@ -49,7 +49,7 @@ def is_independent(make: Make, shapes: Sequence[Sequence[int]], groups: Sequence
 
 @contextmanager
 def keeping_random_states() -> Iterator[None]:
-    """What is drawn inside changes no generator."""
+    """Restore the states of all generators at the end: draws inside change none."""
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

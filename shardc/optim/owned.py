@@ -48,7 +48,7 @@ class Stage:
 
 
 class Owned:
-    """Of one optimizer.
+    """The parameters of one optimizer, dealt to owners.
 
     Attributes:
         together: whether all parameters have the same owner.
@@ -65,7 +65,7 @@ class Owned:
 
     @property
     def routes(self) -> list[Route]:
-        """Of all stages."""
+        """The routes of all stages."""
         return [route for stage in self.stages for route in stage.routes]
 
     def add(

@@ -35,7 +35,7 @@ class _Held:
 
 @dataclass(frozen=True)
 class OwnerState:
-    """Of one optimizer, on this rank.
+    """The state of one optimizer, on this rank.
 
     Attributes:
         inners: the stock optimizers, and for each the numbers of the groups that its own stand for.
@@ -90,7 +90,7 @@ class OwnerState:
         return {**self._from_all(_told(own)), **own}
 
     def taken(self, given: Mapping[Tensor, Any]) -> dict[Tensor, Any]:
-        """Of state on all ranks, this one's: plain tensors. Every rank must call it."""
+        """This rank's share of state on all ranks: plain tensors. Every rank must call it."""
         local: dict[Tensor, Any] = {}
         for param, tree in given.items():
             value = _map(partial(self._unplaced, param), tree)
@@ -108,7 +108,7 @@ class OwnerState:
         return found
 
     def _from_all(self, mine: Mapping[int, Any]) -> dict[int, Any]:
-        """What all ranks tell, merged."""
+        """The entries of all ranks, merged."""
         merged: dict[int, Any] = {}
         for group in self.groups:
             everyone: list[Any] = [None] * group.size()
@@ -151,7 +151,7 @@ def _size(interval: tuple[int, int]) -> int:
 
 
 def _told(trees: Mapping[int, Any]) -> dict[int, Any]:
-    """What other ranks are told."""
+    """The entries that other ranks are told."""
     return {number: _map(_small, tree) for number, tree in trees.items()}
 
 

@@ -1,4 +1,4 @@
-"""Which rank computes the update of which parameter, and which travel together."""
+"""Owners: which rank computes the update of which parameter, and which travel together."""
 
 import math
 from collections.abc import Sequence

@@ -54,7 +54,7 @@ def explain(
     progress: Callable[[str], object] = str,
     **sharding: Any,
 ) -> Report:
-    """What a step of `model` would do and cost on one of many ranks.
+    """Plan and estimate a step of `model` on one of many ranks.
 
     The model and its inputs are not changed, and need no values: build them under
     `torch.device("meta")`. A model that is sharded already (over a fake process group) is taken as

@@ -76,7 +76,7 @@ def _trace(
     plan: _Planner,
     fullgraph: bool = False,
 ) -> list[str]:
-    """Have Dynamo trace a step: why it broke graphs where it did."""
+    """Let Dynamo trace a step: the reasons of its graph breaks."""
     compat.forget_compiled()
     try:
         torch.compile(model, backend=plan, fullgraph=fullgraph)(*args, **kwargs)

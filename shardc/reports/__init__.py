@@ -1,1 +1,1 @@
-"""What a compiled step does and costs, for people: `explain` predicts it, `report` reads it off."""
+"""Reports: what a compiled step does and costs, as values, texts and pictures."""

@@ -69,7 +69,7 @@ def _beside(widths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _titles(records: Sequence[Record]) -> list[str]:
-    """What tells the records apart: of the facts that differ, each one's."""
+    """Titles that tell the records apart: of the facts that differ, each one's."""
     facts = [_facts(record) for record in records]
     names = list(dict.fromkeys(name for fact in facts for name in fact))
     differing = [name for name in names if len({fact.get(name) for fact in facts}) > 1]

@@ -1,4 +1,4 @@
-"""What is worth changing about a step, in words, with what to do about it.
+"""Findings: things worth changing about a step, in words, with what to do about them.
 
 Each check is a function of the record (and of the profile it was made for) that yields what it
 finds; thresholds are named below.
@@ -186,7 +186,7 @@ _BOTH = f"{_GATHERS}, reduce_wire_dtype=torch.int8"
 
 
 def _less_wire(record: Record) -> Iterator[str]:
-    """What makes the wire's share smaller, of what is not done yet."""
+    """Changes that make the wire's share smaller, of those not done yet."""
     yield "more tokens a rank"
     if any(bucket.gathered_dtype == "float32" for bucket in record.buckets):
         yield "param_dtype=bfloat16"

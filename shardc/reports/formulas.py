@@ -21,7 +21,7 @@ Formulas = dict[str, str]
 
 
 def rank_formulas(record: Record, profile: Profile) -> Formulas:
-    """What depends on `W`: bytes that a rank keeps and sends, seconds of the wire."""
+    """Formulas in `W`: bytes that a rank keeps and sends, seconds of the wire."""
     stored = sum(bucket.segment for bucket in record.buckets) * record.world_size
     trained = sum(b.segment for b in record.buckets if b.trained) * record.world_size
     states = record.peak.held[KINDS.index("optimizer")] / (trained / record.world_size or 1)
@@ -41,7 +41,7 @@ def rank_formulas(record: Record, profile: Profile) -> Formulas:
 
 
 def token_formulas(record: Record, doubled: Record) -> Formulas:
-    """What depends on `T`, from the reports of a batch and of twice that batch."""
+    """Formulas in `T`, from the reports of a batch and of twice that batch."""
     kept = KINDS.index("activations")
     read: dict[str, Callable[[Record], float]] = {
         "FLOPs": lambda r: r.flops,
@@ -72,7 +72,7 @@ def evaluate(formula: str, ranks: float | None = None, tokens: float | None = No
 
 
 def _at_backward(record: Record) -> tuple[int, ...]:
-    """What is held when the forward is done."""
+    """Bytes held when the forward is done, by kind."""
     forward = [op.start + op.seconds for op in record.ops if op.phase == "forward"]
     end = max(forward, default=0.0)
     return [point.held for point in record.memory if point.seconds <= end + 1e-12][-1]

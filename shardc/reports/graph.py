@@ -46,7 +46,7 @@ from shardc.reports.record import CollectiveRow, MemoryPoint, Op
 
 @dataclass(frozen=True)
 class GraphRows:
-    """What a graph adds to a record; times count from its start.
+    """The rows that a graph adds to a record; times count from its start.
 
     Attributes:
         phase: "forward" or "backward".

@@ -1,4 +1,4 @@
-"""What a step would send and take if its parameters and gradients travelled in int8.
+"""A step as if its parameters and gradients travelled in int8: bytes and seconds.
 
 The step is played through once more: the wire carries fewer bytes, and messages have to be made and
 read.

@@ -22,7 +22,7 @@ from shardc.sharding.units import check_sharded, units_of
 
 
 def report(compiled: Any) -> Report:
-    """What was planned for a model that has run compiled in this process.
+    """The plan of a model that has run compiled in this process.
 
     Args:
         compiled: what `torch.compile(model, backend="shardc")` gave, or the model whose
@@ -124,7 +124,7 @@ def _unused(model: nn.Module, graphs: Sequence[GraphPlan]) -> list[str]:
 
 
 def _settings(model: nn.Module, options: Options) -> dict[str, str]:
-    """What was asked for beside the defaults, in words."""
+    """The settings that differ from the defaults, in words."""
     unit = next(iter(units_of(model).values()))._shardc_unit
     settings = {}
     if any(bucket.ranks.hierarchy is not None for bucket in unit.buckets):

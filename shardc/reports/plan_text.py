@@ -1,4 +1,4 @@
-"""What was decided for a graph, for people: a line for the log, tables for the dump."""
+"""The plan of a graph as text: a line for the log, tables for the dump."""
 
 import logging
 from collections import Counter
@@ -56,7 +56,7 @@ def summary(ctx: PassContext, rows: GraphRows, peak: int) -> str:
 def decisions(
     ctx: PassContext, sent: Sequence[CollectiveRow], labels: Mapping[int, str]
 ) -> Iterator[str]:
-    """What was decided, one thing a line: what stays gathered, what travels together and when."""
+    """The decisions, one a line: what stays gathered, what travels together and when."""
     if ctx.budget is not None:
         yield (
             f"within {format_bytes(ctx.budget.nbytes)}: {'; '.join(_kept(ctx, labels))}; up to "
@@ -91,7 +91,7 @@ def plan_text(ctx: PassContext, plan: Plan, graph_plan: GraphPlan) -> str:
 
 
 def _kept(ctx: PassContext, labels: Mapping[int, str]) -> Iterator[str]:
-    """Which buckets are where, because of a budget."""
+    """The buckets that a budget keeps or moves, in words."""
     yield f"kept gathered: {_names(ctx.kept.positions, labels)}"
     if ctx.kept.states:
         yield f"optimizer state on the host: {_names(ctx.kept.states, labels)}"

@@ -1,4 +1,4 @@
-"""What a report holds, as plain values: buckets, collectives, compute, memory, findings.
+"""The values of a report: buckets, collectives, compute, memory, findings.
 
 Every time is in seconds on one clock, which starts with the step: the forward, then the backward,
 then the optimizer. Every size is in bytes on one rank. Nothing here knows graphs or torch; tables,
@@ -240,7 +240,7 @@ class Record:
 
     @property
     def exposed_seconds(self) -> float:
-        """What communication adds to the step."""
+        """Seconds that communication adds to the step."""
         return self.step_seconds - self.compute_seconds
 
     @property
@@ -283,7 +283,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """What `to_dict` gave, read back.
+        """Read back the result of `to_dict`.
 
         Raises:
             ValueError: it is not that.

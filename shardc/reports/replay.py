@@ -15,7 +15,7 @@ from shardc.reports.record import CollectiveRow, Record
 
 @dataclass(frozen=True)
 class Carried:
-    """What a collective takes.
+    """The seconds of a collective.
 
     Attributes:
         seconds: on the wire.

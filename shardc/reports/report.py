@@ -17,7 +17,7 @@ def _save_json(record: Record, path: Path) -> None:
 
 
 class Report(Record):
-    """What a step of a sharded model does and costs on one rank.
+    """A report of a step of a sharded model on one rank: what it does and costs.
 
     `print(report)` shows it; its attributes, those of `Record`, are plain values. Times are in
     seconds, sizes in bytes.
@@ -29,7 +29,7 @@ class Report(Record):
     __repr__ = __str__
 
     def text(self, every_row: bool = False, width: int | None = None) -> str:
-        """What `print` shows.
+        """The text that `print` shows.
 
         Args:
             every_row: show the rows that repeat from block to block, too.

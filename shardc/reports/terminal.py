@@ -105,7 +105,7 @@ def table(
 
 
 def widths_of(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
-    """What each column takes with nothing cut, its header included."""
+    """The width of each column with nothing cut, its header included."""
     cells = list(zip(*rows, strict=True)) if rows else [()] * len(columns)
     return [
         max([*(len(line) + _GAP for line in column.title.split("\n")), *map(len, own)])
@@ -114,7 +114,7 @@ def widths_of(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[
 
 
 def total_width(widths: Sequence[int]) -> int:
-    """What columns of these widths take beside each other."""
+    """The width of columns of these widths beside each other."""
     return sum(widths) + _GAP * (len(widths) - 1)
 
 
@@ -149,7 +149,7 @@ def _cut(cell: str, width: int) -> str:
 
 
 def _lacks(titles: Sequence[str], natural: Sequence[int], widths: dict[int, int]) -> str:
-    """What a table does without, in words; "" if nothing."""
+    """The columns that a table leaves out or cuts, in words; "" if none."""
     cut = any(width < natural[index] for index, width in widths.items())
     out = f"these are left out: {', '.join(titles)}" if titles else ""
     return " and ".join(filter(None, ["names are cut" if cut else "", out]))

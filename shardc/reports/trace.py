@@ -64,7 +64,7 @@ class ComparedRow:
 
     @property
     def name(self) -> str:
-        """What it is, as the profiler shows it: "gather layers.3"."""
+        """The name of the collective in the profiler: "gather layers.3"."""
         return f"{VERBS[self.kind]} {in_short(self.buckets)}"
 
     @property
@@ -149,7 +149,7 @@ _COLUMNS = (
 
 @checked
 def compare_with_profile(record: Record, trace: str | Path | Mapping[str, Any]) -> Comparison:
-    """What was planned for each collective beside what one rank measured.
+    """Compare the plan of each collective with the measurements of one rank.
 
     Args:
         record: the plan.

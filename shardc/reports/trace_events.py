@@ -1,4 +1,4 @@
-"""What a trace of `torch.profiler` shows of collectives: our labels, waits, kernels of a GPU."""
+"""Events of collectives in a trace of `torch.profiler`: our labels, waits, kernels of a GPU."""
 
 import dataclasses
 import functools
@@ -123,7 +123,7 @@ _Spans = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Kernels:
-    """What a GPU did in a trace; empty where there is none.
+    """The kernels of a GPU in a trace; empty where there is none.
 
     Attributes:
         sent: by the label inside of which they were launched, the kernels of collectives.
@@ -200,7 +200,7 @@ class Kernels:
 
 
 def _correlation(event: Mapping[str, Any]) -> Any:
-    """What a kernel and its launch have in common."""
+    """The number that a kernel and its launch share."""
     return event.get("args", {}).get("correlation")
 
 

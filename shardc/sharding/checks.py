@@ -1,4 +1,4 @@
-"""What `fully_shard` refuses, and why: checks that only read, before anything is changed."""
+"""Refusals of `fully_shard`: checks that only read, before anything is changed."""
 
 import gc
 import weakref
@@ -110,7 +110,8 @@ class LeftAlone:
 def check_ignored(
     modules: tuple[nn.Module, ...], ignored: Any, whole_model: bool = False
 ) -> LeftAlone:
-    """What `ignored` says to leave alone (FSDP1's checks), and what is left to others anyway.
+    """The parts that `ignored` leaves alone (FSDP1's checks), and parts that are left to others
+    anyway.
 
     That is what an earlier call on an inner module ignored, and modules that DDP or torch's
     `replicate` keeps equal by itself. Calls on one part of a model each are often given all that is

@@ -1,4 +1,5 @@
-"""What the ranks bring to one call of `fully_shard`: values, alike or not, or a model on meta.
+"""First values: ranks come to a call of `fully_shard` with values, alike or not, or a model on
+meta.
 
 As with FSDP2, each rank cuts what it has. Ranks that were seeded differently would train a
 patchwork of their values, and one on meta has none. Both are legal where values are loaded
@@ -31,7 +32,7 @@ _GROUPS = 64
 
 @dataclass(frozen=True)
 class FirstValues:
-    """What ranks found, by the place of a unit in the plan.
+    """First values that differ between ranks, by the place of a unit in the plan.
 
     Attributes:
         mixed: units that have values on some ranks and are on meta on others.
@@ -114,7 +115,7 @@ def _named(group: Iterable[str]) -> str:
 
 @torch.no_grad()
 def _digest(params: Iterable[nn.Parameter]) -> str:
-    """Of the first, middle and last elements of parameters that are not on meta."""
+    """The digest of the first, middle and last elements of parameters that are not on meta."""
     ends = [_ends(local_value(param)) for param in params if not param.is_meta]
     digest = hashlib.sha256()
     if ends:

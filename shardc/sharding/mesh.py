@@ -73,7 +73,7 @@ def data_parallel_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
 
 
 def spmd_of(mesh: DeviceMesh | None, dims: Any) -> Spmd | None:
-    """What `dp_mesh_dims` says of the mesh; None if it was not given."""
+    """The roles of the mesh's dims that `dp_mesh_dims` gives; None if it was not given."""
     if dims is None:
         return None
     if mesh is None or not mesh.mesh_dim_names:
@@ -160,7 +160,7 @@ def _all_ranks() -> DeviceMesh:
 
 
 def _default_device_type() -> str:
-    """That of the accelerator, if the process group has a backend for it that stays there."""
+    """The type of the accelerator, if the process group has a backend for it that stays there."""
     device = torch.accelerator.current_accelerator(check_available=True)
     world = dist.distributed_c10d.GroupMember.WORLD
     assert world is not None

@@ -1,4 +1,4 @@
-"""Which parameters are cut between rows, not by intervals of any length."""
+"""Parameters that are cut between rows, not by intervals of any length."""
 
 from collections.abc import Callable
 from typing import Any

@@ -181,7 +181,7 @@ def _check_devices(
 
 
 def _facts(modules: tuple[nn.Module, ...], plans: list[UnitPlan], synced: bool) -> list[str]:
-    """What all ranks must have equal: the buckets, and whether values are sent."""
+    """Facts that all ranks must have equal: the buckets, and whether values are sent."""
     facts = [f"sync_module_states={synced}"]
     names = {module: name for root in modules for name, module in root.named_modules()}
     for plan in plans:

@@ -123,7 +123,7 @@ def unsynced_buffers(modules: Iterable[nn.Module], skipped: Iterable[nn.Module])
 
 
 def buffer_facts(buffers: Iterable[Held]) -> list[str]:
-    """What must be equal on all ranks before buffers are broadcast."""
+    """Facts that must be equal on all ranks before buffers are broadcast."""
     return [
         f"buffer {name}{list(buffer.shape)} {buffer.dtype}, {type(buffer).__name__}"
         for _, name, buffer in buffers

@@ -129,7 +129,7 @@ def _described(
     placement_fn: PlacementFn | None,
     apart: bool,
 ) -> Param:
-    """What the layout planner knows of a parameter."""
+    """A parameter as the layout planner knows it."""
     return Param(
         name,
         *stored_as(param),

@@ -1,4 +1,4 @@
-"""Which modules become units, and which parameters each unit takes.
+"""Units: which modules become one, and which parameters each takes.
 
 A unit is one or more modules whose parameters are sharded, gathered and reduced together. Units are
 found bottom-up: an inner unit takes its parameters first, the module given to `fully_shard` takes

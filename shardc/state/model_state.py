@@ -93,7 +93,7 @@ class ModelLoad:
         return report
 
     def _unknown(self, value: Any) -> Any:
-        """What nothing takes is sent only where a module's own loading code may want it."""
+        """Fetch a value that nothing takes where a module's own loading code may want it."""
         if self.rewritten or not isinstance(value, Announced):
             return self.values.fetch(value)
         return torch.empty(value.shape, dtype=value.dtype, device="meta")

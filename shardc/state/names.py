@@ -1,4 +1,4 @@
-"""What entries of a state dict are called: names as in the unsharded, uncompiled model.
+"""Names of entries of a state dict: as in the unsharded, uncompiled model.
 
 An optimizer's state dict comes keyed by ids (positions, as `Optimizer.state_dict`) or by names, and
 nested or flat (`{"state.fc.weight.exp_avg": ...}`). All of this only renames: values stay the same
@@ -48,7 +48,7 @@ def parameter_names(model: nn.Module) -> dict[Tensor, list[str]]:
 
 
 def prefixes_of(model: nn.Module, submodules: Iterable[nn.Module]) -> tuple[str, ...]:
-    """What the names of the entries of `submodules` start with."""
+    """The beginnings of the names of the entries of `submodules`."""
     wanted = set(submodules)
     return tuple(
         f"{canonical_name(model, name)}."

@@ -211,7 +211,7 @@ class OptimizerLoad:
         self.optimizer.load_state_dict(loaded)
 
     def _own_names(self, own: Mapping[str, Any]) -> dict[int, str]:
-        """What an optimizer that knows names calls the parameters, by position."""
+        """The names by which an optimizer knows its parameters, by position."""
         keys = [key for group in own["param_groups"] for key in group["params"]]
         called = {canonical_name(self.model, key): key for key in keys}
         return {

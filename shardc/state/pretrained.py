@@ -28,7 +28,7 @@ _SHOWN = 8
 
 
 class LoadedKeys(NamedTuple):
-    """What `strict=False` passed over, as `nn.Module.load_state_dict` tells it."""
+    """The keys that `strict=False` passed over, as `nn.Module.load_state_dict` tells them."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -88,7 +88,7 @@ def load_pretrained(
 
 
 def _nothing() -> None:
-    """What a module needs that the files fill."""
+    """Initialise nothing: files fill the module."""
 
 
 # -- what is in the files --------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def _tensors_of(folder: Path, rename: Callable[[str], str]) -> dict[str, _Source
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which tensor of the files each name of the model takes, tied ones once."""
+    """The source in the files of each name of the model, tied ones once."""
 
     sources: dict[str, _Source]
     keys: LoadedKeys
@@ -231,7 +231,7 @@ def _to_initialise(model: nn.Module, missing: list[str]) -> dict[nn.Module, Call
 
 
 def _initialiser(model: nn.Module, module: nn.Module) -> Callable[[], Any] | None:
-    """What gives a module its values where the files do not."""
+    """The function that gives a module its values where the files do not."""
     for each in model.modules():
         init = getattr(each, "_init_weights", None)
         if callable(init):

@@ -31,7 +31,7 @@ class ModelRanks:
 
     @classmethod
     def of(cls, model: nn.Module) -> "ModelRanks":
-        """Those over which `model` is sharded; all of them for an unsharded one."""
+        """The ranks over which `model` is sharded; all of them for an unsharded one."""
         params = list(model.parameters())
         first = next((p.device for p in params if not p.is_meta), torch.device("cpu"))
         device = next((p._slot.bucket.device for p in params if hasattr(p, "_slot")), first)

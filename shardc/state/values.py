@@ -138,7 +138,7 @@ class Values:
 
     @classmethod
     def from_first(cls, tree: Tree, ranks: ModelRanks) -> "Values":
-        """What the first rank has; `tree` is ignored on the others."""
+        """The values of the first rank; `tree` is ignored on the others."""
         values = cls({}, ranks)
         skeleton: Any = None
         if ranks.is_first:
@@ -174,7 +174,7 @@ class Values:
 
 
 def _failing(call: Callable[[], Any]) -> Any:
-    """What `call` returns, or the ValueError it raises."""
+    """The result of `call`, or the ValueError it raises."""
     try:
         return call()
     except ValueError as error:

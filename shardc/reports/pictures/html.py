@@ -60,7 +60,7 @@ def _json(record: Record) -> str:
 
 
 def _data(record: Record) -> dict[str, Any]:
-    """What the scripts read; `record.js` says what they make of it."""
+    """The data that the scripts read; `record.js` says what they make of it."""
     collectives = record.collectives
     return {
         "model": record.model,

@@ -1,4 +1,4 @@
-"""What pictures of a record need beside its rows: lanes, and which op each collective is for."""
+"""Additions to a record's rows for pictures: lanes, and which op each collective is for."""
 
 from bisect import bisect_left
 from collections.abc import Iterable

@@ -164,7 +164,7 @@ def _memory(record: Record) -> list[Event]:
 
 
 def _about(record: Record) -> dict[str, str]:
-    """What viewers show as facts about the trace."""
+    """The facts about the trace that viewers show."""
     about = {"model": record.model, "world_size": record.world_size, "copies": record.copies}
     return {key: str(value) for key, value in {**about, "profile": record.profile}.items()} | {
         f"setting {name}": value for name, value in record.settings.items()
