@@ -83,6 +83,7 @@ test-cuda:  ## Rehearse training steps on CUDA without a GPU (5 GB the first tim
 lint: .venv/lint-done  ## Check style, formatting and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) tests/prose.py shardc passes runtime
 	$(MAKE) --no-print-directory types
 
 types: .venv/lint-done  ## Check types only

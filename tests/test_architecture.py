@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import prose
 import pytest
 from torch import nn
 
@@ -70,6 +71,13 @@ def test_rooms_are_entered_one_way(path):
         other, there = _top(rest)
         if package == "shardc" and other == top:
             assert _room(top, there) <= _room(top, parts), f"{path} imports {module}"
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb(tmp_path):
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text('"""What it does."""\ndef f():\n    """Have it done."""\n')
+    assert len(list(prose.refused(wrong))) == 2
+    assert [line for path in FILES for line in prose.refused(path)] == []
 
 
 def test_no_folder_is_crowded():
