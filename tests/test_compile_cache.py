@@ -2,6 +2,8 @@
 
 import json
 import os
+import pickle
+import pickletools
 import runpy
 import signal
 import subprocess
@@ -9,6 +11,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -30,6 +33,7 @@ import shardc
 from shardc import fully_shard
 from shardc.backend import compile_cache
 from shardc.backend.graph_plan import graph_plans
+from shardc.backend.options import Options
 from shardc.reports.live import rows_of
 from shardc.runtime import compat
 from shardc.runtime.watch import hand_over
@@ -599,3 +603,15 @@ def test_code_for_one_gpu_becomes_code_for_another():
         "    k.run(x, 1, stream=raw_stream12)\n"
         "    y = full([1], 1, device=device(type='cuda', index=12))  # cuda:12 and cuda:10\n"
     )
+
+
+def test_code_that_shapes_no_graph_leaves_compiled_graphs_valid():
+    """The key has all classes of what is kept with a graph, and no report, command or optimizer."""
+    shardc.explain(nn.Linear(4, 4), torch.empty(2, 4, device="meta"), world_size=2)
+    kept = pickle.dumps(replace(graph_plans[-1], buckets=(), options=Options()))  # as it is kept
+    named = [arg for _, arg, _ in pickletools.genops(kept) if isinstance(arg, str)]
+    modules = {name for name in named if name.startswith("shardc.") and name in sys.modules}
+    files = {str(path) for path in compile_cache.core_files()}
+    assert len(modules) > 3 and {sys.modules[name].__file__ for name in modules} <= files
+    folders = ("reports/text.py", "commands/", "optim/", "state/", "integrations/", "planning/")
+    assert not [file for file in files for part in folders if f"shardc/{part}" in file]

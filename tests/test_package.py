@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import shardc
+from shardc.runtime import compat
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = next(Path(entry) for entry in sys.path if Path(entry, "torch").is_dir())
@@ -135,3 +137,20 @@ def test_user_code_passes_mypy_strict(tmp_path):
         capture_output=True, text=True,
     )  # fmt: skip
     assert told.returncode == 1 and told.stdout.count("error:") == 2, told.stdout
+
+
+def test_the_range_of_torch_is_that_of_the_table():
+    oldest, newest = compat.supported()
+    text = {path: (ROOT / path).read_text() for path in (
+        "pyproject.toml", "Makefile", "README.md", "docs/index.md", ".github/workflows/tests.yml",
+    )}  # fmt: skip
+    assert f'"torch{compat.specifier()}"' in text["pyproject.toml"]
+    first, last = (f"({version.replace('.', ', ')})" for version in (oldest, newest))
+    assert f"{first} <= tuple(" in text["Makefile"] and f"<= {last}" in text["Makefile"]
+    assert f"torch {oldest} to {newest}" in text["README.md"]
+    assert f"torch {oldest} to {newest}" in text["docs/index.md"]
+    tried = re.findall(r"torch: \[(.*)\]", text[".github/workflows/tests.yml"])[0]
+    made = re.search(r"torch==(\S+)\)", text["Makefile"])[1]  # what `make test` installs
+    assert {version.rpartition(".")[0] for version in re.findall(r"[\d.]+", f"{tried} {made}")} == {
+        ".".join(map(str, version)) for version in compat.VERSIONS
+    }

@@ -2,7 +2,7 @@
 
 A forward may end by writing to an input (a buffer that counts steps). The partitioner saves such an
 input for the backward where that is less than to save what was computed from it, and the backward
-reads the new value (torch 2.11 to 2.15). What the backward may need is therefore read from a copy,
+reads the new value. What the backward may need is therefore read from a copy,
 which cannot be computed again. An input that no backward depends on is left alone.
 """
 

@@ -10,7 +10,7 @@ from shardc.passes.context import PassContext
 
 _AC_GRAPH_ID = 10**9
 """Far from any id that activation checkpointing gives: at 0 the partitioner's clean-up would turn
-MUST_RECOMPUTE into MUST_SAVE (seen on 2.11 to 2.15)."""
+MUST_RECOMPUTE into MUST_SAVE."""
 
 
 def tag_recomputed(gm: GraphModule, ctx: PassContext) -> GraphModule:

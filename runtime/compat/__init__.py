@@ -1,4 +1,4 @@
-"""Every private torch API that shardc uses, each with the torch versions it was seen in.
+"""Every private torch API that shardc uses; `versions.py` names the versions it was seen in.
 
 Nothing else in the project imports a name with a leading underscore from torch (the functional
 collectives, `torch.ops._c10d_functional`, are the one documented exception). When a torch release
@@ -21,3 +21,4 @@ from shardc.runtime.compat.modules import *
 from shardc.runtime.compat.regions import *
 from shardc.runtime.compat.tensors import *
 from shardc.runtime.compat.torchao import *
+from shardc.runtime.compat.versions import *

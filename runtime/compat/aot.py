@@ -36,12 +36,12 @@ def copied_graph(graph: Graph) -> Graph:
 
 
 def compiled_when_called(root: GraphModule, graph: Graph) -> GraphModule:
-    """A module of a graph; its Python code is made when it is called or read (2.11 to 2.15)."""
+    """A module of a graph; its Python code is made when it is called or read."""
     return _LazyGraphModule(root, graph)
 
 
 def size_expr(size: object) -> Any:
-    """A size as a number, or as the sympy expression behind a SymInt (2.11 to 2.15)."""
+    """A size as a number, or as the sympy expression behind a SymInt."""
     if isinstance(size, torch.SymInt):
         expr = size.node.expr
         return int(expr) if expr.is_number else expr
@@ -49,7 +49,7 @@ def size_expr(size: object) -> Any:
 
 
 def symbol_values(size: object) -> dict[Any, int]:
-    """The values of the symbols of the trace that a SymInt comes from (2.11 to 2.15).
+    """The values of the symbols of the trace that a SymInt comes from.
 
     Those that are whole numbers: a float is none, nor is the length of a jagged tensor's dim.
     """
@@ -61,7 +61,7 @@ def symbol_values(size: object) -> dict[Any, int]:
 
 
 def flop_formulas() -> dict[object, Callable[..., object]]:
-    """torch's formulas of FLOPs, by op, with the CPU's attention added (2.11 to 2.15)."""
+    """torch's formulas of FLOPs, by op, with the CPU's attention added."""
     from torch.utils.flop_counter import flop_registry
 
     aten = torch.ops.aten
@@ -94,7 +94,7 @@ def _with_equal_heads(formula: Callable[..., object], before: int) -> Callable[.
 def place_of_random_op(target: object) -> int | None:
     """Where a call has the op that it gives the state of random numbers; None for other calls.
 
-    The partitioner wraps so what is computed again and may draw numbers (2.11 to 2.15).
+    The partitioner wraps so what is computed again and may draw numbers.
     """
     ops = torch.ops.higher_order
     for name, place in (("run_and_save_rng_state", 0), ("run_with_rng_state", 1),
@@ -105,7 +105,7 @@ def place_of_random_op(target: object) -> int | None:
 
 
 def op_arguments(node: torch.fx.Node) -> dict[str, Argument]:
-    """The arguments of a call of an op, by name; none for what is no op (2.11 to 2.15)."""
+    """The arguments of a call of an op, by name; none for what is no op."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return {}
     names = [argument.name for argument in node.target._schema.arguments]
@@ -115,8 +115,7 @@ def op_arguments(node: torch.fx.Node) -> dict[str, Argument]:
 def argument_of(
     op: object, args: Sequence[Argument], kwargs: Mapping[str, Argument], name: str
 ) -> Argument:
-    """An argument of a call of an op, or its default; None if it has none of that name (2.11 to
-    2.15)."""
+    """An argument of a call of an op, or its default; None if it has none of that name."""
     known = op._schema.arguments if isinstance(op, torch._ops.OpOverload) else ()
     for place, argument in enumerate(known):
         if argument.name == name:
@@ -127,8 +126,10 @@ def argument_of(
 
 @contextmanager
 def fake_tensors(device_type: str = "cpu") -> Iterator[Callable[[Tensor], Tensor]]:
-    """Inside, tensors have shapes only; gives what makes one like another, on a device (2.11 to
-    2.15). It raises NotImplementedError for a nested tensor."""
+    """Inside, tensors have shapes only; gives a function that makes one like another, on a device.
+
+    The function raises NotImplementedError for a nested tensor.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     def fake(tensor: Tensor) -> Tensor:
@@ -144,7 +145,7 @@ def fake_tensors(device_type: str = "cpu") -> Iterator[Callable[[Tensor], Tensor
 
 
 def fake_tensors_of_trace() -> AbstractContextManager[object]:
-    """Inside, tensors are made as the compile that is under way traces them (2.11 to 2.15).
+    """Inside, tensors are made as the compile that is under way traces them.
 
     AOT autograd takes them as they are. A real one for which Dynamo has no source would get symbols
     for sizes, and a guard on them fails: there is nothing to ask for them at run time.
@@ -158,7 +159,7 @@ def is_body(joint: GraphModule) -> bool:
     """Whether a joint graph is the body of a higher-order op, not one to be partitioned.
 
     AOT autograd describes what its own graphs return, and names tangents of compile regions, which
-    it partitions by themselves. (2.11 to 2.15)
+    it partitions by themselves.
     """
     inputs = joint.graph.find_nodes(op="placeholder")
     has_tangents = any(str(node.target).startswith("tangents") for node in inputs)
@@ -203,7 +204,7 @@ def compile_aot(
     backward: Callable[..., object],
     partition: Callable[..., object],
 ) -> Callable[..., object]:
-    """AOT autograd with our compilers and no decompositions (2.11 to 2.15).
+    """AOT autograd with our compilers and no decompositions.
 
     A backward is compiled with its forward: with dynamic sizes AOT autograd does so, and a rank
     may have some where others have none.
@@ -242,7 +243,7 @@ def donating_nothing(compile_graph: Callable[..., _T]) -> Callable[..., _T]:
 def min_cut_partition(
     joint: GraphModule, *args: Any, **kwargs: Any
 ) -> tuple[GraphModule, GraphModule]:
-    """Cut a joint graph in two, saving as little as possible (2.11 to 2.15)."""
+    """Cut a joint graph in two, saving as little as possible."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     with giving_states_where_drawn():
@@ -250,7 +251,7 @@ def min_cut_partition(
 
 
 def giving_states_where_drawn() -> AbstractContextManager[object]:
-    """Inside, a partitioner leaves what draws no random numbers as it is (2.11 to 2.15).
+    """Inside, a partitioner leaves what draws no random numbers as it is.
 
     It has what is computed again and may draw some run with the state of its first run, in a call
     of its own. So would an attention without dropout, which nothing could be fused or folded with.
@@ -278,12 +279,12 @@ def drops_nothing(node: torch.fx.Node) -> bool:
 
 
 def compiling_backward_at_once() -> AbstractContextManager[object]:
-    """Inside, AOT autograd compiles a backward with its forward (2.11 to 2.15)."""
+    """Inside, AOT autograd compiles a backward with its forward."""
     return functorch_config().patch(force_non_lazy_backward_lowering=True)
 
 
 def keeping_reductions() -> AbstractContextManager[object]:
-    """Inside, AOT autograd does not merge reductions of equal gradients (2.11 to 2.15).
+    """Inside, AOT autograd does not merge reductions of equal gradients.
 
     Parameters of two buckets may have equal gradients, each with memory of its own. A user's own
     reduction may be an all-to-all.
@@ -298,7 +299,7 @@ def keeping_reductions() -> AbstractContextManager[object]:
 
 @contextmanager
 def writing_no_graphs() -> Iterator[None]:
-    """Inside, AOT autograd writes graphs as text only where somebody reads them (2.11 to 2.15).
+    """Inside, AOT autograd writes graphs as text only where somebody reads them.
 
     It does so for every graph, for its log and the structured trace.
     """

@@ -53,7 +53,7 @@ class Guest(Protocol):
 
 
 def can_cache() -> bool:
-    """Whether the user's settings of torch let compiled graphs be kept (2.11 to 2.15)."""
+    """Whether the user's settings of torch let compiled graphs be kept."""
     import torch.compiler.config
     from torch._inductor import config
 
@@ -64,7 +64,7 @@ def can_cache() -> bool:
 
 @contextlib.contextmanager
 def aot_cache(guest: Guest | None) -> Iterator[None]:
-    """Inside, AOT autograd's cache works through `guest`; without one it is off (2.11 to 2.15).
+    """Inside, AOT autograd's cache works through `guest`; without one it is off.
 
     Entries stand alone: they hold the code of both graphs, which are compiled together, and the
     libraries of their C++ kernels. The guest sees to the versions of our Python functions that
@@ -140,7 +140,7 @@ def aot_cache(guest: Guest | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stable_keys() -> Iterator[None]:
-    """Inside, a key is the same in all processes that compile the same (2.11 to 2.15).
+    """Inside, a key is the same in all processes that compile the same.
 
     A memory format is pickled by its name "torch.contiguous_format", which pickle looks for in all
     modules that have an attribute "torch": what a process has imported would count. Entries keep
@@ -166,10 +166,7 @@ def _stable_keys() -> Iterator[None]:
 
 
 def cache_counts() -> tuple[int, int]:
-    """How many Dynamo graphs were found compiled in this process, and how many were kept.
-
-    (2.11 to 2.15)
-    """
+    """How many Dynamo graphs were found compiled in this process, and how many were kept."""
     from torch._dynamo.utils import counters
 
     counted = counters["aot_autograd"]
@@ -177,21 +174,21 @@ def cache_counts() -> tuple[int, int]:
 
 
 def cache_folder() -> str:
-    """Where compiled graphs are kept (2.11 to 2.15)."""
+    """Where compiled graphs are kept."""
     from torch._inductor.runtime.runtime_utils import cache_dir
 
     return str(cache_dir())
 
 
 def write_entry(key: str, content: bytes) -> None:
-    """Keep a pickled entry that another rank has made (2.11 to 2.15)."""
+    """Keep a pickled entry that another rank has made."""
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 
     AOTAutogradCache._write_to_local_cache(key, content)
 
 
 def wrap_entry(entry: Entry, forward: Wrap, backward: Wrap) -> None:
-    """Wrap the graphs of an entry once they are loaded (2.11 to 2.15)."""
+    """Wrap the graphs of an entry once they are loaded."""
     entry.compiled_fw = _Wrapping(entry.compiled_fw, forward)
     if entry.compiled_bw is not None:
         entry.compiled_bw = _Wrapping(entry.compiled_bw, backward)
@@ -217,7 +214,7 @@ class _Wrapping:
 
 
 def wrap_compiled(output: Any, wrap: Callable[[Compiled], Compiled]) -> object:
-    """Put `wrap` around what a graph that Inductor compiled calls (2.11 to 2.15).
+    """Put `wrap` around what a graph that Inductor compiled calls.
 
     A graph without any call, which only passes inputs on, comes back as a plain function.
     """

@@ -46,7 +46,7 @@ def with_index(code: str, before: int, index: int | str) -> str:
 
 
 def move_entry(entry: Entry, before: int | None, index: int | None) -> None:
-    """Move an entry that was compiled for one GPU to another (2.11 to 2.15)."""
+    """Move an entry that was compiled for one GPU to another."""
     if before is None or index is None or before == index:
         return
     for part in (entry.compiled_fw, entry.compiled_bw):

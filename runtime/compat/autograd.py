@@ -20,28 +20,28 @@ SavedTensorsHooks = tuple[PackHook, UnpackHook]
 def below_autograd() -> AbstractContextManager[None]:
     """Where nothing is differentiated: autograd is not asked by any op that is called within.
 
-    Collectives ask it in Python, 10 us each (2.11 to 2.15).
+    Collectives ask it in Python, 10 us each.
     """
     return torch._C._AutoDispatchBelowAutograd()
 
 
 def grad_hooks(param: Tensor) -> Iterable[Callable[[Tensor], Tensor | None]]:
-    """The hooks that `param.register_hook` collected (2.11 to 2.15)."""
+    """The hooks that `param.register_hook` collected."""
     return list((param._backward_hooks or {}).values())
 
 
 def post_accumulate_hooks(param: Tensor) -> Iterable[Callable[[Tensor], None]]:
-    """The hooks that `register_post_accumulate_grad_hook` collected (2.11 to 2.15)."""
+    """The hooks that `register_post_accumulate_grad_hook` collected."""
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
 def leave_gradient_dtype(param: Tensor) -> None:
-    """Let `param.grad` have another dtype than `param` (2.11 to 2.15)."""
+    """Let `param.grad` have another dtype than `param`."""
     param.grad_dtype = None
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:
-    """From within a backward, have `call` called when all of it is done (2.11 to 2.15)."""
+    """From within a backward, have `call` called when all of it is done."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
@@ -85,7 +85,7 @@ def give_engine_inputs(run_for: Callable[..., object], is_meant: Callable[[objec
     """Call `run_for` in place of torch's engine, for inputs of which `is_meant` says so.
 
     It is called as `selection.run_for_inputs`. The engine looks for the node of a tensor where no
-    override of torch's functions is asked. (2.11 to 2.15)
+    override of torch's functions is asked.
     """
     engine = functools.partial(_nesting, torch.autograd._engine_run_backward)
 
@@ -115,7 +115,7 @@ _ENGINE_ARGUMENTS = ("grad_tensors", "keep_graph", "create_graph", "inputs", "al
 
 
 def backward_number() -> int:
-    """A number of the backward that autograd runs on this thread; -1 if none (2.11 to 2.15)."""
+    """A number of the backward that autograd runs on this thread; -1 if none."""
     return torch._C._current_graph_task_id()
 
 
@@ -125,22 +125,22 @@ def in_backward() -> bool:
 
 
 def top_saved_tensors_hooks() -> SavedTensorsHooks | None:
-    """The innermost saved-tensor hooks, (pack, unpack); None if there are none (2.11 to 2.15)."""
+    """The innermost saved-tensor hooks, (pack, unpack); None if there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def saved_tensors_hooks_allowed() -> bool:
-    """False inside `torch.func` transforms, which refuse such hooks (2.11 to 2.15)."""
+    """False inside `torch.func` transforms, which refuse such hooks."""
     return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
 
 
 def is_checkpoint_hook(pack: PackHook) -> bool:
-    """Whether a pack hook is that of `torch.utils.checkpoint`, which recomputes (2.11 to 2.15)."""
+    """Whether a pack hook is that of `torch.utils.checkpoint`, which recomputes."""
     return pack.__module__ == "torch.utils.checkpoint"
 
 
 def hidden_from_checkpoints() -> AbstractContextManager[object]:
-    """Inside, selective checkpoints see no ops, as they see none of Inductor's code (2.11 to 2.15).
+    """Inside, selective checkpoints see no ops, as they see none of Inductor's code.
 
     They save or compute again op by op, in order; a graph that was compiled for other sizes in the
     meantime has other ops.
@@ -158,7 +158,7 @@ def hidden_from_checkpoints() -> AbstractContextManager[object]:
 def checkpoint_frames() -> list[Any]:
     """The checkpoints whose forwards run, innermost first; `recompute_fn` computes one again.
 
-    Not those that are computed again now. (2.11 to 2.15)
+    Not those that are computed again now.
     """
     stack: list[SavedTensorsHooks] = []
     if saved_tensors_hooks_allowed():
@@ -177,7 +177,7 @@ def checkpoint_frames() -> list[Any]:
 
 
 def outside_function_transforms() -> AbstractContextManager[object]:
-    """Inside, `vmap`, `grad` and their like around the caller do not apply (2.11 to 2.15)."""
+    """Inside, `vmap`, `grad` and their like around the caller do not apply."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack()
@@ -185,7 +185,7 @@ def outside_function_transforms() -> AbstractContextManager[object]:
 
 @contextmanager
 def outside_selective_checkpoints() -> Iterator[None]:
-    """Inside, selective activation checkpoints around the caller see no op (2.11 to 2.15).
+    """Inside, selective activation checkpoints around the caller see no op.
 
     They count the ops of a forward, and those of its recomputation must be the same.
     """
@@ -210,4 +210,4 @@ def outside_selective_checkpoints() -> Iterator[None]:
 
 
 is_profiled = torch.autograd._profiler_enabled
-"""Whether a profiler runs on this thread (2.11 to 2.15)."""
+"""Whether a profiler runs on this thread."""

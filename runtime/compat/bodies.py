@@ -38,7 +38,7 @@ class _Traced(Exception):
 def settings_of_bodies(given: Mapping[str, object]) -> dict[str, object]:
     """Settings for `trace_body`: those given, and the passes over joint graphs that are set now.
 
-    A compile under way, in which bodies are traced, adds its own to these. (2.11 to 2.15)
+    A compile under way, in which bodies are traced, adds its own to these.
     """
     from torch._inductor import config
 
@@ -54,7 +54,7 @@ def trace_body(
     """The joint graph of `body`, or its forward where no operand requires a gradient.
 
     None where the joint graph has more inputs or outputs than `body`: it writes to an operand, or
-    some of its results alias. (2.11 to 2.15)
+    some of its results alias.
 
     Args:
         body: a graph with the ops of a Dynamo graph; returns a tuple of tensors.
@@ -149,7 +149,7 @@ def _memory(value: Tensor) -> int:
 
 
 def like(value: Tensor) -> Tensor:
-    """A new tensor without data for the trace under way, like `value` (2.11 to 2.15)."""
+    """A new tensor without data for the trace under way, like `value`."""
     mode = torch._guards.TracingContext.get().fake_mode
     with mode or nullcontext():
         return torch.empty_strided(
@@ -162,7 +162,7 @@ def like(value: Tensor) -> Tensor:
 
 
 def is_plain_fake(value: object) -> bool:
-    """Whether a value of a trace is a strided tensor of known size, no subclass (2.11 to 2.15)."""
+    """Whether a value of a trace is a strided tensor of known size, no subclass."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return (
@@ -174,10 +174,7 @@ def is_plain_fake(value: object) -> bool:
 
 
 class Memories:
-    """Copies of the values of a trace, on memory of their own that they share as the originals do.
-
-    (2.11 to 2.15)
-    """
+    """Copies of the values of a trace, which share memory of their own as the originals do."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[torch.UntypedStorage, int]] = {}

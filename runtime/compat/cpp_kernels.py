@@ -18,7 +18,7 @@ Libraries = dict[str, bytes]
 
 @contextlib.contextmanager
 def noting_libraries(folder: str) -> Iterator[Callable[[], Libraries]]:
-    """Inside, kernels that are loaded are noted; gives their libraries (2.11 to 2.15)."""
+    """Inside, kernels that are loaded are noted; gives their libraries."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Kernels
 
     known, noted = Kernels.cache, _Noting(Kernels.cache)
@@ -48,7 +48,7 @@ class _Noting(dict[str, V]):
 
 
 def write_libraries(libraries: Libraries, folder: str) -> None:
-    """Put libraries into the folder, where it lacks them; whole or not at all (2.11 to 2.15)."""
+    """Put libraries into the folder, where it lacks them; whole or not at all."""
     from torch._inductor.codecache import write_atomic
 
     for name, content in libraries.items():
@@ -59,8 +59,7 @@ def write_libraries(libraries: Libraries, folder: str) -> None:
 
 @contextlib.contextmanager
 def compiling_no_header() -> Iterator[None]:
-    """Inside, the header of all kernels is not compiled first: none is expected to be compiled
-    (2.11 to 2.15)."""
+    """Inside, the header of all kernels is not compiled first: none is expected to be compiled."""
     from torch._inductor import codecache
 
     def as_it_is(header: str, *settings: object, **more: object) -> str:

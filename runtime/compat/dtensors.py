@@ -32,19 +32,19 @@ def local_of(tensor: DTensor) -> Tensor:
 
 
 def dtensor_parts(tensor: Tensor) -> tuple[Tensor, DTensorSpec] | None:
-    """The local value and the spec of a DTensor; None for other tensors (2.11 to 2.15)."""
+    """The local value and the spec of a DTensor; None for other tensors."""
     return (tensor._local_tensor, tensor._spec) if is_dtensor(tensor) else None
 
 
 def make_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor of a local value and a spec (2.11 to 2.15)."""
+    """A DTensor of a local value and a spec."""
     return DTensor(local, spec, requires_grad=False)
 
 
 def dtensor_spec(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
-    """The spec of a contiguous DTensor of `shape` (2.11 to 2.15)."""
+    """The spec of a contiguous DTensor of `shape`."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensorSpec(mesh, placements, TensorMeta(shape, stride, dtype))
 
@@ -80,7 +80,7 @@ class DTensorKind(Protocol):
 
 def let_torch_make(kind: DTensorKind) -> None:
     """Make `distribute_tensor`, `DTensor.from_local`, `set_model_state_dict`, `swap_tensors` and
-    the `isinstance` of traced code ask `kind` (2.11 to 2.14)."""
+    the `isinstance` of traced code ask `kind`."""
     _extend_distribute_tensor(kind)
     _extend_from_local(kind)
     _extend_state_dicts(kind)
@@ -92,11 +92,10 @@ WHILE_DISPATCHING = (
     torch._C._dispatch_tls_is_dispatch_key_excluded,
     torch._C.DispatchKey.ADInplaceOrView,
 )
-"""A question and its argument: true in and below `__torch_dispatch__`, not in a user's code
-(2.11 to 2.14)."""
+"""A question and its argument: true in and below `__torch_dispatch__`, not in a user's code."""
 
 TRACING = torch._guards._TLS
-"""Of a thread: it has a `tracing_context` while a graph is made of what runs (2.11 to 2.15)."""
+"""Of a thread: it has a `tracing_context` while a graph is made of what runs."""
 
 
 def _extend_distribute_tensor(kind: DTensorKind) -> None:

@@ -15,12 +15,12 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def annotate(facts: dict[str, object]) -> AbstractContextManager[None]:
-    """Put `facts` under `meta["custom"]` of the nodes traced meanwhile (2.11 to 2.15)."""
+    """Put `facts` under `meta["custom"]` of the nodes traced meanwhile."""
     return torch.fx.traceback.annotate(facts)
 
 
 def inline_only(fn: F) -> F:
-    """Let Dynamo inline `fn` into a caller it traces, never compile it by itself (2.11 to 2.15).
+    """Let Dynamo inline `fn` into a caller it traces, never compile it by itself.
 
     What an eager frame calls stays eager then, instead of becoming a small graph of its own.
     """
@@ -35,7 +35,7 @@ def _skip_code(fn: Callable[..., object]) -> None:
 
 
 def untraced(fn: F) -> F:
-    """As `torch.compiler.disable`; Dynamo is imported by the first call (2.11 to 2.15)."""
+    """As `torch.compiler.disable`; Dynamo is imported by the first call."""
     return torch._disable_dynamo(fn)  # type: ignore[return-value]
 
 
@@ -66,7 +66,7 @@ def tell_dynamo() -> None:
 
 
 class CallOutsideGraphs:
-    """A `__call__` of modules that Dynamo does not see: it finds the next class's (2.11 to 2.15).
+    """A `__call__` of modules that Dynamo does not see: it finds the next class's.
 
     Of `nn.Module.__call__` without hooks Dynamo traces `forward` alone, of any other all it does.
 
@@ -89,7 +89,7 @@ class CallOutsideGraphs:
 
 
 def is_exporting() -> bool:
-    """Whether torch.export traces now (2.11 to 2.15).
+    """Whether torch.export traces now.
 
     In 2.11 Dynamo takes `torch.compiler.is_exporting()` for true wherever it compiles.
     """
@@ -101,7 +101,7 @@ is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def stop_compiling(why: str) -> NoReturn:
-    """End a compile with an error; raised in traced code it only breaks the graph (2.11 to 2.14).
+    """End a compile with an error; raised in traced code it only breaks the graph.
 
     Raises:
         torch._dynamo.exc.TorchRuntimeError: `why`.
@@ -115,7 +115,7 @@ stop_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def compile_calls(module: nn.Module, *args: object, **kwargs: Any) -> None:
-    """As `nn.Module.compile`, also where Dynamo skips the module's `forward` (2.11 to 2.15).
+    """As `nn.Module.compile`, also where Dynamo skips the module's `forward`.
 
     It skips those of torch's own modules; `torch.compile(module)` gives them a frame, too.
     """
@@ -128,13 +128,13 @@ def compile_calls(module: nn.Module, *args: object, **kwargs: Any) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile` or `module.compile` was called on it or within (2.11 to 2.15)."""
+    """Whether `torch.compile` or `module.compile` was called on it or within."""
     wrapped = hasattr(module, "_orig_mod")
     return wrapped or any(each._compiled_call_impl is not None for each in module.modules())
 
 
 def copy_dynamo_graph(gm: GraphModule) -> GraphModule:
-    """A copy that passes as Dynamo's, whose own graph must keep its inputs (2.11 to 2.15)."""
+    """A copy that passes as Dynamo's, whose own graph must keep its inputs."""
     graph, nodes = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
     graph.graph_copy(gm.graph, nodes)
     result = gm.graph.output_node()
@@ -152,7 +152,7 @@ def copy_dynamo_graph(gm: GraphModule) -> GraphModule:
 
 
 def make_input_without_source(placeholder: torch.fx.Node, like: torch.fx.Node) -> None:
-    """Give a new placeholder the value of `like`, as one of Dynamo's (2.11 to 2.15)."""
+    """Give a new placeholder the value of `like`, as one of Dynamo's."""
     placeholder.meta.update(
         {key: like.meta[key] for key in ("example_value", "stack_trace") if key in like.meta}
     )
@@ -160,7 +160,7 @@ def make_input_without_source(placeholder: torch.fx.Node, like: torch.fx.Node) -
 
 
 def real_input(placeholder: torch.fx.Node) -> Tensor | None:
-    """The tensor for which Dynamo made a placeholder, while a backend compiles (2.11 to 2.15)."""
+    """The tensor for which Dynamo made a placeholder, while a backend compiles."""
     argument = placeholder.meta.get("grapharg")
     value = None if argument is None else argument.example
     return value if isinstance(value, Tensor) else None
@@ -169,7 +169,7 @@ def real_input(placeholder: torch.fx.Node) -> Tensor | None:
 def forget_classes(gm: GraphModule) -> None:
     """Remove from a Dynamo graph the classes of its tensors: parameters, fake ones.
 
-    They are part of the key of AOT autograd's cache, and nothing else reads them. (2.11 to 2.15)
+    They are part of the key of AOT autograd's cache, and nothing else reads them.
     """
     for node in gm.graph.find_nodes(op="placeholder"):
         if isinstance(node.type, type) and issubclass(node.type, Tensor):
@@ -178,13 +178,13 @@ def forget_classes(gm: GraphModule) -> None:
 
 
 def is_cut_by_break(gm: GraphModule) -> bool:
-    """Whether Dynamo ended the graph at a graph break (2.11 to 2.15)."""
+    """Whether Dynamo ended the graph at a graph break."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     return reason is not None and bool(reason.graph_break)
 
 
 def region_nodes() -> tuple[set[object], set[object]]:
-    """The functions that open and close a function transform in a Dynamo graph (2.11 to 2.15)."""
+    """The functions that open and close a function transform in a Dynamo graph."""
     from torch._C import _functorch
     from torch._functorch import predispatch
 
@@ -197,25 +197,24 @@ def region_nodes() -> tuple[set[object], set[object]]:
 
 
 def is_higher_order(target: object) -> bool:
-    """Whether a node calls an op that runs a body of its own (2.11 to 2.15)."""
+    """Whether a node calls an op that runs a body of its own."""
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def is_op(target: object) -> bool:
-    """Whether a node calls an op of a library, of which its text says all (2.11 to 2.15)."""
+    """Whether a node calls an op of a library, of which its text says all."""
     return isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
 
 
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
-"""What `torch.no_grad()` leaves in a Dynamo graph (2.11 to 2.15)."""
+"""What `torch.no_grad()` leaves in a Dynamo graph."""
 
 AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
-"""What `torch.autocast` leaves in a Dynamo graph (2.11 to 2.15)."""
+"""What `torch.autocast` leaves in a Dynamo graph."""
 
 
 def read_as_data(graph: torch.fx.Graph, value: Tensor) -> list[Tensor]:
-    """The values of `.data` of a traced `value`, or of a view of it, in a Dynamo graph (2.11 to
-    2.14).
+    """The values of `.data` of a traced `value`, or of a view of it, in a Dynamo graph.
 
     Writes to it do not count as writes to `value`.
     """
@@ -229,7 +228,7 @@ def read_as_data(graph: torch.fx.Graph, value: Tensor) -> list[Tensor]:
 def compile_id() -> tuple[int, int] | None:
     """The number of the frame that Dynamo compiles now, and how often it was compiled before.
 
-    None outside of a compile. (2.11 to 2.15)
+    None outside of a compile.
     """
     from torch._guards import CompileContext
 
@@ -240,7 +239,7 @@ def compile_id() -> tuple[int, int] | None:
 
 
 def seconds_of_dynamo() -> float:
-    """How long Dynamo has worked on what it compiles now; 0 outside of it (2.11 to 2.15)."""
+    """How long Dynamo has worked on what it compiles now; 0 outside of it."""
     from torch._dynamo.utils import get_metrics_context
 
     context = get_metrics_context()
@@ -248,7 +247,7 @@ def seconds_of_dynamo() -> float:
 
 
 def recompile_reason() -> str:
-    """Why Dynamo compiles anew what it compiles now; "" if it does not say (2.11 to 2.15)."""
+    """Why Dynamo compiles anew what it compiles now; "" if it does not say."""
     from torch._dynamo.utils import get_metrics_context
 
     context = get_metrics_context()
@@ -256,7 +255,7 @@ def recompile_reason() -> str:
 
 
 def forget_compiled() -> None:
-    """Reset Dynamo and its counters (2.11 to 2.15)."""
+    """Reset Dynamo and its counters."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 
@@ -265,14 +264,14 @@ def forget_compiled() -> None:
 
 
 def graph_break_reasons() -> list[str]:
-    """Why Dynamo broke graphs, once a break (2.11 to 2.15)."""
+    """Why Dynamo broke graphs, once a break."""
     from torch._dynamo.utils import counters
 
     return [str(reason) for reason, times in counters["graph_break"].items() for _ in range(times)]
 
 
 def is_traced() -> bool:
-    """Whether torch's structured trace is on, `TORCH_TRACE` (2.11 to 2.15).
+    """Whether torch's structured trace is on, `TORCH_TRACE`.
 
     Its handler takes itself away at the first record if it is not. Other handlers of the logger,
     such as those of pytest, do not ask for a trace.
@@ -283,7 +282,7 @@ def is_traced() -> bool:
 
 
 def trace_artifact(name: str, text: str) -> None:
-    """Add a text to torch's structured trace, if that is on (2.11 to 2.15)."""
+    """Add a text to torch's structured trace, if that is on."""
     torch._logging.trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},
@@ -293,7 +292,7 @@ def trace_artifact(name: str, text: str) -> None:
 
 
 def check_backend_options(backend: object, options: object) -> None:
-    """Call `check_options` of the backend of that name, if it has one (2.11 to 2.15).
+    """Call `check_options` of the backend of that name, if it has one.
 
     `torch.compile` hands options over only when a first graph is compiled.
     """

@@ -19,7 +19,7 @@ _COALESCED = "all_gather_into_tensor_coalesced"
 
 
 def gather_under_short_names() -> None:
-    """Run gloo's functional all-gathers of CPU tensors as works named "ALLGATHER" (2.11 to 2.15).
+    """Run gloo's functional all-gathers of CPU tensors as works named "ALLGATHER".
 
     A gloo group has two threads. Each writes the name of the work that it has finished into one
     string of the group, without a lock (`ProcessGroupGloo::runLoop`, `lastCompletedWorkName`; seen
@@ -68,7 +68,7 @@ def _room_for(part: Tensor, group_size: int) -> Tensor:
 
 
 def end_gloo_waits(group: dist.ProcessGroup) -> None:
-    """Fail every wait on a gloo group, here and on the peers (2.11 to 2.15).
+    """Fail every wait on a gloo group, here and on the peers.
 
     Gloo has no abort (`abort()` does nothing), but closes its connections when a wait times out.
     """
@@ -78,7 +78,7 @@ def end_gloo_waits(group: dist.ProcessGroup) -> None:
 
 
 def gloo_flight_record() -> str | None:
-    """The file with the last collectives, written now, if the user said where to (2.11 to 2.15)."""
+    """The file with the last collectives, written now, if the user said where to."""
     path = flight_record_path()
     try:
         if path is not None:

@@ -46,7 +46,7 @@ def concatenate_meshes(*meshes: DeviceMesh) -> DeviceMesh:
 
 
 def group_name(group: dist.ProcessGroup) -> str:
-    """The name by which functional collectives find a process group (2.11 to 2.15)."""
+    """The name by which functional collectives find a process group."""
     return group.group_name
 
 
@@ -78,8 +78,7 @@ def is_group(name: str) -> bool:
 
 
 def also_named(group: dist.ProcessGroup, name: str) -> str:
-    """The name, `name` or one with a number after it, by which graphs find `group` too (2.11 to
-    2.15).
+    """The name, `name` or one with a number after it, by which graphs find `group` too.
 
     torch names groups so that ranks of different groups know theirs by different names, and then
     have different graphs. A name that another group goes by is not taken from it.
@@ -101,7 +100,7 @@ def also_named(group: dist.ProcessGroup, name: str) -> str:
 
 def place_in_mesh(mesh: DeviceMesh, dim: int) -> str:
     """A text that tells one dim of a mesh from all others; the same on all ranks of the mesh that
-    it was cut from (2.11 to 2.15)."""
+    it was cut from."""
     return f"{mesh._rank_map.tolist()} {mesh._layout[dim]}"
 
 
@@ -114,7 +113,7 @@ def new_group(
 
     torch names such a group after its ranks and the number of groups that this process is in, so
     ranks that are in different numbers of groups would wait for each other without an end. Ours is
-    named after its ranks and its purpose, which may not occur twice (2.11 to 2.15).
+    named after its ranks and its purpose, which may not occur twice.
 
     Where the default group is bound to a device (2.15: always), torch splits its communicator,
     which takes all ranks of the world: those that call would wait for the others without an end.
@@ -133,7 +132,7 @@ def new_group(
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
-    """The store over which the group met (2.11 to 2.15).
+    """The store over which the group met.
 
     Raises:
         ValueError: the group has been destroyed.
@@ -147,7 +146,7 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """How long the group's collectives wait before they fail, on the host first (2.11 to 2.15)."""
+    """How long the group's collectives wait before they fail, on the host first."""
     from torch.distributed import constants
 
     for device_type in sorted(group_backends(group), key="cpu".__ne__):
@@ -159,7 +158,7 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 
 
 def groups_within(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
-    """All groups of several of its ranks, itself included (2.11 to 2.15)."""
+    """All groups of several of its ranks, itself included."""
     from torch.distributed import distributed_c10d
 
     own, groups = set(dist.get_process_group_ranks(group)), distributed_c10d._world.pg_group_ranks
@@ -168,7 +167,7 @@ def groups_within(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
 
 def follow_when_waited_for(value: Tensor, start: Callable[[], object]) -> None:
     """Call `start` when `value` is waited for, and wait for the collective that it starts into
-    `value` (2.11 to 2.15)."""
+    `value`."""
 
     def follow() -> None:
         start()
@@ -178,7 +177,7 @@ def follow_when_waited_for(value: Tensor, start: Callable[[], object]) -> None:
 
 
 def call_when_waited_for(value: Tensor, wait: Callable[[], object]) -> None:
-    """Call `wait` when `value` is waited for, once (2.11 to 2.15)."""
+    """Call `wait` when `value` is waited for, once."""
     c10d: Any = torch._C._distributed_c10d  # the stubs lack it
 
     def finish(timeout: timedelta) -> bool:
@@ -190,7 +189,7 @@ def call_when_waited_for(value: Tensor, wait: Callable[[], object]) -> None:
 
 def flight_record_path(default: str = "") -> str | None:
     """Where this process writes its last collectives: as the user said, else by `default`; None for
-    nowhere (2.11 to 2.15)."""
+    nowhere."""
     known = os.environ.get
     asked = known("TORCH_FR_DUMP_TEMP_FILE") or known("TORCH_NCCL_DEBUG_INFO_TEMP_FILE") or default
     size = known("TORCH_FR_BUFFER_SIZE") or known("TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -198,13 +197,13 @@ def flight_record_path(default: str = "") -> str | None:
 
 
 def nccl_flight_record() -> str | None:
-    """The file that NCCL's watchdog writes when a collective times out (2.11 to 2.15)."""
+    """The file that NCCL's watchdog writes when a collective times out."""
     return flight_record_path(f"{Path.home()}/.cache/torch/comm_lib_trace_rank_")
 
 
 def free_cuda_graphs_before(groups: Iterable[str]) -> None:
     """Free Inductor's CUDA graphs when one of `groups` is shut down, whose collectives they replay:
-    NCCL waits for them before it destroys a communicator, without an end (2.11 to 2.15)."""
+    NCCL waits for them before it destroys a communicator, without an end."""
     _watch_shutdowns()
     _captured.update(resolve_group(name).group_name for name in groups)
 
@@ -245,7 +244,7 @@ class Recorded(NamedTuple):
 
 
 def recorded_collectives(last: int = 64) -> dict[str, list[Recorded]]:
-    """By group name, what this process gave to gloo last, the program's own too (2.11 to 2.15).
+    """By group name, what this process gave to gloo last, the program's own too.
 
     Empty where torch keeps no flight record.
     """
@@ -277,7 +276,7 @@ def group_backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def group_allocates(name: str, device: torch.device) -> bool:
-    """Whether the group has an allocator of its own for a device (2.11 to 2.15)."""
+    """Whether the group has an allocator of its own for a device."""
     try:
         return resolve_group(name)._get_backend(device).supports_tensor_alloc(device)
     except RuntimeError:  # no backend for such devices
@@ -285,7 +284,7 @@ def group_allocates(name: str, device: torch.device) -> bool:
 
 
 def allocate_from_group(numel: int, dtype: torch.dtype, device: torch.device, name: str) -> Tensor:
-    """A tensor, `(numel,)`, from the group's own allocator (2.11 to 2.15).
+    """A tensor, `(numel,)`, from the group's own allocator.
 
     All ranks of the group call it.
     """
@@ -294,14 +293,14 @@ def allocate_from_group(numel: int, dtype: torch.dtype, device: torch.device, na
 
 
 def use_symmetric_memory(backend: str) -> None:
-    """Let `allocate_symmetric` take from `backend` (2.11 to 2.15)."""
+    """Let `allocate_symmetric` take from `backend`."""
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory.set_backend(backend)  # type: ignore[arg-type]
 
 
 def allocate_symmetric(numel: int, dtype: torch.dtype, device: torch.device, name: str) -> Tensor:
-    """A tensor, `(numel,)`, of symmetric memory that the group has met over (2.11 to 2.15).
+    """A tensor, `(numel,)`, of symmetric memory that the group has met over.
 
     All ranks of the group call it.
     """
@@ -334,7 +333,7 @@ _communicating: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def make_fake_groups(groups: Mapping[str, tuple[int, int]]) -> None:
-    """Groups without peers, given as (rank, size), under the names that graphs know (2.11 to 2.15).
+    """Groups without peers, given as (rank, size), under the names that graphs know.
 
     For a process that has no group yet.
     """
@@ -366,7 +365,7 @@ def has_others(group: dist.ProcessGroup) -> bool:
 
 
 def join_fake_group(world_size: int) -> None:
-    """Be rank 0 of a process group without peers (2.11 to 2.15)."""
+    """Be rank 0 of a process group without peers."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     hook = sys.excepthook

@@ -3,7 +3,7 @@
 `HuggingFaceStorageWriter` keys what it writes to a file by name, so that of several boxes of one
 name the last would replace the others. `write_boxes_apart` lets it write the second box of each
 name into a second file, and so on. Readers and the consolidation take all files of a folder, and
-find each box by its offsets. (2.11 to 2.15)
+find each box by its offsets.
 """
 
 from collections import defaultdict

@@ -39,7 +39,7 @@ def compile_fx(
     patches: dict[str, object],
     cache: Guest | None = None,
 ) -> Compiled:
-    """Inductor, with `inner_compile` lowering each partitioned graph (2.11 to 2.15).
+    """Inductor, with `inner_compile` lowering each partitioned graph.
 
     The backward is compiled together with its forward, on all ranks alike. AOT autograd's cache
     works through `cache`; without one it is off. A backward does not write into what the forward
@@ -63,19 +63,19 @@ def compile_fx(
 
 
 def inductor_settings() -> list[str]:
-    """The names of Inductor's settings, those that stand for others too (2.11 to 2.15)."""
+    """The names of Inductor's settings, those that stand for others too."""
     from torch._inductor import config
 
     return list(config._config)  # type: ignore[attr-defined]
 
 
 def mode_options(mode: str | None) -> dict[str, object]:
-    """The Inductor settings behind `torch.compile(mode=...)` (2.11 to 2.15)."""
+    """The Inductor settings behind `torch.compile(mode=...)`."""
     return dict(torch._inductor.list_mode_options(mode)) if mode else {}
 
 
 def replays(given: Mapping[str, object], mode: str | None) -> bool:
-    """Whether Inductor with these settings replays CUDA graphs (2.11 to 2.15)."""
+    """Whether Inductor with these settings replays CUDA graphs."""
     from torch._inductor import config
 
     settings = {**mode_options(mode), **given}
@@ -83,7 +83,7 @@ def replays(given: Mapping[str, object], mode: str | None) -> bool:
 
 
 def cpp_compiler() -> str:
-    """The C++ compiler that Inductor takes (2.11 to 2.15). RuntimeError where it finds none."""
+    """The C++ compiler that Inductor takes. RuntimeError where it finds none."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     return get_cpp_compiler()
@@ -96,7 +96,7 @@ def compile_fx_inner(
     check: Callable[[torch.fx.Graph], None] | None = None,
     **kwargs: Any,
 ) -> Output:
-    """Inductor's lowering of one graph, graph cache included (2.11 to 2.15).
+    """Inductor's lowering of one graph, graph cache included.
 
     Collectives and waits stay in the order of the graph, and run in the context that `label_of`
     gives their nodes; its `repr` is code that makes it anew. Where a user's own passes change the
@@ -120,7 +120,7 @@ def compile_fx_inner(
 
 
 def inductor_error() -> type[Exception]:
-    """The class of what Inductor raises where it has no code (2.11 to 2.15)."""
+    """The class of what Inductor raises where it has no code."""
     from torch._inductor.exc import InductorError
 
     return InductorError
@@ -159,7 +159,7 @@ _SPACES = {"aten", "prims", "prim", "c10d", "c10d_functional", "shardc", "induct
 
 
 def changed_inductor_settings() -> dict[str, Any]:
-    """The settings of Inductor that differ from its defaults now (2.11 to 2.15)."""
+    """The settings of Inductor that differ from its defaults now."""
     from torch._inductor import config
 
     return dict(config._get_dict(skip_default=True))  # type: ignore[attr-defined]
@@ -172,7 +172,7 @@ def compile_alone(
     settings: Mapping[str, object],
     arguments: Mapping[str, Any],
 ) -> Output:
-    """`compile_fx_inner` with `settings`, outside of any compile (2.11 to 2.15)."""
+    """`compile_fx_inner` with `settings`, outside of any compile."""
     from torch._inductor import config
 
     with config.patch(dict(settings)):
@@ -182,7 +182,7 @@ def compile_alone(
 def generated_code(output: Output) -> tuple[str, str] | None:
     """The code that Inductor made of a graph: its path, which need not exist, and its text.
 
-    None where it made none. (2.11 to 2.15)
+    None where it made none.
     """
     from torch._inductor.codecache import get_path
 
@@ -191,7 +191,7 @@ def generated_code(output: Output) -> tuple[str, str] | None:
 
 
 JOINT_PASS = "joint_custom_post_pass"
-"""The setting of Inductor under which it takes a pass over joint graphs (2.11 to 2.15)."""
+"""The setting of Inductor under which it takes a pass over joint graphs."""
 
 
 def joint_pass(apply: Callable[[GraphModule], object], key: str, given: object = None) -> object:
@@ -200,7 +200,6 @@ def joint_pass(apply: Callable[[GraphModule], object], key: str, given: object =
     Those are `given`, or what is set in Inductor's configuration. `key` enters the key of its graph
     cache, as do theirs; one without a key turns the cache off. Inductor has passes run on bodies of
     higher-order ops as well (`score_mod` of flex_attention); `apply` gets whole graphs only.
-    (2.11 to 2.15)
     """
     from torch._inductor import config
 
@@ -213,7 +212,7 @@ def joint_pass(apply: Callable[[GraphModule], object], key: str, given: object =
 
 
 PARTITIONER = "custom_partitioner_fn"
-"""The setting of Inductor under which it takes a partitioner (2.11 to 2.15)."""
+"""The setting of Inductor under which it takes a partitioner."""
 
 
 def partitioner(
@@ -223,7 +222,7 @@ def partitioner(
 
     It cuts as `given` does, or what is set in Inductor's configuration; else as torch does. `key`
     enters the key of the graph cache. Bodies of higher-order ops are cut, too; `apply` gets whole
-    graphs only. (2.11 to 2.15)
+    graphs only.
     """
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -250,8 +249,7 @@ def partitioner(
 def before_joint_passes(
     settings: dict[str, object], apply: Callable[[GraphModule], object], key: str = "shardc"
 ) -> None:
-    """Add a function to Inductor's `settings` that is applied to joint graphs before any pass (2.11
-    to 2.15)."""
+    """Add a function to Inductor's `settings` that is applied to joint graphs before any pass."""
     from torch._inductor import config
 
     name = "joint_custom_pre_pass"
@@ -277,7 +275,7 @@ def _graph_pass(
     key: str,
     later: Sequence[Any] = (),
 ) -> object:
-    """One pass of Inductor over a graph: those of the user, around `apply` (2.11 to 2.15)."""
+    """One pass of Inductor over a graph: those of the user, around `apply`."""
     from torch._inductor import custom_graph_pass
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -308,7 +306,7 @@ def order_settings() -> dict[str, object]:
 
     It runs the passes of shardc among its own over joint graphs, and leaves collectives as they are
     and where they are: with others it would merge them or move them, by what each rank measures.
-    Some are missing in some versions. (2.11 to 2.15)
+    Some are missing in some versions.
     """
     from torch._inductor import config
 
@@ -329,7 +327,7 @@ def order_settings() -> dict[str, object]:
 
 
 def frugal_settings() -> dict[str, object]:
-    """The settings with which Inductor frees what it has no use for at once (2.11 to 2.15).
+    """The settings with which Inductor frees what it has no use for at once.
 
     With others it may keep freed memory for a later value of the same size, as long as it believes
     that the peak is elsewhere; it does not know what calls and backends of collectives hold. With
@@ -339,7 +337,7 @@ def frugal_settings() -> dict[str, object]:
 
 
 def _collectives_pass(gm: GraphModule, label_of: LabelOf) -> object:
-    """A pass of Inductor's scheduler for the collectives and waits of `gm` (2.11 to 2.15).
+    """A pass of Inductor's scheduler for the collectives and waits of `gm`.
 
     It keeps them in the order of the graph. Without that, a kernel fused from an early and a late
     op is placed early and pulls the waits it needs before starts that were planned earlier; and
@@ -399,7 +397,7 @@ def _collectives_pass(gm: GraphModule, label_of: LabelOf) -> object:
 
 
 def _keep_between_calls(nodes: Sequence[Kernel]) -> None:
-    """Keep kernels on CPUs between the calls of ops that they are between (2.11 to 2.15).
+    """Keep kernels on CPUs between the calls of ops that they are between.
 
     Without that, one that is fused from ops far apart is placed where the first of them was, with
     the matmuls before it that the others read: all that they give is held at once. Collectives and
@@ -438,14 +436,14 @@ def _is_kernel(node: Kernel) -> bool:
 
 
 def _label_of_kernel(kernel: Kernel, label_of: LabelOf) -> object:
-    """The label of the node that became a call of an op as it is; else None (2.11 to 2.15)."""
+    """The label of the node that became a call of an op as it is; else None."""
     op = getattr(kernel, "op_overload", None)
     nodes = [] if op is None else [node for node in kernel.get_origins() if node.target is op]
     return label_of(nodes[0]) if len(nodes) == 1 else None
 
 
 def _run_within(kernel: Kernel, label: object) -> None:
-    """Make the Python code for a kernel enter and leave a label (2.11 to 2.15)."""
+    """Make the Python code for a kernel enter and leave a label."""
     from torch._inductor.virtualized import V
 
     if V.graph.cpp_wrapper:
@@ -468,7 +466,7 @@ def _run_within(kernel: Kernel, label: object) -> None:
 
 
 def keep_output_strides(body: GraphModule) -> None:
-    """Give the results of a nested graph the strides they were traced with (2.11 to 2.15).
+    """Give the results of a nested graph the strides they were traced with.
 
     Inductor notes this for all nested graphs, but before `fold_repeats` creates ours.
     """
@@ -481,13 +479,13 @@ def keep_output_strides(body: GraphModule) -> None:
 def store_at_once(node: torch.fx.Node) -> None:
     """Mark an op: Inductor stores its result where it is computed, and computes it in no reader.
 
-    The mark is read by Inductor's lowering (2.11 to 2.15).
+    The mark is read by Inductor's lowering.
     """
     node.meta[_AT_ONCE] = True
 
 
 def is_stored_at_once(node: torch.fx.Node) -> bool:
-    """Whether a node has the mark of `store_at_once` (2.11 to 2.15)."""
+    """Whether a node has the mark of `store_at_once`."""
     return bool(node.meta.get(_AT_ONCE))
 
 
@@ -502,7 +500,7 @@ _AT_ONCE = "inductor_realize_to_strides"
 
 
 def takes_nested_graphs(kwargs: Mapping[str, object]) -> bool:
-    """Whether `compile_fx_inner`, given these, may see calls of nested graphs (2.11 to 2.15).
+    """Whether `compile_fx_inner`, given these, may see calls of nested graphs.
 
     Its C++ wrapper has no code for them, and CUDA graphs are cut at other places.
     """
@@ -512,14 +510,14 @@ def takes_nested_graphs(kwargs: Mapping[str, object]) -> bool:
 
 
 def is_random_value(node: torch.fx.Node) -> bool:
-    """Whether a node draws with a seed of Inductor's, the same wherever it is (2.11 to 2.15)."""
+    """Whether a node draws with a seed of Inductor's, the same wherever it is."""
     from torch._inductor import inductor_prims
 
     return node.target is inductor_prims.random
 
 
 def is_random_seed(node: torch.fx.Node) -> bool:
-    """Whether a node picks one of the seeds that Inductor drew for a graph (2.11 to 2.15)."""
+    """Whether a node picks one of the seeds that Inductor drew for a graph."""
     from torch._inductor import inductor_prims
 
     return node.target is inductor_prims.lookup_seed

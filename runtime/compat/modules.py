@@ -28,7 +28,7 @@ def is_module_call(frame: FrameType) -> bool:
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Whether DDP or `torch.distributed._composable.replicate` owns `module` (2.11 to 2.15)."""
+    """Whether DDP or `torch.distributed._composable.replicate` owns `module`."""
     from torch.distributed._composable.contract import _get_registry
 
     names = _get_registry(module) or {}
@@ -36,7 +36,7 @@ def is_replicated(module: nn.Module) -> bool:
 
 
 def mark_as_sharded(module: nn.Module, state: object) -> None:
-    """Mark `module`: torch's own `fully_shard` and `replicate` refuse it (2.11 to 2.15).
+    """Mark `module`: torch's own `fully_shard` and `replicate` refuse it.
 
     `torch.distributed.fsdp.fully_shard.state(module)` gives `state`.
     """
@@ -47,7 +47,7 @@ def mark_as_sharded(module: nn.Module, state: object) -> None:
 
 
 def after_zero_grad(call: Callable[[Iterable[Tensor]], None]) -> None:
-    """Call with their parameters after any optimizer's or module's `zero_grad` (2.11 to 2.15).
+    """Call with their parameters after any optimizer's or module's `zero_grad`.
 
     There is no hook for it; the two methods are wrapped.
     """
@@ -76,12 +76,12 @@ def become(module: nn.Module, cls: type) -> None:
 
 
 def put_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    """Put `param` into a module, past its properties and checks (2.11 to 2.15)."""
+    """Put `param` into a module, past its properties and checks."""
     module._parameters[name] = param
 
 
 def state_of(module: nn.Module) -> Held:
-    """The attributes that `copy` copies: those but what `module.compile` made (2.11 to 2.14).
+    """The attributes that `copy` copies: those but what `module.compile` made.
 
     Modules with parametrizations are copied too, though their own `__getstate__` raises.
     """
@@ -92,7 +92,7 @@ def state_of(module: nn.Module) -> Held:
 
 @contextmanager
 def without_parameters(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Hide some of a module's parameters from its own methods for a while (2.11 to 2.15)."""
+    """Hide some of a module's parameters from its own methods for a while."""
     hidden, parameters = set(names), module._parameters
     module.__dict__["_parameters"] = {n: p for n, p in parameters.items() if n not in hidden}
     try:
@@ -103,12 +103,12 @@ def without_parameters(module: nn.Module, names: Iterable[str]) -> Iterator[None
 
 
 def rnn_weight_references(module: nn.Module) -> list[weakref.ref[nn.Parameter] | None]:
-    """The weak references that `nn.LSTM` and friends keep to their weights (2.11 to 2.15)."""
+    """The weak references that `nn.LSTM` and friends keep to their weights."""
     return list(module._flat_weight_refs) if isinstance(module, nn.RNNBase) else []
 
 
 def forget_recomputed_weights(module: nn.Module) -> None:
-    """Drop what pruning, the old `weight_norm` and `spectral_norm` keep (2.11 to 2.15).
+    """Drop what pruning, the old `weight_norm` and `spectral_norm` keep.
 
     It is derived from parameters, which it keeps in use, and is set anew before each forward.
     """
@@ -124,7 +124,7 @@ def forget_recomputed_weights(module: nn.Module) -> None:
 
 
 def when_swapped(swap: Callable[[nn.Module, str, object, Callable[[], object]], object]) -> None:
-    """Make `torch.func.functional_call` put values into modules by `swap` (2.11 to 2.14).
+    """Make `torch.func.functional_call` put values into modules by `swap`.
 
     It is given the module, a name, the value, and torch's own way.
     """
@@ -148,7 +148,7 @@ def check_reparametrizing(check: Callable[[nn.Module, str], None]) -> None:
     """Call `check(module, name)` before a parametrization is added or removed.
 
     The old ones take parameters out of a module's dict, which no module notices; the new ones
-    remove a property from a module's class. (2.11 to 2.14)
+    remove a property from a module's class.
     """
     from torch.nn.utils import parametrize
     from torch.nn.utils.prune import BasePruningMethod
@@ -178,14 +178,14 @@ def check_reparametrizing(check: Callable[[nn.Module, str], None]) -> None:
 
 
 def forget_rnn_weights(module: nn.Module) -> None:
-    """Drop what `nn.LSTM` and friends cache of their weights (2.11 to 2.15)."""
+    """Drop what `nn.LSTM` and friends cache of their weights."""
     if isinstance(module, nn.RNNBase):
         module._flat_weights = []
         module._flat_weight_refs = []
 
 
 def rnn_attributes() -> dict[str, object]:
-    """Read the cached weights of `nn.LSTM` and friends through their attributes (2.11 to 2.15).
+    """Read the cached weights of `nn.LSTM` and friends through their attributes.
 
     They are not flattened for cuDNN: the weights lie in the flat memory of a bucket.
     """
@@ -211,8 +211,8 @@ def rnn_attributes() -> dict[str, object]:
 def rewrites_loaded_state(module: nn.Module) -> bool:
     """Whether a module's own code may rename or convert what `load_state_dict` gives it.
 
-    Looks at hooks and overrides by the private names they have in 2.11 to 2.15; those of torch's
-    activation wrappers only add their prefix, those of its layers only read older versions.
+    Looks at hooks and overrides by their private names; those of torch's activation wrappers only
+    add their prefix, those of its layers only read older versions.
     """
     if not type(module)._load_from_state_dict.__module__.startswith("torch."):
         return True

@@ -33,11 +33,11 @@ Context: TypeAlias = Any
 """What `__tensor_flatten__` gives beside the names of inner tensors."""
 
 NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
-"""A tensor subclass that only wants `__torch_dispatch__` (2.11 to 2.15)."""
+"""A tensor subclass that only wants `__torch_dispatch__`."""
 
 
 class OnesForValues(TorchDispatchMode):
-    """Inside, `.item()` of a tensor on meta is 1 instead of an error (2.11 to 2.15)."""
+    """Inside, `.item()` of a tensor on meta is 1 instead of an error."""
 
     def __torch_dispatch__(
         self, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -57,12 +57,12 @@ def keeps_workspaces() -> bool:
 
 
 def tracking_versions() -> AbstractContextManager[None]:
-    """Inside `__torch_dispatch__`, give views the version of their base (2.11 to 2.15)."""
+    """Inside `__torch_dispatch__`, give views the version of their base."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
 def register_foreach_type(cls: type[Tensor]) -> None:
-    """Let foreach optimizers and clipping take `cls` (seen in 2.11 to 2.15).
+    """Let foreach optimizers and clipping take `cls`.
 
     Both lists name the exact types for which foreach is the default.
     """
@@ -79,7 +79,7 @@ def register_foreach_type(cls: type[Tensor]) -> None:
 
 @inline_only
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor, or what is inside of it, only stands for a value (2.11 to 2.14)."""
+    """Whether a tensor, or what is inside of it, only stands for a value."""
     from torch._subclasses import fake_tensor
 
     return fake_tensor.is_fake(tensor)
@@ -87,8 +87,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 @inline_only
 def inside_transforms(tensor: Tensor) -> Tensor:
-    """The tensor inside of the wrappers of `torch.func.grad`, `vmap` and the like; else `tensor`
-    (2.11 to 2.14)."""
+    """The tensor inside of wrappers of `torch.func.grad`, `vmap` and the like; else `tensor`."""
     from torch._C import _functorch
 
     while _functorch.is_functorch_wrapped_tensor(tensor):
@@ -97,7 +96,7 @@ def inside_transforms(tensor: Tensor) -> Tensor:
 
 
 def as_parameter(tensor: Tensor) -> Tensor:
-    """`tensor`, from now on an `nn.Parameter` to `isinstance`, in a trace too (2.11 to 2.14)."""
+    """`tensor`, from now on an `nn.Parameter` to `isinstance`, in a trace too."""
     tensor._is_param = True
     return tensor
 
@@ -110,12 +109,12 @@ def make_wrapper(cls: type[Tensor], shape: Iterable[int], local: Tensor) -> Tens
 
 
 def without_functions_of_subclasses() -> AbstractContextManager[None]:
-    """Inside, `__torch_function__` of tensor subclasses is not asked (2.11 to 2.15)."""
+    """Inside, `__torch_function__` of tensor subclasses is not asked."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def make_wrapper_of_view(cls: type[Tensor], view: Tensor) -> Tensor:
-    """A wrapper subclass with the metadata of `view`, strides included (2.11 to 2.15)."""
+    """A wrapper subclass with the metadata of `view`, strides included."""
     return Tensor._make_wrapper_subclass(
         cls,
         view.shape,
@@ -128,7 +127,7 @@ def make_wrapper_of_view(cls: type[Tensor], view: Tensor) -> Tensor:
 
 
 def as_class(tensor: Tensor, cls: type[TensorClass]) -> TensorClass:
-    """A plain tensor as a Python subclass without a dispatch, no view of it (2.11 to 2.15)."""
+    """A plain tensor as a Python subclass without a dispatch, no view of it."""
     return Tensor._make_subclass(cls, tensor)
 
 
@@ -138,13 +137,13 @@ def become_parameter(tensor: Tensor) -> None:
 
 
 def as_plain(tensor: Tensor) -> Tensor:
-    """A tensor of such a subclass as a plain one, differentiable (2.11 to 2.15)."""
+    """A tensor of such a subclass as a plain one, differentiable."""
     with without_functions_of_subclasses():
         return tensor.as_subclass(Tensor)
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether `tensor` says by `__tensor_flatten__` what it is made of (2.11 to 2.15)."""
+    """Whether `tensor` says by `__tensor_flatten__` what it is made of."""
     return is_traceable_wrapper_subclass(tensor)
 
 
@@ -157,8 +156,7 @@ def plain_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def storage_id(tensor: Tensor) -> int | None:
-    """A number that is equal for tensors that share a storage; None where there is none (2.11 to
-    2.15).
+    """A number that is equal for tensors that share a storage; None where there is none.
 
     Of a DTensor, the storage of its local value.
     """
@@ -178,7 +176,7 @@ def is_in_graph(tensor: Tensor) -> bool:
 
     Such a graph holds the node that accumulates, which the tensor knows weakly: a mark that is left
     on the node lives on with it. A reference count would not tell, because threads of a process
-    group hold a tensor for a moment after the collective, too. (2.11 to 2.15)
+    group hold a tensor for a moment after the collective, too.
     """
     if not tensor.requires_grad or not tensor.is_leaf:
         return False
@@ -199,7 +197,7 @@ _CLASS: Subclass = vars(object)["__class__"]
 
 
 def swap_tensors(param: Tensor, new: Tensor) -> None:
-    """`torch.utils.swap_tensors`, whatever else refers to `param` (2.11 to 2.15).
+    """`torch.utils.swap_tensors`, whatever else refers to `param`.
 
     Torch refuses where weak references exist, or references of C++ beside Python's own. Here weak
     ones mean the parameter, whatever it is made of: Dynamo's guards have some on every parameter
@@ -216,12 +214,12 @@ def swap_tensors(param: Tensor, new: Tensor) -> None:
 
 
 def gradient_hooks(tensor: Tensor) -> list[object]:
-    """The hooks that `tensor.register_hook` was given (2.11 to 2.15)."""
+    """The hooks that `tensor.register_hook` was given."""
     return list((tensor._backward_hooks or {}).values())
 
 
 def tensors_of_total_norm() -> Sequence[Tensor] | None:
-    """The tensors of the `get_total_norm` that this call comes from; None elsewhere (2.11 to 2.15).
+    """The tensors of the `get_total_norm` that this call comes from; None elsewhere.
 
     It takes norms of one device and dtype at a time, which do not know of the others.
     """

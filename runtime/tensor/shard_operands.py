@@ -121,7 +121,7 @@ def written_operands(func: compat.Op) -> tuple[int | str, ...]:
 def view_local(local: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor:
     """`view(local)`, sharing the version of `local` (see `bump`).
 
-    Below `__torch_dispatch__` views get versions of their own unless told otherwise (2.11 to 2.15).
+    Below `__torch_dispatch__` views get versions of their own unless told otherwise.
     """
     if type(local) is not Tensor:  # while tracing
         return view(local)

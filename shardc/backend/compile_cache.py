@@ -208,10 +208,20 @@ class CompileCache:
 
 @functools.cache
 def _version() -> str:
-    """The digest of shardc's code: graphs that other code compiled are not loaded."""
-    folders = [Path(part.__file__ or "").parent for part in (shardc, shardc.passes, shardc.runtime)]
-    files = sorted({file for folder in folders for file in folder.rglob("*.py")})
-    return _digest(*(file.read_text() for file in files))
+    """The digest of the code that compiles: graphs that other code compiled are not loaded."""
+    return _digest(*(file.read_text() for file in core_files()))
+
+
+def core_files() -> list[Path]:
+    """The files whose code shapes compiled graphs, and of the classes that are kept with them.
+
+    Reports, commands, state dicts and optimizers are left out.
+    """
+    passes, runtime = (Path(part.__file__ or "").parent for part in (shardc.passes, shardc.runtime))
+    own = Path(shardc.__file__ or "").parent
+    folders = (own / "backend", own / "sharding", passes, runtime)
+    found = {file for folder in folders for file in folder.rglob("*.py")}
+    return sorted({*found, *(own / "reports" / name for name in ("graph.py", "record.py"))})
 
 
 def _digest(*texts: str) -> str:

@@ -16,8 +16,6 @@ from shardc.runtime import compat
 from shardc.runtime.checks.words import plural
 
 Status = Literal["ok", "missing", "broken"]
-OLDEST, NEWEST = (2, 11), (2, 15)
-"""The versions of torch that shardc supports, as in pyproject.toml."""
 _SLOWER = (
     "without it shardc runs its graphs op by op, which is slower: options={'executor': 'eager'}"
 )
@@ -64,14 +62,14 @@ def checks() -> Iterator[tuple[str, Check]]:
 
 def check_torch(timeout: float) -> Finding:
     """Whether shardc supports this torch."""
-    span = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
+    span = " to ".join(compat.supported())
     major, minor = torch.__version__.split(".")[:2]
-    if OLDEST <= (int(major), int(minor)) <= NEWEST:
+    if (int(major), int(minor)) in compat.VERSIONS:
         return Finding("ok", f"{torch.__version__} (supported: {span})")
     return Finding(
         "broken",
         f"{torch.__version__} is not supported (only {span})",
-        f"pip install 'torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'",
+        f"pip install 'torch{compat.specifier()}'",
     )
 
 
