@@ -27,6 +27,7 @@ it decides. What a stage made is read off its graph: `TAKEN` and `SLOTS` of the 
 graph, `differentiated` of a joint graph.
 """
 
+from shardc.passes.contract import Pass, check_order
 from shardc.passes.repeat.fold_repeats import fold_repeats
 from shardc.passes.repeat.store_smaller import store_smaller
 from shardc.passes.rewrite.copy_overwritten import copy_overwritten
@@ -41,7 +42,6 @@ from shardc.passes.rewrite.used_slots import mark_segments
 from shardc.passes.rewrite.verify import verify
 from shardc.passes.rewrite.wait_once import wait_once
 from shardc.passes.rewrite.write_gradients import write_gradients
-from shardc.passes.runner import Pass
 from shardc.passes.schedule.coalesce import coalesce
 from shardc.passes.schedule.schedule import schedule
 
@@ -67,7 +67,17 @@ GRAPH_PASSES: list[Pass] = [
 FOLD_PASSES: list[Pass] = [fold_repeats]
 
 
+def stages() -> tuple[list[Pass], ...]:
+    """The lists of passes, in the order in which a compile runs them."""
+    return DYNAMO_PASSES, READ_PASSES, JOINT_PASSES, GRAPH_PASSES, FOLD_PASSES
+
+
+def check() -> None:
+    """Raise ValueError where a pass stands before another that gives what it needs."""
+    check_order(stages())
+
+
 def is_own() -> bool:
     """Whether all passes are those of shardc, whose version says what they do."""
-    passes = [*DYNAMO_PASSES, *READ_PASSES, *JOINT_PASSES, *GRAPH_PASSES, *FOLD_PASSES]
-    return all(str(getattr(step, "__module__", "")).startswith("shardc.") for step in passes)
+    steps = (step for stage in stages() for step in stage)
+    return all(str(getattr(step, "__module__", "")).startswith("shardc.") for step in steps)

@@ -5,15 +5,14 @@ A pass owns only its rewrite. What dumps hold is in `dump`.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch.fx import GraphModule
 
 from shardc.passes.context import PassContext
+from shardc.passes.contract import Pass, name_of
 from shardc.passes.dump import dump_change, dump_input
 from shardc.runtime import compat
-
-Pass = Callable[[GraphModule, PassContext], GraphModule]
 
 log = logging.getLogger("shardc.passes")
 
@@ -51,8 +50,3 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     copied = compat.compiled_when_called(gm, compat.copied_graph(gm.graph))
     copied.meta.update(gm.meta)
     return copied
-
-
-def name_of(step: Pass) -> str:
-    """The name of a pass in dumps; settings bound by `partial` do not change it."""
-    return str(getattr(getattr(step, "func", step), "__name__", type(step).__name__))

@@ -2,6 +2,7 @@
 
 from shardc.passes import pipeline
 from shardc.passes.context import PassContext
+from shardc.passes.contract import contract
 from shardc.passes.estimate.cost import collective_seconds
 from shardc.passes.estimate.hardware import PROFILES, Link, Profile
 from shardc.passes.runner import run_passes
@@ -14,6 +15,7 @@ __all__ = [
     "PassContext",
     "Profile",
     "collective_seconds",
+    "contract",
     "pipeline",
     "register_backend",
     "run_passes",

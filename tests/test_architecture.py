@@ -14,8 +14,8 @@ ROOT = Path(__file__).parent.parent
 ORDER = {"runtime": 0, "passes": 1, "shardc": 2}
 ROOMS = {
     "passes": [
-        "nodes", "estimate", "context", "schedule", "rewrite", "dump", "runner", "repeat",
-        "pipeline", "budget",
+        "nodes", "estimate", "context", "contract", "schedule", "rewrite", "dump", "runner",
+        "repeat", "pipeline", "budget",
     ],
     "runtime": [
         "compat", "checks", "layout", "groups", "watch", "comm", "tensor", "eager", "bucket",

@@ -3,7 +3,7 @@ and a backend of collectives of this file's own."""
 
 import collections
 import functools
-from dataclasses import replace
+from dataclasses import astuple, replace
 from datetime import timedelta
 from unittest import mock
 
@@ -12,12 +12,15 @@ import torch
 import torch.distributed as dist
 from models import Stack, compiled, full, seeded, tokens
 from ranks import on_ranks
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardc
 from shardc import fully_shard
-from shardc.extending import PROFILES, CommBackend, Link, pipeline, register_backend
+from shardc.extending import PROFILES, CommBackend, Link, contract, pipeline, register_backend
+from shardc.passes.contract import FACTS
 from shardc.passes.estimate.hardware import current_profile
+from shardc.passes.nodes import is_all_gather
 from shardc.runtime.groups.backends import BACKENDS, backend_of
 from shardc.runtime.watch.lost_peers import is_from_backend
 from shardc.sharding.units import units_of
@@ -53,6 +56,63 @@ def test_a_pass_of_ones_own(mesh):
         loss.backward()
     torch.testing.assert_close(loss, 10 * plain(tokens(0), tokens(1)))
     assert seen == ["forward", "backward"]
+
+
+@contract(needs="gathers", gives="counted")
+def count_gathers(gm, ctx):
+    gm.meta["gathers"] = sum(map(is_all_gather, gm.graph.nodes))
+    return gm
+
+
+@contract(needs="counted scheduled")
+def look(gm, ctx):
+    seen_gathers.append(sum(map(is_all_gather, gm.graph.nodes)))
+    return gm
+
+
+seen_gathers = []
+
+
+@on_ranks(1)
+def test_passes_that_build_on_each_other(mesh):
+    joint, graph = pipeline.JOINT_PASSES, pipeline.GRAPH_PASSES
+    model = fully_shard(seeded(Stack), mesh=mesh, units="auto")
+    with mock.patch.object(pipeline, "GRAPH_PASSES", [*graph, look]):
+        with pytest.raises(BackendCompilerFailed, match="look needs 'counted', and no pass of"):
+            compiled(model)(tokens(0), tokens(1))
+        with mock.patch.object(pipeline, "JOINT_PASSES", [*joint, count_gathers]):
+            compiled(model)(tokens(0), tokens(1)).backward()
+    assert seen_gathers == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda steps: [*steps[1:], steps[0]],
+         r"the pass drop_second_gathers needs 'one_wait' \(a gather has one wait\), and wait_once, "
+         "which gives that, comes later: put it first"),
+        (lambda steps: [*steps[:2], steps[3], steps[4], steps[2], *steps[5:]],
+         "the pass coalesce needs 'movable' .*, which write_gradients before it ends: put coalesce "
+         "before that"),
+        (lambda steps: [step for step in steps if step.__name__ != "schedule"],
+         "the pass write_gradients needs 'scheduled' .*, and no pass of the pipeline gives that"),
+    ],
+    ids=["before what gives", "behind what ends", "without what gives"],
+)  # fmt: skip
+def test_a_wrong_order_of_passes_is_refused(change, message):
+    pipeline.check()
+    with (
+        mock.patch.object(pipeline, "GRAPH_PASSES", change(pipeline.GRAPH_PASSES)),
+        pytest.raises(ValueError, match=message),
+    ):
+        pipeline.check()
+
+
+def test_every_pass_has_a_contract():
+    steps = [step for stage in pipeline.stages() for step in stage]
+    assert all(hasattr(step, "contract") for step in steps)
+    facts = {fact for step in steps for part in astuple(step.contract) for fact in part}
+    assert facts == FACTS.keys()
 
 
 # -- a hardware profile ----------------------------------------------------------------------------

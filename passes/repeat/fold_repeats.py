@@ -22,6 +22,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from shardc.passes.context import PassContext
+from shardc.passes.contract import contract
 from shardc.passes.nodes import sources_of
 from shardc.passes.repeat.near_readers import move_near_readers
 from shardc.passes.repeat.repeated_stretches import Stretch, ends_no_stretch, find_repeats
@@ -33,6 +34,7 @@ log = logging.getLogger("shardc.passes")
 aten, INVOKE = torch.ops.aten, torch.ops.higher_order.invoke_subgraph
 
 
+@contract(needs="scheduled labels")
 def fold_repeats(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """A copy of `gm` in which stretches that repeat are calls; `gm` itself where none do."""
     folded = _moved(gm, ctx)

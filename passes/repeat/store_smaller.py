@@ -15,11 +15,13 @@ for a short time.
 from torch.fx import GraphModule
 
 from shardc.passes.context import PassContext
+from shardc.passes.contract import contract
 from shardc.passes.repeat.near_readers import smaller_than_held
 from shardc.passes.repeat.repeated_stretches import ends_no_stretch
 from shardc.runtime import compat
 
 
+@contract(needs="scheduled")
 def store_smaller(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Mark the values of `gm` to store, if its memory is planned and Inductor runs it."""
     options = ctx.options

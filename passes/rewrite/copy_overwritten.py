@@ -13,9 +13,11 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shardc.passes.context import PassContext
+from shardc.passes.contract import contract
 from shardc.passes.nodes import reach
 
 
+@contract()
 def copy_overwritten(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Clone every input that is written to and differentiated: the backward reads the clone.
 

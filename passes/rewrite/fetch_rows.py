@@ -22,6 +22,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from shardc.passes.context import PassContext
+from shardc.passes.contract import contract
 from shardc.passes.estimate.cost import evaluate, rows_bytes, rows_seconds, whole_seconds
 from shardc.passes.estimate.hardware import Profile
 from shardc.passes.nodes import describe_spec, reach
@@ -79,6 +80,7 @@ class _Lookup:
         return seconds
 
 
+@contract(needs="gathers")
 def fetch_rows(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Look up rows where that takes less time than to gather and reduce their table."""
     options = ctx.options

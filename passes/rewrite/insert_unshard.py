@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from shardc.passes.context import PassContext
+from shardc.passes.contract import contract
 from shardc.passes.nodes import body_operands, graph_modules
 from shardc.runtime import compat
 from shardc.runtime.comm.unshard import unshard, unshard_extended
@@ -25,6 +26,7 @@ SLOTS = "shardc_slots"
 """Where the meta of an input of a Dynamo graph has the slots that are read, if it is a segment."""
 
 
+@contract(needs="markers", gives="gathers", ends="markers")
 def insert_unshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Replace all markers in `gm` and its bodies; inputs that are segments get their `SLOTS`.
 

@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from shardc.passes.context import PassContext
+from shardc.passes.contract import contract
 from shardc.passes.nodes import (
     is_host_copy,
     kind_of,
@@ -20,6 +21,7 @@ from shardc.passes.nodes import (
 from shardc.runtime.watch.progress import OFFLOAD, Label, set_label
 
 
+@contract(needs="gathers", gives="labels")
 def label_collectives(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Give every collective of `gm` and every wait for one its label."""
     for node in our_collectives(gm):

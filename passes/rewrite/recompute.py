@@ -7,12 +7,14 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shardc.passes.context import PassContext
+from shardc.passes.contract import contract
 
 _AC_GRAPH_ID = 10**9
 """Far from any id that activation checkpointing gives: at 0 the partitioner's clean-up would turn
 MUST_RECOMPUTE into MUST_SAVE."""
 
 
+@contract(needs="tags")
 def tag_recomputed(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Tag what a memory budget has the backward compute again, or find saved on the host."""
     for node in gm.graph.nodes:

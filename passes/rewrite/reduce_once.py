@@ -15,12 +15,14 @@ import torch
 from torch.fx import GraphModule, Node
 
 from shardc.passes.context import PassContext
+from shardc.passes.contract import contract
 from shardc.passes.nodes import moved_by, reach
 from shardc.runtime.layout.spec import Moved
 
 aten, ops = torch.ops.aten, torch.ops.shardc
 
 
+@contract(needs="gathers")
 def reduce_once(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Add the earlier gradients of each bucket to its last one before the reduction."""
     packs: defaultdict[tuple[Moved, ...], list[Node]] = defaultdict(list)

@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shardc.passes.context import PassContext
+from shardc.passes.contract import contract
 from shardc.passes.nodes import (
     FETCH,
     c10d,
@@ -40,6 +41,7 @@ from shardc.passes.nodes import (
 from shardc.passes.rewrite.recompute import tag
 
 
+@contract(needs="gathers", gives="tags")
 def tag_reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Tag gathered weights, and what depends on nothing else, as recomputed or saved."""
     resharded: dict[Node, bool] = {}
@@ -119,6 +121,7 @@ def _gather_among_fewer(gm: GraphModule) -> list[Node]:
     return parts
 
 
+@contract(needs="tags one_wait")
 def drop_second_gathers(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Forward graph: read the first gather where a re-cut bucket is gathered again."""
     for part in gm.graph.find_nodes(op="call_function", target=torch.ops.shardc.recut.default):

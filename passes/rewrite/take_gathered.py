@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from shardc.passes.context import PassContext
+from shardc.passes.contract import contract
 from shardc.passes.nodes import graph_modules
 from shardc.passes.rewrite.insert_unshard import is_marker, refuse_in_place_update
 from shardc.runtime import compat
@@ -30,6 +31,7 @@ TAKEN = "shardc_taken"
 """Where the meta of an input of a Dynamo graph has what it takes, if `take_gathered` made it."""
 
 
+@contract(needs="markers")
 def take_gathered(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Make the parameters of the buckets at `ctx.outside` inputs of `gm`, behind all others.
 

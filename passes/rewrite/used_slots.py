@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule
 
 from shardc.passes.context import PassContext
+from shardc.passes.contract import contract
 from shardc.passes.nodes import RETURN, SEGMENT, graph_modules, moved_by
 from shardc.runtime import compat
 
@@ -34,6 +35,7 @@ class Differentiated:
         return self.slots.get(position, read if -1 in self.slots else frozenset())
 
 
+@contract(needs="gathers", gives="segments")
 def mark_segments(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Mark the inputs that are segments of what is gathered or reduced."""
     inputs = compat.inputs_of_joint(gm)

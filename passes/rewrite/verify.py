@@ -13,6 +13,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from shardc.passes.context import PassContext
+from shardc.passes.contract import contract
 from shardc.passes.nodes import (
     FETCH_STATE,
     describe,
@@ -27,6 +28,7 @@ from shardc.passes.nodes import (
 )
 
 
+@contract(needs="one_wait scheduled")
 def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Raise AssertionError if `gm` breaks an invariant."""
     copies = (n for n in gm.graph.nodes if is_host_copy(n) and n.target is not FETCH_STATE)

@@ -6,9 +6,11 @@ Equal gathers are one after AOT autograd's CSE, which leaves their waits apart f
 from torch.fx import GraphModule
 
 from shardc.passes.context import PassContext
+from shardc.passes.contract import contract
 from shardc.passes.nodes import is_all_gather, is_wait, our_collectives
 
 
+@contract(needs="gathers", gives="one_wait")
 def wait_once(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Replace all waits for a gather by the first."""
     for start in filter(is_all_gather, our_collectives(gm)):

@@ -19,11 +19,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from shardc.passes.context import PassContext
+from shardc.passes.contract import contract
 from shardc.passes.nodes import WRITES, meta_for_another
 
 aten, ops = torch.ops.aten, torch.ops.shardc
 
 
+@contract(needs="scheduled", ends="movable")
 def write_gradients(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Replace every `pack` of `gm` that is a gradient, or is given matmuls."""
     graph = gm.graph

@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from shardc.passes.context import PassContext
+from shardc.passes.contract import contract
 from shardc.passes.nodes import c10d, is_collective, kind_of, moved_by, ranks_in, set_moved
 from shardc.passes.schedule.events import Transfer, read_events, read_problem
 from shardc.passes.schedule.reorder import reorder
@@ -41,6 +42,7 @@ _TOLERANCE = 1e-6
 """Seconds that a merged step may be longer: less than the model can tell."""
 
 
+@contract(needs="one_wait movable")
 def coalesce(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Merge collectives of `gm` into coalesced ones."""
     if ctx.options is None or not ctx.options.coalesce:

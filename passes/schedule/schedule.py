@@ -14,11 +14,13 @@ memory-driven reordering is off.
 from torch.fx import GraphModule
 
 from shardc.passes.context import PassContext
+from shardc.passes.contract import contract
 from shardc.passes.schedule.events import read_events, read_problem
 from shardc.passes.schedule.reorder import reorder
 from shardc.passes.schedule.timeline import plan_timeline
 
 
+@contract(needs="one_wait movable", gives="scheduled")
 def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Reorder `gm` so that collectives run behind compute."""
     if ctx.options is None:

@@ -28,13 +28,14 @@ from shardc.backend.repro import write_repro
 from shardc.backend.stages import INDUCTOR, PASSES, Stages
 from shardc.passes import pipeline
 from shardc.passes.context import PassContext
+from shardc.passes.contract import name_of
 from shardc.passes.dump import dump_code, is_wanted
 from shardc.passes.nodes import groups_in, groups_named_in
 from shardc.passes.repeat.trace_once import Calls, call_once
 from shardc.passes.rewrite.insert_unshard import slots_read
 from shardc.passes.rewrite.take_gathered import taken_by
 from shardc.passes.rewrite.verify import check_collectives, collective_sequence
-from shardc.passes.runner import copy_graph, name_of, run_passes
+from shardc.passes.runner import copy_graph, run_passes
 from shardc.runtime import compat
 from shardc.runtime.bucket.bucket import Bucket, bucket_of
 from shardc.runtime.checks.start import check_start
@@ -93,6 +94,7 @@ def _compile_graph(
     run: Run | None,
     stages: Stages,
 ) -> Callable[..., Any]:
+    pipeline.check()
     compat.forget_classes(gm)
     _warn_if_nothing_is_sharded()
     buckets = buckets_by_input(gm)

@@ -1,0 +1,91 @@
+"""Contracts of passes: the facts of a graph that a pass needs, gives and ends.
+
+    @contract(needs="one_wait movable", gives="scheduled")
+    def schedule(gm, ctx): ...
+
+Facts are words of the table `FACTS`, or words of a pass from outside. `check_order` walks through
+the whole pipeline before a compile: a pass whose facts are not there is refused by name. A pass
+without a contract may stand anywhere.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch.fx import GraphModule
+
+from shardc.passes.context import PassContext
+
+Pass = Callable[[GraphModule, PassContext], GraphModule]
+_P = TypeVar("_P", bound=Pass)
+
+FACTS = {
+    "markers": "modules read parameters by markers",
+    "movable": "nodes may be reordered as their inputs allow",
+    "gathers": "a gather brings the parameters of a bucket",
+    "segments": "inputs that are segments are marked",
+    "tags": "gathered parameters are tagged: saved for the backward, or computed again",
+    "one_wait": "a gather has one wait",
+    "scheduled": "collectives start and are waited for where the timeline puts them",
+    "labels": "collectives have labels",
+}
+_AT_FIRST = ("markers", "movable")
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The facts that a pass needs, gives and ends."""
+
+    needs: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+
+
+def contract(needs: str = "", gives: str = "", ends: str = "") -> Callable[[_P], _P]:
+    """Declare the facts of a pass, words with spaces between."""
+
+    def declare(step: _P) -> _P:
+        facts = (tuple(words.split()) for words in (needs, gives, ends))
+        step.contract = Contract(*facts)  # type: ignore[attr-defined]
+        return step
+
+    return declare
+
+
+def contract_of(step: Pass) -> Contract:
+    """The contract of a pass, through `partial`; an empty one where it has none."""
+    declared = getattr(getattr(step, "func", step), "contract", None)
+    return declared if isinstance(declared, Contract) else Contract()
+
+
+def name_of(step: Pass) -> str:
+    """The name of a pass in dumps and errors; settings bound by `partial` do not change it."""
+    return str(getattr(getattr(step, "func", step), "__name__", type(step).__name__))
+
+
+def check_order(stages: Iterable[Sequence[Pass]]) -> None:
+    """Check that each pass of the stages, in order, finds the facts that it needs.
+
+    Raises:
+        ValueError: names the pass, the fact, and the pass to put before or behind it.
+    """
+    steps = [step for stage in stages for step in stage]
+    there, ended = set(_AT_FIRST), dict[str, Pass]()
+    for place, step in enumerate(steps):
+        terms = contract_of(step)
+        for fact in terms.needs:
+            if fact not in there:
+                raise ValueError(_refusal(step, fact, ended.get(fact), steps[place + 1 :]))
+        there = (there | set(terms.gives)) - set(terms.ends)
+        ended |= dict.fromkeys(terms.ends, step)
+
+
+def _refusal(step: Pass, fact: str, ended: Pass | None, later: Sequence[Pass]) -> str:
+    means = f" ({FACTS[fact]})" if fact in FACTS else ""
+    text = f"the pass {name_of(step)} needs '{fact}'{means}"
+    if ended is not None:
+        return f"{text}, which {name_of(ended)} before it ends: put {name_of(step)} before that"
+    giver = next((other for other in later if fact in contract_of(other).gives), None)
+    if giver is None:
+        return f"{text}, and no pass of the pipeline gives that"
+    return f"{text}, and {name_of(giver)}, which gives that, comes later: put it first"
