@@ -1,5 +1,6 @@
 """Names of units on collectives: what the profiler shows of graphs and of uncompiled models."""
 
+import copy
 import sys
 from collections import Counter
 
@@ -107,6 +108,39 @@ def test_blocks_that_run_one_compiled_graph_show_their_own_names(mesh, executor)
     shown = _shown(model)
     assert counters["stats"]["unique_graphs"] == 1
     assert shown == _expected("layers.0", "layers.1")
+
+
+@pytest.mark.parametrize("executor", ["eager", None])
+@on_ranks(2)
+def test_a_copy_shows_the_names_of_its_original(mesh, executor):
+    model = shard_all(seeded(Stack), mesh)
+    copied = copy.deepcopy(model)
+    assert [unit._shardc_unit.name for unit in shardc.units_of(copied).values()] == [
+        "Stack", "layers.0", "layers.1",
+    ]  # fmt: skip
+    shown = _shown(copied if executor is None else compiled(copied, executor))
+    assert shown == _expected("layers.0", "layers.1")
+
+
+@on_ranks(2)
+def test_buckets_of_equal_names_in_one_graph_are_told_apart(mesh):
+    """A graph that was compiled for a pair of one name runs pairs of other names."""
+    first, second = (shard_all(seeded(Stack), mesh).layers for _ in range(2))
+
+    @torch.compile(backend="shardc", options={"executor": "eager"})
+    def both(one, other, x):
+        return one(other(x)).sum()
+
+    def gathered(*pair):
+        with torch.profiler.profile() as profile:
+            both(*pair, torch.randn(2, 18)).backward()
+        names = (event.name.removeprefix("shardc: ") for event in profile.events())
+        return Counter(name for name in names if name.startswith("gather "))
+
+    counters.clear()
+    assert gathered(first[0], second[0]) == {"gather layers.0": 2, "gather layers.0 (2)": 2}
+    assert gathered(first[0], second[1]) == {"gather layers.0": 2, "gather layers.1": 2}
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("executor", ["eager", None])

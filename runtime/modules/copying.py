@@ -126,6 +126,7 @@ def _copy_unit(unit: Unit, memo: compat.Memo) -> Unit:
         mixed=unit.mixed,
         differs=unit.differs,
     )
+    new.name = unit.name
     memo[id(unit)] = new
     watch_for_late_params(new)
     return new

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from shardc.backend.compile_cache import CompileCache
 from shardc.backend.frames import with_room_for_frames
-from shardc.backend.graph_plan import Plan, buckets_by_input, number_units
+from shardc.backend.graph_plan import Plan, buckets_by_input, distinct_labels, number_units
 from shardc.backend.options import Options
 from shardc.backend.recompiled import in_words
 from shardc.backend.recomputed import note_readings
@@ -100,7 +100,8 @@ def _compile_graph(
     buckets = buckets_by_input(gm)
     check_start(dict.fromkeys(bucket.owner for bucket in buckets.values()))
     numbers = number_units(buckets)
-    names = {place: (bucket.label, numbers[bucket.owner]) for place, bucket in buckets.items()}
+    labels = distinct_labels(buckets)
+    names = {place: (labels[place], numbers[bucket.owner]) for place, bucket in buckets.items()}
     outside = buckets_of_the_runtime(gm, buckets)
     first = PassContext("dynamo", names, outside)
     with stages.stage(PASSES):
@@ -338,9 +339,9 @@ def _agree_on_reads(plan: Plan) -> _AgreedReads:
         kept_as = [_reading(bucket, bucket.origin - first) for _, bucket, _ in members]
         stated = Statement("the buckets that a graph reads", facts, note, kept_as=kept_as)
         notes = plan.agreements.agree(group, stated)
-        for index, (position, bucket, slots) in enumerate(members):
+        for index, (position, _, slots) in enumerate(members):
             union = frozenset(slot for other in notes for slot in json.loads(other)[index])
-            reads.append(_Read(position, bucket.label, slots, union - slots))
+            reads.append(_Read(position, plan.labels[position], slots, union - slots))
         if rounds(ranks) > before:
             together.add(ranks)
     one = next(iter(together)) if len(together) == len(by_group) == 1 else None
@@ -424,8 +425,10 @@ def _begin_backward(
 
 def _other_names(buckets: list[tuple[Bucket, _Read]]) -> dict[str, str]:
     """Where equal blocks run one compiled graph: the names of its buckets by those in its code."""
-    labels = [(read.label, bucket.label) for bucket, read in buckets]
-    return {} if all(old == new for old, new in labels) else dict(labels)
+    if all(read.label == bucket.label for bucket, read in buckets):
+        return {}
+    now = distinct_labels({read.position: bucket for bucket, read in buckets})
+    return {read.label: now[read.position] for _, read in buckets}
 
 
 def _warn_fallback(phase: str, error: Exception, where: str) -> None:

@@ -105,7 +105,7 @@ class Plan:
             for position, bucket in buckets.items()
             if any(bucket.trainable) and not is_elsewhere(bucket) and options.optimizer_states
         }
-        self.labels = {position: bucket.label for position, bucket in buckets.items()}
+        self.labels = distinct_labels(buckets)
         self._open = frozenset(
             position for position, bucket in buckets.items() if bucket.owner.asked_reshard is None
         )
@@ -285,6 +285,22 @@ def number_units(buckets: Mapping[int, Bucket]) -> dict[Unit, int]:
     """Numbers that are equal on all ranks: by their first bucket among the inputs of a graph."""
     owners = dict.fromkeys(bucket.owner for bucket in buckets.values())
     return {unit: number for number, unit in enumerate(owners)}
+
+
+def distinct_labels(buckets: Mapping[int, Bucket]) -> dict[int, str]:
+    """The labels of buckets, by input; where several have the same, the later ones are numbered.
+
+    A graph may read buckets of equal names: of a model and its copy.
+    """
+    by_label: dict[str, list[Bucket]] = {}
+    found = {}
+    for position, bucket in sorted(buckets.items()):
+        alike = by_label.setdefault(bucket.label, [])
+        if bucket not in alike:
+            alike.append(bucket)
+        number = alike.index(bucket) + 1
+        found[position] = bucket.label + (f" ({number})" if number > 1 else "")
+    return found
 
 
 def buckets_by_input(gm: GraphModule) -> dict[int, Bucket]:
