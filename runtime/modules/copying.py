@@ -122,11 +122,11 @@ def _copy_unit(unit: Unit, memo: compat.Memo) -> Unit:
         unit.device,
         frozenset(copy.deepcopy(param, memo) for param in unit.ignored),
         frozenset(copy.deepcopy(m, memo) for m in unit.skipped),
+        unit.name,
         on_meta=unit.on_meta,
         mixed=unit.mixed,
         differs=unit.differs,
     )
-    new.name = unit.name
     memo[id(unit)] = new
     watch_for_late_params(new)
     return new
