@@ -102,6 +102,7 @@ docs: .venv/docs-done  ## Build the documentation into build/docs
 tables: .venv/test-done  ## Write the tables of the docs, minutes
 	$(PY) benchmarks/tables.py --write
 	$(PY) benchmarks/libraries.py --write
+	$(PY) docs/write_options.py
 	PYTHONPATH=tests $(PY) -m operations --write
 
 demo: $(BASE)  ## Train a small language model on two ranks, a few minutes

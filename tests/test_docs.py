@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from command_line import ended
 from ranks import run_on_ranks
+from scripts import load
 from torch.distributed import fsdp
 
 import shardc
@@ -266,6 +267,8 @@ def _precision():
 def test_the_reference_has_everything():
     assert _missing("api.md", shardc.__all__) == []
     assert _missing("options.md", [f.name for f in dataclasses.fields(Options)]) == []
+    write_options = load("docs/write_options.py")
+    assert write_options.PAGE.read_text() == write_options.page(), "python docs/write_options.py"
 
 
 def test_the_picture_is_drawn_from_a_report(monkeypatch):

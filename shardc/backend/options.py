@@ -27,35 +27,44 @@ class Options:
     """Options of `torch.compile(..., backend="shardc", options={...})`.
 
     Attributes:
-        executor: "inductor", or "eager" to run the same graphs op by op.
-        fallback: run a graph that Inductor cannot compile in the eager executor, with a warning.
-        fold: whether what repeats from block to block is traced and compiled once.
-        inductor: settings of `torch._inductor.config` for this compile. Passes among them run
-            before those of shardc; what moves or merges collectives is refused.
-        schedule: False leaves collectives where they are used.
-        profile: the hardware to plan for, by name or as a `Profile`; default: what `calibrate` or
-            `set_profile` set, else the device's.
-        prefetch: "auto", or how many units ahead gathers start (0: none).
-        backward_prefetch: FSDP1's, for the backward: "auto", "pre", "post" or None.
-        coalesce: whether small collectives may travel in one message; default: where the backend
-            does not copy them for it (gloo does).
+        executor: `"inductor"` compiles the graphs; `"eager"` runs them op by op.
+        fallback: whether a graph that Inductor cannot compile runs op by op, with a warning.
+        fold: whether blocks that repeat are traced by AOT autograd once (in `explain` by Dynamo
+            too), and what repeats in their graphs is compiled by Inductor once. Graphs with
+            symbolic sizes are never folded, and those for CUDA graphs are only traced so.
+        inductor: a dict of settings of `torch._inductor.config` for this compile. Passes over joint
+            graphs run before those of shardc, a pass before fusion runs after them. Settings that
+            move or merge collectives (`reorder_for_peak_memory`, `bucket_all_gathers_fx`, ...), or
+            leave out passes over joint graphs, are refused.
+        schedule: `False` leaves collectives where they are used.
+        profile: the hardware to plan for: a name such as `"h100-nvlink"`, or a `Profile`; `None`:
+            what `calibrate` measured or `set_profile` set, else the device's profile.
+        prefetch: how many units ahead gathers start (0: none); `"auto"` leaves it to the cost
+            model.
+        backward_prefetch: FSDP1's setting, for the backward: `"pre"`, `"post"` or `None`; `"auto"`
+            leaves it to the cost model.
+        coalesce: whether small collectives may travel in one message; `None`: yes, but not on gloo,
+            which copies them for it.
         embedding_rows: whether embeddings fetch the rows that they look up, and send gradients of
-            rows back, in place of gathering and reducing whole tables: "auto", where the profile
-            says that this takes less than half of the time; True, wherever it can be done.
-        memory_budget: bytes a step may use on this device, segments, gradients and optimizer state
-            included: a count, a text such as "70GB" or "16GiB", or a fraction of the device's
-            memory. Units whose `reshard_after_forward` is None stay gathered where there is room.
-        offload_activations: whether a memory budget may have values that the forward saves wait on
-            the host (in pinned memory); never on CPUs, nor where CUDA graphs are replayed.
-        offload_optimizer_state: whether a memory budget may have the optimizer's state of some
-            units wait on the host (in pinned memory) while forward and backward run; never on CPUs,
-            nor where CUDA graphs are replayed.
+            rows back, in place of gathering and reducing whole tables: `"auto"`, where the profile
+            says that this takes less than half of the time; `True`, wherever it can be done.
+        memory_budget: bytes that a step may use on this device, segments, gradients and optimizer
+            state included: a count, a text such as `"70GB"` or `"16GiB"`, or a fraction of the
+            device's memory. Of the steps that fit, the fastest is chosen: what stays gathered (of
+            units whose `reshard_after_forward` is `None`), what is computed again, what is saved on
+            the host, and whose optimizer state waits there.
+        offload_activations: whether a memory budget may save values of the forward on the host (in
+            pinned memory); never on CPUs, nor where CUDA graphs are replayed.
+        offload_optimizer_state: whether a memory budget may let the optimizer's state of some units
+            wait on the host (in pinned memory) while forward and backward run; never on CPUs, nor
+            where CUDA graphs are replayed.
         host_memory: bytes of the host's memory that a memory budget may use for this rank: as for
-            `memory_budget`, a fraction being one of the rank's share of what the machine has.
-            Default: 0.8, and no bound where another machine is planned for.
-        optimizer_states: copies of the parameters that the optimizer keeps (2: Adam).
-        agreement_timeout: seconds ranks wait for each other when they compare their sequences of
-            collectives; default: the process group's timeout.
+            `memory_budget`, a fraction being one of the rank's share of what the machine, or the
+            container, has; `None`: 0.8, and no bound where another machine is planned for.
+        optimizer_states: how many copies of the parameters the optimizer keeps, for the budget
+            (2: Adam).
+        agreement_timeout: seconds to wait for other ranks when they compare their collectives;
+            `None`: the process group's timeout.
     """
 
     executor: Literal["inductor", "eager"] = "inductor"

@@ -1,7 +1,7 @@
 """`report`: what was planned for a compiled model, read off its latest compiles."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from torch import nn
@@ -140,8 +140,12 @@ def _settings(model: nn.Module, options: Options) -> dict[str, str]:
     if unit.asked_reshard is not None:
         settings["reshard_after_forward"] = str(unit.asked_reshard)
     defaults = Options()
-    for name in ("prefetch", "backward_prefetch", "coalesce", "schedule", "memory_budget"):
+    for name in (field.name for field in fields(Options)):
         value = getattr(options, name)
-        if value != getattr(defaults, name):
+        if name not in _NO_PLAN and value != getattr(defaults, name):
             settings[name] = str(value)
     return settings
+
+
+_NO_PLAN = {"executor", "fallback", "inductor", "profile", "agreement_timeout"}
+"""Options that shape no plan, and the profile, which reports show by itself."""
