@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
 from models import (
     Block,
@@ -29,6 +30,7 @@ from test_backend import Broken, Graphs
 from test_memory import measured_peak
 from test_shard_tensor import strictly
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from shardc import fully_shard
@@ -348,11 +350,11 @@ def test_a_piece_takes_what_eager_code_has_gathered(mesh):
 
 @on_ranks(2)
 def test_blocks_compile_once(mesh):
-    torch._dynamo.utils.counters.clear()
+    counters.clear()
     model = _compile_blocks(sharded(seeded(lambda: Stack(6)), mesh))
     for number in range(3):
         _step(model, model, number)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 # -- the order of gathers --------------------------------------------------------------------------
@@ -687,3 +689,37 @@ def test_evaluation(mesh, mode):
         with strictly(), pytest.raises(NotImplementedError, match=r"full_tensor\(\)"):
             weight @ weight.T
     check_parity(plain, model.train(), model, _batch, mesh)
+
+
+class _Pieces(nn.Module):
+    """Two units with a break between them, and a parameter of the outermost one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return (self.second(x) * self.scale).square().mean()
+
+
+@on_ranks(2)
+def test_a_piece_that_one_rank_compiles_later_reads_as_that_of_the_others(mesh):
+    """A forward without a backward leaves the outermost unit gathered, which is no reason."""
+    model = seeded(_Pieces)
+    for unit in (model.first, model.second, model):
+        fully_shard(unit, mesh=mesh)
+    call = torch.compile(model, backend="shardc", options={"executor": "eager"}, dynamic=False)
+    call(torch.ones(2 + dist.get_rank(), 3)).backward()
+    model(torch.ones(4, 3))
+    assert model._shardc_unit.buckets[0].gathered.is_kept
+    compiles = counters["stats"]["unique_graphs"]
+    call(torch.ones(3, 3)).backward()  # rank 1 has graphs for three rows
+    assert (counters["stats"]["unique_graphs"] > compiles) == (dist.get_rank() == 0)
+    plain = seeded(_Pieces)
+    for rows in ((2, 3), (3, 3)):
+        (sum(plain(torch.ones(n, 3)) for n in rows) / 2).backward()
+    want, got = ([p.grad for p in each.parameters()] for each in (plain, model))
+    torch.testing.assert_close([full(grad) for grad in got], want)

@@ -50,6 +50,7 @@ class Gathered:
         self.current: Unsharded | None = None
         self.is_kept = False
         self.is_shared = False
+        self._is_left = False  # `current` is of an earlier forward, and was not read since
         self._graphs = 0
         self._ran: set[object] = set()
         self._kept_state: object = None
@@ -166,6 +167,7 @@ class Gathered:
         after `unshard()`, also at the first read behind a write to the parameters."""
         if self._is_behind:
             self._close()
+        self._is_left = False
         if self.current is None:
             bucket = self.bucket
             self._note_sharing()
@@ -192,8 +194,14 @@ class Gathered:
         if self.depth == 0:
             if not self._serves_again():
                 self._close()
-            self._graphs = 0
+            self._graphs, self._is_left = 0, self.is_kept
         self.depth += 1
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the eager forward that runs has read the bucket, beside what an earlier one left
+        gathered: a graph is the same on ranks that compile it in another step."""
+        return self.depth > 0 and self.current is not None and not self._is_left
 
     def _serves_again(self) -> bool:
         """Whether what an earlier forward has read is what the next one would gather."""

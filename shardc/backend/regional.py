@@ -25,9 +25,9 @@ from shardc.runtime.eager.regather import saving_handles
 def buckets_of_the_runtime(gm: GraphModule, buckets: Mapping[int, Bucket]) -> frozenset[int]:
     """The inputs of a Dynamo graph that are segments of `buckets` which the runtime gathers.
 
-    Several graphs read these, or they are open already, or more graphs will read them, because this
-    one ends at a break, or the graph is one unit of a model that runs eagerly around it. All that
-    follows from the program alone: equal on all ranks.
+    Several graphs read these, or the forward has read them, or more graphs will read them, because
+    this one ends at a break, or the graph is one unit of a model that runs eagerly around it. All
+    that follows from the program alone: equal on all ranks, in whichever step they compile.
     """
     segments = {marker.args[0] for marker in markers_of(gm)}
     inputs = gm.graph.find_nodes(op="placeholder")
@@ -42,7 +42,8 @@ def buckets_of_the_runtime(gm: GraphModule, buckets: Mapping[int, Bucket]) -> fr
         and (
             is_one_unit
             or bucket.gathered.is_shared
-            or (bucket.gathered.depth > 0 and (is_cut or bucket.gathered.current is not None))
+            or bucket.gathered.is_read
+            or (bucket.gathered.depth > 0 and is_cut)
         )
     )
 
