@@ -49,7 +49,7 @@ def check_start(units: Iterable[StartedUnit]) -> None:
             if not is_first_to_tell("first values"):
                 continue
             warn(
-                f"ranks had different values in {unit.differs} of {unit.name or 'a copied unit'} "
+                f"ranks had different values in {unit.differs} of {unit.name} "
                 "when fully_shard was called, and none were loaded since: each rank has kept its "
                 "part of its own, so the model is a patchwork. Seed all ranks alike before the "
                 "model is built, give fully_shard sync_module_states=True, or load a checkpoint "
