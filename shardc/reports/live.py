@@ -147,5 +147,5 @@ def _settings(model: nn.Module, options: Options) -> dict[str, str]:
     return settings
 
 
-_NO_PLAN = {"executor", "fallback", "inductor", "profile", "agreement_timeout"}
+_NO_PLAN = {"executor", "fallback", "fold", "inductor", "profile", "agreement_timeout"}
 """Options that shape no plan, and the profile, which reports show by itself."""
