@@ -5,7 +5,7 @@ python docs/write_options.py
 
 import inspect
 import re
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 
 from shardc.backend.options import Options
@@ -26,9 +26,10 @@ def table() -> str:
     attributes = (inspect.getdoc(Options) or "").split("Attributes:\n")[1]
     described = re.findall(r"^    (\w+): (.*?)(?=^    \w|\Z)", attributes, re.DOTALL | re.MULTILINE)
     texts = {name: " ".join(text.split()).rstrip(".") for name, text in described}
+    defaults = Options()
     rows = ["| option | meaning | default |", "|---|---|---|"]
     for field in fields(Options):
-        default = {} if field.default is MISSING else field.default
+        default = getattr(defaults, field.name)
         shown = str(default) if not isinstance(default, str) else f'"{default}"'
         more = f" (see {_MORE[field.name]})" if field.name in _MORE else ""
         rows.append(f'| `"{field.name}"` | {texts.pop(field.name)}{more} | `{shown}` |')

@@ -26,7 +26,7 @@ from shardc.runtime.checks.words import plural
 
 INDEX = "index.txt"
 _FIRST_LINES = "What this run wrote, in order. Files that are not listed are older.\n\n"
-_FREES = re.compile(r";  [\w = ]+ = None")
+FREES = re.compile(r";  [\w = ]+ = None")
 """What generated code says where a value is read last. It moves with every reader: diffs go
 without."""
 _begun: set[Path] = set()
@@ -144,7 +144,7 @@ def graph_text(gm: GraphModule) -> str:
 
 def text_diff(before: str, after: str, name: str) -> str:
     """A unified diff of two texts of a graph; "" where they are alike."""
-    old, new = (_FREES.sub("", text).splitlines() for text in (before, after))
+    old, new = (FREES.sub("", text).splitlines() for text in (before, after))
     lines = list(difflib.unified_diff(old, new, "before", name, lineterm=""))
     return "\n".join(lines) + "\n" if lines else ""
 

@@ -116,6 +116,12 @@ def tensor_parallel() -> nn.Module:
 GATED = functools.partial(Gated, 2, 64)
 BATCH = rows(8, 64, 64)
 
+
+def within_6mb(**options: bool) -> Callable[[], shardc.Report]:
+    """A case with a tight budget and a host, on which these options decide how it is kept."""
+    return explained(GATED, BATCH, memory_budget="6MB", profile=WITH_HOST, options=options)
+
+
 CASES: dict[str, Callable[[], object]] = {
     "resharded": explained(),
     "kept gathered": explained(reshard_after_forward=False),
@@ -135,27 +141,9 @@ CASES: dict[str, Callable[[], object]] = {
     "no backward": explained(train=False),
     "graph break": explained(Broken),
     "budget that keeps gathered": explained(GATED, BATCH, memory_budget="1GB"),
-    "budget that recomputes": explained(
-        GATED,
-        BATCH,
-        memory_budget="6MB",
-        profile=WITH_HOST,
-        options={"offload_activations": False, "offload_optimizer_state": False},
-    ),
-    "budget that saves on the host": explained(
-        GATED,
-        BATCH,
-        memory_budget="6MB",
-        profile=WITH_HOST,
-        options={"offload_optimizer_state": False},
-    ),
-    "budget that moves state": explained(
-        GATED,
-        BATCH,
-        memory_budget="6MB",
-        profile=WITH_HOST,
-        options={"offload_activations": False},
-    ),
+    "budget that recomputes": within_6mb(offload_activations=False, offload_optimizer_state=False),
+    "budget that saves on the host": within_6mb(offload_optimizer_state=False),
+    "budget that moves state": within_6mb(offload_activations=False),
     "accumulated": ran(functools.partial(sharded, Loss), tokens(0, (4, 8)), passes=3),
     "tensor parallel": ran(tensor_parallel, tokens(0, (4, 8))),
 }

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import shardc
-from shardc.passes.dump import INDEX
+from shardc.passes.dump import FREES, INDEX
 
-_FREES = re.compile(r";  [\w = ]+ = None")
 _FILE = re.compile(r"(?P<number>\d+)_(?P<phase>[a-z]+)_(?P<step>\d+_\w+|plan)(?P<ending>\.\w+)?$")
 
 
@@ -45,7 +44,7 @@ def _ops(graph: str) -> Iterator[str]:
     """An op a line."""
     for line in map(str.strip, graph.splitlines()):
         if line and not line.startswith(("#", "class ")):
-            yield _FREES.sub("", line).replace("torch.ops.", "")
+            yield FREES.sub("", line).replace("torch.ops.", "")
 
 
 def of_report(report: shardc.Report) -> str:
