@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from shardc.reports.trace import compare_with_profile as compare_with_profile
     from shardc.runtime.comm.reduce_functions import compress_bf16 as compress_bf16
     from shardc.runtime.comm.reduce_functions import compress_fp16 as compress_fp16
-    from shardc.runtime.eager.precision import MixedPrecisionPolicy as MixedPrecisionPolicy
     from shardc.runtime.modules.controls import share_comm_ctx as share_comm_ctx
     from shardc.runtime.modules.forward_method import (
         register_fsdp_forward_method as register_fsdp_forward_method,
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from shardc.runtime.tensor.shard_gathers import strict as strict
     from shardc.runtime.tensor.shard_spec import FlatShard as FlatShard
     from shardc.runtime.tensor.shard_tensor import ShardTensor as ShardTensor
+    from shardc.runtime.unit.precision import MixedPrecisionPolicy as MixedPrecisionPolicy
     from shardc.sharding.materialize import materialize as materialize
     from shardc.sharding.mesh import hierarchical_mesh as hierarchical_mesh
     from shardc.sharding.mesh import hybrid_mesh as hybrid_mesh
@@ -75,7 +75,7 @@ _HOMES = {
     "shardc.reports.table": "describe",
     "shardc.reports.trace": "compare_with_profile",
     "shardc.runtime.comm.reduce_functions": "compress_bf16 compress_fp16",
-    "shardc.runtime.eager.precision": "MixedPrecisionPolicy",
+    "shardc.runtime.unit.precision": "MixedPrecisionPolicy",
     "shardc.runtime.modules.controls": "share_comm_ctx",
     "shardc.runtime.modules.forward_method": "register_fsdp_forward_method",
     "shardc.runtime.modules.modules": "ShardedModule",

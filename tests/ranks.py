@@ -293,7 +293,7 @@ def _drop_what_waits() -> None:
     Before a compiled optimizer steps, Dynamo traces a look at all that waits. The garbage collector
     must not change it meanwhile.
     """
-    from shardc.runtime.eager.accumulate import accumulating
+    from shardc.runtime.unit.accumulate import accumulating
 
     if any(not each.is_empty for each in accumulating()):
         gc.collect()

@@ -18,8 +18,7 @@ ROOMS = {
         "repeat", "pipeline", "budget",
     ],
     "runtime": [
-        "compat", "checks", "layout", "groups", "watch", "comm", "tensor", "eager", "bucket",
-        "modules",
+        "compat", "checks", "layout", "groups", "watch", "comm", "tensor", "unit", "modules",
     ],
     "shardc": [
         "", "sharding", "backend", "optim", "state", "reports", "planning", "commands",

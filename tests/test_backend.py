@@ -45,7 +45,7 @@ from shardc.passes.nodes import is_all_gather, is_collective, moved_by
 from shardc.passes.rewrite.reshard import tag_reshard
 from shardc.passes.rewrite.used_slots import SEGMENT
 from shardc.runtime import compat
-from shardc.runtime.eager import regather
+from shardc.runtime.unit import regather
 
 
 def _batch(seed):

@@ -17,7 +17,7 @@ from shardc import fully_shard, units_of
 from shardc.commands.planned import group_units, plan_model, total
 from shardc.passes.estimate.hardware import PROFILES
 from shardc.runtime.checks.values import HARDWARE
-from shardc.runtime.eager.precision import MixedPrecisionPolicy as Precision
+from shardc.runtime.unit.precision import MixedPrecisionPolicy as Precision
 
 ROOT = Path(__file__).parent.parent
 

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 
 import shardc
 from shardc.runtime import compat
-from shardc.runtime.bucket.bucket_spec import groups_for, spec_for
 from shardc.runtime.groups import communicators
 from shardc.runtime.groups.backends import backend_of
+from shardc.runtime.unit.bucket_spec import groups_for, spec_for
 
 Stack = functools.partial(TwoBlocks, 1)
 

@@ -35,8 +35,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from shardc import fully_shard
 from shardc.runtime.comm import unshard
-from shardc.runtime.eager import eager
-from shardc.runtime.eager import gather_order as gathers
+from shardc.runtime.unit import eager
+from shardc.runtime.unit import gather_order as gathers
 
 
 class Events:
@@ -67,7 +67,7 @@ class Events:
 
         for module, name, new in (
             (gathers, "_start", start_and_log),
-            ("shardc.runtime.eager.backward_pass", "reducing", reduce_and_log),
+            ("shardc.runtime.unit.backward_pass", "reducing", reduce_and_log),
         ):
             target = f"{module if isinstance(module, str) else module.__name__}.{name}"
             self._patches.enter_context(mock.patch(target, new))
@@ -209,7 +209,7 @@ def test_at_most_so_many_reductions_are_under_way(mesh):
         under_way[0] -= 1
         return part
 
-    with mock.patch("shardc.runtime.eager.backward_pass.reducing", counted):
+    with mock.patch("shardc.runtime.unit.backward_pass.reducing", counted):
         for limit in (1, 2, 3, 4, 5, 8, 9, 20):
             model.set_reduce_scatter_max_input_buffers(limit)
             most[0] = 0

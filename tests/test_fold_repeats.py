@@ -14,6 +14,7 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from shardc.backend.executor import eager_executor
 from shardc.passes import pipeline
 from shardc.passes.context import PassContext, ScheduleOptions
 from shardc.passes.estimate.hardware import PROFILES
@@ -22,7 +23,6 @@ from shardc.passes.repeat.fold_repeats import INVOKE, calls_of, fold_repeats
 from shardc.passes.repeat.near_readers import move_near_readers
 from shardc.passes.repeat.repeated_stretches import ends_no_stretch
 from shardc.runtime import compat
-from shardc.runtime.eager.executor import eager_executor
 
 WRITE = torch.ops.shardc.write_matmul.default
 c10d, aten = torch.ops._c10d_functional, torch.ops.aten

@@ -11,8 +11,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardc import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, units_of
-from shardc.runtime.bucket.bucket_spec import groups_for, is_elsewhere, spec_for
 from shardc.runtime.comm.unshard import gather, reduce
+from shardc.runtime.unit.bucket_spec import groups_for, is_elsewhere, spec_for
 
 
 def _pair(mesh):

@@ -8,6 +8,7 @@ import torch
 from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
+from shardc.backend.executor import eager_executor
 from shardc.passes.context import PassContext
 from shardc.passes.nodes import set_moved
 from shardc.passes.rewrite.insert_unshard import insert_unshard, slots_read
@@ -16,7 +17,6 @@ from shardc.passes.rewrite.verify import collective_sequence, verify
 from shardc.passes.rewrite.wait_once import wait_once
 from shardc.passes.runner import copy_graph, run_passes
 from shardc.runtime.comm.unshard import pack_gradients, unshard
-from shardc.runtime.eager.executor import eager_executor
 from shardc.runtime.layout.layout import Param, plan_bucket
 from shardc.runtime.layout.spec import Moved, UnshardSpec, intern_spec, spec_of
 

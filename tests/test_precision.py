@@ -15,9 +15,9 @@ from torch.distributed import fsdp
 from torch.nn.utils.rnn import pack_sequence
 
 from shardc import MixedPrecisionPolicy, fully_shard
-from shardc.runtime.bucket.settings import Settings
-from shardc.runtime.eager.precision import cast_to, map_tensors, moved_to
 from shardc.runtime.layout.spec import divide_factors
+from shardc.runtime.unit.precision import cast_to, map_tensors, moved_to
+from shardc.runtime.unit.settings import Settings
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule
 import shardc
 from shardc import fully_shard, units_of
 from shardc.backend.agreements import Agreements
+from shardc.backend.executor import eager_executor
 from shardc.backend.graph_plan import graph_plans
 from shardc.backend.options import Options
 from shardc.passes.context import PassContext, ScheduleOptions
@@ -26,7 +27,6 @@ from shardc.passes.rewrite.write_gradients import write_gradients
 from shardc.passes.schedule.coalesce import coalesce
 from shardc.passes.schedule.events import read_events, read_problem
 from shardc.passes.schedule.schedule import schedule
-from shardc.runtime.eager.executor import eager_executor
 from shardc.runtime.layout.spec import Moved, UnshardSpec, intern_spec
 from shardc.sharding import unit_plan
 

@@ -36,7 +36,7 @@ from shardc import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from shardc.runtime.bucket.params import view
+from shardc.runtime.unit.params import view
 
 FULL = StateDictOptions(full_state_dict=True)
 THEIR_FULL = theirs.StateDictOptions(full_state_dict=True)

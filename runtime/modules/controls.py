@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal
 from torch import Tensor
 
 from shardc.runtime import compat
-from shardc.runtime.bucket.bucket import Bucket
-from shardc.runtime.bucket.settings import Communicator
-from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.arguments import Count, Must, Positive, check_value, checked, shown
 from shardc.runtime.checks.telling import warn
 from shardc.runtime.comm.reduce_functions import leave_out_gather, leave_out_reduce
+from shardc.runtime.unit.bucket import Bucket
+from shardc.runtime.unit.settings import Communicator
+from shardc.runtime.unit.unit import Unit
 
 Comm = Annotated[
     Any,

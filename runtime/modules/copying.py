@@ -18,11 +18,11 @@ from typing import NoReturn
 from torch import nn
 
 from shardc.runtime import compat
-from shardc.runtime.bucket.bucket import Bucket
-from shardc.runtime.bucket.params import make_param
-from shardc.runtime.bucket.settings import Settings
-from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.modules.late_params import watch_for_late_params
+from shardc.runtime.unit.bucket import Bucket
+from shardc.runtime.unit.params import make_param
+from shardc.runtime.unit.settings import Settings
+from shardc.runtime.unit.unit import Unit
 
 
 class Copying:

@@ -8,8 +8,8 @@ from torch import nn
 
 from shardc.runtime.checks.arguments import checked
 from shardc.runtime.checks.meta import require_values
-from shardc.runtime.eager.eager import begin_call, end_call
 from shardc.runtime.modules.modules import ShardedModule
+from shardc.runtime.unit.eager import begin_call, end_call
 
 
 @checked

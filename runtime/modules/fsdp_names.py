@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from torch import nn
 
-from shardc.runtime.bucket.unit import Unit
+from shardc.runtime.unit.unit import Unit
 
 
 class FSDPNames:

@@ -13,8 +13,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.unit.unit import Unit
 
 _units: "weakref.WeakSet[Unit]" = weakref.WeakSet()
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -16,12 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardc.runtime import compat
-from shardc.runtime.bucket.bucket import Bucket
-from shardc.runtime.bucket.params import SlotRef, adopt, allocate_unwritten, convert
-from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.meta import note_loaded, require_values
 from shardc.runtime.comm.unshard import unshard_extended
-from shardc.runtime.eager.eager import begin_call, end_call, open_in_forward
 from shardc.runtime.modules.controls import Controls
 from shardc.runtime.modules.copying import Copying, copied, copy_sharded
 from shardc.runtime.modules.first_step import watch_first_steps
@@ -38,6 +34,10 @@ from shardc.runtime.modules.summon import summon_full_params
 from shardc.runtime.modules.ties import buckets_of, holders_of, note_shared, refuse_summoned, tie
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import as_parameter
+from shardc.runtime.unit.bucket import Bucket
+from shardc.runtime.unit.eager import begin_call, end_call, open_in_forward
+from shardc.runtime.unit.params import SlotRef, adopt, allocate_unwritten, convert
+from shardc.runtime.unit.unit import Unit
 
 if TYPE_CHECKING:  # what the mixins stand before
     _Mixed = nn.Module

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from shardc.runtime import compat
-from shardc.runtime.bucket.params import SlotRef
-from shardc.runtime.eager.eager import suspends_gradients
 from shardc.runtime.modules.whole import as_read
 from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.unit.eager import suspends_gradients
+from shardc.runtime.unit.params import SlotRef
 
 
 class Given:

@@ -20,15 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardc.runtime import compat
-from shardc.runtime.bucket.bucket import Bucket
-from shardc.runtime.bucket.params import cut, parameter_like, view
-from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.arguments import checked
 from shardc.runtime.checks.telling import warn
 from shardc.runtime.comm import collectives
 from shardc.runtime.tensor.extension import inner_value, shape_and_dtype
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import wrapped
+from shardc.runtime.unit.bucket import Bucket
+from shardc.runtime.unit.params import cut, parameter_like, view
+from shardc.runtime.unit.unit import Unit
 
 
 @checked

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from shardc.runtime import compat
-from shardc.runtime.bucket.bucket import Bucket
-from shardc.runtime.bucket.params import SlotRef, TakenSlot
-from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.modules.parameters import Given
+from shardc.runtime.unit.bucket import Bucket
+from shardc.runtime.unit.params import SlotRef, TakenSlot
+from shardc.runtime.unit.unit import Unit
 
 if TYPE_CHECKING:
     from shardc.runtime.modules.modules import ShardedParameters

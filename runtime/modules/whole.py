@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from shardc.runtime import compat
-from shardc.runtime.bucket.bucket import Bucket
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import wrapped
+from shardc.runtime.unit.bucket import Bucket
 
 
 @compat.inline_only

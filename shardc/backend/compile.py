@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from shardc.backend.compile_cache import CompileCache
+from shardc.backend.executor import eager_executor
 from shardc.backend.frames import with_room_for_frames
 from shardc.backend.graph_plan import Plan, buckets_by_input, distinct_labels, number_units
 from shardc.backend.options import Options
@@ -37,12 +38,11 @@ from shardc.passes.rewrite.take_gathered import taken_by
 from shardc.passes.rewrite.verify import check_collectives, collective_sequence
 from shardc.passes.runner import copy_graph, run_passes
 from shardc.runtime import compat
-from shardc.runtime.bucket.bucket import Bucket, bucket_of
 from shardc.runtime.checks.start import check_start
 from shardc.runtime.checks.telling import is_first_to_tell, warn
-from shardc.runtime.eager.accumulate import flush_when_done
-from shardc.runtime.eager.executor import eager_executor
 from shardc.runtime.layout.spec import any_spec
+from shardc.runtime.unit.accumulate import flush_when_done
+from shardc.runtime.unit.bucket import Bucket, bucket_of
 from shardc.runtime.watch.agreement import Statement, rounds
 from shardc.runtime.watch.entering import BoxedGraph, naming_failures
 from shardc.runtime.watch.progress import label_of, progress

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardc.runtime import compat
-from shardc.runtime.bucket.params import convert
 from shardc.runtime.checks.values import MAX_WORLD
 from shardc.runtime.checks.words import plural
+from shardc.runtime.unit.params import convert
 from shardc.sharding.mesh import hierarchical_mesh
 from shardc.sharding.shard import fully_shard
 from shardc.sharding.units import units_of

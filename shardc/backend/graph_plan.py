@@ -44,10 +44,10 @@ from shardc.passes.rewrite.used_slots import Differentiated, differentiated
 from shardc.passes.rewrite.verify import collective_sequence
 from shardc.passes.runner import run_passes
 from shardc.runtime import compat
-from shardc.runtime.bucket.bucket import Bucket, bucket_of
-from shardc.runtime.bucket.bucket_spec import is_elsewhere
-from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.groups.backends import backend_of
+from shardc.runtime.unit.bucket import Bucket, bucket_of
+from shardc.runtime.unit.bucket_spec import is_elsewhere
+from shardc.runtime.unit.unit import Unit
 
 _numbers = itertools.count()
 

@@ -21,9 +21,9 @@ from shardc.backend.frames import with_room_for_frames
 from shardc.backend.options import Options
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, checked
-from shardc.runtime.eager.precision import map_tensors
 from shardc.runtime.groups.backends import fake_group_as_on
 from shardc.runtime.tensor.extension import extends_gather
+from shardc.runtime.unit.precision import map_tensors
 from shardc.sharding.units import units_of
 
 Device = Literal["cpu", "cuda"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shardc.runtime import compat
-from shardc.runtime.bucket.graph_key import GraphKey, Reading
+from shardc.runtime.unit.graph_key import GraphKey, Reading
 
 Noted = dict[GraphKey, list[Reading | None]]
 """What the reads of a checkpoint's forward needed, in order."""

@@ -16,10 +16,10 @@ from torch.fx import GraphModule
 from shardc.backend.recomputed import note_readings
 from shardc.passes.rewrite.take_gathered import Taken, markers_of
 from shardc.runtime import compat
-from shardc.runtime.bucket.bucket import Bucket, bucket_of
 from shardc.runtime.comm.unshard import full_parameters, gather
-from shardc.runtime.eager.eager import is_inside_other_unit
-from shardc.runtime.eager.regather import saving_handles
+from shardc.runtime.unit.bucket import Bucket, bucket_of
+from shardc.runtime.unit.eager import is_inside_other_unit
+from shardc.runtime.unit.regather import saving_handles
 
 
 def buckets_of_the_runtime(gm: GraphModule, buckets: Mapping[int, Bucket]) -> frozenset[int]:

@@ -14,7 +14,7 @@ from shardc.runtime.checks.words import plural
 
 if TYPE_CHECKING:
     from shardc.passes.estimate.hardware import Profile
-    from shardc.runtime.eager.precision import MixedPrecisionPolicy
+    from shardc.runtime.unit.precision import MixedPrecisionPolicy
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _WIRE = {"float8": "float8_e4m3fn", "int8": "int8"}
@@ -65,7 +65,7 @@ def read_precision(args: argparse.Namespace) -> "MixedPrecisionPolicy":
     """The policy that `--mp` and `--wire` ask for."""
     import torch
 
-    from shardc.runtime.eager.precision import MixedPrecisionPolicy
+    from shardc.runtime.unit.precision import MixedPrecisionPolicy
 
     return MixedPrecisionPolicy(
         param_dtype=getattr(torch, _DTYPES[args.mp]) if args.mp else None,

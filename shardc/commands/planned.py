@@ -10,8 +10,8 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from shardc.commands.errors import FoundProblem
 from shardc.passes.estimate.hardware import Profile
-from shardc.runtime.eager.precision import MixedPrecisionPolicy
 from shardc.runtime.layout.layout import BucketLayout
+from shardc.runtime.unit.precision import MixedPrecisionPolicy
 from shardc.sharding.checks import check_ignored, check_model, check_modules
 from shardc.sharding.unit_plan import UnitPlan, plan_units
 

@@ -23,8 +23,8 @@ from shardc.integrations.accelerate_state import StateOfModels
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import check_value
 from shardc.runtime.checks.words import plural
-from shardc.runtime.eager.precision import MixedPrecisionPolicy
 from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.unit.precision import MixedPrecisionPolicy
 from shardc.sharding.mesh import data_parallel_mesh
 from shardc.sharding.shard import fully_shard
 from shardc.sharding.units import units_of

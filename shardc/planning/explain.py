@@ -35,7 +35,7 @@ from shardc.reports.memory_curve import curve_rows
 from shardc.reports.report import Report
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, checked
-from shardc.runtime.eager.precision import map_tensors
+from shardc.runtime.unit.precision import map_tensors
 
 
 @checked

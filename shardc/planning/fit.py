@@ -19,7 +19,7 @@ from shardc.planning.explain import explain
 from shardc.reports.report import Report
 from shardc.runtime.checks.arguments import Count, checked
 from shardc.runtime.checks.words import plural
-from shardc.runtime.eager.precision import map_tensors
+from shardc.runtime.unit.precision import map_tensors
 
 CLOSE = 0.02
 """A size is the largest if one that is larger by this share does not fit."""

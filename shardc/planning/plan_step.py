@@ -15,13 +15,13 @@ from torch import nn
 from torch.fx import GraphModule
 
 from shardc.backend.compile import compile_graph
+from shardc.backend.executor import shapes_only
 from shardc.backend.frames import with_room_for_frames
 from shardc.backend.graph_plan import GraphPlan, buckets_by_input, graph_plans
 from shardc.backend.options import Options
 from shardc.passes.repeat.repeated_calls import FEWEST_CALLS
 from shardc.planning.vectors_apart import reading_apart
 from shardc.runtime import compat
-from shardc.runtime.eager.executor import shapes_only
 from shardc.runtime.modules.modules import ShardedModule
 from shardc.sharding.units import units_of
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from shardc.runtime import compat
-from shardc.runtime.bucket.bucket import Bucket
-from shardc.runtime.bucket.params import SlotRef
 from shardc.runtime.layout.spec import intern_spec
 from shardc.runtime.modules.modules import ShardedModule
+from shardc.runtime.unit.bucket import Bucket
+from shardc.runtime.unit.params import SlotRef
 
 
 class _Standin:

@@ -9,8 +9,8 @@ from shardc.passes.estimate.hardware import PROFILES, Profile, workspace_bytes
 from shardc.reports.graph import GraphRows
 from shardc.reports.record import BucketRow, MemoryPoint, Op
 from shardc.reports.report import Report
-from shardc.runtime.bucket.bucket import Bucket
-from shardc.runtime.bucket.bucket_spec import is_elsewhere
+from shardc.runtime.unit.bucket import Bucket
+from shardc.runtime.unit.bucket_spec import is_elsewhere
 from shardc.sharding.units import units_of
 
 

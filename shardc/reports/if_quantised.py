@@ -12,8 +12,8 @@ from shardc.passes.estimate.cost import among_copies, collective_seconds, exchan
 from shardc.passes.estimate.hardware import Profile
 from shardc.reports.record import ROW_KINDS, CollectiveRow, Record
 from shardc.reports.replay import Carried, replay
-from shardc.runtime.eager.precision import MixedPrecisionPolicy
 from shardc.runtime.layout.wire_format import WireFormat
+from shardc.runtime.unit.precision import MixedPrecisionPolicy
 
 FORM = WireFormat(torch.int8, MixedPrecisionPolicy.wire_block)
 """How all that can would travel."""

@@ -16,8 +16,8 @@ from shardc.reports.findings import find, find_breaks, find_gathered, find_recom
 from shardc.reports.formulas import rank_formulas
 from shardc.reports.graph import GraphRows, read_graph
 from shardc.reports.report import Report
-from shardc.runtime.bucket.bucket import Bucket
 from shardc.runtime.tensor.shard_gathers import gathers
+from shardc.runtime.unit.bucket import Bucket
 from shardc.sharding.units import check_sharded, units_of
 
 

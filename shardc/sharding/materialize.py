@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from shardc.runtime import compat
-from shardc.runtime.bucket.params import allocate, parameter_like
-from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.arguments import Must, check_value
 from shardc.runtime.checks.start import check_start
 from shardc.runtime.modules.modules import ShardedModule
 from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.unit.params import allocate, parameter_like
+from shardc.runtime.unit.unit import Unit
 from shardc.runtime.watch.agreement import Statement, agree, decline
 
 InitFn = Annotated[

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.runtime import compat
-from shardc.runtime.bucket.settings import Settings
 from shardc.runtime.groups.ranks import Ranks
 from shardc.runtime.layout.layout import BucketLayout
 from shardc.runtime.layout.padding import new_padded
+from shardc.runtime.unit.settings import Settings
 from shardc.sharding.sync import scatter_segment
 
 META = torch.device("meta")

@@ -13,17 +13,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardc.passes.estimate.hardware import current_profile
 from shardc.runtime import compat
-from shardc.runtime.bucket.bucket import Bucket
-from shardc.runtime.bucket.params import take
-from shardc.runtime.bucket.unit import Unit
 from shardc.runtime.checks.arguments import check_arguments
-from shardc.runtime.eager.precision import keep_buffers_in
 from shardc.runtime.groups.ranks import Ranks, ranks_of
 from shardc.runtime.modules.controls import Reshard
 from shardc.runtime.modules.modules import make_unit
 from shardc.runtime.tensor.extension import Extension
 from shardc.runtime.tensor.quantised_state import watch_optimizers
 from shardc.runtime.tensor.tensor_parallel import Placed, Spmd, restore_ties
+from shardc.runtime.unit.bucket import Bucket
+from shardc.runtime.unit.params import take
+from shardc.runtime.unit.precision import keep_buffers_in
+from shardc.runtime.unit.unit import Unit
 from shardc.runtime.watch.agreement import Statement, agree, decline
 from shardc.sharding.checks import (
     LeftAlone,

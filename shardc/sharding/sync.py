@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardc.runtime import compat
-from shardc.runtime.bucket.bucket import Bucket
 from shardc.runtime.groups.ranks import Ranks
 from shardc.runtime.layout.layout import BucketLayout
 from shardc.runtime.layout.padding import new_padded
 from shardc.runtime.tensor.tensor_parallel import local_value
+from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.watch.entering import entering
 
 Held = tuple[nn.Module, str, Tensor]

@@ -14,12 +14,12 @@ from torch.distributed.fsdp import OffloadPolicy
 from shardc.passes.estimate.cost import bucket_grain
 from shardc.passes.estimate.hardware import Profile
 from shardc.runtime import compat
-from shardc.runtime.bucket.settings import Settings
-from shardc.runtime.eager.precision import MixedPrecisionPolicy as Precision
 from shardc.runtime.layout.layout import BucketLayout, Param, plan_buckets
 from shardc.runtime.modules.controls import check_reshard
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import restore_ties, stored_as
+from shardc.runtime.unit.precision import MixedPrecisionPolicy as Precision
+from shardc.runtime.unit.settings import Settings
 from shardc.sharding.checks import LeftAlone, check_initialized, check_policies
 from shardc.sharding.rows import PlacementFn, is_cut_by_rows
 from shardc.sharding.units import (

@@ -6,7 +6,7 @@ The bugs are data: every `.toml` file here holds tables of
 
     [[mutant]]
     what = "the bucket is gathered again although it is held"
-    file = "runtime/eager/full_parameters.py"
+    file = "runtime/unit/full_parameters.py"
     text = "if self.held is None:"      # occurs once in the file
     by = "if True:"
     tests = ["test_controls.py::test_unshard_gathers_once"]

@@ -10,14 +10,18 @@ is reduced when that backward ends.
 import weakref
 from collections.abc import Iterable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardc.runtime import compat
-from shardc.runtime.eager.needs import EagerBucket, EagerUnit
-from shardc.runtime.eager.weak_hooks import weak_hook
+from shardc.runtime.unit.weak_hooks import weak_hook
+
+if TYPE_CHECKING:
+    from shardc.runtime.unit.bucket import Bucket
+    from shardc.runtime.unit.unit import Unit
 
 
 class Accumulated:
@@ -30,7 +34,7 @@ class Accumulated:
         taken: whether a forward was given them, so that another does not add them again.
     """
 
-    def __init__(self, bucket: EagerBucket) -> None:
+    def __init__(self, bucket: "Bucket") -> None:
         self.bucket = bucket
         self.sink: Tensor | None = None
         self._sum: tuple[Tensor | None, Tensor | None] = None, None  # of the sink, see `pending`
@@ -142,7 +146,7 @@ def accumulating() -> list[Accumulated]:
     return sorted(_accumulating, key=lambda each: (each.bucket.ranks.everyone, each.bucket.serial))
 
 
-def flush_when_done(used: Iterable[EagerBucket]) -> None:
+def flush_when_done(used: Iterable["Bucket"]) -> None:
     """From within a backward that uses these: reduce at its end what waits elsewhere in their
     models.
 
@@ -155,13 +159,13 @@ def flush_when_done(used: Iterable[EagerBucket]) -> None:
         compat.when_outermost_backward_ends(partial(_flush, models))
 
 
-def _flush(models: set[EagerUnit]) -> None:
+def _flush(models: set["Unit"]) -> None:
     for waiting in accumulating():
         if not waiting.is_empty and waiting.bucket.owner.outermost in models:
             waiting.bucket.gradients.flush()
 
 
-def _of(params: Iterable[Tensor]) -> dict[EagerBucket, None]:
+def _of(params: Iterable[Tensor]) -> dict["Bucket", None]:
     slots = (getattr(param, "_slot", None) for param in params)
     return dict.fromkeys(slot.bucket for slot in slots if slot is not None)
 

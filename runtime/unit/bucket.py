@@ -2,7 +2,7 @@
 
 The segment is the autograd leaf: a graph takes it as its one input for the whole bucket. Its
 gradient is one flat tensor, which a hook deals out to the parameters (`gradients`). They are views
-of it (`params`). What is gathered outside of graphs is in `eager.full_parameters`; which code a
+of it (`params`). What is gathered outside of graphs is in `full_parameters`; which code a
 read of a parameter needs, in `graph_key`.
 """
 
@@ -15,11 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from shardc.runtime import compat
-from shardc.runtime.bucket.gradients import Gradients
-from shardc.runtime.bucket.graph_key import GraphKey
-from shardc.runtime.bucket.settings import Settings
-from shardc.runtime.eager.full_parameters import Gathered
-from shardc.runtime.eager.weak_hooks import weak_hook
 from shardc.runtime.groups.communicators import kept_with
 from shardc.runtime.groups.ranks import Ranks
 from shardc.runtime.layout.layout import BucketLayout
@@ -27,9 +22,14 @@ from shardc.runtime.layout.padding import without_padding
 from shardc.runtime.tensor.extension import Extension
 from shardc.runtime.tensor.shard_spec import ShardSpec
 from shardc.runtime.tensor.tensor_parallel import Placed
+from shardc.runtime.unit.full_parameters import Gathered
+from shardc.runtime.unit.gradients import Gradients
+from shardc.runtime.unit.graph_key import GraphKey
+from shardc.runtime.unit.settings import Settings
+from shardc.runtime.unit.weak_hooks import weak_hook
 
 if TYPE_CHECKING:
-    from shardc.runtime.bucket.unit import Unit
+    from shardc.runtime.unit.unit import Unit
 
 
 class Bucket:

@@ -16,7 +16,7 @@ from shardc.runtime.layout.spec import Hierarchy, Reduction, UnshardSpec
 from shardc.runtime.layout.wire_format import WireFormat
 
 if TYPE_CHECKING:
-    from shardc.runtime.bucket.bucket import Bucket
+    from shardc.runtime.unit.bucket import Bucket
 
 
 @dataclass(frozen=True)

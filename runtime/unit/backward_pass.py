@@ -17,14 +17,14 @@ from torch import Tensor
 
 from shardc.runtime import compat
 from shardc.runtime.comm.unshard import Steps, pack_gradients, reducing
-from shardc.runtime.eager.accumulate import flush_when_done
-from shardc.runtime.eager.gather_order import Gathers
-from shardc.runtime.eager.needs import EagerBucket
+from shardc.runtime.unit.accumulate import flush_when_done
+from shardc.runtime.unit.gather_order import Gathers
 from shardc.runtime.watch.entering import naming
 from shardc.runtime.watch.progress import Label
 
 if TYPE_CHECKING:
-    from shardc.runtime.eager.regather import Again
+    from shardc.runtime.unit.bucket import Bucket
+    from shardc.runtime.unit.regather import Again
 
 log = logging.getLogger("shardc")
 
@@ -48,7 +48,7 @@ class _Reduction:
 
     def __init__(
         self,
-        bucket: EagerBucket,
+        bucket: "Bucket",
         used: set[int],
         elsewhere: set[int],
         steps: Steps,
@@ -94,11 +94,11 @@ class BackwardPass:
 
     def __init__(self) -> None:
         self.gathers = Gathers("backward")
-        self.opened: list[EagerBucket] = []
+        self.opened: list[Bucket] = []
         self._reductions: deque[_Reduction] = deque()
         self._gathered: list[weakref.ref[Again]] = []
 
-    def gather(self, bucket: EagerBucket, again: "Again") -> Tensor:
+    def gather(self, bucket: "Bucket", again: "Again") -> Tensor:
         """The bucket that `again` stands for, `(W*S,)`."""
         self._gathered.append(weakref.ref(again))
         full = self.gathers.gather(bucket, again)
@@ -107,7 +107,7 @@ class BackwardPass:
         return full
 
     @torch.no_grad()
-    def reduce(self, bucket: EagerBucket, grads: Sequence[Tensor | None]) -> None:
+    def reduce(self, bucket: "Bucket", grads: Sequence[Tensor | None]) -> None:
         """Reduce the gradients of a bucket's full parameters, or add them up where it does not sync
         now."""
         waiting, spec = bucket.gradients.waiting, bucket.key.code
@@ -130,7 +130,7 @@ class BackwardPass:
         steps = reducing(flat, bucket.key.code, partial, bucket.segment)
         self._reductions.append(_Reduction(bucket, used, elsewhere, steps, flat.dtype))
 
-    def _make_room(self, bucket: EagerBucket) -> None:
+    def _make_room(self, bucket: "Bucket") -> None:
         """Before another reduction starts: those of so many units may have inputs in memory."""
         units = list(dict.fromkeys(r.bucket.owner for r in self._reductions))
         before = [unit for unit in units if unit is not bucket.owner]

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from shardc.runtime import compat
-from shardc.runtime.bucket.params import cut, view
-from shardc.runtime.bucket.selection import is_selected, runs_hooks
 from shardc.runtime.checks.telling import warn
 from shardc.runtime.comm import host_copies
 from shardc.runtime.comm.unshard import reduce, split_full
-from shardc.runtime.eager.accumulate import Accumulated
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import wrapped
+from shardc.runtime.unit.accumulate import Accumulated
+from shardc.runtime.unit.params import cut, view
+from shardc.runtime.unit.selection import is_selected, runs_hooks
 
 if TYPE_CHECKING:
-    from shardc.runtime.bucket.bucket import Bucket
+    from shardc.runtime.unit.bucket import Bucket
 
 
 class Gradients:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shardc.runtime.bucket.bucket_spec import Groups, groups_for, spec_for
 from shardc.runtime.layout.spec import UnshardSpec, intern_spec, spec_of
+from shardc.runtime.unit.bucket_spec import Groups, groups_for, spec_for
 
 if TYPE_CHECKING:
-    from shardc.runtime.bucket.bucket import Bucket
+    from shardc.runtime.unit.bucket import Bucket
 
 
 Reading = tuple[str, list[Tensor]]

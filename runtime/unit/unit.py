@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardc.runtime.bucket.bucket import Bucket
-from shardc.runtime.bucket.settings import Settings
 from shardc.runtime.checks.meta import states_on_meta
-from shardc.runtime.eager.eager import is_inside_other_unit
-from shardc.runtime.eager.full_parameters import Gathered
-from shardc.runtime.eager.precision import cast_to, map_tensors, moved_to
+from shardc.runtime.unit.bucket import Bucket
+from shardc.runtime.unit.eager import is_inside_other_unit
+from shardc.runtime.unit.full_parameters import Gathered
+from shardc.runtime.unit.precision import cast_to, map_tensors, moved_to
+from shardc.runtime.unit.settings import Settings
 
 
 @dataclass(eq=False)

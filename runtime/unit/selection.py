@@ -12,16 +12,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor
 
 from shardc.runtime import compat
-from shardc.runtime.eager import accumulate
-from shardc.runtime.eager.needs import EagerBucket
 from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.unit import accumulate
 
-Slots = Mapping[EagerBucket, set[int]]
+if TYPE_CHECKING:
+    from shardc.runtime.unit.bucket import Bucket
+
+Slots = Mapping["Bucket", set[int]]
 """Slots by bucket."""
 
 
@@ -37,7 +39,7 @@ class Selection:
 _current: Selection | None = None
 
 
-def is_selected(bucket: EagerBucket, slot: int) -> bool:
+def is_selected(bucket: "Bucket", slot: int) -> bool:
     """Whether the backward under way shall give this parameter a gradient."""
     return _current is None or slot in _current.slots.get(bucket, ())
 
@@ -71,7 +73,7 @@ def run_for_inputs(
     Raises:
         RuntimeError: what is asked cannot be done for a bucket; says what can.
     """
-    slots: defaultdict[EagerBucket, set[int]] = defaultdict(set)
+    slots: defaultdict[Bucket, set[int]] = defaultdict(set)
     for param in inputs:
         if not is_sharded(param):
             continue

@@ -6,29 +6,43 @@ outermost call is the forward whose gathers are agreed on and started ahead.
 
 import sys
 import threading
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from shardc.runtime import compat
 from shardc.runtime.comm import collectives
-from shardc.runtime.eager.backward_pass import backward_pass
-from shardc.runtime.eager.gather_order import Gathers
-from shardc.runtime.eager.needs import EagerBucket, EagerModule, EagerUnit
-from shardc.runtime.eager.precision import map_tensors
-from shardc.runtime.eager.regather import saving_handles
+from shardc.runtime.unit.backward_pass import backward_pass
+from shardc.runtime.unit.gather_order import Gathers
+from shardc.runtime.unit.precision import map_tensors
+from shardc.runtime.unit.regather import saving_handles
 from shardc.runtime.watch import lost_peers
+
+if TYPE_CHECKING:
+    from shardc.runtime.unit.bucket import Bucket
+    from shardc.runtime.unit.unit import Unit
+
+
+class ShardedModule(Protocol):
+    """A module that holds sharded parameters, by name in `_shardc_slots`."""
+
+    @property
+    def _shardc_slots(self) -> Mapping[str, object]: ...
+
+    @property
+    def _shardc_buckets(self) -> Iterable["Bucket"]: ...
 
 
 @dataclass(eq=False)
 class EagerCall:
     """A call of a sharded module, while it runs."""
 
-    module: EagerModule
-    buckets: list[EagerBucket]
+    module: ShardedModule
+    buckets: list["Bucket"]
     hooks: torch.autograd.graph.saved_tensors_hooks | None
     label: AbstractContextManager[object]
 
@@ -40,14 +54,14 @@ class _Forward(threading.local):
         self.calls: list[EagerCall] = []
         self.gathers: Gathers | None = None
         self.records = False
-        self.staying: dict[EagerBucket, None] = {}
+        self.staying: dict[Bucket, None] = {}
 
 
 _forward = _Forward()
 
 
 @compat.untraced
-def begin_call(module: EagerModule) -> EagerCall:
+def begin_call(module: ShardedModule) -> EagerCall:
     """A sharded module is about to run eagerly."""
     if torch.jit.is_tracing():
         raise NotImplementedError(
@@ -71,7 +85,7 @@ def begin_call(module: EagerModule) -> EagerCall:
     return call
 
 
-def open_in_forward(bucket: EagerBucket) -> bool:
+def open_in_forward(bucket: "Bucket") -> bool:
     """Open a bucket until the innermost call that runs ends; False where no forward runs.
 
     Modules that share a parameter with another unit may read it of a child that they do not call.
@@ -108,7 +122,7 @@ def end_call(call: EagerCall, outputs: object, raised: bool) -> None:
         _refuse_written(written[0])
 
 
-def _refuse_written(bucket: EagerBucket) -> NoReturn:
+def _refuse_written(bucket: "Bucket") -> NoReturn:
     """Also where autograd refused what came behind the write, in words of its own."""
     raise RuntimeError(
         f"a forward updates a sharded parameter of {bucket.label} in place, and what it wrote is "
@@ -157,6 +171,6 @@ def suspends_gradients() -> bool:
     return _forward.records and not torch.is_grad_enabled()
 
 
-def is_inside_other_unit(unit: EagerUnit) -> bool:
+def is_inside_other_unit(unit: "Unit") -> bool:
     """Whether a module of a unit other than `unit` runs eagerly."""
     return any(getattr(call.module, "_shardc_unit", unit) is not unit for call in _forward.calls)

@@ -12,6 +12,7 @@ is gathered again where the parameters were written since.
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,12 +21,14 @@ from shardc.runtime import compat
 from shardc.runtime.checks.meta import refuse_meta
 from shardc.runtime.comm.collectives import Started
 from shardc.runtime.comm.unshard import start_gather
-from shardc.runtime.eager.backward_pass import backward_pass
-from shardc.runtime.eager.eager import gathers
-from shardc.runtime.eager.needs import EagerBucket
-from shardc.runtime.eager.regather import Again, Unsharded
+from shardc.runtime.unit.backward_pass import backward_pass
+from shardc.runtime.unit.eager import gathers
+from shardc.runtime.unit.regather import Again, Unsharded
 from shardc.runtime.watch.entering import naming
 from shardc.runtime.watch.progress import Label
+
+if TYPE_CHECKING:
+    from shardc.runtime.unit.bucket import Bucket
 
 
 class Gathered:
@@ -42,7 +45,7 @@ class Gathered:
         orders: per phase, the gather order of the last pass that this bucket opened.
     """
 
-    def __init__(self, bucket: EagerBucket) -> None:
+    def __init__(self, bucket: "Bucket") -> None:
         self.bucket = bucket
         self.held: Tensor | None = None
         self.depth = 0
@@ -55,7 +58,7 @@ class Gathered:
         self._ran: set[object] = set()
         self._kept_state: object = None
         self.expected: list[weakref.ref[Again]] = []
-        self.orders: dict[str, tuple[weakref.ref[EagerBucket], ...]] = {}
+        self.orders: dict[str, tuple[weakref.ref[Bucket], ...]] = {}
         self._version: object = None
         self._started: Started | None = None
 
@@ -277,11 +280,11 @@ class Gathered:
             self.keep(self.current.full, self.current.written)
         self._close(at_once=True)
 
-    def remember(self, phase: str, gathered: Sequence[EagerBucket]) -> None:
+    def remember(self, phase: str, gathered: Sequence["Bucket"]) -> None:
         """A pass that began with this bucket gathered these."""
         self.orders[phase] = tuple(weakref.ref(bucket) for bucket in gathered)
 
-    def remembered(self, phase: str) -> tuple[EagerBucket, ...]:
+    def remembered(self, phase: str) -> tuple["Bucket", ...]:
         """The buckets that the last such pass gathered; none, where a model that took part is
         gone."""
         known = self.orders.get(phase, ())

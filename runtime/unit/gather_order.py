@@ -21,14 +21,15 @@ from shardc.runtime import compat
 from shardc.runtime.checks.telling import warn
 from shardc.runtime.comm import collectives
 from shardc.runtime.comm.unshard import start_gather
-from shardc.runtime.eager.needs import EagerBucket, EagerUnit
 from shardc.runtime.layout.spec import UnshardSpec
 from shardc.runtime.watch.agreement import Statement, agree
 from shardc.runtime.watch.entering import naming
 from shardc.runtime.watch.progress import Label
 
 if TYPE_CHECKING:
-    from shardc.runtime.eager.regather import Again
+    from shardc.runtime.unit.bucket import Bucket
+    from shardc.runtime.unit.regather import Again
+    from shardc.runtime.unit.unit import Unit
 
 log = logging.getLogger("shardc")
 
@@ -52,12 +53,12 @@ class Gathers:
 
     def __init__(self, phase: str) -> None:
         self.phase = phase
-        self.done: list[EagerBucket] = []
-        self._known: tuple[EagerBucket, ...] = ()
-        self._ahead: dict[EagerBucket, _Gather] = {}
+        self.done: list[Bucket] = []
+        self._known: tuple[Bucket, ...] = ()
+        self._ahead: dict[Bucket, _Gather] = {}
         self._path = hashlib.sha256(phase.encode())
 
-    def gather(self, bucket: EagerBucket, again: "Again | None" = None) -> Tensor:
+    def gather(self, bucket: "Bucket", again: "Again | None" = None) -> Tensor:
         """The gathered bucket, `(W*S,)`; `again`: as the backward needs it. All ranks call it."""
         self._note(bucket)
         code = bucket.key.reading_code() if again is None else again.code
@@ -86,7 +87,7 @@ class Gathers:
         if self.done and self._known[: len(self.done)] != tuple(self.done):
             self.done[0].gathered.remember(self.phase, self.done)
 
-    def _note(self, bucket: EagerBucket) -> None:
+    def _note(self, bucket: "Bucket") -> None:
         """Another bucket is about to be gathered.
 
         Raises:
@@ -112,7 +113,7 @@ class Gathers:
         stated = Statement(f"the order in which an uncompiled {self.phase} gathers", facts)
         agree(compat.resolve_group(bucket.ranks.everyone), stated)
 
-    def _following(self, bucket: EagerBucket) -> Iterator[tuple[EagerBucket, "Again | None"]]:
+    def _following(self, bucket: "Bucket") -> Iterator[tuple["Bucket", "Again | None"]]:
         """The buckets to gather ahead now: pairs of a bucket and the gather that its backward
         expects, or None."""
         unit, place = bucket.owner, len(self.done)
@@ -132,14 +133,14 @@ class Gathers:
             yield later, again
 
 
-def _to_next_unit(unit: EagerUnit, buckets: Sequence[EagerBucket]) -> list[EagerBucket]:
+def _to_next_unit(unit: "Unit", buckets: Sequence["Bucket"]) -> list["Bucket"]:
     """The first of `buckets`: what is left of `unit`, and the unit that comes then."""
     others = (bucket.owner for bucket in buckets if bucket.owner is not unit)
     wanted = (unit, next(others, unit))
     return list(itertools.takewhile(lambda bucket: bucket.owner in wanted, buckets))
 
 
-def _start(bucket: EagerBucket, again: "Again | None", phase: str) -> _Gather:
+def _start(bucket: "Bucket", again: "Again | None", phase: str) -> _Gather:
     log.debug("gather %s", bucket.label)
     bucket.owner.await_updates()
     code, part = (bucket.key.reading_code(), None) if again is None else (again.code, again.part)

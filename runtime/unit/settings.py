@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from shardc.runtime.eager.precision import MixedPrecisionPolicy
 from shardc.runtime.layout.layout import BucketLayout
 from shardc.runtime.layout.spec import Interned, divide_factors, intern_object
 from shardc.runtime.layout.wire_format import WireFormat
+from shardc.runtime.unit.precision import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
-    from shardc.runtime.bucket.unit import Unit
+    from shardc.runtime.unit.unit import Unit
 
 Communicator = Literal["shared", "own", "urgent"]
 """The mesh's own, one for one purpose, or such a one whose kernels have priority (NCCL)."""

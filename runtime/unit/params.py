@@ -20,7 +20,7 @@ from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import local_value
 
 if TYPE_CHECKING:
-    from shardc.runtime.bucket.bucket import Bucket
+    from shardc.runtime.unit.bucket import Bucket
 
 
 class SlotRef:

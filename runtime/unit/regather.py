@@ -12,7 +12,7 @@ module that holds it is saved as it is: right, but its bucket stays until the ba
 
 import weakref
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -20,10 +20,12 @@ from torch.autograd.function import once_differentiable
 
 from shardc.runtime import compat
 from shardc.runtime.comm.unshard import full_parameters, recut
-from shardc.runtime.eager.backward_pass import backward_pass
-from shardc.runtime.eager.needs import EagerBucket
 from shardc.runtime.layout.spec import UnshardSpec
 from shardc.runtime.tensor.tensor_parallel import wrapped
+from shardc.runtime.unit.backward_pass import backward_pass
+
+if TYPE_CHECKING:
+    from shardc.runtime.unit.bucket import Bucket
 
 _by_storage: "weakref.WeakValueDictionary[int, Unsharded]" = weakref.WeakValueDictionary()
 
@@ -38,7 +40,7 @@ class Unsharded:
         local_views: the same without tensor parallelism around them.
     """
 
-    def __init__(self, bucket: EagerBucket, code: UnshardSpec, full: Tensor) -> None:
+    def __init__(self, bucket: "Bucket", code: UnshardSpec, full: Tensor) -> None:
         self.bucket = bucket
         self.code = code
         self.full = full
@@ -113,7 +115,7 @@ class _Read(torch.autograd.Function):
         ctx: compat.FunctionContext,
         segment: Tensor,
         full: Tensor,
-        bucket: EagerBucket,
+        bucket: "Bucket",
         code: UnshardSpec,
     ) -> tuple[Tensor, ...]:
         ctx.bucket = weakref.ref(bucket)  # which may hold these views until a backward
@@ -137,7 +139,7 @@ class Again:
     """A bucket for a backward, gathered again if it did not stay; lives as long as the handles."""
 
     def __init__(
-        self, bucket: EagerBucket, code: UnshardSpec, full: Tensor, written: object, stays: bool
+        self, bucket: "Bucket", code: UnshardSpec, full: Tensor, written: object, stays: bool
     ) -> None:
         self.bucket = bucket
         self.code = code

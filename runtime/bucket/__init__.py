@@ -1,1 +1,0 @@
-"""Units and their buckets: segments, parameters, gradients, settings."""

@@ -1,1 +1,0 @@
-"""The eager runtime: gathers and reductions around modules that no graph contains."""
