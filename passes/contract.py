@@ -17,7 +17,10 @@ from torch.fx import GraphModule
 from shardc.passes.context import PassContext
 
 Pass = Callable[[GraphModule, PassContext], GraphModule]
-_P = TypeVar("_P", bound=Pass)
+PairPass = Callable[[GraphModule, GraphModule, PassContext], None]
+"""A pass over forward and backward together, as they were cut: it edits both."""
+AnyPass = Pass | PairPass
+_P = TypeVar("_P", bound=AnyPass)
 
 FACTS = {
     "markers": "modules read parameters by markers",
@@ -46,31 +49,31 @@ def contract(needs: str = "", gives: str = "", ends: str = "") -> Callable[[_P],
 
     def declare(step: _P) -> _P:
         facts = (tuple(words.split()) for words in (needs, gives, ends))
-        step.contract = Contract(*facts)  # type: ignore[attr-defined]
+        step.contract = Contract(*facts)  # type: ignore[union-attr]
         return step
 
     return declare
 
 
-def contract_of(step: Pass) -> Contract:
+def contract_of(step: AnyPass) -> Contract:
     """The contract of a pass, through `partial`; an empty one where it has none."""
     declared = getattr(getattr(step, "func", step), "contract", None)
     return declared if isinstance(declared, Contract) else Contract()
 
 
-def name_of(step: Pass) -> str:
+def name_of(step: AnyPass) -> str:
     """The name of a pass in dumps and errors; settings bound by `partial` do not change it."""
     return str(getattr(getattr(step, "func", step), "__name__", type(step).__name__))
 
 
-def check_order(stages: Iterable[Sequence[Pass]]) -> None:
+def check_order(stages: Iterable[Sequence[AnyPass]]) -> None:
     """Check that each pass of the stages, in order, finds the facts that it needs.
 
     Raises:
         ValueError: names the pass, the fact, and the pass to put before or behind it.
     """
     steps = [step for stage in stages for step in stage]
-    there, ended = set(_AT_FIRST), dict[str, Pass]()
+    there, ended = set(_AT_FIRST), dict[str, AnyPass]()
     for place, step in enumerate(steps):
         terms = contract_of(step)
         for fact in terms.needs:
@@ -80,7 +83,7 @@ def check_order(stages: Iterable[Sequence[Pass]]) -> None:
         ended |= dict.fromkeys(terms.ends, step)
 
 
-def _refusal(step: Pass, fact: str, ended: Pass | None, later: Sequence[Pass]) -> str:
+def _refusal(step: AnyPass, fact: str, ended: AnyPass | None, later: Sequence[AnyPass]) -> str:
     means = f" ({FACTS[fact]})" if fact in FACTS else ""
     text = f"the pass {name_of(step)} needs '{fact}'{means}"
     if ended is not None:

@@ -10,7 +10,7 @@
                       mark_segments             which inputs are segments
                       tag_reshard               gathered weights are recomputed or saved
                       tag_recomputed            what else the backward computes again
-    both together     offload_saved             values that are saved on the host
+    both halves       offload_saved             values that are saved on the host
                       offload_state             optimizer state that waits there
     forward, backward wait_once                 one wait for a gather that is read several times
                       drop_second_gathers       one gather in the forward of what is cut again
@@ -22,18 +22,23 @@
                       verify                    invariants
     for Inductor      fold_repeats              repeated blocks are compiled once
 
-`choose_kept` decides and edits nothing: it runs the two stages that follow on copies, to try what
-it decides. What a stage made is read off its graph: `TAKEN` and `SLOTS` of the inputs of a Dynamo
-graph, `differentiated` of a joint graph.
+Two lines are in no list: `shardc/backend/compile.py` calls both. `trace_once` makes calls of
+bodies, which lie beside the graph. `choose_kept` decides and edits nothing: it runs the stages that
+follow on copies, to try its choices. A stage is read off its graph: `TAKEN` and `SLOTS` of the
+inputs of a Dynamo graph, `differentiated` of a joint graph.
 """
 
-from shardc.passes.contract import Pass, check_order
+from collections.abc import Sequence
+
+from shardc.passes.contract import AnyPass, PairPass, Pass, check_order
 from shardc.passes.repeat.fold_repeats import fold_repeats
 from shardc.passes.repeat.store_smaller import store_smaller
 from shardc.passes.rewrite.copy_overwritten import copy_overwritten
 from shardc.passes.rewrite.fetch_rows import fetch_rows
 from shardc.passes.rewrite.insert_unshard import insert_unshard
 from shardc.passes.rewrite.label import label_collectives
+from shardc.passes.rewrite.offload import offload_saved
+from shardc.passes.rewrite.offload_state import offload_state
 from shardc.passes.rewrite.recompute import tag_recomputed
 from shardc.passes.rewrite.reduce_once import reduce_once
 from shardc.passes.rewrite.reshard import drop_second_gathers, tag_reshard
@@ -54,6 +59,7 @@ JOINT_PASSES: list[Pass] = [
     tag_reshard,
     tag_recomputed,
 ]
+HALVES_PASSES: list[PairPass] = [offload_saved, offload_state]
 GRAPH_PASSES: list[Pass] = [
     wait_once,
     drop_second_gathers,
@@ -67,9 +73,9 @@ GRAPH_PASSES: list[Pass] = [
 FOLD_PASSES: list[Pass] = [fold_repeats]
 
 
-def stages() -> tuple[list[Pass], ...]:
+def stages() -> tuple[Sequence[AnyPass], ...]:
     """The lists of passes, in the order in which a compile runs them."""
-    return DYNAMO_PASSES, READ_PASSES, JOINT_PASSES, GRAPH_PASSES, FOLD_PASSES
+    return DYNAMO_PASSES, READ_PASSES, JOINT_PASSES, HALVES_PASSES, GRAPH_PASSES, FOLD_PASSES
 
 
 def check() -> None:

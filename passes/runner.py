@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch.fx import GraphModule
 
 from shardc.passes.context import PassContext
-from shardc.passes.contract import Pass, name_of
+from shardc.passes.contract import PairPass, Pass, name_of
 from shardc.passes.dump import dump_change, dump_input
 from shardc.runtime import compat
 
@@ -43,6 +43,14 @@ def run_passes(
         text = dump_change(gm, f"{ctx.stem}_{index}_{name}", text)
     gm.recompile()
     return gm
+
+
+def run_on_halves(
+    forward: GraphModule, backward: GraphModule, ctx: PassContext, passes: Sequence[PairPass]
+) -> None:
+    """Apply passes over forward and backward together, which edit both, in order."""
+    for step in passes:
+        step(forward, backward, ctx)
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:

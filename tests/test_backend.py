@@ -36,15 +36,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.utils.parametrizations import weight_norm
 
-import shardc.backend.compile
+import shardc
 from shardc import fully_shard
 from shardc.backend.graph_plan import graph_plans
+from shardc.backend.options import Options
 from shardc.passes import pipeline
 from shardc.passes.contract import contract
 from shardc.passes.nodes import is_all_gather, is_collective, moved_by
 from shardc.passes.rewrite.reshard import tag_reshard
 from shardc.passes.rewrite.used_slots import SEGMENT
 from shardc.runtime import compat
+from shardc.runtime.checks import telling
 from shardc.runtime.unit import regather
 
 
@@ -471,7 +473,7 @@ BROKEN = {
 
 def warned_on_all_ranks(run):
     """What `run` warns of on any rank, in a job that has been told nothing of fallbacks before."""
-    shardc.backend.compile._warned.clear()
+    telling._warned.clear()
     if dist.get_rank() == 0:
         compat.group_store(dist.group.WORLD).delete_key("shardc/told/fallback")
     dist.barrier()
@@ -631,9 +633,9 @@ def test_verify_notices_that_tags_are_lost():
 )
 def test_what_would_undo_the_plan_is_refused(name, value):
     with pytest.raises(ValueError, match=f"{name}.*leave it at (True|False|'none'|None)"):
-        shardc.backend.compile.Options.parse({"inductor": {name: value}})
+        Options.parse({"inductor": {name: value}})
     default = compat.order_settings()[name]
-    shardc.backend.compile.Options.parse({"inductor": {name: default}})
+    Options.parse({"inductor": {name: default}})
 
 
 def _move_first_gather_behind_the_second(graph):
@@ -669,9 +671,9 @@ def test_a_graph_without_any_op():
 
 def test_unknown_option():
     with pytest.raises(ValueError, match="'excutor'; did you mean 'executor'"):
-        shardc.backend.compile.Options.parse({"excutor": "eager"})
+        Options.parse({"excutor": "eager"})
     with pytest.raises(ValueError, match="'inductor' or 'eager', got 'fast'"):
-        shardc.backend.compile.Options.parse({"executor": "fast"})
+        Options.parse({"executor": "fast"})
 
 
 def test_nothing_sharded_warns_once_and_compiles():

@@ -20,7 +20,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 from torch.utils._pytree import tree_leaves
 
-import shardc.backend.compile
+import shardc.backend.lowering
 from shardc import fully_shard
 from shardc.backend import repro
 
@@ -129,7 +129,7 @@ def test_the_script_holds_the_graph_op_by_op(mesh, dynamic):
     seen = []
     with tempfile.TemporaryDirectory() as folder:
         keep = mock.patch.object(
-            shardc.backend.compile,
+            shardc.backend.lowering,
             "write_repro",
             lambda gm, *rest: seen.append(gm) or repro.write_repro(gm, *rest),
         )

@@ -30,13 +30,13 @@ class Noisy(nn.Module):
 
 def _count(monkeypatch):
     compiled = []
-    real = backend._compile_graph
+    real = backend._compile
 
     def counting(*args):
         compiled.append(args)
         return real(*args)
 
-    monkeypatch.setattr(backend, "_compile_graph", counting)
+    monkeypatch.setattr(backend, "_compile", counting)
     return compiled
 
 

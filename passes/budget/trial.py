@@ -17,9 +17,7 @@ from shardc.passes.estimate.hardware import matmul_bytes
 from shardc.passes.estimate.memory import Liveness, Storages, measure_liveness
 from shardc.passes.nodes import is_all_gather, is_view, moved_by, reach, waits_for
 from shardc.passes.repeat.fold_repeats import calls_of
-from shardc.passes.rewrite.offload import offload_saved
-from shardc.passes.rewrite.offload_state import offload_state
-from shardc.passes.runner import copy_graph, run_passes
+from shardc.passes.runner import copy_graph, run_on_halves, run_passes
 from shardc.passes.schedule.events import Events, read_events, read_problem
 from shardc.passes.schedule.timeline import Problem, plan_timeline, simulate
 from shardc.runtime import compat
@@ -119,8 +117,7 @@ def run_trial(gm: GraphModule, ctx: PassContext, kept: Kept, recall: Recall | No
     joint = replace(ctx, kept=kept, number=None, agree_on_seconds=None, agree_on_choice=None)
     tagged = run_passes(copy_graph(gm), joint, pipeline.JOINT_PASSES)
     graphs = compat.min_cut_partition(tagged, None, num_fwd_outputs=ctx.results)
-    offload_saved(*graphs, joint)
-    offload_state(*graphs, joint)
+    run_on_halves(*graphs, joint, pipeline.HALVES_PASSES)
     phases: list[Phase] = []
     for graph, phase in zip(graphs, ("forward", "backward"), strict=True):
         each = replace(joint, phase=phase)

@@ -13,11 +13,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from shardc.passes.context import PassContext
+from shardc.passes.contract import contract
 from shardc.passes.nodes import LOAD, SAVE, WAIT_SAVED, c10d, set_unit_of_copy
 
 _SUFFIX = "_on_host"
 
 
+@contract(needs="tags")
 def offload_saved(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> None:
     """Save the values named in `ctx.kept.offloaded` on the host."""
     given = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}

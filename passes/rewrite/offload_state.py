@@ -13,6 +13,7 @@ optimizer's step.
 from torch.fx import GraphModule, Node
 
 from shardc.passes.context import PassContext
+from shardc.passes.contract import contract
 from shardc.passes.nodes import (
     FETCH_STATE,
     SEND_STATE,
@@ -27,6 +28,7 @@ from shardc.passes.nodes import (
 _SUFFIX = "_state"
 
 
+@contract(needs="tags")
 def offload_state(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> None:
     """Move the state of the buckets in `ctx.kept.states` to the host in the forward, and back
     before the backward ends."""

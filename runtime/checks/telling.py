@@ -17,6 +17,16 @@ def warn(text: str) -> None:
     warnings.warn(text, stacklevel=level)
 
 
+_warned: set[str] = set()
+
+
+def warn_once(topic: str, text: str, by_one_rank: bool = False) -> None:
+    """Warn of a topic once in this process; where one rank tells, once in the job."""
+    if topic not in _warned and (not by_one_rank or is_first_to_tell(topic)):
+        warn(text)
+    _warned.add(topic)
+
+
 def is_first_to_tell(topic: str) -> bool:
     """Whether no other rank of the job has told this before; each asks once."""
     world = dist.group.WORLD if dist.is_initialized() else None

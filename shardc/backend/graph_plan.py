@@ -14,8 +14,6 @@ from torch.fx import GraphModule
 from shardc.backend.agreements import Agreements, recall_collectives, recall_seconds
 from shardc.backend.options import Options
 from shardc.backend.stages import PASSES, Stages
-from shardc.passes import pipeline
-from shardc.passes.budget.choose import choose_kept
 from shardc.passes.context import (
     MARGIN,
     MARGIN_OF_DEVICES,
@@ -38,11 +36,8 @@ from shardc.passes.estimate.memory import Liveness, Storages, measure_liveness
 from shardc.passes.nodes import groups_in, is_collective, is_host_copy, is_wait, kind_of
 from shardc.passes.repeat.fold_repeats import calls_of
 from shardc.passes.repeat.trace_once import Calls
-from shardc.passes.rewrite.offload import offload_saved
-from shardc.passes.rewrite.offload_state import offload_state
-from shardc.passes.rewrite.used_slots import Differentiated, differentiated
+from shardc.passes.rewrite.used_slots import Differentiated
 from shardc.passes.rewrite.verify import collective_sequence
-from shardc.passes.runner import run_passes
 from shardc.runtime import compat
 from shardc.runtime.groups.backends import backend_of
 from shardc.runtime.unit.bucket import Bucket, bucket_of
@@ -137,27 +132,10 @@ class Plan:
         )
 
     def trace_bodies(self, gm: GraphModule) -> None:
-        """Trace what a Dynamo graph calls of blocks that repeat."""
+        """Trace the blocks that repeat in a Dynamo graph, which is compiled here."""
         if self.bodies:
             with self.stages.stage(PASSES):
                 self.bodies.trace(gm)
-
-    def finish_joint(self, gm: GraphModule) -> GraphModule:
-        """Decide what stays gathered, and run the passes over the joint graph."""
-        with self.stages.stage(PASSES):
-            self.bodies.inline(gm)
-            self.joint = differentiated(gm)
-            ctx = self.context("joint")
-            for look in joint_listeners:
-                look(gm, ctx, self)
-            self.kept = choose_kept(gm, ctx)
-            return run_passes(gm, replace(ctx, kept=self.kept), pipeline.JOINT_PASSES)
-
-    def finish_partition(self, forward: GraphModule, backward: GraphModule) -> None:
-        """Insert the copies of saved values and of optimizer state to the host and back."""
-        with self.stages.stage(PASSES):
-            offload_saved(forward, backward, self.context("joint"))
-            offload_state(forward, backward, self.context("joint"))
 
     @property
     def buckets(self) -> dict[int, Bucket]:

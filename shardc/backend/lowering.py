@@ -1,0 +1,181 @@
+"""Lowering: Inductor, or the eager executor, takes a Dynamo graph through AOT autograd.
+
+AOT autograd traces the joint graph and cuts it in two. `Finish` has the passes that it calls on the
+way; a forward or backward graph is finished just before it is lowered, so also where Inductor's
+graph cache has it.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule
+
+from shardc.backend.compile_cache import CompileCache
+from shardc.backend.executor import eager_executor
+from shardc.backend.graph_plan import Plan
+from shardc.backend.repro import write_repro
+from shardc.backend.stages import INDUCTOR
+from shardc.passes import pipeline
+from shardc.passes.context import PassContext
+from shardc.passes.contract import name_of
+from shardc.passes.dump import dump_code
+from shardc.passes.nodes import groups_in, groups_named_in
+from shardc.passes.rewrite.verify import check_collectives, collective_sequence
+from shardc.passes.runner import copy_graph, run_passes
+from shardc.runtime import compat
+from shardc.runtime.checks.telling import is_first_to_tell, warn_once
+from shardc.runtime.watch.entering import BoxedGraph, naming_failures
+from shardc.runtime.watch.progress import label_of
+
+log = logging.getLogger("shardc")
+
+Run = Callable[[GraphModule], BoxedGraph]
+"""Makes a finished graph run."""
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The passes over the graphs that AOT autograd makes.
+
+    Attributes:
+        joint: given the joint graph, runs its passes.
+        halves: given forward and backward as they were cut, runs the passes over both.
+        graph: given one of them and its phase, runs its passes; gives their context too.
+    """
+
+    joint: Callable[[GraphModule], GraphModule]
+    halves: Callable[[GraphModule, GraphModule], None]
+    graph: Callable[[GraphModule, str], tuple[GraphModule, PassContext]]
+
+
+def with_executor(
+    gm: GraphModule, inputs: Sequence[Any], plan: Plan, finish: Finish, run: Run
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph without Inductor; `run` makes its forward and backward run."""
+
+    def compile_phase(phase: str) -> Callable[[GraphModule, Sequence[Any]], Any]:
+        def compile_one(graph: GraphModule, _: Sequence[Any]) -> Any:
+            plan.bodies.inline(graph)
+            return run(finish.graph(graph, phase)[0])
+
+        return compile_one
+
+    def partition(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        graphs = compat.min_cut_partition(finish.joint(graph), *args, **kwargs)
+        finish.halves(*graphs)
+        return graphs
+
+    plan.trace_bodies(gm)
+    return compat.compile_aot(
+        gm, inputs, compile_phase("forward"), compile_phase("backward"), partition
+    )
+
+
+def with_inductor(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    plan: Plan,
+    finish: Finish,
+    mode: str | None,
+    run: Run | None = None,
+    cache: CompileCache | None = None,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph by Inductor; with `run`, that takes its place at the end.
+
+    With a `cache` AOT autograd's cache is looked at first.
+    """
+    patches = inductor_settings(plan, mode)
+    patches[compat.JOINT_PASS] = compat.joint_pass(
+        finish.joint,
+        repr([name_of(step) for step in pipeline.JOINT_PASSES]),
+        patches.get(compat.JOINT_PASS),
+    )
+    if plan.uses_host:
+        patches[compat.PARTITIONER] = compat.partitioner(
+            finish.halves, "shardc: saves on the host", patches.get(compat.PARTITIONER)
+        )
+    if plan.bodies:
+        compat.before_joint_passes(patches, plan.bodies.inline_unfinished)
+    if cache is None:
+        plan.trace_bodies(gm)
+
+    def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        graph, ctx = finish.graph(graph, "backward" if kwargs.get("is_backward") else "forward")
+        if run is not None:
+            return run(graph)
+        replayed = groups_named_in(graph) if kwargs.get("cudagraphs") else []
+        plan.calls[ctx.phase] = groups_in(graph), replayed
+        try:
+            with plan.stages.stage(INDUCTOR):
+                compiled = _compile(graph, inputs, ctx, plan, kwargs)
+        except compat.inductor_error() as error:
+            where = write_repro(graph, ctx.stem, kwargs, error)
+            if not plan.options.fallback:
+                error.args = (f"{error}\n\n{where}", *error.args[1:])
+                raise
+            _warn_fallback(ctx.phase, error, where)
+            return run_eagerly(graph)
+        dump_code(compiled, ctx.stem)
+        return naming_ranks(compiled, *plan.calls[ctx.phase])
+
+    return compat.compile_fx(gm, inputs, inner_compile, patches, cache)
+
+
+def inductor_settings(plan: Plan, mode: str | None) -> dict[str, object]:
+    """Inductor's settings for a compile, passes of shardc left out.
+
+    Memory of accelerators is as planned with or without a budget; on CPUs reuse spares page faults.
+    """
+    planned = plan.options.memory_budget is not None or plan.device != "cpu"
+    frugal = compat.frugal_settings() if planned else {}
+    given = compat.mode_options(mode) | plan.options.inductor
+    return frugal | given | compat.order_settings()
+
+
+def _compile(
+    graph: GraphModule,
+    inputs: Sequence[Any],
+    ctx: PassContext,
+    plan: Plan,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Inductor on a copy of a graph, folded where it repeats and Inductor takes it so.
+
+    What Inductor fails on is written down, and run without it, so it edits the copy.
+    """
+    check = functools.partial(check_collectives, collective_sequence(graph))
+    if plan.options.fold and compat.takes_nested_graphs(kwargs):
+        folded = run_passes(graph, ctx, pipeline.FOLD_PASSES, done=len(pipeline.GRAPH_PASSES))
+        if folded is not graph:
+            try:
+                return compat.compile_fx_inner(folded, inputs, label_of, check, **kwargs)
+            except compat.inductor_error() as error:
+                where = write_repro(graph, f"{ctx.stem}_folded", kwargs, error, True)
+                said = "Inductor could not compile a folded %s graph: %s (%s)"
+                level = logging.WARNING if is_first_to_tell(f"folded {ctx.phase}") else logging.INFO
+                log.log(level, said, ctx.phase, error, where)
+    return compat.compile_fx_inner(copy_graph(graph), inputs, label_of, check, **kwargs)
+
+
+def run_eagerly(graph: GraphModule) -> BoxedGraph:
+    """The eager executor on a finished graph; it names the ranks that are missing."""
+    run, groups = eager_executor(graph), groups_in(graph)
+    return naming_failures(run, groups) if groups else run
+
+
+def naming_ranks(compiled: Any, groups: list[str], replayed: list[str]) -> Any:
+    """Wrap Inductor's code of a graph: where a collective fails, it is named with the missing
+    ranks."""
+    if not groups:
+        return compiled
+    return compat.wrap_compiled(compiled, lambda call: naming_failures(call, groups, replayed))
+
+
+def _warn_fallback(phase: str, error: Exception, where: str) -> None:
+    reason = f"{' '.join(str(error).split())[:500]} ({where})"
+    log.info("Inductor could not compile a %s graph: %s", phase, reason)
+    text = f"Inductor could not compile a {phase} graph; it runs op by op instead: {reason}"
+    warn_once("fallback", text, by_one_rank=True)

@@ -1,0 +1,164 @@
+"""The reads of a Dynamo graph: ranks agree on the buckets and slots that it reads, and each call of
+the compiled code tells these buckets."""
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardc.backend.graph_plan import Plan, distinct_labels
+from shardc.backend.recomputed import note_readings
+from shardc.runtime import compat
+from shardc.runtime.unit.accumulate import flush_when_done
+from shardc.runtime.unit.bucket import Bucket, bucket_of
+from shardc.runtime.watch.agreement import Statement, rounds
+from shardc.runtime.watch.progress import progress
+
+
+@dataclass(frozen=True)
+class Read:
+    """A graph's reading of one bucket: which input is its segment, and which slots it reads.
+
+    `elsewhere` are slots that only other ranks read: their gradient is zero here, not None.
+    `label` is the name of the bucket it was compiled for.
+    """
+
+    position: int
+    label: str
+    slots: frozenset[int]
+    elsewhere: frozenset[int]
+
+
+@dataclass(frozen=True)
+class AgreedReads:
+    """The buckets that ranks agreed that a graph reads.
+
+    Attributes:
+        reads: what this rank reads.
+        together: the group whose ranks have compared it now and so compile together; None where
+            there is no such one.
+        alone: whether this rank may be the only one that compiles: no group has compared anything.
+    """
+
+    reads: list[Read]
+    together: dist.ProcessGroup | None
+    alone: bool
+
+
+def agree_on_reads(plan: Plan) -> AgreedReads:
+    """All ranks read the same buckets, in the same order; slots may differ and are united.
+
+    A graph that reads the same again, but waits for gradients, say, or computes none, is another
+    one: all ranks come to it together. One that reads equal buckets of equal modules is not: where
+    equal blocks, or copies of a model, run one graph, a rank may compile it anew while the others
+    do not. Which slots any of them reads counts for all of these.
+    """
+    by_group: dict[str, list[tuple[int, Bucket, frozenset[int]]]] = {}
+    for position, bucket in plan.buckets.items():
+        read = (position, bucket, plan.slots[position])
+        by_group.setdefault(bucket.ranks.everyone, []).append(read)
+    reads, together = [], set[dist.ProcessGroup]()
+    for group, members in by_group.items():
+        ranks = compat.resolve_group(group)
+        before = rounds(ranks)
+        facts = [_reading(bucket) for _, bucket, _ in members]
+        note = json.dumps([sorted(slots) for *_, slots in members])
+        first = min(bucket.origin for _, bucket, _ in members)
+        kept_as = [_reading(bucket, bucket.origin - first) for _, bucket, _ in members]
+        stated = Statement("the buckets that a graph reads", facts, note, kept_as=kept_as)
+        notes = plan.agreements.agree(group, stated)
+        for index, (position, _, slots) in enumerate(members):
+            union = frozenset(slot for other in notes for slot in json.loads(other)[index])
+            reads.append(Read(position, plan.labels[position], slots, union - slots))
+        if rounds(ranks) > before:
+            together.add(ranks)
+    one = next(iter(together)) if len(together) == len(by_group) == 1 else None
+    return AgreedReads(reads, one, alone=not together)
+
+
+def _reading(bucket: Bucket, place: int | None = None) -> str:
+    """A bucket, and how a graph reads it now. With `place`: any such bucket, by its place."""
+    modes = list(bucket.key.reading_code().extras)
+    if not torch.is_grad_enabled():
+        modes.append("no gradients")
+    text = str(bucket)
+    if place is not None:
+        holders = [f"{type(m).__module__}.{type(m).__qualname__}" for m in bucket.owner.modules]
+        text = f"bucket +{place} of {' '.join(holders)} of {bucket.content}"
+    return f"{text}, with {' and '.join(modes)}" if modes else text
+
+
+# -- around each call of the compiled code -------------------------------------------------------
+
+
+def telling_buckets(compiled: Callable[..., Any], reads: list[Read]) -> Callable[..., Any]:
+    """Wrap compiled code: the backward of each call tells the buckets which parameters it
+    differentiates."""
+    if not reads:
+        return compiled
+
+    def run(*args: Any) -> Any:
+        buckets = [(bucket_of(args[read.position]), read) for read in reads]
+        names = _other_names(buckets)
+        progress.next_names = names
+        updates = [bucket.updates() for bucket, _ in buckets]
+        note_readings(read_from.key for read_from, _ in buckets)
+        for read_from in dict.fromkeys(read_from for read_from, _ in buckets):
+            read_from.owner.await_updates()
+            read_from.gathered.renew()
+            read_from.gathered.note_graph()
+        outputs = compiled(*args)
+        if torch.is_grad_enabled():
+            nodes = {out.grad_fn for out in outputs if isinstance(out, Tensor)}
+            lent = [read_from.gradients.lend() for read_from, _ in buckets]
+            sync = [read_from.settings.sync for read_from, _ in buckets]
+            begin = functools.partial(_begin_backward, [], names, buckets, updates, lent, sync)
+            for node in nodes:
+                if node is not None:
+                    node.register_prehook(begin)
+        return outputs
+
+    return run
+
+
+@torch.compiler.disable  # compiled autograd would trace it
+def _begin_backward(
+    begun: list[bool],
+    names: dict[str, str],
+    buckets: list[tuple[Bucket, Read]],
+    updates: list[int],
+    lent: list[tuple[Tensor | None, Tensor | None]],
+    sync: list[bool],
+    grads: Any,
+) -> None:
+    """A node that gave a graph's outputs is about to be differentiated; only the first counts.
+
+    Args:
+        begun: not empty once the backward has begun.
+        names, buckets, updates, lent, sync: what the graph's forward read, by how it was then.
+        grads: of the node's outputs.
+    """
+    if begun:
+        return
+    begun.append(True)
+    compat.when_backward_ends(begun.clear)
+    flush_when_done([bucket for (bucket, _), syncs in zip(buckets, sync, strict=True) if syncs])
+    progress.next_names = names
+    for (bucket, read), before, taken, syncs in zip(buckets, updates, lent, sync, strict=True):
+        bucket.gradients.begin_backward(taken)
+        if bucket.updates() != before:  # a backward that saved the segment must fail
+            torch.autograd.graph.increment_version(bucket.segment)
+        bucket.gradients.note_used(read.slots, read.elsewhere, sync=syncs)
+
+
+def _other_names(buckets: list[tuple[Bucket, Read]]) -> dict[str, str]:
+    """Where equal blocks run one compiled graph: the names of its buckets by those in its code."""
+    if all(read.label == bucket.label for bucket, read in buckets):
+        return {}
+    now = distinct_labels({read.position: bucket for bucket, read in buckets})
+    return {read.label: now[read.position] for _, read in buckets}
