@@ -24,6 +24,7 @@ from shardc.runtime.checks.arguments import checked
 from shardc.runtime.checks.telling import warn
 from shardc.runtime.comm import collectives
 from shardc.runtime.groups.backends import backend_of
+from shardc.runtime.groups.devices import board_of
 from shardc.runtime.watch.agreement import Statement, agree
 
 
@@ -64,7 +65,7 @@ _PROBES = {
         (torch.float32, torch.bfloat16), 0, 1024, (4, 8, 128, 64), 2**18, 2**24,
         (2**14, 2**22, 2**24), 1,
     ),
-    "cuda": _Probes(
+    "accelerator": _Probes(
         (torch.float32, torch.bfloat16, torch.float16), 1, 4096, (2, 32, 2048, 64), 2**27, 2**29,
         (2**14, 2**26, 2**28), 10,
     ),
@@ -109,15 +110,16 @@ def calibrate(mesh: DeviceMesh, *, refresh: bool = False) -> Profile:
 
 def calibration_file(mesh: DeviceMesh) -> Path:
     """Where `calibrate(mesh)` keeps its figures: one file per device, backend and world size."""
-    group, on_gpu = mesh.get_group(), mesh.device_type == "cuda"
+    group = mesh.get_group()
     backend = backend_of(group, mesh.device_type)
-    name = f"{_device_key(on_gpu)}-{backend.name}-{group.size()}"
+    name = f"{_device_key(mesh.device_type)}-{backend.name}-{group.size()}"
     return calibration_folder() / f"{name.replace(' ', '_')}.json"
 
 
-def calibrations_kept(on_gpu: bool) -> list[Path]:
-    """The files that `calibrate` has written for this machine's GPU, or its CPU."""
-    return sorted(calibration_folder().glob(f"{_device_key(on_gpu).replace(' ', '_')}-*.json"))
+def calibrations_kept(device_type: str) -> list[Path]:
+    """The files that `calibrate` has written for this machine's devices of a type."""
+    key = _device_key(device_type).replace(" ", "_")
+    return sorted(calibration_folder().glob(f"{key}-*.json"))
 
 
 def is_calibration(path: Path) -> bool:
@@ -155,9 +157,15 @@ def _keep(figures: str, path: Path) -> None:
         )
 
 
-def _device_key(on_gpu: bool) -> str:
+def _device_key(device_type: str) -> str:
     """The device, and how many threads compute where it is the CPU."""
-    return f"{torch.cuda.get_device_name()}-1" if on_gpu else f"cpu-{torch.get_num_threads()}"
+    if device_type == "cpu":
+        return f"cpu-{torch.get_num_threads()}"
+    return f"{board_of(device_type) or device_type}-1"
+
+
+def _probes_for(device_type: str) -> _Probes:
+    return _PROBES["cpu" if device_type == "cpu" else "accelerator"]
 
 
 def _measure(mesh: DeviceMesh, device: torch.device) -> list[float]:
@@ -177,7 +185,7 @@ def _measure(mesh: DeviceMesh, device: torch.device) -> list[float]:
 
 def _probes(device: torch.device) -> list[Callable[[], object]]:
     """A matmul in each dtype, attention, GELU, a copy, a tiny op."""
-    sizes = _PROBES[device.type]
+    sizes = _probes_for(device.type)
     matmuls: list[Callable[[], object]] = []
     for dtype in sizes.dtypes:
         a, b = (torch.randn(sizes.matmul, sizes.matmul, device=device).to(dtype) for _ in range(2))
@@ -198,7 +206,7 @@ def _probes(device: torch.device) -> list[Callable[[], object]]:
 def _gathers(mesh: DeviceMesh, device: torch.device) -> list[Callable[[], object]]:
     """All-gathers by size."""
     world, group = mesh.size(), compat.group_name(mesh.get_group())
-    messages = _PROBES[device.type].messages
+    messages = _probes_for(device.type).messages
     segments = [torch.zeros(message // 4 // world, device=device) for message in messages]
     return [functools.partial(_gather, part, world, group) for part in segments]
 
@@ -209,7 +217,7 @@ def _gather(part: torch.Tensor, world: int, group: str) -> torch.Tensor:
 
 def _profile(name: str, figures: list[float], device_type: str, world: int) -> Profile:
     *matmuls, attention, gelu, copy, tiny, first, middle, last = figures
-    sizes, before = _PROBES[device_type], current_profile(device_type)
+    sizes, before = _probes_for(device_type), current_profile(device_type)
     rates = [2 * sizes.matmul**3 / seconds for seconds in matmuls]
     batch, heads, length, dim = sizes.attention
     attended = 4 * batch * heads * length**2 * dim / attention
@@ -246,15 +254,15 @@ def _time(
     call: Callable[[], object], device: torch.device, taken: list[float], enough: float
 ) -> None:
     """Add the seconds of a call, a few times in a row: the first finds the caches cold."""
-    calls = _PROBES[device.type].calls
+    calls = _probes_for(device.type).calls
     for _ in range(_IN_A_ROW):
         if sum(taken) >= enough:
             return
         start = time.perf_counter()
         for _ in range(calls):
             call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
         taken.append((time.perf_counter() - start) / calls)
 
 

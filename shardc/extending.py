@@ -7,10 +7,12 @@ from shardc.passes.estimate.cost import collective_seconds
 from shardc.passes.estimate.hardware import PROFILES, Link, Profile
 from shardc.passes.runner import run_passes
 from shardc.runtime.groups.backends import CommBackend, register_backend
+from shardc.runtime.groups.devices import DeviceType, register_device
 
 __all__ = [
     "PROFILES",
     "CommBackend",
+    "DeviceType",
     "Link",
     "PassContext",
     "Profile",
@@ -18,5 +20,6 @@ __all__ = [
     "contract",
     "pipeline",
     "register_backend",
+    "register_device",
     "run_passes",
 ]

@@ -1,8 +1,11 @@
-"""What docs/contributing.md walks through, from outside of the package: a pass, a hardware profile
-and a backend of collectives of this file's own."""
+"""What docs/contributing.md walks through, from outside of the package: a pass, a hardware profile,
+a type of device and a backend of collectives of this file's own."""
 
 import collections
 import functools
+import re
+import subprocess
+import sys
 from dataclasses import astuple, replace
 from datetime import timedelta
 from unittest import mock
@@ -133,6 +136,73 @@ def test_a_profile_of_ones_own():
     assert seconds[0] < 1.0 < seconds[1]
     with pytest.raises(ValueError, match="unknown profile 'raspberry'"):
         shardc.get_profile("raspberry")
+
+
+# -- a type of device ------------------------------------------------------------------------------
+
+DEVICE = """
+import dataclasses
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import backend_registration
+import shardc
+from shardc.backend.compile import compile_graph
+from shardc.backend.executor import shapes_only
+from shardc.backend.fake_ranks import give_fakes, sharded_copy
+from shardc.backend.graph_plan import graph_plans
+from shardc.backend.options import Options
+from shardc.extending import PROFILES, CommBackend, DeviceType, register_backend, register_device
+from shardc.runtime import compat
+
+backend_registration._setup_privateuseone_for_python_backend("npu")
+dist.Backend.backend_capability["fake"].append("npu")
+dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+mesh = init_device_mesh("npu", (4,))
+model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+def refused(call):
+    try:
+        call()
+    except NotImplementedError as error:
+        print(error)
+
+refused(lambda: shardc.fully_shard(model, mesh=mesh))
+print([type(p) is nn.Parameter for p in model.parameters()])
+PROFILES["npu"] = dataclasses.replace(PROFILES["cpu"], name="npu", board="npu")
+register_backend(CommBackend("fake", averages=True))
+register_device(DeviceType("npu", backend="fake", profile="npu"))
+sharded = sharded_copy(model, mesh, {})
+refused(sharded.set_symm_mem_for_comm)
+refused(lambda: shardc.precompile(model, torch.empty(8, 64), mesh=mesh))
+
+def planned(gm, inputs, **ignored):
+    return compile_graph(gm, inputs, Options(executor="eager"), run=shapes_only)
+
+with compat.fake_tensors("npu") as fake, compat.compiling_backward_at_once():
+    give_fakes(sharded, fake)
+    print(torch.compile(sharded, backend=planned)(fake(torch.empty(8, 64))).device.type)
+for plan in graph_plans:
+    (sent,) = plan.collectives
+    print(plan.phase, "planned for", plan.profile.name + ":", sent.split(" of ")[0])
+"""
+"""Plans a step on torch's stand-in for other types of devices, whose tensors have shapes only."""
+
+
+def test_a_type_of_device_of_ones_own():
+    ran = subprocess.run([sys.executable, "-c", DEVICE], capture_output=True, text=True)
+    unknown, whole, symmetric, ahead, *rest = ran.stdout.splitlines() or [ran.stderr]
+    assert re.search("types 'cpu' and 'cuda', got 'npu': describe it to .*register_device", unknown)
+    assert whole == str([True] * 4)
+    assert re.search("symmetric memory for 'cuda' devices only, .* over 'npu'", symmetric)
+    assert re.search("precompile compiles for 'cpu' and 'cuda', not for 'npu'", ahead)
+    assert rest == [
+        "npu",
+        "forward planned for npu: Sequential: all_gather_into_tensor",
+        "backward planned for npu: Sequential: reduce_scatter_tensor",
+    ], ran.stderr
 
 
 # -- a backend of collectives ----------------------------------------------------------------------

@@ -20,6 +20,7 @@ import torch
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Must, checked, shown
 from shardc.runtime.checks.values import read_amount
+from shardc.runtime.groups.devices import board_of, device_named
 
 
 @dataclass(frozen=True)
@@ -177,14 +178,16 @@ def as_profile(profile: Profile | str) -> Profile:
 
 
 def current_profile(device_type: str) -> Profile:
-    """The profile that `set_profile` or `calibrate` set, else the profile of this device."""
+    """The profile that `set_profile` or `calibrate` set, else the profile of this device.
+
+    Raises:
+        NotImplementedError: nothing is known of such devices.
+    """
     if _chosen:
         return _chosen[0]
-    if device_type != "cuda":
-        return PROFILES["cpu"]
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    known = (profile for profile in PROFILES.values() if profile.board and profile.board in name)
-    return next(known, PROFILES["h100-nvlink"])
+    device, board = device_named(device_type), board_of(device_type)
+    known = (profile for profile in PROFILES.values() if profile.board and profile.board in board)
+    return next(known, None) or get_profile(device.profile)
 
 
 def workspace_bytes(profile: Profile) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from shardc.runtime import compat
+from shardc.runtime.groups.devices import device_named
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def register_backend(backend: CommBackend) -> None:
 def fake_group_as_on(device_type: str) -> Iterator[None]:
     """Inside, torch's fake process group counts as one of the backend that such devices have."""
     before = BACKENDS.get("fake")
-    BACKENDS["fake"] = replace(_GLOO if device_type == "cpu" else _NCCL, name="fake")
+    name = device_named(device_type).backend
+    BACKENDS["fake"] = replace(BACKENDS.get(name, CommBackend(name)), name="fake")
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, Must, Positive, check_value, checked, shown
 from shardc.runtime.checks.telling import warn
 from shardc.runtime.comm.reduce_functions import leave_out_gather, leave_out_reduce
+from shardc.runtime.groups.devices import DEVICES, device_named
 from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.unit.settings import Communicator
 from shardc.runtime.unit.unit import Unit
@@ -251,14 +252,15 @@ class Controls:
 
         Raises:
             ValueError: another backend, or a custom all-gather or reduce-scatter is set.
-            NotImplementedError: the mesh is not of CUDA devices.
+            NotImplementedError: torch has no symmetric memory for the mesh's devices.
         """
-        buckets = [bucket for unit in _own_units(self, recurse) for bucket in unit.buckets]
-        for bucket in buckets:
-            if bucket.device.type != "cuda":
+        for unit in _own_units(self, recurse):
+            if not device_named(unit.device.type).has_symmetric_memory:
+                known = (f"'{each.name}'" for each in DEVICES.values() if each.has_symmetric_memory)
                 raise NotImplementedError(
-                    f"set_symm_mem_for_comm: torch has symmetric memory for 'cuda' devices only, "
-                    f"and {bucket.label or 'the root'} is sharded over '{bucket.device.type}'"
+                    "set_symm_mem_for_comm: torch has symmetric memory for "
+                    f"{' and '.join(known)} devices only, and {unit.name or 'the root'} is sharded "
+                    f"over '{unit.device.type}'"
                 )
         self._change_allocator(recurse, memory="symmetric")
         compat.use_symmetric_memory(backend)

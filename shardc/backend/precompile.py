@@ -22,6 +22,7 @@ from shardc.backend.options import Options
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, checked
 from shardc.runtime.groups.backends import fake_group_as_on
+from shardc.runtime.groups.devices import DEVICES, device_named
 from shardc.runtime.tensor.extension import extends_gather
 from shardc.runtime.unit.precision import map_tensors
 from shardc.sharding.units import units_of
@@ -87,12 +88,19 @@ def precompile(
         ValueError: bad arguments, what `fully_shard` refuses, a real process group, or parameters
             of a subclass that says what is gathered of it.
         RuntimeError: the model cannot be compiled.
+        NotImplementedError: the mesh is of another type of device than those.
     """
     parsed = Options.parse(options)
     sizes = sizes_of("precompile", model, world_size, mesh, sharding)
     _check_kept(model)
     compat.forget_compiled()
     device = _device_type(device_type, model, mesh)
+    if not device_named(device).compiles_ahead:
+        known = " and ".join(f"'{each.name}'" for each in DEVICES.values() if each.compiles_ahead)
+        raise NotImplementedError(
+            f"precompile compiles for {known}, not for '{device}': leave it to the job's first "
+            "start, where one rank compiles for all"
+        )
     with fake_ranks(sizes, device_type=device) as made, fake_group_as_on(device):
         progress("sharding")
         sharded = sharded_copy(model, mesh if made is None else made, sharding)

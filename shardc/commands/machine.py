@@ -155,7 +155,7 @@ def check_gather(backend: str, world_size: int, timeout: float) -> Finding:
 def check_calibration(timeout: float) -> Finding:
     """Check which calibrations of this machine are kept."""
     folder = calibration_folder()
-    kept = calibrations_kept(on_gpu=torch.cuda.is_available())
+    kept = calibrations_kept("cuda" if torch.cuda.is_available() else "cpu")
     damaged = [path for path in kept if not is_calibration(path)]
     if damaged:
         return Finding("broken", f"{damaged[0]} cannot be read", "delete it, or calibrate anew")

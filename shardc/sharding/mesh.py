@@ -12,6 +12,7 @@ from shardc.runtime.checks.arguments import Count, Must, checked
 from shardc.runtime.checks.words import plural
 from shardc.runtime.groups.backends import backend_of
 from shardc.runtime.groups.communicators import kept_with
+from shardc.runtime.groups.devices import device_named
 from shardc.runtime.groups.hierarchy import hierarchical_group
 from shardc.runtime.tensor.tensor_parallel import Spmd
 
@@ -52,13 +53,7 @@ def data_parallel_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
             "fully_shard takes a mesh of one dim (shard) or two (replicate, shard), got a "
             f"{mesh.ndim}-D mesh of shape {tuple(mesh.shape)}"
         )
-    accelerator = torch.accelerator.current_accelerator()
-    known = dict.fromkeys(["cpu", "cuda", *([accelerator.type] if accelerator else [])])
-    if mesh.device_type not in known:
-        raise NotImplementedError(
-            f"shardc runs on meshes of {' and '.join(map(repr, known))} here, got one of "
-            f"'{mesh.device_type}'"
-        )
+    device_named(mesh.device_type)
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
     for group in mesh.get_all_groups():
