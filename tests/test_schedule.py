@@ -363,6 +363,10 @@ def test_hints_groups_and_buffers(mesh):
     groups = {bucket.key.code.reduction.group for bucket in buckets}
     assert len(groups) == 1 and None not in groups
     sharded.set_separate_reduce_scatter_group(False)
+    code = first._shardc_unit.buckets[0].key.code
+    assert code.reduction.group == compat.group_name(mesh.get_group()) != code.group
+    check_parity(plain, sharded, step, _batch, mesh, steps=1)
+    sharded.set_separate_all_gather_group(False)
     assert first._shardc_unit.buckets[0].key.code.reduction.group is None
     shardc.share_comm_ctx([first, second])
     for call in (first.set_modules_to_forward_prefetch, shardc.share_comm_ctx):

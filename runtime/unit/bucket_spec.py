@@ -24,7 +24,8 @@ class Groups:
     """The names of the groups that a bucket communicates in.
 
     Attributes:
-        gather, reduce: for gathers; for reductions, if that is not the mesh's own.
+        gather: the group of gathers.
+        reduce: the group of reductions, where that is another.
         recut: (ranks, group) among which the backward gathers, where not among all.
         gather_steps, reduce_steps: the same two where there are two steps.
         mean_op: "avg" where reductions average by themselves, else "sum".
@@ -61,7 +62,7 @@ def groups_for(bucket: "Bucket") -> Groups:
     mean_op = "avg" if backend_of(shared, bucket.device.type).averages else "sum"
     return Groups(
         gather=own.get("gather", shared),
-        reduce=own.get("reduce"),
+        reduce=own.get("reduce", shared if "gather" in own else None),
         recut=part,
         gather_steps=gather_steps,
         reduce_steps=reduce_steps,
