@@ -27,6 +27,7 @@ from shardc.passes.rewrite.write_gradients import write_gradients
 from shardc.passes.schedule.coalesce import coalesce
 from shardc.passes.schedule.events import read_events, read_problem
 from shardc.passes.schedule.schedule import schedule
+from shardc.runtime import compat
 from shardc.runtime.layout.spec import Moved, UnshardSpec, intern_spec
 from shardc.sharding import unit_plan
 
