@@ -4,8 +4,8 @@ from shardc import fully_shard
 fully_shard(model, units="auto")
 model.compile(backend="shardc")
 
-A name is imported from its module when it is first used: training needs no reports, reports no
-state dicts.
+Each name is imported from its module at its first use: training needs no reports, and reports need
+no state dicts.
 """
 
 from importlib import import_module

@@ -1,8 +1,8 @@
 """`calibrate`: measure this device and the group's links once, for the cost model.
 
-The figures of all ranks are compared through the store and the slowest count, so every rank plans
-with the same profile. It is kept in a file per device, world size and backend, which is used only
-where every rank finds the same one.
+Ranks compare their figures through the store, and the slowest figures count, so every rank plans
+with the same profile. A file per device, world size and backend keeps the figures. The file is used
+only where every rank finds the same figures.
 """
 
 import functools
@@ -33,16 +33,18 @@ class _Probes:
     """The probes of a kind of device.
 
     Attributes:
-        dtypes: of matmuls; attention is measured in the one at `attends`, and compared with it.
-        matmul: rows and columns of its matrices.
+        dtypes: the dtypes of the matmuls.
+        attends: the place in `dtypes` of attention's dtype; attention is compared with its matmul.
+        matmul: rows and columns of the matrices of a matmul.
         attention: (batch, heads, length, head dim), causal.
         angles: elements whose GELU is measured. (`torch.tanh` itself comes from a vector library
-            that no fused kernel uses.) On a CPU they stay in a cache; on a GPU the time beyond that
-            of a copy counts.
-        copied: bytes: what a kernel of a step touches on a CPU; past the caches of a GPU.
-        messages: bytes of the buckets gathered: the first shows the fixed cost, the others the
+            that no fused kernel uses.) On a CPU the elements stay in a cache; on a GPU the time
+            beyond the time of a copy counts.
+        copied: bytes of a copy: on a CPU, as many as a kernel of a step touches; on a GPU, more
+            than the caches hold.
+        messages: bytes of the gathered buckets: the first shows the fixed cost, the others the
             bandwidth.
-        calls: before the host waits for them, which takes a GPU as long as a small kernel.
+        calls: calls before the host waits; on a GPU, a wait takes as long as a small kernel.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -56,7 +58,7 @@ class _Probes:
 
     @property
     def count(self) -> int:
-        """How many figures there are."""
+        """The number of figures."""
         return len(self.dtypes) + 4 + len(self.messages)
 
 
@@ -72,7 +74,7 @@ _PROBES = {
 }  # fmt: skip
 _ROUNDS, _IN_A_ROW = 5, 3
 _ENOUGH = 1.0
-"""Seconds: what took as long in all is not measured again. A matmul in a dtype for which a CPU has
+"""Seconds in all after which a probe is not measured again. A matmul in a dtype for which a CPU has
 no instructions takes seconds."""
 
 
@@ -80,15 +82,15 @@ no instructions takes seconds."""
 def calibrate(mesh: DeviceMesh, *, refresh: bool = False) -> Profile:
     """Measure matmuls, copies and all-gathers on `mesh`, and plan with the result from now on.
 
-    Call it on every rank of `mesh`, before `fully_shard`. It takes about a second where nothing
-    is kept from an earlier call.
+    Call it on every rank of `mesh`, before `fully_shard`. It takes about a second where no
+    earlier call has kept its figures.
 
     Args:
         mesh: a 1-D mesh.
-        refresh: measure also where an earlier result is kept.
+        refresh: measure even if an earlier call has kept its figures.
 
     Returns:
-        The profile, equal on all ranks. Where its figures cannot be kept, there is a warning.
+        The profile, equal on all ranks. A warning tells where its figures cannot be kept.
     """
     group, device = mesh.get_group(), torch.device(mesh.device_type)
     path = calibration_file(mesh)
@@ -109,7 +111,7 @@ def calibrate(mesh: DeviceMesh, *, refresh: bool = False) -> Profile:
 
 
 def calibration_file(mesh: DeviceMesh) -> Path:
-    """Where `calibrate(mesh)` keeps its figures: one file per device, backend and world size."""
+    """The file of the figures of `calibrate(mesh)`: one per device, backend and world size."""
     group = mesh.get_group()
     backend = backend_of(group, mesh.device_type)
     name = f"{_device_key(mesh.device_type)}-{backend.name}-{group.size()}"
@@ -123,12 +125,12 @@ def calibrations_kept(device_type: str) -> list[Path]:
 
 
 def is_calibration(path: Path) -> bool:
-    """Whether the file is there and holds what `calibrate` writes."""
+    """Whether the file exists and holds figures of `calibrate`."""
     return bool(_read(path))
 
 
 def _read(path: Path) -> str:
-    """The text of a file; "" where it is not one that `calibrate` writes, seconds of each probe."""
+    """The text of a file of `calibrate`, the seconds of each probe; "" for any other file."""
     try:
         text = path.read_text()
         figures = json.loads(text)
@@ -144,7 +146,7 @@ def _is_seconds(figure: object) -> bool:
 
 
 def _keep(figures: str, path: Path) -> None:
-    """Write the file, at once for who reads it; where that fails, a warning."""
+    """Write the file atomically; warn where it cannot be written."""
     new = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +160,7 @@ def _keep(figures: str, path: Path) -> None:
 
 
 def _device_key(device_type: str) -> str:
-    """The device, and how many threads compute where it is the CPU."""
+    """The name of the device, with the number of threads where it is the CPU."""
     if device_type == "cpu":
         return f"cpu-{torch.get_num_threads()}"
     return f"{board_of(device_type) or device_type}-1"
@@ -171,9 +173,9 @@ def _probes_for(device_type: str) -> _Probes:
 def _measure(mesh: DeviceMesh, device: torch.device) -> list[float]:
     """Seconds of each probe: the least of several rounds.
 
-    Rounds are spread over the time that all of it takes, because what others do on a shared machine
-    comes in bursts, and is no property of the machine. What the ranks do together, all of them do
-    equally often.
+    A round runs all probes, so the rounds of a probe are spread over the whole time: the load of
+    others on a shared machine comes in bursts, and is no property of the machine. All ranks run the
+    probes with collectives equally often.
     """
     alone, together = _probes(device), _gathers(mesh, device)
     times: list[list[float]] = [[] for _ in (*alone, *together)]
@@ -204,7 +206,7 @@ def _probes(device: torch.device) -> list[Callable[[], object]]:
 
 
 def _gathers(mesh: DeviceMesh, device: torch.device) -> list[Callable[[], object]]:
-    """All-gathers by size."""
+    """All-gathers, one for each size of message."""
     world, group = mesh.size(), compat.group_name(mesh.get_group())
     messages = _probes_for(device.type).messages
     segments = [torch.zeros(message // 4 // world, device=device) for message in messages]
@@ -253,7 +255,7 @@ def _profile(name: str, figures: list[float], device_type: str, world: int) -> P
 def _time(
     call: Callable[[], object], device: torch.device, taken: list[float], enough: float
 ) -> None:
-    """Add the seconds of a call, a few times in a row: the first finds the caches cold."""
+    """Add the seconds of a few calls in a row, up to `enough`: the first finds cold caches."""
     calls = _probes_for(device.type).calls
     for _ in range(_IN_A_ROW):
         if sum(taken) >= enough:
@@ -267,5 +269,5 @@ def _time(
 
 
 def calibration_folder() -> Path:
-    """Where calibrations are kept."""
+    """The folder of the files of calibrations."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "shardc"

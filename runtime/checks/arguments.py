@@ -1,11 +1,11 @@
-"""Arguments, options and settings checked against their annotations, before anything is done.
+"""Checks of arguments, options and settings against their annotations, before anything is done.
 
 A signature is the table: types, choices (`Literal`) and, through `Annotated[T, Must(...)]`, ranges
-and words of its own. One function reads it for setters, public functions and dataclasses, so that
-every refusal names the argument, the value and what would do. A number or a flag of numpy counts
-as one of Python. pydantic and beartype do the same for ten times the import time, and their errors
-speak of hints and validators; what an iterable or a mapping holds is left to the code that reads
-it.
+and words of its own. One function reads a signature for setters, public functions and dataclasses,
+so that every refusal names the argument, the value and the allowed values. A number or a flag of
+numpy counts as one of Python. pydantic and beartype do the same for ten times the import time, and
+their errors speak of hints and validators. The items of an iterable or a mapping are left to the
+code that reads them.
 """
 
 import functools
@@ -28,11 +28,11 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Must:
-    """Beside a type in `Annotated`: what else holds for a value, and how an error says so.
+    """A condition beside a type in `Annotated`, and its words for an error.
 
     Attributes:
-        be: what the value must be, in words.
-        test: whether a value of the type will do.
+        be: the condition, in words that follow "must be".
+        test: whether a value of the type is allowed.
     """
 
     be: str
@@ -52,7 +52,7 @@ Dtype = Annotated[
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate `function` to have its arguments checked against its annotations at each call."""
+    """Decorate `function`: each call checks the arguments against the annotations."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -70,10 +70,12 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 def check_arguments(
     function: Callable[..., object], given: Mapping[str, object], only: Iterable[str] = ()
 ) -> None:
-    """Raise for those of `given`, or of them `only` some, that `function` does not take.
+    """Raise for arguments in `given` that do not fit the annotations of `function`.
+
+    With `only`, the check is for these names.
 
     Raises:
-        TypeError, ValueError: as `check_value`.
+        TypeError, ValueError: as in `check_value`.
     """
     hints = hints_of(function)
     for name in only or given:
@@ -83,16 +85,16 @@ def check_arguments(
 
 @functools.cache
 def hints_of(annotated: Callable[..., object]) -> dict[str, object]:
-    """The annotations of a function or class, with what `Annotated` adds."""
+    """The annotations of a function or class, with the conditions in `Annotated`."""
     return typing.get_type_hints(annotated, include_extras=True)
 
 
 def check_value(name: str, value: object, hint: object) -> None:
-    """Raise unless `value` is what `hint` says.
+    """Raise unless `value` fits `hint`.
 
     Raises:
-        TypeError: it is of another type.
-        ValueError: it is of the type, and out of range or no choice.
+        TypeError: the value is of another type.
+        ValueError: the value is of the type, but out of range or no choice.
     """
     if not _fits(value, hint):
         kind = ValueError if _fits(value, hint, any_value=True) else TypeError
@@ -100,7 +102,7 @@ def check_value(name: str, value: object, hint: object) -> None:
 
 
 def _fits(value: object, hint: object, any_value: bool = False) -> bool:
-    """Whether `value` is what `hint` says; with `any_value`, of its type at least."""
+    """Whether `value` fits `hint`; with `any_value`, whether it fits the type of `hint`."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         musts = [] if any_value else [part for part in parts[1:] if isinstance(part, Must)]
@@ -162,7 +164,7 @@ def _each_in_words(hint: object) -> list[str]:
 
 
 def shown(value: object) -> str:
-    """`value` in a few words: tensors and modules by class, others as they print."""
+    """`value` in a few words: tensors and modules by class, other values as they print."""
     if isinstance(value, Tensor):
         return f"a {type(value).__name__} of shape {tuple(value.shape)}"
     if isinstance(value, nn.Module):

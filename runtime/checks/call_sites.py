@@ -1,4 +1,4 @@
-"""Where in the user's program a thread is: the call that led into torch, shardc or Python's own."""
+"""The place of a thread in the user's program: the call into torch, shardc or Python's library."""
 
 import os
 import sys
@@ -13,11 +13,11 @@ _WRAPPERS = {"wrapper", "decorate_context", "inner", "run", "call", "fn"}
 
 
 def place_in(frame: FrameType | None) -> tuple[str, str]:
-    """The function of a library that the user's code called, and from where.
+    """The function of a library that the user's code called, and the place of the call.
 
-    "train.py:12", or "train.py:12, through net.py:30" where that is a line of a module's forward,
-    which "train.py:12" called. Code of installed packages is named only where no other code is
-    found. Either is "" where it cannot be told.
+    The place is "train.py:12", or "train.py:12, through net.py:30" where net.py:30 is in a module's
+    forward, which train.py:12 called. Code of installed packages is named only where no other code
+    is found. The function or the place is "" where it is unknown.
     """
     called = ""
     while frame is not None and is_library(frame):
@@ -34,7 +34,7 @@ def _place_of(frame: FrameType | None) -> str:
     innermost, first, script = frame, None, None
     while frame is not None:
         if compat.is_module_call(frame):
-            script = None  # the user's code was a forward: who called it?
+            script = None  # the user's code was a forward: go on to its caller
         elif not (is_library(frame) or _is_installed(frame)):
             first, script = first or frame, script or frame
         frame = frame.f_back
@@ -54,9 +54,9 @@ def call_of_user() -> str:
 
 
 def place_of_thread(thread: int) -> str:
-    """From where a thread called into a library ("train.py:12"), or "".
+    """The place where a thread called into a library ("train.py:12"), or "".
 
-    A thread of autograd's, which the user's code did not start, is where the main thread is.
+    For a thread of autograd, which the user's code did not start, the place is the main thread's.
     """
     main = threading.main_thread().ident or 0
     return place_in(_frame_of(thread))[1] or place_in(_frame_of(main))[1]
@@ -65,7 +65,7 @@ def place_of_thread(thread: int) -> str:
 def own_collective_of(thread: int) -> str:
     """The collective of the program's own that a thread is in ("barrier at train.py:12"), or "".
 
-    One of torch.distributed that blocks, called by code that is not shardc's.
+    Only blocking collectives of torch.distributed count, called by code outside shardc.
     """
     return _own_collective_in(_frame_of(thread))
 
@@ -73,8 +73,8 @@ def own_collective_of(thread: int) -> str:
 def _frame_of(thread: int) -> FrameType | None:
     """The innermost frame of a thread.
 
-    A caller hands it on at once: a frame of this thread that its own function kept in a variable
-    would keep itself, and with it what all functions that called it hold.
+    A caller passes the frame on at once. A function that kept a frame of its own thread in a
+    variable would make a reference cycle, which holds the variables of all its callers.
     """
     return sys._current_frames().get(thread)
 

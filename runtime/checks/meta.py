@@ -1,7 +1,7 @@
-"""Models built on the meta device: what still has no values, and the error that names it.
+"""Models built on the meta device: states that have no values yet, and the error that names them.
 
-A sharded module looks for it before a forward only while its unit says that something may be on
-meta, so that a model with values pays for one flag.
+A sharded module looks for such states before a forward only while a flag of its unit says that some
+may be on meta, so a model with values pays for the flag only.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def states_on_meta(module: nn.Module) -> list[str]:
-    """The names of the parameters and buffers below `module` that are on meta, ignored ones not."""
+    """The names of parameters and buffers below `module` that are on meta and not ignored."""
     units = [vars(m)["_shardc_unit"] for m in module.modules() if is_unit(m)]
     ignored = {id(param) for unit in units for param in unit.ignored}
     skipped = {id(m) for unit in units for m in unit.skipped}
@@ -35,26 +35,26 @@ def states_on_meta(module: nn.Module) -> list[str]:
 
 
 def require_values(module: nn.Module) -> None:
-    """Raise unless all below the sharded `module` has left the meta device.
+    """Raise unless all states below the sharded `module` have left the meta device.
 
     Raises:
-        RuntimeError: names what has not.
+        RuntimeError: names the states that have not.
     """
     names = states_on_meta(module)
     if names:
         refuse_meta(names)
     units = [vars(child)["_shardc_unit"] for child in module.modules() if is_unit(child)]
-    if not torch.compiler.is_compiling():  # the backend looks there
+    if not torch.compiler.is_compiling():  # else the backend checks
         check_start(units)
     for unit in units:
         unit.on_meta = False
 
 
 def note_loaded(module: nn.Module, incompatible: object) -> None:
-    """Look again for what is on meta below a sharded `module`, after `load_state_dict`.
+    """Look again for states on meta below a sharded `module`, after `load_state_dict`.
 
-    `assign=True` gives values. A forward would notice, too, but Dynamo guards on what it traces
-    there, and would compile the next one anew.
+    `assign=True` gives values. A forward would notice, too, but Dynamo guards on the code that it
+    traces there, and would compile the next forward anew.
     """
     unit = vars(module)["_shardc_unit"]
     if unit.on_meta:

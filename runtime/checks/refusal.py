@@ -1,7 +1,7 @@
-"""Where a refused op was called from, and the way out that fits there.
+"""The caller of a refused op, and the way out that fits the caller.
 
-The stack says who asked: a library that works on whole tensors needs other advice than a line of
-the user's. Frames of shardc and of torch's plumbing are passed over.
+The stack names the caller: a library that works on whole tensors needs other advice than a line of
+the user's program. Frames of shardc and of torch's plumbing are passed over.
 """
 
 import sys
@@ -28,7 +28,7 @@ _WAYS_OUT = (
     ("", "Call .full_tensor() (on every rank) and work on the result; a parameter reads as the "
         "full tensor inside its module's forward and after the unit's unshard()"),
 )  # fmt: skip
-"""(who asked, by the module's name; what to do): the first that is on the stack counts."""
+"""(the caller, by the module's name; advice): the first caller that is on the stack counts."""
 
 _INTEGRATIONS = {
     "transformers.trainer": "shardc.integrations.transformers.ShardcTrainer, or its mixin for "
@@ -38,10 +38,10 @@ _INTEGRATIONS = {
     "lightning.fabric": "shardc.integrations.lightning.FabricStrategy trains sharded models",
     "lightning.pytorch": "shardc.integrations.lightning.TrainerStrategy trains sharded models",
 }  # fmt: skip
-"""Libraries that wrap and save what they are given, and what to give it to instead."""
+"""Libraries that wrap and save the models they are given; the integrations to use instead."""
 
 _GATHERED_FOR = ("torch.optim", "torch.nn.utils.convert_parameters", "torch.nn.utils.clip_grad")
-"""Libraries among these that can work on gathered values."""
+"""Libraries of `_WAYS_OUT` that can work on gathered values."""
 
 _PLUMBING = (
     "shardc.", "contextlib", "torch._", "torch.autograd.", "torch.functional",
@@ -50,7 +50,7 @@ _PLUMBING = (
 
 
 class _Call(NamedTuple):
-    """A frame of the stack, without a hold on what is in it."""
+    """A frame of the stack, without a reference to its variables."""
 
     module: str
     function: str
@@ -58,12 +58,12 @@ class _Call(NamedTuple):
 
 
 def caller_and_way_out() -> tuple[str, str]:
-    """Who called the op that is refused now, in words, and what they can do instead."""
+    """The caller of the op that is refused now, in words, and the way out for the caller."""
     calls = _calls()
     asker, way_out = next(
         row for row in _WAYS_OUT if any(call.module.startswith(row[0]) for call in calls)
     )
-    if asker and asker != "torch.optim":  # whose loop it is does not matter to an optimizer
+    if asker and asker != "torch.optim":  # advice on an optimizer holds in every loop
         way_out = _integration() or way_out
     shown = [call for call in calls if not call.module.startswith(_PLUMBING)]
     if not shown:
@@ -77,8 +77,8 @@ def caller_and_way_out() -> tuple[str, str]:
 def refuse_split_backward() -> None:
     """Raise for a pipeline that asks a parameter where its gradient comes from.
 
-    Its schedule splits backwards in two, and looks in the stage's graph for parameters, which are
-    not there: it would lose their gradients.
+    The schedule of such a pipeline splits backwards in two, and looks for parameters in the graph
+    of a stage. Sharded parameters are not in that graph: the schedule would lose their gradients.
     """
     if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.pipelining._backward":
         raise RuntimeError(
@@ -88,12 +88,12 @@ def refuse_split_backward() -> None:
 
 
 def is_called_by(library: str) -> bool:
-    """Whether the caller of the function that asks is code of `library`."""
+    """Whether code of `library` called the function that asks."""
     return str(sys._getframe(2).f_globals.get("__name__")).startswith(library)
 
 
 def is_called_by_autograd() -> bool:
-    """Whether no code but autograd's, which adds up gradients in a backward, calls into shardc."""
+    """Whether autograd itself calls into shardc, to add up gradients in a backward."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("shardc."):
         frame = frame.f_back
@@ -101,8 +101,7 @@ def is_called_by_autograd() -> bool:
 
 
 def _integration() -> str | None:
-    """The integration to use in place of the outermost library whose loop runs, if shardc has
-    one."""
+    """The integration that replaces the outermost library whose loop runs; None without one."""
     frame: FrameType | None = sys._getframe(1)
     found: str | None = None
     while frame is not None:
@@ -113,8 +112,10 @@ def _integration() -> str | None:
 
 
 def is_refused_to_caller() -> bool:
-    """Whether a library asks that would go wrong with whole values, as it works on storages, sends
-    them to other ranks or keeps them in place of the parameter.
+    """Whether the caller is a library that would go wrong with whole values.
+
+    Such a library works on storages, sends the values to other ranks or keeps them in place of the
+    parameter.
     """
     askers = tuple(asker for asker, _ in _WAYS_OUT if asker)
     return any(
@@ -124,7 +125,7 @@ def is_refused_to_caller() -> bool:
 
 
 def _calls() -> list[_Call]:
-    """The stack from the innermost frame, up to the first that is no library's."""
+    """The stack from the innermost frame, up to the first frame outside the libraries."""
     libraries = (*_PLUMBING, "torch.", *(asker for asker, _ in _WAYS_OUT if asker))
     calls: list[_Call] = []
     frame = sys._getframe(1)

@@ -1,7 +1,7 @@
-"""Models that ranks did not begin alike: an error or a warning where they are used so.
+"""Models with different first values on the ranks: an error or a warning where they are used.
 
-`fully_shard` notes on a unit what the ranks had. A model whose values are loaded or written
-afterwards is not looked at: each bucket knows whether it was written since.
+`fully_shard` notes on a unit how the first values of the ranks differ. A model with values that
+were loaded or written afterwards is not checked: each bucket knows whether it was written since.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from typing import Protocol
 from shardc.runtime.checks.telling import is_first_to_tell, warn
 
 _told: list[str] = []
-"""The parameter that a warning named; there is one a process."""
+"""The parameter that the warning named; a process warns once."""
 
 
 class StartedUnit(Protocol):
@@ -22,18 +22,18 @@ class StartedUnit(Protocol):
 
     @property
     def lacks_values(self) -> bool:
-        """Whether it was on meta on some ranks only, and was not written since."""
+        """Whether the unit was on meta on some ranks only, and was not written since."""
 
     @property
     def is_as_sharded(self) -> bool:
-        """Whether its values are those that the ranks had at first."""
+        """Whether a bucket of the unit has the values that the ranks had at first."""
 
 
 def check_start(units: Iterable[StartedUnit]) -> None:
-    """Raise for units that have values on some ranks only; warn once of those that differ.
+    """Raise for units that have values on some ranks only; warn once of units that differ.
 
     Raises:
-        RuntimeError: names the unit, and how it gets values.
+        RuntimeError: names the unit, and the ways to give it values.
     """
     for unit in sorted(units, key=lambda unit: unit.number):
         if unit.lacks_values:

@@ -3,7 +3,7 @@
 import re
 
 MAX_WORLD = 16384
-"""Ranks that can be planned for."""
+"""The largest number of ranks that can be planned for."""
 HARDWARE = (
     "a100-ib",
     "a100-nvlink",
@@ -23,11 +23,11 @@ def read_amount(text: str) -> tuple[float, int | None] | None:
     """A number and its unit.
 
     Args:
-        text: such as "70GB", "16GiB", "1000" or "0.9".
+        text: an amount such as "70GB", "16GiB" or "1000", or a share such as "0.9".
 
     Returns:
-        The number, and the bytes of its unit, None for a share (at most 1, with a point and no
-        unit); None where the text is neither.
+        The number and the bytes of its unit, or the number and None for a share (at most 1, with a
+        point and no unit); None where the text is neither.
     """
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*)\s*([a-z]*)\s*", text.lower())
     if not match or match[2] not in _UNITS or not float(match[1]):

@@ -28,9 +28,9 @@ def plural(count: int, noun: str, several: str = "") -> str:
     """A count of things: "1 copy", "1,024 copies".
 
     Args:
-        count: how many.
-        noun: what one of them is called.
-        several: what several are called; default: the noun with an s.
+        count: the number of things.
+        noun: the word for one thing.
+        several: the word for several things; default: the noun with an s.
     """
     return f"{count:,} {noun if count == 1 else several or noun + 's'}"
 
@@ -41,8 +41,11 @@ def listed(names: Sequence[str]) -> str:
 
 
 def bytes_like(count: int, given: object) -> str:
-    """`count` bytes as somebody wrote an amount, rounded up: in KB or MB beside "70GB", in KiB or
-    MiB beside "64GiB" and beside a share of the device, to the byte beside a number."""
+    """`count` bytes in the style of the amount `given`, rounded up.
+
+    The unit is KB or MB beside "70GB", KiB or MiB beside "64GiB" and beside a share of the device,
+    and the byte beside a number.
+    """
     text = str(given).lower()
     if not isinstance(given, float) and not text.endswith("b") and "." not in text:
         return plural(count, "byte")

@@ -1,1 +1,1 @@
-"""Collectives: how they run, on which groups and buffers, and what is said when one fails."""
+"""Collectives: ops and functions that gather, reduce and quantise buckets; copies to the host."""

@@ -1,8 +1,8 @@
 """Collectives as plain tensor functions, the same under tracing and eagerly.
 
-Each issues torch's functional collective and waits for it; among one rank it is a copy. In a
-compiled graph the pair shows as two nodes, which passes move apart; the eager runtime takes the two
-steps apart itself. Groups go by name, because a name is all that a graph can carry.
+Each function issues torch's functional collective and waits for it; in a group of one rank it
+copies. In a compiled graph the two steps are two nodes, which passes move apart; the eager runtime
+runs the two steps apart itself. Groups are given by name, because a graph can carry only a name.
 """
 
 from collections.abc import Callable
@@ -31,12 +31,12 @@ def _same(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Started:
-    """A collective under way, or what was waited for already.
+    """A collective under way, or one that was waited for already.
 
     Attributes:
-        raw: the tensor that it fills.
-        then: what makes the result of it, by views only.
-        done: whether it is filled.
+        raw: the tensor that the collective fills.
+        then: makes the result from `raw`; by views only, where `early` is read.
+        done: whether `raw` is filled.
     """
 
     raw: Tensor
@@ -44,12 +44,12 @@ class Started:
     done: bool = False
 
     def wait(self) -> Tensor:
-        """The result."""
+        """Wait for the result."""
         return self.then(self.raw if self.done else ops.wait_tensor(self.raw))
 
     @property
     def early(self) -> Tensor:
-        """The same tensor before it has its values; not for graphs."""
+        """The result before it has its values; not for graphs."""
         return self.then(self.raw)
 
 
@@ -70,7 +70,7 @@ def start_all_gather(segment: Tensor, world_size: int, group: str) -> Started:
 
 
 def start_reduce_scatter(flat: Tensor, op: str, world_size: int, group: str) -> Started:
-    """Start to reduce over ranks, keeping this rank's part: `(world_size * S,)` -> `(S,)`."""
+    """Start to reduce over ranks, and keep this rank's part: `(world_size * S,)` -> `(S,)`."""
     if world_size == 1:
         return Started(flat.clone(), done=True)
     if flat.is_complex():
@@ -86,7 +86,7 @@ def start_all_to_all(flat: Tensor, world_size: int, group: str) -> Started:
 
 
 def start_all_gather_into(full: Tensor, part: Tensor, world_size: int, group: str) -> None:
-    """Start to gather in place: `part: (S,)` is this rank's place in `full: (world_size * S,)`."""
+    """Start to gather in place: `part: (S,)` is this rank's part of `full: (world_size * S,)`."""
     if part.is_complex():
         full, part = (torch.view_as_real(value).flatten() for value in (full, part))
     elif part.dtype not in _CARRIED_AS_IS:
@@ -104,7 +104,7 @@ def start_reduce_scatter_into(
 
 
 def start_all_reduce(value: Tensor, op: str, group: str) -> Started:
-    """Start to reduce `value` over ranks; the input is left alone."""
+    """Start to reduce `value` over ranks; the input does not change."""
     return Started(ops.all_reduce(value, op, group))
 
 
@@ -123,26 +123,26 @@ def all_gather(segment: Tensor, world_size: int, group: str) -> Tensor:
 
 
 def reduce_scatter(flat: Tensor, op: str, world_size: int, group: str) -> Tensor:
-    """Reduce over ranks, keep this rank's part: `(world_size * S,)` -> `(S,)`."""
+    """Reduce over ranks, and keep this rank's part: `(world_size * S,)` -> `(S,)`."""
     return start_reduce_scatter(flat, op, world_size, group).wait()
 
 
 def all_reduce(value: Tensor, op: str, group: str) -> Tensor:
-    """Reduce `value` over ranks; the input is left alone."""
+    """Reduce `value` over ranks; the input does not change."""
     with entering(f"an all-reduce of {_amount(value)}", group, value):
         return start_all_reduce(value, op, group).wait()
 
 
 @dataclass(frozen=True)
 class CallStarted:
-    """A collective for a call of the user that was started and is waited for later."""
+    """A started collective for a call of the user, which waits for it later."""
 
     started: Started
     call: Call
     group: str
 
     def wait(self) -> Tensor:
-        """The result; a failure is named as the call."""
+        """Wait for the result; an error names the call."""
         with naming(self.group), self.call.waiting():
             return self.started.wait()
 
@@ -152,9 +152,10 @@ def start_exchange(
 ) -> CallStarted:
     """Start to send each rank its piece of `flat`: `(sum(in_sizes),)` -> `(sum(out_sizes),)`.
 
+    The last argument names the values that are sent, in the same words on all ranks.
+
     Args:
-        out_sizes, in_sizes: elements from and for each rank.
-        what: what is sent, in words that are the same on all ranks.
+        out_sizes, in_sizes: elements from each rank, and for each rank.
     """
     with naming(group), Call(f"an all-to-all of {what}") as call:
         return CallStarted(_start_exchange(flat, out_sizes, in_sizes, group), call, group)
@@ -176,5 +177,5 @@ def _start_exchange(flat: Tensor, out_sizes: list[int], in_sizes: list[int], gro
 
 
 def labelled(name: str) -> AbstractContextManager[object]:
-    """Show what runs inside under `name` in the PyTorch profiler."""
+    """Show the code that runs inside under `name` in the PyTorch profiler."""
     return torch.profiler.record_function(name)

@@ -1,18 +1,18 @@
-"""Collectives that see to the memory they work in: a segment on the host, or buffers of the group.
+"""Collectives with a choice of memory: for a segment on the host, or for buffers of the group.
 
     shardc::all_gather(segment, dtype, device, ranks, group, memory)
     shardc::all_gather_in_steps(segment, dtype, device, nodes, across, local, inside)
     shardc::reduce_scatter(flat, op, ranks, group, memory)
 
-They start a collective, as the functional ones do, and are waited for in the same way; in a graph
-the passes move them like those. The gather is in place: the segment is copied, from wherever it is,
-to where its part lies in the result. `memory` says where buffers come from: "group", the process
-group's own allocator (NCCL: registered memory, for transfers without copies); "symmetric", torch's
-symmetric memory; None, the device's allocator. Among one rank they are copies, without a message.
+These ops start a collective, and are waited for like torch's functional collectives; in a graph the
+passes move both alike. The gather is in place: the segment is copied, from the host or the device,
+to its part of the result. `memory` names the source of buffers: "group", the process group's own
+allocator (NCCL: registered memory, for transfers without copies); "symmetric", torch's symmetric
+memory; None, the device's allocator. In a group of one rank the ops copy, without a message.
 
-A gather in steps goes across nodes first, then inside of each, both in place (`hierarchy`). The
+A gather in steps goes across nodes first, then inside each node, both in place (`hierarchy`). The
 second step starts when the first is done, on a stream of its own, so compute waits for neither;
-where the host does what a collective does (gloo), the wait starts it.
+where the host runs collectives (gloo), the wait starts the second step.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -95,7 +95,7 @@ def _all_gather_in_steps(
 
 
 def _reduce_scatter(flat: Tensor, op: str, ranks: int, group: str, memory: str | None) -> Tensor:
-    """Reduce `flat: (ranks * S,)` over the ranks: this rank's part, `(S,)`."""
+    """Reduce `flat: (ranks * S,)` over the ranks to this rank's part, `(S,)`."""
     if ranks == 1:
         return flat.clone()
     given = _allocate(flat.numel(), flat.dtype, flat.device, group, memory)

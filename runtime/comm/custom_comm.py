@@ -1,7 +1,7 @@
-"""Ops that call what users plug in: communication objects with FSDP2's interface, and hooks.
+"""Ops that call objects of users: communication objects with FSDP2's interface, and hooks.
 
-A graph names the object by key (`intern_object`); what it does there is opaque to the passes, so it
-runs where it stands and is waited for at once.
+A graph names the object by key (`intern_object`). The passes cannot see into the call, so the op
+runs at its place in the graph and waits at once.
 """
 
 import torch
@@ -56,15 +56,16 @@ def _call_hook(part: Tensor, key: str) -> Tensor:
 def check_result(
     given: object, numel: int, like: Tensor, setter: str, key: str, what: str = "its result"
 ) -> None:
-    """Raise RuntimeError unless what an object of the user gave is `(numel,)`, else like `like`.
+    """Raise RuntimeError unless an object of the user gave a tensor `(numel,)`, else like `like`.
+
+    The last argument names `given` in the error.
 
     Args:
-        given: what it gave.
-        numel: how many elements it must have.
-        like: what has the dtype and the device that it must have.
+        given: the value that the object gave.
+        numel: the number of elements that `given` must have.
+        like: a tensor with the dtype and the device that `given` must have.
         setter: the method with which the object was set.
-        key: the object's.
-        what: what `given` is, in words.
+        key: the key of the object.
     """
     wanted = f"a tensor of shape ({numel},), {like.dtype}, on {like.device}"
     if not isinstance(given, Tensor):

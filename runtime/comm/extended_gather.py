@@ -1,7 +1,7 @@
-"""The gather of a parameter that says itself what is sent of it (`tensor.extension`).
+"""The gather of a parameter with an extension, which chooses the tensors to send.
 
-What is sent may be several tensors of several dtypes: they travel as the bytes of one message, as
-FSDP2's do, and one tensor as it is.
+Several tensors of several dtypes travel as the bytes of one message, as in FSDP2; one tensor
+travels as it is. Extensions are in `tensor.extension`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,15 +14,15 @@ from shardc.runtime.layout.spec import UnshardSpec, object_of
 
 
 def start_extended(local: Tensor, spec: UnshardSpec, start: Callable[[Tensor], Started]) -> Started:
-    """Start the gather of a parameter of which `local: (S,)` is this rank's segment.
+    """Start the gather of a parameter from this rank's segment, `local: (S,)`.
 
     Args:
-        local: on the device that it is gathered on.
-        spec: that of its bucket.
+        local: the segment, on the device that gathers it.
+        spec: the spec of the bucket.
         start: starts an all-gather of a flat tensor.
 
     Returns:
-        What gives the full parameter. It has no value `early`.
+        The started gather. Its result is the full parameter; `early` may not be read.
     """
     extension = object_of(spec.extension or "")
     sent, metadata = extension.before_gather(local)
@@ -36,7 +36,7 @@ def start_extended(local: Tensor, spec: UnshardSpec, start: Callable[[Tensor], S
 
 
 def _message(sent: Sequence[Tensor]) -> Tensor:
-    """All of `sent` in one flat tensor."""
+    """The tensors `sent` in one flat tensor."""
     if len(sent) == 1:
         return sent[0].reshape(-1)
     return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in sent])

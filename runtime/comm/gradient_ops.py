@@ -1,7 +1,7 @@
 """Ops that bring the gradients of a bucket's parameters into one flat tensor.
 
-`shardc::pack` is what the backward is traced with; the pass `write_gradients` puts the writing ops
-in its place, so that matmuls leave their result where the reduce-scatter reads it.
+The backward is traced with `shardc::pack`; the pass `write_gradients` replaces it by the ops that
+write, so that matmuls leave their results in the tensor that the reduce-scatter reads.
 """
 
 import itertools
@@ -22,8 +22,8 @@ def _pack(
 
     None stands for a parameter without gradient, and for padding (`padding` says why zeros).
 
-    One op, which Inductor calls as it is: lowered, the copies of a `cat` would be fused into the
-    neighbouring kernels, differently in every block, and the compiler would have to build them all.
+    Inductor calls this op as it is. Inductor would fuse the copies of a `cat` into the neighbouring
+    kernels, differently in every block, and would have to compile all these kernels.
     """
     like = next(part for part in parts if part is not None)
     flat = like.new_empty(sum(sizes), dtype=dtype)
@@ -53,8 +53,8 @@ _library.define("write_parts(Tensor(a!) buffer, Tensor[] parts, int[] starts, in
 def _first_matmul(left: Tensor, right: Tensor, numel: int, start: int) -> Tensor:
     """A new buffer, `(numel,)`, with `left @ right` from `start` on.
 
-    The first write takes the memory: Inductor would take an `aten.empty` before the kernels that
-    come before it, or after, according to how it puts them together.
+    The first write allocates the memory: Inductor would run an `aten.empty` before or after the
+    kernels that come before it, depending on how Inductor fuses them.
     """
     buffer = left.new_empty(numel)
     _write_matmul(buffer, left, right, start)
@@ -66,7 +66,7 @@ def _first_matmul_fake(left: Tensor, right: Tensor, numel: int, start: int) -> T
 
 
 def _write_matmul(buffer: Tensor, left: Tensor, right: Tensor, start: int) -> None:
-    """`left @ right` straight into `buffer: (W*S,)` from `start` on."""
+    """Write `left @ right` straight into `buffer: (W*S,)` from `start` on."""
     rows, columns = left.shape[0], right.shape[1]
     out = buffer[start : start + rows * columns].view(rows, columns)
     torch.mm(left, right, out=out)

@@ -1,14 +1,14 @@
 """CPU offload's copies between the host and the device, on streams of their own.
 
 A segment on the host is copied in on one stream, and its gather starts behind that stream: compute
-waits for neither until it reads the result. A reduced gradient is copied out on the other, into
-pinned memory where the segment's is. Nobody waits for it there: the tensor that goes on to autograd
-has no values yet. At the backward's end the copies are looked up by segment (`arriving`), not by
-tensor: autograd may have copied the tensor on its way, or added up several.
+waits for neither until it reads the result. A reduced gradient is copied out on the other stream,
+into pinned memory if the segment is pinned. Nothing in the graph waits for that copy: the tensor
+that goes on to autograd has no values yet. At the backward's end the copies are looked up by
+segment (`arriving`), not by tensor: autograd may have copied the tensor, or added up several.
 
-Memory belongs to the stream that computes: a stream of ours first waits for what was queued there,
-and what it still reads is marked as in use (`record_stream`). Segments that are not pinned are
-copied at once, as torch does.
+Memory belongs to the stream that computes: a stream of ours first waits for the work queued there,
+and memory that it still reads is marked as in use (`record_stream`). Segments that are not pinned
+are copied at once, as torch does.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,10 @@ _streams: dict[tuple[torch.device, str], torch.Stream] = {}
 
 
 def stream_of(device: torch.device, direction: str) -> torch.Stream:
-    """The stream for copies to ("in") or from ("out") a device, once what is queued is done."""
+    """The stream of a device for one direction; it waits for the work queued so far.
+
+    Directions: "in" and "out" for copies to and from the device, "steps" for gathers in steps.
+    """
     key = (device, direction)
     if key not in _streams:
         _streams[key] = torch.Stream(device=device)
@@ -32,7 +35,7 @@ def stream_of(device: torch.device, direction: str) -> torch.Stream:
 
 
 def copy_in(segment: Tensor, part: Tensor) -> torch.Stream:
-    """Start to copy `segment: (S,)` from the host into `part`, and cast it; behind which stream."""
+    """Start to copy and cast `segment: (S,)` from the host into `part`; the stream that does so."""
     stream = stream_of(part.device, "in")
     staged = part
     if part.dtype != segment.dtype:  # the cast is the device's work
@@ -50,10 +53,10 @@ class Arrival:
     """A gradient on its way to the host.
 
     Attributes:
-        segment: the address of what it is the gradient of.
-        part: where it goes, `(S,)`.
-        done: the event after which it is there; None: it is.
-        backward: the backward that made it (`compat.backward_number`).
+        segment: the address of the segment.
+        part: the gradient on the host, `(S,)`.
+        done: the event after which the values are there; None if they are there.
+        backward: the backward that made the gradient (`compat.backward_number`).
     """
 
     segment: int
@@ -62,21 +65,20 @@ class Arrival:
     backward: int
 
     def wait(self) -> Tensor:
-        """Its values."""
+        """Wait for the values of the gradient."""
         if self.done is not None:
             self.done.synchronize()
         return self.part
 
 
 _arriving = WeakIdKeyDictionary()
-"""`Arrival`s by the memory of the segment that they are gradients of; they go with it."""
+"""`Arrival`s by the storage of the segment; the entry is freed with the storage."""
 
 
 def arriving(segment: Tensor, part: Tensor) -> list[Arrival]:
-    """Take over the copies to the host that the backward under way began and that became `part`, a
-    gradient of `segment`.
+    """Take over the copies to the host that became `part`, a gradient of `segment`.
 
-    Taken over: it is not given again.
+    The backward under way began these copies. A copy that was taken over is not given again.
     """
     sent, address = _sent(segment), segment.data_ptr()
     mine = [arrival for arrival in sent if arrival.segment == address]
@@ -86,7 +88,7 @@ def arriving(segment: Tensor, part: Tensor) -> list[Arrival]:
 
 
 def _sent(segment: Tensor) -> list[Arrival]:
-    """The copies that the backward under way began for segments in this memory."""
+    """The copies that the backward under way began for segments in this storage."""
     backward, sent = compat.backward_number(), _arriving.get(segment.untyped_storage(), [])
     return [arrival for arrival in sent if arrival.backward == backward]
 
@@ -104,11 +106,11 @@ _library.define("to_host(Tensor part, Tensor segment) -> Tensor")
 
 
 def _to_host(part: Tensor, segment: Tensor) -> Tensor:
-    """Send the gradient of `segment`, which lies on the host, there: `part: (S,)` -> `(S,)`.
+    """Start to copy the gradient of a `segment` on the host there: `part: (S,)` -> `(S,)`.
 
-    The result has its values once its `arriving` entry says so.
+    The result has its values once its `Arrival` is done.
     """
-    # A copy of its own: the memory of `part` may be given to the next kernel at once.
+    # A copy of its own: the memory of `part` may be reused by the next kernel at once.
     staged = part.to(segment.dtype, copy=True)
     host = torch.empty_like(staged, device="cpu", pin_memory=segment.is_pinned())
     done = None
@@ -120,8 +122,8 @@ def _to_host(part: Tensor, segment: Tensor) -> Tensor:
         staged.record_stream(stream)
     else:
         host.copy_(staged)
-    # An alias: autograd takes a tensor over without a copy where nobody else has that very object,
-    # and adds nothing into memory that somebody else has.
+    # An alias: autograd takes over a tensor without a copy if no other reference to that object
+    # exists, and adds nothing in place into storage that another tensor shares.
     arrival = Arrival(segment.data_ptr(), host.detach(), done, compat.backward_number())
     _keep(segment, [*_sent(segment), arrival])
     return host

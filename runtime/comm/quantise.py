@@ -1,7 +1,8 @@
 """Messages of values in one byte each (`WireFormat`), made and read in ops that Inductor fuses.
 
 A scale is two bytes, the upper half of a float32 that is rounded up, so that no element is beyond
-the largest code. All is elementwise but for one maximum a block: a kernel or two either way.
+the largest code. All ops but one maximum a block are elementwise: a message takes one or two
+kernels to make, and to read.
 """
 
 import torch
@@ -11,7 +12,7 @@ from shardc.runtime.layout.wire_format import LARGEST, WireFormat
 
 _INFINITE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _NAN = -128
-"""What int8 has for NaN; float8 has a NaN."""
+"""The code for NaN in int8; float8 has a NaN."""
 
 
 def encode(values: Tensor, form: WireFormat) -> Tensor:
@@ -20,7 +21,7 @@ def encode(values: Tensor, form: WireFormat) -> Tensor:
     count = form.blocks(size)
     blocks = values[:, form.exact :].float().view(rows, count, form.block)
     sizes = blocks.abs()
-    finite = sizes < torch.inf  # NaN is not
+    finite = sizes < torch.inf  # false for NaN
     top = torch.where(finite, sizes, 0.0).amax(-1, keepdim=True)
     high = _upper_half_rounded_up(top / LARGEST[form.dtype])
     codes = _codes(blocks, finite, 1 / _from_upper_half(high), form)
@@ -50,7 +51,7 @@ def decode(
 
 
 def _codes(blocks: Tensor, finite: Tensor, inverse: Tensor, form: WireFormat) -> Tensor:
-    """The elements of blocks as int8; `inverse`: of their scales."""
+    """The codes of the elements of blocks, as int8; `inverse` is 1 / scale of each block."""
     largest, infinite = LARGEST[form.dtype], _INFINITE[form.dtype]
     scaled = blocks * inverse
     is_nan = blocks != blocks  # C++ asks `isnan` of one element after the other
@@ -88,20 +89,20 @@ _FLOAT8_CUTS = 20
 
 
 def _rounded_at_random(scaled: Tensor, values: Tensor, form: WireFormat) -> Tensor:
-    """The whole number below or above, each with the odds of the distance to the other."""
+    """Round to the whole number below or above; the odds of each are the distance to the other."""
     return (scaled + _random_bits(values, form, 24).float() * 2.0**-24).floor()
 
 
 def _cut_at_random(scaled: Tensor, values: Tensor, form: WireFormat) -> Tensor:
-    """The same among what float8 has; what is below its normal numbers is not rounded here."""
+    """Round at random to the mantissa of float8; its subnormal numbers are not rounded here."""
     bits = scaled.view(torch.int32) + _random_bits(values, form, _FLOAT8_CUTS)
     return (bits & -(1 << _FLOAT8_CUTS)).view(torch.float32)
 
 
 def _random_bits(values: Tensor, form: WireFormat, count: int) -> Tensor:
-    """As many bits as int32 for each value: a hash of it, of its place in its row and of the seed.
+    """`count` bits as int32 for each value: a hash of the value, its place in its row and the seed.
 
-    One value at one place always gives the same, so that what is gathered again is what it was.
+    A value at a place always gives the same bits, so a second gather gives the same bucket.
     """
     assert form.seed is not None
     places = torch.arange(values[0].numel(), device=values.device, dtype=torch.int32)
@@ -116,8 +117,10 @@ def _random_bits(values: Tensor, form: WireFormat, count: int) -> Tensor:
 
 
 def _upper_half_rounded_up(values: Tensor) -> Tensor:
-    """The upper half of the bits of float32 values that are not negative, plus 1 if the lower half
-    is not 0; at least that of the smallest normal number."""
+    """The upper 16 bits of float32 values that are not negative, rounded up.
+
+    The result is at least that of the smallest normal number.
+    """
     smallest = torch.finfo(torch.float32).tiny
     return (values.clamp_min(smallest).view(torch.int32) + 0xFFFF) >> 16
 
@@ -133,7 +136,7 @@ def _bytes(words: Tensor, count: int) -> list[Tensor]:
 
 
 def _from_bytes(planes: Tensor, count: int) -> Tensor:
-    """The integers that `_bytes` was given; its results lie beside each other in each row."""
+    """The integers that `_bytes` was given, from its results side by side in each row."""
     first, *others = planes.split(planes.shape[1] // count, dim=1)[:count]
     words = first.to(torch.int32) & 0xFF
     for i, plane in enumerate(others, 1):

@@ -1,7 +1,7 @@
-"""Functions for `set_custom_reduce`: what may stand in the place of a plain reduce-scatter.
+"""Functions for `set_custom_reduce`: each replaces a plain reduce-scatter.
 
 Each takes the unreduced gradient, `flat: (W*S,)`, the op ("sum" or "avg"), the number of ranks and
-their group by name, and gives this rank's part of the reduced gradient, `(S,)`.
+their group by name, and returns this rank's part of the reduced gradient, `(S,)`.
 """
 
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ def compress_fp16(flat: Tensor, op: str, world_size: int, group: str) -> Tensor:
 
 
 def leave_out_reduce(flat: Tensor, op: str, world_size: int, group: str) -> Tensor:
-    """This rank's own gradient in the place of all ranks'; wrong, and without a wire."""
+    """Take this rank's own gradient in place of the sum of all ranks; wrong, and sends nothing."""
     part = flat.narrow(0, 0, flat.numel() // world_size).clone()
     return part * world_size if op == "sum" else part
 
 
 class LeaveOutGather:
-    """An all-gather that repeats this rank's segment; wrong, and without a wire."""
+    """An all-gather that repeats this rank's segment; wrong, and sends nothing."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor for the result."""

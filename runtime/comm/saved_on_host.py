@@ -5,10 +5,11 @@
     shardc::load_from_host(host, device) -> value       # in the backward
 
 Copies are started on streams of their own (`host_copies.stream_of`). The stream that computes
-waits for them, the host does not. Until its wait a save holds what it reads, so the device's memory
-is free again at a known place of the graph; the wait reads it for a compiler, which would let
-another kernel write there. What is loaded is waited for like a collective, by `wait_tensor`.
-The host's memory is pinned, and comes from torch's cache of such memory. Sizes and strides stay.
+waits for the copies, the host does not. A save holds `value` until its wait, so the device's memory
+is free again at a known place of the graph. The wait takes `value` as an input: a compiler would
+else let another kernel write to its memory. A loaded value is waited for like a collective, by
+`wait_tensor`. The host's memory is pinned, and comes from torch's cache of pinned memory. Sizes and
+strides stay.
 """
 
 import torch
@@ -30,7 +31,7 @@ def _save_on_host(value: Tensor) -> Tensor:
 
 
 def _wait_until_saved(host: Tensor, value: Tensor) -> Tensor:
-    """Make the device wait until `host` has the values: the same tensor."""
+    """Make the device wait until `host` has the values; the result is the same tensor."""
     return collectives.ops.wait_tensor(host)
 
 
@@ -42,7 +43,7 @@ def _load_from_host(host: Tensor, device: torch.device) -> Tensor:
 
 
 def _copy(target: Tensor, source: Tensor, device: torch.device, direction: str) -> None:
-    """Copy once what is queued on `device` is done; `target` is waited for."""
+    """Copy once the work queued on `device` is done; a wait for `target` waits for the copy."""
     if device.type == "cpu":
         target.copy_(source)
         return

@@ -1,4 +1,4 @@
-"""Rows of a table: fetched from the ranks that hold them, and their gradients sent back.
+"""Rows of a table: ranks fetch them from each other, and send their gradients back.
 
     shardc::fetch_rows(segment, ids, dtype, device, ranks, group, start, rows, width)
         -> (values, places, asked, counts)
@@ -6,17 +6,17 @@
         -> part
 
 A rank looks up a few thousand rows of a table of `(rows, width)`, which lies in a bucket from
-element `start` on. It fetches each of these rows once, however often it looks it up, from the rank
-that serves it, and sends one gradient for it back. Frequent words have small numbers, so the rank
-that holds the first segment would serve most; rows are dealt out first, row r to rank r % ranks.
-A rank's segment is a small part of the table, and so is what dealing sends.
+element `start` on. The rank fetches each of these rows once, even if it looks a row up often, from
+the rank that serves the row, and sends one gradient for the row back. Frequent words have small
+numbers, so the rank that holds the first segment would serve most rows. So the ranks first deal out
+their rows, row r to rank r % ranks. A rank deals out its segment, a small part of the table.
 
     fetch:   deal the segment;  say which rows are wanted;  send the rows that others want
-    return:  send the gradients;  add up what arrives for each row;  deal back
+    return:  send the gradients;  add up the gradients of each row;  deal back
 
-Every rank sends a byte for every row, 1 where it wants it, so nobody has to know a bound on how
-many these are: messages of rows are as long as they must be. The host waits once, in the forward,
-to read how many rows go to and come from each rank.
+Every rank sends a byte for every row, 1 for a row that it wants. So no bound on the number of these
+rows must be known, and messages of rows are as long as they must be. The host waits once, in the
+forward, to read how many rows go to and come from each rank.
 """
 
 import functools
@@ -38,7 +38,7 @@ class _Table:
     """A table of `(rows, width)` from `start` on in a bucket whose segments have `size` elements.
 
     Attributes:
-        rank, ranks, group: this rank, and how many hold the table.
+        rank, ranks, group: this rank, the number of ranks that hold the table, their group.
         each: places for the rows that a rank serves; the last ranks may serve one row fewer.
     """
 
@@ -56,7 +56,7 @@ class _Table:
 
     @property
     def served(self) -> int:
-        """How many rows this rank serves."""
+        """The number of rows that this rank serves."""
         return len(range(self.rank, self.rows, self.ranks))
 
     def held(self, rank: int) -> range:
@@ -71,7 +71,7 @@ class _Table:
         return segment.narrow(0, begin, len(held) * self.width).view(-1, self.width)
 
     def order(self, device: torch.device) -> Tensor:
-        """The rows held by the rank that serves them, as places in the segment."""
+        """The places of rows in the segment, ordered by the rank that serves each row."""
         held = self.held(self.rank)
         rows = torch.arange(held.start, held.stop, device=device)
         return (rows % self.ranks).argsort(stable=True)
@@ -79,14 +79,14 @@ class _Table:
 
 @functools.lru_cache(64)
 def _dealt(table: _Table) -> tuple[list[int], list[int]]:
-    """How many rows of this rank's segment each rank serves; how many this one serves of each."""
+    """The number of rows held here that each rank serves, and of rows served here that it holds."""
     given = [_count(table.held(table.rank), to, table.ranks) for to in range(table.ranks)]
     taken = [_count(table.held(i), table.rank, table.ranks) for i in range(table.ranks)]
     return given, taken
 
 
 def _count(held: range, to: int, ranks: int) -> int:
-    """How many rows in `held` rank `to` serves."""
+    """The number of rows in `held` that rank `to` serves."""
     return len(held[(to - held.start) % ranks :: ranks])
 
 
@@ -104,12 +104,12 @@ def fetch_rows(
     """The rows `ids` of a table, of any shape: `(*ids.shape, width)`, as `dtype`.
 
     Args:
-        device: where `ids` are and rows are sent from, if the segment lies elsewhere.
+        device: the device that holds `ids` and sends rows, if the segment lies on another.
 
     Returns:
-        The values; the place of each among the rows that were fetched; which of the rows that this
-        rank serves each rank wants; how many rows came from each rank and went to each, on the
-        host: `(2, ranks)`.
+        The values; the place of each value among the fetched rows; for each rank, a byte for each
+        row that this rank serves, 1 for a row that the other wants; the numbers of rows that came
+        from each rank and that went to each rank, on the host: `(2, ranks)`.
 
     Raises:
         IndexError: an id is no row of the table.
@@ -140,8 +140,11 @@ def fetch_rows(
 
 
 def read_by_host(counts: Tensor) -> Tensor:
-    """Copy to the host, which waits: how many rows this rank gets from each, how many it gives to
-    each, and whether an id is no row: `(2 * ranks + 1,)`."""
+    """Copy counts to the host, which waits for them: `(2 * ranks + 1,)`.
+
+    The counts: the rows that this rank gets from each rank, the rows that it gives to each rank,
+    and whether an id is no row.
+    """
     return counts.cpu()
 
 
@@ -158,12 +161,12 @@ def return_rows(
     rows: int,
     width: int,
 ) -> Tensor:
-    """The sum of what all ranks send for this rank's segment, `(size,)`.
+    """The sum of all ranks' gradients for this rank's segment, `(size,)`.
 
     Args:
-        grads: of the values that were looked up, `(lookups, width)`; they are added up by row, as
-            they are, and sent as `dtype`.
-        places, asked, counts: what the fetch gave; `counts` on the host.
+        grads: gradients of the values that were looked up, `(lookups, width)`; they are added up by
+            row in their own dtype, and sent as `dtype`.
+        places, asked, counts: results of the fetch; `counts` on the host.
     """
     table = _Table(rows, width, start, size, compat.resolve_group(group).rank(), ranks, group)
     come, go = counts.tolist()
@@ -179,12 +182,12 @@ def return_rows(
 
 
 def _rows_of(asked: Tensor, table: _Table, count: int) -> Tensor:
-    """The rows, of those that this rank serves, that the others want, rank by rank: `(count,)`."""
+    """The rows that ranks want, rank by rank, as places among those served here: `(count,)`."""
     return torch.nonzero_static(asked, size=count).view(-1) % table.each
 
 
 def _start_exchange(rows: Tensor, given: list[int], taken: list[int], group: str) -> Started:
-    """Start to send each rank so many rows, in order, and to take so many of each."""
+    """Start to send each rank its number of rows, `given`, in order, and to get `taken` of each."""
     width = rows.shape[1]
     out, sent = ([width * count for count in counts] for counts in (taken, given))
     return Started(c10d.all_to_all_single(rows.reshape(-1), out, sent, group))

@@ -1,10 +1,10 @@
 """From a segment to full parameters and back: the tensor functions that graphs are made of.
 
-`unshard` is what `insert_unshard` splices into a captured graph: cast the segment, one all-gather
-of the bucket, one split (padding included: the backward of a split is a single `cat`), views. Its
-autograd brings the bucket's gradient back: cast, reduce-scatter, for copies of the model an
-all-reduce, divide. With `sync` off the whole unreduced gradient goes to a leaf of its own instead,
-the sink. The eager runtime (`regather`, `backward_pass`) is made of the same functions.
+The pass `insert_unshard` splices `unshard` into a captured graph: cast the segment, one all-gather
+of the bucket, one split (padding included: the backward of a split is a single `cat`), views. The
+autograd of `unshard` brings the bucket's gradient back: cast, reduce-scatter, for copies of the
+model an all-reduce, divide. With `sync` off the whole unreduced gradient goes to a leaf of its own
+instead, the sink. The eager runtime (`regather`, `backward_pass`) calls the same functions.
 
 Under Dynamo a parameter reads as the marker op `shardc::unshard_slot`, which is never executed.
 """
@@ -35,24 +35,26 @@ from shardc.runtime.layout.wire_format import WireFormat
 def unshard(segment: Tensor, moved: Moved, *extras: Tensor) -> tuple[Tensor, ...]:
     """Gather a bucket: `segment: (S,)` -> its full parameters, views of one `(W*S,)` tensor.
 
-    `extras` are what `UnshardSpec.extras` names. What is traced of it, backward included, has
-    `(moved,)` under `node.meta["custom"]["shardc"]`.
+    `extras` are the tensors that `UnshardSpec.extras` names. The nodes that gather and reduce, in
+    forward and backward, have `(moved,)` under `node.meta["custom"]["shardc"]`.
     """
     return _Unshard.apply(segment, moved, *extras)
 
 
 Steps = Generator[Started, Tensor, Tensor]
-"""Collectives that follow each other: each is started and yielded, and goes on with its result."""
+"""Collectives in sequence: a generator starts and yields each one, and is sent its result."""
 
 
 def gather(segment: Tensor, spec: UnshardSpec) -> Tensor:
-    """The whole bucket, `(W*S,)`, in the dtype it is computed in; with `spec.extension`, what that
-    makes the full parameter."""
+    """The whole bucket, `(W*S,)`, in the compute dtype.
+
+    With `spec.extension`, the full parameter that the extension makes.
+    """
     return start_gather(segment, spec).wait()
 
 
 def start_gather(segment: Tensor, spec: UnshardSpec, part: Tensor | None = None) -> Started:
-    """Start `gather`; with `part`, what `recut` kept, among the ranks that share that."""
+    """Start `gather`; with `part`, which `recut` kept, among the ranks of `spec.recut`."""
     if part is not None:
         assert spec.recut is not None
         return collectives.start_all_gather(part, *spec.recut)
@@ -65,7 +67,7 @@ def start_gather(segment: Tensor, spec: UnshardSpec, part: Tensor | None = None)
 
 
 def _start_quantised_gather(segment: Tensor, spec: UnshardSpec, form: WireFormat) -> Started:
-    """Start to gather messages; the result is made of them when all are there."""
+    """Start to gather quantised messages; the wait decodes them."""
     local = segment if spec.device is None else segment.to(spec.device)
     message = encode(local.view(1, -1), form).view(-1)
     started = _start_gather(message, spec, message.dtype)
@@ -73,14 +75,14 @@ def _start_quantised_gather(segment: Tensor, spec: UnshardSpec, form: WireFormat
     def finish(raw: Tensor) -> Tensor:
         messages = started.then(raw).view(spec.world_size, -1)
         full = decode(messages, local.numel(), form, spec.compute_dtype)
-        # Inductor computes the whole before it is split: its parts have no simple index in rows
+        # Inductor computes the whole before the split: the pieces have no simple index in rows
         return full.as_strided([full.numel()], [1])
 
     return Started(started.raw, finish, started.done)
 
 
 def _start_gather(local: Tensor, spec: UnshardSpec, dtype: torch.dtype) -> Started:
-    """Start to gather what every rank has of the same size, as `dtype`, where it is computed on."""
+    """Start to gather `local`, of one size on all ranks, as `dtype` on the computing device."""
     if spec.hierarchy is not None:
         device = torch.device(spec.device or local.device)
         return Started(torch.ops.shardc.all_gather_in_steps(local, dtype, device, *spec.hierarchy))
@@ -112,7 +114,7 @@ def split_full(full: Tensor, spec: UnshardSpec) -> tuple[Tensor, ...]:
 
 
 def full_parameters(full: Tensor, spec: UnshardSpec) -> tuple[Tensor, ...]:
-    """The parameters, one a slot, of what `gather` gives: new tensors on its memory."""
+    """The parameters, one a slot, as aliases of the result of `gather`."""
     return split_full(full, spec) if spec.extension is None else (full.detach(),)
 
 
@@ -121,7 +123,8 @@ def pack_gradients(
 ) -> Tensor:
     """The gradients of full parameters as one flat tensor, `(W*S,)`, with `pending` added.
 
-    In the dtype that they are reduced in; where they are quantised next, as they are.
+    The gradients are cast to the dtype of the reduction. Without `pending`, gradients that are
+    quantised next are in the compute dtype instead.
     """
     parts = [
         None if slot is None or not spec.trainable[slot] else grads[slot] for _, slot in spec.pieces
@@ -148,8 +151,8 @@ def reduce(
 ) -> Tensor:
     """This rank's part of the reduced gradient: `flat: (W*S,)` -> `(S,)`, in the segment's dtype.
 
-    With `all_reduce` off it is reduced over this copy of the model only, and not divided. Where the
-    `segment` lies on the host, which must be given then, it is on its way there.
+    With `all_reduce` off the gradient is reduced over this copy of the model only, and not divided
+    by `postdivide`. A `segment` on the host must be given: the result is on its way there.
     """
     return _run(reducing(flat, spec, partial, segment))
 
@@ -195,7 +198,7 @@ def reducing(
 def _following(
     part: Tensor, spec: UnshardSpec, partial: Tensor | None, segment: Tensor | None
 ) -> Steps:
-    """The steps that follow when `part` is reduced over one copy of the model."""
+    """The steps that follow the reduction of `part` over one copy of the model."""
     r = spec.reduction
     if partial is not None:
         part = part + partial.to(part.device, part.dtype)
@@ -220,7 +223,7 @@ def _following(
 def _reducing_in_steps(
     flat: Tensor, spec: UnshardSpec, partial: Tensor | None, segment: Tensor | None
 ) -> Steps:
-    """Reduce inside nodes, in full precision, then across nodes."""
+    """The steps of a reduction inside nodes, in full precision, then across nodes."""
     r, h = spec.reduction, spec.reduction.hierarchy
     assert h is not None
     started = collectives.start_reduce_scatter(flat, r.op, h.local, h.inside)
@@ -237,7 +240,7 @@ def _reducing_in_steps(
 def _start_quantised_reduce(
     flat: Tensor, form: WireFormat, op: str, ranks: int, group: str, dtype: torch.dtype
 ) -> Started:
-    """Start to send every rank its part; the sum of what arrives is taken in float32."""
+    """Start to send every rank its part; the wait adds up the received parts in float32."""
     size = flat.numel() // ranks
     message = encode(flat.view(ranks, size), form).view(-1)
     started = collectives.start_all_to_all(message, ranks, group)
@@ -265,7 +268,7 @@ def _reducing_among_copies(part: Tensor, form: WireFormat, r: Reduction) -> Step
 
 
 class _Unshard(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward; nodes carry the bucket as a fact."""
+    """All-gather forward, reduce-scatter backward; their nodes carry the bucket as a fact."""
 
     @staticmethod
     def forward(
@@ -301,15 +304,15 @@ class _Unshard(torch.autograd.Function):
 
 
 def look_up(segment: Tensor, ids: Tensor, moved: Moved, slot: int, padding: int) -> Tensor:
-    """The rows `ids` of a parameter, as `embedding` gives them, without gathering its bucket.
+    """The rows `ids` of a parameter, as `embedding` gives them, without a gather of the bucket.
 
-    No gradient flows to row `padding`; -1 for none.
+    No gradient flows to row `padding`; -1 for no such row.
     """
     return _LookUp.apply(segment, ids, moved, slot, padding)
 
 
 class _LookUp(torch.autograd.Function):
-    """Rows are fetched in the forward, and their gradients are sent back in the backward."""
+    """Fetch rows in the forward, and send their gradients back in the backward."""
 
     @staticmethod
     def forward(
@@ -387,7 +390,7 @@ torch.library.register_fake(
 
 @torch.library.custom_op("shardc::unshard_slot", mutates_args=())
 def unshard_slot(segment: Tensor, signature: str, slot: int, extras: Sequence[Tensor]) -> Tensor:
-    """Mark the use of one parameter of a bucket in a Dynamo graph, for `insert_unshard`."""
+    """Mark the read of one parameter of a bucket in a Dynamo graph, for `insert_unshard`."""
     raise RuntimeError("shardc::unshard_slot is a marker: compile the model with backend='shardc'")
 
 
@@ -410,8 +413,11 @@ unshard_slot.register_autograd(_no_backward)
 def unshard_extended(
     segment: Tensor, signature: str, slot: int, extras: Sequence[Tensor]
 ) -> Tensor:
-    """The same mark where the parameter says what is gathered of it: the subclass is known only
-    once that has run, on tensors without data while Dynamo traces."""
+    """Mark the read of a parameter with an extension: the mark runs the gather.
+
+    The subclass of the full parameter is known only once the extension has run. While Dynamo
+    traces, it runs on tensors without data.
+    """
     spec = spec_of(signature)
     with torch.no_grad():
         return gather(segment.detach(), spec)

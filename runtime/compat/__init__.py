@@ -1,8 +1,8 @@
-"""Every private torch API that shardc uses; `versions.py` names the versions it was seen in.
+"""Every private torch API that shardc uses, seen in the versions that `versions.py` lists.
 
 Nothing else in the project imports a name with a leading underscore from torch (the functional
 collectives, `torch.ops._c10d_functional`, are the one documented exception). When a torch release
-moves something, this folder is the one to mend. The rest of the project says `compat.name`.
+moves an API, only this folder changes. The rest of the project writes `compat.name`.
 """
 
 from shardc.runtime.compat.aot import *

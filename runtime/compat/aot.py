@@ -22,8 +22,8 @@ _T = TypeVar("_T")
 def copied_graph(graph: Graph) -> Graph:
     """A copy of a graph, with the same description of its inputs and outputs (2.13).
 
-    `copy.deepcopy` alone would copy this description too, which torch warns of: its leaves are of a
-    class that is deprecated.
+    `copy.deepcopy` alone would copy the description, too, and torch would warn: the description's
+    leaves are of a deprecated class.
     """
     codegen = graph._codegen
     graph.set_codegen(CodeGen())
@@ -36,7 +36,7 @@ def copied_graph(graph: Graph) -> Graph:
 
 
 def compiled_when_called(root: GraphModule, graph: Graph) -> GraphModule:
-    """A module of a graph; its Python code is made when it is called or read."""
+    """A module of a graph; its Python code is made when the module is called or the code read."""
     return _LazyGraphModule(root, graph)
 
 
@@ -49,9 +49,9 @@ def size_expr(size: object) -> Any:
 
 
 def symbol_values(size: object) -> dict[Any, int]:
-    """The values of the symbols of the trace that a SymInt comes from.
+    """The values of the symbols in the trace that a SymInt comes from; empty for other sizes.
 
-    Those that are whole numbers: a float is none, nor is the length of a jagged tensor's dim.
+    Only whole numbers count: a float is left out, and so is the length of a jagged tensor's dim.
     """
     if not isinstance(size, torch.SymInt):
         return {}
@@ -76,11 +76,11 @@ def flop_formulas() -> dict[object, Callable[..., object]]:
 
 
 def _with_equal_heads(formula: Callable[..., object], before: int) -> Callable[..., object]:
-    """The formula of an attention, for fewer heads of keys and values, too, which 2.11 refuses.
+    """The FLOP formula of an attention, also for fewer heads of keys and values (refused by 2.11).
 
     Args:
-        formula: takes (query, key, value, ...), tensors or shapes, behind so many others.
-        before: how many.
+        formula: takes (query, key, value, ...), tensors or shapes, after `before` other arguments.
+        before: the number of arguments before the query.
     """
 
     def flops(*args: Any, **kwargs: object) -> object:
@@ -92,9 +92,10 @@ def _with_equal_heads(formula: Callable[..., object], before: int) -> Callable[.
 
 
 def place_of_random_op(target: object) -> int | None:
-    """Where a call has the op that it gives the state of random numbers; None for other calls.
+    """The position of the random op among the arguments of a call that saves or sets its state.
 
-    The partitioner wraps so what is computed again and may draw numbers.
+    None for other calls. The partitioner makes such calls for ops that are recomputed and may draw
+    random numbers.
     """
     ops = torch.ops.higher_order
     for name, place in (("run_and_save_rng_state", 0), ("run_with_rng_state", 1),
@@ -105,7 +106,7 @@ def place_of_random_op(target: object) -> int | None:
 
 
 def op_arguments(node: torch.fx.Node) -> dict[str, Argument]:
-    """The arguments of a call of an op, by name; none for what is no op."""
+    """The arguments of a node that calls an op, by name; empty for other nodes."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return {}
     names = [argument.name for argument in node.target._schema.arguments]
@@ -115,7 +116,7 @@ def op_arguments(node: torch.fx.Node) -> dict[str, Argument]:
 def argument_of(
     op: object, args: Sequence[Argument], kwargs: Mapping[str, Argument], name: str
 ) -> Argument:
-    """An argument of a call of an op, or its default; None if it has none of that name."""
+    """An argument of a call of an op, or its default; None if the op has no such argument."""
     known = op._schema.arguments if isinstance(op, torch._ops.OpOverload) else ()
     for place, argument in enumerate(known):
         if argument.name == name:
@@ -126,7 +127,7 @@ def argument_of(
 
 @contextmanager
 def fake_tensors(device_type: str = "cpu") -> Iterator[Callable[[Tensor], Tensor]]:
-    """Inside, tensors have shapes only; gives a function that makes one like another, on a device.
+    """Inside, tensors have shapes only; gives a function that makes one like a tensor, on a device.
 
     The function raises NotImplementedError for a nested tensor.
     """
@@ -145,10 +146,10 @@ def fake_tensors(device_type: str = "cpu") -> Iterator[Callable[[Tensor], Tensor
 
 
 def fake_tensors_of_trace() -> AbstractContextManager[object]:
-    """Inside, tensors are made as the compile that is under way traces them.
+    """Inside, new tensors are fake tensors of the compile under way.
 
-    AOT autograd takes them as they are. A real one for which Dynamo has no source would get symbols
-    for sizes, and a guard on them fails: there is nothing to ask for them at run time.
+    AOT autograd takes such a tensor unchanged. A real tensor for which Dynamo has no source would
+    get symbols for sizes, and a guard on the symbols fails: nothing gives their values at run time.
     """
     context = torch._guards.TracingContext.try_get()
     mode = None if context is None else context.fake_mode
@@ -156,10 +157,10 @@ def fake_tensors_of_trace() -> AbstractContextManager[object]:
 
 
 def is_body(joint: GraphModule) -> bool:
-    """Whether a joint graph is the body of a higher-order op, not one to be partitioned.
+    """Whether a joint graph is the body of a higher-order op, and not a graph to partition.
 
-    AOT autograd describes what its own graphs return, and names tangents of compile regions, which
-    it partitions by themselves.
+    AOT autograd describes the outputs of its own graphs. It partitions compile regions by
+    themselves, and names their tangents.
     """
     inputs = joint.graph.find_nodes(op="placeholder")
     has_tangents = any(str(node.target).startswith("tangents") for node in inputs)
@@ -167,8 +168,10 @@ def is_body(joint: GraphModule) -> bool:
 
 
 def inputs_of_joint(joint: GraphModule) -> dict[int, torch.fx.Node]:
-    """Inputs of a joint graph, by their number in the Dynamo graph; of a subclass, which is taken
-    apart, the first of its inner tensors (2.13)."""
+    """Inputs of a joint graph, by their number in the Dynamo graph (2.13).
+
+    AOT autograd takes a tensor subclass apart: for such an input, the first of its inner tensors.
+    """
     found: dict[int, torch.fx.Node] = {}
     for place, node in enumerate(joint.graph.find_nodes(op="placeholder")):
         described = node.meta.get("desc")
@@ -179,10 +182,10 @@ def inputs_of_joint(joint: GraphModule) -> dict[int, torch.fx.Node]:
 
 
 def results_of_joint(joint: GraphModule) -> int | None:
-    """How many outputs of a joint graph, before its gradients, are those of its forward.
+    """The number of outputs of a joint graph that are results of its forward (2.13).
 
-    None where it has no tangents. A subclass that is taken apart has several inputs, and fewer
-    gradients, so that one cannot tell by counting. (2.13)
+    The results come before the gradients. None where the graph has no tangents. The inputs do not
+    give the number: a subclass that is taken apart has several inputs, and fewer gradients.
     """
     inputs, output = joint.graph.find_nodes(op="placeholder"), joint.graph.output_node()
     tangents = sum(str(node.target).startswith("tangents") for node in inputs)
@@ -192,7 +195,7 @@ def results_of_joint(joint: GraphModule) -> int | None:
         return None
     if described is None:
         return len(outputs) - (len(inputs) - tangents)
-    # What gets no gradient is not described.
+    # An output in the place of a missing gradient has no description.
     ends = (place for place, each in enumerate(described) if each is None or each.is_grad())
     return next(ends, len(outputs))
 
@@ -204,10 +207,10 @@ def compile_aot(
     backward: Callable[..., object],
     partition: Callable[..., object],
 ) -> Callable[..., object]:
-    """AOT autograd with our compilers and no decompositions.
+    """Compile a Dynamo graph by AOT autograd, with our compilers and no decompositions.
 
-    A backward is compiled with its forward: with dynamic sizes AOT autograd does so, and a rank
-    may have some where others have none.
+    The backward is compiled with its forward. AOT autograd does so anyway for dynamic sizes, and a
+    rank may have dynamic sizes where other ranks have none.
     """
     from torch._dynamo.backends.common import aot_autograd
 
@@ -224,10 +227,11 @@ def compile_aot(
 
 
 def donating_nothing(compile_graph: Callable[..., _T]) -> Callable[..., _T]:
-    """`compile_graph`, called for a forward, after which no backward writes into what that saves.
+    """`compile_graph` for forwards; no backward writes into tensors that the forward saved.
 
-    A backward which does that can run once: AOT autograd refuses `retain_graph=True` then, in 2.11
-    to 2.15 also where its setting `donated_buffer` was off while it compiled, but is on later.
+    A backward that writes into saved tensors can run only once: AOT autograd then refuses
+    `retain_graph=True`. 2.11 to 2.15 refuse it also where the setting `donated_buffer` was off
+    during the compile and is on later.
     """
 
     def compiled(*args: object, **kwargs: object) -> _T:
@@ -251,10 +255,11 @@ def min_cut_partition(
 
 
 def giving_states_where_drawn() -> AbstractContextManager[object]:
-    """Inside, a partitioner leaves what draws no random numbers as it is.
+    """Inside, a partitioner adds no random state to ops that draw no random numbers.
 
-    It has what is computed again and may draw some run with the state of its first run, in a call
-    of its own. So would an attention without dropout, which nothing could be fused or folded with.
+    A partitioner wraps a recomputed op that may draw random numbers: a call of its own runs the op
+    with the random state of the op's first run. It would wrap an attention without dropout, too,
+    and nothing could be fused or folded with the call.
     """
     from torch._functorch import partitioners
 
@@ -286,8 +291,8 @@ def compiling_backward_at_once() -> AbstractContextManager[object]:
 def keeping_reductions() -> AbstractContextManager[object]:
     """Inside, AOT autograd does not merge reductions of equal gradients.
 
-    Parameters of two buckets may have equal gradients, each with memory of its own. A user's own
-    reduction may be an all-to-all.
+    Parameters of two buckets may have equal gradients, each gradient with storage of its own. A
+    user's own reduction may be an all-to-all.
     """
     from torch._functorch import compile_utils
 
@@ -301,7 +306,7 @@ def keeping_reductions() -> AbstractContextManager[object]:
 def writing_no_graphs() -> Iterator[None]:
     """Inside, AOT autograd writes graphs as text only where somebody reads them.
 
-    It does so for every graph, for its log and the structured trace.
+    Otherwise it writes every graph as text, for its log and for the structured trace.
     """
     from torch._functorch._aot_autograd import graph_compile
 

@@ -1,8 +1,7 @@
-"""AOT autograd's cache of compiled graphs: what it looks up and what it keeps passes by a guest.
+"""AOT autograd's cache of compiled graphs; a guest takes part in each lookup and each save.
 
 An entry holds all that AOT autograd makes of a Dynamo graph: Inductor's forward and backward, and
-what runs around them. Its key covers the graph, the inputs, the settings and what passes of ours
-say of themselves.
+the code around them. Its key covers the graph, the inputs, the settings and the keys of our passes.
 """
 
 import contextlib
@@ -23,37 +22,39 @@ from shardc.runtime.compat.cpp_kernels import (
 )
 
 _FUNCTIONS = ("shardc.runtime.comm.unshard.unshard", "shardc.runtime.comm.unshard.look_up")
-"""Our functions in Dynamo graphs which are no ops: AOT autograd traces through them."""
+"""Our functions in Dynamo graphs that are not ops: AOT autograd traces through them."""
 
 Found = tuple[Entry, bytes] | None
-"""An entry, and the same pickled."""
+"""An entry and its pickled bytes; None where there is no entry."""
 
 Wrap = Callable[[Any], object]
 """Changes a loaded graph in place."""
 
 Compiled = Callable[..., object]
-"""A compiled graph, as it is called."""
+"""A compiled graph, as a function."""
 
 
 class Guest(Protocol):
-    """The interface to AOT autograd's cache while a graph is compiled; one of the first two is
-    called, once."""
+    """The interface to AOT autograd's cache during a compile.
+
+    Either `look` or `bypassed` is called, once.
+    """
 
     def look(self, key: str, find: Callable[[str], Found]) -> Found:
-        """The entry for a key, or None to have the graph compiled; `find` looks on disk."""
+        """The entry for a key; None lets AOT autograd compile the graph. `find` looks on disk."""
 
     def bypassed(self) -> None:
-        """The graph is one that cannot be kept."""
+        """The graph cannot be cached."""
 
     def missed(self, gm: GraphModule) -> None:
-        """The Dynamo graph `gm` is compiled now, which may still be changed in place."""
+        """The Dynamo graph `gm` is compiled now; it may still be changed in place."""
 
     def keep(self, entry: Entry, save: Callable[[str], None]) -> None:
         """A graph was compiled: `save` keeps its entry on disk, under a key."""
 
 
 def can_cache() -> bool:
-    """Whether the user's settings of torch let compiled graphs be kept."""
+    """Whether the user's settings of torch allow a cache of compiled graphs."""
     import torch.compiler.config
     from torch._inductor import config
 
@@ -64,11 +65,11 @@ def can_cache() -> bool:
 
 @contextlib.contextmanager
 def aot_cache(guest: Guest | None) -> Iterator[None]:
-    """Inside, AOT autograd's cache works through `guest`; without one it is off.
+    """Inside, AOT autograd's cache works through `guest`; without a guest it is off.
 
-    Entries stand alone: they hold the code of both graphs, which are compiled together, and the
-    libraries of their C++ kernels. The guest sees to the versions of our Python functions that
-    graphs call.
+    An entry stands alone: it holds the code of the forward and the backward, which are compiled
+    together, and the libraries of their C++ kernels. The guest's keys cover the versions of our
+    Python functions that graphs call.
     """
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
     from torch._inductor import config
@@ -109,7 +110,7 @@ def aot_cache(guest: Guest | None) -> Iterator[None]:
     def make_entry(*args: object, **kwargs: object) -> Entry:
         try:
             entry = theirs["make_entry"](*args, **kwargs)
-        except AssertionError:  # a graph is not of Inductor: it runs op by op
+        except AssertionError:  # a graph is not from Inductor: it runs op by op
             return None
         entry.shardc_gpu = own_gpu()
         entry.shardc_libraries = libraries()
@@ -140,12 +141,12 @@ def aot_cache(guest: Guest | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stable_keys() -> Iterator[None]:
-    """Inside, a key is the same in all processes that compile the same.
+    """Inside, the key of a graph is the same in all processes that compile it.
 
-    A memory format is pickled by its name "torch.contiguous_format", which pickle looks for in all
-    modules that have an attribute "torch": what a process has imported would count. Entries keep
-    theirs: a backward compares with it. The index of the process's own GPU is left out, for which
-    entries are changed over when they are loaded.
+    Pickle looks for a memory format by its name "torch.contiguous_format", in all modules that have
+    an attribute "torch": the key would depend on the modules that a process has imported. A key
+    holds the name alone. An entry holds the memory format, because a backward compares with it. A
+    key leaves out the index of the process's own GPU; a loaded entry is moved to the own GPU.
     """
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCachePickler as Pickler
 
@@ -158,7 +159,7 @@ def _stable_keys() -> Iterator[None]:
             return dumps(self, value)
         named = {torch.device("cuda", own): "cuda:own"}
         self.dispatch_table[torch.device] = lambda known: (str, (named.get(known, str(known)),))
-        pickled: bytes = dumps(self, value)  # with the code of the graph in it
+        pickled: bytes = dumps(self, value)  # contains the code of the graph
         return with_index(pickled.decode("latin-1"), own, "own").encode("latin-1")
 
     with mock.patch.object(Pickler, "dumps", stable_dumps):
@@ -166,7 +167,7 @@ def _stable_keys() -> Iterator[None]:
 
 
 def cache_counts() -> tuple[int, int]:
-    """How many Dynamo graphs were found compiled in this process, and how many were kept."""
+    """The number of Dynamo graphs that this process found in the cache, and the number it saved."""
     from torch._dynamo.utils import counters
 
     counted = counters["aot_autograd"]
@@ -174,14 +175,14 @@ def cache_counts() -> tuple[int, int]:
 
 
 def cache_folder() -> str:
-    """Where compiled graphs are kept."""
+    """The folder of compiled graphs."""
     from torch._inductor.runtime.runtime_utils import cache_dir
 
     return str(cache_dir())
 
 
 def write_entry(key: str, content: bytes) -> None:
-    """Keep a pickled entry that another rank has made."""
+    """Write a pickled entry of another rank into this process's cache."""
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 
     AOTAutogradCache._write_to_local_cache(key, content)
@@ -214,9 +215,9 @@ class _Wrapping:
 
 
 def wrap_compiled(output: Any, wrap: Callable[[Compiled], Compiled]) -> object:
-    """Put `wrap` around what a graph that Inductor compiled calls.
+    """Put `wrap` around the function that a graph compiled by Inductor calls.
 
-    A graph without any call, which only passes inputs on, comes back as a plain function.
+    A graph without calls, which only passes inputs on, is a plain function: it stays unchanged.
     """
     if not hasattr(output, "current_callable"):
         return output

@@ -1,9 +1,9 @@
-"""Entries of AOT autograd's cache serve every GPU of a kind, whichever index a process has it by.
+"""Entries of AOT autograd's cache serve every GPU of a kind, under any index.
 
-Inductor writes the index of the GPU into its code. Keys leave out the one of the process that
-compiles, and an entry of another is changed over when it is loaded: its code, and the folder that
-Triton looks for its kernels in. What Inductor keeps of kernels beside their binaries is left out:
-it is made anew from the code.
+Inductor writes the index of the GPU into its code. A key leaves out the index of the process that
+compiles. A load changes an entry from another index: its code, and the folder of its Triton
+kernels. Of the records of kernels the changed entry keeps only binaries: Inductor makes the other
+records anew from the code.
 """
 
 import re
@@ -12,13 +12,13 @@ from typing import Any, TypeAlias
 import torch
 
 Entry: TypeAlias = Any
-"""What AOT autograd keeps of a graph; its class is another in each version of torch."""
+"""AOT autograd's record of a compiled graph; each version of torch has another class for it."""
 
 _INDEX = (
     r"(cuda:|type='cuda', index=|_DeviceGuard\(|cuda\.set_device\(|cuda\.device\(|"
     r"get_raw_stream\(|default_generators\[|\braw_stream|\bstream)({})(?!\d)"
 )
-"""Where code of Inductor has the index of a GPU, and names its streams by it."""
+"""Places in Inductor's code with the index of a GPU, also in the names of its streams."""
 
 
 def own_gpu() -> int | None:
@@ -29,9 +29,10 @@ def own_gpu() -> int | None:
 def name_ptxas() -> None:
     """Give Triton from the start the ptxas that Inductor will name.
 
-    Keys of kernels have its version. Inductor of 2.11 names another than Triton's own once it
-    compiles its first kernel, and Triton may have been asked before: then keys depend on what a
-    process has compiled. (2.11; Inductor of 2.13 looks for one where there is none.)
+    The keys of kernels contain the version of ptxas. Inductor of 2.11 names another ptxas than
+    Triton's own when it compiles its first kernel. Triton may have used its own ptxas before: then
+    keys depend on the kernels that a process has compiled. (2.11; Inductor of 2.13 looks for a file
+    that is not there.)
     """
     from torch._inductor.runtime import compile_tasks
 
@@ -41,7 +42,7 @@ def name_ptxas() -> None:
 
 
 def with_index(code: str, before: int, index: int | str) -> str:
-    """Code of Inductor or a graph that is for one GPU, for another."""
+    """Code of Inductor or of a graph, changed from the GPU with index `before` to `index`."""
     return re.sub(_INDEX.format(before), rf"\g<1>{index}", code)
 
 
@@ -52,7 +53,7 @@ def move_entry(entry: Entry, before: int | None, index: int | None) -> None:
     for part in (entry.compiled_fw, entry.compiled_bw):
         if part is not None:
             _move_graph(part.result, before, index)
-    facts = entry.runtime_metadata  # whose random states a backward repeats
+    facts = entry.runtime_metadata  # names the GPU of the random states
     if facts.graphsafe_rng_state_index == before:
         facts.graphsafe_rng_state_index = index
     device = getattr(facts, "graphsafe_rng_device", None)  # since 2.12

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 FunctionContext: TypeAlias = Any
-"""What torch gives the methods of an autograd Function: any attribute may be set on it."""
+"""The `ctx` in the methods of an autograd Function: any attribute may be set on it."""
 
 PackHook = Callable[[Tensor], object]
 UnpackHook = Callable[[Any], Tensor]
@@ -18,9 +18,9 @@ SavedTensorsHooks = tuple[PackHook, UnpackHook]
 
 
 def below_autograd() -> AbstractContextManager[None]:
-    """Where nothing is differentiated: autograd is not asked by any op that is called within.
+    """Inside, ops do not enter autograd, and nothing is differentiated.
 
-    Collectives ask it in Python, 10 us each.
+    Collectives enter autograd in Python, which takes 10 us each.
     """
     return torch._C._AutoDispatchBelowAutograd()
 
@@ -41,15 +41,15 @@ def leave_gradient_dtype(param: Tensor) -> None:
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:
-    """From within a backward, have `call` called when all of it is done."""
+    """Call `call` at the end of the backward under way; must be called within one."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 class _Nested(threading.local):
-    """For each backward that runs inside of another one: what is called when the outer one ends.
+    """The calls to make when an outer backward ends, for each backward that runs inside it.
 
-    It is kept by thread: autograd runs a checkpoint and what is inside of it on the thread of one
-    device, unless more than 60 backwards are inside of each other.
+    The calls are kept by thread: autograd runs a checkpoint and its inner backwards on the thread
+    of one device, unless more than 60 backwards are nested.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ _nested = _Nested()
 
 
 def when_outermost_backward_ends(call: Callable[[], None]) -> None:
-    """`when_backward_ends` of the backward in which others run: reentrant checkpoints run one."""
+    """Call `call` at the end of the outermost backward; reentrant checkpoints run an inner one."""
     if _nested.postponed:
         _nested.postponed[-1].append(call)
     else:
@@ -68,7 +68,7 @@ def when_outermost_backward_ends(call: Callable[[], None]) -> None:
 
 
 def _nesting(engine: Callable[..., object], *args: object, **kwargs: object) -> object:
-    """Run the engine; see `when_outermost_backward_ends`."""
+    """Run the engine; the end calls of a nested backward wait for the end of the outer backward."""
     if not in_backward():
         return engine(*args, **kwargs)
     _nested.postponed.append([])
@@ -82,10 +82,10 @@ def _nesting(engine: Callable[..., object], *args: object, **kwargs: object) -> 
 
 
 def give_engine_inputs(run_for: Callable[..., object], is_meant: Callable[[object], bool]) -> None:
-    """Call `run_for` in place of torch's engine, for inputs of which `is_meant` says so.
+    """Call `run_for` in place of torch's engine, where `is_meant` accepts one of the inputs.
 
-    It is called as `selection.run_for_inputs`. The engine looks for the node of a tensor where no
-    override of torch's functions is asked.
+    `run_for` takes the arguments of `selection.run_for_inputs`. The engine looks up the node of a
+    tensor without calling any override of torch's functions.
     """
     engine = functools.partial(_nesting, torch.autograd._engine_run_backward)
 
@@ -130,20 +130,20 @@ def top_saved_tensors_hooks() -> SavedTensorsHooks | None:
 
 
 def saved_tensors_hooks_allowed() -> bool:
-    """False inside `torch.func` transforms, which refuse such hooks."""
+    """Whether saved-tensor hooks are allowed; `torch.func` transforms refuse them."""
     return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
 
 
 def is_checkpoint_hook(pack: PackHook) -> bool:
-    """Whether a pack hook is that of `torch.utils.checkpoint`, which recomputes."""
+    """Whether a pack hook belongs to `torch.utils.checkpoint`, which recomputes."""
     return pack.__module__ == "torch.utils.checkpoint"
 
 
 def hidden_from_checkpoints() -> AbstractContextManager[object]:
-    """Inside, selective checkpoints see no ops, as they see none of Inductor's code.
+    """Inside, selective checkpoints see no ops, as they see no ops of Inductor's code.
 
-    They save or compute again op by op, in order; a graph that was compiled for other sizes in the
-    meantime has other ops.
+    Selective checkpoints save or recompute op by op, in order. The recomputation may run a graph
+    that was compiled for other sizes after the forward, and has other ops.
     """
     from torch.utils import _python_dispatch as dispatch
     from torch.utils import checkpoint
@@ -156,9 +156,9 @@ def hidden_from_checkpoints() -> AbstractContextManager[object]:
 
 
 def checkpoint_frames() -> list[Any]:
-    """The checkpoints whose forwards run, innermost first; `recompute_fn` computes one again.
+    """The checkpoints with a running forward, innermost first; `recompute_fn` recomputes one.
 
-    Not those that are computed again now.
+    Checkpoints that are being recomputed are left out.
     """
     stack: list[SavedTensorsHooks] = []
     if saved_tensors_hooks_allowed():
@@ -187,7 +187,7 @@ def outside_function_transforms() -> AbstractContextManager[object]:
 def outside_selective_checkpoints() -> Iterator[None]:
     """Inside, selective activation checkpoints around the caller see no op.
 
-    They count the ops of a forward, and those of its recomputation must be the same.
+    Selective checkpoints count the ops of a forward, and its recomputation must run the same ops.
     """
     from torch.utils import _python_dispatch as dispatch
     from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode

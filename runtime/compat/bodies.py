@@ -1,4 +1,4 @@
-"""Joint graphs of parts of a Dynamo graph, traced by AOT autograd as the whole would be."""
+"""Joint graphs of parts of a Dynamo graph, traced by AOT autograd as a whole graph is traced."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -17,10 +17,10 @@ class JointBody:
     """The joint graph that AOT autograd traced of a part of a graph.
 
     Attributes:
-        graph: takes operands, then tangents; returns results, then a gradient or None an operand.
-        results: how many results there are.
-        operands: how many operands there are.
-        tangents: how many tangents there are.
+        graph: takes operands, then tangents; returns results, then a gradient or None per operand.
+        results: the number of results.
+        operands: the number of operands.
+        tangents: the number of tangents.
         finished: whether Inductor's passes over joint graphs have run.
     """
 
@@ -32,13 +32,13 @@ class JointBody:
 
 
 class _Traced(Exception):
-    """The joint graph is there: AOT autograd has nothing more to do."""
+    """The joint graph is traced: AOT autograd has nothing more to do."""
 
 
 def settings_of_bodies(given: Mapping[str, object]) -> dict[str, object]:
-    """Settings for `trace_body`: those given, and the passes over joint graphs that are set now.
+    """Settings for `trace_body`: the given ones, and the passes over joint graphs that are set now.
 
-    A compile under way, in which bodies are traced, adds its own to these.
+    The compile under way adds passes of its own later, before it traces bodies.
     """
     from torch._inductor import config
 
@@ -53,15 +53,16 @@ def trace_body(
 ) -> JointBody | None:
     """The joint graph of `body`, or its forward where no operand requires a gradient.
 
-    None where the joint graph has more inputs or outputs than `body`: it writes to an operand, or
-    some of its results alias.
+    None where the joint graph has more inputs or outputs than `body`, or where results alias: then
+    `body` writes to an operand, or returns an alias of an operand or of another result.
 
     Args:
         body: a graph with the ops of a Dynamo graph; returns a tuple of tensors.
-        operands: as `like` makes them.
-        settings: of `settings_of_bodies`, where Inductor will lower the graph: its decompositions
-            are used, and its passes run over the graph before the trace and, where they give no
-            seeds and the user has none of his own, after it. None for the eager executor.
+        operands: tensors made by `like`.
+        settings: from `settings_of_bodies` if Inductor will lower the graph; None for the eager
+            executor. With settings, Inductor's decompositions apply, and its passes run over
+            `body` before the trace. Its passes over joint graphs run after the trace, unless they
+            would draw seeds or the user has passes of his own.
     """
     if settings is None:
         return _checked(_trace(body, operands, {}), body, operands)
@@ -109,14 +110,14 @@ def _trace(body: GraphModule, operands: Sequence[Tensor], table: Mapping[Any, An
 
 
 def _is_given_seeds(joint: GraphModule) -> bool:
-    """Whether Inductor replaces random ops; it draws the seeds of a whole graph in one op."""
+    """Whether Inductor replaces random ops of the graph; one op draws all seeds of a graph."""
     aten = torch.ops.aten
     replaced = {aten.rand, aten.randn, aten.randint}
     return any(getattr(n.target, "overloadpacket", None) in replaced for n in joint.graph.nodes)
 
 
 def _finish(joint: GraphModule) -> GraphModule:
-    """Run Inductor's passes over joint graphs on one."""
+    """Run Inductor's passes over joint graphs on one joint graph."""
     from torch._inductor.compile_fx import _recursive_joint_graph_passes
 
     first = next(iter(joint.graph.nodes)).meta["val"]
@@ -124,7 +125,7 @@ def _finish(joint: GraphModule) -> GraphModule:
 
 
 def _checked(joint: GraphModule, body: GraphModule, operands: Sequence[Tensor]) -> JointBody | None:
-    """The joint graph of `body`, if it is a function of its operands, and gives new tensors."""
+    """The joint graph of `body` if it only reads operands and returns new tensors; else None."""
     results = len(body.graph.output_node().args[0])  # type: ignore[arg-type]
     inputs = joint.graph.find_nodes(op="placeholder")
     outputs: Any = joint.graph.output_node().args[0]
@@ -174,13 +175,13 @@ def is_plain_fake(value: object) -> bool:
 
 
 class Memories:
-    """Copies of the values of a trace, which share memory of their own as the originals do."""
+    """Copies of the values of a trace; two copies share a storage where their originals do."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
     def stand_for(self, value: Tensor, by: Tensor) -> None:
-        """Views of `value` become views of `by`, which is as large."""
+        """Copy later views of `value` as views of `by`, a tensor of the same size."""
         moved = _offset_bytes(by) - _offset_bytes(value)
         self._known[_memory(value)] = by.untyped_storage(), moved
 

@@ -1,7 +1,7 @@
 """C++ kernels: kept with the graph that calls them, and loaded without a compiler.
 
-Inductor makes a library of each kernel, in its folder. What AOT autograd keeps of a graph holds
-their source: a rank with another folder would compile them anew.
+Inductor compiles each kernel to a library in its folder. An entry of AOT autograd's cache holds
+the kernel's source only: a rank with another folder would compile the kernel anew.
 """
 
 import contextlib
@@ -13,12 +13,12 @@ from unittest import mock
 V = TypeVar("V")
 
 Libraries = dict[str, bytes]
-"""Their content, by path in the folder."""
+"""The contents of libraries, by path in Inductor's folder."""
 
 
 @contextlib.contextmanager
 def noting_libraries(folder: str) -> Iterator[Callable[[], Libraries]]:
-    """Inside, kernels that are loaded are noted; gives their libraries."""
+    """Inside, loaded kernels are noted; gives a function that returns their libraries."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Kernels
 
     known, noted = Kernels.cache, _Noting(Kernels.cache)
@@ -36,7 +36,7 @@ def noting_libraries(folder: str) -> Iterator[Callable[[], Libraries]]:
 
 
 class _Noting(dict[str, V]):
-    """A dict that knows which of its keys have been read, in order."""
+    """A dict that records the keys that have been read, in order."""
 
     def __init__(self, known: dict[str, V]) -> None:
         super().__init__(known)
@@ -48,7 +48,7 @@ class _Noting(dict[str, V]):
 
 
 def write_libraries(libraries: Libraries, folder: str) -> None:
-    """Put libraries into the folder, where it lacks them; whole or not at all."""
+    """Write the libraries that the folder lacks, each as a whole or not at all."""
     from torch._inductor.codecache import write_atomic
 
     for name, content in libraries.items():
@@ -59,7 +59,7 @@ def write_libraries(libraries: Libraries, folder: str) -> None:
 
 @contextlib.contextmanager
 def compiling_no_header() -> Iterator[None]:
-    """Inside, the header of all kernels is not compiled first: none is expected to be compiled."""
+    """Inside, Inductor does not precompile the header of kernels: it should compile no kernel."""
     from torch._inductor import codecache
 
     def as_it_is(header: str, *settings: object, **more: object) -> str:
@@ -72,10 +72,10 @@ def compiling_no_header() -> Iterator[None]:
 
 @contextlib.contextmanager
 def remembering_probes() -> Iterator[None]:
-    """Inside, a process that loads a library, to see which vector instructions there are, is not
-    started for one that has been loaded (2.13 to 2.15).
+    """Inside, Inductor probes each library for vector instructions only once (2.13 to 2.15).
 
-    The library's name depends on the compiler, its settings and the version of torch.
+    A probe starts a process that loads a library, to find the CPU's vector instructions. The name
+    of the library depends on the compiler, its settings and the version of torch.
     """
     from torch._inductor.cpu_vec_isa import VecISA
 

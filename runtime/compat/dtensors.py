@@ -1,4 +1,4 @@
-"""DTensors, and the functions of torch that make one: they ask shardc about its own placements."""
+"""DTensors, and the functions of torch that make them, which ask shardc for its own placements."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from shardc.runtime.compat.dynamo import tell_later
 Placements: TypeAlias = "Sequence[Placement] | None"
 
 Given: TypeAlias = Any
-"""What functions of torch take and give."""
+"""An argument or a result of a function of torch."""
 
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:
@@ -49,33 +49,33 @@ def dtensor_spec(
     return DTensorSpec(mesh, placements, TensorMeta(shape, stride, dtype))
 
 
-# -- what makes DTensors -------------------------------------------------------------------------
+# -- functions that make DTensors ----------------------------------------------------------------
 
 
 class DTensorKind(Protocol):
-    """Tensors that pass as DTensors, and the placements by which torch is asked to make them."""
+    """A kind of tensor that passes as a DTensor, and the placements for which torch makes it."""
 
     def is_placed(self, placements: Placements) -> bool:
-        """Whether such a placement is among these."""
+        """Whether `placements` contains a placement of this kind."""
 
     def is_kind(self, value: object) -> bool:
-        """Whether `value` is such a tensor."""
+        """Whether `value` is a tensor of this kind."""
 
     def distribute(
         self, tensor: Tensor, mesh: DeviceMesh, placements: Given, src_data_rank: int | None
     ) -> Tensor:
-        """`distribute_tensor` with such a placement."""
+        """Make a tensor of this kind as `distribute_tensor` does, for a placement of this kind."""
 
     def from_local(
         self, local: Tensor, mesh: DeviceMesh, placements: Given, shape: Given, stride: Given
     ) -> Tensor:
-        """`DTensor.from_local` with such a placement."""
+        """Make a tensor of this kind as `DTensor.from_local` does, for a placement of this kind."""
 
     def place(self, full: Tensor, like: Given) -> Tensor:
-        """A tensor that all ranks have, cut as `like`, which is such a tensor."""
+        """Cut a full tensor, which all ranks have, in the way of `like`, a tensor of this kind."""
 
     def refuse_swap(self, tensor: Given) -> NoReturn:
-        """Raise for `torch.utils.swap_tensors` of such a tensor."""
+        """Raise for `torch.utils.swap_tensors` of a tensor of this kind."""
 
 
 def let_torch_make(kind: DTensorKind) -> None:
@@ -92,14 +92,14 @@ WHILE_DISPATCHING = (
     torch._C._dispatch_tls_is_dispatch_key_excluded,
     torch._C.DispatchKey.ADInplaceOrView,
 )
-"""A question and its argument: true in and below `__torch_dispatch__`, not in a user's code."""
+"""A function and its argument: true in and below `__torch_dispatch__`, false in a user's code."""
 
 TRACING = torch._guards._TLS
-"""Of a thread: it has a `tracing_context` while a graph is made of what runs."""
+"""State of this thread: it has a `tracing_context` while Dynamo or AOT autograd makes a graph."""
 
 
 def _extend_distribute_tensor(kind: DTensorKind) -> None:
-    """Code that was imported before shardc holds the function, so its code is exchanged."""
+    """Replace the function's code: modules imported before shardc hold the function itself."""
     from torch.distributed.tensor import distribute_tensor
 
     torchs: Given = distribute_tensor
@@ -150,7 +150,7 @@ def _extend_from_local(kind: DTensorKind) -> None:
 
 
 def _extend_state_dicts(kind: DTensorKind) -> None:
-    """`set_model_state_dict` of full values cuts those that rank 0 has sent by dims."""
+    """Cut full values that rank 0 has sent by `kind`; `set_model_state_dict` would cut by dims."""
     from torch.distributed import _state_dict_utils
 
     torchs: Callable[..., None] = _state_dict_utils._distribute_tensors
@@ -170,7 +170,7 @@ def _extend_state_dicts(kind: DTensorKind) -> None:
 
 
 def _extend_isinstance(kind: DTensorKind) -> None:
-    """Dynamo answers by the class that a tensor really is of."""
+    """Make Dynamo accept `kind` as DTensors; Dynamo alone looks at the real class of a tensor."""
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.tensor import TensorVariable
@@ -192,7 +192,7 @@ def _extend_isinstance(kind: DTensorKind) -> None:
 
 
 def _extend_swap(kind: DTensorKind) -> None:
-    """`swap_tensors` would exchange what the memory of a bucket knows."""
+    """Make `swap_tensors` refuse `kind`: the memory of such a tensor belongs to a bucket."""
     torchs: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
 
     @functools.wraps(torchs)

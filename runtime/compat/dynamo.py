@@ -1,4 +1,4 @@
-"""Dynamo: what it traces, the graphs it hands to a backend, what it counts."""
+"""Dynamo: its traces, the graphs that it hands to a backend, its counters."""
 
 import functools
 import sys
@@ -15,14 +15,14 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def annotate(facts: dict[str, object]) -> AbstractContextManager[None]:
-    """Put `facts` under `meta["custom"]` of the nodes traced meanwhile."""
+    """Put `facts` under `meta["custom"]` of the nodes that are traced inside."""
     return torch.fx.traceback.annotate(facts)
 
 
 def inline_only(fn: F) -> F:
-    """Let Dynamo inline `fn` into a caller it traces, never compile it by itself.
+    """Let Dynamo inline `fn` into a traced caller, and never compile `fn` by itself.
 
-    What an eager frame calls stays eager then, instead of becoming a small graph of its own.
+    A call from an eager frame then stays eager, instead of becoming a small graph of its own.
     """
     tell_later(functools.partial(_skip_code, fn))
     return fn
@@ -35,12 +35,12 @@ def _skip_code(fn: Callable[..., object]) -> None:
 
 
 def untraced(fn: F) -> F:
-    """As `torch.compiler.disable`; Dynamo is imported by the first call."""
+    """Do as `torch.compiler.disable`; the first call imports Dynamo."""
     return torch._disable_dynamo(fn)  # type: ignore[return-value]
 
 
 def allow_in_graph(fn: F) -> F:
-    """As `torch.compiler.allow_in_graph`, once Dynamo is imported."""
+    """Do as `torch.compiler.allow_in_graph`, once Dynamo is imported."""
     tell_later(functools.partial(torch.compiler.allow_in_graph, fn))
     return fn
 
@@ -49,7 +49,7 @@ _told_later: list[Callable[[], object]] = []
 
 
 def tell_later(tell: Callable[[], object]) -> None:
-    """Call `tell` once Dynamo is imported, in `tell_dynamo` if nobody has imported it yet."""
+    """Call `tell` now if Dynamo is imported, else in `tell_dynamo`."""
     if "torch._dynamo" in sys.modules:
         tell()
     else:
@@ -59,19 +59,21 @@ def tell_later(tell: Callable[[], object]) -> None:
 def tell_dynamo() -> None:
     """Import Dynamo, a third of all that torch imports, and tell it how to take our functions.
 
-    It must know before it traces the first of them, so whoever makes a class of them calls this.
+    Dynamo must know before it traces the first of our functions, so code that makes a class with
+    such functions calls this.
     """
     while _told_later:
         _told_later.pop()()
 
 
 class CallOutsideGraphs:
-    """A `__call__` of modules that Dynamo does not see: it finds the next class's.
+    """A `__call__` of modules that Dynamo does not see: Dynamo finds the next class's `__call__`.
 
-    Of `nn.Module.__call__` without hooks Dynamo traces `forward` alone, of any other all it does.
+    In an `nn.Module.__call__` without hooks Dynamo traces `forward` alone. It traces all of any
+    other `__call__`.
 
     Args:
-        call: what runs where nothing is traced.
+        call: runs where nothing is traced.
     """
 
     def __init__(self, call: Callable[..., object]) -> None:
@@ -91,17 +93,17 @@ class CallOutsideGraphs:
 def is_exporting() -> bool:
     """Whether torch.export traces now.
 
-    In 2.11 Dynamo takes `torch.compiler.is_exporting()` for true wherever it compiles.
+    In 2.11 Dynamo takes `torch.compiler.is_exporting()` for true in every compile.
     """
     return torch.compiler._is_exporting_flag
 
 
 is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
-"""As `torch.compiler.assume_constant_result` does, which imports all of Dynamo."""
+"""Set as by `torch.compiler.assume_constant_result`, which imports all of Dynamo."""
 
 
 def stop_compiling(why: str) -> NoReturn:
-    """End a compile with an error; raised in traced code it only breaks the graph.
+    """End a compile with an error; an error raised in traced code would only break the graph.
 
     Raises:
         torch._dynamo.exc.TorchRuntimeError: `why`.
@@ -115,9 +117,10 @@ stop_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def compile_calls(module: nn.Module, *args: object, **kwargs: Any) -> None:
-    """As `nn.Module.compile`, also where Dynamo skips the module's `forward`.
+    """Compile a module as `nn.Module.compile` does, also where Dynamo skips the module's `forward`.
 
-    It skips those of torch's own modules; `torch.compile(module)` gives them a frame, too.
+    Dynamo skips the `forward` of torch's own modules. Here it gets a frame to compile, as from
+    `torch.compile(module)`.
     """
     from torch._dynamo import external_utils, trace_rules
 
@@ -128,19 +131,19 @@ def compile_calls(module: nn.Module, *args: object, **kwargs: Any) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile` or `module.compile` was called on it or within."""
+    """Whether `torch.compile` or `module.compile` was called on a module or on a submodule."""
     wrapped = hasattr(module, "_orig_mod")
     return wrapped or any(each._compiled_call_impl is not None for each in module.modules())
 
 
 def copy_dynamo_graph(gm: GraphModule) -> GraphModule:
-    """A copy that passes as Dynamo's, whose own graph must keep its inputs."""
+    """A copy of a Dynamo graph that passes as Dynamo's; the original must keep its inputs."""
     graph, nodes = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
     graph.graph_copy(gm.graph, nodes)
     result = gm.graph.output_node()
     graph.output(torch.fx.node.map_arg(result.args[0], nodes.__getitem__))
     graph.output_node().meta = dict(result.meta)
-    copied = GraphModule(gm, graph, type(gm).__name__)  # takes along what the graph refers to
+    copied = GraphModule(gm, graph, type(gm).__name__)  # copies attributes that the graph uses
     for node, twin in nodes.items():
         if hasattr(node, "_dynamo_source"):
             twin._dynamo_source = node._dynamo_source
@@ -152,7 +155,7 @@ def copy_dynamo_graph(gm: GraphModule) -> GraphModule:
 
 
 def make_input_without_source(placeholder: torch.fx.Node, like: torch.fx.Node) -> None:
-    """Give a new placeholder the value of `like`, as one of Dynamo's."""
+    """Give a new placeholder the value of `like`; the placeholder passes as one of Dynamo's."""
     placeholder.meta.update(
         {key: like.meta[key] for key in ("example_value", "stack_trace") if key in like.meta}
     )
@@ -167,9 +170,9 @@ def real_input(placeholder: torch.fx.Node) -> Tensor | None:
 
 
 def forget_classes(gm: GraphModule) -> None:
-    """Remove from a Dynamo graph the classes of its tensors: parameters, fake ones.
+    """Remove from a Dynamo graph the classes of its tensors: parameters, fake tensors.
 
-    They are part of the key of AOT autograd's cache, and nothing else reads them.
+    The classes are part of the key of AOT autograd's cache, and nothing else reads them.
     """
     for node in gm.graph.find_nodes(op="placeholder"):
         if isinstance(node.type, type) and issubclass(node.type, Tensor):
@@ -202,21 +205,21 @@ def is_higher_order(target: object) -> bool:
 
 
 def is_op(target: object) -> bool:
-    """Whether a node calls an op of a library, of which its text says all."""
+    """Whether a node calls an op of a library; the text of such an op identifies it."""
     return isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
 
 
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
-"""What `torch.no_grad()` leaves in a Dynamo graph."""
+"""The function that a Dynamo graph calls for `torch.no_grad()`."""
 
 AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
-"""What `torch.autocast` leaves in a Dynamo graph."""
+"""The functions that a Dynamo graph calls for `torch.autocast`."""
 
 
 def read_as_data(graph: torch.fx.Graph, value: Tensor) -> list[Tensor]:
     """The values of `.data` of a traced `value`, or of a view of it, in a Dynamo graph.
 
-    Writes to it do not count as writes to `value`.
+    Writes to `.data` do not count as writes to `value`.
     """
     read = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
     nodes = graph.find_nodes(op="call_function", target=read)
@@ -226,7 +229,7 @@ def read_as_data(graph: torch.fx.Graph, value: Tensor) -> list[Tensor]:
 
 
 def compile_id() -> tuple[int, int] | None:
-    """The number of the frame that Dynamo compiles now, and how often it was compiled before.
+    """The number of the frame that Dynamo compiles now, and the number of its earlier compiles.
 
     None outside of a compile.
     """
@@ -239,7 +242,7 @@ def compile_id() -> tuple[int, int] | None:
 
 
 def seconds_of_dynamo() -> float:
-    """How long Dynamo has worked on what it compiles now; 0 outside of it."""
+    """The seconds that Dynamo's compile under way has taken; 0 outside of a compile."""
     from torch._dynamo.utils import get_metrics_context
 
     context = get_metrics_context()
@@ -247,7 +250,7 @@ def seconds_of_dynamo() -> float:
 
 
 def recompile_reason() -> str:
-    """Why Dynamo compiles anew what it compiles now; "" if it does not say."""
+    """The reason of the recompile under way; "" if Dynamo gives none."""
     from torch._dynamo.utils import get_metrics_context
 
     context = get_metrics_context()
@@ -264,17 +267,17 @@ def forget_compiled() -> None:
 
 
 def graph_break_reasons() -> list[str]:
-    """Why Dynamo broke graphs, once a break."""
+    """The reasons why Dynamo broke graphs, one for each break."""
     from torch._dynamo.utils import counters
 
     return [str(reason) for reason, times in counters["graph_break"].items() for _ in range(times)]
 
 
 def is_traced() -> bool:
-    """Whether torch's structured trace is on, `TORCH_TRACE`.
+    """Whether torch's structured trace, `TORCH_TRACE`, is on.
 
-    Its handler takes itself away at the first record if it is not. Other handlers of the logger,
-    such as those of pytest, do not ask for a trace.
+    If the trace is off, its handler removes itself at the first record. Other handlers of the
+    logger, such as those of pytest, do not ask for a trace.
     """
     from torch._logging import _internal
 
@@ -282,7 +285,7 @@ def is_traced() -> bool:
 
 
 def trace_artifact(name: str, text: str) -> None:
-    """Add a text to torch's structured trace, if that is on."""
+    """Add a text to torch's structured trace, if the trace is on."""
     torch._logging.trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},
@@ -292,7 +295,7 @@ def trace_artifact(name: str, text: str) -> None:
 
 
 def check_backend_options(backend: object, options: object) -> None:
-    """Call `check_options` of the backend of that name, if it has one.
+    """Call `check_options` of the backend with the given name, if the backend has one.
 
     `torch.compile` hands options over only when a first graph is compiled.
     """
@@ -303,10 +306,11 @@ def check_backend_options(backend: object, options: object) -> None:
 
 
 def failing_in_words(backend: F) -> F:
-    """`backend`, whose own errors reach the user without Dynamo's advice to report a bug (2.13).
+    """`backend`; its own errors reach the user without Dynamo's advice to report a bug (2.13).
 
-    They are errors that code of its package raised itself. Dynamo lets errors of its own class
-    pass, and appends to their arguments, which `str` of this one does not read.
+    An own error is one that code of the backend's package raised itself. Dynamo lets errors of its
+    own class pass, and appends the advice to their arguments. The `str` of the error raised here
+    does not read its arguments.
     """
     package = backend.__module__.partition(".")[0]
 
@@ -345,8 +349,7 @@ def _told_in_words() -> Callable[..., Exception]:
 
 
 def raised_by_backend(error: Exception) -> Exception:
-    """The exception of a backend, out of Dynamo's error about it; any other error as it is
-    (2.13)."""
+    """The exception of a backend inside Dynamo's error; any other error as it is (2.13)."""
     from torch._dynamo.exc import BackendCompilerFailed
 
     return error.inner_exception if isinstance(error, BackendCompilerFailed) else error

@@ -1,4 +1,4 @@
-"""Gloo's groups: works that their threads can finish side by side, ends of waits, records."""
+"""Gloo's groups: all-gathers that two threads can finish side by side, ends of waits, records."""
 
 from contextlib import suppress
 from datetime import timedelta
@@ -24,12 +24,13 @@ def gather_under_short_names() -> None:
     A gloo group has two threads. Each writes the name of the work that it has finished into one
     string of the group, without a lock (`ProcessGroupGloo::runLoop`, `lastCompletedWorkName`; seen
     in 2.13). A name of more than 15 characters is on the heap, so that two threads may free one
-    string twice: "malloc(): unaligned tcache chunk detected", or SIGSEGV, in whatever allocates
-    next. The two gathers that return their result are "ALLGATHER_COALESCED"; waiting for each
-    before the next begins does not help, because the name is written after the waiter has woken.
-    The gather into a given tensor sends the same, and all other functional collectives on tensors
-    one by one have short names too. `benchmarks/gloo_race.py` shows it with torch alone.
-    Other backends get what torch itself calls; a group written in Python has no more.
+    string twice: "malloc(): unaligned tcache chunk detected", or SIGSEGV, at a later allocation.
+    The two gathers that return their result are named "ALLGATHER_COALESCED". A wait for each gather
+    before the next begins does not help, because a thread writes the name after the waiter has
+    woken. The gather into a given tensor sends the same data under a short name. All other
+    functional collectives on single tensors have short names, too. `benchmarks/gloo_race.py` shows
+    the race with torch alone.
+    Other backends get the call that torch itself makes; a group written in Python has no other.
     """
     _cpu.impl(_SINGLE, _all_gather)
     _cpu.impl(_COALESCED, _all_gather_coalesced)
@@ -40,7 +41,7 @@ def _is_gloo(group_name: str) -> bool:
 
 
 def _all_gather(segment: Tensor, group_size: int, group_name: str) -> Tensor:
-    """One gather; so is each of a coalesced one on gloo, which has no message for several."""
+    """Gather one segment; gloo gathers coalesced segments one by one, without a joint message."""
     part = torch.view_as_real(segment) if segment.is_complex() else segment
     part = part if part.dim() else part.reshape(1)
     if not _is_gloo(group_name):
@@ -78,7 +79,7 @@ def end_gloo_waits(group: dist.ProcessGroup) -> None:
 
 
 def gloo_flight_record() -> str | None:
-    """The file with the last collectives, written now, if the user said where to."""
+    """The file with the last collectives, written now, if the user named a file."""
     path = flight_record_path()
     try:
         if path is not None:

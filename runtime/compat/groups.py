@@ -22,14 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def flat_dims(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
-    """The named dims of a mesh as one; None for no names. All ranks of `mesh` must call it."""
+    """The named dims of a mesh as one dim; None for no names. All ranks of `mesh` must call it."""
     if not names:
         return None
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
 def with_last_dim_of_one(mesh: DeviceMesh) -> DeviceMesh:
-    """A 1-D mesh as one of shape `(size, 1)`. All ranks of `mesh` must call it."""
+    """A 1-D mesh as a mesh of shape `(size, 1)`. All ranks of `mesh` must call it."""
     return mesh._unflatten(0, (mesh.size(), 1), ("replicate", "shard"))
 
 
@@ -37,7 +37,7 @@ def concatenate_meshes(*meshes: DeviceMesh) -> DeviceMesh:
     """A mesh of the dims of sub-meshes of one mesh, in the order given.
 
     Raises:
-        ValueError: they are not of one mesh, or the dims of one have no names.
+        ValueError: the meshes are not sub-meshes of one mesh, or dims of a mesh have no names.
     """
     try:
         return DeviceMesh._concatenate(list(meshes))
@@ -54,7 +54,7 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     """The process group of that name.
 
     Raises:
-        RuntimeError: it is gone, or was never made.
+        RuntimeError: the group is gone, or was never made.
     """
     from torch.distributed import distributed_c10d
 
@@ -69,7 +69,7 @@ def resolve_group(name: str) -> dist.ProcessGroup:
 
 
 def is_group(name: str) -> bool:
-    """Whether functional collectives find a group by that name."""
+    """Whether functional collectives find a group by `name`."""
     try:
         resolve_group(name)
     except RuntimeError:
@@ -78,10 +78,10 @@ def is_group(name: str) -> bool:
 
 
 def also_named(group: dist.ProcessGroup, name: str) -> str:
-    """The name, `name` or one with a number after it, by which graphs find `group` too.
+    """Register `group` for graphs under `name`, or under `name` with a number; gives that name.
 
-    torch names groups so that ranks of different groups know theirs by different names, and then
-    have different graphs. A name that another group goes by is not taken from it.
+    torch names groups so that ranks of different groups know their groups by different names, and
+    then have different graphs. A name that belongs to another group stays with that group.
     """
     from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 
@@ -99,25 +99,24 @@ def also_named(group: dist.ProcessGroup, name: str) -> str:
 
 
 def place_in_mesh(mesh: DeviceMesh, dim: int) -> str:
-    """A text that tells one dim of a mesh from all others; the same on all ranks of the mesh that
-    it was cut from."""
+    """A text that identifies one dim of a mesh, equal on all ranks of the mesh's root mesh."""
     return f"{mesh._rank_map.tolist()} {mesh._layout[dim]}"
 
 
 def new_group(
     ranks: list[int], purpose: str, keeps_order: bool = False, **options: Any
 ) -> dist.ProcessGroup:
-    """A group of those global ranks, each of which calls it: `dist.new_group` among them only.
+    """A process group of some global ranks; each of these ranks calls it, and no other rank.
 
     Ranks are numbered in ascending order, as torch does by default, or in the order given.
 
     torch names such a group after its ranks and the number of groups that this process is in, so
-    ranks that are in different numbers of groups would wait for each other without an end. Ours is
-    named after its ranks and its purpose, which may not occur twice.
+    ranks in different numbers of groups would wait for each other without an end. Our group is
+    named after its ranks and its purpose; no two groups may have equal ranks and purpose.
 
-    Where the default group is bound to a device (2.15: always), torch splits its communicator,
-    which takes all ranks of the world: those that call would wait for the others without an end.
-    Ours gets a communicator of its own.
+    Where the default group is bound to a device (2.15: always), torch splits the default group's
+    communicator. All ranks of the world must take part in a split: the ranks that call would wait
+    for the others without an end. Our group gets a communicator of its own.
     """
     from torch.distributed import distributed_c10d
 
@@ -132,7 +131,7 @@ def new_group(
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
-    """The store over which the group met.
+    """The store of a process group's rendezvous.
 
     Raises:
         ValueError: the group has been destroyed.
@@ -146,7 +145,7 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """How long the group's collectives wait before they fail, on the host first."""
+    """The timeout of the group's collectives; the backend of CPU tensors is asked first."""
     from torch.distributed import constants
 
     for device_type in sorted(group_backends(group), key="cpu".__ne__):
@@ -158,7 +157,7 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 
 
 def groups_within(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
-    """All groups of several of its ranks, itself included."""
+    """All groups of two or more ranks of `group`, itself included."""
     from torch.distributed import distributed_c10d
 
     own, groups = set(dist.get_process_group_ranks(group)), distributed_c10d._world.pg_group_ranks
@@ -166,8 +165,7 @@ def groups_within(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
 
 
 def follow_when_waited_for(value: Tensor, start: Callable[[], object]) -> None:
-    """Call `start` when `value` is waited for, and wait for the collective that it starts into
-    `value`."""
+    """At the wait for `value`, call `start`, and wait for its collective into `value`."""
 
     def follow() -> None:
         start()
@@ -177,7 +175,7 @@ def follow_when_waited_for(value: Tensor, start: Callable[[], object]) -> None:
 
 
 def call_when_waited_for(value: Tensor, wait: Callable[[], object]) -> None:
-    """Call `wait` when `value` is waited for, once."""
+    """Call `wait` once, at the wait for `value`."""
     c10d: Any = torch._C._distributed_c10d  # the stubs lack it
 
     def finish(timeout: timedelta) -> bool:
@@ -188,8 +186,10 @@ def call_when_waited_for(value: Tensor, wait: Callable[[], object]) -> None:
 
 
 def flight_record_path(default: str = "") -> str | None:
-    """Where this process writes its last collectives: as the user said, else by `default`; None for
-    nowhere."""
+    """The file to which this process writes its last collectives; None if it writes none.
+
+    The user's setting gives the path, else `default`; the rank is appended.
+    """
     known = os.environ.get
     asked = known("TORCH_FR_DUMP_TEMP_FILE") or known("TORCH_NCCL_DEBUG_INFO_TEMP_FILE") or default
     size = known("TORCH_FR_BUFFER_SIZE") or known("TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -202,8 +202,11 @@ def nccl_flight_record() -> str | None:
 
 
 def free_cuda_graphs_before(groups: Iterable[str]) -> None:
-    """Free Inductor's CUDA graphs when one of `groups` is shut down, whose collectives they replay:
-    NCCL waits for them before it destroys a communicator, without an end."""
+    """Free Inductor's CUDA graphs before one of `groups` is shut down.
+
+    The graphs replay collectives of the groups. NCCL waits for such graphs before it destroys a
+    communicator, without an end.
+    """
     _watch_shutdowns()
     _captured.update(resolve_group(name).group_name for name in groups)
 
@@ -244,9 +247,9 @@ class Recorded(NamedTuple):
 
 
 def recorded_collectives(last: int = 64) -> dict[str, list[Recorded]]:
-    """By group name, what this process gave to gloo last, the program's own too.
+    """The last collectives that this process gave to gloo, by group name.
 
-    Empty where torch keeps no flight record.
+    The program's own collectives are included. Empty where torch keeps no flight record.
     """
     c10d: Any = torch._C._distributed_c10d  # the stubs lack it
     entries = pickle.loads(c10d._dump_fr_trace(includeStackTraces=False)).get("entries", ())
@@ -260,16 +263,17 @@ def recorded_collectives(last: int = 64) -> dict[str, list[Recorded]]:
 
 
 def ranks_of(name: str) -> list[int]:
-    """The ranks of the group of that name; none where this rank has no such group."""
+    """The ranks of the group of that name; empty where this rank has no such group."""
     with suppress(RuntimeError):
         return dist.get_process_group_ranks(resolve_group(name))
     return []
 
 
 def group_backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """By type of device, the backend of a group for tensors there, such as "nccl".
+    """The backend of a group for each type of device, such as "nccl" for "cuda".
 
-    Where there are several, `torch.distributed.get_backend` gives all ("cpu:gloo,cuda:nccl").
+    For a group with several backends, `torch.distributed.get_backend` gives all in one text
+    ("cpu:gloo,cuda:nccl").
     """
     parts = (part.split(":", 1) for part in dist.get_backend_config(group).split(","))
     return {device_type: backend for device_type, backend in parts}
@@ -293,14 +297,14 @@ def allocate_from_group(numel: int, dtype: torch.dtype, device: torch.device, na
 
 
 def use_symmetric_memory(backend: str) -> None:
-    """Let `allocate_symmetric` take from `backend`."""
+    """Let `allocate_symmetric` take memory from `backend`."""
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory.set_backend(backend)  # type: ignore[arg-type]
 
 
 def allocate_symmetric(numel: int, dtype: torch.dtype, device: torch.device, name: str) -> Tensor:
-    """A tensor, `(numel,)`, of symmetric memory that the group has met over.
+    """A tensor, `(numel,)`, of symmetric memory, after the rendezvous of the group over it.
 
     All ranks of the group call it.
     """
@@ -315,10 +319,10 @@ def allocate_symmetric(numel: int, dtype: torch.dtype, device: torch.device, nam
 
 
 def _with_communicator(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The group's backend for a device, which has its communicator: memory is registered with it.
+    """The group's backend for a device, with a communicator: memory is registered with that.
 
-    The first collective makes it, so this may be a barrier, once. A group that torch wraps for
-    debugging does not say whether it has one.
+    The first collective makes the communicator, so this may run a barrier, once. A group that torch
+    wraps for debugging does not tell whether it has a communicator.
     """
     backend = group._get_backend(device)
     if group not in _communicating:
@@ -329,13 +333,13 @@ def _with_communicator(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 _communicating: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-"""Groups whose communicators are there."""
+"""Groups that have a communicator."""
 
 
 def make_fake_groups(groups: Mapping[str, tuple[int, int]]) -> None:
-    """Groups without peers, given as (rank, size), under the names that graphs know.
+    """Make groups without peers, given as (rank, size), under the names that graphs use.
 
-    For a process that has no group yet.
+    The process must have no group yet.
     """
     from torch._C._distributed_c10d import _register_process_group, _unregister_all_process_groups
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers its backend)
@@ -355,22 +359,22 @@ def make_fake_groups(groups: Mapping[str, tuple[int, int]]) -> None:
 
 
 def is_fake_group(group: dist.ProcessGroup) -> bool:
-    """Whether the group has no peers: torch's fake one, or one that says it is `emulated`."""
+    """Whether the group has no peers: torch's fake group, or a group with a true `emulated`."""
     return dist.get_backend(group) == "fake" or getattr(group, "emulated", False)
 
 
 def has_others(group: dist.ProcessGroup) -> bool:
-    """Whether the group has other ranks, and they are processes."""
+    """Whether the group has other ranks, and they are real processes."""
     return group.size() > 1 and not is_fake_group(group)
 
 
 def join_fake_group(world_size: int) -> None:
-    """Be rank 0 of a process group without peers."""
+    """Make this process rank 0 of a process group without peers."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     hook = sys.excepthook
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    sys.excepthook = hook  # torch's writes "[rank0]: " before each line, once more for each group
+    sys.excepthook = hook  # torch's hook adds "[rank0]: " to each line, for each group
 
 
 def has_real_group() -> bool:
@@ -387,10 +391,10 @@ def _default_group() -> dist.ProcessGroup:
 def let_backend_threads_finish() -> None:
     """At exit, let gloo's threads drop the tensors of the last collective (2.13).
 
-    For a process that enters its first collective.
+    A process calls this when it enters its first collective.
 
-    They take the GIL for it, up to one switch interval (5 ms) after the wait has returned; an
-    interpreter that finalizes in that time ends them, which aborts the process ("terminate called
-    without an active exception").
+    The threads take the GIL to drop the tensors, up to one switch interval (5 ms) after the wait
+    has returned. An interpreter that finalizes in that time ends the threads, which aborts the
+    process ("terminate called without an active exception").
     """
     atexit.register(time.sleep, 4 * sys.getswitchinterval())

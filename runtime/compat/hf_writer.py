@@ -1,9 +1,9 @@
-"""torch's writer of safetensors checkpoints, for tensors of which a rank holds several boxes.
+"""torch's writer of safetensors checkpoints, for ranks that hold several boxes of a tensor.
 
-`HuggingFaceStorageWriter` keys what it writes to a file by name, so that of several boxes of one
-name the last would replace the others. `write_boxes_apart` lets it write the second box of each
-name into a second file, and so on. Readers and the consolidation take all files of a folder, and
-find each box by its offsets.
+`HuggingFaceStorageWriter` keys the entries of a file by name: of several boxes with one name the
+last would replace the others. `write_boxes_apart` lets it write the second box of each name into a
+second file, and so on. Readers and the consolidation take all files of a folder, and find each box
+by its offsets.
 """
 
 from collections import defaultdict
@@ -51,7 +51,7 @@ def write_boxes_apart() -> None:
 
 
 def _layers(items: list["WriteItem"]) -> list[list["WriteItem"]]:
-    """The first item of each name, the second of each name that has one, and so on."""
+    """Items in layers: the first item of each name, the second item of each name, and so on."""
     layers: list[list[WriteItem]] = []
     seen: dict[str, int] = defaultdict(int)
     for item in items:
@@ -64,7 +64,7 @@ def _layers(items: list["WriteItem"]) -> list[list["WriteItem"]]:
 
 
 def _moved(storage_data: dict[str, Any], depth: int) -> dict[str, Any]:
-    """A copy of `storage_data` with the number of a file that no rank has at a lower depth.
+    """A copy of `storage_data` with a file number that no rank uses at a lower depth.
 
     The writer numbers the files of W ranks from 1 to W.
     """
@@ -73,7 +73,7 @@ def _moved(storage_data: dict[str, Any], depth: int) -> dict[str, Any]:
 
 
 def _refuse_what_is_lost(writer: "HuggingFaceStorageWriter", items: list["WriteItem"]) -> None:
-    """Raise for what the writer would lose: parts of tensors, and tensors of no dims."""
+    """Raise ValueError for tensors that the writer would lose: parts, and tensors of no dims."""
     from torch.distributed.checkpoint.planner import WriteItemType
 
     alone = not dist.is_initialized() or dist.get_world_size() == 1

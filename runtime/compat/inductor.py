@@ -23,10 +23,10 @@ LabelOf = Callable[[torch.fx.Node], object]
 """Gives a node the context in which it runs, or None."""
 
 Output: TypeAlias = Any
-"""A graph as Inductor compiled it; its class is another in each version of torch."""
+"""A graph compiled by Inductor; each version of torch has another class for it."""
 
 Input = torch.Tensor | int | torch.SymInt | None
-"""What a graph is traced with."""
+"""An example input of a trace."""
 
 Kernel: TypeAlias = Any
 """A node of Inductor's own graph."""
@@ -39,11 +39,11 @@ def compile_fx(
     patches: dict[str, object],
     cache: Guest | None = None,
 ) -> Compiled:
-    """Inductor, with `inner_compile` lowering each partitioned graph.
+    """Compile a graph by Inductor; `inner_compile` lowers each partitioned graph.
 
     The backward is compiled together with its forward, on all ranks alike. AOT autograd's cache
-    works through `cache`; without one it is off. A backward does not write into what the forward
-    saved: with `retain_graph=True` the next one reads it.
+    works through `cache`; without a guest it is off. A backward does not write into tensors that
+    the forward saved: with `retain_graph=True` the next backward reads them.
     """
     from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
 
@@ -63,7 +63,7 @@ def compile_fx(
 
 
 def inductor_settings() -> list[str]:
-    """The names of Inductor's settings, those that stand for others too."""
+    """The names of Inductor's settings, settings that are aliases of others included."""
     from torch._inductor import config
 
     return list(config._config)  # type: ignore[attr-defined]
@@ -96,15 +96,15 @@ def compile_fx_inner(
     check: Callable[[torch.fx.Graph], None] | None = None,
     **kwargs: Any,
 ) -> Output:
-    """Inductor's lowering of one graph, graph cache included.
+    """Lower one graph by Inductor, graph cache included.
 
-    Collectives and waits stay in the order of the graph, and run in the context that `label_of`
-    gives their nodes; its `repr` is code that makes it anew. Where a user's own passes change the
-    graph, `check` is called on what they made of it.
+    Collectives and waits stay in the order of the graph. Each runs in the context that `label_of`
+    gives its node; the context's `repr` is code that makes it anew. Where a user's own passes
+    change the graph, `check` is called on the result of these passes.
 
-    Inductor names an op that it cannot lower (2.11: also one that it calls as it is) with the texts
-    of its operands, each with all that it is computed from: gigabytes behind 8 blocks. Here it
-    leaves the operands out.
+    Inductor names an op that it cannot lower (2.11: also an op that it calls unchanged) with the
+    texts of its operands. Each text repeats all inputs of the operand: gigabytes behind 8 blocks.
+    Here the operands are left out.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner as inner
@@ -120,7 +120,7 @@ def compile_fx_inner(
 
 
 def inductor_error() -> type[Exception]:
-    """The class of what Inductor raises where it has no code."""
+    """The class of the errors that Inductor raises where it cannot compile."""
     from torch._inductor.exc import InductorError
 
     return InductorError
@@ -131,15 +131,14 @@ def _operator_text(target: object, args: object, kwargs: object) -> str:
 
 
 def op_name(target: object) -> str | None:
-    """The name of an op ("mine::double") that a node calls, its overload left out (2.13)."""
+    """The name of an op ("mine::double") that a node calls, without its overload (2.13)."""
     if not isinstance(target, torch._ops.OpOverload):
         return None
     return str(target.name()).partition(".")[0]
 
 
 def module_of_op(name: str) -> str | None:
-    """The module that made an op by `torch.library.custom_op`, or "" where it was made otherwise
-    (2.13).
+    """The module that made an op by `torch.library.custom_op`, "" for ops made otherwise (2.13).
 
     None for the ops of torch and of shardc.
     """
@@ -155,7 +154,7 @@ def module_of_op(name: str) -> str | None:
 _SPACES = {"aten", "prims", "prim", "c10d", "c10d_functional", "shardc", "inductor", "quantized",
            "quantized_decomposed", "profiler", "rngprims", "fsdp", "symm_mem", "torchvision",
            "torchao", "higher_order", "dtensor", "streams", "flex_lib", "bucketing"}  # fmt: skip
-"""Of ops that a script has without importing anything of the user's."""
+"""Namespaces of the ops that a script has without an import of the user's code."""
 
 
 def changed_inductor_settings() -> dict[str, Any]:
@@ -172,7 +171,7 @@ def compile_alone(
     settings: Mapping[str, object],
     arguments: Mapping[str, Any],
 ) -> Output:
-    """`compile_fx_inner` with `settings`, outside of any compile."""
+    """Call `compile_fx_inner` with `settings`, outside of any compile."""
     from torch._inductor import config
 
     with config.patch(dict(settings)):
@@ -180,9 +179,9 @@ def compile_alone(
 
 
 def generated_code(output: Output) -> tuple[str, str] | None:
-    """The code that Inductor made of a graph: its path, which need not exist, and its text.
+    """The path and the text of the code that Inductor made of a graph; the file need not exist.
 
-    None where it made none.
+    None where Inductor made no code.
     """
     from torch._inductor.codecache import get_path
 
@@ -191,15 +190,16 @@ def generated_code(output: Output) -> tuple[str, str] | None:
 
 
 JOINT_PASS = "joint_custom_post_pass"
-"""The setting of Inductor under which it takes a pass over joint graphs."""
+"""The name of Inductor's setting for a pass over joint graphs."""
 
 
 def joint_pass(apply: Callable[[GraphModule], object], key: str, given: object = None) -> object:
-    """`apply` as Inductor's `joint_custom_post_pass`, after those of the user.
+    """A pass for Inductor's `joint_custom_post_pass`: the user's passes, then `apply`.
 
-    Those are `given`, or what is set in Inductor's configuration. `key` enters the key of its graph
-    cache, as do theirs; one without a key turns the cache off. Inductor has passes run on bodies of
-    higher-order ops as well (`score_mod` of flex_attention); `apply` gets whole graphs only.
+    The user's passes are `given`, or the passes set in Inductor's configuration. `key` and the keys
+    of the user's passes enter the key of Inductor's graph cache; a pass without a key turns the
+    cache off. Inductor runs passes on bodies of higher-order ops as well (`score_mod` of
+    flex_attention); `apply` gets whole graphs only.
     """
     from torch._inductor import config
 
@@ -212,17 +212,17 @@ def joint_pass(apply: Callable[[GraphModule], object], key: str, given: object =
 
 
 PARTITIONER = "custom_partitioner_fn"
-"""The setting of Inductor under which it takes a partitioner."""
+"""The name of Inductor's setting for a partitioner."""
 
 
 def partitioner(
     apply: Callable[[GraphModule, GraphModule], object], key: str, given: Any = None
 ) -> object:
-    """A partitioner for Inductor that has `apply` edit the forward and the backward.
+    """A partitioner for Inductor; `apply` edits the forward and the backward.
 
-    It cuts as `given` does, or what is set in Inductor's configuration; else as torch does. `key`
-    enters the key of the graph cache. Bodies of higher-order ops are cut, too; `apply` gets whole
-    graphs only.
+    The partitioner cuts as `given` does, else as the setting in Inductor's configuration, else as
+    torch does. `key` enters the key of the graph cache. It cuts bodies of higher-order ops, too;
+    `apply` gets whole graphs only.
     """
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -249,7 +249,7 @@ def partitioner(
 def before_joint_passes(
     settings: dict[str, object], apply: Callable[[GraphModule], object], key: str = "shardc"
 ) -> None:
-    """Add a function to Inductor's `settings` that is applied to joint graphs before any pass."""
+    """Add `apply` to Inductor's `settings`: it runs on joint graphs before any pass."""
     from torch._inductor import config
 
     name = "joint_custom_pre_pass"
@@ -275,7 +275,7 @@ def _graph_pass(
     key: str,
     later: Sequence[Any] = (),
 ) -> object:
-    """One pass of Inductor over a graph: those of the user, around `apply`."""
+    """One pass of Inductor over a graph: the passes `given`, `apply`, the passes `later`."""
     from torch._inductor import custom_graph_pass
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -302,11 +302,11 @@ def _graph_pass(
 
 
 def order_settings() -> dict[str, object]:
-    """The settings with which Inductor keeps to what shardc plans.
+    """The settings with which Inductor keeps to the plan of shardc.
 
-    It runs the passes of shardc among its own over joint graphs, and leaves collectives as they are
-    and where they are: with others it would merge them or move them, by what each rank measures.
-    Some are missing in some versions.
+    Inductor runs the passes of shardc among its own passes over joint graphs, and neither merges
+    nor moves collectives. With other settings it would merge or move them, by measurements of each
+    rank. Some versions lack some of the settings.
     """
     from torch._inductor import config
 
@@ -327,26 +327,27 @@ def order_settings() -> dict[str, object]:
 
 
 def frugal_settings() -> dict[str, object]:
-    """The settings with which Inductor frees what it has no use for at once.
+    """The settings with which Inductor frees a value at once after its last use.
 
-    With others it may keep freed memory for a later value of the same size, as long as it believes
-    that the peak is elsewhere; it does not know what calls and backends of collectives hold. With
-    these, kernels on CPUs also stay where the graph has them (`_keep_between_calls`).
+    With other settings it may keep freed memory for a later value of the same size, as long as it
+    believes that the peak is elsewhere. It does not know the memory that calls and backends of
+    collectives hold. With these settings, kernels on CPUs also keep their place in the graph
+    (`_keep_between_calls`).
     """
     return {"allow_buffer_reuse": False}
 
 
 def _collectives_pass(gm: GraphModule, label_of: LabelOf) -> object:
-    """A pass of Inductor's scheduler for the collectives and waits of `gm`.
+    """A pass of Inductor's scheduler that keeps the collectives and waits of `gm` in order.
 
-    It keeps them in the order of the graph. Without that, a kernel fused from an early and a late
-    op is placed early and pulls the waits it needs before starts that were planned earlier; and
-    ranks that fuse differently, because their shapes differ, would issue collectives in different
-    orders. The order is told to the scheduler as dependencies, before it fuses.
+    Without the pass, a kernel fused from an early and a late op is placed early, and pulls the
+    waits that it needs before starts that were planned earlier. Ranks that fuse differently,
+    because their shapes differ, would issue collectives in different orders. The pass tells the
+    scheduler the order as dependencies, before the scheduler fuses.
 
-    The labels are written into the code, so they are part of the graph cache's key, and so is which
-    values are stored at once: the cache does not look at marks of nodes. A pass that the user has
-    there comes after: the dependencies hold for what it returns, too.
+    The code contains the labels, so they are part of the graph cache's key. The places of values
+    that are stored at once are part of the key, too: the cache does not look at marks of nodes. A
+    pass of the user's comes after: the dependencies hold for its result, too.
     """
     from torch._inductor import config, custom_graph_pass
     from torch._inductor.dependencies import WeakDep
@@ -356,7 +357,7 @@ def _collectives_pass(gm: GraphModule, label_of: LabelOf) -> object:
     # 2.11 has no class of its own for passes of the scheduler.
     base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
     labels = [
-        f"{type(label).__module__}.{label!r}"  # the code imports it from there
+        f"{type(label).__module__}.{label!r}"  # the code imports the class there
         for label in map(label_of, gm.graph.nodes)
         if label is not None
     ]
@@ -368,7 +369,7 @@ def _collectives_pass(gm: GraphModule, label_of: LabelOf) -> object:
         def __call__(self, nodes: list[Kernel]) -> list[Kernel]:
             last = None
             for node in nodes:
-                is_call = isinstance(node.node, InvokeSubgraph)  # may write to what it is given
+                is_call = isinstance(node.node, InvokeSubgraph)  # may write to its inputs
                 label = None if is_call else _label_of_kernel(node.node, label_of)
                 moves = label is not None or is_collective(node.node) or is_wait(node.node)
                 if is_call or moves:
@@ -397,18 +398,19 @@ def _collectives_pass(gm: GraphModule, label_of: LabelOf) -> object:
 
 
 def _keep_between_calls(nodes: Sequence[Kernel]) -> None:
-    """Keep kernels on CPUs between the calls of ops that they are between.
+    """Keep each kernel on CPUs between the two calls of ops around it.
 
-    Without that, one that is fused from ops far apart is placed where the first of them was, with
-    the matmuls before it that the others read: all that they give is held at once. Collectives and
+    Otherwise a kernel fused from ops far apart is placed where its first op was. The matmuls that
+    its other ops read then run before it, and all their results are held at once. Collectives and
     waits are no such calls: kernels may be fused across them.
     """
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.utils import is_collective, is_wait
 
     def follow(node: Kernel, others: Sequence[str]) -> None:
-        # Where it reads them, another dependency would keep it from writing over them. As what it
-        # mutates it names none that it writes: that would be another kind of dependency.
+        # A node depends on the buffers that it reads; another dependency would keep it from writing
+        # over them. `mutating_buf` names no buffer that the node writes: that would be another kind
+        # of dependency.
         known = {dep.name for dep in node.unmet_dependencies}
         for other in others:
             if other not in known:
@@ -429,14 +431,14 @@ def _keep_between_calls(nodes: Sequence[Kernel]) -> None:
 
 
 def _is_kernel(node: Kernel) -> bool:
-    """Whether code runs for a node of the scheduler; for an empty tensor it does not."""
+    """Whether code runs for a node of the scheduler; none runs for an empty tensor."""
     from torch._inductor.scheduler import NopKernelSchedulerNode
 
     return not isinstance(node, NopKernelSchedulerNode)
 
 
 def _label_of_kernel(kernel: Kernel, label_of: LabelOf) -> object:
-    """The label of the node that became a call of an op as it is; else None."""
+    """The label of the node that a kernel calls as an op unchanged; else None."""
     op = getattr(kernel, "op_overload", None)
     nodes = [] if op is None else [node for node in kernel.get_origins() if node.target is op]
     return label_of(nodes[0]) if len(nodes) == 1 else None
@@ -466,9 +468,9 @@ def _run_within(kernel: Kernel, label: object) -> None:
 
 
 def keep_output_strides(body: GraphModule) -> None:
-    """Give the results of a nested graph the strides they were traced with.
+    """Give the results of a nested graph the strides of their trace.
 
-    Inductor notes this for all nested graphs, but before `fold_repeats` creates ours.
+    Inductor notes the strides of all nested graphs, but before `fold_repeats` creates ours.
     """
     result = body.graph.output_node()
     values = [node.meta["val"] for node in result.args[0]]  # type: ignore[union-attr]
@@ -477,9 +479,9 @@ def keep_output_strides(body: GraphModule) -> None:
 
 
 def store_at_once(node: torch.fx.Node) -> None:
-    """Mark an op: Inductor stores its result where it is computed, and computes it in no reader.
+    """Mark an op: Inductor stores its result at once, and computes it in no reader.
 
-    The mark is read by Inductor's lowering.
+    Inductor's lowering reads the mark.
     """
     node.meta[_AT_ONCE] = True
 
@@ -490,7 +492,7 @@ def is_stored_at_once(node: torch.fx.Node) -> bool:
 
 
 def _stored_at_once(gm: GraphModule) -> list[int]:
-    """The places of the nodes with that mark, in `gm` and the graphs nested in it."""
+    """The places of the nodes with the mark of `store_at_once`, in `gm` and its nested graphs."""
     graphs = (module.graph for module in gm.modules() if isinstance(module, GraphModule))
     nodes = itertools.chain.from_iterable(graph.nodes for graph in graphs)
     return [place for place, node in enumerate(nodes) if is_stored_at_once(node)]
@@ -500,9 +502,9 @@ _AT_ONCE = "inductor_realize_to_strides"
 
 
 def takes_nested_graphs(kwargs: Mapping[str, object]) -> bool:
-    """Whether `compile_fx_inner`, given these, may see calls of nested graphs.
+    """Whether `compile_fx_inner` with `kwargs` may see calls of nested graphs.
 
-    Its C++ wrapper has no code for them, and CUDA graphs are cut at other places.
+    Inductor's C++ wrapper has no code for such calls, and CUDA graphs are cut at other places.
     """
     from torch._inductor import config
 
@@ -510,7 +512,7 @@ def takes_nested_graphs(kwargs: Mapping[str, object]) -> bool:
 
 
 def is_random_value(node: torch.fx.Node) -> bool:
-    """Whether a node draws with a seed of Inductor's, the same wherever it is."""
+    """Whether a node draws with a seed of Inductor's; its value does not depend on its place."""
     from torch._inductor import inductor_prims
 
     return node.target is inductor_prims.random

@@ -1,4 +1,4 @@
-"""`nn.Module` and optimizers: what they cache, and hooks that torch has no way to set."""
+"""`nn.Module` and optimizers: their caches, and hooks that torch has no way to set."""
 
 import functools
 import inspect
@@ -15,10 +15,10 @@ from torch.distributed import fsdp
 from shardc.runtime.compat.dynamo import inline_only
 
 Held: TypeAlias = Any
-"""What a module holds under a name, and the state that it gives to `copy`."""
+"""A value that a module holds under a name, or the state that it gives to `copy`."""
 
 Memo: TypeAlias = dict[int, Held]
-"""What `copy.deepcopy` has copied so far, by the id of the original."""
+"""The copies that `copy.deepcopy` has made so far, by the id of the original."""
 
 
 def is_module_call(frame: FrameType) -> bool:
@@ -47,9 +47,9 @@ def mark_as_sharded(module: nn.Module, state: object) -> None:
 
 
 def after_zero_grad(call: Callable[[Iterable[Tensor]], None]) -> None:
-    """Call with their parameters after any optimizer's or module's `zero_grad`.
+    """Call `call` with the parameters after `zero_grad` of any optimizer or module.
 
-    There is no hook for it; the two methods are wrapped.
+    torch has no hook for it; the two methods are wrapped.
     """
 
     def wrapped(
@@ -71,7 +71,7 @@ def after_zero_grad(call: Callable[[Iterable[Tensor]], None]) -> None:
 
 
 def become(module: nn.Module, cls: type) -> None:
-    """Make a module an instance of `cls`, a subclass of the class that it was made of."""
+    """Make a module an instance of `cls`, a subclass of its present class."""
     module.__class__ = cls
 
 
@@ -81,9 +81,9 @@ def put_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> N
 
 
 def state_of(module: nn.Module) -> Held:
-    """The attributes that `copy` copies: those but what `module.compile` made.
+    """The attributes that `copy` copies, without the function that `module.compile` made.
 
-    Modules with parametrizations are copied too, though their own `__getstate__` raises.
+    Modules with parametrizations are copied, too, though their own `__getstate__` raises.
     """
     if nn.utils.parametrize.is_parametrized(module):
         return nn.Module.__getstate__(module)
@@ -103,14 +103,15 @@ def without_parameters(module: nn.Module, names: Iterable[str]) -> Iterator[None
 
 
 def rnn_weight_references(module: nn.Module) -> list[weakref.ref[nn.Parameter] | None]:
-    """The weak references that `nn.LSTM` and friends keep to their weights."""
+    """The weak references that `nn.LSTM` and other RNNs keep to their weights."""
     return list(module._flat_weight_refs) if isinstance(module, nn.RNNBase) else []
 
 
 def forget_recomputed_weights(module: nn.Module) -> None:
-    """Drop what pruning, the old `weight_norm` and `spectral_norm` keep.
+    """Drop the weights that pruning, the old `weight_norm` and `spectral_norm` have computed.
 
-    It is derived from parameters, which it keeps in use, and is set anew before each forward.
+    Such a weight is derived from parameters and keeps them in use. It is set anew before each
+    forward.
     """
     from torch.nn.utils.prune import BasePruningMethod
     from torch.nn.utils.spectral_norm import SpectralNorm
@@ -126,7 +127,7 @@ def forget_recomputed_weights(module: nn.Module) -> None:
 def when_swapped(swap: Callable[[nn.Module, str, object, Callable[[], object]], object]) -> None:
     """Make `torch.func.functional_call` put values into modules by `swap`.
 
-    It is given the module, a name, the value, and torch's own way.
+    `swap` gets the module, a name, the value, and a function that swaps as torch does.
     """
     from torch.nn.utils import _named_member_accessor as accessor
 
@@ -147,8 +148,8 @@ def when_swapped(swap: Callable[[nn.Module, str, object, Callable[[], object]], 
 def check_reparametrizing(check: Callable[[nn.Module, str], None]) -> None:
     """Call `check(module, name)` before a parametrization is added or removed.
 
-    The old ones take parameters out of a module's dict, which no module notices; the new ones
-    remove a property from a module's class.
+    The old parametrizations take parameters out of a module's dict, which no module notices. The
+    new parametrizations remove a property from a module's class.
     """
     from torch.nn.utils import parametrize
     from torch.nn.utils.prune import BasePruningMethod
@@ -156,7 +157,7 @@ def check_reparametrizing(check: Callable[[nn.Module, str], None]) -> None:
     from torch.nn.utils.weight_norm import WeightNorm
 
     def check_first(owner: object, name: str, known_by: str = "") -> None:
-        """Its arguments begin with a module and a name, or with a hook that knows the name."""
+        """Wrap a function that takes a module and a name, or a hook with the name and a module."""
         call: Callable[..., object] = getattr(owner, name)
         bound = inspect.signature(call).bind
 
@@ -178,16 +179,16 @@ def check_reparametrizing(check: Callable[[nn.Module, str], None]) -> None:
 
 
 def forget_rnn_weights(module: nn.Module) -> None:
-    """Drop what `nn.LSTM` and friends cache of their weights."""
+    """Drop the weights that `nn.LSTM` and other RNNs cache."""
     if isinstance(module, nn.RNNBase):
         module._flat_weights = []
         module._flat_weight_refs = []
 
 
 def rnn_attributes() -> dict[str, object]:
-    """Read the cached weights of `nn.LSTM` and friends through their attributes.
+    """Properties that read the cached weights of `nn.LSTM` and other RNNs from their attributes.
 
-    They are not flattened for cuDNN: the weights lie in the flat memory of a bucket.
+    The weights are not flattened for cuDNN: they lie in the flat memory of a bucket.
     """
 
     def weights(rnn: nn.RNNBase) -> list[Tensor | None]:
@@ -199,7 +200,7 @@ def rnn_attributes() -> dict[str, object]:
     def ignore(rnn: nn.RNNBase, value: object) -> None: ...
 
     def note(rnn: nn.RNNBase, value: object) -> None:
-        vars(rnn)["_flat_weight_refs"] = None  # a copy lacks it; its __getstate__ takes it out
+        vars(rnn)["_flat_weight_refs"] = None  # a copy lacks it, and __getstate__ deletes it
 
     return {
         "_flat_weights": property(weights, ignore),
@@ -209,10 +210,10 @@ def rnn_attributes() -> dict[str, object]:
 
 
 def rewrites_loaded_state(module: nn.Module) -> bool:
-    """Whether a module's own code may rename or convert what `load_state_dict` gives it.
+    """Whether a module's own code may rename or convert the values that `load_state_dict` gives it.
 
-    Looks at hooks and overrides by their private names; those of torch's activation wrappers only
-    add their prefix, those of its layers only read older versions.
+    Looks at hooks and overrides by their private names. Hooks of torch's activation wrappers only
+    add a prefix, and overrides of torch's layers only read older versions.
     """
     if not type(module)._load_from_state_dict.__module__.startswith("torch."):
         return True

@@ -1,4 +1,4 @@
-"""Calls of equal modules that Dynamo traces once, and then puts into its graph as often as made."""
+"""Calls of equal modules: Dynamo traces one call, and its graph gets the nodes for each call."""
 
 import functools
 import types
@@ -16,7 +16,7 @@ Forward: TypeAlias = Callable[..., object]
 
 
 def traces_regions_once() -> bool:
-    """Whether Dynamo takes the graph of an equal call of a nested compile region (2.13 to 2.15)."""
+    """Whether Dynamo reuses the graph of an equal call of a compile region (2.13 to 2.15)."""
     from torch._dynamo import config
 
     return hasattr(config, "inline_invoke_subgraph")
@@ -24,14 +24,14 @@ def traces_regions_once() -> bool:
 
 @contextmanager
 def as_regions(classes: Iterable[type[nn.Module]]) -> Iterator[None]:
-    """Inside, Dynamo traces a call of a module only where it has not traced an equal one.
+    """Inside, Dynamo traces a call of a module only if it has traced no equal call (2.13 to 2.15).
 
-    Equal means that every guard of the traced one holds: Dynamo compares what it read of the
-    module, of its parameters and of its inputs. Such calls are regions in its graph, until
-    `inline_regions`. (2.13 to 2.15)
+    A call equals a traced call if every guard of the traced call holds: Dynamo compares the facts
+    that it read of the module, of its parameters and of its inputs. Such calls are regions in
+    Dynamo's graph, until `inline_regions`.
 
     Args:
-        classes: of the modules; those whose `forward` is no plain function are left out.
+        classes: classes of the modules; a class is left out if its `forward` is no plain function.
     """
     before: dict[type[nn.Module], Forward | None] = {}
     regions: dict[types.FunctionType, Forward] = {}
@@ -53,7 +53,7 @@ def as_regions(classes: Iterable[type[nn.Module]]) -> Iterator[None]:
 
 
 def _region(forward: types.FunctionType) -> Forward:
-    """A copy of `forward` that is a region; torch marks the function that it is given."""
+    """A copy of `forward` marked as a region; torch marks the given function itself."""
     from torch._higher_order_ops.invoke_subgraph import (
         NestedCompileRegionOptions,
         mark_compile_region,
@@ -72,21 +72,21 @@ def _region(forward: types.FunctionType) -> Forward:
 
 
 _MOST_KINDS = 1024
-"""Different graphs that calls of one function may have; torch raises where there are more."""
+"""The most graphs that the calls of one function may have; torch raises for more."""
 
 
 @functools.cache
 def _own() -> object:
-    """The options by which regions of `as_regions` are known."""
+    """The options that identify the regions of `as_regions`."""
     from torch._higher_order_ops.invoke_subgraph import NestedCompileRegionOptions
 
     return NestedCompileRegionOptions()
 
 
 def inline_regions(gm: GraphModule) -> None:
-    """Put the nodes of the regions of `as_regions` in the place of their calls (2.13 to 2.15).
+    """Replace the calls of the regions of `as_regions` by the regions' nodes (2.13 to 2.15).
 
-    Each says the module that its call is of.
+    Each node names the module of its call.
 
     Raises:
         ValueError: a region has bodies of its own: checkpoints, or other regions.
@@ -133,7 +133,7 @@ def _path(node: Node) -> str:
 
 
 def _meta(node: Node, first: str, own: str) -> dict[str, object]:
-    """The meta of a node of a region; modules inside of the first call become those of its own."""
+    """The meta of a node of a region; module paths move from the first call (`first`) to `own`."""
     meta = dict(node.meta)
     stack = meta.get("nn_module_stack")
     if stack:

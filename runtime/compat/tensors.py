@@ -21,19 +21,19 @@ TensorClass = TypeVar("TensorClass", bound=Tensor)
 Op: TypeAlias = "OpOverload[..., Any]"
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-"""What torch gives `__torch_dispatch__`: an op, and arguments of any kind."""
+"""The arguments of an op in `__torch_dispatch__`; they may be of any kind."""
 
 Index: TypeAlias = Any
-"""What a tensor takes between brackets, which torch has no type for."""
+"""The index of a tensor, between brackets; torch has no type for it."""
 
 Subclass: TypeAlias = Any
-"""A tensor with `__tensor_flatten__` and hooks of its own, which torch has no type for."""
+"""A tensor with `__tensor_flatten__` and hooks of its own; torch has no type for it."""
 
 Context: TypeAlias = Any
-"""What `__tensor_flatten__` gives beside the names of inner tensors."""
+"""The second result of `__tensor_flatten__`, after the names of inner tensors."""
 
 NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
-"""A tensor subclass that only wants `__torch_dispatch__`."""
+"""The `__torch_function__` of a tensor subclass that only wants `__torch_dispatch__`."""
 
 
 class OnesForValues(TorchDispatchMode):
@@ -48,9 +48,9 @@ class OnesForValues(TorchDispatchMode):
 
 
 def keeps_workspaces() -> bool:
-    """Whether torch keeps what it gives cuBLAS to work in, as 2.11 to 2.14 do.
+    """Whether torch keeps the workspaces of cuBLAS, as 2.11 to 2.14 do.
 
-    2.15 allocates it anew for each call, if not told otherwise.
+    2.15 allocates a workspace for each call, if not told otherwise.
     """
     told = os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
     return told or torch.torch_version.TorchVersion(torch.__version__) < "2.15"
@@ -64,7 +64,7 @@ def tracking_versions() -> AbstractContextManager[None]:
 def register_foreach_type(cls: type[Tensor]) -> None:
     """Let foreach optimizers and clipping take `cls`.
 
-    Both lists name the exact types for which foreach is the default.
+    Each has a list of the exact types for which foreach is the default.
     """
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
@@ -79,7 +79,7 @@ def register_foreach_type(cls: type[Tensor]) -> None:
 
 @inline_only
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor, or what is inside of it, only stands for a value."""
+    """Whether a tensor, or the tensor inside of it, is fake: it has no values."""
     from torch._subclasses import fake_tensor
 
     return fake_tensor.is_fake(tensor)
@@ -87,7 +87,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 @inline_only
 def inside_transforms(tensor: Tensor) -> Tensor:
-    """The tensor inside of wrappers of `torch.func.grad`, `vmap` and the like; else `tensor`."""
+    """The tensor inside the wrappers of `torch.func.grad`, `vmap` and the like; else `tensor`."""
     from torch._C import _functorch
 
     while _functorch.is_functorch_wrapped_tensor(tensor):
@@ -96,7 +96,7 @@ def inside_transforms(tensor: Tensor) -> Tensor:
 
 
 def as_parameter(tensor: Tensor) -> Tensor:
-    """`tensor`, from now on an `nn.Parameter` to `isinstance`, in a trace too."""
+    """Make `tensor` an `nn.Parameter` for `isinstance`, also in a trace; gives `tensor`."""
     tensor._is_param = True
     return tensor
 
@@ -109,7 +109,7 @@ def make_wrapper(cls: type[Tensor], shape: Iterable[int], local: Tensor) -> Tens
 
 
 def without_functions_of_subclasses() -> AbstractContextManager[None]:
-    """Inside, `__torch_function__` of tensor subclasses is not asked."""
+    """Inside, the `__torch_function__` of tensor subclasses is not called."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
@@ -127,28 +127,28 @@ def make_wrapper_of_view(cls: type[Tensor], view: Tensor) -> Tensor:
 
 
 def as_class(tensor: Tensor, cls: type[TensorClass]) -> TensorClass:
-    """A plain tensor as a Python subclass without a dispatch, no view of it."""
+    """A plain tensor as an instance of a subclass without a dispatch, not as a view."""
     return Tensor._make_subclass(cls, tensor)
 
 
 def become_parameter(tensor: Tensor) -> None:
-    """Make a tensor of such a subclass an ordinary parameter, the same object."""
+    """Make a tensor of a class given to `as_class` an ordinary parameter, the same object."""
     _CLASS.__set__(tensor, nn.Parameter)
 
 
 def as_plain(tensor: Tensor) -> Tensor:
-    """A tensor of such a subclass as a plain one, differentiable."""
+    """A tensor of a class given to `as_class` as a plain tensor, differentiable."""
     with without_functions_of_subclasses():
         return tensor.as_subclass(Tensor)
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether `tensor` says by `__tensor_flatten__` what it is made of."""
+    """Whether `tensor` gives its inner tensors by `__tensor_flatten__`."""
     return is_traceable_wrapper_subclass(tensor)
 
 
 def plain_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The plain tensors that a tensor is made of, itself if it is plain, in a fixed order."""
+    """The plain tensors inside a tensor, in a fixed order; a plain tensor gives itself."""
     if not is_wrapper(tensor):
         return (tensor,)
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -156,9 +156,9 @@ def plain_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def storage_id(tensor: Tensor) -> int | None:
-    """A number that is equal for tensors that share a storage; None where there is none.
+    """A number that identifies the storage of a tensor; None where there is none.
 
-    Of a DTensor, the storage of its local value.
+    For a DTensor, the number of its local value's storage.
     """
     if is_dtensor(tensor):
         tensor = local_of(tensor)
@@ -168,15 +168,15 @@ def storage_id(tensor: Tensor) -> int | None:
 
 
 class _Mark:
-    """Something that can be referred to weakly."""
+    """An object for weak references."""
 
 
 def is_in_graph(tensor: Tensor) -> bool:
-    """Whether an autograd graph that is alive would accumulate a gradient in the leaf `tensor`.
+    """Whether a live autograd graph would accumulate a gradient in the leaf `tensor`.
 
-    Such a graph holds the node that accumulates, which the tensor knows weakly: a mark that is left
-    on the node lives on with it. A reference count would not tell, because threads of a process
-    group hold a tensor for a moment after the collective, too.
+    Such a graph holds the node that accumulates, and the tensor refers to the node weakly: a mark
+    left on the node lives as long as the node. A reference count would not tell, because threads of
+    a process group hold a tensor for a moment after the collective, too.
     """
     if not tensor.requires_grad or not tensor.is_leaf:
         return False
@@ -193,16 +193,16 @@ def is_in_graph(tensor: Tensor) -> bool:
 
 
 _CLASS: Subclass = vars(object)["__class__"]
-"""Of which class an object really is, whatever its own `__class__` says."""
+"""The descriptor of an object's real class; an object's own `__class__` may give another class."""
 
 
 def swap_tensors(param: Tensor, new: Tensor) -> None:
-    """`torch.utils.swap_tensors`, whatever else refers to `param`.
+    """Swap two tensors as `torch.utils.swap_tensors`, also where other references to `param` exist.
 
-    Torch refuses where weak references exist, or references of C++ beside Python's own. Here weak
-    ones mean the parameter, whatever it is made of: Dynamo's guards have some on every parameter
-    that it saw. What C++ refers to is the tensor as it was: it goes on with `new`, and with
-    whoever holds it still, such as a thread of a process group.
+    torch refuses where weak references exist, or C++ references beside Python's own. Here a weak
+    reference means the parameter, also with its new value: Dynamo's guards have weak references to
+    every parameter that Dynamo saw. A C++ reference means the old tensor: the old tensor goes on as
+    `new`, and lives as long as its holders, such as a thread of a process group.
     """
     if is_in_graph(param):
         raise RuntimeError("a sharded parameter cannot be moved: an autograd graph holds it")
@@ -221,7 +221,7 @@ def gradient_hooks(tensor: Tensor) -> list[object]:
 def tensors_of_total_norm() -> Sequence[Tensor] | None:
     """The tensors of the `get_total_norm` that this call comes from; None elsewhere.
 
-    It takes norms of one device and dtype at a time, which do not know of the others.
+    `get_total_norm` takes the norms of one device and dtype at a time, without the other tensors.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

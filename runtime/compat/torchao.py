@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 class QuantisingOptimizer(Protocol):
-    """One of them, as far as shardc needs it."""
+    """An optimizer of torchao that quantises its state, as far as shardc needs it."""
 
     block_size: int
 
@@ -17,16 +17,16 @@ class QuantisingOptimizer(Protocol):
 
 
 NewBuffer = Callable[[QuantisingOptimizer, Tensor, bool], Tensor]
-"""Given the optimizer, a parameter, and whether the state is signed: a state of zeros."""
+"""Makes a state of zeros from the optimizer, a parameter, and whether the state is signed."""
 
 
 def quantises_state(optimizer: Optimizer) -> bool:
-    """Whether `optimizer` is one of them."""
+    """Whether `optimizer` is an optimizer of torchao that quantises its state."""
     module = sys.modules.get("torchao.optim.adam")
     return module is not None and isinstance(optimizer, module._AdamBase)
 
 
 def replace_new_buffer(make: Callable[[NewBuffer], NewBuffer]) -> None:
-    """Replace the function by which they make new states: `make` is given their own."""
+    """Replace the function by which these optimizers make states; `make` gets the original."""
     base = sys.modules["torchao.optim.adam"]._AdamBase
     base._new_buffer = make(base._new_buffer)

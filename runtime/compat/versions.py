@@ -1,12 +1,12 @@
 """The table of torch versions: the one place that names the range that shardc supports.
 
-A private API that this folder uses was seen in all of them, unless its function says otherwise. A
-new version is one row, and a run of the tests with it; a test holds README, docs, pyproject.toml,
-Makefile and the hosted workflow to the table.
+A private API of this folder was seen in all versions, unless its function says otherwise. A new
+version needs one row, and a run of the tests with that version. A test compares README, docs,
+pyproject.toml, Makefile and the hosted workflow with the table.
 """
 
 VERSIONS = ((2, 11), (2, 12), (2, 13), (2, 14), (2, 15))
-"""Oldest first."""
+"""The supported versions, oldest first."""
 
 
 def supported() -> tuple[str, str]:
@@ -16,6 +16,6 @@ def supported() -> tuple[str, str]:
 
 
 def specifier() -> str:
-    """The versions as pip takes them: ">=2.11,<2.16"."""
+    """The versions as a specifier of pip: ">=2.11,<2.16"."""
     major, minor = VERSIONS[-1]
     return f">={supported()[0]},<{major}.{minor + 1}"

@@ -1,1 +1,1 @@
-"""Process groups: communicators, meshes, backends, the store, and what is kept with a group."""
+"""Process groups: communicators, meshes, backends, the store, and objects kept with a group."""

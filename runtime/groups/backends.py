@@ -1,8 +1,8 @@
-"""Backends of collectives: what of each shows through, one entry a backend.
+"""Backends of collectives: the facts of each that other code depends on, one entry a backend.
 
-Whatever depends on the backend of a group reads it here. What a process group can say itself, as
-its timeout or whether it has an allocator, it is asked. A backend without an entry only sums,
-works in place, and takes several tensors in one message.
+All code that depends on the backend of a group reads the facts here. Facts that a process group
+can tell, such as its timeout or whether it has an allocator, are asked of the group. A backend
+without an entry only sums, works in place, and takes several tensors in one message.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,17 +20,17 @@ class CommBackend:
     """Facts of a backend of `torch.distributed`.
 
     Attributes:
-        name: as `init_process_group` takes it.
+        name: the name that `init_process_group` takes.
         averages: whether it reduces by "avg", too; else sums are divided.
         coalesces: whether several tensors travel in one message.
-        clones: whether it reduces a clone of what it is given, which lives until the wait.
+        clones: whether it reduces a clone of its input; the clone lives until the wait.
         on_host: whether tensors of an accelerator travel through the host: by default such a group
             shards on the CPU.
-        errors: words that its errors have, in lower case.
-        events: kinds of collectives, and how a trace of `torch.profiler` calls those on the host.
-        kernels: how the names of its kernels begin; "" where it has none.
+        errors: words in its error messages, in lower case.
+        events: kinds of collectives, and their names on the host in a trace of `torch.profiler`.
+        kernels: the prefix of the names of its kernels; "" where it has none.
         high_priority: makes options of a group whose kernels run on a stream of high priority.
-        end_waits: has all that waits on a group fail, here and on the peers.
+        end_waits: makes all waits on a group fail, here and on the peers.
         flight_record: the file with the last collectives of this process, if there is one.
     """
 
@@ -53,7 +53,7 @@ _GLOO = CommBackend(
     clones=True,
     on_host=True,
     errors=("gloo", "pair closure", "connection closed by peer", "connection reset by peer"),
-    events=(  # to a part it reduces by an all-reduce
+    events=(  # gloo reduce-scatters by an all-reduce
         (("all_gather",), ("gloo:all_gather",)),
         (("reduce_scatter", "all_reduce"), ("gloo:reduce_scatter", "gloo:all_reduce")),
     ),
@@ -72,13 +72,13 @@ BACKENDS: dict[str, CommBackend] = {backend.name: backend for backend in (_GLOO,
 
 
 def register_backend(backend: CommBackend) -> None:
-    """Know `backend` by its name from now on; every rank does the same, before `fully_shard`."""
+    """Register `backend` under its name; every rank does the same, before `fully_shard`."""
     BACKENDS[backend.name] = backend
 
 
 @contextmanager
 def fake_group_as_on(device_type: str) -> Iterator[None]:
-    """Inside, torch's fake process group counts as one of the backend that such devices have."""
+    """Treat torch's fake process group, inside, as one of the backend of `device_type`."""
     before = BACKENDS.get("fake")
     name = device_named(device_type).backend
     BACKENDS["fake"] = replace(BACKENDS.get(name, CommBackend(name)), name="fake")

@@ -1,8 +1,8 @@
 """Communicators beside the mesh's own: gathers and reductions that do not queue behind each other.
 
-On one NCCL communicator collectives run one after the other. With one of its own, a reduce-scatter
-can overlap an all-gather where the network carries both. All models that shard over the same
-ranks share them, so their collectives keep one order.
+On one NCCL communicator collectives run one after the other. With a communicator of its own, a
+reduce-scatter can overlap an all-gather where the network carries both. All models that shard over
+the same ranks share these communicators, so their collectives keep one order.
 """
 
 import hashlib
@@ -32,7 +32,8 @@ def kept_with(group: dist.ProcessGroup, key: object, make: Callable[[], T]) -> T
 def group_along(mesh: DeviceMesh, dim: int) -> str:
     """The name of this rank's group along one dim of a mesh, equal on all ranks.
 
-    So ranks in different rows of a mesh have the same graphs, and one of them compiles for all.
+    Therefore ranks in different rows of a mesh have the same graphs, and one of them compiles for
+    all.
     """
     group = mesh.get_group(dim)
     if mesh.size(dim) == dist.get_world_size():
@@ -49,7 +50,7 @@ def group_along(mesh: DeviceMesh, dim: int) -> str:
 def group_over(ranks: list[int], like: dist.ProcessGroup) -> str:
     """The name of a group of these global ranks, made at first use; each of them must call it.
 
-    Its collectives have the timeout of those of `like`.
+    The group has the timeout of the group `like`.
     """
     world, ranks = dist.distributed_c10d.GroupMember.WORLD, sorted(ranks)
     assert world is not None
@@ -71,7 +72,7 @@ def own_group(
         group: the name of the group whose ranks it spans.
         purpose: "gather", "reduce" or another word.
         high_priority: run its kernels on a stream of high priority (NCCL; others have none).
-        size: span only so many consecutive ranks of `group`, this one among them.
+        size: span only this number of consecutive ranks of `group`, this rank among them.
     """
     base = compat.resolve_group(group)
     name = f"{group}_{purpose}_{'high' if high_priority else 'normal'}"

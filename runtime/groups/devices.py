@@ -1,7 +1,7 @@
 """Types of devices: the facts of each that torch does not tell, one entry a type.
 
-Whatever depends on a type of device reads it here; streams, copies and indices go by
-`torch.accelerator`. A type without an entry is refused by `fully_shard`.
+All code that depends on a type of device reads the facts here; streams, copies and indices go by
+`torch.accelerator`. `fully_shard` refuses a type without an entry.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ class DeviceType:
     """Facts of a type of device.
 
     Attributes:
-        name: as `torch.device` takes it.
-        backend: the backend of collectives that its groups have, by its name in `BACKENDS`.
+        name: the name that `torch.device` takes.
+        backend: the backend of collectives of its groups, by its name in `BACKENDS`.
         profile: the hardware profile to plan with where the device's name tells none.
         has_symmetric_memory: whether torch has symmetric memory for it.
         compiles_ahead: whether `precompile` can compile for it.
@@ -38,7 +38,7 @@ DEVICES: dict[str, DeviceType] = {
 
 
 def register_device(device: DeviceType) -> None:
-    """Know a type of device by its name from now on; every rank does so before `fully_shard`."""
+    """Register a type of device under its name; every rank does so before `fully_shard`."""
     DEVICES[device.name] = device
 
 
@@ -46,7 +46,7 @@ def device_named(name: str) -> DeviceType:
     """The facts of a type of device.
 
     Raises:
-        NotImplementedError: there is no entry.
+        NotImplementedError: the type has no entry.
     """
     if name not in DEVICES:
         known = " and ".join(map(repr, DEVICES))
@@ -59,7 +59,7 @@ def device_named(name: str) -> DeviceType:
 
 
 def board_of(device_type: str) -> str:
-    """The name that torch has for the device installed, "" where there is none or it has none."""
+    """The name that torch has for the installed device; "" without a device or a name."""
     if device_type == "cpu":
         return ""
     module = torch.get_device_module(device_type)

@@ -1,9 +1,9 @@
-"""Groups for gathers in two steps: across nodes first, then inside of each.
+"""Groups for gathers in two steps: across nodes first, then inside each node.
 
-A ring over all ranks of many nodes takes a step a rank; a ring across nodes takes one a node. Ranks
-are numbered by their place in their node first: what the ranks at one place hold is one stretch of
-the bucket, so a rank that has gathered across nodes has a stretch, and the gather inside a node
-puts stretches side by side. Nothing is copied between the steps.
+A ring over all ranks of many nodes takes one step a rank; a ring across nodes takes one step a
+node. Ranks are numbered by their place in their node first, so the segments of the ranks at one
+place form one stretch of the bucket. A gather across nodes gives a rank its stretch; the gather
+inside a node puts the stretches side by side. Nothing is copied between the steps.
 """
 
 from functools import partial
@@ -16,9 +16,9 @@ from shardc.runtime.layout.spec import Hierarchy
 
 
 def hierarchical_group(local: int) -> dist.ProcessGroup:
-    """All ranks, `local` consecutive ones a node, numbered by their place in their node first.
+    """The group of all ranks, `local` a node, numbered by their place in their node first.
 
-    Made at first use; every rank must call it.
+    The group is made at first use; every rank must call the function.
     """
     world = dist.distributed_c10d.GroupMember.WORLD
     assert world is not None
@@ -31,7 +31,7 @@ def hierarchy_of(group: dist.ProcessGroup) -> Hierarchy | None:
 
 
 def own_hierarchy(hierarchy: Hierarchy, purpose: str, high_priority: bool) -> Hierarchy:
-    """The same steps over communicators for one purpose; see `own_group`."""
+    """The steps of `hierarchy` over communicators for one purpose; see `own_group`."""
     across, inside = (
         own_group(group, purpose, high_priority) for group in (hierarchy.across, hierarchy.inside)
     )

@@ -1,4 +1,4 @@
-"""The ranks a unit is spread over: those that share its segments, and the copies of the model."""
+"""The ranks of a unit: the ranks that share its segments, and the copies of the model."""
 
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
@@ -12,14 +12,14 @@ from shardc.runtime.layout.spec import Hierarchy
 
 @dataclass(frozen=True)
 class Ranks:
-    """Process groups by name, as graphs know them.
+    """The process groups of a unit by name, as graphs know them.
 
     Attributes:
-        shard: the ranks among which a bucket is cut; `world_size` of them, this one is `rank`.
+        shard: the ranks among which a bucket is cut; `world_size` of them, this rank is `rank`.
         replicas: the ranks that hold the same segment, `copies` of them; None without copies.
-        everyone: all of them.
-        hierarchy: the steps in which the ranks of `shard` gather, where these are two.
-        mesh: of the same ranks, (shard) or (replicate, shard).
+        everyone: the ranks of all copies.
+        hierarchy: the steps in which the ranks of `shard` gather, if there are two steps.
+        mesh: the mesh of these ranks, (shard) or (replicate, shard).
     """
 
     shard: str
@@ -36,12 +36,12 @@ _meshes: WeakValueDictionary[tuple[str, str], DeviceMesh] = WeakValueDictionary(
 
 
 def known_mesh(shard: str, everyone: str) -> DeviceMesh | None:
-    """The mesh that was given to `fully_shard` and has these groups; a file can only name them."""
+    """The mesh with these groups that `fully_shard` was given; a file can only name the groups."""
     return _meshes.get((shard, everyone or shard))
 
 
 def ranks_of(mesh: DeviceMesh) -> Ranks:
-    """The ranks of a mesh (shard) or (replicate, shard). All of its ranks must call it."""
+    """The ranks of a mesh (shard) or (replicate, shard). All ranks of the mesh must call it."""
     ranks = _ranks_of(mesh)
     _meshes[ranks.shard, ranks.everyone] = mesh
     return ranks

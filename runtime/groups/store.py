@@ -1,4 +1,4 @@
-"""A group's store, asked with few operations a rank: it serves all ranks of a job one by one."""
+"""A group's store, asked with few operations a rank: it serves the ranks of a job one by one."""
 
 import hashlib
 from collections.abc import Iterator
@@ -11,18 +11,18 @@ from shardc.runtime.groups.communicators import kept_with
 _BLOCK = 62
 """Ranks that are counted in one number of the store, which has 63 bits."""
 _MISSING = "-"
-"""What `look` is told where there is nothing."""
+"""The value that `look` reads where a key has none."""
 _FIRST, _LONGEST, _GROWTH = 0.0005, 0.2, 1.5
-"""Seconds between looks at the store: at first and at most, in a small group; by how much more."""
+"""Seconds between looks at the store in a small group, at first and at most; growth factor."""
 _AT_FIRST, _LATER = 50_000, 10_000
 """Looks a second by all ranks of a large group together."""
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """The store of a group, without what an earlier group of its name has left there.
+    """The store of a group, without keys that an earlier group of its name has left there.
 
     Under torchrun all groups that a process makes one after another share a store. Each rank counts
-    those of a name that shardc came to: the same number on all ranks that run one program.
+    the groups of a name that shardc has used: the count is equal on all ranks that run one program.
 
     Raises:
         ValueError: the group has been destroyed.
@@ -40,7 +40,7 @@ def look(store: dist.Store, key: str) -> str | None:
 
 
 def pauses(world: int) -> Iterator[float]:
-    """Seconds between the looks of each of `world` ranks, which wait for the same."""
+    """Seconds between the looks of each of `world` ranks that wait for the same key."""
     pause, longest = max(_FIRST, world / _AT_FIRST), max(_LONGEST, world / _LATER)
     while True:
         yield pause
@@ -55,8 +55,8 @@ def digest(*texts: str) -> str:
 class Attendance:
     """The ranks, of `world`, that have come with the same text, in the store.
 
-    Ranks have a bit each, in one number for a block of them: one operation tells a rank whether its
-    block is complete. The last block's last rank knows that all have come.
+    Each rank has a bit in the number of its block of ranks: one operation tells a rank whether its
+    block is complete. The last rank of the last complete block knows that all ranks have come.
     """
 
     def __init__(self, store: dist.Store, text: str, world: int) -> None:
@@ -65,8 +65,12 @@ class Attendance:
         self._blocks = -(-world // _BLOCK)
 
     def come(self, rank: int) -> tuple[bool, bool]:
-        """Note this rank; whether it is the first of its block with this text, and the last of all
-        ranks."""
+        """Note that `rank` has come.
+
+        Returns:
+            Whether it is the first of its block with this text, and whether it is the last of all
+            ranks.
+        """
         block, place = divmod(rank, _BLOCK)
         here = self._store.add(f"{self._name}/{block}", 1 << place)
         is_first = here == 1 << place

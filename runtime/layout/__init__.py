@@ -1,1 +1,1 @@
-"""Where every parameter lies in flat buckets, and the spec that shapes their code."""
+"""The places of parameters in flat buckets, and the spec that shapes the code of a bucket."""

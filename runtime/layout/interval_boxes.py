@@ -1,8 +1,8 @@
 """Intervals of a flattened tensor as boxes of the tensor, the unit in which DCP saves and loads.
 
 The elements `[start, stop)` of a flattened n-d tensor are at most 2n-1 axis-aligned boxes: a ragged
-head, whole rows, a ragged tail, and the same again inside head and tail. Each box is contiguous in
-the flattened order, so that a view of the local part serves it without a copy.
+head, whole rows, a ragged tail, and such boxes again inside head and tail. Each box is contiguous
+in the flattened order, so a view of the local part serves it without a copy.
 """
 
 import math

@@ -1,14 +1,14 @@
-"""The layout planner: where every parameter of a unit lies in its flat buckets.
+"""The layout planner: it places every parameter of a unit in flat buckets.
 
 A bucket is the concatenation of its parameters in registration order, cut into `world_size` equal
 segments, one a rank. Starts and segments are 16-byte aligned, so that a view of a gathered bucket
 goes into a matmul as it is and NCCL stays on its fast path (pytorch#195450). A rank boundary
 prefers to fall between two rows of the parameter it cuts, which makes the local part one box of
 the tensor (short checkpoints, row-wise tools); where that costs more padding than
-`MAX_ROW_PADDING` it may fall anywhere.
+`MAX_ROW_PADDING` the boundary may fall anywhere.
 
-Everything here is a pure function of names, shapes, dtypes and world size: it is equal on all
-ranks, and needs neither a process group nor real tensors.
+Every layout is a pure function of names, shapes, dtypes and world size: it is equal on all ranks,
+and needs neither a process group nor real tensors.
 """
 
 import math
@@ -26,8 +26,8 @@ fp16): starts are aligned for it too, so `.bfloat16()` or a param dtype never ne
 MAX_ROW_PADDING = 0.004
 """The share of a bucket that may be spent on letting rank boundaries fall between rows."""
 MAX_TABLE_PADDING = 0.05
-"""The same for a table alone in its bucket, whose rows are fetched only where segments hold whole
-ones."""
+"""The same share for a table alone in its bucket: rows of a table are fetched only where segments
+hold whole rows."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Param:
     """A parameter as the layout planner knows it.
 
     Attributes:
-        by_rows: it is cut between rows only, in a bucket of its own.
-        is_table: rows of it are looked up.
-        apart: it is a vector, and the unit's vectors have a bucket of their own.
+        by_rows: whether it is cut between rows only, in a bucket of its own.
+        is_table: whether rows of it are looked up.
+        apart: whether it is a vector, and the unit's vectors have a bucket of their own.
     """
 
     name: str
@@ -83,10 +83,10 @@ class BucketLayout:
     `world_size * segment`.
 
     Attributes:
-        block: on the wire so many neighbours share a scale, and segments are whole blocks; 0: the
-            bucket is not made to travel in fewer bits.
-        exact: how many elements at the start of every segment travel as they are even so: those of
-            the first are the parameters that must.
+        block: the number of neighbours that share a scale on the wire; segments are whole blocks.
+            0: the bucket is not made to travel in fewer bits.
+        exact: the number of elements at the start of every segment that are not quantised even so.
+            In the first segment they are the parameters that must not be quantised.
     """
 
     slots: tuple[Slot, ...]
@@ -99,7 +99,7 @@ class BucketLayout:
 
     @property
     def contents(self) -> str:
-        """Its parameters in one line, names and shapes."""
+        """The parameters of the bucket in one line, by name and shape."""
         return ", ".join(f"{s.name}[{'x'.join(map(str, s.shape))}]" for s in self.slots)
 
     @property
@@ -155,10 +155,10 @@ def plan_buckets(
 
     Args:
         params: a unit's parameters in registration order.
-        world_size: number of ranks that share each bucket.
-        grain: bytes from which on a bucket is closed and the next parameter opens another; 0 for
-            one bucket only.
-        block: how many neighbours share a scale on the wire; 0 where nothing is quantised.
+        world_size: the number of ranks that share each bucket.
+        grain: the least bytes of a bucket where there are several; 0 for one bucket only.
+        block: the number of neighbours that share a scale on the wire; 0 where nothing is
+            quantised.
 
     Raises:
         ValueError: `world_size` is not positive.
@@ -184,17 +184,18 @@ def plan_buckets(
 _QUANTISED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of buckets that may travel in fewer bits."""
 _SMALL = 1024
-"""Elements of a parameter below which it travels as it is."""
+"""Elements from which on a parameter is quantised."""
 _MOST_EXACT = 1 / 8
-"""Of a segment that is quantised: more than that, and what travels as it is has its own bucket."""
+"""The share of a segment that parameters may fill without being quantised; if they fill more, they
+get a bucket of their own."""
 
 
 def _split(params: list[Param], grain: int, itemsize: int) -> list[list[Param]]:
     """Parts of at least `grain` bytes each, so that the first can be used while others travel.
 
-    Vectors (norms, biases) all go into the first part, or have one of their own: they are small,
-    and modules register them where they please, while a block's first norm is what its forward
-    reads first. A large table is alone: graphs that fetch rows of it do not gather it.
+    Vectors (norms, biases) all go into the first part, or into a part of their own: they are small,
+    modules register them in any order, and the forward of a block reads its first norm first. A
+    large table has a part of its own: graphs that fetch rows of the table do not gather it.
     """
     place = {param.name: index for index, param in enumerate(params)}
     vectors = [p for p in params if len(p.shape) < 2]
@@ -213,20 +214,21 @@ def _split(params: list[Param], grain: int, itemsize: int) -> list[list[Param]]:
 
 
 _LARGE = 0.5
-"""Grains in a table that is alone: to send it takes as long as a message costs at least."""
+"""Grains from which on a table has a part of its own: so many bytes take as long to send as the
+fixed cost of a message."""
 
 
 @lru_cache
 def _cut_evenly(sizes: tuple[int, ...], least: int) -> list[tuple[int, int]]:
-    """As many runs of `sizes` as there can be of `least` each, and of those the most equal ones.
+    """Cut `sizes` into as many runs of at least `least` as possible, and as equal as possible.
 
-    Where all are less, and where `least` is 0, they are one run. Buckets of one size leave holes of
-    one size in the device's memory, which the next ones fill.
+    There is one run if all sizes together are less than `least`, or if `least` is 0. Buckets of one
+    size leave holes of one size in the device's memory, which later buckets fill.
     """
     ends = list(accumulate(sizes, initial=0))
     if not sizes or not 0 < least <= ends[-1]:
         return [(0, len(sizes))] if sizes else []
-    best: list[tuple[int, int, int] | None] = [(0, 0, 0)]  # runs, less their squares, last start
+    best: list[tuple[int, int, int] | None] = [(0, 0, 0)]  # runs, minus their squares, last start
     for stop in range(1, len(ends)):
         cuts = (
             (before[0] + 1, before[1] - (ends[stop] - ends[start]) ** 2, start)
@@ -243,8 +245,7 @@ def _cut_evenly(sizes: tuple[int, ...], least: int) -> list[tuple[int, int]]:
 
 
 def _apart(params: list[Param], world_size: int) -> list[list[Param]]:
-    """Parameters that are not quantised in a bucket of their own, where they would fill much of
-    every segment."""
+    """Split off parameters that are not quantised, if they would fill much of every segment."""
     exact = [param for param in params if not _is_quantised(param)]
     others = [param for param in params if _is_quantised(param)]
     size, whole = (sum(param.numel for param in some) for some in (exact, params))
@@ -258,8 +259,8 @@ def plan_bucket(params: Sequence[Param], world_size: int, block: int = 0) -> Buc
 
     Tries segments that are multiples of the parameters' rows, coarsest first, and takes the one
     that cuts the fewest rows within the padding allowed; the tight layout is always a candidate.
-    With a `block`, vectors and small parameters, which are not to be quantised, come first; where
-    there are no others, nothing of the bucket is.
+    With a `block`, vectors and small parameters, which are not to be quantised, come first; without
+    other parameters, nothing of the bucket is quantised.
     """
     if block and any(map(_is_quantised, params)):
         exact = _end([param for param in params if not _is_quantised(param)], block)
@@ -273,7 +274,7 @@ def _is_quantised(param: Param) -> bool:
 
 
 def _end(params: Sequence[Param], multiple: int) -> int:
-    """Where `params` end at the start of a bucket, rounded up."""
+    """The end of `params` at the start of a bucket, rounded up to `multiple`."""
     end = _place(params, _align(params[0].dtype), segment=None)[1] if params else 0
     return round_up(end, multiple)
 
@@ -304,7 +305,7 @@ def _plan_bucket(params: Sequence[Param], world_size: int, block: int = 1) -> Bu
 def plan_rows(param: Param, world_size: int) -> BucketLayout:
     """The bucket of a parameter that is cut along dim 0 as FSDP2 does: equal parts but the last.
 
-    What is gathered is not the segment, so neither its start nor its size is aligned.
+    Neither the start nor the size of a segment is aligned: an extension gathers other tensors.
     """
     segment = -(-math.prod(param.shape[:1]) // world_size) * math.prod(param.shape[1:])
     slots = (Slot(param.name, param.shape, 0),)
@@ -324,7 +325,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def _grains(params: Sequence[Param], align: int) -> list[int]:
-    """Candidate units of a segment, coarsest first: the rows' common multiple, then each row."""
+    """Candidate grains of a segment, coarsest first: the rows' common multiple, then each row."""
     rows = {math.lcm(p.row, align) for p in params if len(p.shape) > 1 and p.numel}
     return sorted(rows | {math.lcm(*rows)}, reverse=True) if rows else []
 
@@ -332,8 +333,8 @@ def _grains(params: Sequence[Param], align: int) -> list[int]:
 def _place(params: Sequence[Param], align: int, segment: int | None) -> tuple[list[int], int]:
     """Starts of the parameters and the end of the last one.
 
-    With a segment, a parameter that a rank boundary would cut inside a row moves up so that the
-    first boundary falls between rows (later ones follow where the segment is a multiple of rows).
+    With a segment, a parameter that a rank boundary would cut inside a row moves up so that its
+    first boundary falls between rows (so do later boundaries, if the segment is whole rows).
     """
     starts, cursor = [], 0
     for param in params:
@@ -349,7 +350,7 @@ def _place(params: Sequence[Param], align: int, segment: int | None) -> tuple[li
 
 
 def _cut_rows(params: Sequence[Param], starts: Sequence[int], segment: int) -> int:
-    """How many parameters some rank boundary cuts inside a row."""
+    """The number of parameters that some rank boundary cuts inside a row."""
     cut = 0
     for param, start in zip(params, starts, strict=True):
         if param.row == 1 or not param.numel:

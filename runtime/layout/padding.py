@@ -1,10 +1,10 @@
-"""Padding: the value of elements of a bucket that no parameter has.
+"""Padding: the value of elements of a bucket that belong to no parameter.
 
-It is easy to tell in a segment or a gathered bucket, and must never reach a result: with
-`SHARDC_PADDING=nan` whatever reads it shows. Unreduced gradients have zeros there instead, because
-what users plug in (a custom reduction, a hook on reduced gradients) is given the flat tensor, and a
-norm or a scale of it must not depend on padding. So it is in buckets that travel in blocks with a
-scale: padding is zeros there.
+The value is easy to tell in a segment or a gathered bucket, and must never reach a result: with
+`SHARDC_PADDING=nan` every op that reads padding shows. In unreduced gradients padding is zero,
+because functions of users (a custom reduction, a hook on reduced gradients) are given the flat
+tensor, and a norm or a scale of the tensor must not depend on padding. Padding is also zero in
+buckets that travel in blocks with a scale.
 """
 
 import os
@@ -15,7 +15,7 @@ from torch import Tensor
 from shardc.runtime.layout.layout import BucketLayout, interval
 
 PADDING = 42
-"""The same as FSDP1's."""
+"""The value that FSDP1 has, too."""
 
 
 def padding_value(dtype: torch.dtype) -> float:
@@ -35,12 +35,12 @@ def padding_value(dtype: torch.dtype) -> float:
 
 
 def new_padded(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new segment or bucket, `(numel,)`: padding everywhere, until parameters are cut into it."""
+    """A new segment or bucket, `(numel,)`, all padding until parameters are copied into it."""
     return torch.full((numel,), padding_value(dtype), dtype=dtype, device=device)
 
 
 def without_padding(segment: Tensor, layout: BucketLayout, rank: int) -> Tensor:
-    """`segment: (S,)` of `rank`, with zeros where it has no parameter if scales depend on it."""
+    """Write zeros into the padding of `segment: (S,)` of `rank`, if scales depend on it."""
     if layout.block and not segment.is_meta:
         first, cursor = rank * layout.segment, 0
         for size, slot in layout.split_sizes():

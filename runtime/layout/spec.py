@@ -1,7 +1,7 @@
 """Specs: values that shape the code which gathers and reduces a bucket, and that graphs can name.
 
 A graph carries an interned signature instead of names or ranks, so identical units trace to
-identical code, and units that differ in anything that shapes the graph never share it.
+identical code, and units with different specs never share code.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ from shardc.runtime.layout.wire_format import WireFormat
 
 
 class Hierarchy(NamedTuple):
-    """The two steps in which all ranks of several nodes gather: across nodes, then inside of each.
+    """The two steps in which all ranks of several nodes gather: across nodes, then inside each.
 
     Attributes:
-        nodes, across: one rank of each node; the first step goes among them.
-        local, inside: the ranks of one node; the second step goes among them.
+        nodes, across: the number of nodes, and the group of the first step: one rank of each node.
+        local, inside: the ranks a node, and the group of the second step: the ranks of one node.
     """
 
     nodes: int
@@ -31,26 +31,29 @@ class Hierarchy(NamedTuple):
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the gradient of a bucket travels back to the segments.
+    """The way of a bucket's gradient back to the segments.
 
     Attributes:
         op: "sum" or "avg".
-        dtype: what it is reduced and accumulated in; None for the dtype it comes in.
-        group: the communicator of the reduce-scatter where it is not that of the gather.
-        predivide, postdivide: what it is divided by before and after.
-        divide_later: what the bucket divides by, in place, when the graph is done: where nothing
-            follows the division in the graph, a kernel for it would only have to be compiled.
-        replicas: the group over which copies of the segment are reduced, if there are `copies`.
-        all_reduce: False leaves that out; the bucket adds up what was not reduced over copies.
-        sync: False leaves out all of it; the bucket adds up what was not reduced.
-        pending, partial: whether such sums of earlier backwards are added to this gradient.
+        dtype: the dtype to reduce and accumulate in; None for the dtype of the gradient.
+        group: the communicator of the reduce-scatter; None for the group of the gather.
+        predivide, postdivide: the divisors of the gradient before and after the reduction.
+        divide_later: the divisor that the bucket applies, in place, when the graph is done: a last
+            division in the graph would only be one more kernel to compile.
+        replicas: the group over which copies of the segment are reduced; None without copies.
+        copies: the number of copies of the model.
+        all_reduce: False leaves out the reduction over copies; the bucket adds up the gradients
+            that were reduced over one copy only.
+        sync: False leaves out the whole reduction; the bucket adds up unreduced gradients.
+        pending, partial: whether sums of earlier backwards are added to this gradient: of unreduced
+            gradients (pending), of gradients that were reduced over one copy (partial).
         function: the user's function in place of the reduce-scatter, by key.
         scatter: the user's communication object for the reduce-scatter, by key.
         memory: where the buffers of the reduce-scatter come from; None for the device's allocator.
         hook: the user's function that is given the reduced gradient, by key.
-        hook_sees_mean: whether that is after all divisions, as where the backend averages.
-        wire: how it travels, where that is not in its dtype; with `replicas`, among those; with
-            `hierarchy`, across nodes.
+        hook_sees_mean: whether the hook runs after all divisions, as where the backend averages.
+        wire: the wire format of the gradient; None if it travels in its dtype. With `replicas` the
+            format is for the messages among copies; with `hierarchy`, across nodes.
         hierarchy: the steps of a reduce-scatter, last one first; None for one step.
     """
 
@@ -76,7 +79,7 @@ class Reduction:
 
     @property
     def kinds(self) -> list[str]:
-        """The collectives that follow each other, by kind."""
+        """The kinds of the collectives, in order."""
         if self.replicas is None:
             last = "reduce_scatter" if self.wire is None else "all_to_all"
             return [last] if self.hierarchy is None else ["reduce_scatter", last]
@@ -86,28 +89,29 @@ class Reduction:
 
 @dataclass(frozen=True)
 class UnshardSpec:
-    """All that shapes the code that unshards a bucket; equal on every rank.
+    """The facts that shape the code to unshard a bucket; equal on every rank.
 
     Attributes:
-        dtype: of the segment and of its gradient.
-        world_size, group: the ranks that hold the segments of one copy.
+        dtype: the dtype of the segment and of its gradient.
+        world_size, group: the number of ranks that hold the segments of one copy, and their group.
         pieces: the bucket's consecutive parts: (elements, slot index or None for padding).
-        shapes, trainable: of the slots.
+        shapes, trainable: the shape of each slot, and whether it is trained.
         reshard_after_forward: whether the gathered bucket is freed after the forward.
-        reduction: how the gradient travels back.
+        reduction: the way of the gradient back to the segments.
         everyone: the group of all ranks that run the same graph, copies included; None: `group`.
-        param_dtype: what the segment is cast to before it is gathered, if it is.
-        device: the device it is gathered on where the segment lies on another.
-        recut: (ranks, group) among which the backward gathers, where not among all.
-        held: whether the bucket is gathered already: the graph is given all of it.
-        outside: whether the eager runtime gathers it: several graphs of one forward read it.
+        param_dtype: the dtype that the segment is cast to before the gather; None without a cast.
+        device: the device that the bucket is gathered on, if the segment lies on another.
+        recut: (ranks, group) among which the backward gathers; None for all ranks.
+        held: whether the bucket is gathered already: the graph is given the whole bucket.
+        outside: whether the eager runtime gathers the bucket: several graphs of one forward read
+            the bucket.
         gather: the user's communication object for the all-gather, by key.
         memory: where the buffer of the all-gather comes from, as in `Reduction`.
-        extension: what the parameter sends and makes of what it gets, by key, where its subclass
-            says that (`tensor.extension`).
-        wire: how segments travel, where that is not in the dtype that they are computed in.
+        extension: the extension of the parameter's subclass, by key: it chooses the tensors to send
+            and makes the full parameter (`tensor.extension`).
+        wire: the wire format of segments; None if they travel in the compute dtype.
         hierarchy: the steps of a gather; None for one step.
-        hints: wishes for the schedule, here so that a change of them compiles anew.
+        hints: wishes for the schedule, here so that a change of a wish compiles anew.
     """
 
     dtype: torch.dtype
@@ -144,13 +148,13 @@ class UnshardSpec:
         return {slot: end - size for end, (size, slot) in pairs if slot is not None}
 
     def table(self, slot: int) -> tuple[int, int, int]:
-        """Where a parameter of two dimensions is: its first element, its rows, their width."""
+        """The place of a parameter of two dims: its first element, its rows, their width."""
         rows, width = self.shapes[slot]
         return self.starts[slot], rows, width
 
     @property
     def is_made_later(self) -> bool:
-        """Whether what is computed with is made of what arrives, in memory of its own."""
+        """Whether full parameters are made from the gathered message, in storage of their own."""
         return self.extension is not None or self.wire is not None
 
     @property
@@ -170,7 +174,8 @@ class UnshardSpec:
         """The inputs of the graph beside the segment, in order.
 
         full: the gathered bucket, `(W*S,)`. sink: the leaf that collects unreduced gradients.
-        pending: what it has collected, `(W*S,)`. partial: the same of one segment, `(S,)`.
+        pending: the sum of unreduced gradients, `(W*S,)`. partial: the sum of gradients that were
+        reduced over one copy of the model only, `(S,)`.
         """
         r = self.reduction
         flags = {"full": self.held, "sink": not r.sync, "pending": r.pending, "partial": r.partial}
@@ -201,10 +206,10 @@ class Moved(NamedTuple):
     """A bucket that a graph gathers and reduces: the fact that its collectives carry.
 
     Attributes:
-        signature: of its spec.
+        signature: the signature of its spec.
         position: the input of the Dynamo graph that is its segment; -1 in code that several calls
             share, each with a bucket of its own.
-        label: its name.
+        label: the label of the bucket.
         unit: the number of its unit.
     """
 
@@ -215,15 +220,15 @@ class Moved(NamedTuple):
 
     @property
     def spec(self) -> UnshardSpec:
-        """The spec of its code."""
+        """The spec of the bucket."""
         return spec_of(self.signature)
 
 
 def divide_factors(factor: float, dtype: torch.dtype) -> tuple[float, float]:
     """Divisors before and after a sum, whose product is `factor`.
 
-    Dividing after touches less data. float16 has too small a range for it: there about the square
-    root is divided before, as a power of two, which loses nothing.
+    A division after the sum touches less data. The range of float16 is too small for that: the
+    divisor before the sum is about the square root, a power of two, which loses nothing.
     """
     if dtype != torch.float16:
         return 1.0, float(factor)
@@ -238,7 +243,7 @@ def divide_factors(factor: float, dtype: torch.dtype) -> tuple[float, float]:
 
 @dataclass(frozen=True, eq=False)
 class Interned:
-    """An object that graphs call by its key, as long as something holds this."""
+    """An object that graphs call by key, as long as something refers to this instance."""
 
     key: str
     thing: object = field(repr=False)

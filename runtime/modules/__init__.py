@@ -1,1 +1,1 @@
-"""Sharded modules: their class, the methods users call, summoning, copying."""
+"""Sharded modules: their class, methods for users, summoning, copying."""

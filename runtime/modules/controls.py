@@ -1,10 +1,10 @@
 """The methods of FSDP2's `FSDPModule` on sharded modules, and FSDP1's `no_sync`.
 
-Each changes the settings of units; graphs that were compiled with the old ones stay in Dynamo's
-cache, so every combination of flags costs one compile. What shapes the code of a forward and its
-backward is read when the forward runs: set it before.
+Each method changes the settings of units. Graphs that were compiled with earlier settings stay in
+Dynamo's cache, so every combination of flags costs one compile. A forward reads the settings that
+shape its code and the code of its backward: change them before the forward.
 
-`recurse` defaults to what FSDP2 does: some act on all units inside, some on this one only.
+`recurse` has the defaults of FSDP2: some methods act on all units inside, some on this unit only.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _MODULES = Annotated[
 
 
 class Controls:
-    """The methods of a sharded module, those of FSDP2's `FSDPModule`."""
+    """The methods of a sharded module, as on FSDP2's `FSDPModule`."""
 
     _shardc_unit: Unit
 
@@ -56,17 +56,17 @@ class Controls:
     ) -> None:
         """With False, backwards add up unreduced gradients instead of reducing them.
 
-        In the dtype of the reduction, one flat buffer of the whole size a bucket; the next backward
-        with True reduces their sum. Set it before the forward.
+        Each bucket then has one flat buffer of its full size, in the dtype of the reduction. The
+        next backward with True reduces the sum. Call the method before the forward.
         """
         self._change(recurse, sync=bool(requires_gradient_sync))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, forwards and their backwards do not reduce gradients; nests and restores.
+        """Skip reductions in the backwards of forwards inside the context; it nests and restores.
 
         Raises:
-            RuntimeError: not the outermost unit.
+            RuntimeError: the module is not the outermost unit.
         """
         if not self._shardc_unit.is_root:
             raise RuntimeError(
@@ -91,24 +91,24 @@ class Controls:
 
     @checked
     def set_is_last_backward(self, is_last_backward: bool, *, recurse: bool = True) -> None:
-        """FSDP2's hint that other backwards follow; nothing waits for it here."""
+        """Accept FSDP2's hint that other backwards follow; nothing waits for the hint here."""
 
     @checked
     def set_gradient_divide_factor(self, factor: Positive, *, recurse: bool = False) -> None:
         """Divide the sum of gradients by `factor` instead of the number of ranks.
 
         Raises:
-            TypeError, ValueError: not a positive number.
+            TypeError, ValueError: `factor` is not a positive number.
         """
         self._change(recurse, divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: Positive, *, recurse: bool = False) -> None:
-        """FSDP2's older name for `set_gradient_divide_factor`."""
+        """Call `set_gradient_divide_factor`, under FSDP2's older name."""
         self.set_gradient_divide_factor(factor, recurse=recurse)
 
     @checked
     def set_force_sum_reduction_for_comms(self, enable: bool, *, recurse: bool = False) -> None:
-        """Only ever sum on the wire, and divide apart, where the backend could average."""
+        """Sum on the wire and divide apart, also where the backend could average."""
         self._change(recurse, force_sum=bool(enable))
 
     @checked
@@ -117,7 +117,7 @@ class Controls:
     ) -> None:
         """With True, parameters that no rank used get gradients of zeros instead of None.
 
-        Parameters that only some ranks use need no setting: they count as zero on the others.
+        Parameters that only some ranks use need no setting: the other ranks count as zero.
         """
         self._change(recurse, reduce_unused=bool(reduce_scatter_unused_params))
 
@@ -132,12 +132,12 @@ class Controls:
         """Call `hook` on each reduced gradient, `(S,)` in the dtype of the reduction, to change it
         in place.
 
-        Called after the reduce-scatter, or with copies of the model (HSDP) after their all-reduce;
-        it sees the mean, or the sum where FSDP2's does (float16, forced sums). It may communicate.
-        None takes it away.
+        The hook runs after the reduce-scatter; with copies of the model (HSDP), after the
+        all-reduce over copies. The hook sees the mean, or the sum where FSDP2's hook does (float16,
+        forced sums). The hook may communicate. None removes the hook.
 
         Raises:
-            ValueError: a `stream`: the hook runs where the graph puts it.
+            ValueError: `stream` is given: the hook runs where the graph puts it.
         """
         if stream is not None:
             raise ValueError("set_all_reduce_hook: the hook runs in the graph; stream must be None")
@@ -147,11 +147,12 @@ class Controls:
     def set_custom_reduce(
         self, function: Callable[[Tensor, str, int, str], Tensor] | None, *, recurse: bool = True
     ) -> None:
-        """Put a function that FX can trace in the place of the reduce-scatter.
+        """Replace the reduce-scatter by a function that FX can trace.
 
         `function(flat, op, world_size, group)` takes the unreduced gradient, `(W*S,)`, and gives
         this rank's part of the sum, `(S,)`; `shardc.compress_bf16` and `shardc.compress_fp16` are
-        two. It becomes part of the graph: scheduled and compiled. None takes it away.
+        two such functions. The function becomes part of the graph: scheduled and compiled. None
+        removes the function.
         """
         self._change(recurse, reduce_function=function)
 
@@ -159,18 +160,18 @@ class Controls:
 
     @checked
     def set_custom_all_gather(self, comm: Comm | None, *, recurse: bool = False) -> None:
-        """Gather with an object of FSDP2's `AllGather` interface; None takes it away.
+        """Gather with an object of FSDP2's `AllGather` interface; None removes the object.
 
-        It is opaque to the compiler, so it does not overlap compute.
+        The object is opaque to the compiler, so its gathers do not overlap compute.
 
         Raises:
-            ValueError: buffers are taken from elsewhere (`set_symm_mem_for_comm` and its like).
+            ValueError: buffers come from another allocator (`set_symm_mem_for_comm` and its like).
         """
         self._change_allocator(recurse, all_gather=comm)
 
     @checked
     def set_custom_reduce_scatter(self, comm: Comm | None, *, recurse: bool = False) -> None:
-        """Reduce with an object of FSDP2's `ReduceScatter` interface; None takes it away.
+        """Reduce with an object of FSDP2's `ReduceScatter` interface; None removes the object.
 
         Raises:
             ValueError: as for `set_custom_all_gather`.
@@ -181,10 +182,11 @@ class Controls:
     def set_ablation(
         self, *, all_gather: bool = False, reduce: bool = False, recurse: bool = True
     ) -> None:
-        """Leave out gathers or reductions, to measure what they cost. RESULTS ARE WRONG.
+        """Leave out gathers or reductions, to measure their cost. RESULTS ARE WRONG.
 
-        With `all_gather`, the parameters of all ranks are taken to be this rank's; with `reduce`,
-        gradients are those of this rank. Called without either, all is as before.
+        With `all_gather`, this rank's segment takes the place of every rank's segment. With
+        `reduce`, this rank's gradients take the place of the reduced gradients. Without either,
+        nothing is left out.
         """
         if all_gather or reduce:
             left_out = [n for n, flag in (("gathers", all_gather), ("reductions", reduce)) if flag]
@@ -204,8 +206,8 @@ class Controls:
     ) -> None:
         """Let the process group allocate the buffers of gathers and reductions, if it can.
 
-        NCCL then transfers without copies where the network can (SHARP). No effect where the
-        backend has no allocator (gloo). What is reduced is copied into such a buffer first.
+        NCCL then transfers without copies where the network can (SHARP). Without an allocator in
+        the backend (gloo) nothing changes. Gradients are first copied into such a buffer.
 
         Raises:
             ValueError: a custom all-gather or reduce-scatter is set, which allocates by itself.
@@ -217,7 +219,7 @@ class Controls:
             unit.change(**settings)
 
     def _change_allocator(self, recurse: bool, **setting: object) -> None:
-        """Change who allocates buffers; ValueError where two would."""
+        """Change the allocator of buffers; raise ValueError where there would be two."""
         for unit in _own_units(self, recurse):
             now = {name: getattr(unit.settings, name) for name in _ALLOCATORS} | setting
             memory, *comms = now.values()
@@ -231,7 +233,7 @@ class Controls:
 
     @checked
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Refused: a gathered bucket is memory of the compiled graph, at no fixed address."""
+        """Refuse True: a gathered bucket is memory of the compiled graph, at no fixed address."""
         if keep:
             raise NotImplementedError(
                 "shardc does not keep the storage of gathered parameters between steps: they are "
@@ -247,8 +249,8 @@ class Controls:
         NCCL then gathers by its copy engines or symmetric kernels. Every rank must call it.
 
         Args:
-            backend: what provides it: "NCCL", "CUDA" or "NVSHMEM".
-            recurse: whether it is for units inside too.
+            backend: the provider of symmetric memory: "NCCL", "CUDA" or "NVSHMEM".
+            recurse: whether to change units inside too.
 
         Raises:
             ValueError: another backend, or a custom all-gather or reduce-scatter is set.
@@ -265,16 +267,16 @@ class Controls:
         self._change_allocator(recurse, memory="symmetric")
         compat.use_symmetric_memory(backend)
 
-    # -- what stays gathered -------------------------------------------------------------------
+    # -- buckets that stay gathered ------------------------------------------------------------
 
     @checked
     def set_reshard_after_forward(
         self, reshard_after_forward: Reshard, recurse: bool = True
     ) -> None:
-        """As the argument of `fully_shard`.
+        """Set `reshard_after_forward`, as the argument of `fully_shard` does.
 
         Raises:
-            TypeError, ValueError: neither a bool nor a divisor of the number of ranks.
+            TypeError, ValueError: neither None, a bool nor a divisor of the number of ranks.
         """
         units = _own_units(self, recurse)
         worlds = [unit.mesh.size(unit.mesh.ndim - 1) for unit in units]
@@ -287,24 +289,25 @@ class Controls:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """With False, buckets stay gathered after the backward, so the next forward need not.
+        """With False, buckets stay gathered after the backward, for the next forward.
 
-        For micro-batches between optimizer steps; a step writes the parameters, and what is held
-        is then gathered anew before the next forward.
+        Use it for micro-batches between optimizer steps. A step writes the parameters, and the
+        buckets are then gathered anew before the next forward.
         """
         self._change(recurse, reshard_after_backward=bool(reshard_after_backward))
 
     @checked
     def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
-        """FSDP2's way to spare a gather that the backward does not need; here it never is made."""
+        """Accept FSDP2's way to skip a gather that a backward does not need; graphs have none."""
 
     @checked
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
         """Gather this unit now and keep it gathered until `reshard()` or its next backward's end.
 
-        Until then its modules read full parameters, in the dtype they are computed in. The next
-        forward does not gather again. Every rank must call it. With `async_op` it does not wait
-        and returns a handle. The handle's `wait()` waits; otherwise the first read waits.
+        Until then the unit's modules read full parameters, in the dtype of compute. The next
+        forward does not gather again. Every rank must call `unshard`. With `async_op`, `unshard`
+        returns a handle and does not wait. The handle's `wait()` waits; otherwise the first read
+        waits.
         """
         for bucket in self._shardc_unit.buckets:
             bucket.gathered.hold(wait=not async_op)
@@ -312,16 +315,16 @@ class Controls:
         return UnshardHandle(self._shardc_unit.buckets) if async_op else None
 
     def reshard(self) -> None:
-        """Free what `unshard()` gathered."""
+        """Free the unit's gathered buckets."""
         for bucket in self._shardc_unit.buckets:
             bucket.gathered.drop()
 
     def reset_iter_state(self) -> None:
-        """Forget a step that was interrupted: free what is gathered, drop what its backward had
-        noted, and gradients that wait to be reduced.
+        """Forget an interrupted step: free gathered buckets, drop the notes of the backward and the
+        gradients that wait to be reduced.
 
         Raises:
-            RuntimeError: not the outermost unit.
+            RuntimeError: the module is not the outermost unit.
         """
         self._require_root("reset_iter_state")
         for unit in _own_units(self, recurse=True):
@@ -330,22 +333,22 @@ class Controls:
 
     @checked
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Accepted: backwards reduce by themselves, and `finalize_backward` what waits.
+        """Accept both values: backwards reduce anyway, and `finalize_backward` reduces the rest.
 
         Raises:
-            RuntimeError: not the outermost unit.
+            RuntimeError: the module is not the outermost unit.
         """
         self._require_root("set_manual_backward_finalization")
 
     @checked
     def finalize_backward(self, *, async_op: bool = False) -> "ReductionHandle | None":
-        """Reduce what backwards without sync have left, in the units that sync now.
+        """Reduce gradients that backwards without sync have left, in the units that sync now.
 
         Args:
-            async_op: return a handle. Gradients are reduced nevertheless when this returns.
+            async_op: return a handle; the gradients are reduced before the method returns anyway.
 
         Raises:
-            RuntimeError: not the outermost unit.
+            RuntimeError: the module is not the outermost unit.
         """
         self._require_root("finalize_backward")
         for unit in _own_units(self, recurse=True):
@@ -360,7 +363,7 @@ class Controls:
     @checked
     def set_post_optim_event(self, event: Event | None) -> None:
         """Make the gathers of the next forward wait for `event`, recorded after an optimizer step
-        on another stream; work queued before them does not wait. None takes it back."""
+        on another stream; work queued before the gathers does not wait. None removes the event."""
         after = None if event is None else functools.cache(event.wait)
         for unit in _own_units(self, recurse=True):
             unit.before_gathers = after
@@ -368,18 +371,18 @@ class Controls:
     # -- hints for the schedule ----------------------------------------------------------------
 
     def set_modules_to_forward_prefetch(self, modules: "Sequence[Controls]") -> None:
-        """Gather these units when this one's forward begins, whatever the cost model says.
+        """Gather units when this unit's forward begins, without regard to the cost model.
 
-        A hint for the next compile, as FSDP2's method of that name is for the next forward.
+        The hint is for the next compile; FSDP2's method of this name is for the next forward.
 
         Raises:
-            TypeError, ValueError: no list, or something in it is not sharded.
+            TypeError, ValueError: `modules` is no list, or a module in it is not sharded.
         """
         units = _units("set_modules_to_forward_prefetch", modules)
         self._shardc_unit.change(forward_prefetch=units)
 
     def set_modules_to_backward_prefetch(self, modules: "Sequence[Controls]") -> None:
-        """The same for the backward."""
+        """Gather units when this unit's backward begins, as `set_modules_to_forward_prefetch`."""
         units = _units("set_modules_to_backward_prefetch", modules)
         self._shardc_unit.change(backward_prefetch=units)
 
@@ -387,9 +390,9 @@ class Controls:
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: Count, *, recurse: bool = True
     ) -> None:
-        """Let at most so many reductions be under way, each with its unreduced gradients.
+        """Limit the number of reductions under way, each with its unreduced gradients in memory.
 
-        Without a number their bytes are bounded, by those of two units.
+        Without a limit on the number, the bytes are bounded by the gradients of two units.
 
         Raises:
             TypeError, ValueError: no whole number, or less than one.
@@ -400,9 +403,10 @@ class Controls:
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True, high_priority: bool = False
     ) -> None:
-        """Reduce on a communicator of its own, so that it can overlap gathers on the wire.
+        """Reduce on a separate communicator, so that reductions can overlap gathers on the wire.
 
-        Every rank of the mesh calls it. `high_priority` puts its kernels on such a stream (NCCL).
+        Every rank of the mesh must call it. `high_priority` puts the kernels of the communicator on
+        a stream of high priority (NCCL).
         """
         self._change(recurse, reduces_on=_communicator(enable, high_priority))
 
@@ -410,7 +414,7 @@ class Controls:
     def set_separate_all_gather_group(
         self, enable: bool = True, *, recurse: bool = True, high_priority: bool = False
     ) -> None:
-        """Gather on a communicator of its own; as `set_separate_reduce_scatter_group`."""
+        """Gather on a separate communicator; else as `set_separate_reduce_scatter_group`."""
         self._change(recurse, gathers_on=_communicator(enable, high_priority))
 
 
@@ -425,7 +429,7 @@ class UnshardHandle:
         self._buckets = buckets
 
     def wait(self) -> None:
-        """Wait until the parameters are there; the next forward does so by itself."""
+        """Wait until the buckets are gathered; the next forward does so by itself."""
         for bucket in self._buckets:
             bucket.gathered.finish()
 
@@ -434,11 +438,11 @@ class ReductionHandle:
     """The handle that `finalize_backward(async_op=True)` returns."""
 
     def wait(self) -> None:
-        """Nothing is left to wait for."""
+        """Return at once: nothing is left to wait for."""
 
 
 def check_reshard(value: object, world_size: int) -> bool | int | None:
-    """`reshard_after_forward` with 1 as False and the world size as True.
+    """Check `reshard_after_forward`; 1 becomes False, and the world size becomes True.
 
     Raises:
         ValueError: neither None, a bool nor a divisor of the world size.
@@ -454,13 +458,14 @@ def check_reshard(value: object, world_size: int) -> bool | int | None:
 
 
 def share_comm_ctx(modules: Sequence[Controls]) -> None:
-    """FSDP2's call for pipeline stages on one device: they shall share streams and buffers.
+    """Share communicators among pipeline stages on one device, as FSDP2's function of this name.
 
-    Units over the same ranks share a communicator. Those that the first of `modules` has for its
-    gathers or its reductions alone become those of all, as does its limit on reductions.
+    Units over the same ranks share a communicator. If the first of `modules` has a separate one for
+    gathers or for reductions, the other units over the same ranks get it too. The first module's
+    limit on reductions becomes the limit of all units.
 
     Raises:
-        TypeError, ValueError: no list, or something in it is not sharded.
+        TypeError, ValueError: `modules` is no list, or a module in it is not sharded.
     """
     units = _units("share_comm_ctx", modules)
     if not units:

@@ -1,14 +1,13 @@
-"""`copy` of sharded modules. A deep copy has new buckets with copies of the segments, and sends
-nothing.
+"""Copies of sharded modules. A deep copy has new buckets with copied segments, and sends nothing.
 
-`copy.deepcopy` looks into its memo before it copies anything. So the buckets, parameters, units and
-empty shells of the modules are made first and put there, then each shell is filled as usual.
-Gradients, and what was gathered or has accumulated, stay with the original, as those of ordinary
-parameters do. So does compiled code: torch's modules leave it out of their state.
+`copy.deepcopy` looks into its memo before it copies anything. So new buckets, parameters, units and
+empty module shells are made first and put into the memo; then each shell is filled as usual. A copy
+has no gradients, gathered buckets or accumulated sums: a copy of an ordinary parameter has no
+gradient either. A copy has no compiled code: torch's modules leave it out of their state.
 
-Modules offer `copy` their `__reduce_ex__`, not `__deepcopy__`. Wrappers that hand on the attributes
-that they lack (`torch.compile(model)`, torch's `checkpoint_wrapper`) would offer that too, and
-their copies would be of the module inside.
+Sharded modules define `__reduce_ex__` for `copy`, not `__deepcopy__`. A wrapper that forwards
+unknown attributes to its module (`torch.compile(model)`, torch's `checkpoint_wrapper`) would
+forward `__deepcopy__` too, and a copy of the wrapper would be a copy of the module inside.
 """
 
 import copy
@@ -26,11 +25,11 @@ from shardc.runtime.unit.unit import Unit
 
 
 class Copying:
-    """A sharded module as `copy` and `pickle` are given it; they ask this class what to do.
+    """A stand-in for a sharded module that `copy` can copy and that refuses `pickle`.
 
     Attributes:
         module: the module, or its copy once `copy.deepcopy` has made one.
-        is_deep: whether that has happened.
+        is_deep: whether `copy.deepcopy` has made a copy.
     """
 
     def __init__(self, module: nn.Module, is_deep: bool = False) -> None:
@@ -48,24 +47,24 @@ class Copying:
 
 
 def copied(copying: Copying) -> nn.Module:
-    """The copy that `copy` asks for; a shallow one has the parameters of the original."""
+    """The copy that `copy` asks for; a shallow copy has the parameters of the original."""
     module = copying.module
     if copying.is_deep:
         return module
     shell: nn.Module = object.__new__(type(module))
     shell.__setstate__(compat.state_of(module))
-    vars(shell)["_shardc_copied"] = module  # whose unit holds it weakly
+    vars(shell)["_shardc_copied"] = module  # kept alive: its unit holds it weakly
     return shell
 
 
 @compat.untraced
 def copy_sharded(module: nn.Module, memo: compat.Memo) -> nn.Module:
-    """A deep copy of a module that holds sharded parameters. Every rank must make it.
+    """A deep copy of a module that holds sharded parameters. Every rank must make the copy.
 
-    The other modules of a unit of several are copied with it, and so is the memory of all of them.
+    If a unit has several modules, the unit's other modules are copied too, with their memory.
 
     Raises:
-        NotImplementedError: some of the parameters belong to a unit that is not inside.
+        NotImplementedError: some of the parameters belong to a unit around the module.
     """
     modules, units = _copied_with(module, memo)
     inside = [m for m in modules if "_shardc_slots" in vars(m)]
@@ -83,10 +82,10 @@ def copy_sharded(module: nn.Module, memo: compat.Memo) -> nn.Module:
 
 
 def _copied_with(module: nn.Module, memo: compat.Memo) -> tuple[list[nn.Module], list[Unit]]:
-    """The modules and units that a copy of `module` copies and that `memo` does not know yet."""
+    """The modules and units that are copied with `module` and are not in `memo` yet."""
     modules = [m for m in module.modules() if id(m) not in memo]
     known, units = {id(m) for m in modules} | memo.keys(), dict[Unit, None]()
-    for holder in modules:  # which grows
+    for holder in modules:  # the list grows
         for unit in _units_of(holder) if "_shardc_slots" in vars(holder) else ():
             if id(unit) in memo or unit in units:
                 continue
@@ -104,8 +103,10 @@ def _copied_with(module: nn.Module, memo: compat.Memo) -> tuple[list[nn.Module],
 
 
 def _units_of(module: nn.Module) -> list[Unit]:
-    """The unit that a sharded module is of, which may have no bucket, and those whose parameters it
-    holds."""
+    """The unit of a sharded module, and the units whose parameters the module holds.
+
+    The module's own unit may have no bucket.
+    """
     own = vars(module).get("_shardc_unit")
     owners: list[Unit] = [bucket.owner for bucket in vars(module)["_shardc_buckets"]]
     return owners if own is None else [own, *owners]

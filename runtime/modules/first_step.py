@@ -1,9 +1,10 @@
-"""An optimizer's first step: warnings of what trains, and not as was meant.
+"""An optimizer's first step: warnings about parameters that train in a wrong way.
 
-Before it, of values that the ranks did not begin with alike. After it, when its state shows what it
-keeps, of parameters in 16 bits that nothing updates in more: most updates are smaller than half of
-their last digit, and are lost (accelerate#3979: 28 times slower to converge). Each is told once a
-process. A step that is compiled itself (`torch.compile(optimizer.step)`) runs neither.
+Before the step: a warning about first values that differ between ranks. After the step, when the
+optimizer has a state: a warning about parameters in 16 bits without a copy in more bits. Most
+updates are smaller than half of the last digit of such a parameter, and are lost (accelerate#3979:
+28 times slower to converge). A process gives each warning once. A compiled step
+(`torch.compile(optimizer.step)`) gives neither.
 """
 
 import functools
@@ -24,17 +25,17 @@ from shardc.runtime.tensor.shard_tensor import ShardTensor
 
 _begun: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _done: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers that have begun, and ended, a step."""
+"""Optimizers that have begun a step (`_begun`), and that have ended one (`_done`)."""
 _told: list[torch.dtype] = []
-"""The dtype that a warning named; there is one a process."""
+"""The dtype that the warning named; a process gives one such warning."""
 
 _KEEPS_MORE = re.compile("master|kahan|compensat|stochastic|fp32|float32")
-"""In names of states and settings of optimizers that lose no small updates."""
+"""Words in the names of states and settings of optimizers that lose no small updates."""
 
 
 @functools.cache
 def watch_first_steps() -> None:
-    """From the first sharding on."""
+    """Register the hooks on optimizer steps, at the first sharding."""
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
 
@@ -72,7 +73,7 @@ def _trained(optimizer: Optimizer) -> Iterator[ShardTensor]:
 
 
 def _keeps_more(optimizer: Optimizer, param: ShardTensor) -> bool:
-    """Whether a state or a setting of an optimizer says that it loses no small updates."""
+    """Whether the name of a state or a setting says that the optimizer loses no small updates."""
     group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
     off = (None, False)  # compared by identity: a setting may be a tensor
     settings = [

@@ -1,4 +1,4 @@
-"""Methods other than `forward` as ways into a sharded module: `encode`, `generate`, ..."""
+"""Methods beside `forward` that enter a sharded module: `encode`, `generate`, ..."""
 
 import functools
 import types
@@ -16,11 +16,11 @@ from shardc.runtime.unit.eager import begin_call, end_call
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make `module.method_name` read full parameters and convert inputs, as `forward` does.
 
-    FSDP2's function of that name; it does nothing for a module that is not sharded. The module's
-    own bucket is gathered while the method runs, inner units as they are called.
+    FSDP2 has a function of this name. A module that is not sharded is left as it is. While the
+    method runs, the module's own buckets are gathered; inner units are gathered when called.
 
     Raises:
-        ValueError: there is no such method.
+        ValueError: the module has no such method.
     """
     function = getattr(type(module), method_name, None)
     if not callable(function):

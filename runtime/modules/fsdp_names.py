@@ -1,7 +1,7 @@
-"""Private names of FSDP2 that other code reaches for on an `FSDPModule`.
+"""Private names of FSDP2 that other code uses on an `FSDPModule`.
 
-torch's pipeline stages reduce by them, and training code looks into them. A few mean something
-here; any other is refused with the public way.
+torch's pipeline stages reduce through these names, and training code looks into them. A few names
+work here; for any other name an error says the public way.
 """
 
 import weakref
@@ -13,13 +13,13 @@ from shardc.runtime.unit.unit import Unit
 
 
 class FSDPNames:
-    """The state, its context and its one parameter group, as FSDP2 names them, of a module."""
+    """The state of a module, its context and its one parameter group, under FSDP2's names."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
 
     def _units(self, inner: bool) -> list[Unit]:
-        """The module's unit, and those `inner`, each once."""
+        """The module's unit; with `inner`, also the units inside, each once."""
         module = self._module()
         assert module is not None
         found = (vars(m).get("_shardc_unit") for m in (module.modules() if inner else [module]))
@@ -31,7 +31,7 @@ class FSDPNames:
 
     @property
     def all_states(self) -> list["FSDPNames"]:
-        """A state for each unit from here on inward."""
+        """A state for the module's unit and for each unit inside."""
         return [FSDPNames(unit.modules[0]) for unit in self._units(inner=True)]
 
     @property
@@ -43,13 +43,13 @@ class FSDPNames:
         return [self]
 
     def post_backward(self) -> None:
-        """Reduce the gradients of the unit that backwards without sync have left."""
+        """Reduce gradients of the unit that backwards without sync have left."""
         for unit in self._units(inner=False):
             for bucket in unit.buckets:
                 bucket.gradients.flush()
 
     def lazy_init(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: nothing is left to do."""
 
     _lazy_init = _root_post_backward_final_callback = lazy_init
 

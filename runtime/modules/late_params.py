@@ -1,8 +1,8 @@
-"""Parameters that came into a sharded model after `fully_shard`: nothing reduces their gradients.
+"""Parameters that came into a sharded model after `fully_shard`: no rank reduces their gradients.
 
 An adapter that is added later, or a module that takes the place of another, holds plain parameters,
-and each rank would train its own values. The step of an optimizer that holds one is refused. What
-`ignored_params` left alone, and a frozen parameter, is not.
+and each rank would train its own values. A step of an optimizer that holds such a parameter is
+refused. A parameter that `ignored_params` left alone, or a frozen one, is allowed.
 """
 
 import functools
@@ -18,11 +18,11 @@ from shardc.runtime.unit.unit import Unit
 
 _units: "weakref.WeakSet[Unit]" = weakref.WeakSet()
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Plain parameters that were looked for in all models, and not found or left alone."""
+"""Plain parameters that are in no sharded model, or were left alone there, as a search found."""
 
 
 def watch_for_late_params(unit: Unit) -> None:
-    """From now on, optimizers are asked for plain parameters below the unit's modules."""
+    """Check optimizers for plain parameters below the unit's modules from now on."""
     _units.add(unit)
     _known.clear()
     _watch_optimizers()
@@ -55,7 +55,7 @@ def _refuse_late(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def _late(unit: Unit, plain: set[int]) -> Iterator[str]:
-    """The names of those parameters, by id, that lie below a root unit and were not left alone."""
+    """The names of the parameters with ids in `plain` below a root unit, unless left alone."""
     for root in unit.modules:
         units = (vars(module).get("_shardc_unit") for module in root.modules())
         inner: set[Unit] = {inner for inner in units if inner is not None}

@@ -3,7 +3,7 @@
 A module that holds sharded parameters gets a cached subclass of its class with one property a
 parameter (never one class an instance: compiled code is shared by class). Attribute access goes to
 the bucket; so do reads of `_parameters` in a forward (`parameters`). The methods overridden here
-would otherwise detach a parameter from its segment without a word.
+would otherwise silently detach a parameter from its segment.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ from shardc.runtime.unit.eager import begin_call, end_call, open_in_forward
 from shardc.runtime.unit.params import SlotRef, adopt, allocate_unwritten, convert
 from shardc.runtime.unit.unit import Unit
 
-if TYPE_CHECKING:  # what the mixins stand before
+if TYPE_CHECKING:  # the class that follows the mixins among the bases
     _Mixed = nn.Module
 else:
     _Mixed = object
@@ -57,13 +57,13 @@ class ShardedParameters(_Mixed):
     _shardc_buckets: tuple[Bucket, ...]
 
     def __new__(cls, *args: object, **kwargs: object) -> Any:
-        """Constructing the class again (slicing a Sequential does) gives the plain module."""
+        """Construct a module of the plain class, as code that slices a Sequential expects."""
         if not hasattr(cls, "_shardc_class"):
             raise TypeError(f"{cls.__name__} has no constructor: fully_shard(module) makes one")
         return cls._shardc_class(*args, **kwargs)
 
     def _call_open(self, *args: object, **kwargs: object) -> Any:
-        # In one `try`, also while it is traced: a graph break inside then leaves all of this frame
+        # One `try`, also while Dynamo traces it: a graph break inside then leaves the whole frame
         # to Python, where the buckets are open.
         call = None if torch.compiler.is_compiling() else begin_call(self)
         outputs, raised = None, True
@@ -78,20 +78,20 @@ class ShardedParameters(_Mixed):
     __call__ = compat.CallOutsideGraphs(_call_open)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As `nn.Module.register_parameter`; over a sharded parameter, `param` is cut in place.
+        """Register as `nn.Module` does; in the place of a sharded parameter, cut `param` in place.
 
-        A sharded parameter of another module is tied: both hold it from then on.
+        If `param` is a sharded parameter of another module, both modules hold it from then on.
 
         Raises:
-            NotImplementedError: None, over a parameter that several modules share, a sharded one
-                under a new name or of other ranks, or a full one.
+            NotImplementedError: `param` is None or full, replaces a parameter that several modules
+                share, or is sharded and gets a new name or lies on other ranks.
             ValueError: `param` has another shape.
-            RuntimeError: inside a forward, or before the unit was materialised.
+            RuntimeError: inside a forward, or `param` is on the meta device.
         """
         slot = self._shardc_slots.get(name)
         if vars(self).get(name, self) is None:
             del vars(self)[name]
-        if type(param) is Tensor:  # which reads as a parameter
+        if type(param) is Tensor:  # a full parameter
             self._refuse_gathered(name)
         if isinstance(slot, SlotRef) and not slot.bucket.owner.summoned:
             if param is None:
@@ -105,7 +105,7 @@ class ShardedParameters(_Mixed):
             _check_shared(self, name, slot)
             if slot.bucket.segment.is_meta:
                 allocate_unwritten(slot.bucket)
-            if isinstance(param, DTensor):  # a ShardTensor, or placed otherwise
+            if isinstance(param, DTensor):  # also a ShardTensor
                 _take_over(slot.bucket.params[slot.index], param)
                 return
             adopt(slot.bucket, slot.index, param)
@@ -113,7 +113,7 @@ class ShardedParameters(_Mixed):
         elif isinstance(slot, Given) and param is not None:
             refuse_summoned(self, name, param)
         elif slot is None and param is not None and hasattr(param, "_slot"):
-            # `prune` would, and fail half-way
+            # `prune` would register it, and fail half-way
             raise NotImplementedError(
                 f"'{param._slot.name}' is sharded and cannot be registered in "
                 f"{self._shardc_class.__name__} as '{name}' too: prune, tie or reparametrize "
@@ -130,8 +130,10 @@ class ShardedParameters(_Mixed):
 
     @compat.inline_only
     def get_parameter(self, target: str) -> nn.Parameter:
-        """As `nn.Module.get_parameter`: the full one in its module's forward, else the sharded one,
-        whatever a read gives outside of it."""
+        """The parameter `target`: the full one in its module's forward, else the sharded one.
+
+        Outside of a forward it is the sharded one even where a read gives the full one.
+        """
         path, _, name = target.rpartition(".")
         module = self.get_submodule(path)
         if name in vars(module).get("_shardc_slots", ()):
@@ -141,7 +143,7 @@ class ShardedParameters(_Mixed):
         return super().get_parameter(target)
 
     def _save_to_state_dict(self, *args: object, **kwargs: object) -> None:
-        with torch.no_grad():  # sharded ones, also in a forward
+        with torch.no_grad():  # for sharded parameters, also in a forward
             super()._save_to_state_dict(*args, **kwargs)
 
     def __delattr__(self, name: str) -> None:
@@ -164,10 +166,10 @@ class ShardedParameters(_Mixed):
         return apply_to_segments(self, fn, recurse)
 
     def to_empty(self: Sharded, *, device: Any, recurse: bool = True) -> Sharded:
-        """As `nn.Module.to_empty`; on part of a unit, its bucket is taken along if it is on meta.
+        """Empty as `nn.Module.to_empty` does; on part of a unit, empty the bucket if it is on meta.
 
-        A bucket that is on `device` already stays as it is there, so that a function may call this
-        on each module of a unit in turn.
+        A bucket that is on `device` already stays as it is in that case: a function may call
+        `to_empty` on each module of a unit in turn.
         """
         return apply_to_segments(
             self,
@@ -178,9 +180,9 @@ class ShardedParameters(_Mixed):
 
 
 def _check_reparametrizing(module: nn.Module, name: str) -> None:
-    """Raise where `name` of `module` is sharded, also as what it is computed from.
+    """Raise where `name` of `module` is sharded, or is computed from a sharded parameter.
 
-    A sharded module has lost the class from which torch would remove the parametrization.
+    torch removes a parametrization from a module's class; a sharded module has another class.
     """
     slots = vars(module).get("_shardc_slots", {})
     held = dict(module.named_modules()).get(f"parametrizations.{name}")
@@ -228,7 +230,7 @@ def _check_shared(module: ShardedParameters, name: str, slot: SlotRef) -> None:
 
 
 def _take_over(param: nn.Parameter, other: nn.Parameter) -> None:
-    """Make `param` what `other` is, by which it was replaced."""
+    """Copy the values, `requires_grad` and gradient of `other`, which was assigned, to `param`."""
     with torch.no_grad():
         param.copy_(other)
     param.requires_grad_(other.requires_grad)
@@ -236,9 +238,9 @@ def _take_over(param: nn.Parameter, other: nn.Parameter) -> None:
 
 
 def make_unit(unit: "Unit") -> None:
-    """Make `unit.modules` sharded modules, and give properties to all that hold sharded parameters.
+    """Make `unit.modules` sharded modules, and give properties to holders of sharded parameters.
 
-    Units inside become inner ones: what they left to the compiler is settled anew.
+    Units inside become inner units: a `reshard_after_forward` of None is settled anew.
     """
     for root in unit.modules:
         compat.mark_as_sharded(root, FSDPNames(root))
@@ -282,7 +284,7 @@ def _install_properties(module: nn.Module, unit: "Unit | None") -> None:
             dict.items(module._parameters), state["_shardc_slots"], readers, original
         )
         for name, param in dict.items(module._parameters):
-            if param is None:  # a `bias`: Dynamo looks into a dict of another class slowly
+            if param is None:  # a `bias`, say: Dynamo is slow to look into a dict of another class
                 state[name] = None
     compat.become(module, cls)
 
@@ -294,7 +296,7 @@ def _subclass(cls: type, names: tuple[str, ...], mixin: type) -> type:
         body: dict[str, object] = {name: _parameter(name) for name in names}
         if issubclass(cls, nn.RNNBase):
             body |= compat.rnn_attributes()
-        # The original's name, too: transformers looks up by it what a model records, and saves it.
+        # The name is the original's: transformers saves it, and looks up recorded outputs by it.
         for attribute in ("__module__", "__qualname__", "__doc__"):
             body[attribute] = getattr(cls, attribute)
         if hasattr(cls, "__deepcopy__"):
@@ -349,7 +351,7 @@ class ShardedModule(Controls, ShardedParameters):
         return unit.finish_outputs(self, self._call_open(*args, **kwargs))
 
     def compile(self, *args: object, **kwargs: Any) -> None:
-        """As `nn.Module.compile`; a container of torch (`nn.Sequential`) becomes one graph, too.
+        """Compile as `nn.Module.compile`; a container of torch (`nn.Sequential`) is one graph too.
 
         Raises:
             TypeError, ValueError: options that the backend (`shardc`) does not take.
@@ -361,10 +363,10 @@ class ShardedModule(Controls, ShardedParameters):
         return FSDPNames(self)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "ShardedModule":
-        """As `nn.Module.apply`; `fn` sees full parameters, of one unit at a time.
+        """Apply `fn` as `nn.Module.apply` does; `fn` sees the full parameters of a unit at a time.
 
         Every rank must call it, and draw the same random numbers. On the meta device `fn` sees
-        shards.
+        sharded parameters.
         """
         if any(bucket.segment.is_meta for bucket in self._shardc_unit.buckets):
             return super().apply(fn)
@@ -377,7 +379,7 @@ class ShardedModule(Controls, ShardedParameters):
 
 @dataclass(eq=False)
 class _Conversion:
-    """The function that `_apply` gives to all modules inside, and the buckets that are done."""
+    """The function that `_apply` gives to all modules inside, and the buckets converted so far."""
 
     fn: Callable[[Tensor], Tensor]
     emptied_on: torch.device | None
@@ -393,10 +395,10 @@ def apply_to_segments(
     recurse: bool,
     emptied_on: torch.device | None = None,
 ) -> Sharded:
-    """`module._apply(fn)` where segments take the place of the parameters that view them.
+    """Run `module._apply(fn)` with segments in the place of the parameters that view them.
 
     Raises:
-        NotImplementedError: `module` is only a part of a unit; its bucket has one dtype and device.
+        NotImplementedError: `module` is only part of a unit, whose bucket has one dtype and device.
     """
     conversion = fn if isinstance(fn, _Conversion) else _Conversion(fn, emptied_on)
     _apply_to_buckets(module, conversion, recurse)
@@ -410,14 +412,14 @@ def apply_to_segments(
 
 def _apply_to_buckets(module: ShardedParameters, conversion: _Conversion, recurse: bool) -> None:
     done, emptied_on = conversion.done, conversion.emptied_on
-    inside = dict.fromkeys(module.modules() if recurse else [module])  # in the same order always
+    inside = dict.fromkeys(module.modules() if recurse else [module])  # in a fixed order
     buckets = dict.fromkeys(
         bucket for m in inside if isinstance(m, ShardedParameters) for bucket in m._shardc_buckets
     )
     todo = [bucket for bucket in buckets if bucket not in done]
     is_part = not recurse and any(True for _ in module.children())
     for bucket in [b for b in todo if is_part or inside.keys().isdisjoint(b.owner.modules)]:
-        if _stays(bucket, conversion):  # so where the unit of a tied weight was converted before
+        if _stays(bucket, conversion):  # e.g. the unit of a tied weight was converted before
             todo.remove(bucket)
         elif emptied_on is None or not bucket.segment.is_meta:
             raise NotImplementedError(
@@ -432,7 +434,7 @@ def _apply_to_buckets(module: ShardedParameters, conversion: _Conversion, recurs
 
 
 def _stays(bucket: Bucket, conversion: _Conversion) -> bool:
-    """Whether a conversion leaves a bucket on its device, in its dtype, with its values."""
+    """Whether a conversion leaves the device, the dtype and the values of a bucket as they are."""
     segment = bucket.segment
     if conversion.emptied_on is not None:
         return torch.empty(0, device=conversion.emptied_on).device == segment.device
@@ -443,7 +445,7 @@ def _stays(bucket: Bucket, conversion: _Conversion) -> bool:
 
 
 def _check_dtype(bucket: Bucket, conversion: _Conversion) -> None:
-    """Raise where a subclass would come to hold a dtype that it was not made with."""
+    """Raise where a conversion would change the dtype inside a tensor subclass."""
     if bucket.extension is None:
         return
     old = bucket.segment.dtype

@@ -1,12 +1,12 @@
 """The `_parameters` of sharded modules: reads in a forward give full parameters, as `self.weight`.
 
-It holds the sharded parameters, always. A value that stands in the place of one for a while is a
-`Given` in the module's table of slots, where reads look anyway. So compiled code is guarded on it
-without a guard of its own: the slot has another class.
+`_parameters` always holds the sharded parameters. A value that takes a parameter's place for a
+while is a `Given` in the module's table of slots, which every read looks up. Dynamo guards on the
+class of a slot, so a `Given` needs no guard of its own.
 
-`parameters()` gives sharded ones inside a `no_grad` of a forward that records gradients: code that
-walks through parameters there writes to them (a moving average), which reaches sharded ones only.
-Compiled code is refused such a write: its gathers would not see it.
+Inside a `no_grad` of a forward that records gradients, `parameters()` gives sharded parameters:
+code that walks through parameters there writes to them (a moving average), and only writes to
+sharded parameters last. Compiled code is refused such a write: its gathers would not see it.
 """
 
 import copy
@@ -27,11 +27,11 @@ class Given:
     """A value in a parameter's place: `functional_call` and `summon_full_params` put it there.
 
     Attributes:
-        bucket: None, by which a read knows it.
-        index: that of the parameter.
-        slot: the parameter's own.
-        given: what was put there.
-        value: the same, whole and in the dtype of the forward; what a read gives.
+        bucket: None; by this a read tells a `Given` from a `SlotRef`.
+        index: the index of the parameter.
+        slot: the parameter's own `SlotRef`.
+        given: the value that was put in the parameter's place.
+        value: the result of a read: `given`, full and in the dtype of the forward.
     """
 
     @compat.inline_only
@@ -51,10 +51,10 @@ class Parameters(dict[str, nn.Parameter | None]):
     """The parameters of one sharded module, by name.
 
     Args:
-        params: the same, as the module held them.
-        slots: the module's table; shared with it.
-        readers: how the sharded ones are read.
-        cls: the module's class before it was sharded.
+        params: the parameters by name, as the module held them.
+        slots: the module's table of slots, shared with the module.
+        readers: the functions that read the sharded parameters, by name.
+        cls: the module's class before sharding.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Parameters(dict[str, nn.Parameter | None]):
 
     @compat.inline_only
     def _differs(self) -> bool:
-        """Whether a walk gives something else than what is held here."""
+        """Whether a walk gives other values than this dict holds."""
         if torch.compiler.is_dynamo_compiling():
             return True
         for slot in self._shardc_slots.values():  # an optimizer's step walks through all modules
@@ -161,7 +161,8 @@ class Parameters(dict[str, nn.Parameter | None]):
         """Put `value` in the place of a sharded parameter, as `functional_call` does.
 
         Returns:
-            What puts the state before back when it is given as `value`; then: what was there.
+            The slot before. A second call with this slot as `value` restores the state, and returns
+            the value that was in the place.
         """
         before = self._shardc_slots[name]
         if isinstance(value, (SlotRef, Given)):
@@ -201,7 +202,7 @@ def refuse_exporting(cls: type) -> NoReturn:
 
 
 def refuse_removing(cls: type, name: str) -> NoReturn:
-    """Raise for a parameter that would be taken out of a module."""
+    """Raise for the removal of a sharded parameter from a module."""
     raise NotImplementedError(
         f"'{name}' of {cls.__name__} is sharded and cannot be removed; remove it before fully_shard"
     )

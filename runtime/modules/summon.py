@@ -1,12 +1,12 @@
 """Full parameters on demand: inside `summon_full_params` a model holds ordinary parameters.
 
-A bucket is gathered in the parameters' own dtype, whatever the precision policy says, and each
-parameter is replaced by an ordinary one, a view of the gathered bucket, in every module that holds
-it. What such a module reads, also in a forward, is then what is registered there. Compiled
-functions run uncompiled meanwhile, because their code gathers for itself. At the end every rank
-keeps its part of what is registered by then; no communication is needed for that.
+A bucket is gathered in the parameters' own dtype, without regard to the precision policy. In every
+module that holds a parameter of the bucket, an ordinary parameter, a view of the gathered bucket,
+takes the place of the sharded one. Such a module reads the parameter that is registered in it, also
+in a forward. Compiled functions run uncompiled meanwhile, because their code gathers for itself. At
+the end every rank keeps its part of the parameters that are then registered, without communication.
 
-The semantics and the refusals are those of FSDP1's `summon_full_params`
+Semantics and refusals follow FSDP1's `summon_full_params`
 (torch/distributed/fsdp/_unshard_param_utils.py).
 """
 
@@ -41,25 +41,25 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Inside, the sharded units in `module` hold their full parameters, as ordinary ones.
+    """Give the sharded units in `module` their full parameters, as ordinary ones, inside a context.
 
-    Every rank must enter it. Forwards inside use these values. After an exception the model is
-    sharded again as after a normal end, and what was written is treated alike.
+    Every rank must enter the context. Forwards inside use the full parameters. An exception ends
+    the context as usual: the model is sharded again, and `writeback` holds.
 
     Args:
-        module: a sharded module, or one that contains some.
-        recurse: also units inside; else only `module` itself, if it is one.
-        writeback: keep what was written to the parameters (each rank its part), or assigned to
-            the modules; False drops it.
-        rank0_only: only the first rank of the mesh gets full parameters, the others keep shards.
-        offload_to_cpu: the full parameters are on the CPU.
-        with_grads: also the gradients, and what is written to them is kept with `writeback`.
+        module: a sharded module, or a module that contains sharded ones.
+        recurse: also summon units inside; else only the unit of `module` itself, if it has one.
+        writeback: keep values written to the parameters, and parameters assigned to the modules
+            (each rank its part); False drops both.
+        rank0_only: only the first rank of the mesh gets full parameters, the others keep segments.
+        offload_to_cpu: put the full parameters on the CPU.
+        with_grads: gather the gradients too; `writeback` also keeps values written to them.
 
     Raises:
         NotImplementedError: `writeback` with `rank0_only`, `with_grads` with `offload_to_cpu`,
             `offload_to_cpu` of replicated parameters.
         RuntimeError: inside a forward, a backward, or another `summon_full_params`.
-        ValueError: parameters on the meta device; at the end, an assigned one of another shape.
+        ValueError: parameters are on meta; at the end, an assigned parameter has another shape.
     """
     units = _units_in(module, recurse)
     _check_arguments(units, writeback, rank0_only, offload_to_cpu, with_grads)
@@ -84,7 +84,7 @@ def summon_full_params(
 
 
 def check_idle(unit: Unit) -> None:
-    """Raise RuntimeError where the parameters of `unit` are in use, ValueError where on meta."""
+    """Raise RuntimeError if the parameters of `unit` are in use, ValueError if they are on meta."""
     name = type(unit.modules[0]).__name__
     if torch.compiler.is_compiling() or any(bucket.gathered.depth for bucket in unit.buckets):
         raise RuntimeError(f"full parameters of {name} cannot be summoned inside its forward")
@@ -139,7 +139,7 @@ def _is_first(unit: Unit) -> bool:
 
 @dataclass(frozen=True)
 class _Held:
-    """Where a module holds a parameter of the bucket."""
+    """A module that holds a parameter of the bucket, under a name."""
 
     owner: nn.Module
     name: str
@@ -172,7 +172,7 @@ def _summoned_bucket(
 
 
 def _take_part(bucket: Bucket, with_grads: bool) -> None:
-    """Take part in gathering what other ranks want."""
+    """Take part in the gathers of the rank that gets full parameters."""
     with torch.no_grad():
         _gather(bucket, bucket.segment.detach(), bucket.device)
         if with_grads:
@@ -180,7 +180,7 @@ def _take_part(bucket: Bucket, with_grads: bool) -> None:
 
 
 def _gather(bucket: Bucket, segment: Tensor, device: torch.device) -> list[Tensor]:
-    """`segment: (S,)`, of the parameters or of gradients, as full tensors of their own shapes."""
+    """Gather `segment: (S,)`, of parameters or of gradients, into full tensors, one a slot."""
     layout, ranks = bucket.layout, bucket.ranks
     flat = collectives.all_gather(segment.to(bucket.device), ranks.world_size, ranks.shard)
     flat = flat.to(device)
@@ -189,7 +189,7 @@ def _gather(bucket: Bucket, segment: Tensor, device: torch.device) -> list[Tenso
 
 
 def _gather_gradients(bucket: Bucket) -> list[Tensor | None]:
-    """Full gradients; a rank without one, where others have it, counts as zero."""
+    """Gather the full gradients; a rank without a gradient that others have counts as zero."""
     have = torch.tensor([param.grad is not None for param in bucket.params], dtype=torch.int32)
     have = have.to(bucket.device)
     group = bucket.ranks.shard
@@ -205,7 +205,7 @@ def _gather_gradients(bucket: Bucket) -> list[Tensor | None]:
 
 
 def _holders(bucket: Bucket, module: nn.Module) -> list[_Held]:
-    """Every place in `module` that holds a parameter of the bucket."""
+    """The modules inside `module` that hold a parameter of the bucket."""
     return [
         _Held(owner, name, slot.index)
         for owner in module.modules()
@@ -221,7 +221,11 @@ def _write_back(
     full: list[nn.Parameter],
     with_grads: bool,
 ) -> None:
-    """Keep this rank's part of what is registered now."""
+    """Keep this rank's part of the parameters that are registered now.
+
+    Raises:
+        ValueError: a registered parameter has another shape, or was removed.
+    """
     now = dict(enumerate(full))
     now |= {held.index: value for held, value in found if value is not full[held.index]}
     for index, value in now.items():

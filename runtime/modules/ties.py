@@ -1,7 +1,8 @@
-"""Sharded parameters that several modules share: which do, and those that are tied after sharding.
+"""Sharded parameters that several modules share, also parameters that are tied after sharding.
 
-A module that takes over the parameter of another takes over its slot. Its own slot stays in its
-bucket, where no module reads it: its gradient is None, its memory is kept.
+A module that takes over the parameter of another module takes over the parameter's slot. The slot
+of the replaced parameter stays in its bucket, where no module reads it: the gradient is None, the
+memory is kept.
 """
 
 from collections.abc import Mapping
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def holders_of(slot: SlotRef) -> set[tuple[nn.Module, str]]:
-    """The modules that hold a parameter, each with the name that it has there.
+    """The modules that hold a parameter, each with the parameter's name in the module.
 
-    Looks below the outermost unit around it.
+    The modules are searched below the outermost unit.
     """
     return {
         (holder, name)
@@ -38,7 +39,7 @@ def _lead_to_one(slot: SlotRef | Given, other: SlotRef) -> bool:
 
 
 def note_shared(root: nn.Module) -> None:
-    """Note which of the sharded parameters below `root` have several holders."""
+    """Mark the slots of sharded parameters below `root` that have several holders."""
     seen = set[SlotRef]()
     for module in root.modules():
         for slot in vars(module).get("_shardc_slots", {}).values():
@@ -47,7 +48,7 @@ def note_shared(root: nn.Module) -> None:
 
 
 def refuse_summoned(module: "ShardedParameters", name: str, param: nn.Parameter) -> None:
-    """Raise where `param` is what another parameter was summoned as: its values would be copied."""
+    """Raise where `param` is the summoned form of another parameter: values would be copied."""
     slot = module._shardc_slots[name]
     own = slot.slot if isinstance(slot, Given) else slot
     for root in own.bucket.owner.outermost.modules:
@@ -62,7 +63,7 @@ def refuse_summoned(module: "ShardedParameters", name: str, param: nn.Parameter)
 
 
 def buckets_of(slots: Mapping[str, SlotRef | Given], own: Unit | None) -> tuple[Bucket, ...]:
-    """The buckets that a call of a module opens: those of its unit, and of what it holds."""
+    """The buckets that a call of a module opens: of its unit, and of parameters that it holds."""
     held = [slot.bucket for slot in slots.values() if slot.bucket is not None]
     return tuple(dict.fromkeys([*(own.buckets if own else ()), *held]))
 
@@ -71,7 +72,7 @@ def tie(module: "ShardedParameters", name: str, slot: SlotRef, param: nn.Paramet
     """Tie: `module` holds `param`, a sharded parameter of another module, in place of its own.
 
     Raises:
-        NotImplementedError: it is sharded over other ranks.
+        NotImplementedError: `param` is sharded over other ranks.
     """
     taken: SlotRef = param._slot  # type: ignore[attr-defined]
     if slot.bucket.ranks != taken.bucket.ranks:

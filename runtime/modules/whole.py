@@ -1,7 +1,7 @@
-"""A value that is given in a parameter's place, as reads of the parameter would give it.
+"""Values given in the place of parameters, converted as a read converts the parameter.
 
-A sharded one is gathered by itself, when it is given: graphs and uncompiled code then read a plain
-tensor. Its gradient is averaged over the ranks, as that of the parameter would be.
+A sharded value is gathered by itself when it is given: graphs and uncompiled code then read a plain
+tensor. The value's gradient is averaged over the ranks, as the parameter's gradient would be.
 """
 
 import torch
@@ -15,7 +15,7 @@ from shardc.runtime.unit.bucket import Bucket
 
 @compat.inline_only
 def as_read(given: Tensor, bucket: Bucket) -> Tensor:
-    """`given`, in the place of a parameter of `bucket`: whole, in the dtype of the forward.
+    """Convert `given`, in the place of a parameter of `bucket`: full, in the forward's dtype.
 
     Every rank must call it if `given` is sharded.
     """

@@ -1,2 +1,2 @@
-"""Units and their buckets: segments, parameters, gradients, settings; their uncompiled gathers and
-reductions."""
+"""Units and their buckets: segments, parameters, gradients and settings; gathers and reductions
+outside of compiled graphs."""

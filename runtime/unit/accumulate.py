@@ -1,10 +1,10 @@
-"""Gradients that wait: unreduced ones of `no_sync`, and those not yet reduced over copies.
+"""Gradients that wait: for a reduction (`no_sync`), or for the all-reduce over copies of the model.
 
 A bucket that does not sync differentiates to a leaf of its own, the sink: `(W*S,)`, expanded from
-one element, so it holds no data. Its gradient, in the dtype of the reduction, is where autograd
-adds up the unreduced gradients. The next backward that syncs is given the sum (`take`) and adds its
-own to it before the reduce-scatter. What no such backward took, because it did not use the bucket,
-is reduced when that backward ends.
+one element, so it holds no data. In the sink's gradient, of the reduction's dtype, autograd adds up
+the unreduced gradients. The next backward that syncs takes the sum (`take`) and adds its own
+gradient to the sum before the reduce-scatter. If that backward does not use the bucket, the sum is
+reduced when the backward ends.
 """
 
 import weakref
@@ -28,23 +28,23 @@ class Accumulated:
     """Sums of unreduced gradients of one bucket.
 
     Attributes:
-        sink: the leaf whose gradient is the sum of unreduced gradients, once there was one.
-        partial: the sum of what was reduced over one copy of the model only, `(S,)`.
-        used, elsewhere: slots that have part in the sums, here and on other ranks only.
-        taken: whether a forward was given them, so that another does not add them again.
+        sink: the leaf whose gradient is the sum of unreduced gradients; None until it is needed.
+        partial: the sum of gradients reduced within one copy of the model only, `(S,)`.
+        used, elsewhere: slots with a gradient in the sums, here, and on other ranks only.
+        taken: whether a forward has the sums, so that no other forward adds them again.
     """
 
     def __init__(self, bucket: "Bucket") -> None:
         self.bucket = bucket
         self.sink: Tensor | None = None
-        self._sum: tuple[Tensor | None, Tensor | None] = None, None  # of the sink, see `pending`
+        self._sum: tuple[Tensor | None, Tensor | None] = None, None  # sink.grad and its alias
         self.partial: Tensor | None = None
         self.used: set[int] = set()
         self.elsewhere: set[int] = set()
         self.taken = False
 
     def make_sink(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Make a sink of that size and dtype, if there is none."""
+        """Make a sink of `numel` elements, unless there is one of this dtype."""
         if self.sink is None or self.sink.dtype != dtype:
             self.sink = torch.zeros(1, dtype=dtype, device=device).expand(numel)
             self.sink.requires_grad_()
@@ -52,20 +52,22 @@ class Accumulated:
             _watch(self)
 
     def _end_backward(self, sink: Tensor) -> None:
-        """The hook of the sink."""
+        """Note that an unreduced gradient waits: the hook of the sink."""
         _waiting.add(id(self))
         self.bucket.end_backward()
 
     def keep_partial(self, part: Tensor) -> None:
-        """Keep `part: (S,)` until copies are reduced, beside what another backward left there."""
+        """Add `part: (S,)` to the sum that waits for the all-reduce over copies."""
         self.partial = part if self.partial is None else self.partial + part
         _watch(self)
         _waiting.add(id(self))
         self.bucket.key.refresh()
 
     def add(self, flat: Tensor, used: Iterable[int]) -> None:
-        """Set `flat: (W*S,)`, which includes all that waited, as the unreduced gradient; an eager
-        backward used `used`."""
+        """Set `flat: (W*S,)` as the unreduced gradient of an eager backward that used slots `used`.
+
+        `flat` includes the unreduced gradients that waited before.
+        """
         assert self.sink is not None
         self.bucket.gathered.hide_gradients()
         self.sink.grad = flat
@@ -77,8 +79,8 @@ class Accumulated:
     def pending(self) -> Tensor | None:
         """The sum of unreduced gradients, `(W*S,)`.
 
-        A forward that syncs may be given it before the backwards of earlier forwards have added to
-        it in place. Autograd lets it, as this tensor has a version counter of its own.
+        A forward that syncs may be given the sum before backwards of earlier forwards add to the
+        sum in place. Autograd allows this: the alias given here has a version counter of its own.
         """
         grad = None if self.sink is None else self.sink.grad
         if grad is not self._sum[0]:
@@ -87,19 +89,19 @@ class Accumulated:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits."""
+        """Whether no gradient waits."""
         return self.pending is None and self.partial is None
 
     def take(self, taken: bool = True) -> None:
-        """A forward was given the sums: another one will not be, until they are not `taken`."""
+        """Note that a forward has the sums; no other forward gets them while they are `taken`."""
         self.taken = taken
         self.bucket.key.refresh()
 
     def release(self, pending: Tensor | None, partial: Tensor | None) -> None:
-        """The backward of the forward that took these begins.
+        """Clear the sums when the backward of the forward that took them begins.
 
         Raises:
-            RuntimeError: they are not what waits now.
+            RuntimeError: other sums wait now.
         """
         if (pending is not None and pending is not self.pending) or partial is not self.partial:
             raise RuntimeError(
@@ -109,7 +111,7 @@ class Accumulated:
         self.clear()
 
     def clear(self) -> None:
-        """Nothing waits any more."""
+        """Drop the sums: no gradient waits any more."""
         if self.sink is not None:
             self.bucket.gathered.hide_gradients()
             self.sink.grad = None
@@ -121,16 +123,16 @@ class Accumulated:
 
 _accumulating: "weakref.WeakSet[Accumulated]" = weakref.WeakSet()
 _waiting: set[int] = set()
-"""Those in which something waits, by id.
+"""The ids of each `Accumulated` in which a gradient waits.
 
-Every backward and every optimizer's step looks at it. Dynamo traces the latter: unlike a WeakSet,
-it does not change with the garbage collector.
+Every backward and every optimizer step looks at this set. Dynamo traces optimizer steps: a set of
+ids, unlike a WeakSet, does not change with the garbage collector.
 """
 _watching = False
 
 
 def _watch(accumulated: Accumulated) -> None:
-    """From the first accumulation on, see `zero_grad`, optimizer steps and ends of backwards."""
+    """Register an `Accumulated`; the first one hooks `zero_grad` and optimizer steps."""
     global _watching
     if accumulated not in _accumulating:
         _accumulating.add(accumulated)
@@ -142,17 +144,16 @@ def _watch(accumulated: Accumulated) -> None:
 
 
 def accumulating() -> list[Accumulated]:
-    """All in which something waits, or has waited, in the same order on all ranks."""
+    """Each `Accumulated` in which a gradient waits or has waited, in one order on all ranks."""
     return sorted(_accumulating, key=lambda each: (each.bucket.ranks.everyone, each.bucket.serial))
 
 
 def flush_when_done(used: Iterable["Bucket"]) -> None:
-    """From within a backward that uses these: reduce at its end what waits elsewhere in their
-    models.
+    """Reduce the gradients that wait in the models of `used` when the current backward ends.
 
-    Its end is that of the backward around it, if it is one of a reentrant checkpoint: what waits
-    may have been given to a forward that is differentiated after it. What waits in another model is
-    left alone. It may be one that only some ranks have freed.
+    The backward of a reentrant checkpoint runs inside another backward, and the end of the outer
+    one counts: a forward that has the sums may be differentiated after the inner backward.
+    Gradients in another model are left alone: some ranks may have freed that model.
     """
     if _waiting:
         models = {bucket.owner.outermost for bucket in used}
@@ -179,7 +180,7 @@ def _discard(params: Iterable[Tensor]) -> None:
 def _refuse_step(
     optimizer: torch.optim.Optimizer, args: compat.Args, kwargs: compat.Kwargs
 ) -> tuple[compat.Args, compat.Kwargs] | None:
-    """Before a step, refuse gradients that wait; a closure may reduce them: look after it."""
+    """Refuse a step while gradients wait; a closure may reduce them, so check after a closure."""
     if not _waiting:
         return None
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)

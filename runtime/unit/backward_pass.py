@@ -1,8 +1,9 @@
-"""One backward through eagerly read buckets: its gathers ahead, and reductions under way.
+"""A backward through eagerly read buckets: its gathers ahead, and its reductions under way.
 
-A bucket's gradient is reduced while the layers before it are differentiated; the parameters get it
-when the next reduction starts, or when the backward ends. Autograd owns the object, through the
-callback that ends it: where a backward raises, it is dropped with all that it holds.
+A bucket's gradient is reduced while earlier layers are differentiated. The parameters get the
+gradient when the next reduction starts, or when the backward ends. Autograd owns a `BackwardPass`
+through the callback at the backward's end: if a backward raises, its `BackwardPass` is freed with
+all that it holds.
 """
 
 import logging
@@ -32,7 +33,7 @@ _passes: "weakref.WeakValueDictionary[int, BackwardPass]" = weakref.WeakValueDic
 
 
 def backward_pass() -> "BackwardPass":
-    """The pass of the backward that runs on this thread; outside of one, a pass of its own."""
+    """The pass of the backward that runs on this thread; outside of a backward, a new pass."""
     task = compat.backward_number()
     found = _passes.get(task)
     if found is None:
@@ -44,7 +45,7 @@ def backward_pass() -> "BackwardPass":
 
 
 class _Reduction:
-    """The gradient of one bucket on its way: collectives that follow each other."""
+    """The reduction of one bucket's gradient: collectives that follow each other."""
 
     def __init__(
         self,
@@ -68,8 +69,7 @@ class _Reduction:
         return Label(self._kinds[0], (self.bucket.label,), "backward", waits, self._dtype)
 
     def advance(self) -> bool:
-        """Wait for the collective under way and start the next; False once the gradient is dealt
-        out."""
+        """Wait for a collective and start the next one; False once the gradient is dealt out."""
         try:
             with naming(self.bucket.ranks.everyone):
                 with self._label(waits=True):
@@ -85,11 +85,11 @@ class _Reduction:
 
 
 class BackwardPass:
-    """One backward.
+    """One backward: its gathers and its reductions.
 
     Attributes:
-        gathers: what it gathers again.
-        opened: the buckets that were read in it, outside of a forward.
+        gathers: the gathers of the backward.
+        opened: buckets that recomputed code left gathered; they are freed when the backward ends.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class BackwardPass:
         self._gathered: list[weakref.ref[Again]] = []
 
     def gather(self, bucket: "Bucket", again: "Again") -> Tensor:
-        """The bucket that `again` stands for, `(W*S,)`."""
+        """Gather the bucket of `again`, `(W*S,)`."""
         self._gathered.append(weakref.ref(again))
         full = self.gathers.gather(bucket, again)
         if not bucket.settings.reshard_after_backward:
@@ -108,8 +108,7 @@ class BackwardPass:
 
     @torch.no_grad()
     def reduce(self, bucket: "Bucket", grads: Sequence[Tensor | None]) -> None:
-        """Reduce the gradients of a bucket's full parameters, or add them up where it does not sync
-        now."""
+        """Reduce the gradients of a bucket's full parameters; without sync, add them up."""
         waiting, spec = bucket.gradients.waiting, bucket.key.code
         used = {slot for slot, grad in enumerate(grads) if grad is not None}
         flush_when_done([bucket])
@@ -131,7 +130,10 @@ class BackwardPass:
         self._reductions.append(_Reduction(bucket, used, elsewhere, steps, flat.dtype))
 
     def _make_room(self, bucket: "Bucket") -> None:
-        """Before another reduction starts: those of so many units may have inputs in memory."""
+        """Advance the oldest reductions before another one starts.
+
+        The inputs of at most `reduce_buffers` units (None: one unit) may be in memory.
+        """
         units = list(dict.fromkeys(r.bucket.owner for r in self._reductions))
         before = [unit for unit in units if unit is not bucket.owner]
         late = before[: max(0, len(before) - (bucket.settings.reduce_buffers or 1) + 1)]
@@ -141,7 +143,7 @@ class BackwardPass:
 
     @torch.no_grad()
     def end(self) -> None:
-        """All nodes have run: deal out what is still under way."""
+        """End the backward: finish reductions under way, and deal out their gradients."""
         while self._reductions:
             if not self._reductions[0].advance():
                 self._reductions.popleft()

@@ -1,9 +1,9 @@
-"""A bucket at run time: this rank's segment, and what belongs to it.
+"""A bucket at run time: this rank's segment, its parameters, gradients and settings.
 
-The segment is the autograd leaf: a graph takes it as its one input for the whole bucket. Its
-gradient is one flat tensor, which a hook deals out to the parameters (`gradients`). They are views
-of it (`params`). What is gathered outside of graphs is in `full_parameters`; which code a
-read of a parameter needs, in `graph_key`.
+The segment is the autograd leaf: a graph takes it as the one input for the whole bucket. The
+segment's gradient is one flat tensor, which a hook deals out to the parameters (`gradients`). The
+parameters are views of the segment (`params`). `full_parameters` gathers buckets outside of graphs;
+`graph_key` names the code that a read of a parameter needs.
 """
 
 import itertools
@@ -36,22 +36,22 @@ class Bucket:
     """One flat bucket of a unit on this rank.
 
     Attributes:
-        layout: the plan, equal on all ranks.
-        ranks: who shares it.
-        settings: those of its unit.
+        layout: the slots and sizes, equal on all ranks.
+        ranks: the groups of ranks that share the bucket.
+        settings: the settings of the bucket's unit.
         segment: this rank's part, `(S,)`; the autograd leaf of the whole bucket.
         params: the ShardTensor parameters, one a slot.
-        specs: where each lies on the ranks.
-        placed: how each lies on a tensor-parallel mesh, if it does.
-        extension: what its one parameter does around a gather, if its subclass says that.
-        trainable: which of them require gradients.
-        gathered: its full parameters, where they are at hand.
-        gradients: what becomes of its gradient.
-        key: what the graphs that read it were compiled for.
+        specs: for each slot, the intervals of the parameter on the ranks.
+        placed: for each slot, the parameter's placement on a tensor-parallel mesh, or None.
+        extension: the gather hooks of a tensor subclass, for a bucket of one such parameter.
+        trainable: for each slot, whether the parameter requires a gradient.
+        gathered: the full parameters, outside of graphs.
+        gradients: the way of the segment's gradient to the parameters.
+        key: the key of the graphs that read the bucket.
         serial: the number of the bucket in its group, equal on all ranks.
-        origin: the `serial` of the bucket that it was copied from, also by way of other copies; its
-            own if it is no copy.
-        unit: its `Unit`, once it is made.
+        origin: the `serial` of the first bucket in a chain of copies; the bucket's own `serial` if
+            it is no copy.
+        unit: the bucket's `Unit`; None until the unit is made.
     """
 
     def __init__(
@@ -95,17 +95,17 @@ class Bucket:
 
     @property
     def content(self) -> str:
-        """The content in words; equal blocks say the same."""
+        """The content in words, the same for equal blocks."""
         return f"{self.layout.numel} {self.segment.dtype}: {self.layout.contents}"
 
     @property
     def owner(self) -> "Unit":
-        """Its unit, which has been made."""
+        """The bucket's unit, which must have been made."""
         assert self.unit is not None
         return self.unit
 
     def set_segment(self, segment: Tensor) -> None:
-        """Take `segment: (S,)` as the leaf; its parameters are pointed there after (`params`)."""
+        """Make `segment: (S,)` the leaf; the caller points the parameters to it (`params`)."""
         self.gathered.drop()
         segment = without_padding(segment, self.layout, self.ranks.rank)
         self.segment = nn.Parameter(segment, requires_grad=any(self.trainable))
@@ -120,26 +120,26 @@ class Bucket:
 
     @property
     def version(self) -> object:
-        """Differs after any write to the parameters."""
+        """A value that changes with every write to the parameters."""
         return self.segment._version, self.updates()
 
     @property
     def is_as_sharded(self) -> bool:
-        """Whether `note_first` was called, and nothing was written since."""
+        """Whether `note_first` was called, and no parameter was written since."""
         return self._first is not None and self._first == self.version
 
     def note_first(self) -> None:
-        """Remember that the parameters have the values that the rank came with."""
+        """Note that the parameters have the values that they were sharded with."""
         self._first = self.version
 
     @property
     def label(self) -> str:
-        """The unit's name, for messages; with its number where the unit has several buckets."""
+        """The unit's name, for messages; with the bucket's index if the unit has several."""
         buckets = self.owner.buckets
         return self.owner.name + (f"[{buckets.index(self)}]" if len(buckets) > 1 else "")
 
     def set_trainable(self, index: int, flag: bool) -> None:
-        """Follow a parameter's `requires_grad` from the next forward on."""
+        """Set whether parameter `index` requires a gradient, from the next forward on."""
         flags = list(self.trainable)
         flags[index] = flag
         self.trainable = tuple(flags)
@@ -147,15 +147,15 @@ class Bucket:
         self.key.refresh()
 
     def updates(self) -> int:
-        """Grows with every update that a compiled `opt.step` makes.
+        """A count that grows with every update by a compiled `opt.step`.
 
-        Inductor's kernels write to the local parts without a trace there; AOT autograd then counts
-        up the versions of the parameters, not that of the segment.
+        Inductor's kernels write to the local parts and change no version. AOT autograd then counts
+        up the versions of the parameters, not the version of the segment.
         """
         return sum(param._version for param in self.params)
 
     def end_backward(self) -> None:
-        """A backward has differentiated the bucket: free it, or keep it for the next step."""
+        """Free the bucket after a backward differentiated it, or keep it for the next step."""
         if not self.settings.reshard_after_backward:
             self.gathered.hold()
         else:
@@ -168,7 +168,10 @@ class Bucket:
 
 
 def bucket_of(segment: Tensor) -> Bucket:
-    """The bucket of a segment, which something else must hold: a module, a parameter, a graph."""
+    """The bucket of a segment.
+
+    A module, a parameter or a graph must hold the bucket: the segment refers to it weakly.
+    """
     bucket: Bucket | None = segment.shardc_bucket()  # type: ignore[attr-defined]
     assert bucket is not None
     return bucket

@@ -1,6 +1,6 @@
-"""From what a bucket is and was asked to the spec of the code that gathers and reduces it.
+"""The spec of the code that gathers and reduces a bucket, from the bucket's layout and settings.
 
-`groups_for` makes what the spec names, and `spec_for` only computes.
+`groups_for` makes the groups that the spec names; `spec_for` has no side effects.
 """
 
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ class Groups:
 
     Attributes:
         gather: the group of gathers.
-        reduce: the group of reductions, where that is another.
-        recut: (ranks, group) among which the backward gathers, where not among all.
-        gather_steps, reduce_steps: the same two where there are two steps.
-        mean_op: "avg" where reductions average by themselves, else "sum".
+        reduce: the group of reductions; None: the group of gathers.
+        recut: (ranks, group) of the backward's gathers; None: the group of gathers.
+        gather_steps, reduce_steps: the groups where gathers, or reductions, go in two steps.
+        mean_op: "avg" where the backend averages by itself, else "sum".
     """
 
     gather: str
@@ -40,8 +40,10 @@ class Groups:
 
 
 def groups_for(bucket: "Bucket") -> Groups:
-    """The groups that the bucket's settings ask for, made at first use; every rank of the bucket
-    must call it."""
+    """The groups that the bucket's settings ask for, made at first use.
+
+    Every rank of the bucket must call it.
+    """
     settings, shared, steps = bucket.settings, bucket.ranks.shard, bucket.ranks.hierarchy
     asked = {"gather": settings.gathers_on, "reduce": settings.reduces_on}
     own = {
@@ -50,7 +52,7 @@ def groups_for(bucket: "Bucket") -> Groups:
         if on != "shared"
     }
     gather_steps = reduce_steps = steps
-    if steps is not None:  # what waits for the network must not hold up what does not
+    if steps is not None:  # a step that waits for the network must not hold up a step inside a node
         reduce_steps = own_hierarchy(steps, "reduce", asked["reduce"] == "urgent")
         if "gather" in own:
             gather_steps = own_hierarchy(steps, "gather", asked["gather"] == "urgent")
@@ -62,7 +64,7 @@ def groups_for(bucket: "Bucket") -> Groups:
     mean_op = "avg" if backend_of(shared, bucket.device.type).averages else "sum"
     return Groups(
         gather=own.get("gather", shared),
-        reduce=own.get("reduce", shared if "gather" in own else None),
+        reduce=own.get("reduce"),
         recut=part,
         gather_steps=gather_steps,
         reduce_steps=reduce_steps,
@@ -103,7 +105,7 @@ def spec_for(bucket: "Bucket", groups: Groups, evaluating: bool = False) -> Unsh
 
 
 def is_elsewhere(bucket: "Bucket") -> bool:
-    """Whether the segment lies on the host and is computed on another device."""
+    """Whether the segment lies on the host, and another device computes the unit."""
     home, settings = bucket.segment.device.type, bucket.settings
     if home == "meta" or not settings.offloaded:
         return False
@@ -111,12 +113,12 @@ def is_elsewhere(bucket: "Bucket") -> bool:
 
 
 def _wire(bucket: "Bucket", purpose: Literal["gather", "reduce"]) -> WireFormat | None:
-    """How segments or gradients travel, where that is not in their dtype.
+    """The wire format of a bucket's gathers or reductions; None: values travel in their dtype.
 
-    A collective of the user's own sends what it is given.
+    A collective of the user's own gets values in their dtype.
 
-    Where there are copies of the model, the ranks that share one count as a node: nothing is
-    quantised among them, gradients are among the copies.
+    With copies of the model, the ranks of one copy count as a node: values are not quantised among
+    the ranks of one copy, and gradients are quantised among the copies.
     """
     layout, settings, copies = bucket.layout, bucket.settings, bucket.ranks.copies
     if purpose == "gather":
@@ -133,10 +135,10 @@ def _wire(bucket: "Bucket", purpose: Literal["gather", "reduce"]) -> WireFormat 
 
 
 def _memory(bucket: "Bucket") -> tuple[str | None, str | None]:
-    """Where the buffers of gathers and of reductions come from.
+    """The allocators of the buffers of gathers and of reductions; None: the device's own.
 
-    As with FSDP2, the process group's allocator is asked only where it has one for the device, and
-    reductions use symmetric memory only with forced sums (NCCL's symmetric kernels have no mean).
+    As in FSDP2, a process group without an allocator for the device is not asked, and reductions
+    use symmetric memory only with forced sums (NCCL's symmetric kernels have no mean).
     """
     memory, group = bucket.settings.memory, bucket.ranks.shard
     if memory == "group" and not compat.group_allocates(group, bucket.device):
@@ -151,7 +153,7 @@ def _reduction(bucket: "Bucket", groups: Groups, dtype: torch.dtype) -> Reductio
     own = settings.reduce_function or settings.reduce_scatter or memory
     op, before, after = settings.division(ranks.world_size * ranks.copies, dtype, groups.mean_op)
     later = after if last else 1.0
-    if not settings.sync:  # a backward that reduces may end now, of a forward before
+    if not settings.sync:  # the backward of an earlier forward may still reduce, and divide later
         return Reduction(dtype=dtype, sync=not any(bucket.trainable), divide_later=later)
     return Reduction(
         op=op,

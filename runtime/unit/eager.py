@@ -1,7 +1,7 @@
-"""Calls of sharded modules that no graph contains: gathers before, resharding after.
+"""Eager calls of sharded modules, outside of graphs: gather before, reshard after.
 
-The buckets of the module's unit are open while it runs: reading a parameter gathers them. The
-outermost call is the forward whose gathers are agreed on and started ahead.
+While a module runs, the buckets of its unit are open: a read of a parameter gathers its bucket. The
+outermost call is a forward: ranks agree on the forward's gathers, and gathers start ahead of need.
 """
 
 import sys
@@ -39,7 +39,7 @@ class ShardedModule(Protocol):
 
 @dataclass(eq=False)
 class EagerCall:
-    """A call of a sharded module, while it runs."""
+    """A running call of a sharded module."""
 
     module: ShardedModule
     buckets: list["Bucket"]
@@ -48,7 +48,7 @@ class EagerCall:
 
 
 class _Forward(threading.local):
-    """The forward that runs on this thread: calls inside each other, and what stays after them."""
+    """The forward that runs on this thread: its nested calls, and buckets that stay after them."""
 
     def __init__(self) -> None:
         self.calls: list[EagerCall] = []
@@ -62,7 +62,7 @@ _forward = _Forward()
 
 @compat.untraced
 def begin_call(module: ShardedModule) -> EagerCall:
-    """A sharded module is about to run eagerly."""
+    """Begin an eager call of a sharded module: open its buckets."""
     if torch.jit.is_tracing():
         raise NotImplementedError(
             f"torch.jit.trace cannot trace the sharded {type(module).__name__}: trace an unsharded "
@@ -86,9 +86,10 @@ def begin_call(module: ShardedModule) -> EagerCall:
 
 
 def open_in_forward(bucket: "Bucket") -> bool:
-    """Open a bucket until the innermost call that runs ends; False where no forward runs.
+    """Open a bucket until the innermost running call ends; False where no forward runs.
 
-    Modules that share a parameter with another unit may read it of a child that they do not call.
+    A module that shares a parameter with another unit may read the parameter of a child that it
+    does not call.
     """
     if _forward.calls:
         bucket.gathered.enter()
@@ -98,7 +99,13 @@ def open_in_forward(bucket: "Bucket") -> bool:
 
 @compat.untraced
 def end_call(call: EagerCall, outputs: object, raised: bool) -> None:
-    """It returned `outputs`, or raised (then this runs while the exception is handled)."""
+    """End an eager call that returned `outputs`, or raised: close its buckets.
+
+    After a raise, `end_call` runs while the exception is handled.
+
+    Raises:
+        RuntimeError: the forward wrote to a full parameter.
+    """
     calls = _forward.calls
     calls.pop()
     call.label.__exit__(None, None, None)
@@ -123,7 +130,10 @@ def end_call(call: EagerCall, outputs: object, raised: bool) -> None:
 
 
 def _refuse_written(bucket: "Bucket") -> NoReturn:
-    """Also where autograd refused what came behind the write, in words of its own."""
+    """Raise for a forward that wrote to a full parameter.
+
+    The error takes the place of autograd's own error for an op after the write.
+    """
     raise RuntimeError(
         f"a forward updates a sharded parameter of {bucket.label} in place, and what it wrote is "
         "lost: it is a gathered copy. Update parameters outside of the forward: those of "
@@ -132,9 +142,9 @@ def _refuse_written(bucket: "Bucket") -> NoReturn:
 
 
 def _end_forward(outputs: object, raised: bool) -> None:
-    """The outermost call is done: what stays gathered for its backward is freed when that ends."""
+    """End the outermost call; buckets that stay for its backward are freed when that one ends."""
     buckets, _forward.staying = list(_forward.staying), {}
-    if compat.in_backward():  # it was recomputed
+    if compat.in_backward():  # a recomputed forward
         backward_pass().opened.extend(buckets)
         return
     for bucket in buckets:
@@ -159,15 +169,15 @@ def _end_forward(outputs: object, raised: bool) -> None:
 
 
 def gathers() -> Gathers:
-    """The gathers of the pass that runs: a backward (where it recomputes a forward), a forward, or
-    a read outside of both."""
+    """The gathers of the running pass: a backward (which recomputes a forward), a forward, or a
+    read outside of both."""
     if compat.in_backward():
         return backward_pass().gathers
     return _forward.gathers or Gathers("forward")
 
 
 def suspends_gradients() -> bool:
-    """Whether the forward that runs records gradients, and the code that asks does not."""
+    """Whether the running forward records gradients, and the caller runs inside `no_grad`."""
     return _forward.records and not torch.is_grad_enabled()
 
 

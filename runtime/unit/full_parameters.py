@@ -1,12 +1,12 @@
-"""A bucket's full parameters at hand: for an eager forward, or held from one step to the next.
+"""A bucket's full parameters outside of graphs: of an eager forward, or held from step to step.
 
-Inside an eager forward the first read gathers the bucket and the end of the forward frees it; where
-the bucket stays gathered (`reshard_after_forward=False`), its backward does, or `reshard()`. Until
-then full parameters are what a read gives. So they are in a backward, where what is recomputed may
-read parameters of modules that it does not call.
+In an eager forward the first read gathers the bucket, and the end of the forward frees it. Where
+the bucket stays gathered (`reshard_after_forward=False`), its backward or `reshard()` frees it.
+Until then a read gives full parameters. A read in a backward gives full parameters too: recomputed
+code may read parameters of modules that it does not call.
 
-What is held (`unshard()`, `set_reshard_after_backward(False)`) is given to compiled graphs too, and
-is gathered again where the parameters were written since.
+A bucket that is held (`unshard()`, `set_reshard_after_backward(False)`) is an input of compiled
+graphs too, and is gathered again after a write to its parameters.
 """
 
 import weakref
@@ -36,13 +36,15 @@ class Gathered:
 
     Attributes:
         held: the whole bucket, `(W*S,)`, where it stays gathered beyond a forward or backward.
-        depth: how many eager forwards that read it are running.
-        opened: whether reads outside a forward give full parameters, since `unshard()`.
-        current: what the eager forward that runs has read, and what stays of one that ran.
-        is_kept: whether `current` waits for a backward.
-        is_shared: whether several graphs of one forward read the bucket, or one and eager code.
-        expected: what backwards to come will gather again.
-        orders: per phase, the gather order of the last pass that this bucket opened.
+        depth: the number of running eager forwards of modules that read the bucket.
+        opened: whether reads outside a forward give full parameters, after `unshard()`.
+        current: full parameters that the running eager forward read, or that stay of an earlier
+            one.
+        is_kept: whether `current` stays until a backward.
+        is_shared: whether one forward reads the bucket in several graphs, or in a graph and in
+            eager code.
+        expected: the gathers of backwards to come.
+        orders: by phase, the order of gathers in the last pass that began with this bucket.
     """
 
     def __init__(self, bucket: "Bucket") -> None:
@@ -53,7 +55,7 @@ class Gathered:
         self.current: Unsharded | None = None
         self.is_kept = False
         self.is_shared = False
-        self._is_left = False  # `current` is of an earlier forward, and was not read since
+        self._is_left = False  # `current` stays of an earlier forward, and was not read since
         self._graphs = 0
         self._ran: set[object] = set()
         self._kept_state: object = None
@@ -69,9 +71,9 @@ class Gathered:
 
     @torch.no_grad()
     def hold(self, wait: bool = True) -> None:
-        """Gather the bucket, if it is not, and keep it so. Every rank must call it.
+        """Gather the bucket, unless it is held, and hold it. Every rank must call it.
 
-        Without `wait`, what reads it first waits.
+        Without `wait`, the first read waits.
         """
         if self.held is None:
             started, written = self._start(), self.bucket.version
@@ -84,7 +86,7 @@ class Gathered:
             self.finish()
 
     def keep(self, full: Tensor, written: object) -> None:
-        """Hold `full: (W*S,)`, the bucket as it was gathered when its version was `written`."""
+        """Hold `full: (W*S,)`, the bucket as gathered at version `written`, if its dtype fits."""
         if self.held is None and full.dtype == self.bucket.key.code.compute_dtype:
             self._hold(full, written)
 
@@ -93,19 +95,19 @@ class Gathered:
         self.bucket.key.refresh()
 
     def finish(self) -> None:
-        """Wait for what `hold` started."""
+        """Wait for the gather that `hold` started."""
         if self._started is not None:
             self._wait(self._started)
             self._started = None
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Gather what is held again if the parameters were written since."""
+        """Gather a held bucket again if its parameters were written since."""
         self.finish()
         if self.held is not None and self._version != self.bucket.version:
             full = self._wait(self._start())
             if self.bucket.key.code.extension is None:
-                self.held.copy_(full)  # compiled graphs are given it
+                self.held.copy_(full)  # an input of compiled graphs
             else:
                 self.held = full
             self._version = self.bucket.version
@@ -124,7 +126,7 @@ class Gathered:
             return started.wait()
 
     def drop(self) -> None:
-        """Free what is held."""
+        """Free the held bucket and, outside of a forward, the parameters that were read."""
         self.finish()
         self.opened = False
         if self.depth == 0:
@@ -133,14 +135,17 @@ class Gathered:
             self._hold(None, None)
 
     def reset(self) -> None:
-        """Forget a step that was interrupted, and free what is gathered."""
+        """Forget an interrupted step, and free the gathered bucket."""
         self.depth, self.is_kept = 0, False
         self.drop()
 
     @property
     def is_readable(self) -> bool:
-        """Whether a read gives full parameters: in a forward, in a backward (but for the hooks that
-        are given their gradients), and while they are at hand and were not written since."""
+        """Whether a read gives full parameters.
+
+        A read does so in a forward, after `unshard()`, in a backward (except in hooks that are
+        given gradients), and while the bucket stays gathered and was not written since.
+        """
         if self.depth > 0 or self.opened:
             return True
         if compat.in_backward() and not self.bucket.gradients.delivers:
@@ -151,14 +156,14 @@ class Gathered:
 
     @property
     def _is_behind(self) -> bool:
-        """Whether parameters were written since they were read outside of a forward."""
+        """Whether parameters that were read outside of a forward were written since."""
         if self.current is None or self.depth > 0 or not self.opened or compat.in_backward():
             return False
         return self.current.written != self.bucket.version
 
     def read(self, index: int) -> Tensor:
-        """The full parameter `index`; outside of a forward with its unreduced gradient, if there is
-        one: a part of what `no_sync` has added up."""
+        """The full parameter `index`; outside of a forward and a backward, with its unreduced
+        gradient: its part of the sum of `no_sync`, or None."""
         full = self.views()[index]
         if self.depth == 0 and not compat.in_backward():
             full.grad = self.bucket.gradients.unreduced(index, full.dtype)
@@ -166,8 +171,10 @@ class Gathered:
 
     @compat.untraced
     def views(self) -> tuple[Tensor, ...]:
-        """The full parameters, gathered at the first read inside an eager forward; outside of one,
-        after `unshard()`, also at the first read behind a write to the parameters."""
+        """The full parameters; the first read in an eager forward gathers them.
+
+        After `unshard()`, outside of a forward, the first read after a write gathers them again.
+        """
         if self._is_behind:
             self._close()
         self._is_left = False
@@ -176,7 +183,7 @@ class Gathered:
             self._note_sharing()
             if bucket.segment.is_meta:
                 refuse_meta(slot.name for slot in bucket.layout.slots)
-            compat.resolve_group(bucket.ranks.shard)  # says so if it is gone
+            compat.resolve_group(bucket.ranks.shard)  # raises if the group is gone
             self.renew()
             code = bucket.key.reading_code()
             with (
@@ -188,12 +195,12 @@ class Gathered:
                 full = self.held if code.held else gathers().gather(bucket)
                 assert full is not None
                 self.current = Unsharded(bucket, code, full)
-            if self.depth == 0 and compat.in_backward():  # by what recomputes a forward
+            if self.depth == 0 and compat.in_backward():  # recomputed code reads
                 backward_pass().opened.append(bucket)
         return self.current.views
 
     def enter(self) -> None:
-        """An eager forward of a module that reads the bucket begins."""
+        """Begin an eager forward of a module that reads the bucket."""
         if self.depth == 0:
             if not self._serves_again():
                 self._close()
@@ -202,12 +209,15 @@ class Gathered:
 
     @property
     def is_read(self) -> bool:
-        """Whether the eager forward that runs has read the bucket, beside what an earlier one left
-        gathered: a graph is the same on ranks that compile it in another step."""
+        """Whether the running eager forward has read the bucket.
+
+        A bucket that an earlier forward left gathered does not count: ranks that compile a graph in
+        different steps must make the same graph.
+        """
         return self.depth > 0 and self.current is not None and not self._is_left
 
     def _serves_again(self) -> bool:
-        """Whether what an earlier forward has read is what the next one would gather."""
+        """Whether the next forward can use the full parameters that an earlier forward read."""
         if self.current is None or self.current.written != self.bucket.version:
             return False
         if not (self.is_kept or self._ran or compat.in_backward()) or self._is_lost(self.current):
@@ -216,31 +226,34 @@ class Gathered:
         return bool(replace(self.current.code, reduction=code.reduction) == code)
 
     def note_graph(self) -> None:
-        """A graph that gathers the bucket by itself runs."""
+        """Note that a graph runs that gathers the bucket by itself."""
         if self.depth > 0:
             self._note_sharing()
             self._graphs += 1
 
     def _note_sharing(self) -> None:
-        """Another piece of a forward reads the bucket: after a graph, the runtime gathers it for
-        all of them from now on."""
+        """Make the bucket shared if a graph of this forward has read it before.
+
+        From then on the eager runtime gathers the bucket for all graphs and eager code of a
+        forward.
+        """
         if self._graphs > 0 and not self.is_shared:
             self.is_shared = True
             self.bucket.key.refresh()
 
     def leave(self, module: object = None, raised: bool = False) -> bool:
-        """A module that counted itself in `depth` ends; the last one frees what was gathered.
+        """End an eager forward of a module that reads the bucket; the last one frees the bucket.
 
-        It stays until a backward where the unit does not reshard, and until all modules of a unit
-        of several have run, or the forward around them ends.
+        Where the unit does not reshard, the bucket stays gathered until a backward. In a unit of
+        several modules the bucket stays until all modules have run, or the outermost forward ends.
 
         Returns:
-            Whether something stays.
+            Whether the bucket stays gathered after the last one.
         """
         self.depth -= 1
         if self.depth > 0 or self.current is None:
             return False
-        if not raised or compat.in_backward():  # what is recomputed may be stopped by an exception
+        if not raised or compat.in_backward():  # an exception may stop a recomputation
             modules = self.bucket.owner.modules
             if self.is_kept:
                 return True
@@ -256,24 +269,28 @@ class Gathered:
 
     @property
     def is_written(self) -> bool:
-        """Whether the forward that runs has written to what it has read."""
+        """Whether the running forward has written to the full parameters that it read."""
         return self.current is not None and self.depth > 0 and self.current.is_written
 
     def hide_gradients(self) -> None:
-        """Hide unreduced gradients that are no longer true from parameters read before."""
+        """Take outdated unreduced gradients off the full parameters read before."""
         for full in self.current.views if self.current is not None else ():
             full.grad = None
 
     def end_forward(self, raised: bool) -> None:
-        """The forward around all modules ends: free what stayed for those that did not run.
+        """End the outermost forward: free a bucket that stayed for modules that did not run.
 
-        After an exception all of it: ranks may have come to different places.
+        After an exception free a bucket that stayed for a backward too: ranks may have stopped at
+        different ops.
         """
         if self.depth == 0 and (raised or not self.is_kept):
             self._close()
 
     def end_backward(self) -> None:
-        """A backward needs the bucket no more: free what stayed for it, or hold that."""
+        """Free the bucket that stayed for a backward, or hold it without `reshard_after_backward`.
+
+        Nothing happens while a forward runs.
+        """
         if self.depth > 0 or self.current is None:
             return
         if not self.bucket.settings.reshard_after_backward:
@@ -281,31 +298,33 @@ class Gathered:
         self._close(at_once=True)
 
     def remember(self, phase: str, gathered: Sequence["Bucket"]) -> None:
-        """A pass that began with this bucket gathered these."""
+        """Keep the order of gathers of a pass that began with this bucket."""
         self.orders[phase] = tuple(weakref.ref(bucket) for bucket in gathered)
 
     def remembered(self, phase: str) -> tuple["Bucket", ...]:
-        """The buckets that the last such pass gathered; none, where a model that took part is
-        gone."""
+        """The order of gathers in the last pass that began with this bucket.
+
+        It is empty if a bucket of that order is gone.
+        """
         known = self.orders.get(phase, ())
         buckets = tuple(bucket for ref in known if (bucket := ref()) is not None)
         return buckets if len(buckets) == len(known) else ()
 
     def expect(self, again: Again) -> None:
-        """A backward to come needs the bucket."""
+        """Note the gather of a backward to come."""
         self.expected = [known for known in self.expected if known() is not None]
         self.expected.append(weakref.ref(again))
 
     def next_again(self) -> Again | None:
-        """The gather that the next backward that reads the bucket will do."""
+        """The gather of the next backward that reads the bucket, or None."""
         alive = (reference() for reference in reversed(self.expected))
         return next((again for again in alive if again is not None and again.full is None), None)
 
     def _close(self, at_once: bool = False) -> None:
-        """Free what the forward has read, `at_once` or when no backward needs it any more.
+        """Free the full parameters, `at_once` or when no backward needs them any more.
 
         Raises:
-            RuntimeError: it was written to after the forward, which nobody will see.
+            RuntimeError: a full parameter was written after the forward, and the write is lost.
         """
         current = self.current
         is_lost = current is not None and self._is_lost(current)
@@ -323,7 +342,7 @@ class Gathered:
             )
 
     def _is_lost(self, current: Unsharded) -> bool:
-        """Whether something was written to full parameters that stayed after a forward."""
+        """Whether full parameters that stayed after a forward were written or resized."""
         if current.is_resized:
             return True
         return self.is_kept and not current.code.held and current.state() != self._kept_state

@@ -1,9 +1,9 @@
-"""The gathers of one eager forward or backward, in order: agreed on, and started ahead of need.
+"""The gathers of one pass, an eager forward or backward: agreed on, and started ahead of need.
 
-What a pass gathered is remembered; as long as the next one goes the same way, the bucket that comes
-next is gathered while the current one is computed with. Before a gather that was not seen at this
-place, ranks compare which one it is: a rank that goes another way is named, instead of meeting the
-others in the wrong collective.
+The order of the gathers is kept for the next pass. While the next pass follows the order, a bucket
+is gathered during the compute of the bucket before. Before a gather that is new at its position,
+ranks compare the bucket: an error names a rank that gathers another bucket, before ranks meet in
+different collectives.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ log = logging.getLogger("shardc")
 
 @dataclass(frozen=True)
 class _Gather:
-    """A gather under way, and of what."""
+    """A gather under way: its spec, the version of its bucket, and the collective."""
 
     code: UnshardSpec
     written: object
@@ -44,11 +44,11 @@ class _Gather:
 
 
 class Gathers:
-    """One pass.
+    """The gathers of one pass.
 
     Attributes:
         phase: "forward" or "backward".
-        done: the buckets it has gathered.
+        done: the buckets that the pass has gathered, in order.
     """
 
     def __init__(self, phase: str) -> None:
@@ -59,7 +59,10 @@ class Gathers:
         self._path = hashlib.sha256(phase.encode())
 
     def gather(self, bucket: "Bucket", again: "Again | None" = None) -> Tensor:
-        """The gathered bucket, `(W*S,)`; `again`: as the backward needs it. All ranks call it."""
+        """Gather a bucket, `(W*S,)`, and start the next gathers. All ranks must call it.
+
+        A backward gives `again`, the gather of its forward.
+        """
         self._note(bucket)
         code = bucket.key.reading_code() if again is None else again.code
         gather = self._ahead.pop(bucket, None)
@@ -76,9 +79,9 @@ class Gathers:
         return full
 
     def close(self, raised: bool = False) -> None:
-        """The pass is done: drop what was gathered in vain, remember the order.
+        """End the pass: drop gathers that nothing read, and keep the order.
 
-        After an exception nothing is waited for: other ranks may never join.
+        After an exception no gather is waited for: other ranks may never join.
         """
         while self._ahead:
             _, gather = self._ahead.popitem()
@@ -88,10 +91,10 @@ class Gathers:
             self.done[0].gathered.remember(self.phase, self.done)
 
     def _note(self, bucket: "Bucket") -> None:
-        """Another bucket is about to be gathered.
+        """Note the bucket of the next gather; ranks compare it if it is new at this position.
 
         Raises:
-            RuntimeError: other ranks gather another one, or none.
+            RuntimeError: other ranks gather another bucket, or none.
         """
         place = len(self.done)
         self.done.append(bucket)
@@ -114,8 +117,7 @@ class Gathers:
         agree(compat.resolve_group(bucket.ranks.everyone), stated)
 
     def _following(self, bucket: "Bucket") -> Iterator[tuple["Bucket", "Again | None"]]:
-        """The buckets to gather ahead now: pairs of a bucket and the gather that its backward
-        expects, or None."""
+        """Buckets to gather ahead now, each with the gather that its backward expects, or None."""
         unit, place = bucket.owner, len(self.done)
         wishes, in_backward = bucket.settings, self.phase == "backward"
         hints = wishes.backward_prefetch if in_backward else wishes.forward_prefetch
@@ -129,12 +131,12 @@ class Gathers:
                 continue
             again = gathered.next_again() if self.phase == "backward" else None
             if hints and self.phase == "backward" and again is None:
-                continue  # its backward is done, or needs none
+                continue  # its backward is done, or needs no gather
             yield later, again
 
 
 def _to_next_unit(unit: "Unit", buckets: Sequence["Bucket"]) -> list["Bucket"]:
-    """The first of `buckets`: what is left of `unit`, and the unit that comes then."""
+    """The prefix of `buckets` that belongs to `unit` and to the unit after it."""
     others = (bucket.owner for bucket in buckets if bucket.owner is not unit)
     wanted = (unit, next(others, unit))
     return list(itertools.takewhile(lambda bucket: bucket.owner in wanted, buckets))

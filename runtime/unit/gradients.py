@@ -1,8 +1,9 @@
 """A bucket's reduced gradient, dealt out to its parameters.
 
-A backward says which slots it differentiates before it computes the gradient of the segment, a flat
-tensor. Each of those parameters gets its part as a ShardTensor, through the hooks that users
-registered on it. Parameters that nothing used keep None, because zeros would let AdamW decay them.
+A backward first notes the slots that it differentiates, then computes the gradient of the segment,
+a flat tensor. The parameter of each noted slot gets its part as a ShardTensor, through the hooks
+that users registered on the parameter. An unused parameter keeps None: with zeros AdamW would decay
+it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,8 +31,8 @@ class Gradients:
 
     Attributes:
         waiting: gradients that wait to be reduced.
-        used: slots that a backward differentiates, here and on other ranks, by its number: a
-            reentrant checkpoint runs one within another, which goes on to differentiate.
+        used: by the number of a backward, the slots that it differentiates, here and on other
+            ranks: a reentrant checkpoint runs one backward inside another.
         delivers: whether parameters are given their gradients now.
     """
 
@@ -43,7 +44,7 @@ class Gradients:
         self._warned = False
 
     def begin_backward(self, taken: Sequence[Tensor | None]) -> None:
-        """The backward of a forward that was given `taken`, (pending, partial), begins."""
+        """Begin the backward of a forward that was given `taken`, (pending, partial)."""
         if any(value is not None for value in taken):
             waiting = self.waiting
             used, elsewhere = waiting.used, waiting.elsewhere
@@ -51,8 +52,7 @@ class Gradients:
             self.note_used(used, elsewhere, sync=True)
 
     def lend(self) -> tuple[Tensor | None, Tensor | None]:
-        """Lend a forward that runs now the gradients to add: (pending, partial); no other forward
-        gets them."""
+        """Lend gradients that wait, (pending, partial), to the running forward and to no other."""
         waiting = self.waiting
         if waiting.is_empty:
             return None, None
@@ -66,8 +66,8 @@ class Gradients:
         return lent
 
     def note_used(self, slots: Iterable[int], elsewhere: Iterable[int], *, sync: bool) -> None:
-        """A backward that is about to run, and reduces gradients (`sync`) or not, differentiates
-        `slots`; other ranks `elsewhere` too."""
+        """Note the slots that a backward about to run differentiates: `slots` on this rank,
+        `elsewhere` on other ranks. With `sync` the backward reduces gradients."""
         into = (self.waiting.used, self.waiting.elsewhere)
         if sync:
             into = self.used.setdefault(compat.backward_number(), (set(), set()))
@@ -77,7 +77,8 @@ class Gradients:
     def unreduced(self, index: int, dtype: torch.dtype) -> Tensor | None:
         """The unreduced gradient of the full parameter `index`, in this dtype; None if none waits.
 
-        Where it waits in that dtype it is no copy: a write changes what will be reduced.
+        A gradient that waits in this dtype is given as an alias: a write changes the reduced
+        gradient.
         """
         waiting, bucket = self.waiting, self.bucket
         if waiting.pending is None or index not in waiting.used:
@@ -87,7 +88,7 @@ class Gradients:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Reduce what has waited and was in no backward that synced. Every rank must call it."""
+        """Reduce gradients that wait and that no backward took. Every rank must call it."""
         waiting, layout = self.waiting, self.bucket.layout
         if waiting.is_empty or not self.bucket.settings.sync:
             return
@@ -108,10 +109,10 @@ class Gradients:
 
     @torch.no_grad()
     def receive(self, segment: Tensor) -> None:
-        """The hook of the segment: a backward has computed its gradient."""
+        """Take the gradient that a backward computed: the hook of the segment."""
         part, segment.grad = segment.grad, None
         used, elsewhere = self.used.pop(compat.backward_number(), (set(), set()))
-        if part is not None:  # else read, but nothing that was differentiated depends on it
+        if part is not None:  # None: read, but not differentiated
             self.deliver(part, used, elsewhere)
             self.bucket.end_backward()
 
@@ -120,7 +121,7 @@ class Gradients:
     ) -> None:
         """Deal a reduced gradient, `(S,)`, out to the parameters that a rank used.
 
-        One that is on its way to the host is dealt out when the backward ends.
+        A gradient on its way to the host is dealt out when the backward ends.
         """
         arriving = host_copies.arriving(self.bucket.segment, part)
         if not arriving:
@@ -140,10 +141,10 @@ class Gradients:
             deal_out()
 
     def _deal_out(self, part: Tensor, used: set[int], elsewhere: set[int], eager: bool) -> None:
-        """Deliver values to the parameters.
+        """Deal out a gradient whose values are there, or keep it for an all-reduce over copies.
 
-        Of an eager backward ranks do not tell each other which they used: what this one did not,
-        and has a gradient here, others did.
+        In an eager backward ranks do not exchange the slots that they used: if the gradient of a
+        slot that this rank did not use is not zero, another rank used the slot.
         """
         bucket, settings = self.bucket, self.bucket.settings
         if not settings.all_reduce and bucket.ranks.replicas is not None:
@@ -176,7 +177,7 @@ class Gradients:
             self.delivers = False
 
     def _warn_of(self, missing: set[int]) -> None:
-        """Say once that slots are used on other ranks only."""
+        """Warn once of slots that only other ranks use."""
         if missing and not self._warned:
             self._warned = True
             names = [self.bucket.layout.slots[index].name for index in sorted(missing)]
@@ -194,7 +195,7 @@ class Gradients:
         for hook in compat.grad_hooks(param):
             grad = _checked(hook(grad), grad)
         if param.grad is not None and not isinstance(param.grad, ShardTensor):
-            param.grad = cut(self.bucket, index, param.grad)  # a whole one, which the user assigned
+            param.grad = cut(self.bucket, index, param.grad)  # full: the user assigned it
         if param.grad is None:
             param.grad = grad
         else:
@@ -203,14 +204,14 @@ class Gradients:
             after(param)
 
     def reset(self) -> None:
-        """Forget a backward that was interrupted."""
+        """Forget an interrupted backward."""
         self.used.clear()
         self.waiting.clear()
 
 
 def _not_zero(grads: dict[int, ShardTensor]) -> set[int]:
-    """The slots of `grads` with any value but zero; the host waits for the device once, if at
-    all."""
+    """The slots of `grads` with a value other than zero; the host waits for the device at most
+    once."""
     if not grads:
         return set()
     known = torch.stack([grad._local.any() for grad in grads.values()]).tolist()
@@ -218,7 +219,7 @@ def _not_zero(grads: dict[int, ShardTensor]) -> set[int]:
 
 
 def _checked(replacement: Tensor | None, grad: ShardTensor) -> ShardTensor:
-    """A gradient hook's result, as autograd takes it."""
+    """The result of a gradient hook; `grad` if the hook returned None."""
     if replacement is None:
         return grad
     if not isinstance(replacement, ShardTensor):

@@ -1,8 +1,7 @@
-"""The key of graphs that read a bucket: the signature of the code they were compiled for, and its
-inputs.
+"""The key of graphs that read a bucket: the signature of the code, and the inputs of the code.
 
-Dynamo guards on the signature, so the key is renewed where something changes on which the code
-depends, never when it is read: a read is traced, and would be guarded on all of that.
+Dynamo guards on the signature. So the key is renewed when a fact changes on which the code depends,
+never by a read: Dynamo traces a read, and would guard on all of these facts.
 """
 
 from collections.abc import Sequence
@@ -18,14 +17,14 @@ if TYPE_CHECKING:
 
 
 Reading = tuple[str, list[Tensor]]
-"""What a read needs: the signature of its code, and what that is given."""
+"""The signature of the code that a read needs, and the inputs of the code."""
 
 
 class GraphKey:
-    """The key of one bucket.
+    """The key of the graphs that read one bucket.
 
     Attributes:
-        groups: those that the settings ask for.
+        groups: the groups that the settings ask for.
         code: the spec of the code that unshards the bucket now, while its unit trains.
     """
 
@@ -39,12 +38,12 @@ class GraphKey:
         self._again: list[Reading | None] = []
 
     def follow_settings(self) -> None:
-        """The settings have changed: make the groups that they ask for, and refresh the key."""
+        """Make the groups that changed settings ask for, and refresh the key."""
         self.groups = groups_for(self.bucket)
         self.refresh()
 
     def refresh(self) -> None:
-        """Name the code that the bucket needs now; a change recompiles the graphs that use it."""
+        """Set the code that the bucket needs now; a change recompiles the bucket's graphs."""
         bucket = self.bucket
         self.code = spec_for(bucket, self.groups)
         if not self.code.reduction.sync:
@@ -65,23 +64,22 @@ class GraphKey:
         return intern_spec(code), extras  # type: ignore[return-value]
 
     def reading(self) -> Reading:
-        """The signature and the inputs of code that reads the bucket now."""
+        """The signature and the inputs of the code that reads the bucket now."""
         if self._eval is None:
             return self._train
         return self._train if self.bucket.owner.training else self._eval
 
     def to_read_again(self) -> Reading | None:
-        """`reading`, for `read_again`; None where it would keep full parameters."""
+        """The `reading` to give to `read_again`; None where it would keep full parameters alive."""
         return None if "full" in self.reading_code().extras else self.reading()
 
     def read_again(self, readings: Sequence[Reading | None]) -> list[Reading | None]:
-        """Answer the next reads with `readings`, in order; None: with the signature and inputs of
-        now.
+        """Answer the next reads with `readings`, in order; None: as the bucket needs at that time.
 
-        Holds for as many reads as there are entries, which `been_read` counts.
+        Each read uses up one entry (`been_read`).
 
         Returns:
-            What the next reads were to need before this call.
+            The entries that were in force before this call.
         """
         before, again = self._again, list(readings)
         if before or any(reading != self._plain for reading in again):
@@ -91,12 +89,12 @@ class GraphKey:
 
     @property
     def _plain(self) -> Reading | None:
-        """The signature of a read now, if its code is given no inputs; else None."""
+        """The current reading, if its code has no inputs; else None."""
         signature, extras = self.reading()
         return None if extras else (signature, [])
 
     def been_read(self) -> None:
-        """A graph is given what it needs."""
+        """Use up the first entry of `read_again`: a graph reads the bucket."""
         if self._again:
             self.read_again(self._again[1:])
 

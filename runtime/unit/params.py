@@ -1,7 +1,7 @@
 """The parameters of a bucket: ShardTensors that are views of its segment.
 
-A user's `nn.Parameter` stays the same object when it becomes one, so that optimizers and tied
-modules keep holding it. A DTensor cannot, and gets a successor.
+A user's `nn.Parameter` becomes a ShardTensor and stays the same object, so that optimizers and tied
+modules keep holding it. A DTensor cannot become a ShardTensor: a new parameter takes its place.
 """
 
 import math
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class SlotRef:
-    """A parameter's way to its bucket.
+    """A reference from a parameter to its slot in a bucket.
 
     Attributes:
-        bucket, index: where it lies.
-        is_shared: whether several modules hold it, or one by several names.
+        bucket, index: the bucket, and the number of the slot in it.
+        is_shared: whether several modules hold the parameter, or one module by several names.
     """
 
     def __init__(self, bucket: "Bucket", index: int, is_shared: bool = False) -> None:
@@ -42,21 +42,21 @@ class SlotRef:
         return self.bucket.layout.slots[self.index].name
 
     def gives(self, value: object) -> bool:
-        """Whether `value` is the parameter, sharded, or as the forward that runs reads it."""
+        """Whether `value` is the parameter, sharded, or full as the running forward reads it."""
         current = self.bucket.gathered.current
         full = () if current is None else current.views[self.index : self.index + 1]
         return value is self.bucket.params[self.index] or any(value is view for view in full)
 
     def __deepcopy__(self, memo: compat.Memo) -> "SlotRef":
-        bucket: Bucket | None = memo.get(id(self.bucket))  # of the unit that is copied, if one is
+        bucket: Bucket | None = memo.get(id(self.bucket))  # None: the bucket is not copied
         return self if bucket is None else type(self)(bucket, self.index, self.is_shared)
 
 
 class TakenSlot(SlotRef):
-    """The way of a module to a parameter that it took over from another module.
+    """A reference from a module to a parameter that it took over from another module.
 
-    By its class Dynamo knows the module from one that reads two parameters of one bucket: their
-    graphs read two buckets and one, which nothing else that is guarded tells apart.
+    Dynamo guards on the class of a slot. A module that took a parameter over reads two buckets, and
+    an equal module that did not reads one; no other guard tells their graphs apart.
     """
 
 
@@ -80,8 +80,8 @@ def cut(bucket: "Bucket", index: int, full: Tensor) -> ShardTensor:
 def take(bucket: "Bucket", params: Sequence[nn.Parameter], filled: bool = False) -> None:
     """Cut full parameters, one a slot, into the segment; each is freed as soon as it is cut.
 
-    If the segment is `filled`, it has the values already. DTensors are not freed here:
-    `bucket.params` has other objects for them.
+    A segment that is `filled` has the values already. DTensors are not freed here: `bucket.params`
+    has another object for each.
     """
     for index, param in enumerate(params):
         grad = None if param.grad is None else cut(bucket, index, param.grad)
@@ -94,7 +94,7 @@ def take(bucket: "Bucket", params: Sequence[nn.Parameter], filled: bool = False)
 
 @torch.no_grad()
 def convert(bucket: "Bucket", fn: Callable[[Tensor], Tensor]) -> None:
-    """Convert the segment (dtype, device) and point the parameters to the new one."""
+    """Convert the segment (dtype, device), and make the parameters views of the new segment."""
     segment, is_first = fn(bucket.segment.detach()), bucket.is_as_sharded
     if bucket.segment.is_meta and not segment.is_meta:  # no value yet, so no padding either
         segment.fill_(padding_value(segment.dtype))
@@ -103,7 +103,7 @@ def convert(bucket: "Bucket", fn: Callable[[Tensor], Tensor]) -> None:
         grad = param.grad
         if isinstance(grad, ShardTensor):
             grad = ShardTensor(fn(grad._local), tuple(grad.shape), grad._shard_spec)
-        elif grad is not None:  # whole: code around the step has put it there
+        elif grad is not None:  # full: code around the step assigned it
             grad = fn(grad)
         _point(bucket, index, param, grad)
     if is_first:
@@ -111,7 +111,7 @@ def convert(bucket: "Bucket", fn: Callable[[Tensor], Tensor]) -> None:
 
 
 def allocate(bucket: "Bucket", device: torch.device | None = None) -> None:
-    """Give a bucket on meta memory on `device`; None: where its unit keeps segments."""
+    """Allocate a bucket that is on meta on `device`; None: where its unit keeps segments."""
     unit = bucket.owner
     home = device or (torch.device("cpu") if unit.settings.offloaded else unit.device)
     pin = unit.settings.pinned and unit.device.type != "cpu" and home.type == "cpu"
@@ -124,7 +124,7 @@ def allocate(bucket: "Bucket", device: torch.device | None = None) -> None:
 
 @torch.no_grad()
 def allocate_unwritten(bucket: "Bucket") -> None:
-    """`allocate` for a bucket whose parameters are written one by one: a missing one is NaN."""
+    """Allocate a bucket for writes parameter by parameter; unwritten parameters are NaN."""
     allocate(bucket)
     if bucket.segment.is_floating_point() or bucket.segment.is_complex():
         for param in bucket.params:
@@ -132,7 +132,7 @@ def allocate_unwritten(bucket: "Bucket") -> None:
 
 
 def make_param(bucket: "Bucket", index: int, like: nn.Parameter) -> nn.Parameter:
-    """Parameter `index`, a view of the segment, with the flag and attributes of `like`."""
+    """Parameter `index`, a view of the segment, with `requires_grad` and attributes of `like`."""
     sharded = parameter_like(like, view(bucket, index, bucket.segment))
     sharded._slot = SlotRef(bucket, index)  # type: ignore[attr-defined]
     reduce_plain_gradients(sharded)
@@ -140,7 +140,7 @@ def make_param(bucket: "Bucket", index: int, like: nn.Parameter) -> nn.Parameter
 
 
 def parameter_like(like: nn.Parameter, value: Tensor) -> nn.Parameter:
-    """A parameter with the flag and attributes of `like`; either may be sharded."""
+    """A parameter of `value` with `requires_grad` and attributes of `like`; each may be sharded."""
     param = nn.Parameter(value, like.requires_grad)
     own = {"_local", "_shard_spec", "_slot"} | attributes_of_subclass(like)
     param.__dict__.update({k: v for k, v in like.__dict__.items() if k not in own})
@@ -149,10 +149,10 @@ def parameter_like(like: nn.Parameter, value: Tensor) -> nn.Parameter:
 
 @torch.no_grad()
 def adopt(bucket: "Bucket", index: int, param: nn.Parameter) -> None:
-    """Make `param`, whole and of the slot's shape, parameter `index` of the bucket: cut it, in
+    """Make `param` parameter `index` of the bucket: cut `param`, full and of the slot's shape, in
     place.
 
-    The parameter that it replaces keeps its values and is no part of the bucket any more.
+    The replaced parameter keeps its values and leaves the bucket.
     """
     old = bucket.params[index]
     value = local_value(param.detach())
@@ -169,7 +169,8 @@ def adopt(bucket: "Bucket", index: int, param: nn.Parameter) -> None:
 def _point(bucket: "Bucket", index: int, param: nn.Parameter, grad: Tensor | None) -> nn.Parameter:
     """Make `param`, the same object, a view of the segment.
 
-    A DTensor has another layout in memory and stays what it is; it remembers what it became.
+    A DTensor has another layout in memory and stays as it is; a new parameter takes its place, and
+    is noted on the DTensor.
     """
     sharded = make_param(bucket, index, param)
     if compat.is_dtensor(param):

@@ -1,4 +1,4 @@
-"""Precision of a unit, and the casts that it asks for on the way in and out of its modules."""
+"""The precision policy of a unit, and its casts of inputs, outputs and buffers."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -14,24 +14,25 @@ from torch.nn.utils.rnn import PackedSequence
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):
-    """torch's `MixedPrecisionPolicy` with what FSDP1's `MixedPrecision` has beside it.
+    """torch's `MixedPrecisionPolicy` with more settings: of FSDP1's `MixedPrecision`, of the wire.
 
     Attributes:
-        param_dtype: of gathered parameters and of the computation; None: as stored.
-        reduce_dtype: what gradients are reduced and accumulated in; None: `param_dtype`.
-        output_dtype: what floating-point outputs of the unit's modules are cast to.
+        param_dtype: the dtype of gathered parameters and of compute; None: the stored dtype.
+        reduce_dtype: the dtype of the reduction and of accumulated gradients; None: `param_dtype`.
+        output_dtype: the dtype that floating-point outputs of the unit's modules are cast to.
         cast_forward_inputs: whether floating-point inputs are cast to `param_dtype`.
-        buffer_dtype: of floating-point buffers while they live; they are saved as they were.
-        keep_low_precision_grads: leave gradients in the dtype they were reduced in.
-        full_precision_in_eval: do without all casts while the unit's module is in `eval()`.
-        gather_wire_dtype: `torch.int8` or `torch.float8_e4m3fn`: what parameters are gathered in,
+        buffer_dtype: the dtype of floating-point buffers; a state dict has their first dtype.
+        keep_low_precision_grads: leave gradients in the dtype of the reduction.
+        full_precision_in_eval: cast nothing while the unit's module is in `eval()`.
+        gather_wire_dtype: `torch.int8` or `torch.float8_e4m3fn`, the dtype of gathers on the wire,
             with a scale for each block; None: `param_dtype`. Storage, gradients and compute keep
             their dtypes. A gathered element is off by at most 0.4% of the largest value of its
-            block (int8), or by 6.3% of itself (float8); twice that with `wire_seed`.
-        reduce_wire_dtype: `torch.int8`: what gradients are sent in, to be summed in float32; None:
-            `reduce_dtype`. Each rank's part of the sum is off by at most 0.4% as above.
-        wire_block: elements that share a scale on the wire.
-        wire_seed: of stochastic rounding on the wire; None rounds to the nearest.
+            block (int8), or by 6.3% of itself (float8); with `wire_seed`, by twice as much.
+        reduce_wire_dtype: `torch.int8`, the dtype of gradients on the wire, summed in float32;
+            None: `reduce_dtype`. Each rank's part of the sum is off by at most 0.4% of the largest
+            value of its block.
+        wire_block: the number of elements that share a scale on the wire.
+        wire_seed: the seed of stochastic rounding on the wire; None rounds to the nearest.
     """
 
     buffer_dtype: torch.dtype | None = None
@@ -44,12 +45,12 @@ class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):
 
     @property
     def quantises(self) -> bool:
-        """Whether anything travels in fewer bits."""
+        """Whether gathers or reductions travel in fewer bits."""
         return self.gather_wire_dtype is not None or self.reduce_wire_dtype is not None
 
     @staticmethod
     def of(policy: fsdp.MixedPrecisionPolicy) -> "MixedPrecisionPolicy":
-        """`policy` with the defaults of what torch's class does not have."""
+        """`policy` as an object of this class; settings that torch's class lacks have defaults."""
         if isinstance(policy, MixedPrecisionPolicy):
             return policy
         return MixedPrecisionPolicy(
@@ -58,9 +59,9 @@ class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with `fn` applied to every tensor in it; what holds none of them comes back as it is.
+    """Apply `fn` to every tensor in `value`; a container in which nothing changes is not copied.
 
-    Looks into tuples, lists, sets, dicts, dataclasses and packed sequences.
+    Containers are tuples, lists, sets, mappings, dataclasses and packed sequences.
     """
     if isinstance(value, Tensor):
         return fn(value)
@@ -89,7 +90,7 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Casts floating-point tensors, leaves others."""
+    """A function that casts floating-point tensors to `dtype`; others stay as they are."""
 
     def cast(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() or tensor.dtype == dtype:
@@ -100,7 +101,7 @@ def cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def moved_to(device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Moves tensors that are elsewhere."""
+    """A function that moves tensors to `device`."""
 
     def move(tensor: Tensor) -> Tensor:
         return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
@@ -111,9 +112,9 @@ def moved_to(device: torch.device) -> Callable[[Tensor], Tensor]:
 def keep_buffers_in(
     dtype: torch.dtype | None, modules: Iterable[nn.Module], skipped: Iterable[nn.Module] = ()
 ) -> None:
-    """Cast the floating-point buffers below `modules`; state dicts have them as they were.
+    """Cast the floating-point buffers below `modules`; a state dict has their first dtype.
 
-    Those of modules in `skipped` stay as they are.
+    Buffers of modules in `skipped` are not cast.
     """
     if dtype is None:
         return

@@ -1,13 +1,14 @@
 """A bucket's full parameters in one eager forward, and again in its backward.
 
-What autograd saves of a gathered bucket would keep all of it until the backward. While a module
-that holds parameters runs, saved-tensor hooks put a handle in the place of each such tensor. The
-bucket is gathered again when the backward unpacks the first of its handles, and freed with the
-last: autograd drops each when its node is done.
+A saved tensor that views a gathered bucket would keep the whole bucket until the backward. While a
+module that holds parameters runs, saved-tensor hooks save a handle in the place of each such
+tensor. The backward gathers the bucket again when it unpacks the first handle of the bucket. The
+bucket is freed with its last handle: autograd drops a handle when the handle's node is done.
 
-Only modules with parameters of their own are covered: torch refuses function transforms (`vmap`)
-under such hooks, and models use them between their layers. A weight that is read from outside the
-module that holds it is saved as it is: right, but its bucket stays until the backward.
+Only modules with parameters of their own have these hooks: torch refuses function transforms
+(`vmap`) under saved-tensor hooks, and models use transforms between their layers. A weight that is
+read from outside its module is saved as it is: gradients are right, but the bucket stays until the
+backward.
 """
 
 import weakref
@@ -31,13 +32,13 @@ _by_storage: "weakref.WeakValueDictionary[int, Unsharded]" = weakref.WeakValueDi
 
 
 class Unsharded:
-    """The full parameters that one eager forward reads of a bucket.
+    """The full parameters of a bucket in one eager forward.
 
     Attributes:
-        written: the bucket's version when it was gathered.
-        stays: whether it stays gathered after the forward.
+        written: the bucket's version at the gather.
+        stays: whether the bucket stays gathered after the forward.
         views: the full parameters, one a slot.
-        local_views: the same without tensor parallelism around them.
+        local_views: the plain tensors of `views`, which tensor parallelism wraps in DTensors.
     """
 
     def __init__(self, bucket: "Bucket", code: UnshardSpec, full: Tensor) -> None:
@@ -47,8 +48,8 @@ class Unsharded:
         self.written = bucket.version
         self.stays = code.held or not code.reshard_after_forward
         self._again: Again | None = None
-        # The first read may lie inside `no_grad` or `vmap` and a later one outside: what is kept
-        # serves both.
+        # The first read may lie inside `no_grad` or `vmap` and a later read outside: the views
+        # serve both.
         with compat.outside_function_transforms(), torch.enable_grad():
             views: tuple[Tensor, ...] = _Read.apply(bucket.segment, full, bucket, code)
             self.local_views = views
@@ -65,14 +66,14 @@ class Unsharded:
                 _by_storage[storage] = self
 
     def state(self) -> object:
-        """Differs after a write to the full parameters, but for those in place through `.data`."""
+        """A value that changes with a write to full parameters, unless in place through `.data`."""
         parts = [part for view in self.local_views for part in compat.plain_parts(view)]
         where = [None if compat.is_fake(part) else part.data_ptr() for part in parts]
         return [part._version for part in self._parts], where
 
     @property
     def is_written(self) -> bool:
-        """Whether a full parameter was written to in place, but through `.data`."""
+        """Whether a full parameter was written in place, other than through `.data`."""
         return [part._version for part in self._parts] != self._versions[: len(self._parts)]
 
     @property
@@ -82,7 +83,7 @@ class Unsharded:
         return any(view.shape != shape for view, shape in known)
 
     def close(self, at_once: bool) -> None:
-        """Nothing reads it any more. Backwards to come gather again what is freed `at_once`."""
+        """Free the views; `at_once` frees the bucket too, and later backwards gather it again."""
         for storage in self._storages:
             if storage is not None:
                 _by_storage.pop(storage, None)
@@ -92,14 +93,14 @@ class Unsharded:
         del self.full
 
     def handle(self, tensor: Tensor) -> "Handle | None":
-        """A stand-in for `tensor`, which views the gathered bucket; None if it cannot have one."""
+        """A handle for `tensor`, a view of the gathered bucket; None if it cannot have one."""
         index = self._storages.index(compat.storage_id(tensor))
         if tensor.dtype != self._parts[index].dtype:
-            return None  # another view of the bytes
+            return None  # a view in another dtype
         if tensor.is_conj() or tensor.is_neg():
             return None
         if self._again is None:
-            at_once = compat.in_backward()  # recomputed for it
+            at_once = compat.in_backward()  # recomputed for this backward
             self._again = Again(
                 self.bucket, self.code, self.full, self.written, self.stays or at_once
             )
@@ -118,7 +119,7 @@ class _Read(torch.autograd.Function):
         bucket: "Bucket",
         code: UnshardSpec,
     ) -> tuple[Tensor, ...]:
-        ctx.bucket = weakref.ref(bucket)  # which may hold these views until a backward
+        ctx.bucket = weakref.ref(bucket)  # weak: it may hold these views until a backward
         ctx.set_materialize_grads(False)
         views = full_parameters(full, code)
         ctx.mark_non_differentiable(
@@ -136,7 +137,7 @@ class _Read(torch.autograd.Function):
 
 
 class Again:
-    """A bucket for a backward, gathered again if it did not stay; lives as long as the handles."""
+    """A bucket for a backward, gathered again if it did not stay; its handles keep it alive."""
 
     def __init__(
         self, bucket: "Bucket", code: UnshardSpec, full: Tensor, written: object, stays: bool
@@ -150,7 +151,7 @@ class Again:
         bucket.gathered.expect(self)
 
     def get(self) -> Tensor:
-        """The gathered bucket, as `gather` gives it.
+        """The gathered bucket, as `comm.unshard.gather` gives it.
 
         Raises:
             RuntimeError: the parameters were written since the forward.
@@ -173,7 +174,7 @@ def _versions(full: Tensor) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """A handle that autograd saves in place of a view of a plain part of a gathered bucket."""
+    """The handle that autograd saves for a view of a plain part of a gathered bucket."""
 
     again: Again
     part: int
@@ -182,14 +183,14 @@ class Handle:
     offset: int
 
     def tensor(self) -> Tensor:
-        """The tensor, gathered again."""
+        """The view, after its bucket is gathered again."""
         part = compat.plain_parts(self.again.get())[self.part]
         return part.as_strided(self.size, self.stride, self.offset)
 
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """The same of a DTensor."""
+    """The handle of a DTensor."""
 
     inner: "Packed"
     spec: compat.DTensorSpec
@@ -200,7 +201,7 @@ class _Placed:
 
 @dataclass(frozen=True, slots=True)
 class _Wrapped:
-    """The same of another subclass; inner tensors that view no gathered bucket as they are."""
+    """The handle of another subclass; inner tensors outside of gathered buckets are saved as is."""
 
     kind: Any
     inner: dict[str, "Packed | Tensor"]
@@ -224,9 +225,11 @@ Packed = Handle | _Placed | _Wrapped
 
 
 def saving_handles() -> "torch.autograd.graph.saved_tensors_hooks | None":
-    """Hooks that save handles, to be entered; None where nothing is saved, or all is recomputed.
+    """Saved-tensor hooks that save handles, for the caller to enter; None where none are needed.
 
-    What is no part of a gathered bucket goes on to the hooks that are in force.
+    None are needed where no tensor is saved, a checkpoint recomputes, or such hooks are in force.
+    Where torch refuses hooks, there are none. Tensors that view no gathered bucket go to the hooks
+    in force.
     """
     if not torch.is_grad_enabled() or not compat.saved_tensors_hooks_allowed():
         return None
@@ -242,7 +245,7 @@ def saving_handles() -> "torch.autograd.graph.saved_tensors_hooks | None":
 
 @compat.untraced  # autograd calls it between the graphs of a broken model
 def _pack(tensor: Tensor) -> Packed | tuple[Tensor, int]:
-    # Never the tensor itself: it may be an output of the node that saves it, a cycle.
+    # An alias, never the tensor itself: an output of the node that saves it would make a cycle.
     return _handle(tensor) or (tensor.detach(), tensor._version)
 
 
@@ -292,7 +295,7 @@ def _handle(tensor: Tensor) -> Packed | None:
 
 
 def _handle_inside(tensor: Any) -> _Wrapped | None:
-    """A handle for a subclass around views of a gathered bucket."""
+    """A handle for a subclass around views of a gathered bucket; None for other tensors."""
     names, context = tensor.__tensor_flatten__()
     inner = {name: getattr(tensor, name) for name in names}
     handles = {name: handle for name, value in inner.items() if (handle := _handle(value))}

@@ -1,11 +1,11 @@
-"""`backward(inputs=)` and `torch.autograd.grad` for parameters that are sharded.
+"""`backward(inputs=)` and `torch.autograd.grad` for sharded parameters.
 
-The engine knows segments, not the parameters that view them. Where it is given such parameters, it
-is given the segments of their buckets instead, and what a bucket deals out goes to the parameters
-asked for only. What flows into a bucket is reduced as a whole, so all ranks must ask alike.
+Autograd's engine knows segments, not the parameters that view them. So the engine gets the segments
+of the buckets in place of the parameters, and a bucket gives gradients to the requested parameters
+only. The gradient of a bucket is reduced as a whole, so all ranks must request the same parameters.
 
-`grad` is a backward whose gradients are taken off the parameters again: they are sharded, as
-`.grad` is, and `.grad` stays as it was.
+`grad` runs a backward and then takes the gradients off the parameters: the gradients are sharded,
+as `.grad` is, and `.grad` keeps its value.
 """
 
 from collections import defaultdict
@@ -29,8 +29,8 @@ Slots = Mapping["Bucket", set[int]]
 
 @dataclass(frozen=True)
 class Selection:
-    """The slots that the backward under way was asked for; `hooks`: whether `.grad` has new values
-    by it."""
+    """The slots that the backward under way was asked for; `hooks`: whether it calls the
+    post-accumulate hooks of parameters."""
 
     slots: Slots
     hooks: bool
@@ -40,17 +40,17 @@ _current: Selection | None = None
 
 
 def is_selected(bucket: "Bucket", slot: int) -> bool:
-    """Whether the backward under way shall give this parameter a gradient."""
+    """Whether the backward under way gives the parameter in `slot` a gradient."""
     return _current is None or slot in _current.slots.get(bucket, ())
 
 
 def runs_hooks() -> bool:
-    """Whether hooks on parameters that have a new `.grad` shall be called."""
+    """Whether the backward under way calls the post-accumulate hooks of parameters."""
     return _current is None or _current.hooks
 
 
 def is_sharded(value: object) -> TypeGuard[ShardTensor]:
-    """Whether `value` is a parameter that a bucket holds."""
+    """Whether `value` is a parameter of a bucket."""
     return isinstance(value, ShardTensor) and hasattr(value, "_slot")
 
 
@@ -64,14 +64,14 @@ def run_for_inputs(
     """Run torch's engine for `inputs`, some of them sharded.
 
     Args:
-        run: the engine, given inputs that it knows, and whether some may be missing in the graph.
-        inputs: what the user gave.
+        run: the engine; takes inputs that it knows, and whether the graph may lack some of them.
+        inputs: the inputs that the user gave.
         accumulates: whether gradients go to `.grad` (`backward`), or are returned (`grad`).
-        create_graph: whether they shall be differentiable.
-        allow_unused: whether an input may have none.
+        create_graph: whether the gradients are to be differentiable.
+        allow_unused: whether an input may have no gradient.
 
     Raises:
-        RuntimeError: what is asked cannot be done for a bucket; says what can.
+        RuntimeError: a bucket cannot serve the request; the message says how to change it.
     """
     slots: defaultdict[Bucket, set[int]] = defaultdict(set)
     for param in inputs:
@@ -107,7 +107,8 @@ def run_for_inputs(
 
 
 def _refuse_parts(slots: Slots, accumulates: bool) -> None:
-    """Raise where gradients wait, or shall wait, to be reduced, which a bucket does as a whole."""
+    """Raise for a part of a bucket if its gradients wait unreduced, or are to wait: a bucket
+    accumulates as a whole."""
     models = {bucket.owner.outermost for bucket in slots}
     waiting = (each.bucket for each in accumulate.accumulating() if not each.is_empty)
     held = {bucket for bucket in waiting if bucket.owner.outermost in models}
@@ -137,7 +138,7 @@ def _selecting(selection: Selection) -> Iterator[None]:
 
 @contextmanager
 def _without_gradients(params: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, `.grad` is None to begin with; afterwards it is what it was."""
+    """Set `.grad` of the parameters to None at the start, and restore `.grad` at the end."""
     before = {param: param.grad for param in params}
     for param in before:
         param.grad = None

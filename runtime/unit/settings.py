@@ -1,4 +1,4 @@
-"""Settings of a unit; its buckets turn them into the spec of their code."""
+"""The settings of a unit, from which `bucket_spec` makes the specs of its buckets."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -15,35 +15,36 @@ if TYPE_CHECKING:
     from shardc.runtime.unit.unit import Unit
 
 Communicator = Literal["shared", "own", "urgent"]
-"""The mesh's own, one for one purpose, or such a one whose kernels have priority (NCCL)."""
+"""The mesh's communicator, one for one purpose, or one for one purpose with priority (NCCL)."""
 
 _OBJECTS = ("reduce_function", "all_gather", "reduce_scatter", "hook")
 _KEPT = 4
-"""How many objects of the user are kept for one setting."""
+"""The number of user objects that are kept for one setting."""
 
 
 @dataclass
 class Settings:
-    """The settings that all buckets of a unit share; a change has its graphs compiled anew.
+    """The settings that all buckets of a unit share; after a change the unit's graphs recompile.
 
     Attributes:
-        reshard_after_forward: free the gathered bucket after the forward; a number: keep the part
-            that so many ranks share, and gather among them in the backward.
+        reshard_after_forward: free the gathered bucket after the forward; a number: keep this
+            rank's part among that number of ranks, among which the backward gathers.
         reshard_after_backward: False keeps the bucket gathered until the next step's backward.
-        sync: reduce gradients; False adds them up unreduced.
-        all_reduce: reduce over copies of the model too; False adds up what was not.
-        divide_factor: what gradients are divided by; None: the number of ranks.
+        sync: reduce gradients; False adds up unreduced gradients.
+        all_reduce: reduce over copies of the model too; False adds up gradients of one copy.
+        divide_factor: the divisor of gradients; None: the number of ranks.
         force_sum: sum and divide even where the backend can average.
         reduce_unused: a parameter that no rank used gets a gradient of zeros.
         reduce_function, all_gather, reduce_scatter, hook: keys of the user's objects.
-        objects: these, by setting, the last few: a backward to come may call an earlier one.
-        memory: where buffers of collectives come from (`comm_buffers`).
-        gathers_on, reduces_on: the communicator of gathers and that of reductions.
-        reduce_buffers: how many reductions may be under way; None: as the schedule finds best.
+        objects: the last user objects of each setting: a later backward may call an earlier one.
+        memory: the allocator of the buffers of collectives (`comm_buffers`).
+        gathers_on, reduces_on: the communicators of gathers and of reductions.
+        reduce_buffers: the largest number of reductions under way; None: the schedule decides.
         forward_prefetch, backward_prefetch: units to gather when the unit's forward or backward
             begins.
         precision, offload: the policies given to `fully_shard`.
-        host_is_apart: plan for a device that is not the host, though all is on the CPU (`explain`).
+        host_is_apart: plan as if the device were not the host, though all is on the CPU
+            (`explain`).
     """
 
     reshard_after_forward: bool | int = True
@@ -69,7 +70,7 @@ class Settings:
     objects: dict[str, tuple[Interned, ...]] = field(default_factory=dict, repr=False)
 
     def put(self, name: str, value: object) -> None:
-        """Set one; an object of the user goes by its key, and is kept."""
+        """Set the setting `name`; of a user's object, set the key and keep the object."""
         if name in _OBJECTS and value is not None:
             own = intern_object(value)
             earlier = [known for known in self.objects.get(name, ()) if known is not own]
@@ -84,15 +85,15 @@ class Settings:
 
     @property
     def pinned(self) -> bool:
-        """Whether they lie in pinned memory there, from which copies overlap compute."""
+        """Whether segments lie in pinned memory of the host, so that copies overlap compute."""
         return isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory
 
     def is_full_precision(self, evaluating: bool) -> bool:
-        """Whether an evaluation does without casts."""
+        """Whether the unit runs without casts; never in training."""
         return evaluating and self.precision.full_precision_in_eval
 
     def dtypes(self, stored: torch.dtype, evaluating: bool) -> tuple[torch.dtype, torch.dtype]:
-        """The dtypes that a bucket stored in `stored` is computed and reduced in."""
+        """The dtypes of compute and of the reduction for a bucket stored in `stored`."""
         policy = self.precision
         if not stored.is_floating_point or self.is_full_precision(evaluating):
             return stored, stored
@@ -102,7 +103,7 @@ class Settings:
     def wire_format(
         self, layout: BucketLayout, purpose: Literal["gather", "reduce"]
     ) -> WireFormat | None:
-        """How segments or gradients of a bucket travel; None: in their dtype."""
+        """The wire format of a bucket's gathers or reductions; None: values keep their dtype."""
         policy = self.precision
         dtype = policy.gather_wire_dtype if purpose == "gather" else policy.reduce_wire_dtype
         if dtype is None or not layout.block:
@@ -110,7 +111,7 @@ class Settings:
         return WireFormat(dtype, layout.block, layout.exact, policy.wire_seed)
 
     def division(self, ranks: int, dtype: torch.dtype, mean_op: str) -> tuple[str, float, float]:
-        """How gradients of `ranks` ranks are averaged: the op, and what to divide before and after.
+        """The mean of gradients of `ranks` ranks: the op, and the divisors before and after it.
 
         `mean_op` is "avg" where the backend averages by itself.
         """

@@ -1,4 +1,4 @@
-"""A unit: what one call of `fully_shard` made, modules that are gathered and reduced together."""
+"""A unit: the modules of one `fully_shard` call, which are gathered and reduced together."""
 
 import itertools
 import weakref
@@ -21,25 +21,26 @@ from shardc.runtime.unit.settings import Settings
 class Unit:
     """The modules of one call of `fully_shard`, gathered and reduced together.
 
-    Modules hold their unit and its buckets, never the other way round: a graph that a module keeps
-    (an auxiliary loss, say) holds buckets, and would keep the module that it is kept by.
+    A module holds its unit and the unit's buckets. A unit holds its modules weakly: a module may
+    keep an autograd graph (an auxiliary loss, say), the graph holds buckets, and a bucket that held
+    the module would keep it alive.
 
     Attributes:
-        given: its modules.
-        asked_reshard: `reshard_after_forward` as the user gave it; None is settled by `is_root`.
-        settings: what else was asked; shared with the buckets.
-        device: where the unit is computed.
-        ignored: parameters that are left alone by calls on outer modules too.
-        skipped: modules that are.
-        name: the name of its first module in the outermost unit, for messages.
-        number: in the order in which this process made units.
-        on_meta: whether something below its modules may still be on the meta device, or have no
-            values on other ranks.
-        mixed: whether its parameters had values on some ranks only when they were sharded.
-        differs: a parameter that had other values on other ranks then.
-        summoned: whether its modules hold full parameters, and so compute in their dtype.
-        before_gathers: waits for what its next gather shall wait for.
-        around: the unit around it, if there is one.
+        given: the unit's modules.
+        asked_reshard: `reshard_after_forward` as the user gave it; for None, `is_root` decides.
+        settings: the unit's settings, an object that its buckets share.
+        device: the device that computes the unit.
+        ignored: parameters that `fully_shard` calls on outer modules leave alone too.
+        skipped: modules that `fully_shard` calls on outer modules leave alone too.
+        name: the name of the unit's first module in the outermost unit, for messages.
+        number: the unit's number in the order in which this process made units.
+        on_meta: whether a parameter or buffer below its modules may be on the meta device, or have
+            no values on other ranks.
+        mixed: whether only some ranks had values for the unit's parameters at `fully_shard`.
+        differs: the name of a parameter with different values on the ranks at `fully_shard`, or "".
+        summoned: whether the unit's modules hold full parameters and compute in their dtype.
+        before_gathers: a wait to call once, before the unit's next gather; None: no wait.
+        around: a weak reference to the unit around this one; None for the root.
     """
 
     given: InitVar[tuple[nn.Module, ...]]
@@ -74,23 +75,26 @@ class Unit:
 
     @property
     def is_root(self) -> bool:
-        """Whether no other unit is around it."""
+        """Whether no unit is around this one."""
         return self.around is None
 
     @property
     def outermost(self) -> "Unit":
-        """The unit around it and all others; itself if it is the root."""
+        """The root around this unit; the unit itself if it is the root."""
         around = None if self.around is None else self.around()
         return self if around is None else around.outermost
 
     @property
     def training(self) -> bool:
-        """Whether the first of its modules that exists is in training mode."""
+        """Whether the unit's first module that still exists is in training mode."""
         return next((module.training for module in self.modules), True)
 
     @property
     def hints(self) -> tuple[object, ...]:
-        """The user's wishes for the schedule; targets as distances, equal for equal blocks."""
+        """The user's hints for the schedule.
+
+        A unit to prefetch is given by its distance from this unit, which is equal in equal blocks.
+        """
         settings = self.settings
         ahead = tuple(unit.number - self.number for unit in settings.forward_prefetch)
         back = tuple(unit.number - self.number for unit in settings.backward_prefetch)
@@ -98,39 +102,39 @@ class Unit:
         return (ahead, back, buffers) if ahead or back or buffers else ()
 
     def await_updates(self) -> None:
-        """A gather is about to start: wait for what it shall wait for."""
+        """Call the wait that was set for the unit's next gather (`before_gathers`), once."""
         if self.before_gathers is not None:
             self.before_gathers()
             self.before_gathers = None
 
     def change(self, **settings: object) -> None:
-        """Set some of the settings, and have graphs that use the unit compiled anew."""
+        """Change settings; graphs that use the unit are then compiled anew."""
         for name, value in settings.items():
             self.settings.put(name, value)
         for bucket in self.buckets:
             bucket.key.follow_settings()
 
     def note_meta(self) -> None:
-        """Look again for what is on meta, after states were moved."""
+        """Set `on_meta` anew, after parameters or buffers were moved."""
         self.on_meta = self.lacks_values or any(map(states_on_meta, self.modules))
 
     @property
     def is_as_sharded(self) -> bool:
-        """Whether a bucket of it was not written since `fully_shard`."""
+        """Whether a bucket of the unit was not written since `fully_shard`."""
         return any(bucket.is_as_sharded for bucket in self.buckets)
 
     @property
     def lacks_values(self) -> bool:
-        """Whether some ranks had no values for it, and have not been given them."""
+        """Whether some ranks had no values for the unit, and were given none since."""
         return self.mixed and self.is_as_sharded
 
     def put_into(self, around: "Unit | None") -> None:
-        """Set the unit around this one, or none."""
+        """Set the unit around this one; None makes this unit the root."""
         self.around = None if around is None else weakref.ref(around)
         self.settle()
 
     def settle(self) -> None:
-        """Decide what None means, as FSDP2 does: reshard, except the outermost unit."""
+        """Settle `reshard_after_forward`: for None all units but the root reshard, as in FSDP2."""
         asked = self.asked_reshard
         self.change(reshard_after_forward=(not self.is_root) if asked is None else asked)
 
@@ -147,8 +151,10 @@ class Unit:
     def prepare_inputs(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
-        """Arguments of the forward on the unit's device (where no other unit is around) and in its
-        dtype."""
+        """Move the arguments of a forward to the unit's device, and cast them to the unit's dtype.
+
+        Only the root, or a unit that is called outside of other units, moves arguments.
+        """
         policy = self.settings.precision
         steps: list[Callable[[Tensor], Tensor]] = []
         if self._moves_inputs():
@@ -183,9 +189,9 @@ class Unit:
 def _forget_views(
     modules: Sequence[weakref.ref[nn.Module]], all_gathered: Sequence[weakref.ref[Gathered]]
 ) -> None:
-    """With the last module of a unit go the full parameters that it gave: their graph has buckets.
+    """Free the full parameters of a unit when its last module is gone: their graph holds buckets.
 
-    A cycle through autograd, which the garbage collector does not see.
+    The reference cycle goes through autograd, so the garbage collector does not see it.
     """
     if all(module() is None for module in modules):
         for reference in all_gathered:

@@ -1,9 +1,9 @@
-"""Hooks of leaves that do not keep alive what they call.
+"""Hooks of autograd leaves that refer to their targets weakly.
 
-Autograd keeps the hooks of a leaf in C++, out of sight of Python's garbage collector: a leaf whose
-hook leads back to it would never be freed. So the hook knows its target weakly. Whoever can still
-see the gradient holds the target: a bucket is held by its parameters, and by every graph that reads
-it.
+Autograd keeps the hooks of a leaf in C++, out of sight of Python's garbage collector: a leaf with a
+hook that refers back to the leaf would never be freed. So a hook refers to its target weakly. While
+the gradient can be seen, the target is alive: the parameters of a bucket hold the bucket, and so
+does every graph that reads it.
 """
 
 import weakref
@@ -15,7 +15,7 @@ from shardc.runtime import compat
 
 
 def weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """A hook that calls a bound method for as long as something else holds its object."""
+    """A hook that calls a bound method while the object of the method is alive."""
     reference = weakref.WeakMethod(method)
 
     @compat.untraced  # compiled autograd would trace it

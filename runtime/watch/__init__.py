@@ -1,1 +1,1 @@
-"""The watch: ranks compare what they enter, and a failure names the collective and the ranks."""
+"""The watch: ranks compare their collectives, and a failure names the collective and the ranks."""

@@ -1,10 +1,11 @@
-"""Ranks compare what must be equal through the store, before any collective could hang on it.
+"""Ranks compare facts through the store, before a collective could hang on a difference.
 
 Every rank states its facts as lines of text, and one verdict goes back to all. The store counts the
-ranks by a digest of what they state; a few of them compare the text itself with rank 0's. It costs
-two store operations a rank, three with a note, and looks while others are late. A rank that differs
-or does not answer is named on every rank. Facts already agreed on are not compared again, so that a
-rank may recompile alone for its own shapes, as long as its sequence of collectives stays the same.
+ranks by a digest of their text; a few of them compare the text itself with rank 0's. A comparison
+costs two store operations a rank, three with a note, and looks while others are late. All ranks
+raise an error that names a rank that differs or does not answer. Facts already agreed on are not
+compared again, so a rank may recompile alone for its own shapes, as long as its sequence of
+collectives stays the same.
 """
 
 import difflib
@@ -28,26 +29,26 @@ from shardc.runtime.watch.lost_peers import store_holder
 from shardc.runtime.watch.progress import Call, progress
 
 _AGREED = "agreed\n"
-"""How a verdict begins if all is well; the notes follow, a line each."""
+"""The first line of a verdict where all ranks agree; the notes follow, one a line."""
 _KEPT = 4096
-"""On how many facts a group remembers that it agreed. All ranks forget the same ones."""
+"""Statements that a group remembers as agreed on. All ranks forget the same statements."""
 
 
 @dataclass(frozen=True)
 class Statement:
-    """The statement of a rank, which the others of its group must state too.
+    """The statement of a rank; all ranks of its group must state the same facts.
 
     Attributes:
-        what: what is compared, for the error.
-        facts: lines of text that must be equal.
-        note: a line of text that may differ from rank to rank; all give one, or none does.
-        first_note_stands: once agreed on, the same facts give the same notes for good; else a new
-            note starts another round, which all ranks must enter.
-        kept_as: what is remembered of the facts, if not the facts. Facts that are kept as the same
-            are agreed on, too.
+        facts: lines of text that must be equal on all ranks.
+        note: a line of text that may differ from rank to rank; all ranks give one, or none does.
+        first_note_stands: whether the notes of the first round on these facts hold for good; else a
+            new note starts another round, which all ranks must enter.
+        kept_as: lines to remember in place of the facts. Other facts with the same lines count as
+            agreed on, too.
     """
 
     what: str
+    """The name of the comparison, for the error."""
     facts: Sequence[str] = ()
     note: str = ""
     first_note_stands: bool = False
@@ -55,7 +56,7 @@ class Statement:
 
     @property
     def name(self) -> str:
-        """Under which it is remembered."""
+        """The key under which the agreement is remembered."""
         return digest(self.what, *(self.facts if self.kept_as is None else self.kept_as))
 
 
@@ -64,15 +65,15 @@ class _History:
     """The agreements of one group.
 
     Attributes:
-        rounds: how many times its ranks have compared something.
-        notes: by name of a statement, oldest first, the notes of each round on it.
+        rounds: the number of comparisons of its ranks.
+        notes: by name of a statement, the notes of each round on it, oldest first.
     """
 
     rounds: int = 0
     notes: dict[str, list[frozenset[str]]] = field(default_factory=dict)
 
     def known(self, name: str, stated: Statement) -> frozenset[str]:
-        """The notes of the rounds in which a rank gave this one, or of the first if that stands."""
+        """The notes of rounds in which a rank gave this note; of the first round if they stand."""
         rounds = self.notes.get(name, [])
         if stated.first_note_stands:
             return frozenset().union(*rounds[:1])
@@ -95,17 +96,17 @@ def agree(
 
     Args:
         group: the ranks that compare.
-        stated: what this rank states.
-        timeout: how long to wait for the others (default: the group's timeout).
-        every_time: compare even what was agreed on before: all ranks call this together.
-        before: is called where something is to be compared.
+        stated: the statement of this rank.
+        timeout: the time to wait for the others (default: the group's timeout).
+        every_time: compare even facts that were agreed on before; all ranks do so together.
+        before: a function that is called before a comparison.
 
     Returns:
-        The notes of all ranks, in the rounds in which one of them gave this rank's note; with
-        `first_note_stands` those of the first round.
+        The notes of all ranks, from the rounds in which a rank gave this rank's note; with
+        `first_note_stands`, from the first round.
 
     Raises:
-        RuntimeError: a rank states something else, or does not answer in time.
+        RuntimeError: a rank states other facts, or does not answer in time.
     """
     if not compat.has_others(group):
         return frozenset([stated.note])
@@ -131,12 +132,12 @@ def agree(
 
 
 def known(group: dist.ProcessGroup, stated: Statement) -> frozenset[str]:
-    """The notes that `agree` would give at once; empty if it would have to ask the other ranks."""
+    """The notes that `agree` would return at once; empty if it would have to ask other ranks."""
     return kept_with(group, _History, _History).known(stated.name, stated)
 
 
 def settle(group: dist.ProcessGroup, stated: Statement) -> frozenset[str]:
-    """Remember facts as agreed on, as all ranks of `group` do: they are known to be equal."""
+    """Remember facts that are known to be equal as agreed on; all ranks of `group` do the same."""
     history, name = kept_with(group, _History, _History), stated.name
     if not history.known(name, stated):
         history.keep(name, frozenset([stated.note]))
@@ -144,14 +145,15 @@ def settle(group: dist.ProcessGroup, stated: Statement) -> frozenset[str]:
 
 
 def rounds(group: dist.ProcessGroup) -> int:
-    """How many times the ranks of `group` have compared something."""
+    """The number of comparisons that the ranks of `group` have made."""
     return kept_with(group, _History, _History).rounds
 
 
 def decline(group: dist.ProcessGroup, what: str, why: str) -> None:
-    """Make the others raise at their `agree` on `what`: this rank cannot go on. Never waits.
+    """Make the other ranks raise in their `agree`, because this rank cannot go on. Never waits.
 
-    Takes the place of this rank's call of `agree` with `every_time`.
+    The call replaces this rank's call of `agree` with `every_time`; the second argument is the name
+    of the statement.
     """
     if not compat.has_others(group):
         return
@@ -162,8 +164,10 @@ def decline(group: dist.ProcessGroup, what: str, why: str) -> None:
 
 
 def _entry(what: str, facts: Sequence[str]) -> Call:
-    """The entry of a comparison in the group's history: its facts are compared through the
-    store."""
+    """The entry of a comparison in the group's history.
+
+    The digest of the entry leaves out the facts, which are compared through the store.
+    """
     first = f" ({facts[0][:100]})" if facts else ""
     return Call("a comparison", f"the comparison of {what}{first}{_called_from_here()}")
 
@@ -189,10 +193,11 @@ def _next_round(group: dist.ProcessGroup) -> dist.Store:
 def _exchange(
     store: dist.Store, rank: int, world: int, stated: Statement, timeout: timedelta
 ) -> frozenset[str]:
-    """One round: rank 0 gives the reference; who comes last, differs or gives up, the verdict.
+    """Compare in one round: rank 0 gives the reference, and one rank gives the verdict.
 
-    The first verdict stands, so that whoever comes late learns that the others have given up. Only
-    the first rank of a block that comes with a text compares it: others stated the same.
+    The verdict comes from the rank that comes last, that differs, or that gives up. The first
+    verdict stands, so a rank that comes late learns that the others have given up. In each block of
+    ranks, only the first rank with a text compares the text: the others stated the same.
     """
     what, note, text = stated.what, stated.note, "\n".join([stated.what, *stated.facts])
     if note and store.add(f"note {digest(note)}", 1) == 1:
@@ -232,7 +237,7 @@ def _rule(store: dist.Store, verdict: str) -> None:
 
 
 def _difference(what: str, rank: int, mine: list[str], reference: list[str]) -> str:
-    """The text for all ranks: the first line in which two differ; `what` is the line above."""
+    """The verdict on two texts: it names the comparison and the first line that differs."""
     if mine[0] != reference[0]:
         return (
             f"ranks disagree on what comes next: rank 0 compares {reference[0]}, "
@@ -254,7 +259,7 @@ def _difference(what: str, rank: int, mine: list[str], reference: list[str]) -> 
 
 
 def _parting(first: str, second: str) -> str:
-    """In which words two long lines differ, up to four places."""
+    """The words in which two long lines differ, at up to four places; "" for short lines."""
     if max(len(first), len(second)) < 100:
         return ""
     a, b = first.split(" "), second.split(" ")

@@ -17,8 +17,7 @@ BoxedGraph = Callable[[list[object]], object]
 
 @contextmanager
 def in_history(group: str) -> Iterator[None]:
-    """Enter collectives started inside into the history of `group`; where ranks part, all are
-    told."""
+    """Enter collectives started inside into the history of `group`; tell all ranks if they part."""
     outer, progress.history = progress.history, watch(group)
     try:
         yield
@@ -44,10 +43,10 @@ def naming(group: str) -> Iterator[None]:
 
 @contextmanager
 def entering(what: str, group: str, value: Tensor | None = None) -> Iterator[None]:
-    """A collective for a call of the user, waited for inside; nothing where `value` is traced.
+    """Enter a collective for a call of the user, which waits for it inside.
 
-    Args:
-        what: the collective, the same on all ranks.
+    A traced `value` enters nothing. The first argument names the collective, in the same words on
+    all ranks.
     """
     if value is not None and type(value) is not Tensor:
         yield
@@ -59,10 +58,11 @@ def entering(what: str, group: str, value: Tensor | None = None) -> Iterator[Non
 def naming_failures(
     call: BoxedGraph, groups: Sequence[str], replayed: Sequence[str] = ()
 ) -> BoxedGraph:
-    """`call`, a boxed graph with collectives over `groups`, within `naming` and below autograd.
+    """Wrap `call`, a boxed graph with collectives over `groups`, in `naming` and below autograd.
 
-    Where a CUDA graph replays it, over the groups `replayed`, Python does not see its collectives:
-    it enters histories as one. NCCL destroys none of these groups before the CUDA graph.
+    Python does not see the collectives that a CUDA graph replays, over the groups `replayed`: the
+    graph is then one entry in each history. Such CUDA graphs are freed before NCCL destroys one of
+    the groups.
     """
     others = groups if replayed else groups[1:]
     if replayed:

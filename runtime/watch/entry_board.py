@@ -1,8 +1,9 @@
-"""Memory that the ranks of a group on one host share: the last collectives each has entered.
+"""Memory that the ranks of a group on one host share: the last collectives of each rank.
 
-A file of fixed size, mapped by all. A rank writes its own ring only, so there are no locks, and an
-entry's word is written last. Which file it is, the ranks agree on by one operation of the store.
-The file is removed once all have it open, or at exit; ranks on another host have another one.
+All ranks map a file of fixed size. A rank writes its own ring only, so there are no locks, and it
+writes the word of an entry last. The ranks agree on the name of the file by one operation of the
+store. The file is removed once all ranks have it open, or at exit; ranks on another host have
+another file.
 """
 
 import atexit
@@ -18,26 +19,26 @@ import torch.distributed as dist
 from shardc.runtime.groups.store import store_of
 
 RING = 128
-"""How many entries a rank keeps: one that is further ahead is not compared with."""
+"""Entries that a rank keeps: it is not compared with a rank that is further ahead."""
 COUNT_BITS = 16
 _ENTRY, _WORD = 256, 8
-"""Bytes of an entry: the word, then its text."""
+"""Bytes of an entry, and of the word that it begins with; its text follows."""
 _RANK = (RING + 1) * _ENTRY
-"""Bytes of a rank: its ring, and an entry for why it left."""
+"""Bytes of a rank: its ring, and an entry for the reason why it left."""
 _CHAIN_BITS = 8 * _WORD - COUNT_BITS
 
 
 def word_of(count: int, chain: int) -> int:
-    """The word of an entry that ranks compare: its place, and a hash of all entries up to it."""
+    """The word of an entry, for ranks to compare: its place, and a hash of all entries up to it."""
     return (count % (1 << COUNT_BITS)) << _CHAIN_BITS | chain % (1 << _CHAIN_BITS)
 
 
 class Board:
-    """The entries of the ranks of this host; this one is `rank` of `world`."""
+    """The entries of the ranks of this host; this rank is `rank` of `world`."""
 
     def __init__(self, path: str, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
-        # in words: how many ranks have it open, which; from a new page on, their rings
+        # words: the count of ranks that have it open, these ranks; from a new page on, the rings
         self._start = -(-(1 + world) * _WORD // mmap.PAGESIZE) * mmap.PAGESIZE
         size = self._start + world * _RANK
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -64,7 +65,7 @@ class Board:
             atexit.register(_remove, path)
 
     def post(self, count: int, word: int, text: bytes) -> bool:
-        """Write an entry; whether another rank has another one at this place."""
+        """Write an entry, and tell whether another rank has a different entry at its place."""
         place = count % RING * _ENTRY
         self._write(place, word, text)
         words = self._words
@@ -83,16 +84,16 @@ class Board:
         self._words[start // _WORD - 1] = word
 
     def leave(self, count: int, text: str) -> None:
-        """Write why this rank left after so many entries."""
+        """Write the reason why this rank left after `count` entries."""
         self._write(RING * _ENTRY, count, text.encode())
 
     def left(self) -> dict[int, tuple[int, str]]:
-        """By rank, after how many entries it left, and why."""
+        """By rank that left, the number of its entries and the reason."""
         found = {rank: self._read(rank, RING) for rank in self._words[1 : 1 + self._words[0]]}
         return {rank: entry for rank, entry in found.items() if entry[0]}
 
     def at(self, count: int) -> dict[int, tuple[int, str]]:
-        """By rank, the word and the text of the entry at this place, where there is one."""
+        """By rank with an entry at this place, the word and the text of the entry."""
         found = {}
         for rank in self._words[1 : 1 + self._words[0]]:
             word, text = self._read(rank, count % RING)
@@ -102,7 +103,7 @@ class Board:
 
     def _read(self, rank: int, index: int) -> tuple[int, str]:
         start = self._start + rank * _RANK + index * _ENTRY
-        word = self._words[start // _WORD]  # before the text, which is written first
+        word = self._words[start // _WORD]  # read before the text: writers write it last
         text = self._memory[start + _WORD : start + _ENTRY].split(b"\0")[0]
         return word, text.decode(errors="replace")
 
@@ -113,9 +114,9 @@ class Board:
 
 
 def board_of(group: dist.ProcessGroup) -> Board | None:
-    """The board of a group; None where there can be none."""
+    """The board of a group; None where the store or the file fails."""
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-    with suppress(RuntimeError, OSError):  # of the store, of the file
+    with suppress(RuntimeError, OSError):  # the store fails, or the file
         store, mine = store_of(group), secrets.token_hex(16)
         token = store.compare_set("shardc/board", "", mine)
         return Board(f"{folder}/shardc-{token.decode()}", group.rank(), group.size())

@@ -1,7 +1,7 @@
-"""One rank makes something for others of its group, which wait for it and are never stuck.
+"""Hand-overs: one rank makes bytes for others of its group, which wait and are never stuck.
 
-The one that makes it says in the group's store, every few seconds, that it is alive. A rank that
-hears nothing for a while, or is told that there is nothing, goes on alone.
+The maker says in the group's store, every few seconds, that it is alive. A rank that hears nothing
+for a while, or is told that there is nothing to take, goes on alone.
 """
 
 import contextlib
@@ -20,29 +20,29 @@ from shardc.runtime.groups.store import look, pauses, store_of
 log = logging.getLogger("shardc")
 
 _BEAT, _DEAD = 2.0, 30.0
-"""Seconds: how often the maker says that it is alive, and after which silence it counts as dead."""
+"""Seconds between the maker's signs of life, and of the silence after which it counts as dead."""
 _SHARE = 4
-"""A rank that may be the only one to come waits for this part of the group's timeout."""
+"""The group's timeout is divided by this for a rank that may be the only one to come."""
 _CHUNK = 1 << 20
 """Bytes that travel as one value of the store."""
 _SAID_AFTER, _SAID_EVERY = 5.0, 30.0
-"""Seconds after which a wait is logged, and how often after that."""
+"""Seconds after which a wait is logged, and between the later lines of the log."""
 
 
 class _Rounds:
-    """How many times the ranks of a group have handed something over."""
+    """The number of hand-overs that all ranks of a group came for."""
 
     count = 0
 
 
 class HandOver:
-    """A text that one rank of a group hands over to the others, once.
+    """Bytes that one rank of a group hands over to the others, once.
 
     Args:
         group: the ranks.
-        key: names the thing, equal on all ranks that need it.
-        together: all ranks come for it, in the same order as for all other things; the one that
-            makes it follows from the key. Else any may come, and the first of them makes it.
+        key: the name of the bytes, equal on all ranks that need them.
+        together: whether all ranks come, in one order for all hand-overs; the maker then follows
+            from the key. Else any rank may come, and the first to come is the maker.
     """
 
     def __init__(self, group: dist.ProcessGroup, key: str, together: bool = True) -> None:
@@ -56,7 +56,7 @@ class HandOver:
         self._store = dist.PrefixStore(f"shardc/made/{place}", store_of(group))
         self._world = group.size()
         self._timeout = compat.group_timeout(group).total_seconds()
-        if not together:  # the maker's device may wait for what this rank is yet to start
+        if not together:  # the maker's device may wait for a collective not started here
             self._timeout /= _SHARE
         self._folders = 0
         self._given = False
@@ -64,13 +64,13 @@ class HandOver:
         self.leads = group.rank() == self._maker if together else self._store.add("come", 1) == 1
 
     def begin(self, folders: Collection[str]) -> None:
-        """This rank begins; ranks that see others' files in `folders` need it sent."""
+        """Begin to make the bytes here; ranks that keep files in other `folders` need them sent."""
         self._folders = len(folders)
         self._store.set("beat", str(0))
         threading.Thread(target=self._beat, name="shardc compiles", daemon=True).start()
 
     def give(self, content: bytes | None) -> None:
-        """Hand over, once; None: there is nothing, and each rank makes it itself."""
+        """Hand over the bytes, once; None tells each rank to make them itself."""
         if self._given or not self.leads:
             return
         self._given = True
@@ -86,7 +86,7 @@ class HandOver:
             self._store.set("state", state)
 
     def take(self) -> bytes | None:
-        """Wait for what the maker gives; None where it gives nothing, or files say it all."""
+        """Wait for the maker's bytes; None if it gives none, is silent, or left them on disk."""
         with contextlib.suppress(dist.DistError):  # the store is gone; a collective will say more
             state = self._wait()
             if state not in ("", "nothing", "0"):
@@ -95,7 +95,7 @@ class HandOver:
 
     @property
     def sends(self) -> bool:
-        """Whether it travels through the store; else the others find it on disk."""
+        """Whether the bytes travel through the store; else the other ranks find them on disk."""
         return self._folders > 0
 
     @property
@@ -110,7 +110,7 @@ class HandOver:
                 self._store.set("beat", str(beats))
 
     def _wait(self) -> str:
-        """The maker's text in the end; "" where it is dead or takes too long."""
+        """Wait for the maker's last state; "" where the maker is dead or takes too long."""
         began = heard = listened = time.monotonic()
         said, pause, beat = began + _SAID_AFTER - _SAID_EVERY, pauses(self._world), ""
         while (state := look(self._store, "state")) is None:

@@ -1,11 +1,13 @@
 """The history of a group: its ranks' entries in order, by which ranks that part are found at once.
 
-Each rank counts the collectives it enters and chains their hashes. Before one is handed to the
-backend, the rank writes both to memory that the ranks of its host share, and looks what the others
-wrote at that count. Whoever comes second finds the difference: no message, no wait, and two
-different collectives never meet in the backend (gloo would mix their bytes, or abort).
+Each rank counts the collectives it enters and chains their hashes. Before it hands a collective to
+the backend, the rank writes count and hash to memory that the ranks of its host share, and reads
+the hashes of the others at that count. The rank that comes second finds the difference: no message,
+no wait, and two different collectives never meet in the backend (gloo would mix their bytes, or
+abort).
 
-Ranks on other hosts see no such memory: they compare when a wait is long (`program_collectives`).
+Ranks on other hosts do not see this memory: they compare when a wait is long
+(`program_collectives`).
 """
 
 import weakref
@@ -35,7 +37,7 @@ class Failed(RuntimeError):
 
 
 class Parted(Failed):
-    """Ranks of a group have entered different collectives; `told`: the others know."""
+    """Ranks of a group have entered different collectives; `told`: the other ranks know."""
 
     told = False
 
@@ -44,11 +46,11 @@ class History:
     """The entries of one group, on this rank.
 
     Attributes:
-        ranks: its ranks, as numbers of the whole job.
-        rank: this one of them.
+        ranks: the ranks of the group, as numbers of the whole job.
+        rank: this rank, as a number of the whole job.
         entries: the last `RING` entries.
-        count: how many there were.
-        parted: what is known of ranks that parted.
+        count: the number of all entries.
+        parted: the message on ranks that parted; None while this rank knows of none.
         is_over: whether a collective of the group failed here, or its waits were ended.
     """
 
@@ -63,22 +65,22 @@ class History:
         self._board = board_of(group)
 
     def is_of(self, group: dist.ProcessGroup) -> bool:
-        """Whether it is of this very group, and not of an earlier one of its name."""
+        """Whether the history is of this very group, and not of an earlier group of its name."""
         return self._group() is group
 
     @property
     def is_gone(self) -> bool:
-        """Whether its group does not exist any more."""
+        """Whether the group does not exist any more."""
         return self._group() is None
 
     def enter(self, digest: int, text: str) -> None:
-        """Note what this rank is about to enter; `digest` is equal on all ranks.
+        """Note the collective that this rank is about to enter; all ranks give the same `digest`.
 
         Raises:
-            Parted: a rank of this host entered something else at this place.
+            Parted: a rank of this host entered another collective at this place.
         """
         self.count += 1
-        self._chain = hash((self._chain, digest))  # of numbers: the same in every process
+        self._chain = hash((self._chain, digest))  # numbers hash the same in every process
         entry = Entry(self.count, word_of(self.count, self._chain), text)
         self.entries.append(entry)
         if self._board is not None and self._board.post(*entry[:2], text.encode()):
@@ -86,17 +88,17 @@ class History:
             raise Parted(self.parted)
 
     def leave(self, why: str) -> None:
-        """Tell ranks of this host that an exception took this one out of its program."""
+        """Tell ranks of this host that an exception took this rank out of its program."""
         if self._board is not None:
             self._board.leave(self.count, why)
 
     def left_here(self) -> dict[int, tuple[int, str]]:
-        """By rank of this host, after how many entries it left, and why."""
+        """By rank of this host that left, the number of its entries and the reason."""
         left = self._board.left() if self._board is not None else {}
         return {self.ranks[rank]: why for rank, why in left.items()}
 
     def differs_here(self) -> str | None:
-        """Where ranks of this host have parted, if they have."""
+        """The message on the place where ranks of this host have parted; None if they have not."""
         counts = [entry.place for entry in self.entries] if self._board is not None else []
         return next(filter(None, map(self._difference, counts)), None)
 
@@ -108,7 +110,7 @@ class History:
         return say_parted(count, {self.ranks[rank]: text for rank, (_, text) in found.items()})
 
     def differs_from(self, rank: int, theirs: Sequence[Entry]) -> str | None:
-        """Where this rank and another one have parted, if they have."""
+        """The message on the place where this rank and `rank` parted; None if they have not."""
         by_count = {entry.place: entry for entry in theirs}
         for mine in self.entries:
             other = by_count.get(mine.place)
@@ -118,7 +120,7 @@ class History:
 
 
 def say_parted(count: int, texts: dict[int, str]) -> str:
-    """In words, that ranks entered these at their `count`-th place."""
+    """The message that ranks entered different collectives, `texts`, at place `count`."""
     by_text: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):
         by_text.setdefault(text, []).append(rank)
@@ -135,7 +137,7 @@ def say_parted(count: int, texts: dict[int, str]) -> str:
 
 @lru_cache(4096)
 def digest_of(*facts: object) -> int:
-    """A number for facts, the same in every process."""
+    """A hash of facts, the same in every process."""
     return zlib.crc32(repr(facts).encode())
 
 
@@ -150,7 +152,7 @@ def histories() -> list[tuple[str, History]]:
 
 
 def history_of(name: str) -> History | None:
-    """The history of the group of that name; None where it has no peers."""
+    """The history of the group of that name; None for a group without peers."""
     global _world
     if dist.group.WORLD is not _world:  # groups were made anew
         _histories.clear()

@@ -1,8 +1,8 @@
-"""Looks at waits while they last: says that one is long, and ends it where ranks have parted.
+"""A thread looks at waits while they last: it logs a long one, and ends it where ranks have parted.
 
-A thread does it, which does nothing while waits are short and collectives are entered. It answers
-ranks whose collective failed (`lost_peers`), and compares this rank with the one before it in the
-group, through the store (`program_collectives`): ranks that share no memory find out so that they
+The thread does nothing while waits are short and collectives are entered. It answers ranks whose
+collective failed (`lost_peers`), and compares this rank with the one before it in the group,
+through the store (`program_collectives`): in this way ranks that share no memory find out that they
 have parted. A rank that has entered nothing for a while looks, once a second, whether others wait;
 then it shows where it is.
 """
@@ -36,20 +36,20 @@ log = logging.getLogger("shardc")
 
 _ASKED, _SHOWN = "shardc/asked", "shardc/shown"
 _TICK, _LONG = 0.25, 0.5
-"""Seconds: how often waits are looked at, and from when on one is long enough to look further."""
+"""Seconds between two looks at waits, and from which on a wait is long enough to look further."""
 _STILL, _PACE = 2.0, 1.0
-"""Seconds: after which a rank that entered nothing may be waited for, and how often it looks."""
+"""Seconds without an entry after which others may wait for a rank, and between its looks."""
 _NOTICE = 1.5
-"""Seconds from what is said in the store to the end of the waits: others read it before."""
+"""Seconds from a rank's line in the store to the end of its waits: others read the line first."""
 _WARN = 0.1
 """The share of the timeout after which a wait is logged."""
 
 
 def watch(group: str) -> History | None:
-    """From now on, say so where a wait takes long, and answer ranks whose collective failed.
+    """Watch the waits of `group` from now on: log long ones, and answer ranks that failed.
 
     Returns:
-        The history of the group, which what is started from now on enters.
+        The history of the group, for the collectives that are started from now on.
     """
     global _thread
     if _thread is None:
@@ -65,13 +65,13 @@ def watch(group: str) -> History | None:
 
 
 _watched: dict[str, History] = {}
-"""By group, its history: made by the thread that enters it, which the watching one is not."""
+"""By group, its history. The thread that enters the group makes it, not the watching thread."""
 _thread: threading.Thread | None = None
 _ended = threading.Event()
 
 
 def _tell_when_it_ends() -> None:
-    """Tell others an exception that ends the program."""
+    """Tell other ranks of an exception that ends the program."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -82,7 +82,7 @@ def _tell_when_it_ends() -> None:
 
 
 def _watch() -> None:
-    """Look at the wait that goes on, or at what others wait for, until the process ends."""
+    """Look at this rank's wait, or at the waits of other ranks, until the process ends."""
     looks: dict[str, _Look | _Still] = {}
     while not _ended.wait(_TICK):
         label, since = progress.inside, progress.since
@@ -93,10 +93,10 @@ def _watch() -> None:
 
 
 def _look_at_groups(looks: "dict[str, _Look | _Still]", label: Label | None, since: float) -> None:
-    """Look once, in view of each group, at the wait for `label`, or at what others wait for.
+    """Look once, for each group, at the wait for `label`, or without one at the waits of others.
 
-    A group that is gone, or its store, is looked at again once a collective of it is entered: each
-    question to a store that is gone would leave a trace on the screen.
+    A group that is gone, or whose store is gone, is left out until one of its collectives is
+    entered: each question to a store that is gone would leave a trace on the screen.
     """
     for group, history in list(_watched.items()):
         try:
@@ -112,7 +112,7 @@ def _look_at_groups(looks: "dict[str, _Look | _Still]", label: Label | None, sin
 
 
 def _members_of(group: str, history: History) -> dist.ProcessGroup:
-    """The group of this history; raises where it is gone, or another one has its name."""
+    """The group of this history; raises if the group is gone, or another group has its name."""
     members = compat.resolve_group(group)
     if not history.is_of(members):
         raise ValueError(f"group '{group}' was made anew")
@@ -120,7 +120,7 @@ def _members_of(group: str, history: History) -> dist.ProcessGroup:
 
 
 class _Look:
-    """The steps taken about one long wait, in view of one group."""
+    """The steps taken about one long wait, for one group."""
 
     def __init__(self, members: dist.ProcessGroup, history: History, since: float) -> None:
         self._members, self._history, self._since = members, history, since
@@ -130,11 +130,11 @@ class _Look:
         self._asks = 0.0
 
     def goes_on(self, history: History, since: float | None) -> bool:
-        """Whether it is still this wait."""
+        """Whether the same wait still goes on."""
         return history is self._history and since == self._since
 
     def look(self, label: Label | None) -> None:
-        """Warn, answer those that failed, and find out whether ranks have parted."""
+        """Warn, answer ranks that failed, and find out whether ranks have parted."""
         assert label is not None
         members, history = self._members, self._history
         waits_here = progress.history is history  # and not for a collective of another group
@@ -166,10 +166,10 @@ class _Look:
             )  # fmt: skip
 
     def _compared(self, store: dist.Store, label: Label) -> str | None:
-        """Where this rank and the one before it in the group have parted, if they have.
+        """The message on the place where this rank and the one before it in the group have parted.
 
-        Around the group each rank is compared with one other, so that it costs as much for
-        thousands of ranks as for two.
+        None if they have not. Each rank is compared with one other rank, so a comparison costs as
+        much for thousands of ranks as for two.
         """
         history, place = self._history, self._members.rank()
         before = (place or self._members.size()) - 1
@@ -192,20 +192,20 @@ class _Look:
 
 
 class _Still:
-    """A rank that waits for nothing of shardc's, as others of one group may see it."""
+    """The answers of a rank that waits for no collective of shardc, to others of one group."""
 
     def __init__(self, members: dist.ProcessGroup, history: History, since: float) -> None:
         self._members, self._history, self._count = members, history, history.count
         self._next = time.monotonic() + _STILL
-        self._pace = _PACE * max(1.0, members.size() / 1000)  # for the sake of the store
+        self._pace = _PACE * max(1.0, members.size() / 1000)  # to spare the store
         self._answered = False
 
     def goes_on(self, history: History, since: float | None) -> bool:
-        """Whether nothing was entered since."""
+        """Whether the rank has entered nothing since."""
         return history is self._history and since is None and history.count == self._count
 
     def look(self, label: Label | None) -> None:
-        """Show where this rank is, if the next one in the group asks, or a failed one."""
+        """Show where this rank is, if the next rank in the group or a failed rank asks."""
         members, place = self._members, self._members.rank()
         if self._history.is_over or time.monotonic() < self._next:
             return

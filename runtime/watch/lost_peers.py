@@ -1,17 +1,17 @@
-"""Errors of failed collectives: which one, of which unit, and which ranks are missing.
+"""Errors of failed collectives: they name the collective, its unit and the missing ranks.
 
-Ranks that part from each other find out as they enter a collective (`history`), or, on different
-hosts, by what they show each other in the store while a wait is long. They raise, and the waits of
-the others end.
+Ranks that part from each other find out as they enter a collective (`history`). Ranks on different
+hosts find out in a long wait, when they show each other their histories in the store. A rank that
+finds out raises, and the waits of the others end.
 
-A rank whose collective fails adds a line to a list in the group's store: what it waited for, and
-how many collectives it has started. Ranks that still wait see the list and add their own line: a
-thread of theirs polls the store, only during long waits. After a grace the list is read. A rank
-without a line died, or cannot answer; one that is busy elsewhere says where.
+A rank whose collective fails adds a line to a list in the group's store: its wait, and the number
+of collectives it has started. Ranks that still wait see the list and add their own line: a thread
+of each polls the store, only during long waits. After a grace the failed rank reads the list. A
+rank without a line died, or cannot answer; a rank that is busy elsewhere says where.
 
-None of it can hang: the store is asked on a thread that is left behind where it does not answer.
-Waits on CUDA do not block the host: there NCCL's own watchdog ends the process, and what is known
-is what its flight recorder wrote.
+Nothing here can hang: a thread asks the store, and is left behind where the store does not answer.
+Waits on CUDA do not block the host: there NCCL's own watchdog ends the process, and only the file
+of its flight recorder tells more.
 """
 
 import json
@@ -42,26 +42,26 @@ log = logging.getLogger("shardc")
 
 FAILED, _LEFT = "shardc/failed", "shardc/left"
 _ASKED = 64
-"""Why they left is asked of so many ranks."""
+"""Ranks that are asked, at most, why they left."""
 _GRACE = timedelta(seconds=3)
-"""How long a failed rank waits for the lines of others, or a fifth of the timeout if that is less:
-ranks that wait for the same fail within moments, or answer."""
+"""The time that a failed rank waits for the lines of others, or a fifth of the timeout if that is
+less: ranks that wait for the same collective fail within moments, or answer."""
 
 
 _ADVICE = re.compile(r"\s*(This is typically caused by|Check the logs|GLHF)")
-"""Where gloo begins to advise: our error has said it."""
+"""The start of gloo's advice: our error has said it."""
 
 T = TypeVar("T")
 
 Line = TypedDict(
     "Line", {"rank": int, "at": str, "started": int, "from": str, "parted": str | None}
 )
-"""What a rank tells: where it is, how many collectives it has started, the place in the program
-that called, and where ranks have parted if it knows."""
+"""The line of a rank: where it is, how many collectives it has started, the place in the program
+that called, and the message on ranks that parted if it knows of any."""
 
 
 def is_from_backend(error: BaseException) -> bool:
-    """Whether torch's backend of collectives raised it."""
+    """Whether torch's backend of collectives raised `error`."""
     if isinstance(error, Failed) or not isinstance(error, RuntimeError):
         return False
     text, words = str(error).lower(), (w for known in BACKENDS.values() for w in known.errors)
@@ -96,7 +96,7 @@ def explain(group: str, error: Exception) -> str:
 
 
 def tell(group: str, error: Parted) -> None:
-    """This rank has found that it parted from others: they are told, and their waits end."""
+    """Tell the other ranks that this rank has parted from them, and end their waits."""
     if not error.told:
         members = compat.resolve_group(group)
         error.told = True
@@ -105,7 +105,7 @@ def tell(group: str, error: Parted) -> None:
 
 
 def parted_where(members: dist.ProcessGroup, lines: Iterable[Line]) -> str | None:
-    """Where ranks have parted: as known here, as others say, as the ranks of this host see it."""
+    """The message on ranks that parted: this rank's, that of others, or that of this host."""
     history = history_of(compat.group_name(members))
     if history is None:
         return None
@@ -114,15 +114,18 @@ def parted_where(members: dist.ProcessGroup, lines: Iterable[Line]) -> str | Non
 
 
 def said_parted(members: dist.ProcessGroup) -> str | None:
-    """Where ranks have parted, as those that failed say."""
+    """The message on ranks that parted, from the lines of failed ranks."""
     store = store_of(members)
     lines = store.get(FAILED).splitlines() if store.check([FAILED]) else []
     return parted_where(members, map(json.loads, lines))
 
 
 def note_parting(members: dist.ProcessGroup) -> None:
-    """Say so where others found that this rank has parted from them, as it waits for nothing of
-    shardc's: what it is in will fail with an error of the backend."""
+    """Log that other ranks found this rank to have parted from them.
+
+    This rank waits for no collective of shardc: the collective that it is in will fail with an
+    error of the backend.
+    """
     history = history_of(compat.group_name(members))
     assert history is not None
     if history.parted is None:
@@ -133,8 +136,12 @@ def note_parting(members: dist.ProcessGroup) -> None:
 
 
 def _tell(members: dist.ProcessGroup, ends_waits: bool = False) -> tuple[Line, list[Line] | None]:
-    """Tell the others this rank's line: it, and the lines of those that answer in time; None where
-    the store does not answer."""
+    """Tell the other ranks this rank's line.
+
+    Returns:
+        This rank's line, and the lines of the ranks that answer in time; None in their place where
+        the store does not answer.
+    """
     timeout = compat.group_timeout(members)
     grace = min(_GRACE, timeout / 5).total_seconds()
     line = line_of(members)
@@ -148,7 +155,7 @@ def _tell(members: dist.ProcessGroup, ends_waits: bool = False) -> tuple[Line, l
 
 
 def leave(error: BaseException) -> None:
-    """An exception takes this rank out of its program: its peers may ask why it does not come."""
+    """Note the exception that takes this rank out of its program: peers may ask why it is late."""
     if isinstance(error, Failed):
         return
     why = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
@@ -162,7 +169,7 @@ def leave(error: BaseException) -> None:
 
 
 def _left(members: dist.ProcessGroup) -> dict[int, str]:
-    """By rank, why it left, where it did so a short while ago."""
+    """By rank that left less than `RING` entries ago, the reason."""
     history = history_of(compat.group_name(members))
     assert history is not None
     left = history.left_here()
@@ -195,8 +202,10 @@ def line_of(members: dist.ProcessGroup) -> Line:
 
 
 def called_from(label: Label) -> str:
-    """In brackets, the line of the user's that a wait of this process belongs to, if it is known
-    and the label does not say so."""
+    """The line of the user's program that a wait of this process belongs to, in brackets.
+
+    The result is "" where the line is unknown, or the label names it.
+    """
     place = _place_of(label)
     return f" (called from {place})" if place else ""
 
@@ -231,7 +240,7 @@ def _lines(members: dist.ProcessGroup, grace: float) -> list[Line]:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T | None:
-    """The result of `call`; None if it fails or takes longer."""
+    """The result of `call`; None if the call fails or takes longer than `seconds`."""
     results: list[T] = []
 
     def run() -> None:
@@ -250,8 +259,14 @@ def compare(
     ranks: list[int],
     left: Mapping[int, str] = MappingProxyType({}),
 ) -> str:
-    """In words, what the other `ranks` do, given the lines of those that answered, and why others
-    have `left`."""
+    """Say where the other `ranks` are.
+
+    Args:
+        mine: the line of this rank.
+        lines: the lines of the ranks that answered.
+        ranks: all ranks of the group.
+        left: by rank that left, the reason.
+    """
     by_rank = {line["rank"]: line for line in lines}
     others = [rank for rank in ranks if rank != mine["rank"]]
     same: list[int] = []
@@ -286,13 +301,13 @@ def _named(ranks: list[int]) -> str:
 
 
 def store_holder() -> str:
-    """Who may have died where the group's store does not answer, in words."""
+    """The process that may have died where the group's store does not answer, in words."""
     launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return f"{'The launcher' if launcher else 'Rank 0'}, which holds it, died or ended."
 
 
 def _quoted(error: Exception) -> str:
-    """The words of a backend, without the place in its source and its advice."""
+    """The words of a backend's error, without its advice and the place in its source."""
     text = " ".join(str(error).split())
     text = _ADVICE.split(re.sub(r"\[(enforce fail at )?\S+:\d+\] ", "", text))[0]
     return f"the backend says: {text.rstrip('. ')}"

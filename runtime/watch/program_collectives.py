@@ -1,10 +1,10 @@
-"""Ranks in a long wait, as they show each other in the store: what they entered, where they are.
+"""Ranks in a long wait show each other, in the store, their last entries and where they are.
 
-A rank that waits looks at the one before it in the group. Where that one waits too, their histories
-tell whether they parted. It may also be in a collective of the program's own, such as
+A rank that waits looks at the rank before it in the group. If both ranks wait, their histories tell
+whether they parted. The rank before may also be in a collective of the program's own, such as
 `dist.barrier()`, which no history holds. torch numbers all collectives of a group in its flight
-record: by these numbers two ranks find out that neither can come to where the other is. What they
-cannot tell (a rank that reads data, or writes a file) is left to the timeout.
+record: by these numbers two ranks find out that neither can come to the collective of the other.
+Other cases (a rank that reads data, or writes a file) are left to the timeout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardc.runtime.watch.progress import progress
 
 _MEET = ("barrier", "all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter",
          "all_to_all", "alltoall")  # fmt: skip
-"""What no rank leaves before all have entered it, by a part of its name."""
+"""Collectives that no rank leaves before all ranks have entered them, by a part of the name."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Shown:
     """The state that one rank shows.
 
     Attributes:
-        rank: which, as a number of the whole job.
+        rank: the rank, as a number of the whole job.
         entries: the last entries of its history.
-        at: where it is ("at train.py:12"), if it waits for nothing of shardc's.
+        at: where it is ("at train.py:12"), if it waits for no collective of shardc.
         own: the collective of the program's own that it is in ("barrier at train.py:12"), or "".
         records: by group, the collectives that the backend was given last; only with `own`.
     """
@@ -49,7 +49,7 @@ class Shown:
 
 
 def from_json(text: str | bytes) -> Shown:
-    """The value that `to_json` wrote."""
+    """The state that `to_json` wrote."""
     read = json.loads(text)
     read["entries"] = [Entry(*entry) for entry in read["entries"]]
     read["records"] = {
@@ -70,12 +70,15 @@ def this_rank(history: History) -> Shown:
 
 
 def parted_from(history: History, group: str, theirs: Shown, waits_for_last: bool) -> str | None:
-    """Where this rank, which waits for a collective over `group`, has parted from another one.
+    """The message that this rank, in a wait for a collective over `group`, parted from another.
+
+    None if the two ranks have not parted.
 
     Args:
-        theirs: what the other one shows. It may be old: what is said on the strength of it stays
-            true as long as this rank waits.
-        waits_for_last: whether it waits for what it entered last, and not for an earlier one.
+        theirs: the state that the other rank shows. The state may be old: the message stays true as
+            long as this rank waits.
+        waits_for_last: whether this rank waits for the collective that it entered last, and not for
+            an earlier one.
     """
     differs = history.differs_from(theirs.rank, theirs.entries)
     if differs is not None or not theirs.own or not theirs.entries:
@@ -116,7 +119,7 @@ def _waits_for_me(mine: Mapping[str, Sequence[Recorded]], theirs: Shown) -> bool
 
 
 def _is_not_in(mine: Sequence[Recorded], theirs: Sequence[Recorded]) -> bool:
-    """Whether the other rank has entered none of those that this one may wait for."""
+    """Whether the other rank has entered none of the collectives that this rank may wait for."""
     waits = [record.number for record in mine if not record.is_done]
     return bool(waits) and _last(theirs) < waits[0]
 

@@ -1,4 +1,4 @@
-"""Progress of this process with collectives: a name in the profiler, and for a hang.
+"""The progress of this process with collectives: their names in the profiler and in errors.
 
     with Label("all_gather", ("layers.3",), "forward"): ...               # start it
     with Label("all_gather", ("layers.3",), "forward", waits=True): ...   # wait for it
@@ -6,8 +6,8 @@
     with call.waiting(): ...                                              # where the wait is later
 
 A label costs less than a microsecond where no profiler runs, so every collective of a graph has its
-own. Where one fails it is not taken back: `progress` then says what this rank was waiting for.
-What is started enters the history of its group, which says so where ranks part.
+own. The label of a failed collective is not taken back: `progress` then names the wait of this
+rank. A started collective enters the history of its group, which raises where ranks part.
 """
 
 import threading
@@ -27,7 +27,7 @@ OFFLOAD = "to_host"
 """The kind of a copy of a gradient to the host."""
 
 COPIES = (OFFLOAD, "save_on_host", "load_from_host", "send_state", "fetch_state")
-"""The kinds that are no collectives."""
+"""The kinds of labels that are no collectives."""
 
 VERBS = {
     "all_gather": "gather",
@@ -42,7 +42,7 @@ VERBS = {
     "send_state": "send optimizer state",
     "fetch_state": "fetch optimizer state",
 }
-"""What collectives and copies are called in the profiler, by kind."""
+"""The words for collectives and copies in the profiler, by kind."""
 
 _PREFIX = "shardc: "
 
@@ -51,16 +51,16 @@ class Progress:
     """The progress of this process.
 
     Attributes:
-        started: how many collectives it has started.
-        last: the label of the last of them.
-        inside: the label of what it starts or waits for now, or of what failed.
-        since: when it began to, on the monotonic clock.
-        thread: which thread waits.
-        history: of the group whose collectives run now.
+        started: the number of collectives that the process has started.
+        last: the label of the last started collective.
+        inside: the label of the collective that it starts or waits for now, or that failed.
+        since: the time when its last wait began, on the monotonic clock.
+        thread: the thread of its last wait.
+        history: the history of the group whose collectives run now.
         names: for a graph that was compiled for other buckets, the name to display by the name
             that was compiled in.
-        next_names: the same for the graph that runs next.
-        shown: what the profiler was told about `inside`.
+        next_names: the `names` of the graph that runs next.
+        shown: the records of the profiler for the labels that are entered now.
     """
 
     def __init__(self) -> None:
@@ -76,20 +76,20 @@ class Progress:
 
     @property
     def main_thread(self) -> int:
-        """The thread that does this process's collectives: the one that waited last."""
+        """The thread that runs this process's collectives: the thread of the last wait."""
         return self.thread or threading.main_thread().ident or 0
 
     def begin_graph(self) -> None:
-        """A compiled graph begins to run."""
+        """Note that a compiled graph begins to run."""
         self.names, self.next_names = self.next_names, {}
 
     def enter_graph(self) -> None:
-        """Note a graph as a whole in the history of its group."""
+        """Enter a graph as a whole into the history of its group."""
         if self.history is not None:
             self.history.enter(digest_of("graph"), "a compiled graph")
 
     def end_graph(self) -> None:
-        """It returned or raised. What failed in it has no more labels to leave."""
+        """Note that the graph returned or raised; end the profiler's records left by a failure."""
         self._close()
         if self.names:
             self.inside = self.inside and self.inside.renamed()
@@ -113,9 +113,10 @@ class Label:
             "send_state", "fetch_state".
         buckets: the names of the buckets it moves.
         phase: "forward" or "backward".
-        waits: whether it is the wait.
-        dtype: of what it moves, where no compiled graph has made sure that ranks agree on it.
-        name: what the profiler shows: "shardc: wait gather layers.3".
+        waits: whether the label is for the wait.
+        dtype: the dtype of the message, where no compiled graph has made sure that ranks agree on
+            it.
+        name: the name in the profiler: "shardc: wait gather layers.3".
     """
 
     __slots__ = ("buckets", "dtype", "kind", "name", "phase", "waits")
@@ -134,7 +135,7 @@ class Label:
         self.name = f"{_PREFIX}{verb} {in_short(self.buckets)}"
 
     def renamed(self) -> "Label":
-        """The label with the names of the buckets that the graph which runs is given."""
+        """The label with the names of the buckets that the running graph is given."""
         if not progress.names:
             return self
         names = tuple(progress.names.get(name, name) for name in self.buckets)
@@ -183,7 +184,7 @@ def _made(kind: str, buckets: tuple[str, ...], phase: str, waits: bool) -> Label
 def _fact(
     kind: str, buckets: tuple[str, ...], phase: str, dtype: torch.dtype | None
 ) -> tuple[int, str]:
-    """The digest of a label, the same on all ranks, and its text."""
+    """The digest of a label, the same on all ranks, and the text of the label."""
     of = "" if dtype is None else f" ({str(dtype).removeprefix('torch.')})"
     return digest_of(kind, buckets, phase, dtype), str(Label(kind, buckets, phase)) + of
 
@@ -191,8 +192,9 @@ def _fact(
 class Call(Label):
     """A collective that is waited for at once, for a call of the user; not shown in the profiler.
 
+    The first argument names the collective, in the same words on all ranks.
+
     Attributes:
-        what: the collective, the same on all ranks.
         text: the call, with its place in the user's program.
     """
 
@@ -218,12 +220,12 @@ class Call(Label):
         return self
 
     def waiting(self) -> "CallWait":
-        """The wait for a collective that was only started inside."""
+        """The wait for the collective, where it was only started inside."""
         return CallWait(self.text)
 
 
 class CallWait(Label):
-    """The wait for what a `Call` started before; other collectives may have been entered since."""
+    """The wait for a collective that a `Call` started; others may have been entered since."""
 
     __slots__ = ("text",)
 
@@ -242,7 +244,7 @@ class CallWait(Label):
 
 
 def in_short(buckets: Sequence[str]) -> str:
-    """Names of buckets in one word: those of one unit by their numbers, "layers.3[0,1]+head"."""
+    """Names of buckets in one word; buckets of one unit by number: "layers.3[0,1]+head"."""
     numbers: dict[str, list[str]] = {}
     for name in buckets:
         unit, _, number = name.removesuffix("]").partition("[")

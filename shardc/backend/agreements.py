@@ -1,8 +1,7 @@
-"""Agreements of ranks while the graphs of one Dynamo graph are compiled, kept to agree on them
-again.
+"""Agreements of ranks while the graphs of one Dynamo graph compile, kept for a later load.
 
-A graph that is loaded and not compiled has its ranks state the same facts in the same order, so
-that it makes no difference to the others.
+A rank that loads a graph states the same facts in the same order as a rank that compiles it. So
+the other ranks see no difference.
 """
 
 import json
@@ -22,7 +21,7 @@ from shardc.runtime.watch.agreement import Statement, agree, known, settle
 
 @dataclass(frozen=True)
 class Agreed:
-    """One comparison within a group: what this rank stated, and the notes of all ranks."""
+    """One comparison within a group: the statement of this rank, and the notes of all ranks."""
 
     group: str
     stated: Statement
@@ -34,13 +33,13 @@ class Agreements:
 
     Args:
         timeout: seconds to wait for other ranks (default: the group's).
-        stage: a context around each wait for them.
+        stage: a context around each wait for other ranks.
 
     Attributes:
-        made: what has been agreed on.
-        settled: whether all ranks are known to have the same graph: then they would state the same,
-            and nothing is sent.
-        before_comparing: is called before this rank waits for others, which may wait for it.
+        made: the comparisons so far that a load of the graph repeats.
+        settled: whether all ranks are known to have the same graph. Their facts are then equal, and
+            nothing is sent.
+        before_comparing: called before this rank waits for others, which may wait for this rank.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Agreements:
         self._stage = stage
 
     def agree(self, group: str, stated: Statement, every_time: bool = False) -> frozenset[str]:
-        """`agree` by a group's name, with the timeout of the options."""
+        """Agree on a statement within the group of this name, with the timeout of the options."""
         members = compat.resolve_group(group)
         if self.settled:
             notes = settle(members, stated)
@@ -67,31 +66,31 @@ class Agreements:
         return notes
 
     def again(self, made: tuple[Agreed, ...]) -> bool:
-        """Compare what another compile compared; whether all ranks gave the same notes."""
-        # what follows other notes is other facts
+        """Repeat the comparisons of another compile; whether ranks gave the same notes again."""
+        # stop at other notes: the facts after them differ, too
         return all(self.agree(each.group, each.stated) == each.notes for each in made)
 
     def seconds(self, group: str, phase: str, facts: Facts, seconds: list[float]) -> list[float]:
-        """The compute times all ranks plan with: the slowest's, from the first compile on."""
+        """The compute times that all ranks plan with: the largest ones of the first compile."""
         return _slowest(self.agree(group, _unscheduled(phase, facts, json.dumps(seconds))))
 
     def choices(self, group: str, what: str, facts: Facts, choice: str) -> frozenset[str]:
-        """The choices of all ranks, from the first compile on."""
+        """The choices that all ranks made at the first compile."""
         return self.agree(group, _once(what, facts, choice))
 
     def collectives(self, gm: GraphModule, phase: str, groups: list[str]) -> None:
-        """Raise unless all ranks of each group send the same in the same order."""
+        """Raise unless all ranks of each group send the same collectives in the same order."""
         for group in groups:
             self.agree(group, _sequence(gm, phase))
 
 
 def recall_seconds(group: str, phase: str, facts: Facts) -> list[float]:
-    """The compute times that all ranks plan with, if they have agreed on them. Asks nobody."""
+    """The compute times that ranks agreed on before. Asks no rank; may raise NotAgreed."""
     return _slowest(_recall(group, _unscheduled(phase, facts)))
 
 
 def recall_collectives(gm: GraphModule, phase: str, groups: list[str]) -> None:
-    """Raise unless all ranks of each group have agreed to send what `gm` does. Asks nobody."""
+    """Raise NotAgreed unless ranks agreed on the collectives of `gm` before. Asks no rank."""
     for group in groups:
         _recall(group, _sequence(gm, phase))
 

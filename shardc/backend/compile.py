@@ -1,7 +1,7 @@
-"""The torch.compile backend: from a captured graph to something that runs.
+"""The torch.compile backend: from a captured graph to code that runs.
 
-`_compile` is the whole compile, stage by stage; `passes.pipeline` lists the passes of each. Between
-stages ranks agree on the buckets that they read and on the collectives that they send.
+`_compile` is the whole compile, stage by stage; `passes.pipeline` lists the passes of each stage.
+Between stages, ranks agree on the buckets that they read and on the collectives that they send.
 """
 
 from collections.abc import Callable, Sequence
@@ -79,7 +79,7 @@ def compile_graph(
     mode: str | None = None,
     run: Run | None = None,
 ) -> Callable[..., Any]:
-    """The same with options that are checked already; `run` takes the place of the executor."""
+    """Compile a Dynamo graph with checked options; `run` takes the place of the executor."""
     with Stages(_is_first_of_job(), in_words(compat.recompile_reason(), gm)) as stages:
         return _compile(gm, example_inputs, parsed, mode, run, stages)
 
@@ -106,7 +106,7 @@ def _compile(
         gm = run_passes(gm, first, pipeline.DYNAMO_PASSES)
     slots, taken = slots_read(gm), taken_by(gm)
 
-    # Ranks agree on the buckets that it reads; rows may be fetched in place of tables.
+    # Ranks agree on the buckets that the graph reads; it may fetch rows in place of tables.
     replays = compat.replays(parsed.inductor, mode)
     read = {place: buckets[place] for place in slots}
     plan = Plan(parsed, read, slots, numbers, stages, replays)
@@ -122,7 +122,7 @@ def _compile(
             lowered = parsed.executor == "inductor"
             plan.bodies = call_once(gm, inductor_settings(plan, mode) if lowered else None)
 
-    # AOT autograd makes the joint graph, forward and backward, and they are lowered.
+    # AOT autograd makes the joint graph, and a forward and a backward, which are lowered.
     inputs = with_taken(example_inputs, taken)
     finish = Finish(
         partial(_finish_joint, plan),
@@ -142,9 +142,9 @@ def _compile(
             compiled = with_inductor(
                 gm, inputs, plan, finish, mode, cache=cache if wanted else None
             )
-    plan.bodies = Calls()  # a graph that was loaded has not inlined them
+    plan.bodies = Calls()  # a loaded graph has not inlined the bodies
 
-    # Each call reads the buckets, and its backward tells them which slots it differentiates.
+    # Each call reads the buckets, and its backward tells them the slots that it differentiates.
     reads = agreed.reads
     if plan.joint is not None:
         slots_of = plan.joint.slots_of
@@ -156,7 +156,7 @@ def _compile(
 
 
 def _finish_joint(plan: Plan, gm: GraphModule) -> GraphModule:
-    """Decide what the memory budget has room for, and run the passes over the joint graph."""
+    """Choose a step within the memory budget, and run the passes over the joint graph."""
     with plan.stages.stage(PASSES):
         plan.bodies.inline(gm)
         plan.joint = differentiated(gm)
@@ -168,7 +168,7 @@ def _finish_joint(plan: Plan, gm: GraphModule) -> GraphModule:
 
 
 def _finish_halves(plan: Plan, forward: GraphModule, backward: GraphModule) -> None:
-    """Run the passes over forward and backward together, as they were cut."""
+    """Run the passes over forward and backward together, right after the cut."""
     with plan.stages.stage(PASSES):
         run_on_halves(forward, backward, plan.context("joint"), pipeline.HALVES_PASSES)
 
@@ -188,16 +188,16 @@ def _finish_graph(plan: Plan, gm: GraphModule, phase: str) -> tuple[GraphModule,
 
 
 def _can_cache(plan: Plan) -> bool:
-    """Whether the graphs of a plan may come from disk: nobody looks at what single passes do.
+    """Whether the graphs of a plan may come from disk: no dump is wanted, and all passes are ours.
 
-    What calls objects of the user by a number of this process is compiled anew.
+    A graph that calls objects of the user by a number of this process is compiled anew.
     """
     named = any(bucket.key.reading_code().names_objects for bucket in plan.buckets.values())
     return compat.can_cache() and pipeline.is_own() and not is_wanted() and not named
 
 
 def _hints(inputs: Sequence[Any]) -> str:
-    """The values of the sizes that are dynamic."""
+    """The values of the dynamic sizes of inputs."""
     values = (compat.symbol_values(each) for each in inputs)
     return repr([sorted((str(k), v) for k, v in known.items()) for known in values])
 

@@ -1,13 +1,12 @@
-"""Compiled graphs on disk: found there at the next start, and compiled by one rank for all.
+"""Compiled graphs on disk: the next start loads them, and one rank compiles them for all.
 
-A graph that all ranks come to at the same time is compared by its key. Where the key is the same on
-all of them, one rank compiles (another one from graph to graph) and the others wait for what it
-keeps. Where keys differ, because a rank has shapes of its own, every rank compiles what is its own.
-A rank that may be alone compares nothing: the first to come compiles, and whoever comes while it
-does so waits for it.
+Ranks that come to a graph at the same time compare its key. Where the key is equal on all of them,
+one rank compiles (another rank from graph to graph) and the others wait for its entry. Where keys
+differ, because a rank has shapes of its own, every rank compiles its own graph. A rank that may be
+alone compares nothing: the first rank to come compiles, and a rank that comes meanwhile waits.
 
-An entry is AOT autograd's (`compat.aot_cache`), with what our passes decided beside it: what is
-loaded agrees, reports and names its failures as if it had been compiled.
+An entry is AOT autograd's (`compat.aot_cache`), and also holds the decisions of our passes. A
+loaded graph agrees, reports and names its failures like a graph that this rank compiled.
 """
 
 import contextlib
@@ -37,8 +36,9 @@ from shardc.runtime.watch.agreement import Statement
 from shardc.runtime.watch.hand_over import HandOver
 
 Wrap = Callable[[Any, list[str], list[str]], Any]
-"""Has what Inductor made of a graph say what is missing where one of its collectives fails; given
-the groups of these, and those over which a CUDA graph replays it."""
+"""Wraps the compiled code of a graph, so that the error of a collective names the missing ranks.
+The other arguments are the groups of the collectives, and the groups over which a CUDA graph
+replays them."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Decided:
     """The decisions of the passes while a graph was compiled.
 
     Attributes:
-        agreed: what ranks compared.
+        agreed: the comparisons of the ranks.
         joint, kept, graphs: see `Plan`.
-        calls: by phase, the groups of its collectives, and those over which a CUDA graph replays
-            them.
+        calls: by phase, the groups of the graph's collectives, and the groups over which a CUDA
+            graph replays them.
     """
 
     agreed: tuple[Agreed, ...]
@@ -60,18 +60,18 @@ class Decided:
 
 
 _NOT_KEPT = "-"
-"""What a rank says whose graph cannot be kept, in place of a key."""
+"""The note of a rank with a graph that cannot be kept, in place of a key."""
 
 
 class CompileCache:
     """The guest of AOT autograd's cache for one Dynamo graph.
 
     Args:
-        plan: the graph's.
-        group: the ranks that come to the graph together; None where there is no such one group.
-        alone: whether this rank may be the only one to come to it.
-        hints: sizes of the inputs, on which the schedule depends where they are dynamic.
-        wrap: goes around the graphs that are loaded.
+        plan: the plan of the graph.
+        group: the ranks that come to the graph together; None where they are not one group.
+        alone: whether this rank may be the only one to come to the graph.
+        hints: the dynamic sizes of the inputs, on which the schedule depends.
+        wrap: wraps the graphs that are loaded.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class CompileCache:
         self.loaded = False
 
     def look(self, key: str, find: Callable[[str], compat.Found]) -> compat.Found:
-        """The entry for a graph, this rank's or another's; None has it compiled here."""
+        """The entry for a graph, from this rank or another; None: this rank compiles the graph."""
         key = _digest(key, _version(), self._plan.facts(), self._hints)
         self._find = find
         found = find(key) if self._group is not None else None
@@ -127,7 +127,7 @@ class CompileCache:
         return self._use(found)
 
     def _from_first(self) -> compat.Found:
-        """The entry of a rank that compiles the same now; None where this one is the first."""
+        """The entry of a rank that compiles the graph now; None where this rank is the first."""
         world = dist.group.WORLD if dist.is_initialized() else None
         if world is None or not compat.has_others(world):
             return None
@@ -145,15 +145,15 @@ class CompileCache:
             return hand_over.take()
 
     def bypassed(self) -> None:
-        """This rank compiles what it cannot keep; so do all that come to the graph with it."""
+        """Tell the other ranks that this graph cannot be kept: each rank compiles it."""
         self._compare(_NOT_KEPT)
 
     def missed(self, gm: GraphModule) -> None:
-        """The graph is compiled here: its calls of bodies need these."""
+        """Trace the bodies that the graph calls, because this rank compiles the graph."""
         self._plan.trace_bodies(gm)
 
     def keep(self, entry: Any, save: Callable[[str], None]) -> None:
-        """Keep what was compiled, and hand it over to those who wait."""
+        """Keep the entry of a compiled graph, and hand it over to the ranks that wait."""
         if not self._key:
             return
         plan = self._plan
@@ -171,7 +171,7 @@ class CompileCache:
 
     @contextlib.contextmanager
     def waited_for(self) -> Iterator[None]:
-        """Around the compile: whoever waits for it goes on if it gives them nothing."""
+        """A context around the compile: if it ends without an entry, the ranks that wait go on."""
         try:
             yield
         finally:
@@ -179,7 +179,7 @@ class CompileCache:
                 self._hand_over.give(None)
 
     def _compare(self, note: str) -> frozenset[str]:
-        """The notes of all that come to the graph together."""
+        """The notes of all ranks that come to the graph together."""
         if self._group is None:
             return frozenset([note])
         name = compat.group_name(self._group)
@@ -187,13 +187,13 @@ class CompileCache:
         return self._plan.agreements.agree(name, stated, every_time=True)
 
     def _use(self, found: compat.Found) -> compat.Found:
-        """The entry, with what was decided for it said and agreed on again."""
+        """The entry, if ranks agree on its facts again; the plan then takes over its decisions."""
         if found is None:
             return None
         entry, _ = found
         decided = entry.shardc
         if not self._plan.agreements.again(decided.agreed):
-            return None  # other ranks have other shapes now: the schedule is another
+            return None  # other ranks have other shapes now, so the schedule differs
         self._plan.load(decided.joint, decided.kept, decided.graphs)
         wraps = [self._wrap_of(decided, phase) for phase in ("forward", "backward")]
         compat.wrap_entry(entry, *wraps)
@@ -213,9 +213,9 @@ def _version() -> str:
 
 
 def core_files() -> list[Path]:
-    """The files whose code shapes compiled graphs, and of the classes that are kept with them.
+    """The files of the code that shapes compiled graphs, and of the classes kept with graphs.
 
-    Reports, commands, state dicts and optimizers are left out.
+    Other reports, commands, state dicts and optimizers are left out.
     """
     passes, runtime = (Path(part.__file__ or "").parent for part in (shardc.passes, shardc.runtime))
     own = Path(shardc.__file__ or "").parent
@@ -230,15 +230,15 @@ def _digest(*texts: str) -> str:
 
 @functools.cache
 def _folder() -> str:
-    """Tells folders of compiled graphs apart: ranks with the same text see the same files."""
+    """A text for the folder of compiled graphs: ranks with equal texts see the same files."""
     path = Path(compat.cache_folder()) / "shardc-folder"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             file.write(uuid.uuid4().hex)
         with contextlib.suppress(FileExistsError):
-            os.link(file.name, path)  # whoever is first gives the name, whole
+            os.link(file.name, path)  # the first process gives the name, whole
         os.unlink(file.name)
         return path.read_text()
     except OSError:
-        return uuid.uuid4().hex  # nobody else's
+        return uuid.uuid4().hex  # no other process has this text

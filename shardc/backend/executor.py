@@ -1,7 +1,7 @@
-"""The eager executor: runs an ATen graph op by op, freeing every value after its last use.
+"""The eager executor runs an ATen graph op by op, and frees every value after its last use.
 
-What Inductor does not compile (by choice, for debugging, or because it failed) runs here, with the
-memory behaviour of eager PyTorch: inputs are taken over in one list and dropped as they are used.
+A graph that Inductor does not compile (by choice, for debugging, or after a failure) runs here.
+Memory behaves as in eager PyTorch: inputs come in one list, and each is dropped after its last use.
 """
 
 from contextlib import nullcontext
@@ -27,7 +27,7 @@ def eager_executor(gm: GraphModule) -> BoxedGraph:
     last_use: dict[Node, list[Node]] = {}
     seen: set[Node] = set(gm.graph.output_node().all_input_nodes)
     for node in reversed([*placeholders, *steps]):
-        if node not in seen:  # never read: free as soon as it exists
+        if node not in seen:  # never read: freed as soon as it exists
             last_use.setdefault(node, []).append(node)
             seen.add(node)
         for operand in node.all_input_nodes:
@@ -59,7 +59,7 @@ def eager_executor(gm: GraphModule) -> BoxedGraph:
 
 
 def shapes_only(gm: GraphModule) -> BoxedGraph:
-    """A boxed callable that computes nothing: it gives the fake tensors of the trace."""
+    """A boxed callable that computes nothing: it returns the fake tensors of the trace."""
     results = gm.graph.output_node().args[0]
 
     def run(inputs: list[object]) -> object:

@@ -1,6 +1,6 @@
 """A model on ranks that do not exist: shapes only, sharded over torch's fake process group.
 
-So a step can be compiled for any number of ranks in one process, without memory for the model.
+One process compiles a step for any number of ranks, without memory for the model.
 """
 
 import copy
@@ -29,7 +29,7 @@ def sizes_of(
     mesh: DeviceMesh | Sequence[int] | None,
     sharding: Mapping[str, Any],
 ) -> tuple[int, ...] | None:
-    """The sizes of the mesh to make for `what`; None where there is one. Raises ValueError."""
+    """The sizes of the mesh to make; None where a mesh exists. May raise ValueError."""
     if compat.has_real_group():
         raise ValueError(
             f"{what} works without peers, and this process has a process group with some: call it "
@@ -71,9 +71,10 @@ def sizes_of(
 def fake_ranks(
     sizes: tuple[int, ...] | None, devices_per_node: int | None = None, device_type: str = "cpu"
 ) -> Iterator[DeviceMesh | None]:
-    """A mesh of these sizes over a fake process group, which ends with the context.
+    """A mesh of `sizes` over a fake process group, which ends with the context; None without sizes.
 
-    With `devices_per_node`, a `hierarchical_mesh`. Raises ValueError where that cannot be.
+    With `devices_per_node`, the mesh is a `hierarchical_mesh`. Raises ValueError where `sizes` are
+    not one size.
     """
     if devices_per_node is not None and (sizes is None or len(sizes) > 1):
         raise ValueError(
@@ -102,9 +103,9 @@ def fake_ranks(
 
 
 def sharded_copy(model: nn.Module, mesh: Any, sharding: Mapping[str, Any]) -> nn.Module:
-    """A copy of `model` without values, sharded over `mesh` as `fully_shard` is asked to.
+    """A copy of `model` without values, sharded over `mesh` with the arguments `sharding`.
 
-    One that is sharded already stays as it is.
+    A copy of a sharded model stays sharded as it is.
     """
     copied = _on_meta(model)
     if not units_of(copied):
@@ -113,7 +114,7 @@ def sharded_copy(model: nn.Module, mesh: Any, sharding: Mapping[str, Any]) -> nn
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy of `model` whose parameters and buffers have no values; tied ones stay tied."""
+    """A copy of `model` on meta, with tied states tied; of a sharded model, a plain copy."""
     if units_of(model):
         return copy.deepcopy(model)
     memo: dict[int, Any] = {}
@@ -128,12 +129,12 @@ def _on_meta(model: nn.Module) -> nn.Module:
 def give_fakes(
     model: nn.Module, fake: Callable[[Tensor], Tensor], host_is_apart: bool = False
 ) -> None:
-    """Replace what the model holds by fake tensors: segments, what is not sharded, buffers.
+    """Replace the tensors of a model by fake ones: segments, unsharded parameters, buffers.
 
     Args:
-        model: sharded, without values.
-        fake: makes a fake tensor like a given one.
-        host_is_apart: plan for a device that is not the host.
+        model: a sharded model without values.
+        fake: makes a fake tensor like a given tensor.
+        host_is_apart: whether to plan for a device that is not the host.
     """
 
     def on_host(tensor: Tensor) -> Tensor:

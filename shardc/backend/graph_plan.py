@@ -1,4 +1,4 @@
-"""The plan of one Dynamo graph: the contexts of its graphs' passes, and their decisions."""
+"""The plan of one Dynamo graph: contexts of the passes over its graphs, and their decisions."""
 
 import functools
 import itertools
@@ -47,21 +47,25 @@ from shardc.runtime.unit.unit import Unit
 _numbers = itertools.count()
 
 _OF_HOST = 0.8
-"""What a memory budget may use of a rank's share of the host's memory, unless it is said."""
+"""The default fraction of a rank's share of the host's memory that a memory budget may use."""
 
 
 class Plan:
     """State that the graphs of one Dynamo graph share.
 
-    Options, the bucket by input and which of its slots are read; what the Dynamo graph calls of
-    blocks that are traced once (`bodies`), until it is compiled; once the joint graph is finished,
-    what was decided and found there (`kept`, `joint`), then the finished graphs (`graphs`), and by
-    phase the groups of their collectives and those over which a CUDA graph replays them (`calls`).
-    What depends on buckets is read when the plan is made: compiled code outlives them, and equal
-    ones run it.
+    Facts of buckets are read when the plan is made: compiled code outlives its buckets, and equal
+    buckets run it.
 
     Args:
         replays: whether CUDA graphs are replayed.
+
+    Attributes:
+        references, slots: the bucket of each input that is a segment, and its slots that are read.
+        bodies: the calls of blocks that are traced once, until the Dynamo graph is compiled.
+        kept, joint: the decisions and facts of the joint graph, once it is finished.
+        graphs: the finished graphs.
+        calls: by phase, the groups of the collectives, and the groups over which a CUDA graph
+            replays them.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class Plan:
         self.graphs: list[GraphPlan] = []
         self.calls: dict[str, tuple[list[str], list[str]]] = {}
         self._saved = frozenset[str]()  # names of gathered buckets that the forward saves
-        self._storages: Storages | None = None  # of what the forward saves
+        self._storages: Storages | None = None  # of the values that the forward saves
         self.references = {position: weakref.ref(bucket) for position, bucket in buckets.items()}
         first = next(iter(buckets.values()), None)
         self.everyone = "" if first is None else first.ranks.everyone
@@ -111,7 +115,7 @@ class Plan:
         self._schedule = self._schedule_options(numbers)
 
     def context(self, phase: str) -> PassContext:
-        """The context of the passes over a graph of that phase."""
+        """The context of the passes over a graph of `phase`."""
         results = None if self.joint is None else self.joint.results
         if not self.references or not self.options.schedule:
             return PassContext(phase, results=results)
@@ -132,7 +136,7 @@ class Plan:
         )
 
     def trace_bodies(self, gm: GraphModule) -> None:
-        """Trace the blocks that repeat in a Dynamo graph, which is compiled here."""
+        """Trace the repeated blocks of a Dynamo graph, because this rank compiles it."""
         if self.bodies:
             with self.stages.stage(PASSES):
                 self.bodies.trace(gm)
@@ -193,17 +197,17 @@ class Plan:
 
     @property
     def uses_host(self) -> bool:
-        """Whether a memory budget may save values on the host, or have state wait there."""
+        """Whether a memory budget may save values on the host, or let state wait there."""
         wanted = self.options.offload_activations or self.options.offload_optimizer_state
         return wanted and self._has_host and self.options.memory_budget is not None
 
     @property
     def _has_host(self) -> bool:
-        """Whether the device has memory of its own, and a link to the host's."""
+        """Whether the device has its own memory, a link to the host's, and no CUDA graphs."""
         return self._has_link and not self._replays and self.profile.host_bandwidth > 0
 
     def record(self, gm: GraphModule, ctx: PassContext) -> None:
-        """Keep in `graph_plans` what was decided for a graph, and tell the `listeners`."""
+        """Add the plan of a finished graph to `graph_plans`, and call the `listeners`."""
         liveness = measure_liveness(
             gm,
             owns_inputs=ctx.phase == "backward",
@@ -237,7 +241,7 @@ class Plan:
         self._tell(gm, ctx, finished)
 
     def load(self, joint: Differentiated | None, kept: Kept, graphs: Iterable["GraphPlan"]) -> None:
-        """Take over what was decided when equal graphs were compiled, as if these had been."""
+        """Take over the decisions of a compile of equal graphs, as if this compile made them."""
         self.joint, self.kept = joint, kept
         for graph in graphs:
             references = tuple(self.references.values())
@@ -260,15 +264,15 @@ class Plan:
 
 
 def number_units(buckets: Mapping[int, Bucket]) -> dict[Unit, int]:
-    """Numbers that are equal on all ranks: by their first bucket among the inputs of a graph."""
+    """Number units by their first bucket among a graph's inputs, alike on all ranks."""
     owners = dict.fromkeys(bucket.owner for bucket in buckets.values())
     return {unit: number for number, unit in enumerate(owners)}
 
 
 def distinct_labels(buckets: Mapping[int, Bucket]) -> dict[int, str]:
-    """The labels of buckets, by input; where several have the same, the later ones are numbered.
+    """The labels of buckets, by input; of buckets with one label, the later ones get a number.
 
-    A graph may read buckets of equal names: of a model and its copy.
+    A graph may read buckets of equal names: the buckets of a model and of its copy.
     """
     by_label: dict[str, list[Bucket]] = {}
     found = {}
@@ -290,7 +294,7 @@ def buckets_by_input(gm: GraphModule) -> dict[int, Bucket]:
 def _static_bytes(buckets: Collection[Bucket], options: Options) -> int:
     """Bytes of segments and the optimizer's states on the device.
 
-    Gradients are what the backward gives.
+    Gradients are left out: they are results of the backward.
     """
     states = 1 + options.optimizer_states
     return sum(
@@ -311,14 +315,14 @@ class GraphPlan:
     Attributes:
         phase: "forward" or "backward".
         static: bytes of segments, optimizer state and workspaces.
-        liveness: what the graph itself holds after each node.
+        liveness: bytes that the graph itself holds after each node.
         collectives: its collectives, in order.
         order: the kinds of its collectives and waits, in order.
-        number: that of its `Plan`, equal for the graphs of one Dynamo graph.
-        buckets: those that the Dynamo graph reads.
-        slots: which slots of each.
-        profile, options: what it was planned with.
-        notes: what listeners keep of the graph; it is kept with the compiled code.
+        number: the number of its `Plan`, equal for the graphs of one Dynamo graph.
+        buckets: the buckets that the Dynamo graph reads.
+        slots: the slots that it reads of each bucket.
+        profile, options: the profile and the options of the plan.
+        notes: notes of listeners on the graph, kept with the compiled code.
     """
 
     phase: str
@@ -335,7 +339,7 @@ class GraphPlan:
 
     @property
     def peak(self) -> int:
-        """Bytes at the worst moment of the graph, everything counted."""
+        """Bytes at the peak of the graph, the static bytes included."""
         return self.static + self.liveness.peak
 
 
@@ -343,8 +347,8 @@ graph_plans: deque[GraphPlan] = deque(maxlen=64)
 """The plans of the graphs compiled last in this process, newest last."""
 
 joint_listeners: list[Callable[[GraphModule, PassContext, Plan], None]] = []
-"""Called with every joint graph before anything is decided for it."""
+"""Called with every joint graph, before the first decision for it."""
 
 listeners: list[Callable[[GraphModule | None, PassContext, Plan, GraphPlan], None]] = []
-"""Called with every graph that is finished, before it is lowered, and with what was decided; with
-None in place of a graph that was compiled before and is loaded."""
+"""Called with every finished graph and its plan, before it is lowered; with None in place of a
+graph that is loaded."""

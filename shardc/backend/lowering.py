@@ -1,8 +1,8 @@
 """Lowering: Inductor, or the eager executor, takes a Dynamo graph through AOT autograd.
 
-AOT autograd traces the joint graph and cuts it in two. `Finish` has the passes that it calls on the
-way; a forward or backward graph is finished just before it is lowered, so also where Inductor's
-graph cache has it.
+AOT autograd traces the joint graph and cuts it in two. On the way it calls the passes of `Finish`.
+A forward or backward graph is finished just before it is lowered, so also where Inductor's graph
+cache holds its code.
 """
 
 import functools
@@ -33,7 +33,7 @@ from shardc.runtime.watch.progress import label_of
 log = logging.getLogger("shardc")
 
 Run = Callable[[GraphModule], BoxedGraph]
-"""Makes a finished graph run."""
+"""Makes a finished graph callable."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,10 @@ class Finish:
     """The passes over the graphs that AOT autograd makes.
 
     Attributes:
-        joint: given the joint graph, runs its passes.
-        halves: given forward and backward as they were cut, runs the passes over both.
-        graph: given one of them and its phase, runs its passes; gives their context too.
+        joint: runs the passes over the joint graph.
+        halves: runs the passes over forward and backward together, right after the cut.
+        graph: runs the passes over a forward or backward graph, given with its phase; returns the
+            graph and the context of its passes.
     """
 
     joint: Callable[[GraphModule], GraphModule]
@@ -54,7 +55,7 @@ class Finish:
 def with_executor(
     gm: GraphModule, inputs: Sequence[Any], plan: Plan, finish: Finish, run: Run
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph without Inductor; `run` makes its forward and backward run."""
+    """Compile a Dynamo graph without Inductor; `run` makes its forward and backward callable."""
 
     def compile_phase(phase: str) -> Callable[[GraphModule, Sequence[Any]], Any]:
         def compile_one(graph: GraphModule, _: Sequence[Any]) -> Any:
@@ -83,9 +84,9 @@ def with_inductor(
     run: Run | None = None,
     cache: CompileCache | None = None,
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph by Inductor; with `run`, that takes its place at the end.
+    """Compile a Dynamo graph by Inductor; `run`, if given, lowers the graphs in place of Inductor.
 
-    With a `cache` AOT autograd's cache is looked at first.
+    With a `cache`, AOT autograd looks for the graph there first.
     """
     patches = inductor_settings(plan, mode)
     patches[compat.JOINT_PASS] = compat.joint_pass(
@@ -125,9 +126,10 @@ def with_inductor(
 
 
 def inductor_settings(plan: Plan, mode: str | None) -> dict[str, object]:
-    """Inductor's settings for a compile, passes of shardc left out.
+    """Inductor's settings for a compile, without the passes of shardc.
 
-    Memory of accelerators is as planned with or without a budget; on CPUs reuse spares page faults.
+    Frugal settings keep memory as planned: on accelerators always, on CPUs only with a budget. On
+    CPUs without a budget, Inductor reuses buffers, which spares page faults.
     """
     planned = plan.options.memory_budget is not None or plan.device != "cpu"
     frugal = compat.frugal_settings() if planned else {}
@@ -142,9 +144,9 @@ def _compile(
     plan: Plan,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Inductor on a copy of a graph, folded where it repeats and Inductor takes it so.
+    """Compile a copy of a graph by Inductor, folded where the graph repeats and Inductor allows it.
 
-    What Inductor fails on is written down, and run without it, so it edits the copy.
+    Inductor edits the copy. A graph on which Inductor fails is written down and runs without it.
     """
     check = functools.partial(check_collectives, collective_sequence(graph))
     if plan.options.fold and compat.takes_nested_graphs(kwargs):
@@ -161,14 +163,13 @@ def _compile(
 
 
 def run_eagerly(graph: GraphModule) -> BoxedGraph:
-    """The eager executor on a finished graph; it names the ranks that are missing."""
+    """Run a finished graph by the eager executor; errors of collectives name missing ranks."""
     run, groups = eager_executor(graph), groups_in(graph)
     return naming_failures(run, groups) if groups else run
 
 
 def naming_ranks(compiled: Any, groups: list[str], replayed: list[str]) -> Any:
-    """Wrap Inductor's code of a graph: where a collective fails, it is named with the missing
-    ranks."""
+    """Wrap Inductor's code of a graph: a collective that fails is named with the missing ranks."""
     if not groups:
         return compiled
     return compat.wrap_compiled(compiled, lambda call: naming_failures(call, groups, replayed))

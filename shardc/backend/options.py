@@ -29,38 +29,38 @@ class Options:
     Attributes:
         executor: `"inductor"` compiles the graphs; `"eager"` runs them op by op.
         fallback: whether a graph that Inductor cannot compile runs op by op, with a warning.
-        fold: whether blocks that repeat are traced by AOT autograd once (in `explain` by Dynamo
-            too), and what repeats in their graphs is compiled by Inductor once. Graphs with
-            symbolic sizes are never folded, and those for CUDA graphs are only traced so.
-        inductor: a dict of settings of `torch._inductor.config` for this compile. Passes over joint
-            graphs run before those of shardc, a pass before fusion runs after them. Settings that
-            move or merge collectives (`reorder_for_peak_memory`, `bucket_all_gathers_fx`, ...), or
-            leave out passes over joint graphs, are refused.
+        fold: whether AOT autograd traces repeated blocks once (in `explain` Dynamo too), and
+            Inductor compiles the repeated parts of their graphs once. Graphs with symbolic sizes
+            are never folded. For CUDA graphs, only the trace is done once.
+        inductor: a dict of settings of `torch._inductor.config` for this compile. The user's passes
+            over joint graphs run before the passes of shardc, and a pass before fusion runs after
+            them. Settings that move or merge collectives (`reorder_for_peak_memory`,
+            `bucket_all_gathers_fx`, ...), or leave out passes over joint graphs, are refused.
         schedule: `False` leaves collectives where they are used.
         profile: the hardware to plan for: a name such as `"h100-nvlink"`, or a `Profile`; `None`:
-            what `calibrate` measured or `set_profile` set, else the device's profile.
+            the profile that `calibrate` or `set_profile` set, else the device's profile.
         prefetch: how many units ahead gathers start (0: none); `"auto"` leaves it to the cost
             model.
         backward_prefetch: FSDP1's setting, for the backward: `"pre"`, `"post"` or `None`; `"auto"`
             leaves it to the cost model.
-        coalesce: whether small collectives may travel in one message; `None`: yes, but not on gloo,
-            which copies them for it.
+        coalesce: whether small collectives may travel in one message; `None`: yes, except on gloo,
+            which copies them for this.
         embedding_rows: whether embeddings fetch the rows that they look up, and send gradients of
             rows back, in place of gathering and reducing whole tables: `"auto"`, where the profile
-            says that this takes less than half of the time; `True`, wherever it can be done.
+            says that rows take less than half of the time; `True`, wherever it is possible.
         memory_budget: bytes that a step may use on this device, segments, gradients and optimizer
             state included: a count, a text such as `"70GB"` or `"16GiB"`, or a fraction of the
-            device's memory. Of the steps that fit, the fastest is chosen: what stays gathered (of
-            units whose `reshard_after_forward` is `None`), what is computed again, what is saved on
-            the host, and whose optimizer state waits there.
+            device's memory. The fastest step that fits is chosen: its buckets that stay gathered
+            (of units whose `reshard_after_forward` is `None`), its values that are computed again
+            or saved on the host, and its units whose optimizer state waits on the host.
         offload_activations: whether a memory budget may save values of the forward on the host (in
             pinned memory); never on CPUs, nor where CUDA graphs are replayed.
         offload_optimizer_state: whether a memory budget may let the optimizer's state of some units
             wait on the host (in pinned memory) while forward and backward run; never on CPUs, nor
             where CUDA graphs are replayed.
-        host_memory: bytes of the host's memory that a memory budget may use for this rank: as for
-            `memory_budget`, a fraction being one of the rank's share of what the machine, or the
-            container, has; `None`: 0.8, and no bound where another machine is planned for.
+        host_memory: bytes of the host's memory that a memory budget may use for this rank, given as
+            for `memory_budget`. A fraction is one of the rank's share of the memory of the machine,
+            or of the container. `None`: 0.8, and no bound where the plan is for another machine.
         optimizer_states: how many copies of the parameters the optimizer keeps, for the budget
             (2: Adam).
         agreement_timeout: seconds to wait for other ranks when they compare their collectives;
@@ -86,10 +86,10 @@ class Options:
 
     @staticmethod
     def parse(given: dict[str, Any] | None) -> "Options":
-        """Check a user's dict.
+        """Make options from a user's dict, checked.
 
         Raises:
-            ValueError: an option that is not known, or has no such choice.
+            ValueError: an unknown option, or an unknown choice of an option.
             TypeError: a value of another type.
         """
         check_value("options", given, dict | None)
@@ -116,7 +116,7 @@ class Options:
 
 
 def _check_order(inductor: dict[str, Any]) -> None:
-    """Raise ValueError where a setting of Inductor would undo what is planned."""
+    """Raise ValueError where a setting of Inductor would undo the plan."""
     for name, value in compat.order_settings().items():
         if inductor.get(name, value) != value:
             raise ValueError(
@@ -128,7 +128,7 @@ def _check_order(inductor: dict[str, Any]) -> None:
 
 
 def check_known(given: Iterable[Any], known: Collection[str], what: str) -> None:
-    """Raise ValueError for a name in `given` that is not `known`, with the closest one."""
+    """Raise ValueError for a name in `given` that is not `known`, with the closest known name."""
     for name in given:
         if name not in known:
             close = difflib.get_close_matches(str(name), known, 1)

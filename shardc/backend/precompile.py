@@ -1,8 +1,8 @@
-"""`precompile`: the graphs of a job's first steps, compiled before the job and without its ranks.
+"""`precompile`: compile the graphs of a job's first steps before the job, without its ranks.
 
-The model is sharded over torch's fake process group, with shapes only, and compiled by the backend
-as on a real rank. What Inductor makes of it is kept where `torchrun` finds it (`compile_cache`).
-Nothing is computed, so it needs no memory for the model.
+The model is sharded over torch's fake process group, with shapes only, and the backend compiles it
+as on a real rank. The compiled graphs stay on disk, where the job finds them (`compile_cache`).
+Nothing is computed, so the model needs no memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ from shardc.runtime.unit.precision import map_tensors
 from shardc.sharding.units import units_of
 
 Device = Literal["cpu", "cuda"]
-"""Types of devices that can be compiled for."""
+"""Types of devices that `precompile` compiles for."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Precompiled:
     """Compiled graphs that a job finds at its start.
 
     Attributes:
-        folder: where the compiled graphs are.
-        compiled: how many Dynamo graphs were compiled now, forward and backward together.
-        found: how many were there before.
+        folder: the folder of the compiled graphs.
+        compiled: how many Dynamo graphs were compiled now, each with its forward and backward.
+        found: how many Dynamo graphs were found there, compiled before.
     """
 
     folder: str
@@ -63,32 +63,32 @@ def precompile(
 ) -> Precompiled:
     """Compile the steps of `model` for ranks that do not exist yet.
 
-    A job that then starts with the same model, settings, options and batch shapes, and with the
-    same versions of torch and shardc, over gloo or NCCL, loads them. On CPUs, the number of threads
-    must be the job's (`torch.set_num_threads`; torchrun has one a rank). Call it in a process of
-    its own: it forgets what `torch.compile` has compiled in this one.
+    A job over gloo or NCCL loads these graphs if it starts with the same model, settings, options
+    and batch shapes, and the same versions of torch and shardc. On CPUs, the number of threads must
+    be the job's (`torch.set_num_threads`; torchrun sets one a rank). Call it in a process of its
+    own: all code that `torch.compile` compiled in this process is forgotten.
 
     Args:
-        model: what the job gives to `fully_shard`; it needs no values and is not changed.
-        args, kwargs: example inputs of one rank's step, given as the job gives them: by position
-            or by name.
+        model: the model that the job gives to `fully_shard`; it needs no values and is not changed.
+        args, kwargs: example inputs of one rank's step, by position or by name as in the job.
         world_size: ranks to shard over (default 8), up to 16,384.
-        mesh: instead of it: sizes (shard,) or, with copies of the model, (replicate, shard); or a
-            mesh over a fake process group.
-        device_type: where the job computes; default: where a given mesh does, else on GPUs if this
-            process sees one. Compiling for a GPU needs one like it, and none of its memory.
-        options: as for `torch.compile(..., options=)` in the job.
-        accumulation: also compile steps under `no_sync`, and one that reduces what they added up.
+        mesh: instead of `world_size`: sizes (shard,) or, with copies of the model, (replicate,
+            shard); or a mesh over a fake process group.
+        device_type: the type of device that the job computes on; default: the type of a given mesh,
+            else "cuda" if this process sees a GPU, else "cpu". Compiling for a GPU needs a GPU of
+            that kind, and none of its memory.
+        options: the options of `torch.compile(..., options=)` in the job.
+        accumulation: also compile steps under `no_sync`, and a step that reduces their gradients.
         evaluate: also compile the forward in evaluation, under `no_grad`.
         in_place: the job calls `model.compile(...)`; False: it calls `torch.compile(model, ...)`.
-        progress: called with what is begun, in words.
+        progress: called with the name of each stage that begins.
         sharding: other arguments of `fully_shard`: `units` (default "auto"), `mp_policy`, ...
 
     Raises:
-        ValueError: bad arguments, what `fully_shard` refuses, a real process group, or parameters
-            of a subclass that says what is gathered of it.
+        ValueError: bad arguments, a model that `fully_shard` refuses, a real process group, or
+            parameters of a subclass that extends its gather.
         RuntimeError: the model cannot be compiled.
-        NotImplementedError: the mesh is of another type of device than those.
+        NotImplementedError: the mesh has another type of device than `Device`.
     """
     parsed = Options.parse(options)
     sizes = sizes_of("precompile", model, world_size, mesh, sharding)
@@ -127,10 +127,10 @@ def _device_type(asked: Device | None, model: nn.Module, mesh: object) -> str:
 
 
 def device_to_compile_for(asked: Device | None) -> Device:
-    """The type of device: the one that is asked for, else "cuda" if this process sees a GPU.
+    """The type of device to compile for: `asked`, else "cuda" with a GPU in sight, else "cpu".
 
     Raises:
-        ValueError: "cuda" is asked for, and there is no GPU.
+        ValueError: `asked` is "cuda", and this process sees no GPU.
     """
     has_gpu = torch.cuda.is_available()
     if asked == "cuda" and not has_gpu:
@@ -154,8 +154,7 @@ def _check_kept(model: nn.Module) -> None:
 
 
 def _steps(model: nn.Module, accumulation: bool, evaluate: bool) -> Iterator[tuple[str, bool]]:
-    """The steps to compile, in words, and whether each trains; the model is ready for it
-    meanwhile."""
+    """Prepare the model for each step to compile; yields the step's name, and whether it trains."""
     yield "a training step", True
     if accumulation:
         with ExitStack() as stack:
@@ -170,7 +169,7 @@ def _steps(model: nn.Module, accumulation: bool, evaluate: bool) -> Iterator[tup
 
 @contextmanager
 def _gradients_waiting(model: nn.Module) -> Iterator[None]:
-    """Inside, gradients wait as after a step without sync, shapes only."""
+    """A context in which gradients wait as after a step without sync, with shapes only."""
     units = units_of(model).values()
     buckets = [bucket for unit in units for bucket in unit._shardc_unit.buckets]
     for bucket in buckets:
@@ -194,7 +193,7 @@ def _compile(
     train: bool,
     in_place: bool,
 ) -> None:
-    """Compile one step as a job would; the model then runs on with shapes only."""
+    """Compile one step as the job does; the traced graph then runs with shapes only."""
 
     def backend(gm: GraphModule, inputs: Sequence[Any], **ignored: Any) -> Callable[..., Any]:
         compile_graph(gm, inputs, options)

@@ -1,5 +1,5 @@
-"""The reads of a Dynamo graph: ranks agree on the buckets and slots that it reads, and each call of
-the compiled code tells these buckets."""
+"""The reads of a Dynamo graph: ranks agree on its buckets and slots, and each call of the compiled
+code tells the buckets."""
 
 import functools
 import json
@@ -22,10 +22,10 @@ from shardc.runtime.watch.progress import progress
 
 @dataclass(frozen=True)
 class Read:
-    """A graph's reading of one bucket: which input is its segment, and which slots it reads.
+    """The read of one bucket by a graph: the input that is the segment, and the slots.
 
     `elsewhere` are slots that only other ranks read: their gradient is zero here, not None.
-    `label` is the name of the bucket it was compiled for.
+    `label` is the name of the bucket that the graph was compiled for.
     """
 
     position: int
@@ -36,13 +36,13 @@ class Read:
 
 @dataclass(frozen=True)
 class AgreedReads:
-    """The buckets that ranks agreed that a graph reads.
+    """The reads of a graph, as ranks agreed on them.
 
     Attributes:
-        reads: what this rank reads.
-        together: the group whose ranks have compared it now and so compile together; None where
-            there is no such one.
-        alone: whether this rank may be the only one that compiles: no group has compared anything.
+        reads: the reads of this rank.
+        together: the group whose ranks compared now and so compile together; None where none did,
+            or where the buckets are of several groups.
+        alone: whether this rank may be the only one that compiles: no group compared now.
     """
 
     reads: list[Read]
@@ -51,12 +51,12 @@ class AgreedReads:
 
 
 def agree_on_reads(plan: Plan) -> AgreedReads:
-    """All ranks read the same buckets, in the same order; slots may differ and are united.
+    """Agree on the buckets that a graph reads, and their order; slots may differ and are united.
 
-    A graph that reads the same again, but waits for gradients, say, or computes none, is another
-    one: all ranks come to it together. One that reads equal buckets of equal modules is not: where
-    equal blocks, or copies of a model, run one graph, a rank may compile it anew while the others
-    do not. Which slots any of them reads counts for all of these.
+    The same buckets read in another mode (gradients wait, no gradients) make another graph, and all
+    ranks come to it together. Equal buckets of equal modules make the same graph: where equal
+    blocks, or copies of a model, run one graph, a rank may compile it anew while the others do not.
+    The union of the slots counts for all of these blocks.
     """
     by_group: dict[str, list[tuple[int, Bucket, frozenset[int]]]] = {}
     for position, bucket in plan.buckets.items():
@@ -82,7 +82,7 @@ def agree_on_reads(plan: Plan) -> AgreedReads:
 
 
 def _reading(bucket: Bucket, place: int | None = None) -> str:
-    """A bucket, and how a graph reads it now. With `place`: any such bucket, by its place."""
+    """A bucket, and the modes in which it is read. With `place`: any equal bucket there."""
     modes = list(bucket.key.reading_code().extras)
     if not torch.is_grad_enabled():
         modes.append("no gradients")
@@ -97,8 +97,7 @@ def _reading(bucket: Bucket, place: int | None = None) -> str:
 
 
 def telling_buckets(compiled: Callable[..., Any], reads: list[Read]) -> Callable[..., Any]:
-    """Wrap compiled code: the backward of each call tells the buckets which parameters it
-    differentiates."""
+    """Wrap compiled code: the backward of each call tells buckets the slots it differentiates."""
     if not reads:
         return compiled
 
@@ -136,12 +135,12 @@ def _begin_backward(
     sync: list[bool],
     grads: Any,
 ) -> None:
-    """A node that gave a graph's outputs is about to be differentiated; only the first counts.
+    """Tell the buckets of a graph, before the first node of its outputs is differentiated.
 
     Args:
         begun: not empty once the backward has begun.
-        names, buckets, updates, lent, sync: what the graph's forward read, by how it was then.
-        grads: of the node's outputs.
+        names, buckets, updates, lent, sync: the reads and their state in the graph's forward.
+        grads: the gradients of the node's outputs.
     """
     if begun:
         return
@@ -157,7 +156,7 @@ def _begin_backward(
 
 
 def _other_names(buckets: list[tuple[Bucket, Read]]) -> dict[str, str]:
-    """Where equal blocks run one compiled graph: the names of its buckets by those in its code."""
+    """The labels of a call's buckets, by the labels in the code that equal blocks share."""
     if all(read.label == bucket.label for bucket, read in buckets):
         return {}
     now = distinct_labels({read.position: bucket for bucket, read in buckets})

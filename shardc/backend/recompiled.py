@@ -1,7 +1,7 @@
-"""Why a graph is compiled again, in words: Dynamo names the guard that failed.
+"""The reason of a recompile, in words: Dynamo names the guard that failed.
 
-Guards of shardc's own compare the signature of the code that unshards a bucket. What differs
-between two of them is what has been changed: a setting, or the state of the unit.
+Guards of shardc compare the signature of the code that unshards a bucket. Two signatures differ
+where a setting, or the state of the unit, has changed.
 """
 
 import itertools
@@ -31,7 +31,7 @@ _SWITCHED: dict[str, tuple[str, str]] = {
         "reshard_after_forward was switched on", "reshard_after_forward was switched off",
     ),
 }  # fmt: skip
-"""What it says where a field of a spec is true now, and false before, or the other way round."""
+"""Words for a field of a spec that became true, and for one that became false."""
 
 _CHANGED = {
     "trainable": "parameters were frozen or unfrozen",
@@ -51,7 +51,7 @@ _CHANGED = {
     "memory": "where buffers of collectives come from was changed",
     "shapes": "a unit was given other parameters",
 }
-"""What it says where another field changed."""
+"""Words for any other field of a spec that changed."""
 
 _GUARDS: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
     (
@@ -78,7 +78,7 @@ _GUARDS: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
         lambda m: f"{_named(m['name'])} is no longer {m['was']}",
     ),
 )
-"""Guards of torch that say what they compared, and their words."""
+"""Patterns of torch's guards that name the values compared, and words for each."""
 
 _SIGNATURE = re.compile(r"bucket\.key\._(?:train|eval)(?:\[0\])? == \(?'(?P<signature>\w+)'")
 
@@ -86,14 +86,14 @@ _SIGNATURE = re.compile(r"bucket\.key\._(?:train|eval)(?:\[0\])? == \(?'(?P<sign
 def in_words(reason: str, gm: GraphModule) -> str:
     """Dynamo's reason to compile `gm` again, in words; "" where it gave none.
 
-    Only the first guard is told: of the graph that was compiled last.
+    Only the first guard is told, a guard of the graph that was compiled last.
     """
     first = next(iter(reason.strip().splitlines()), "")
     guard = re.sub(r"^\d+/\d+: ", "", first)
     known = _SIGNATURE.search(guard)
     if known is not None:
         changes = list(dict.fromkeys(_changes(spec_of(known["signature"]), gm)))
-        if len(changes) > 1 and _CHANGED["outside"] in changes:  # it follows from the others
+        if len(changes) > 1 and _CHANGED["outside"] in changes:  # it follows from the other changes
             changes.remove(_CHANGED["outside"])
         return "; ".join(changes) or "a unit's settings were changed"
     for pattern, words in _GUARDS:
@@ -104,8 +104,7 @@ def in_words(reason: str, gm: GraphModule) -> str:
 
 
 def _changes(before: UnshardSpec, gm: GraphModule) -> Iterator[str]:
-    """The differences between the code that was compiled for a bucket, and that of one like it
-    now."""
+    """The changes from the code compiled for a bucket to the code of a bucket like it now."""
     nodes = itertools.chain.from_iterable(body.graph.nodes for body in graph_modules(gm))
     now = [spec_of(str(node.args[1])) for node in nodes if is_marker(node)]
     alike = [spec for spec in now if spec != before and spec.pieces == before.pieces] or now
@@ -117,7 +116,7 @@ def _changes(before: UnshardSpec, gm: GraphModule) -> Iterator[str]:
 
 
 def _differing(before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The fields in which two specs differ, those of their reductions among them."""
+    """The fields in which two specs differ, the fields of their reductions included."""
     for field in fields(before):
         old, new = getattr(before, field.name), getattr(after, field.name)
         if isinstance(old, Reduction):

@@ -1,7 +1,8 @@
-"""Graphs inside of a checkpoint that was not compiled: computed again, they read what they read.
+"""Graphs inside an eager checkpoint: a recomputation repeats the reads of the forward.
 
-What a read needs may have changed since: a forward that takes gradients that waited leaves none to
-the next one. The checkpoint would run another graph, which saves other tensors.
+The signature and the inputs of a read may change after the forward: a forward that takes waiting
+gradients leaves none to the next forward. Without repeated reads, the checkpoint would run another
+graph, which saves other tensors.
 """
 
 import functools
@@ -12,11 +13,11 @@ from shardc.runtime import compat
 from shardc.runtime.unit.graph_key import GraphKey, Reading
 
 Noted = dict[GraphKey, list[Reading | None]]
-"""What the reads of a checkpoint's forward needed, in order."""
+"""The signature and inputs of each read in a checkpoint's forward, in order."""
 
 
 def note_readings(keys: Iterable[GraphKey]) -> None:
-    """A graph reads the buckets of these now; checkpoints around it will have it do so again."""
+    """Note the reads of a graph that runs now, so that checkpoints around it can repeat them."""
     keys = list(keys)
     for frame in compat.checkpoint_frames():
         noted: Noted | None = getattr(frame.recompute_fn, "noted", None)
@@ -37,7 +38,7 @@ def _reading_again(recompute: Callable[..., Any]) -> tuple[Callable[..., Any], N
         try:
             before += ((key, key.read_again(readings)) for key, readings in noted.items())
             return recompute(*args, **kwargs)
-        finally:  # a checkpoint stops when it has what it needs, by an exception
+        finally:  # a checkpoint that has all its tensors stops by an exception
             for key, readings in before:
                 key.read_again(readings)
 

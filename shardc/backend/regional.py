@@ -1,8 +1,9 @@
 """Graphs that are pieces of a model that runs eagerly: the runtime gathers for them.
 
-A block compiled by itself, and what a graph break leaves, read buckets that the eager runtime
-gathers, ahead and once for all pieces, and whose gradients it reduces. Such a graph is given the
-full parameters (`take_gathered`); a graph that holds several units whole gathers for itself.
+A piece is a block compiled by itself, or a graph that a break has cut. The eager runtime gathers
+the buckets of the pieces, ahead and once for all pieces, and reduces their gradients. A piece is
+given the full parameters (`take_gathered`). A graph that holds several whole units gathers for
+itself.
 """
 
 import contextlib
@@ -23,11 +24,13 @@ from shardc.runtime.unit.regather import saving_handles
 
 
 def buckets_of_the_runtime(gm: GraphModule, buckets: Mapping[int, Bucket]) -> frozenset[int]:
-    """The inputs of a Dynamo graph that are segments of `buckets` which the runtime gathers.
+    """The inputs of a Dynamo graph that are segments of buckets that the runtime gathers.
 
-    Several graphs read these, or the forward has read them, or more graphs will read them, because
-    this one ends at a break, or the graph is one unit of a model that runs eagerly around it. All
-    that follows from the program alone: equal on all ranks, in whichever step they compile.
+    The runtime gathers a bucket if several graphs read it, or the forward has read it, or more
+    graphs will read it because this graph ends at a break. The runtime gathers all buckets of a
+    graph that is one unit of a model that runs eagerly around it. A bucket that is held needs no
+    gather. These facts follow from the program alone: they are equal on all ranks, in any step that
+    compiles.
     """
     segments = {marker.args[0] for marker in markers_of(gm)}
     inputs = gm.graph.find_nodes(op="placeholder")
@@ -49,13 +52,13 @@ def buckets_of_the_runtime(gm: GraphModule, buckets: Mapping[int, Bucket]) -> fr
 
 
 def with_taken(example_inputs: Sequence[Any], taken: Sequence[Taken]) -> list[Any]:
-    """Example inputs for a graph with what it takes: shapes only, nothing is gathered."""
+    """Example inputs for a graph and its taken parameters: shapes only, without any gather."""
     examples = list(example_inputs)
     for take in taken:
         bucket: Bucket = bucket_of(example_inputs[take.position])
         code = bucket.key.reading_code()
         with compat.fake_tensors_of_trace():
-            if code.extension is not None:  # what its subclass makes of what is gathered
+            if code.extension is not None:  # its subclass computes from the gathered bucket
                 own = bucket.segment
                 segment = torch.empty(own.shape, dtype=own.dtype, device=own.device)
                 example = full_parameters(gather(segment, code), code)[take.slot]
@@ -68,7 +71,7 @@ def with_taken(example_inputs: Sequence[Any], taken: Sequence[Taken]) -> list[An
 
 
 def giving(compiled: Callable[..., Any], taken: Sequence[Taken]) -> Callable[..., Any]:
-    """`compiled`, given the parameters that it takes; what it saves of them are handles."""
+    """Wrap `compiled`: it is given its taken parameters, and saves handles in their place."""
     if not taken:
         return compiled
 

@@ -1,12 +1,13 @@
-"""A graph that Inductor fails on, as a script that fails in the same way, alone.
+"""Scripts that reproduce a failure of Inductor: each holds one graph, and runs alone.
 
-The script holds the graph as readable Python, what its inputs look like, the settings of Inductor
-and the names and sizes of its process groups. `reproduce` makes groups without peers under those
-names, traces the graph again and gives it to Inductor. Nothing is computed, so neither values nor
-other ranks nor objects of the user that the graph names by key are needed.
+A script holds the graph as readable Python, the shapes, strides, dtypes and devices of its inputs,
+the settings of Inductor, and the names and sizes of its process groups. `reproduce` makes groups
+without peers under those names, traces the graph again and gives it to Inductor. Nothing is
+computed, so a script needs no values, no other ranks, and no objects of the user that the graph
+names by key.
 
 torch's own repro scripts (`torch._dynamo.repro.after_aot`) are not used: they write settings by
-their repr, which for a pass is no Python, and know the groups of functional collectives only.
+their repr, which is no Python for a pass, and know only the groups of functional collectives.
 """
 
 import ast
@@ -39,7 +40,7 @@ Input = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, str] | int | None
 """A tensor as (shape, stride, dtype, device), or a size."""
 
 _LARGEST_CONSTANT = 16
-"""Elements of a constant whose values are written down; larger ones are zeros in the script."""
+"""Elements of the largest constant with values in the script; larger constants are zeros there."""
 
 
 def write_repro(
@@ -49,19 +50,19 @@ def write_repro(
     error: Exception,
     folded: bool = False,
 ) -> str:
-    """Write the script, into `SHARDC_DUMP` or a temporary folder; where it is, as a sentence.
+    """Write a script into `SHARDC_DUMP` or a temporary folder; returns a sentence with its path.
 
     Args:
-        gm: the graph, as Inductor was given it.
-        stem: what the names of its dumps begin with.
-        arguments: what Inductor was given beside the graph and its inputs.
-        error: what it raised.
-        folded: whether it was given the graph after `fold_repeats`.
+        gm: the graph that Inductor was given.
+        stem: the beginning of the names of its dumps.
+        arguments: the arguments of Inductor beside the graph and its inputs.
+        error: the error that Inductor raised.
+        folded: whether Inductor was given the graph after `fold_repeats`.
     """
     try:
         path = (dump_folder() or rank_folder(_temporary_folder())) / f"repro_{stem}.py"
         path.write_text(_script(gm, arguments, error, folded))
-    except Exception as problem:  # whatever goes wrong here must not end the training
+    except Exception as problem:  # no failure here may end the training
         log.warning("no script to reproduce the failure could be written", exc_info=True)
         return f"no script to reproduce it could be written: {problem}"
     note(f"{path.name:<44} what Inductor failed on, to be run alone")
@@ -146,7 +147,7 @@ def _notes(gm: GraphModule) -> list[str]:
 
 
 def _own_ops(gm: GraphModule) -> str:
-    """Python that registers the ops of the user's which a graph calls, or names those it cannot."""
+    """Python that registers the user's ops in a graph, or names an op that it cannot register."""
     targets = [node.target for body in graph_modules(gm) for node in body.graph.nodes]
     lines = ""
     for name in filter(None, dict.fromkeys(map(compat.op_name, targets))):
@@ -213,14 +214,14 @@ def _groups(gm: GraphModule) -> dict[str, tuple[int, int]]:
 
 
 def _arguments(gm: GraphModule, *names: str) -> list[str]:
-    """The texts that ops of a graph and its bodies are given under these names."""
+    """The texts that ops of a graph and its bodies have as arguments of these names."""
     calls = [node for body in graph_modules(gm) for node in body.graph.nodes]
     given = [compat.op_arguments(node).get(name) for node in calls for name in names]
     return list(dict.fromkeys(value for value in given if isinstance(value, str)))
 
 
 def _settings() -> dict[str, str]:
-    """The settings of Inductor that are not its own, as Python."""
+    """The settings of Inductor that differ from its defaults, as Python."""
     found = {}
     for name, value in compat.changed_inductor_settings().items():
         if _is_literal(value):
@@ -251,11 +252,11 @@ def find(module: str, name: str) -> Any:
 
 
 def needs(op: str, place: str) -> None:
-    """End the script, in words, where an op of the user's is not registered.
+    """End the script with a message where an op of the user is not registered.
 
     Args:
-        op: its name, "mine::double".
-        place: the module or file that defined it.
+        op: the name of the op, such as "mine::double".
+        place: the module or file that defined the op.
     """
     space, _, name = op.partition("::")
     if not hasattr(getattr(torch.ops, space), name):
@@ -275,16 +276,16 @@ def reproduce(
     arguments: Mapping[str, Any],
     folded: bool = False,
 ) -> None:
-    """Give a graph to Inductor as shardc did; what a script of `write_repro` calls.
+    """Give a graph to Inductor as shardc did; scripts of `write_repro` call it.
 
     Args:
-        graph: a module class whose forward is the graph.
-        constants: the tensors that it holds, by name.
-        inputs: what its inputs look like.
-        groups: rank and size of the process groups it names.
-        settings: of Inductor, beside those that shardc always gives.
-        arguments: what Inductor is given beside the graph and its inputs.
-        folded: whether `fold_repeats` is applied first.
+        graph: a module class with the graph as its forward.
+        constants: the tensors that the graph holds, by name.
+        inputs: the tensors and sizes that the graph is given (`Input`).
+        groups: rank and size of each process group that the graph names, by name.
+        settings: settings of Inductor, beside those that shardc always gives.
+        arguments: the arguments of Inductor beside the graph and its inputs.
+        folded: whether `fold_repeats` runs first.
     """
     compat.make_fake_groups(groups)
     with torch.no_grad():
@@ -299,19 +300,19 @@ def reproduce(
 def rebuild(
     graph: Callable[[], nn.Module], constants: Mapping[str, Tensor], inputs: Sequence[Input]
 ) -> GraphModule:
-    """The graph that a module class came from, op by op; sizes among `inputs` become symbols."""
+    """Trace the graph of a module class again, op by op; sizes among `inputs` become symbols."""
     module = _make_module(graph)
     for name, value in constants.items():
         setattr(module, name, value)
     mode: Literal["symbolic", "fake"]
     mode = "symbolic" if any(isinstance(value, int) for value in inputs) else "fake"
     gm = make_fx(module, tracing_mode=mode)(*map(_make_input, inputs))
-    gm.graph.eliminate_dead_code()  # of what an op gives, tracing takes all
+    gm.graph.eliminate_dead_code()  # tracing also takes unread results of ops
     return gm
 
 
 def _make_module(graph: Callable[[], nn.Module]) -> nn.Module:
-    """An instance, with one of each class inside: the bodies of higher-order ops."""
+    """An instance of a class, with instances of the classes in it: bodies of higher-order ops."""
     module = graph()
     for name, value in vars(graph).items():
         if isinstance(value, type) and issubclass(value, nn.Module):

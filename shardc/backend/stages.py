@@ -1,4 +1,4 @@
-"""Where the time of a compile goes: shown while it lasts, and summed up when it is done."""
+"""Stages of a compile, with their seconds: shown while it lasts, summed up at its end."""
 
 import contextlib
 import logging
@@ -19,7 +19,7 @@ DYNAMO, JOINT, PASSES, INDUCTOR, LOADING, RANKS = (
     "Dynamo", "AOT autograd", "passes", "Inductor", "loading", "other ranks",
 )  # fmt: skip
 _LONG, _AGAIN = 5.0, 30.0
-"""Seconds after which a compile is shown, and how often it is where there is no terminal."""
+"""Seconds until a compile is shown, and between its lines where there is no terminal."""
 
 
 class Stages:
@@ -28,15 +28,15 @@ class Stages:
     Outside of stages, AOT autograd traces the joint graph. `SHARDC_PROGRESS=0` shows nothing.
 
     Args:
-        shown: whether this rank shows what it is doing, on stderr, once that takes long.
-        again: why it is compiled again, in words, if it is.
+        shown: whether this rank shows the compile on stderr, once it takes long.
+        again: the reason of a recompile, in words; empty for a first compile.
 
     Attributes:
-        what: what is compiled, in words.
-        seconds: by stage, without those within it.
+        seconds: the seconds of each stage, without the stages inside it.
     """
 
     def __init__(self, shown: bool, again: str = "") -> None:
+        # The graph that is compiled, in words.
         self.what = f"{_what()} (again: {again})" if again else _what()
         self.seconds = {DYNAMO: compat.seconds_of_dynamo()}
         self._shown = shown and os.environ.get("SHARDC_PROGRESS", "1") != "0"
@@ -65,7 +65,7 @@ class Stages:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Inside is that stage of the compile."""
+        """A context whose seconds count for the stage `name`."""
         self._count()
         self._open.append(name)
         try:
@@ -75,7 +75,7 @@ class Stages:
             self._open.pop()
 
     def load(self) -> None:
-        """The graph was found compiled: what is left is to load it."""
+        """Count the rest as loading: the graph was found compiled."""
         self._count()
         self._open[0] = LOADING
 
@@ -93,7 +93,7 @@ class Stages:
         return f"{verb} {self.what} in {sum(self.seconds.values()):.1f} s: {parts}"
 
     def _show(self) -> None:
-        """Say what is done now: one line that counts the seconds; several without a terminal."""
+        """Show the stage that runs: one line that counts seconds; without a terminal, several."""
         if self._done.wait(_LONG):
             return
         with tqdm(bar_format="{desc}", leave=False, disable=None) as line:
@@ -108,7 +108,6 @@ class Stages:
 
 
 def _what() -> str:
-    """The graph that Dynamo compiles now: the number of the code, and how often it was compiled
-    before."""
+    """The graph that Dynamo compiles now: the code's number, and the count of earlier compiles."""
     known = compat.compile_id()
     return "a graph" if known is None else f"graph {known[0]}/{known[1]}"

@@ -1,4 +1,4 @@
-"""`warmup`: what a training will compile, compiled before its first step."""
+"""`warmup`: compile the graphs of a training before its first step."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -26,18 +26,19 @@ def warmup(
 ) -> None:
     """Run the steps of a training once, so that their graphs are compiled before it begins.
 
-    All ranks call it, with inputs of the shapes they will train with. Parameters, buffers and the
-    states of random generators are afterwards what they were; there are no gradients.
+    All ranks call it, with inputs of the shapes of the training. Parameters, buffers and the
+    states of random generators do not change; no gradients remain.
 
     Args:
-        model: sharded, with `model.compile(backend="shardc")`, or what `torch.compile` returned.
-        args, kwargs: the inputs of one rank's step, given as the training gives them.
-        loss: the loss of what the model returns (default: its `loss`, or the sum of all outputs).
-        accumulation: also compile steps under `no_sync`, and one that reduces what they added up.
+        model: a sharded model after `model.compile(backend="shardc")`, or the result of
+            `torch.compile`.
+        args, kwargs: the inputs of one rank's step, as the training gives them.
+        loss: computes the loss of the model's outputs (default: their `loss`, or the sum of all).
+        accumulation: also compile steps under `no_sync`, and a step that reduces their gradients.
         evaluation: also compile the forward in evaluation, under `no_grad`.
 
     Raises:
-        ValueError: a model that is not sharded or not compiled, or that has gradients already.
+        ValueError: the model is not sharded, not compiled, or has gradients already.
     """
     sharded = _check(model)
     named = dict(kwargs or {})
@@ -62,7 +63,7 @@ def warmup(
 
 
 def _check(model: nn.Module) -> nn.Module:
-    """The sharded model itself, which can be warmed up."""
+    """The sharded model of `model`. Raises ValueError where it cannot be warmed up."""
     sharded: nn.Module = getattr(model, "_orig_mod", model)
     check_sharded("warmup", sharded)
     if not compat.is_compiled(model):
@@ -81,7 +82,7 @@ def _check(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def _as_before(model: nn.Module) -> Iterator[None]:
-    """Buffers, training flags and random numbers are what they were in the end; no gradients."""
+    """A context that restores buffers, training flags and random states; no gradients remain."""
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
     training = {module: module.training for module in model.modules()}
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
@@ -103,7 +104,7 @@ def _as_before(model: nn.Module) -> Iterator[None]:
 
 
 def _loss(outputs: Any) -> Tensor:
-    """A loss in which all outputs of a model have part."""
+    """The `loss` of a model's outputs, or the sum of all outputs that require gradients."""
     if isinstance(found := getattr(outputs, "loss", None), Tensor):
         return found
     tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]

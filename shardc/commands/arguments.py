@@ -1,6 +1,6 @@
-"""Arguments that several commands share, and how their values are read.
+"""Arguments that several commands share, and functions that read their values.
 
-Commands import torch when they run: what is typed wrong costs no import of it.
+A command imports torch when it runs, so a wrong command line costs no import of torch.
 """
 
 import argparse
@@ -21,7 +21,7 @@ _WIRE = {"float8": "float8_e4m3fn", "int8": "int8"}
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """The target, and `--world-size`."""
+    """Add the target and `--world-size`."""
     add = parser.add_argument
     add("target", help=f"package.module:function, for example {EXAMPLE}")
     add("--world-size", type=count, default=8, metavar="W", help="ranks that share the model; "
@@ -29,7 +29,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def add_copies(parser: argparse.ArgumentParser) -> None:
-    """`--copies`, for `mesh_sizes`."""
+    """Add `--copies`, which `mesh_sizes` takes."""
     parser.add_argument(
         "--copies",
         type=count,
@@ -40,10 +40,10 @@ def add_copies(parser: argparse.ArgumentParser) -> None:
 
 
 def mesh_sizes(copies: int, world_size: int) -> tuple[int, ...]:
-    """The sizes of the mesh with so many copies of the model, each over so many ranks.
+    """The sizes of the mesh of `copies` of the model, each over `world_size` ranks.
 
     Raises:
-        UsageError: these are more ranks than can be planned for.
+        UsageError: the mesh has more ranks than can be planned for.
     """
     ranks = plural(copies * world_size, "rank")
     if copies * world_size > MAX_WORLD:
@@ -52,7 +52,7 @@ def mesh_sizes(copies: int, world_size: int) -> tuple[int, ...]:
 
 
 def add_precision(parser: argparse.ArgumentParser) -> None:
-    """`--mp` and `--wire`, which `read_precision` reads."""
+    """Add `--mp` and `--wire`, which `read_precision` reads."""
     add = parser.add_argument
     add("--mp", choices=sorted(_DTYPES), help="param_dtype of mixed precision: the dtype that "
         "parameters are gathered in (default: as they are stored)")  # fmt: skip
@@ -75,7 +75,7 @@ def read_precision(args: argparse.Namespace) -> "MixedPrecisionPolicy":
 
 
 def add_profile(parser: argparse.ArgumentParser, what: str) -> None:
-    """`--profile`, for `what`."""
+    """Add `--profile`, with a help text that begins with the given words."""
     parser.add_argument(
         "--profile",
         choices=HARDWARE,
@@ -85,7 +85,7 @@ def add_profile(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def read_profile(args: argparse.Namespace) -> "Profile":
-    """The profile that `--profile` names, or its default."""
+    """The profile that `--profile` names, or the default profile."""
     from shardc.passes.estimate.hardware import PROFILES, current_profile
 
     return PROFILES[args.profile] if args.profile else current_profile("cuda")
@@ -111,7 +111,7 @@ def add_step(parser: argparse.ArgumentParser) -> None:
 
 
 def count(text: str) -> int:
-    """A count, for argparse."""
+    """Read a count for argparse."""
     try:
         number = int(text)
     except ValueError:
@@ -122,7 +122,7 @@ def count(text: str) -> int:
 
 
 def amount(text: str) -> str:
-    """Bytes of memory, for argparse."""
+    """Check bytes of memory for argparse; the text is returned as it is."""
     if read_amount(text) is None:
         raise argparse.ArgumentTypeError(
             f"must be bytes such as 70GB or 16GiB, or a share in (0, 1] such as 0.9, got '{text}'"
@@ -135,7 +135,7 @@ def _amount_or_curve(text: str) -> str:
 
 
 def check_reshard(reshard: bool | int | None, world_size: int) -> None:
-    """Raise UsageError unless so many ranks can be cut into groups of `--reshard`."""
+    """Raise UsageError unless `world_size` ranks can be cut into groups of `reshard` ranks."""
     if reshard not in (None, True, False) and (reshard < 1 or world_size % reshard):
         raise UsageError(
             f"--reshard {reshard}: must be yes, no or a divisor of the {plural(world_size, 'rank')}"
@@ -154,11 +154,10 @@ def _reshard(text: str) -> bool | int:
 
 
 def example_inputs(inputs: Any, target: str) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """The inputs that a target gives beside the model, as positional arguments and arguments by
-    name.
+    """The example inputs of a target: positional arguments, and arguments by name.
 
     Raises:
-        UsageError: it gives none.
+        UsageError: the target gives no inputs.
     """
     if inputs is None:
         raise UsageError(

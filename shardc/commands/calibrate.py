@@ -69,16 +69,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _written(path: Path) -> int:
-    """When the file was written last, in ns; 0 where there is none."""
+    """The time of the last write of a file, in ns; 0 without a file."""
     return path.stat().st_mtime_ns if path.exists() else 0
 
 
 @contextmanager
 def _mesh(device: str | None) -> Iterator["DeviceMesh"]:
-    """All ranks of torchrun, or this process alone; the process group ends with the context.
+    """A mesh of all ranks of torchrun, or of this process; its group ends with the context.
 
     Raises:
-        UsageError: `device` is "cuda" and this rank has none.
+        UsageError: `device` is "cuda", and there is no NCCL or not a GPU for every rank.
         FoundProblem: the process group cannot be made.
     """
     import torch

@@ -24,7 +24,7 @@ _COMMANDS = (doctor, plan, explain, fit, compare, precompile, calibrate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: that of the process); returns its exit code."""
+    """Run the command line `argv` (default: the process's own), and return its exit code."""
     parser = _make_parser()
     args = parser.parse_args(argv)
     if args.command is None:
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Paragraphs that wrap to the terminal, and lines of examples, which begin with spaces."""
+    """Format help: paragraphs wrap to the terminal; lines of examples begin with spaces."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=min(READABLE, terminal_width()))
@@ -58,7 +58,7 @@ def _is_text(line: str) -> bool:
 
 
 def _as_command(line: str) -> str:
-    """A line of an example, continued as a shell takes it."""
+    """A line of an example, broken into lines that a shell continues."""
     return " \\\n".join(wrap(line.strip(), terminal_width() - 2, "  ", "      ").splitlines())
 
 

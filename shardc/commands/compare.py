@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read or make the reports, and print the table."""
+    """Read or make the reports, and print the table, or JSON."""
     makers = [maker for source in args.reports for maker in _makers(source, args)]
     if len(makers) < 2:
         raise UsageError("there is one report only: name another, or several --world-size")
@@ -61,7 +61,7 @@ def _makers(source: str, args: argparse.Namespace) -> list[Callable[[Progress], 
     """The functions that make the reports of a file, or of a model.
 
     Raises:
-        UsageError: a file of another kind.
+        UsageError: `source` is a file of another kind.
     """
     if source.endswith(".json"):
         return [lambda progress: _load(source)]

@@ -1,4 +1,4 @@
-"""`shardc doctor`: whether this machine can train, and what to do where it cannot."""
+"""`shardc doctor`: check whether this machine can train, and give advice where it cannot."""
 
 import argparse
 import dataclasses
@@ -28,7 +28,7 @@ _NEEDS = {
     "CPU": ("torch", "all-gather on CPU"),
     "GPU": ("torch", "GPU", "all-gather on GPU"),
 }
-"""What must be ok to train; a compiler is not among it, because graphs can run op by op."""
+"""The checks that must be ok to train. A compiler is not needed: graphs can run op by op."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run all checks, print each as it is done, then what this machine can do."""
+    """Run all checks, print each finding at once, then the devices that can train."""
     if args.timeout <= 0:
         raise UsageError(f"--timeout must be more than 0 seconds, got {args.timeout:g}")
     from shardc.commands.machine import checks
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def can_train(found: Mapping[str, "Finding"]) -> list[str]:
-    """The devices that have all that training needs."""
+    """The devices for which all checks are ok that training needs."""
     return [
         device
         for device, needs in _NEEDS.items()

@@ -1,23 +1,23 @@
-"""Ends of a command, and its exit code: 0 fine, 1 found a problem, 2 wrong usage."""
+"""Errors that end a command. Exit codes: 0 fine, 1 a problem was found, 2 wrong usage."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class UsageError(ValueError):
-    """A command line that cannot be run: exit code 2. Says what to type instead."""
+    """A command line that cannot be run: exit code 2. The message has a correction."""
 
 
 class FoundProblem(RuntimeError):
-    """The command ran and found a problem: exit code 1. Says how to get out of it."""
+    """The command ran and found a problem: exit code 1. The message has a remedy."""
 
 
 @contextmanager
 def finding_problems(target: str, verb: str) -> Iterator[None]:
-    """Inside, `target` is planned or compiled: what that raises is a problem of `target`.
+    """Raise FoundProblem for errors inside, where `target` is planned or compiled.
 
-    Errors of shardc are told as they are, those of torch and of the model with their type and
-    without torch's hint on how to report a bug.
+    The message of an error of shardc stays as it is. The message of an error of torch or of the
+    model gets the error's type, and loses torch's hint on how to report a bug.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""`shardc explain`: what a step would do and cost on any number of ranks."""
+"""`shardc explain`: the plan and the costs of a step on any number of ranks."""
 
 import argparse
 import json
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_path(path: Path) -> None:
-    """Raise UsageError where a report cannot be saved there: better now than in a minute."""
+    """Raise UsageError if no report can be saved at `path`: better now than in a minute."""
     try:
         check_ending(path)
     except ValueError as error:
@@ -90,12 +90,12 @@ def check_path(path: Path) -> None:
 
 _BEFORE = {"sharding": 0.0, "tracing": 0.02, "planning": 0.4}
 _BEFORE_WITHIN = {"sharding": 0.0, "tracing": 0.02, "planning": 0.22}
-"""Of the time of `explain`, the share that lies before each stage, without and with a memory
-budget, as measured for Llama 3 8B."""
+"""The share of the time of `explain` before each stage, without and with a memory budget, as
+measured for Llama 3 8B."""
 
 
 def explaining(args: argparse.Namespace, title: str, parts: int) -> Progress:
-    """The progress of so many calls of `explain_target`."""
+    """The progress of `parts` calls of `explain_target`."""
     return Progress(title, parts, _BEFORE_WITHIN if args.memory_budget else _BEFORE)
 
 
@@ -106,10 +106,10 @@ def explain_target(
     progress: Progress,
     symbolic: bool = False,
 ) -> "Report":
-    """The report of the model that `target` names, on so many ranks.
+    """The report of the model that `target` names, on `world_size` ranks a copy.
 
     Raises:
-        UsageError: no example inputs, or numbers of ranks that do not go together.
+        UsageError: there are no example inputs, or numbers of ranks contradict each other.
         FoundProblem: the model cannot be sharded or compiled.
     """
     mesh = mesh_sizes(args.copies, world_size)

@@ -44,7 +44,7 @@ exit code: 0, or 1 where not even the example inputs fit
 """
 _DIMS = {"batch": 0, "length": 1}
 _PLANS = 13
-"""About so many stages: building the model, seven or eight sizes, four numbers of ranks."""
+"""The number of stages, about: the model is built, then 7 or 8 sizes, then 4 numbers of ranks."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The checks of `shardc doctor`, a function each: what is there, whether it works, what to do."""
+"""The checks of `shardc doctor`: each function looks for a part, tries it, and gives advice."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -27,8 +27,8 @@ class Finding:
 
     Attributes:
         status: "ok", or "missing" (not there), or "broken" (there, but it does not work).
-        detail: what was seen.
-        advice: what to do where it is not ok.
+        detail: the observation, in words.
+        advice: the remedy, if the status is not "ok".
     """
 
     status: Status
@@ -37,7 +37,7 @@ class Finding:
 
 
 class Check(Protocol):
-    """A check, given how many seconds a process of its own may take."""
+    """A check; `timeout` is the seconds that a process of the check may take."""
 
     def __call__(self, timeout: float) -> Finding: ...
 
@@ -61,7 +61,7 @@ def checks() -> Iterator[tuple[str, Check]]:
 
 
 def check_torch(timeout: float) -> Finding:
-    """Whether shardc supports this torch."""
+    """Check whether shardc supports this torch."""
     span = " to ".join(compat.supported())
     major, minor = torch.__version__.split(".")[:2]
     if (int(major), int(minor)) in compat.VERSIONS:
@@ -74,7 +74,7 @@ def check_torch(timeout: float) -> Finding:
 
 
 def check_cpp_compiler(timeout: float) -> Finding:
-    """Whether Inductor finds a C++ compiler."""
+    """Check whether Inductor finds a C++ compiler."""
     try:
         return Finding("ok", compat.cpp_compiler())
     except RuntimeError:
@@ -87,7 +87,7 @@ def check_cpp_compiler(timeout: float) -> Finding:
 
 
 def check_compile(device: str, timeout: float) -> Finding:
-    """Whether Inductor compiles and runs a small function."""
+    """Check whether Inductor compiles and runs a small function."""
     why = try_compile(device, timeout)
     if not why:
         return Finding("ok", "Inductor compiled and ran a small function")
@@ -118,7 +118,7 @@ def check_gpu(timeout: float) -> Finding:
 
 
 def check_triton(timeout: float) -> Finding:
-    """Whether Triton is installed, which Inductor compiles for GPUs with."""
+    """Check whether Triton is installed: Inductor compiles for GPUs with Triton."""
     if importlib.util.find_spec("triton") is None:
         advice = "only GPUs need it; it comes with CUDA builds of torch"
         return Finding("missing", "not installed", advice)
@@ -129,7 +129,7 @@ def check_triton(timeout: float) -> Finding:
 
 
 def check_backend(backend: str, timeout: float) -> Finding:
-    """Whether torch was built with a backend of collectives."""
+    """Check whether torch was built with a backend of collectives."""
     if dist.is_backend_available(backend):
         return Finding("ok", "built into torch")
     where = "GPUs" if backend == "nccl" else "CPUs"
@@ -139,7 +139,7 @@ def check_backend(backend: str, timeout: float) -> Finding:
 
 
 def check_gather(backend: str, world_size: int, timeout: float) -> Finding:
-    """Whether processes of this machine can gather."""
+    """Check whether processes of this machine can gather."""
     if not dist.is_backend_available(backend):
         return Finding("missing", f"no {backend}", f"install a build of torch with {backend}")
     why = try_gather(backend, world_size, timeout)

@@ -1,7 +1,7 @@
-"""`shardc plan`: how `fully_shard` would lay a model out, from its shapes alone.
+"""`shardc plan`: the layout that `fully_shard` would give a model, from its shapes alone.
 
-Runs the planner of `fully_shard` without a mesh, so it needs neither ranks nor memory. What depends
-on the compiled graphs (activations, what is gathered when, seconds) is left out.
+The command runs the planner of `fully_shard` without a mesh, so it needs neither ranks nor memory.
+Figures of the compiled graphs (activations, when buckets are gathered, seconds) are left out.
 """
 
 import argparse
@@ -176,7 +176,7 @@ def _gathered_bytes(plan: "UnitPlan", layout: "BucketLayout") -> int:
 
 
 def _sent(plan: "UnitPlan", layout: "BucketLayout") -> int:
-    """Bytes of all ranks' messages of a gather."""
+    """Bytes of the messages of all ranks in a gather."""
     form = plan.settings.wire_format(layout, "gather")
     if form is None:
         return _gathered_bytes(plan, layout)

@@ -24,7 +24,8 @@ def plan_model(
     """The units of `fully_shard(model, units="auto", mp_policy=policy)` on `world_size` ranks.
 
     Raises:
-        FoundProblem: `fully_shard` would refuse the model; says why.
+        FoundProblem: `fully_shard` would refuse the model, or the model has no parameters; the
+            message has the reason.
     """
     options = {
         "reshard_after_forward": None,
@@ -48,7 +49,7 @@ def plan_model(
 
 @dataclass(frozen=True)
 class UnitGroup:
-    """Units that are laid out alike, by name in the model; the figures are those of each."""
+    """Units of equal layout, by name in the model; the figures of `plan` hold for each unit."""
 
     names: tuple[str, ...]
     plan: UnitPlan
@@ -62,7 +63,7 @@ class UnitGroup:
 
 
 def group_units(model: nn.Module, plans: Iterable[UnitPlan]) -> list[UnitGroup]:
-    """The plans with those of one class, layout and name but for its numbers put together."""
+    """Group plans of equal class and layout, whose names in the model differ in numbers only."""
     names = {module: name for name, module in model.named_modules()}
     groups: dict[Any, list[tuple[str, UnitPlan]]] = {}
     for plan in plans:
@@ -74,7 +75,7 @@ def group_units(model: nn.Module, plans: Iterable[UnitPlan]) -> list[UnitGroup]:
 
 @dataclass(frozen=True)
 class Totals:
-    """A whole model: counts, and bytes that a rank keeps at most, padding included."""
+    """Totals of a model: counts, and the most bytes that a rank keeps, padding included."""
 
     parameters: int
     units: int

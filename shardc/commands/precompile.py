@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile, and say what was compiled and where it is."""
+    """Compile the graphs, and print how many were compiled and found, and their folder."""
     mesh = mesh_sizes(args.copies, args.world_size)
     find_target(args.target)
     import torch

@@ -1,4 +1,4 @@
-"""Probes of `shardc doctor`: what may hang or crash runs in processes of its own, with a deadline.
+"""Probes of `shardc doctor`, which may hang or crash: each has its own process and a deadline.
 
 python -m shardc.commands.probes compile cpu
 python -m shardc.commands.probes gather gloo RANK WORLD PORT
@@ -22,14 +22,14 @@ MAX_REASON = 300
 
 
 def try_compile(device: str, timeout: float) -> str:
-    """Compile and run a small function with Inductor, without its caches; why not, or ""."""
+    """Compile and run a small function with Inductor, without caches; return the error, or ""."""
     with tempfile.TemporaryDirectory(prefix="shardc_doctor_") as folder:
         fresh = {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
         return _run([["compile", device]], fresh, timeout)
 
 
 def try_gather(backend: str, world_size: int, timeout: float) -> str:
-    """All-gather among `world_size` new processes of this machine; why that fails, or ""."""
+    """All-gather among `world_size` new processes of this machine; return the error, or ""."""
     try:
         store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     except RuntimeError as error:
@@ -39,7 +39,7 @@ def try_gather(backend: str, world_size: int, timeout: float) -> str:
 
 
 def _run(probes: Sequence[Sequence[str]], env: Mapping[str, str], timeout: float) -> str:
-    """Run the probes at once, each in a process of its own; why the first fails, or ""."""
+    """Run the probes at once, each in a process of its own; return the first error, or ""."""
     deadline = time.monotonic() + timeout
     launcher = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
     own = {name: value for name, value in os.environ.items() if name not in launcher}
@@ -69,7 +69,10 @@ def _run(probes: Sequence[Sequence[str]], env: Mapping[str, str], timeout: float
 
 
 def _reason(code: int, output: str) -> str:
-    """The last line of output that names an exception (hints may follow it), or how it ended."""
+    """The signal that ended a process, or the last line of its output that names an exception.
+
+    Hints may follow that line. Without such a line: the last line of the output, or the exit code.
+    """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     if code < 0:
@@ -77,11 +80,11 @@ def _reason(code: int, output: str) -> str:
     return (errors or lines or [f"exit code {code}"])[-1][:MAX_REASON]
 
 
-# -- what the processes run ----------------------------------------------------------------------
+# -- the functions of the processes --------------------------------------------------------------
 
 
 def compile_on(device: str) -> None:
-    """Compile a pointwise function and compare its values with those of the uncompiled one."""
+    """Compile a pointwise function, and compare its values with the values of eager mode."""
     x = torch.linspace(0, 1, 1000, device=device)
     torch.testing.assert_close(torch.compile(_wave)(x), _wave(x))
 
@@ -91,7 +94,7 @@ def _wave(x: torch.Tensor) -> torch.Tensor:
 
 
 def gather(backend: str, rank: str, world_size: str, port: str) -> None:
-    """One rank: gather every rank's number from all."""
+    """Gather the numbers of all ranks, as one of the ranks."""
     number, count = int(rank), int(world_size)
     device = torch.device("cuda", number) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":

@@ -1,7 +1,7 @@
-"""A line on the terminal that says what a command is at, for how long, and about how long still.
+"""A line on the terminal with the stage of a command, the time passed, and the estimated time left.
 
-It appears where a command takes long, and on terminals only. The time that is left is worked out
-when a stage begins, from the time that the stages before it took and their share of the whole.
+The line appears if a command takes long, and on terminals only. The time left is estimated when a
+stage begins, from the time of the stages before it and their share of the whole.
 """
 
 import threading
@@ -14,19 +14,19 @@ from tqdm import tqdm
 DELAY = 2.0
 """Seconds before the line appears."""
 _LEAST_DONE = 0.1
-"""From a smaller share of the whole nothing is worked out."""
+"""The time left is not estimated before this share of the whole is done."""
 
 
 class Progress:
-    """The stages that have begun, and what is left.
+    """The stages that have begun, and the time left.
 
     Args:
-        title: what the line begins with.
-        parts: how many times the stages of `before` are gone through; without `before`, about how
-            many stages there are.
-        before: of a part, the share of its time that lies before each stage; a stage that has a
-            smaller one than the last begins the next part.
-        clock: gives seconds.
+        title: the beginning of the line.
+        parts: how many times the stages of `before` run; without `before`, about how many stages
+            there are.
+        before: the share of a part's time that lies before each stage. A stage with a smaller
+            share than the stage before it begins the next part.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Progress:
         self._stage = ""
 
     def __call__(self, stage: str) -> None:
-        """A stage begins."""
+        """Begin a stage."""
         self._stage = stage
         share = 0.0 if self._before is None else self._before.get(stage)
         if share is None:
@@ -59,7 +59,7 @@ class Progress:
         self._whole = (now - self._first) / done if known else None
 
     def line(self) -> str:
-        """The line as it is now."""
+        """The text of the line at this moment."""
         about = "about " if self._before is None else ""
         several = f" ({self._part + 1} of {about}{self._parts})" if self._parts > 1 else ""
         return f"{self._title}{several}: {self._stage}{self._left()}"
@@ -79,7 +79,7 @@ class Progress:
 
 @contextmanager
 def showing_progress(progress: Progress) -> Iterator[Progress]:
-    """Inside, the line is shown, with the seconds that have passed."""
+    """Show the line inside, with the time that has passed."""
     done = threading.Event()
     bar = tqdm(bar_format="{desc} [{elapsed}]", leave=False, disable=None, delay=DELAY)
 

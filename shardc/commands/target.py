@@ -1,4 +1,4 @@
-"""`package.module:function` on the command line: the function that builds the model to look at."""
+"""`package.module:function` on the command line: the function that builds the model."""
 
 import importlib
 import inspect
@@ -20,11 +20,11 @@ EXAMPLE = "examples.models:llama3_8b"
 def load_model(target: str) -> tuple["nn.Module", Any]:
     """Import and call the function that `target` names: the model, and its example inputs or None.
 
-    Modules are looked for in the current folder first. What user code raises is printed with its
+    Modules are looked for in the current folder first. An error of user code is printed with its
     traceback.
 
     Raises:
-        UsageError: nothing of that name, no function, or one that returns no model.
+        UsageError: `target` does not exist, is no function, or returns no model.
         FoundProblem: the module or the function raised.
     """
     build = find_target(target)
@@ -50,7 +50,7 @@ def find_target(target: str) -> Callable[[], Any]:
     """Import the module and find the function that `target` names.
 
     Raises:
-        UsageError: nothing of that name, or no function that can be called without arguments.
+        UsageError: `target` does not exist, or is no function that can be called without arguments.
         FoundProblem: the module raised.
     """
     name, _, attribute = target.partition(":")

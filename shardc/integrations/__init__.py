@@ -1,1 +1,1 @@
-"""Sharding inside of other libraries' loops: a module for each library, which it needs."""
+"""Sharding inside of other libraries' loops: one module a library, which must be installed."""

@@ -6,7 +6,7 @@ models first and marks them; accelerate prepares the rest. `accumulate`, `no_syn
 gradients have one norm on all ranks.
 
 Three methods would read whole state dicts on every rank: `get_state_dict`, `save_state` and
-`load_state`. `prepare` replaces them on the accelerator that it is given: see `accelerate_state`.
+`load_state`. `prepare` replaces these methods on its accelerator: see `accelerate_state`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,26 +39,26 @@ def prepare(
     compile_options: Mapping[str, Any] | None = None,
     **sharding: Any,
 ) -> Any:
-    """Shard the models among `objects`, and have accelerate prepare the others.
+    """Shard the models among `objects`; accelerate prepares the other objects.
 
-    Optimizers may be made before or after; they keep their parameters. A model that is sharded
-    already stays as it is.
+    Optimizers may be made before or after the call; they keep their parameters. A sharded model
+    stays as it is.
 
     Args:
         accelerator: of several processes, without a plugin for FSDP or DeepSpeed.
         objects: models, optimizers, data loaders and schedulers, as for `accelerator.prepare`.
-        compile: whether `model.compile(backend="shardc")` is called; None: if the accelerator has
-            a dynamo backend.
+        compile: whether to call `model.compile(backend="shardc")`; None: call it if the accelerator
+            has a dynamo backend.
         compile_options: options of the backend; with them the model is compiled.
         sharding: arguments of `fully_shard`. `units` is "auto" and `mp_policy` follows the
-            accelerator's `mixed_precision` (gathers in it, reductions in float32), unless given.
+            accelerator's `mixed_precision` (gathers in that, reductions in float32), unless given.
 
     Returns:
-        The objects in their order; the object itself if it is one.
+        The objects in their order; the object itself if there is only one.
 
     Raises:
-        ValueError: an accelerator that shards by itself, a mesh that is not of all its processes,
-            or an optimizer that has state of whole parameters; and what `fully_shard` raises.
+        ValueError: the accelerator shards models itself, the mesh does not have all its processes,
+            or an optimizer has state of whole parameters; also the errors of `fully_shard`.
     """
     check_value("prepare: accelerator", accelerator, Accelerator)
     _check_plugins(accelerator)
@@ -80,7 +80,7 @@ def shard(
     compile_options: Mapping[str, Any] | None = None,
     **sharding: Any,
 ) -> None:
-    """Shard one model so that the accelerator takes it for prepared."""
+    """Shard one model, and mark it as prepared for the accelerator."""
     _check_plugins(accelerator)
     _check_ranks(accelerator, model, **sharding)
     _scale_losses(accelerator)
@@ -112,7 +112,7 @@ def _check_ranks(
     dp_mesh_dims: Any = None,
     **_: Any,
 ) -> None:
-    """Raise where several processes would hold parts of one copy of the model."""
+    """Raise ValueError unless all processes of the accelerator shard the model."""
     units = units_of(model)
     if units:
         size = max(module._shardc_unit.mesh.size() for module in units.values())
@@ -130,7 +130,7 @@ def _check_ranks(
 
 
 def _scale_losses(accelerator: Accelerator) -> None:
-    """Give the accelerator a scaler for float16 where it makes none: on the CPU."""
+    """Give the accelerator a scaler for float16 on the CPU, where accelerate makes none."""
     if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
         handler = accelerator.scaler_handler
         settings = handler.to_kwargs() if handler is not None else {}
@@ -150,7 +150,7 @@ def _precision_of(accelerator: Accelerator) -> MixedPrecisionPolicy:
 
 
 def _check_optimizers(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """Raise for optimizers that would not follow their parameters into shards."""
+    """Raise ValueError for an optimizer that cannot follow its parameters into shards."""
     whole = {
         param: name
         for model in models

@@ -1,7 +1,7 @@
 """The state of accelerate's sharded models: whole on rank 0, or in a folder of DCP.
 
 `get_state_dict`, `save_state` and `load_state` of an accelerator would read whole state dicts on
-every rank. `StateOfModels` replaces them on the accelerator that it is given, not on the class.
+every rank. `StateOfModels` replaces these methods on one accelerator, not on the class.
 """
 
 import os
@@ -32,7 +32,7 @@ FOLDER = "shardc"
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:
-    """The whole model on the host of rank 0, `{}` on the others; every rank must call it."""
+    """The whole model on the host of rank 0, `{}` on other ranks; every rank must call this."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return get_model_state_dict(model, options=options)
 
@@ -44,7 +44,7 @@ def save_sharded(
     options: StateDictOptions | None = None,
     **more: Any,
 ) -> None:
-    """Write each rank's part of a model, and of its optimizers, into `folder`."""
+    """Write each rank's part of a model and of its optimizers into `folder`."""
     state = {"model": get_model_state_dict(model, options=options), **more}
     if optimizers:
         state["optimizer"] = get_optimizer_state_dict(model, optimizers)
@@ -54,7 +54,7 @@ def save_sharded(
 def load_sharded_model(
     folder: str | os.PathLike[str], model: nn.Module, options: StateDictOptions | None = None
 ) -> None:
-    """Read into a model what `save_sharded` wrote, at any number of ranks."""
+    """Load a model from the folder that `save_sharded` wrote, at any number of ranks."""
     state = {"model": get_model_state_dict(model, options=options)}
     dcp.load(state, checkpoint_id=Path(folder, FOLDER))
     set_model_state_dict(model, state["model"], options=options)
@@ -63,7 +63,7 @@ def load_sharded_model(
 def load_sharded_optimizers(
     folder: str | os.PathLike[str], model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> None:
-    """Read into optimizers what `save_sharded` wrote, at any number of ranks."""
+    """Load optimizers from the folder that `save_sharded` wrote, at any number of ranks."""
     state = {"optimizer": get_optimizer_state_dict(model, optimizers)}
     dcp.load(state, checkpoint_id=Path(folder, FOLDER))
     set_optimizer_state_dict(model, optimizers, state["optimizer"])
@@ -90,7 +90,7 @@ class StateOfModels:
 
     @classmethod
     def take_over(cls, accelerator: Accelerator) -> None:
-        """Replace the methods of this accelerator, once."""
+        """Replace the three methods of this accelerator, once."""
         if isinstance(getattr(accelerator.save_state, "__self__", None), cls):
             return
         self = cls(
@@ -103,18 +103,18 @@ class StateOfModels:
         accelerator.register_load_state_pre_hook(self._read)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state on the host of rank 0 for a sharded model, `{}` on the others."""
+        """The whole state of a sharded model on the host of rank 0, `{}` on other ranks."""
         if not units_of(model):
             return self.plain_get(model, unwrap=unwrap)
         return {} if self.saving else whole_state(model)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As the accelerator's; sharded models and their optimizers go into a folder of DCP."""
+        """Save as accelerate does, but sharded models and their optimizers in a folder of DCP."""
         with self._own_optimizers_aside():
             return self.plain_save(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """As the accelerator's; sharded models and optimizers load at any number of ranks."""
+        """Load as accelerate does; sharded models and optimizers load at any number of ranks."""
         with self._own_optimizers_aside():
             self.plain_load(*args, **kwargs)
         if self.step is not None:
@@ -122,7 +122,7 @@ class StateOfModels:
 
     @contextmanager
     def _own_optimizers_aside(self) -> Iterator[None]:
-        """Within, accelerate sees only the optimizers of models that are not sharded."""
+        """Hide the optimizers of sharded models from accelerate inside."""
         everything = self.accelerator._optimizers
         self.optimizers = [each for each in everything if _is_sharded(each)]
         self.accelerator._optimizers = [each for each in everything if not _is_sharded(each)]
@@ -145,12 +145,12 @@ class StateOfModels:
             if self.optimizers:
                 optimizers = [plain_optimizer(each) for each in self.optimizers]
                 load_sharded_optimizers(folder, sharded, optimizers)
-            state = {"step": 0}  # that of ranks without a file of their own, too
+            state = {"step": 0}  # also of ranks without a file of their own
             dcp.load(state, checkpoint_id=Path(folder, FOLDER))
             self.step = state["step"]
 
     def _take_sharded(self, models: list[Any], entries: list[Any]) -> nn.Module | None:
-        """The sharded models as one module; their entries are taken out of the list."""
+        """The sharded models as one module; their entries are removed from `entries`."""
         found = [(index, each) for index, each in enumerate(models) if units_of(each)]
         for index, _ in reversed(found):
             del entries[index]

@@ -1,9 +1,9 @@
 """Lightning: a strategy for `Fabric` and one for `Trainer` that shard with shardc.
 
-Both are Lightning's strategies for FSDP2 with other hands: they launch processes and make the mesh
-as those do, and write checkpoints in their format, a folder of DCP with `meta.pt`, or one file of
-full tensors. A checkpoint is read at any number of ranks. Lightning's own functions look for
-DTensors; those here take what `fully_shard` made.
+Both are subclasses of Lightning's strategies for FSDP2: processes, mesh and the format of
+checkpoints stay the same. A checkpoint is a folder of DCP with `meta.pt`, or one file of full
+tensors. A checkpoint is read at any number of ranks. Lightning's own functions look for DTensors;
+the functions here take models that `fully_shard` sharded.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ ShardFn = Callable[[nn.Module, DeviceMesh], object]
 
 
 class _Sharding:
-    """The parts that both strategies share: the mesh, and how a model is sharded over it."""
+    """The parts that both strategies share: the size of the mesh, and the sharding over it."""
 
     num_nodes: int
     num_processes: int
@@ -59,13 +59,13 @@ class _Sharding:
     _options: dict[str, Any]
 
     def _size_mesh(self) -> None:
-        """All ranks that tensor parallelism leaves shard the model."""
+        """Set the size of data parallelism: all ranks divided by the size of tensor parallelism."""
         self._data_parallel_size = (
             self.num_nodes * self.num_processes // int(self._tensor_parallel_size)
         )
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Shard `model` unless that has been done, and give values to what is on meta."""
+        """Shard `model` unless it is sharded, and initialise its parameters and buffers on meta."""
         if not is_sharded(model):
             if self._shard_fn is not None:
                 self._shard_fn(model, mesh)
@@ -94,13 +94,13 @@ class FabricStrategy(_Sharding, FabricModelParallel):
     ) -> None:
         """
         Args:
-            shard_fn: given the model and the mesh ("data_parallel", "tensor_parallel"), it calls
-                `fully_shard`; None: `fully_shard(model, units=units, **sharding)`.
+            shard_fn: calls `fully_shard`, given the model and the mesh ("data_parallel",
+                "tensor_parallel"); None: `fully_shard(model, units=units, **sharding)`.
             units, sharding: arguments of `fully_shard`.
-            tensor_parallel_size: ranks among which `shard_fn` cuts with tensor parallelism.
-            save_distributed_checkpoint: a folder to which each rank writes its part; False: one
-                file of full tensors, for everyone.
-            process_group_backend: None: that of the device.
+            tensor_parallel_size: ranks among which `shard_fn` cuts modules by tensor parallelism.
+            save_distributed_checkpoint: True: a folder to which each rank writes its part; False:
+                one file of full tensors, which any program can read.
+            process_group_backend: None: the backend of the device.
         """
         super().__init__(
             self._shard,
@@ -112,7 +112,7 @@ class FabricStrategy(_Sharding, FabricModelParallel):
         self._backward_sync_control: Any = _BackwardSync()
 
     def setup_environment(self) -> None:
-        """As Lightning's, on a mesh of all ranks."""
+        """Set up the processes as Lightning does, with a mesh of all ranks."""
         self._size_mesh()
         super().setup_environment()
 
@@ -123,11 +123,11 @@ class FabricStrategy(_Sharding, FabricModelParallel):
         storage_options: Any = None,
         filter: Any = None,
     ) -> None:
-        """Write `state`, in which one module is sharded; each rank calls it.
+        """Write `state`, which has one sharded module; every rank must call this.
 
         Raises:
-            TypeError: `storage_options`.
-            NotImplementedError: `filter` for a sharded checkpoint.
+            TypeError: `storage_options` is given.
+            NotImplementedError: `filter` is given for a sharded checkpoint.
         """
         if storage_options is not None:
             raise TypeError("FabricStrategy writes with DCP, which takes no storage_options")
@@ -155,11 +155,11 @@ class FabricStrategy(_Sharding, FabricModelParallel):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load into the model and the optimizers of `state`; what was not asked for is returned.
+        """Load the model, the optimizers and the entries of `state`; return all other entries.
 
         Raises:
-            ValueError: no sharded model in `state`, or no checkpoint at `path`.
-            KeyError: with `strict`, an entry of `state` that the checkpoint lacks.
+            ValueError: `state` has no sharded model, or `path` has no checkpoint.
+            KeyError: with `strict`, the checkpoint lacks an entry of `state`.
         """
         path = Path(self.broadcast(path))
         if isinstance(state, nn.Module):
@@ -181,11 +181,11 @@ class FabricStrategy(_Sharding, FabricModelParallel):
 
 
 class TrainerStrategy(_Sharding, TrainerModelParallel):
-    """`Trainer(strategy=TrainerStrategy())`: before fitting, the parts of the model are sharded.
+    """`Trainer(strategy=TrainerStrategy())`: it shards the parts of the model before fitting.
 
-    Each module inside that has parameters is sharded on its own, as steps call it; parameters of
-    the LightningModule itself are one more unit, gathered during a step. With `configure_model`
-    the modules may be made on meta, or be sharded there with `self.device_mesh`.
+    Each outermost module with parameters is sharded on its own, because steps call the module.
+    Parameters of the LightningModule itself are one more unit, gathered during a step.
+    `configure_model` may make the modules on meta, or shard the modules with `self.device_mesh`.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class TrainerStrategy(_Sharding, TrainerModelParallel):
     ) -> None:
         """
         Args:
-            compile_options: compile what is sharded, with these options of the backend; None: not.
+            compile_options: options of the backend for compiling sharded modules; None: no compile.
             shard_fn, units, tensor_parallel_size, save_distributed_checkpoint,
                 process_group_backend, sharding: as for `FabricStrategy`.
         """
@@ -214,7 +214,7 @@ class TrainerStrategy(_Sharding, TrainerModelParallel):
         self._compile_options = compile_options
 
     def setup_environment(self) -> None:
-        """As Lightning's, on a mesh of all ranks."""
+        """Set up the processes as Lightning does, with a mesh of all ranks."""
         self._size_mesh()
         super().setup_environment()
 
@@ -246,7 +246,7 @@ class TrainerStrategy(_Sharding, TrainerModelParallel):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Gradients of the micro-batches before the last wait."""
+        """Leave gradients unreduced inside: for the micro-batches before the last."""
         assert self.model is not None
         with _no_sync(self.model):
             yield
@@ -258,7 +258,7 @@ class TrainerStrategy(_Sharding, TrainerModelParallel):
         return get_model_state_dict(self.model, options=options)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """An optimizer's state: sharded and by name, or full, by id and on rank 0."""
+        """The state of an optimizer: sharded, keyed by names; or full on rank 0, keyed by ids."""
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         full = not self._save_distributed_checkpoint
         assert self.model is not None
@@ -270,7 +270,7 @@ class TrainerStrategy(_Sharding, TrainerModelParallel):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load into the model and its optimizers; the rest of the checkpoint is returned."""
+        """Load the model and its optimizers, and return the rest of the checkpoint."""
         path = Path(self.broadcast(checkpoint_path))
         assert self.lightning_module is not None
         optimizers = {f"optimizer_{at}": each for at, each in enumerate(self.optimizers)}
@@ -282,7 +282,7 @@ class TrainerStrategy(_Sharding, TrainerModelParallel):
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules inside `model` that have parameters and are called."""
+    """The outermost modules inside `model` that have parameters and are no containers."""
     parts: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, _CONTAINERS):
@@ -307,5 +307,5 @@ class _BackwardSync:
     def no_backward_sync(
         self, module: nn.Module, enabled: bool
     ) -> contextlib.AbstractContextManager[None]:
-        """`no_sync` of the sharded modules inside, if `enabled`."""
+        """Enter `no_sync` of the root units inside `module`, if `enabled`."""
         return _no_sync(module) if enabled else contextlib.nullcontext()

@@ -1,7 +1,8 @@
 """Checkpoints in Lightning's format: a folder of DCP with `meta.pt`, or one file of full tensors.
 
-Lightning's own functions look for DTensors; these take what `fully_shard` made. Both kinds are read
-at any number of ranks, and Lightning's strategy for FSDP2 reads and writes the same.
+Lightning's own functions look for DTensors; the functions here take models that `fully_shard`
+sharded. Checkpoints of both kinds are read at any number of ranks, and Lightning's strategy for
+FSDP2 reads and writes the same two kinds.
 """
 
 import shutil
@@ -25,28 +26,28 @@ from shardc.state.state_dict import (
 )
 
 META = "meta.pt"
-"""In the folder of a sharded checkpoint: what is neither model nor optimizer."""
+"""The file of a sharded checkpoint with all entries that are no model and no optimizer."""
 
 
 def is_sharded(model: object) -> bool:
-    """Whether `fully_shard` was called on the module or on one inside."""
+    """Whether `fully_shard` was called on the module or on a module inside."""
     return isinstance(model, nn.Module) and any(
         isinstance(module, ShardedModule) for module in model.modules()
     )
 
 
 def saving(full: bool) -> StateDictOptions:
-    """Sharded states on the host, or full ones on rank 0."""
+    """Options to save sharded states on the host, or full states on the host of rank 0."""
     return StateDictOptions(full_state_dict=full, cpu_offload=True)
 
 
 def loading(strict: bool) -> StateDictOptions:
-    """Full states, which every rank has read."""
+    """Options to load full states that every rank has read."""
     return StateDictOptions(full_state_dict=True, strict=strict)
 
 
 def model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
-    """The one sharded model of a state, and its key."""
+    """The key and the model of the one sharded model in a state."""
     found = [(key, value) for key, value in state.items() if is_sharded(value)]
     if len(found) != 1:
         raise ValueError(
@@ -73,7 +74,7 @@ def write(
 def read(
     path: Path, state: Mapping[str, Any], strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
-    """Load the model and the optimizers of `state` from a checkpoint; gives what else is in it."""
+    """Load the model and the optimizers of `state` from a checkpoint; return its other entries."""
     key, model = model_of(state)
     optimizers = {k: v for k, v in state.items() if isinstance(v, Optimizer)}
     if (path / META).is_file():
@@ -84,7 +85,7 @@ def read(
         raise ValueError(f"{path} is no checkpoint: neither a folder with {META} nor a file")
     rest = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
     set_model_state_dict(model, rest.pop(key), options=loading(strict))
-    listed = rest.get("optimizer_states", [])  # of a Trainer
+    listed = rest.get("optimizer_states", [])  # in a checkpoint of a Trainer
     for at, (name, optimizer) in enumerate(optimizers.items()):
         saved = rest.pop(name) if name in rest else listed[at]
         named = rekey_optimizer_state_dict(saved, "names", model, optimizer)

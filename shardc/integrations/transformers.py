@@ -1,13 +1,13 @@
 """transformers: a Trainer that shards its model.
 
-Trainer leaves placing and wrapping the model to methods that subclasses override, and the rest to
-accelerate. `ShardcTrainerMixin` overrides them: the model is sharded where Trainer would wrap it in
-DDP, after what Trainer changes in it (activation checkpointing, liger kernels) and before the
-optimizer is made. Everything else of Trainer runs as it is.
+Trainer places and wraps the model in methods that subclasses override, and leaves the rest to
+accelerate. `ShardcTrainerMixin` overrides these methods. It shards the model where Trainer would
+wrap the model in DDP: after Trainer has changed the model (activation checkpointing, liger
+kernels), and before Trainer makes the optimizer. Everything else of Trainer runs as it is.
 
-A checkpoint has the whole model as `from_pretrained` reads it, written by rank 0, and beside it in
-the folder `shardc` each rank's part of the model and the optimizer. Training resumes from the
-latter, at any number of ranks. Checkpoints of an unsharded Trainer resume, too.
+A checkpoint has the whole model, which rank 0 writes for `from_pretrained`. The checkpoint's folder
+`shardc` has each rank's part of the model and the optimizer. Training resumes from these parts, at
+any number of ranks. Training resumes from the checkpoint of an unsharded Trainer, too.
 """
 
 import os
@@ -48,19 +48,19 @@ _WHOLE = ("adafactor",)
 
 
 class ShardcTrainerMixin(_Base):
-    """Shards the model of the Trainer that it is mixed into.
+    """A mixin for a Trainer, which shards the model of the Trainer.
 
-    `class Mine(ShardcTrainerMixin, SFTTrainer): pass`. What `TrainingArguments` say of precision
-    (`bf16`), activation checkpointing, accumulation, clipping and compiling (`torch_compile`)
-    holds. A model that is sharded already stays so; one on meta is sharded, then initialised.
+    `class Mine(ShardcTrainerMixin, SFTTrainer): pass`. `TrainingArguments` keep their meaning for
+    precision (`bf16`), activation checkpointing, accumulation, clipping and compiling
+    (`torch_compile`). A sharded model stays as it is; a model on meta is sharded, then initialised.
 
     Args:
-        args: those of the Trainer.
+        args: arguments of the Trainer.
         sharding: arguments of `fully_shard`; `units` is "auto" and `mp_policy` follows `bf16` and
             `fp16`, unless given.
         compile_options: options of the backend "shardc"; with them the model is compiled.
         whole_checkpoints: whether checkpoints also have the whole model for `from_pretrained`.
-        kwargs: those of the Trainer.
+        kwargs: arguments of the Trainer, by name.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class ShardcTrainerMixin(_Base):
     # -- sharding ----------------------------------------------------------------------------
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Left to `fully_shard`, which moves each rank's part only."""
+        """Do nothing: `fully_shard` moves each rank's part only."""
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Shard the model in place, once."""
         shard(self.accelerator, model, compile_options=self._compile_options, **self._sharding)
         if any(param.is_meta for param in model.parameters()):
             with torch.random.fork_rng():
-                torch.manual_seed(self.args.seed)  # the same on every rank
+                torch.manual_seed(self.args.seed)  # the same seed on every rank
                 _initialise(model)
         return model
 
@@ -101,15 +101,15 @@ class ShardcTrainerMixin(_Base):
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
-        """As Trainer's; an optimizer that needs whole matrices is given them."""
+        """Choose the optimizer as Trainer does; give it whole matrices if it needs them."""
         made, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
         return (_given_whole(made) if args.optim in _WHOLE else made), kwargs
 
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's. Ranks that generate do so in step, as each token gathers the model.
+        """Predict as Trainer does. Ranks generate in step, because each token gathers the model.
 
-        transformers asks the model for that. Dynamo asks it, too, and would break the graph at
-        every module, so the model says it here only.
+        transformers reads a flag of the model for that. Dynamo reads the flag, too, and would break
+        the graph at every module, so the model has the flag here only.
         """
         generates = getattr(self.args, "predict_with_generate", False)
         if not generates:
@@ -148,7 +148,7 @@ class ShardcTrainerMixin(_Base):
     # -- loading -----------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Put off until the model is sharded: see `_prepare_for_training`."""
+        """Load a whole model; without `model` do nothing: `_prepare_for_training` loads later."""
         if model is None:
             return
         names = ("model.safetensors", "model.safetensors.index.json")
@@ -186,14 +186,14 @@ class ShardcTrainer(ShardcTrainerMixin, Trainer):
 
 
 def _model_options(model: nn.Module) -> StateDictOptions:
-    """Options of a checkpoint of a model: with adapters, only trained parameters."""
+    """Options for the checkpoint of a model; a model with adapters has trained parameters only."""
     adapters = hasattr(model, "peft_config")
     return StateDictOptions(ignore_frozen_params=adapters, strict=not adapters)
 
 
 def _exported(model: nn.Module) -> dict[str, Any]:
-    """The entries that `save_pretrained` writes, whole on the host of rank 0: the adapters, if it
-    has some."""
+    """The entries that `save_pretrained` writes, whole on the host of rank 0; only the adapters, if
+    the model has some."""
     adapters: Any = getattr(model, "peft_config", None)
     if adapters is None:
         return whole_state(model)
@@ -212,7 +212,7 @@ def _exported(model: nn.Module) -> dict[str, Any]:
 
 
 def _given_whole(make: type[Optimizer]) -> type[Optimizer]:
-    """A class, as Trainer tells optimizers from factories, of the optimizer on whole matrices."""
+    """Make the class of an optimizer on whole matrices: Trainer tells classes from factories."""
 
     class WholeTensors(WholeTensorOptimizer):
         def __init__(self, params: Any, **settings: Any) -> None:
@@ -222,7 +222,7 @@ def _given_whole(make: type[Optimizer]) -> type[Optimizer]:
 
 
 def _initialise(model: nn.Module) -> None:
-    """Give a sharded model on meta its values, as its class draws them."""
+    """Initialise a sharded model on meta by `init_weights`, or else each module by itself."""
     own = getattr(model, "init_weights", None)
     materialize(model, init_fn=None if own is None else _leave)
     if own is not None:
@@ -230,4 +230,4 @@ def _initialise(model: nn.Module) -> None:
 
 
 def _leave(module: nn.Module) -> None:
-    """Initialises nothing: memory is all that `materialize` gives."""
+    """Initialise nothing: `materialize` then only allocates memory."""

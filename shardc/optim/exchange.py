@@ -1,12 +1,13 @@
-"""Intervals to their owners and back: one all-to-all each way for the parameters of a route.
+"""Intervals travel to their owners and back: one all-to-all each way for a route's parameters.
 
 Every rank has an interval of every parameter, and every parameter has one owner. A rank sends each
-owner its intervals of all that this one owns, one after the other; what comes back has the same
-order. All sizes follow from layouts, which are equal on all ranks. A message is started here and
-waited for when its result is asked for.
+owner its intervals of all parameters of this owner, one after the other; intervals come back in the
+same order. All sizes follow from layouts, which are equal on all ranks. A method starts a message,
+and the function that it returns waits for the message and gives the result.
 
-Of a parameter that tensor parallelism cuts as well, the intervals are those of a local value, and
-each tensor-parallel rank of the owner's place gets its own: there they are gathered to the whole.
+Where tensor parallelism cuts a parameter as well, the intervals are those of the local value. Each
+tensor-parallel rank at the owner's place gets intervals of its own local value, and these ranks
+gather the whole tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ class Route:
 
     @property
     def rank(self) -> int:
-        """This one of the group."""
+        """This process's rank in the group."""
         return self.params[0]._shard_spec.rank
 
     @property
@@ -42,11 +43,11 @@ class Route:
         return self.params[0]._shard_spec.group
 
     def owned(self) -> list[int]:
-        """The parameters that this rank owns, by position."""
+        """The positions of the parameters that this rank owns."""
         return [index for index, owner in enumerate(self.owners) if owner == self.rank]
 
     def in_stages(self) -> list["Route"]:
-        """The same parameters in several routes, in each about as many bytes for every owner."""
+        """The parameters in several routes; each owner has about as many bytes in every route."""
         nbytes = [param.nbytes for param in self.params]  # whole: equal on tensor-parallel ranks
         return [
             Route(tuple(self.params[i] for i in some), tuple(self.owners[i] for i in some))
@@ -56,11 +57,13 @@ class Route:
     def to_owners(
         self, rows: Sequence[tuple[int, Tensor]], what: str
     ) -> Callable[[], list[Tensor]]:
-        """Start to send intervals; gives the whole tensors of those that this rank owns, in order.
+        """Start to send intervals; gives a function that waits for the whole tensors of this rank.
+
+        The whole tensors come in the order of `rows`. The last argument names the intervals in a
+        text that is equal on all ranks.
 
         Args:
             rows: (position of the parameter, this rank's interval of it or of its gradient).
-            what: what they are, the same on all ranks.
         """
         mine = [index for index, _ in rows if self.owners[index] == self.rank]
         sent = [part for o in range(self.world_size) for i, part in rows if self.owners[i] == o]
@@ -68,7 +71,7 @@ class Route:
         return lambda: self._joined(mine, started.wait())
 
     def _joined(self, mine: Sequence[int], given: Tensor) -> list[Tensor]:
-        """Whole tensors of all ranks' intervals."""
+        """Join the intervals of all ranks to whole tensors."""
         flats = [given.new_empty(self.params[index]._shard_spec.numel) for index in mine]
         at = 0
         for rank in range(self.world_size):
@@ -79,8 +82,10 @@ class Route:
         return [_whole(self.params[i], flat) for i, flat in zip(mine, flats, strict=True)]
 
     def to_parts(self, wholes: Sequence[Tensor], what: str) -> Callable[[], list[Tensor]]:
-        """Start to send whole tensors of all that this rank owns, which may be freed then; gives
-        its interval of every parameter."""
+        """Start to send the whole tensors of this rank, which may be freed afterwards.
+
+        Gives a function that waits for this rank's intervals of all parameters.
+        """
         everything, mine = range(len(self.params)), self.owned()
         flats = [_flat(self.params[i], whole) for i, whole in zip(mine, wholes, strict=True)]
         sent = []
@@ -105,7 +110,7 @@ class Route:
         return stop - start
 
     def _start(self, sent: list[Tensor], indices: list[int], what: str, back: bool) -> CallStarted:
-        """Concatenated, in the order of ranks that they are for, and come from."""
+        """Start to send intervals, concatenated in the order of receiving and sending ranks."""
         ranks = range(self.world_size)
         owned_by = [[i for i in indices if self.owners[i] == rank] for rank in ranks]
         mine_at = [sum(self._size(i, self.rank) for i in owned_by[rank]) for rank in ranks]
@@ -125,13 +130,13 @@ def _whole(param: ShardTensor, flat: Tensor) -> Tensor:
 
 
 def _flat(param: ShardTensor, whole: Tensor) -> Tensor:
-    """Back: the flattened value that `param`'s group cuts."""
+    """The inverse of `_whole`: the flattened value that `param`'s group cuts."""
     tp = param._shard_spec.tp
     return (whole if tp is None else tp.local_of(whole)).reshape(-1)
 
 
 def routes_of(params: Sequence[ShardTensor], owners: dict[Tensor, int]) -> list[Route]:
-    """One for each process group and dtype, in the order of the parameters."""
+    """A route for each process group and dtype, in the order of the parameters."""
     kinds: dict[tuple[str, torch.dtype], list[ShardTensor]] = {}
     for param in params:
         kinds.setdefault((param._shard_spec.group, param.dtype), []).append(param)

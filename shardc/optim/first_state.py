@@ -1,5 +1,4 @@
-"""The state that an optimizer will keep, before it has stepped: seen in a step with zero
-gradients."""
+"""The first state of an optimizer that has not stepped, found by a step with zero gradients."""
 
 import copy
 from typing import Any, NamedTuple
@@ -15,8 +14,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 class FirstState(NamedTuple):
-    """The additions of a first step: `optimizer.state`, and settings that each group did not
-    have."""
+    """The additions of a first step: `optimizer.state`, and settings that are new in each group."""
 
     state: dict[Any, Any]
     settings: list[dict[str, Any]]
@@ -24,10 +22,10 @@ class FirstState(NamedTuple):
 
 @torch.no_grad()
 def first_state(optimizer: Optimizer) -> FirstState:
-    """The state of an optimizer after a step with zero gradients, steps counted as none.
+    """The state of an optimizer after a step with zero gradients, its step counts set to zero.
 
-    The optimizer keeps no state, and gradients and the settings of groups are put back. Every rank
-    must call it.
+    The optimizer keeps no state. Its gradients and the settings of its groups are restored. Every
+    rank must call it.
     """
     params = parameters_of(optimizer)
     grads = [param.grad for param in params]

@@ -1,4 +1,4 @@
-"""Parameters as a user gave them, to be given to an optimizer with others in their place."""
+"""The parameters that a user gave, for an optimizer that gets other parameters in their place."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 Params = nn.Module | Iterable[Any]
 
 OWN = ("params", "param_names")
-"""What a group says of its parameters; the rest are settings."""
+"""Entries of a group about its parameters; the rest are settings."""
 
 
 class _Named(nn.Module):
@@ -23,7 +23,7 @@ class _Named(nn.Module):
 
 
 class Given:
-    """Groups of parameters, of (name, parameter) pairs, or a model with named ones."""
+    """Groups of parameters or of (name, parameter) pairs, or a model with named parameters."""
 
     def __init__(self, params: Params) -> None:
         self.is_model = isinstance(params, nn.Module)
@@ -43,7 +43,7 @@ class Given:
         ]
 
     def replaced(self, by: Mapping[Tensor, nn.Parameter]) -> Any:
-        """The same with other parameters, those that `by` lacks left out."""
+        """The same structure with other parameters; parameters that `by` lacks are left out."""
         groups = []
         for group in self.groups:
             entries = [

@@ -1,9 +1,9 @@
-"""Whether an optimizer updates each parameter by itself, found out by trying it.
+"""A test whether an optimizer updates each parameter by itself.
 
-It is run twice on a few small tensors: on all of them together, and on each alone. Where values,
-state or settings of a group come out differently, something is taken over all parameters (a step
-size estimated from all gradients, a global norm, draws of one generator), and they must stay
-together.
+The optimizer runs twice on a few small tensors: on all tensors together, and on each alone. If
+values, state or settings of a group differ, the optimizer computes something over all parameters (a
+step size estimated from all gradients, a global norm, draws of one generator), and the parameters
+must stay together.
 """
 
 import logging
@@ -20,20 +20,20 @@ from torch.optim import Optimizer
 log = logging.getLogger("shardc")
 
 SIDE = 6
-"""Elements of a side, at most, of the tensors that are tried."""
+"""The largest size of a dim of the tensors that are tried."""
 _STEPS, _TRIED, _RATE = 3, 4, 0.01
 
 Make = Callable[[dict[int, nn.Parameter]], Optimizer]
-"""Makes an optimizer of some of the parameters, by position."""
+"""Makes an optimizer of some of the parameters, given by position."""
 
 
 def is_independent(make: Make, shapes: Sequence[Sequence[int]], groups: Sequence[int]) -> bool:
-    """Whether parameters may be updated apart.
+    """Whether an optimizer may update parameters apart.
 
-    False, too, where it cannot be tried on small tensors.
+    False, too, where the optimizer fails on small tensors.
 
     Args:
-        shapes: of all parameters.
+        shapes: the shapes of all parameters.
         groups: the parameter group of each.
     """
     chosen = _chosen(shapes, groups)
@@ -49,7 +49,7 @@ def is_independent(make: Make, shapes: Sequence[Sequence[int]], groups: Sequence
 
 @contextmanager
 def keeping_random_states() -> Iterator[None]:
-    """Restore the states of all generators at the end: draws inside change none."""
+    """Restore the states of Python's, numpy's and torch's CPU generators at the end."""
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -60,7 +60,7 @@ def keeping_random_states() -> Iterator[None]:
 
 
 def _chosen(shapes: Sequence[Sequence[int]], groups: Sequence[int]) -> list[int]:
-    """A few parameters, of different groups and dims first."""
+    """The positions of a few parameters; parameters of different groups and dims come first."""
     kinds: dict[tuple[int, int], list[int]] = {}
     for index, (shape, group) in enumerate(zip(shapes, groups, strict=True)):
         if all(shape):
@@ -71,7 +71,7 @@ def _chosen(shapes: Sequence[Sequence[int]], groups: Sequence[int]) -> list[int]
 
 
 def _run(make: Make, indices: list[int], shapes: Sequence[Sequence[int]]) -> dict[int, Any]:
-    """By parameter, what some steps make of it: value, state, settings of its group."""
+    """Run some steps; gives, by parameter, its value, its state and the settings of its group."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -81,7 +81,7 @@ def _run(make: Make, indices: list[int], shapes: Sequence[Sequence[int]]) -> dic
     }
     optimizer = make(params)
     for group in optimizer.param_groups:
-        if "lr" in group and not group["lr"]:  # before a warm-up
+        if "lr" in group and not group["lr"]:  # zero before a warm-up
             group["lr"] = _RATE
     for step in range(_STEPS):
         for index, param in params.items():

@@ -1,10 +1,10 @@
-"""The whole tensors that a rank owns of an optimizer's parameters, there while they are updated.
+"""The whole tensors of the parameters that a rank owns, in memory while they are updated.
 
-Of its own parameters a rank has a tensor each, which keeps its shape and loses its memory between
-steps. Plain parameters are their own whole tensors, on every rank.
+A rank has a tensor for each parameter that it owns. Between steps the tensor keeps its shape and
+loses its memory. A plain parameter is its own whole tensor, on every rank.
 
-Parameters are updated in stages. While owners update those of a stage, the gradients and values of
-the next travel to their owners, and the values of the one before travel back:
+Parameters are updated in stages. While owners update one stage, the gradients and values of the
+next stage travel to their owners, and the values of the stage before travel back:
 
     wire     to 0 | to 1    | to 2, back 0 | to 3, back 1 | ... | back n
     owners        | stage 0 | stage 1      | stage 2      | ... |
@@ -29,17 +29,17 @@ from shardc.runtime.tensor.shard_operands import bump, cut
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
 Finish = Callable[[], None]
-"""Waits for messages that were started and takes what they brought."""
+"""Waits for messages that were started and takes their values."""
 
 
 @dataclass(eq=False)
 class Stage:
-    """Parameters that travel at once and are updated at once; the same on all ranks.
+    """Parameters that travel at once and are updated at once, equal on all ranks.
 
     Attributes:
-        params: all of them.
-        routes: between their parts and owners; none for plain parameters.
-        inner: the stock optimizer of those that this rank updates; None where it has none.
+        params: all parameters of the stage.
+        routes: the routes between parts and owners; none for plain parameters.
+        inner: the stock optimizer of the parameters that this rank updates; None if there are none.
     """
 
     params: tuple[Tensor, ...]
@@ -52,9 +52,9 @@ class Owned:
 
     Attributes:
         together: whether all parameters have the same owner.
-        whole: by parameter, the tensor that is updated here.
+        whole: the tensors that this rank updates, by parameter.
         owners: the rank that owns each sharded parameter.
-        stages: in the order in which they are updated.
+        stages: the stages, in the order of their updates.
     """
 
     def __init__(self, together: bool) -> None:
@@ -71,14 +71,14 @@ class Owned:
     def add(
         self, params: Sequence[Tensor], known: Sequence[Tensor], state: Mapping[Tensor, int]
     ) -> list[Stage]:
-        """Give `params` owners, and this rank the whole tensors of its own.
+        """Give `params` owners, and this rank the whole tensors of the parameters that it owns.
 
         Args:
-            known: all parameters of the optimizer, these included.
-            state: bytes of the state of each of `params`.
+            known: all parameters of the optimizer, `params` included.
+            state: the bytes of the state of each of `params`.
 
         Returns:
-            The stages that have them.
+            The stages that have `params`.
         """
         if self.together:
             _check_together(known)
@@ -114,7 +114,7 @@ class Owned:
     # -- a step ------------------------------------------------------------------------------
 
     def update(self, each: Callable[[Stage], None]) -> None:
-        """Call `each` for every stage while its whole tensors are here, and bring them back."""
+        """Call `each` for every stage while its whole tensors are here; bring their values back."""
         used = self._used()
         coming = self._to_owners(self.stages[0], used)
         leaving: Finish = _nothing
@@ -127,13 +127,13 @@ class Owned:
         leaving()
 
     def collect(self, values: bool) -> None:
-        """Bring gradients, and `values`, of all stages to their owners."""
+        """Bring the gradients of all stages to their owners; with `values`, the values, too."""
         used = self._used()
         for arrive in [self._to_owners(stage, used, values) for stage in self.stages]:
             arrive()
 
     def distribute(self) -> None:
-        """Bring the owners' values of all stages to the parts; owners keep theirs."""
+        """Bring the owners' values of all stages to the parts; owners keep their whole tensors."""
         for settle in [self._to_parts(stage, keeps=True) for stage in self.stages]:
             settle()
 
@@ -148,11 +148,11 @@ class Owned:
             whole.grad = None
             whole.untyped_storage().resize_(0)
 
-    # -- its messages ------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------
 
     @torch.no_grad()
     def _used(self) -> set[Tensor]:
-        """The sharded parameters that have a gradient on some rank: one message a group."""
+        """The sharded parameters with a gradient on some rank; sends one message for each group."""
         groups: dict[str, list[ShardTensor]] = {}
         for route in self.routes:
             groups.setdefault(route.group, []).extend(route.params)
@@ -167,7 +167,7 @@ class Owned:
 
     @torch.no_grad()
     def _to_owners(self, stage: Stage, used: set[Tensor], values: bool = True) -> Finish:
-        """Start to bring gradients, and `values`, to their owners."""
+        """Start to bring a stage's gradients to their owners; with `values`, the values, too."""
         started = []
         for route in stage.routes:
             graded = {i for i, p in enumerate(route.params) if p in used}
@@ -191,7 +191,7 @@ class Owned:
 
     @torch.no_grad()
     def _to_parts(self, stage: Stage, keeps: bool = False) -> Finish:
-        """Start to bring the owners' values to the parts; owners free theirs, or keep them."""
+        """Start to bring the owners' values to the parts; `keeps` leaves them on owners, too."""
         started = []
         for route in stage.routes:
             wholes = [self.whole[route.params[index]].detach() for index in route.owned()]
@@ -212,14 +212,14 @@ class Owned:
     # -- closures ----------------------------------------------------------------------------
 
     def is_asked(self, mine: bool) -> bool:
-        """Whether the owner, alone to say so, wants a gradient."""
+        """Whether the owner wants a gradient; only the owner may give True for `mine`."""
         if not self.routes:
             return mine
         flag = torch.tensor([mine], dtype=torch.int32, device=self.routes[0].params[0].device)
         return bool(all_reduce(flag, "max", self.routes[0].group))
 
     def mean_over_ranks(self, loss: Any) -> Any:
-        """The loss of all batches; a number, as a closure may give, stays what it is."""
+        """The mean of the ranks' losses; a loss that is no tensor stays unchanged."""
         if not self.routes or not isinstance(loss, Tensor):
             return loss
         route = self.routes[0]
@@ -235,7 +235,7 @@ def _tp_groups(param: ShardTensor) -> tuple[str, ...]:
 
 
 def _check_together(params: Sequence[Tensor]) -> None:
-    """All must be able to have one owner."""
+    """Raise ValueError unless all parameters can have one owner."""
     sharded = [p for p in params if isinstance(p, ShardTensor)]
     why = "the optimizer looks at all parameters together, so that one rank must own them"
     if len({p._shard_spec.group for p in sharded}) > 1:
@@ -249,7 +249,7 @@ def _check_together(params: Sequence[Tensor]) -> None:
 
 
 def stand_in(param: Tensor, device: torch.device | str) -> nn.Parameter:
-    """A whole tensor in the place of `param`, without values."""
+    """A parameter without values, of the full shape of `param`, to stand in for it."""
     empty = torch.empty(param.shape, dtype=param.dtype, device=device)
     return nn.Parameter(empty, param.requires_grad)
 

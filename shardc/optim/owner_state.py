@@ -1,8 +1,8 @@
-"""The state that owners have, shown on every rank, for checkpoints.
+"""The state of owners, shown on every rank, for checkpoints.
 
-Ranks tell each other what entries there are. A tensor becomes a ShardTensor that lies on its owner
-as a whole: what saves, gathers and loads sharded tensors needs to know no more. Values of one
-element and what is no tensor are small, and every rank gets them.
+Ranks tell each other their entries. A tensor becomes a ShardTensor that lies on its owner as a
+whole: functions that save, gather and load sharded tensors need no other form. Tensors of one
+element and values that are no tensors are small, and every rank gets them.
 """
 
 from collections import ChainMap
@@ -26,7 +26,7 @@ from shardc.runtime.watch.entering import entering
 
 @dataclass(frozen=True)
 class _Held:
-    """A tensor that its owner has."""
+    """The shape, dtype and device of a tensor that another rank owns."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -38,10 +38,10 @@ class OwnerState:
     """The state of one optimizer, on this rank.
 
     Attributes:
-        inners: the stock optimizers, and for each the numbers of the groups that its own stand for.
-        whole: the tensors that they update, by parameter.
-        owners: by sharded parameter.
-        params: all, in the order of the groups.
+        inners: the stock optimizers, each with the numbers of the groups that its groups stand for.
+        whole: the tensors that the stock optimizers update, by parameter.
+        owners: the owner of each sharded parameter.
+        params: all parameters, in the order of the groups.
         groups: the process groups that cut parameters.
     """
 
@@ -52,12 +52,12 @@ class OwnerState:
     groups: Sequence[dist.ProcessGroup]
 
     def states(self, first: bool) -> tuple[dict[Tensor, Any], dict[int, dict[str, Any]]]:
-        """By parameter; and settings that a first step adds, by number of a group.
+        """The state by parameter, and the settings that a first step adds, by number of a group.
 
         Every rank must call it.
 
         Args:
-            first: if there is none yet, give what a first step makes.
+            first: if there is no state yet, give the state that a first step makes.
         """
         mine = self._of_params([inner.state for inner, _ in self.inners])
         shown = self._from_all(_told(mine))
@@ -81,7 +81,10 @@ class OwnerState:
         return found
 
     def settings_of_all(self) -> dict[int, dict[str, Any]]:
-        """By number of a group, its settings where it is updated. Every rank must call it."""
+        """The settings of each group from a rank that updates it, by number of the group.
+
+        Every rank must call it.
+        """
         own = {
             number: {key: value for key, value in group.items() if key not in OWN}
             for inner, numbers in self.inners
@@ -90,7 +93,7 @@ class OwnerState:
         return {**self._from_all(_told(own)), **own}
 
     def taken(self, given: Mapping[Tensor, Any]) -> dict[Tensor, Any]:
-        """This rank's share of state on all ranks: plain tensors. Every rank must call it."""
+        """This rank's share of the given state, as plain tensors. Every rank must call it."""
         local: dict[Tensor, Any] = {}
         for param, tree in given.items():
             value = _map(partial(self._unplaced, param), tree)
@@ -99,7 +102,7 @@ class OwnerState:
         return local
 
     def _of_params(self, states: Sequence[Mapping[Any, Any]]) -> dict[int, Any]:
-        """By position of the parameter."""
+        """The state of this rank's parameters, by position of the parameter."""
         found, state = {}, ChainMap(*map(dict, states))
         for number, param in enumerate(self.params):
             tree = state.get(self.whole[param]) if param in self.whole else None
@@ -119,7 +122,7 @@ class OwnerState:
         return merged or dict(mine)
 
     def _placed(self, param: Tensor, tree: Any) -> Any:
-        """State as every rank shows it; of plain parameters as it is."""
+        """The state of `param` as every rank shows it; a plain parameter's state is unchanged."""
         if not isinstance(param, ShardTensor):
             return tree
 
@@ -151,7 +154,7 @@ def _size(interval: tuple[int, int]) -> int:
 
 
 def _told(trees: Mapping[int, Any]) -> dict[int, Any]:
-    """The entries that other ranks are told."""
+    """The entries in the form in which other ranks get them."""
     return {number: _map(_small, tree) for number, tree in trees.items()}
 
 
@@ -164,7 +167,7 @@ def _small(value: Any) -> Any:
 
 
 def _map(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree` with `fn` applied to all that is not a dict, list or tuple."""
+    """`tree` with `fn` applied to each leaf: each value that is no dict, list or tuple."""
     if isinstance(tree, Mapping):
         return {key: _map(fn, value) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):

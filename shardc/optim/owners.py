@@ -1,4 +1,4 @@
-"""Owners: which rank computes the update of which parameter, and which travel together."""
+"""Owners: the rank that computes each update, and the parameters that travel together."""
 
 import math
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from shardc.runtime.tensor.shard_tensor import ShardTensor
 
 
 def update_cost(shape: Sequence[int]) -> int:
-    """How long an update takes, in no unit.
+    """The relative time of an update.
 
-    What whole tensors are needed for (orthogonalising, preconditioners) multiplies a matrix by
-    square ones of its smaller side; an update of a vector goes by its elements.
+    Optimizers that need whole tensors (orthogonalising, preconditioners) multiply a matrix by
+    square matrices of its smaller side. The time of a vector is proportional to its elements.
     """
     numel = math.prod(shape)
     return numel * (min(shape[0], numel // shape[0]) if len(shape) > 1 and numel else 1)
@@ -22,10 +22,10 @@ def update_cost(shape: Sequence[int]) -> int:
 def owners_of(
     shapes: Sequence[Sequence[int]], world_size: int, state: Sequence[int] | None = None
 ) -> list[int]:
-    """An owner for each tensor, so that ranks have about equal work and about equal state.
+    """An owner for each tensor; ranks get about equal work and about equal state.
 
     Args:
-        state: bytes of each tensor's state; None: they go by its elements.
+        state: bytes of each tensor's state; None: proportional to the tensor's elements.
     """
     held = [math.prod(shape) for shape in shapes] if state is None else state
     return _dealt(
@@ -34,12 +34,13 @@ def owners_of(
 
 
 def _dealt(costs: Sequence[Sequence[int]], count: int) -> list[int]:
-    """One of `count` piles for each item, so that piles cost about as much in every way.
+    """One of `count` piles for each item; all piles have about equal costs of each kind.
 
-    The costliest is dealt first, to the pile that is then the least of all in its worst way.
+    The costliest item is dealt first. An item goes to the pile with the least cost, the item
+    included: the cost of a pile is its largest share of a kind.
 
     Args:
-        costs: of each item, in one or more ways.
+        costs: the costs of each item, of one or more kinds.
     """
     totals = [max(sum(way), 1) for way in zip(*costs, strict=True)]
     shares = [[cost / total for cost, total in zip(c, totals, strict=True)] for c in costs]
@@ -53,16 +54,19 @@ def _dealt(costs: Sequence[Sequence[int]], count: int) -> list[int]:
 
 
 MOST_STAGES, LEAST_BYTES = 8, 4 * 2**20
-"""How many stages a step has at most, and what a rank has of a stage's parameters at least: so much
-takes much longer to send than a message takes to start. More stages hold less memory at once."""
+"""The most stages of a step, and the least bytes that a rank has of a stage's parameters.
+
+So many bytes take much longer to send than a message takes to start. More stages hold less memory
+at once.
+"""
 
 
 def stages_of(nbytes: Sequence[int], owners: Sequence[int], world_size: int) -> list[list[int]]:
-    """Parameters by stage: positions, in each stage about as many bytes of every owner.
+    """The positions of parameters by stage; each owner has about as many bytes in every stage.
 
     Args:
-        nbytes: of each parameter.
-        owners: of each parameter.
+        nbytes: the bytes of each parameter.
+        owners: the owner of each parameter.
     """
     count = min(max(sum(nbytes) // world_size // LEAST_BYTES, 1), MOST_STAGES)
     stages: list[list[int]] = [[] for _ in range(count)]
@@ -76,11 +80,11 @@ def stages_of(nbytes: Sequence[int], owners: Sequence[int], world_size: int) -> 
 def on_owner(
     value: Tensor | None, shape: Sequence[int], owner: int, like: ShardTensor, empty: Tensor
 ) -> ShardTensor:
-    """A tensor of which `owner` holds all, as one that is sharded over the ranks of `like`.
+    """A tensor that `owner` holds as a whole, as a ShardTensor over the ranks of `like`.
 
     Args:
-        value: the tensor, on the owner; others give None.
-        empty: of no elements, with the dtype and device of the others' parts.
+        value: the tensor, on the owner; other ranks give None.
+        empty: a tensor of no elements, with the dtype and device of the other ranks' parts.
     """
     numel = math.prod(shape)
     spec = like._shard_spec

@@ -1,8 +1,8 @@
-"""How many bytes of state an optimizer keeps of each parameter: seen in a step on meta tensors.
+"""The bytes of state that an optimizer keeps for each parameter, found by a step on meta tensors.
 
-Memory is to be shared as evenly as work, and what an optimizer keeps of a shape is its own affair:
-a momentum, two factors, square matrices of the sides up to some size. Shapes are all that is needed
-to find out, so the step costs no memory and next to no time. Where it reads values, they are 1.
+Owners share memory as evenly as work. Optimizers keep different state for a shape: a momentum, two
+factors, square matrices of the sides up to some size. The step needs shapes only, so it costs no
+memory and next to no time. A value that the step reads is 1.
 """
 
 import logging
@@ -20,11 +20,11 @@ log = logging.getLogger("shardc")
 
 
 def state_sizes(make: Callable[[], Optimizer], params: Sequence[nn.Parameter]) -> list[int]:
-    """Bytes of the state of each parameter; where a step on meta fails, those of the parameter.
+    """The bytes of each parameter's state; if a step on meta fails, the bytes of the parameter.
 
     Args:
         make: makes the optimizer of `params`.
-        params: on meta.
+        params: parameters on meta.
     """
     own = [param.nbytes for param in params]
     try:

@@ -1,17 +1,17 @@
-"""Any optimizer on sharded parameters: every parameter is updated as a whole, on one rank.
+"""Any optimizer on sharded parameters: one rank updates each parameter as a whole.
 
 Each parameter has an owner. In a step the intervals of its value and of its reduced gradient travel
 to the owner, the stock optimizer there updates the whole tensor, and the new value travels back to
-the intervals. State exists on owners only, whole values and gradients there for the time of a step.
-The update is the code of the unsharded run on the same tensors, so it is exact. Work and state are
-1/W a rank; a step sends about what a gather and a reduction of the model send.
+the intervals. Only owners have state. They have whole values and gradients for the time of a step.
+The update is the code of the unsharded run on the same tensors, so it is exact. Each rank has 1/W
+of the work and state. A step sends about as many bytes as a gather and a reduction of the model.
 
 Parameters are updated in a few stages, each by a stock optimizer of its own: messages of one stage
-travel while another is updated (`owned`).
+travel while another stage is updated (`owned`).
 
-Where an optimizer looks at all parameters together (Prodigy, LBFGS, global norms), they all have
-one owner, and one stage: exact too, but one rank does all of the work. That is found out by trying
-it.
+Where an optimizer looks at all parameters together (Prodigy, LBFGS, global norms), all parameters
+have one owner, and one stage: the update is exact, too, but one rank does all of the work. A trial
+on small tensors finds such optimizers.
 """
 
 import copy
@@ -37,17 +37,17 @@ Closure = Callable[[], Any]
 class WholeTensorOptimizer(Optimizer):
     """Any optimizer: `WholeTensorOptimizer(torch.optim.Muon, model.parameters(), lr=0.02)`.
 
-    What it computes equals the unsharded run. Parameter groups, schedulers, `GradScaler`, clipping
-    and `shardc.get_optimizer_state_dict` work as with other optimizers. Every rank must call
-    `step`, `state_dict` and `load_state_dict`. Parameters that are not sharded are updated by every
-    rank. On an unsharded model it is the plain optimizer.
+    Its updates equal the updates of the unsharded run. Parameter groups, schedulers, `GradScaler`,
+    clipping and `shardc.get_optimizer_state_dict` work as with other optimizers. Every rank must
+    call `step`, `state_dict` and `load_state_dict`. Every rank updates parameters that are not
+    sharded. On an unsharded model it is the plain optimizer.
 
     Args:
-        make: the optimizer's class, or a function that is given parameters and settings.
-        params: as the optimizer takes them: parameters, (name, parameter) pairs, groups, or the
-            model where it takes one. Give them after `fully_shard`.
-        together: whether one rank must have all parameters; None: tried out on small tensors.
-        settings: the optimizer's own.
+        make: the optimizer's class, or a function that takes parameters and settings.
+        params: parameters, (name, parameter) pairs, groups, or the model, as the optimizer takes
+            them. Give them after `fully_shard`.
+        together: whether one rank must have all parameters; None: a trial on small tensors tells.
+        settings: the optimizer's own settings.
 
     Raises:
         ValueError: `together` for parameters of several meshes, or for sharded and plain ones.
@@ -110,7 +110,7 @@ class WholeTensorOptimizer(Optimizer):
         return not is_independent(make, shapes, [group_of[p] for p in params])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of any optimizer. Every rank must call it."""
+        """Add a parameter group, as to any optimizer. Every rank must call it."""
         super().add_param_group(param_group)
         if not self._ready:
             return
@@ -135,8 +135,8 @@ class WholeTensorOptimizer(Optimizer):
         """Update all parameters that have a gradient on some rank. Every rank must call it.
 
         Args:
-            closure: computes the loss and gradients; where the optimizer calls it several times
-                (LBFGS), every rank does, and the loss is the mean over ranks.
+            closure: computes the loss and gradients. Where the optimizer calls it several times
+                (LBFGS), every rank calls it as often, and the loss is the mean over ranks.
         """
         if self._asks_closure:
             if closure is None:
@@ -158,13 +158,13 @@ class WholeTensorOptimizer(Optimizer):
         try:
             self._give_settings()
             self.owned.update(update)
-            self._take_settings([*ungraded, *graded])  # the last one's stay: it did update
+            self._take_settings([*ungraded, *graded])  # settings of updates come last
         finally:
             self.owned.release()
         return loss
 
     def _step_with(self, closure: Closure) -> Any:
-        """The owner's optimizer runs; whenever it asks for a gradient, all ranks compute it."""
+        """Run the owner's optimizer; whenever it asks for a gradient, all ranks compute one."""
         first: list[Any] = []
 
         def evaluate() -> Any:
@@ -199,24 +199,24 @@ class WholeTensorOptimizer(Optimizer):
     # -- settings ----------------------------------------------------------------------------
 
     def _numbers(self, inner: Optimizer) -> list[int]:
-        """The number of the group that each group of a stock optimizer has parameters of."""
+        """The number of this optimizer's group for each group of a stock optimizer."""
         users = {whole: param for param, whole in self.owned.whole.items()}
         number = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         return [number[users[group["params"][0]]] for group in inner.param_groups]
 
     def _beside(self, inners: Iterable[Optimizer]) -> Iterator[tuple[dict[str, Any], ...]]:
-        """(group of this optimizer, group of a stock one that has parameters of it)."""
+        """Pairs of a group of this optimizer and a stock optimizer's group with its parameters."""
         for inner in inners:
             for number, group in zip(self._numbers(inner), inner.param_groups, strict=True):
                 yield self.param_groups[number], group
 
     def _give_settings(self) -> None:
-        """Each stock optimizer has its own: some write to them in place."""
+        """Give each stock optimizer copies of the settings, as some write to settings in place."""
         for mine, group in self._beside(self.inners):
             group.update({k: _copied(value) for k, value in mine.items() if k not in OWN})
 
     def _take_settings(self, inners: Iterable[Optimizer]) -> None:
-        """A tensor that has not changed stays the one that users hold."""
+        """Take settings from stock optimizers; an unchanged tensor stays the user's object."""
         for mine, group in self._beside(inners):
             for key, value in group.items():
                 if key not in OWN and not _is_same(mine.get(key), value):
@@ -225,14 +225,14 @@ class WholeTensorOptimizer(Optimizer):
     # -- state -------------------------------------------------------------------------------
 
     def whole_state(self) -> dict[Tensor, Any]:
-        """State by parameter, the same entries on every rank; tensors lie on owners.
+        """The state by parameter, with the same entries on every rank; tensors lie on owners.
 
-        Every rank must call it. A tensor is a ShardTensor of which the owner holds all.
+        Every rank must call it. A tensor is a ShardTensor that the owner holds as a whole.
         """
         return self._shared().states(first=False)[0]
 
     def first_or_state(self) -> tuple[dict[Tensor, Any], dict[int, dict[str, Any]]]:
-        """The same, before the first step what that makes: state, and settings of groups."""
+        """The state; before the first step, the state and the group settings that it makes."""
         try:
             if not self._asks_closure:
                 self.owned.collect(values=True)
@@ -251,11 +251,14 @@ class WholeTensorOptimizer(Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """As of any optimizer; every rank must call it. See `whole_state` for the tensors."""
+        """The state dict, as of any optimizer. Every rank must call it.
+
+        The tensors are those of `whole_state`.
+        """
         return self._packed(self.whole_state(), {})
 
     def first_or_state_dict(self) -> dict[str, Any]:
-        """The same, before the first step with what that makes."""
+        """The state dict; before the first step, the state dict that a first step makes."""
         return self._packed(*self.first_or_state())
 
     def _packed(
@@ -271,7 +274,7 @@ class WholeTensorOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gives, of any world size, or of the unsharded optimizer.
+        """Load a dict of `state_dict`, from any world size, or from the unsharded optimizer.
 
         Every rank must call it. Owners take their parameters' tensors.
         """

@@ -1,1 +1,1 @@
-"""Plans without ranks: what a step would do, and the largest that fits."""
+"""Plans without ranks: the plan and cost of a step, and the largest step that fits."""

@@ -1,12 +1,12 @@
-"""`explain`: what a sharded step would do and cost, on any number of ranks, without running it.
+"""`explain`: the plan and cost of a sharded step on any number of ranks, without running the step.
 
-The model is copied to fake tensors (shapes only), sharded over torch's fake process group, compiled
-like any other, and stopped before anything is lowered: the passes have planned every gather and
-reduction by then. So it needs no GPU, no peers, and memory for graphs only; and what it shows is
-what a real run would do, because the same code decides.
+The model is copied to fake tensors (shapes only), sharded over torch's fake process group, and
+compiled like any other model. The compile stops before the lowering: the passes have planned every
+gather and reduction by then. So `explain` needs no GPU, no peers, and memory for graphs only. The
+plan is the plan of a real run, because the same code decides.
 
-Left out: what a kernel loses to its neighbours, the optimizer's own choices (a fused step is
-assumed), and allocators that fragment.
+Left out: time that kernels lose to their neighbours, the optimizer's own choices (a fused step is
+assumed), and fragmentation by allocators.
 """
 
 import gc
@@ -58,31 +58,32 @@ def explain(
 
     The model and its inputs are not changed, and need no values: build them under
     `torch.device("meta")`. A model that is sharded already (over a fake process group) is taken as
-    it is. Forgets what `torch.compile` has compiled in this process.
+    it is. All code that `torch.compile` compiled in this process is forgotten.
 
     Args:
-        model: what is given to `fully_shard` and `torch.compile`.
+        model: the model that a run gives to `fully_shard` and `torch.compile`.
         args, kwargs: example inputs of one rank's step; tensors may be on meta.
         world_size: ranks to shard over (default 8), up to 16,384.
-        mesh: instead of it: sizes (replicate, shard) for HSDP, or a mesh over a fake process group.
-        devices_per_node: gather across nodes of so many ranks first, then inside of each, as with
-            `hierarchical_mesh`; default: in one step.
+        mesh: instead of `world_size`: sizes (replicate, shard) for HSDP, or a mesh over a fake
+            process group.
+        devices_per_node: gather across nodes of so many ranks first, then inside nodes, as with
+            `hierarchical_mesh`; default: on one level.
         profile: the hardware to plan for: a name (see `get_profile`) or a `Profile`.
         options: as for `torch.compile(..., options=)`.
-        memory_budget: the option of that name; "curve" plans the step without a budget and has the
-            report show step time against memory (`report.curve`).
-        train: whether a backward follows; else the forward under `no_grad` only.
+        memory_budget: the option of that name; "curve" plans the step without a budget, and the
+            report shows step time against memory (`report.curve`).
+        train: whether a backward follows; else only the forward is planned, under `no_grad`.
         symbolic: compile a second time, with twice the batch (the first dim of every input), so
-            that `report.formulas` has what depends on the number of tokens.
-        progress: called with what is begun, in words.
+            that `report.formulas` has the figures that depend on the number of tokens.
+        progress: called with the name of each stage that begins.
         sharding: other arguments of `fully_shard`: `units` (default "auto"), `mp_policy`, ...
 
     Returns:
         The report: print it, `to_dict()`, `compare(other)`, `save(path)`.
 
     Raises:
-        ValueError: bad arguments, what `fully_shard` refuses, or a real process group.
-        RuntimeError: the model cannot be compiled; says why.
+        ValueError: bad arguments, a model that `fully_shard` refuses, or a real process group.
+        RuntimeError: the model cannot be compiled; the error says why.
     """
     hardware = as_profile(profile)
     given_options: dict[str, Any] = {**(options or {}), "profile": hardware}
@@ -116,7 +117,7 @@ def explain(
 
 @contextmanager
 def _collecting_nothing() -> Iterator[None]:
-    """Inside, no garbage is looked for: graphs are large, and none is dropped before the end."""
+    """A context without garbage collection: graphs are large, and all stay until the end."""
     on = gc.isenabled()
     gc.disable()
     try:
@@ -133,7 +134,7 @@ def _collecting_nothing() -> Iterator[None]:
 def _drawing_curves(
     wanted: bool, progress: Callable[[str], object]
 ) -> Iterator[list[tuple[Curve, int]]]:
-    """Inside, every joint graph that is planned adds its curve, and the plan's static bytes."""
+    """A context in which each joint graph, if `wanted`, adds its curve and plan's static bytes."""
     curves: list[tuple[Curve, int]] = []
 
     def draw(gm: GraphModule, ctx: PassContext, plan: Plan) -> None:
@@ -154,7 +155,7 @@ def _with_curve(report: Report, curves: list[tuple[Curve, int]]) -> Report:
     """The report with its curve.
 
     Raises:
-        ValueError: the step is none or several graphs, or has no backward.
+        ValueError: the step has no graph, several graphs, or no backward.
     """
     if len(curves) != 1:
         raise ValueError(

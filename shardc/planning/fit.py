@@ -1,8 +1,8 @@
 """`fit`: the largest batch that a device's memory holds, and the fewest ranks that hold a model.
 
-Every size is planned as `explain` does, with a memory budget, so what fits fits by the same plan
-that a run would make. A size that does not fit says how much it would need, which tells where to
-look next: a handful of plans are enough.
+`explain` plans every size with a memory budget, so a size fits by the plan that a run would make. A
+plan that does not fit gives the bytes that it needs, and the search goes on from these: a handful
+of plans is enough.
 """
 
 import functools
@@ -22,12 +22,12 @@ from shardc.runtime.checks.words import plural
 from shardc.runtime.unit.precision import map_tensors
 
 CLOSE = 0.02
-"""A size is the largest if one that is larger by this share does not fit."""
+"""A size counts as the largest if a size larger by this fraction does not fit."""
 LARGEST = 1 << 20
-"""Where the search ends."""
+"""The size at which the search ends."""
 
 Plan = Callable[[int], Report]
-"""The report of a size; raises where it does not fit."""
+"""Gives the report of a size; raises BudgetTooSmall where the size does not fit."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Fit:
     """The largest size that fits, or the smallest.
 
     Attributes:
-        size: of it; 0 where none fits.
-        report: of its step; None where none fits.
-        least: bytes that the nearest size would need that does not fit; None where all fit.
+        size: the size; 0 where none fits.
+        report: the report of its step; None where none fits.
+        least: bytes that the nearest size that does not fit would need; None where all fit.
         planned: how many sizes were planned.
     """
 
@@ -60,23 +60,24 @@ def fit(
     progress: Callable[[str], object] = str,
     **sharding: Any,
 ) -> Fit:
-    """How many times the example inputs fit: the largest batch, or the longest sequence.
+    """Find how many times the example inputs fit: the largest batch, or the longest sequence.
 
     Args:
-        model: as for `explain`, not sharded yet.
+        model: the model, as for `explain`; not sharded yet.
         args, kwargs: example inputs of one rank. They are repeated along `dim`.
-        memory: bytes of a device: a count, a text such as "80GB", or a fraction of the profile's.
+        memory: bytes of a device: a count, a text such as "80GB", or a fraction of the profile's
+            memory.
         world_size: ranks to shard over.
-        dim: which dim of every input grows: 0 the batch, 1 the sequence of (batch, length).
+        dim: the dim of every input that grows: 0 the batch, 1 the sequence of (batch, length).
         profile, options, sharding: as for `explain`.
-        progress: called with what is begun, in words.
+        progress: called with each size before it is planned, in words.
 
     Returns:
         The largest size, in repeats of the example inputs.
 
     Raises:
-        ValueError: no input has that dim, or as `explain`.
-        RuntimeError: as `explain`.
+        ValueError: no input has that dim, or an error of `explain`.
+        RuntimeError: an error of `explain`.
     """
     if not any(tensor.ndim > dim for tensor in _tensors((args, kwargs))):
         raise ValueError(f"no example input has a dim {dim} to grow: give tensors that have one")
@@ -105,9 +106,9 @@ def fewest_ranks(
     progress: Callable[[str], object] = str,
     **sharding: Any,
 ) -> Fit:
-    """The fewest ranks on which a step of the example inputs fits; arguments as for `fit`.
+    """Find the fewest ranks on which a step of the example inputs fits; arguments as for `fit`.
 
-    Whole nodes of the profile's size count from one node on.
+    From one node of the profile's size on, only whole nodes count.
     """
     node = as_profile(profile).node_size
     sizes = [1 << power for power in range(node.bit_length()) if 1 << power < node]
@@ -132,21 +133,21 @@ def _tensors(inputs: Any) -> list[Tensor]:
 
 
 def _repeated(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """On meta: only the shape is looked at."""
+    """Repeat a tensor along `dim`, on meta: only the shape counts."""
     if tensor.ndim <= dim:
         return tensor
     return tensor.to("meta").repeat([size if each == dim else 1 for each in range(tensor.ndim)])
 
 
 def largest(plan: Plan, memory: int) -> Fit:
-    """The largest size for which `plan` does not raise `BudgetTooSmall`.
+    """Find the largest size for which `plan` does not raise `BudgetTooSmall`.
 
-    Needs mostly grow evenly with the size, so two sizes that do not fit tell where the border is;
-    where that guess does not help, the middle is tried.
+    The bytes needed mostly grow linearly with the size, so two sizes that do not fit give a guess
+    of the border. Where a guess leaves more than half of the interval, the middle is tried.
 
     Args:
-        plan: of a size of at least 1.
-        memory: bytes that there are.
+        plan: plans a size of at least 1.
+        memory: bytes of the device.
     """
     tries = _Tries(plan)
     size = 1
@@ -162,12 +163,12 @@ def largest(plan: Plan, memory: int) -> Fit:
             (near, its), (far, others) = sorted(tries.least.items())[:2]
             guess = near - (its - memory) * (far - near) / max(others - its, 1)
         tries.fits(math.floor(min(max(guess, tries.size + 1), tries.border - 1)))
-        guessed = 2 * (tries.border - tries.size) <= between  # else halve what is between
+        guessed = 2 * (tries.border - tries.size) <= between  # else halve the interval
     return tries.found()
 
 
 def _bisect(plan: Plan, sizes: int) -> Fit:
-    """The largest of 1 to `sizes` that fits."""
+    """The largest size of 1 to `sizes` that fits."""
     tries = _Tries(plan, sizes + 1)
     while tries.border - tries.size > 1 and tries.planned <= sizes:
         tries.fits((tries.size + tries.border) // 2)
@@ -175,7 +176,7 @@ def _bisect(plan: Plan, sizes: int) -> Fit:
 
 
 class _Tries:
-    """Sizes that were planned: the largest that fits, the smallest that does not."""
+    """Sizes that were planned: the largest one that fits, the smallest one that does not."""
 
     def __init__(self, plan: Plan, border: int = 2 * LARGEST) -> None:
         self._plan = plan
@@ -184,7 +185,7 @@ class _Tries:
         self._report: Report | None = None
 
     def fits(self, size: int) -> bool:
-        """Whether a size does."""
+        """Plan a size; whether it fits."""
         self.planned += 1
         try:
             report = self._plan(size)
@@ -197,5 +198,5 @@ class _Tries:
         return True
 
     def found(self) -> Fit:
-        """The largest that fits."""
+        """The largest size that fits."""
         return Fit(self.size, self._report, self.least.get(self.border), self.planned)

@@ -1,7 +1,7 @@
-"""Plans the graphs of a step of a sharded model: they are compiled, and computed on no values.
+"""Plan the graphs of a step of a sharded model: compile them, and compute no values.
 
-Dynamo traces units that repeat once, where it can (`_trace_once`). A run does not: in a region of
-Dynamo's what cannot be traced is an error, and no break.
+Dynamo traces repeated units once, where it can (`_trace_once`). A real run traces each unit: inside
+a region of Dynamo, code that cannot be traced is an error, not a graph break.
 """
 
 import itertools
@@ -37,11 +37,11 @@ def plan_step(
     train: bool,
     progress: Callable[[str], object],
 ) -> tuple[list[GraphPlan], list[str]]:
-    """Compile a step under fake tensors: the plans of its graphs, and why it broke where it did.
+    """Compile a step under fake tensors: its graphs' plans, and the reasons of its graph breaks.
 
     Raises:
         RuntimeError: nothing was compiled.
-        Exception: what the passes raise, such as BudgetTooSmall; what Dynamo says of the model.
+        Exception: an error of the passes, such as BudgetTooSmall, or of Dynamo in the model.
     """
     before = graph_plans[-1] if graph_plans else None
     breaks: list[str] = []
@@ -66,7 +66,7 @@ def plan_step(
 
 
 _Planner = Callable[..., Callable[..., Any]]
-"""Plans a Dynamo graph, and gives what stands for the compiled one."""
+"""Plans a Dynamo graph, and returns a stand-in for its compiled code."""
 
 
 def _trace(
@@ -76,7 +76,7 @@ def _trace(
     plan: _Planner,
     fullgraph: bool = False,
 ) -> list[str]:
-    """Let Dynamo trace a step: the reasons of its graph breaks."""
+    """Trace a step by Dynamo; returns the reasons of its graph breaks."""
     compat.forget_compiled()
     try:
         torch.compile(model, backend=plan, fullgraph=fullgraph)(*args, **kwargs)
@@ -93,10 +93,11 @@ def _trace(
 def _trace_once(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], plan: _Planner
 ) -> bool:
-    """The same, with units of one class that repeat traced once; False where Dynamo cannot do so.
+    """Trace a step with one trace for the repeated units of a class; False where Dynamo cannot.
 
-    It cannot where the graph breaks, or where a body lies in a body. Dynamo takes the graph of an
-    equal unit only where all that it read is equal, so the graph is what it is when each is traced.
+    Dynamo cannot where the graph breaks, or where a body lies in a body. Dynamo reuses the graph of
+    a unit only where all values that the trace read are equal. So the graph is the same as with a
+    trace of each unit.
     """
     repeated = _repeated(model) if compat.traces_regions_once() else {}
     traced = False
@@ -122,7 +123,7 @@ def _trace_once(
 
 
 def _repeated(model: nn.Module) -> dict[type[nn.Module], list[ShardedModule]]:
-    """The outermost units whose class repeats, by class."""
+    """The outermost units of each class that repeats."""
     units = units_of(model)
     counts = Counter(type(unit) for unit in units.values())
     found: list[str] = []
@@ -137,7 +138,7 @@ def _repeated(model: nn.Module) -> dict[type[nn.Module], list[ShardedModule]]:
 
 
 def _check_read(gm: GraphModule, repeated: Mapping[type, Sequence[ShardedModule]]) -> None:
-    """Raise ValueError where units of a class do not all read their own buckets, or all do not."""
+    """Raise ValueError where some units of a class, not all, read their own buckets."""
     read = set(buckets_by_input(gm).values())
     for cls, units in repeated.items():
         if len({read.isdisjoint(unit._shardc_unit.buckets) for unit in units}) > 1:

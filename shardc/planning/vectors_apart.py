@@ -1,7 +1,8 @@
-"""Equal blocks are equal to Dynamo, though their vectors lie in slots of one bucket, the model's.
+"""Equal blocks stay equal for Dynamo, though their vectors are slots of one bucket, the model's.
 
-Dynamo compares which slot a module reads. So each such slot is read, while a plan is traced, as a
-bucket of its own, whose segment is an input of the graph; after the trace, as the slot that it is.
+Dynamo compares the slot that a module reads. So while a plan is traced, each such slot is read as a
+bucket of its own, whose segment is an input of the graph. After the trace, each read is made a read
+of the slot again.
 
     traced:  w = unshard_slot(standin, "one slot", 0)
     after:   w = unshard_slot(segment, "the bucket", 3)
@@ -24,7 +25,7 @@ from shardc.runtime.unit.params import SlotRef
 
 
 class _Standin:
-    """A bucket, as code that is traced reads one, of a single slot of `bucket`."""
+    """A stand-in for a bucket in traced code, with a single slot of `bucket`."""
 
     extension = None
     placed = (None,)
@@ -35,22 +36,23 @@ class _Standin:
         self.params, self.gathered = (bucket.params[index],), bucket.gathered
         self.segment = torch.empty_like(
             bucket.segment, requires_grad=bucket.segment.requires_grad
-        )  # no view of it: regions take none that share memory
+        )  # no view: regions take no inputs that share memory
         alone = replace(code, shapes=code.shapes[index : index + 1])
         self._reading: tuple[str, list[Tensor]] = (intern_spec(alone), [])
 
     def reading(self) -> tuple[str, Sequence[Tensor]]:
-        """As that of a `GraphKey`."""
+        """The signature and inputs of a read, as `GraphKey.reading` gives them."""
         return self._reading
 
 
 @contextmanager
 def reading_apart(units: Iterable[ShardedModule]) -> Iterator[Callable[..., list[int]]]:
-    """Inside, code that is traced reads what `units` have in buckets of others as described above.
+    """A context in which traced code reads slots of `units` in other units' buckets as stand-ins.
 
     Yields:
-        Makes the reads of a Dynamo graph those of slots again; returns which of its inputs are left
-        (ValueError: it reads nothing else of the bucket).
+        A function that makes the reads of a Dynamo graph reads of slots again. The
+        function returns the positions of the inputs that are left, and raises ValueError where the
+        graph reads nothing else of a bucket.
     """
     before: list[tuple[dict[str, Any], str, SlotRef]] = []
     standins: list[_Standin] = []
@@ -70,7 +72,7 @@ def reading_apart(units: Iterable[ShardedModule]) -> Iterator[Callable[..., list
 
 
 def _is_apart(slot: Any, own: Sequence[Bucket]) -> bool:
-    """Whether a slot is one of a bucket outside the unit, and is read without more ado."""
+    """Whether a slot lies in a bucket outside the unit, and its read needs only the segment."""
     bucket = slot.bucket
     if bucket is None or bucket in own or bucket.extension or bucket.placed[slot.index]:
         return False

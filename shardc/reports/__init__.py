@@ -1,1 +1,1 @@
-"""Reports: what a compiled step does and costs, as values, texts and pictures."""
+"""Reports: the plan and the costs of a compiled step, as values, texts and pictures."""

@@ -1,4 +1,4 @@
-"""From the compiled graphs of a model to one report of a step."""
+"""Assemble the report of a step from the compiled graphs of a model."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -22,12 +22,12 @@ def assemble(
     settings: dict[str, str],
     tokens: int,
 ) -> Report:
-    """A step of `model`: its forward graphs in their order, its backward graphs, the optimizer.
+    """The report of a step of `model`: forward graphs in order, backward graphs, the optimizer.
 
     Args:
         model: a sharded model.
-        graphs: what was compiled for one step, forward graphs in the order in which they run.
-        profile: what times are for.
+        graphs: the graphs compiled for one step, forward graphs in the order in which they run.
+        profile: the hardware that times are for.
         optimizer_states: copies of the parameters that the optimizer keeps.
         settings, tokens: see `Record`.
     """
@@ -71,7 +71,7 @@ def assemble(
 
 
 def bucket_row(bucket: Bucket, kept: Collection[str] = ()) -> BucketRow:
-    """A bucket as a row of the report; `kept` are those that a budget keeps gathered."""
+    """The row of a bucket; `kept` are the labels of buckets that a budget keeps gathered."""
     layout, code = bucket.layout, bucket.key.code
     return BucketRow(
         name=bucket.label or "(root)",
@@ -90,7 +90,7 @@ def bucket_row(bucket: Bucket, kept: Collection[str] = ()) -> BucketRow:
 
 
 def _peak(profile: Profile, flops: dict[str, float]) -> float:
-    """FLOP/s of the device in the dtype that most are done in."""
+    """FLOP/s of the device in the dtype with the most operations; 0 without operations."""
     if not flops:
         return 0.0
     return profile.rate(max(flops, key=flops.__getitem__))
@@ -101,7 +101,7 @@ def _dtype(dtype: object) -> str:
 
 
 def _in_order(graphs: Iterable[GraphRows]) -> list[GraphRows]:
-    """Forward graphs as they are, then backward graphs, the last forward's first."""
+    """Forward graphs in their order, then backward graphs in reverse order."""
     graphs = list(graphs)
     forward = [graph for graph in graphs if graph.phase == "forward"]
     return forward + [graph for graph in reversed(graphs) if graph.phase == "backward"]
@@ -117,7 +117,7 @@ def _trained(buckets: Iterable[Bucket]) -> int:
 
 
 def _optimizer(trained: int, on_host: int, states: float, profile: Profile, clock: float) -> Op:
-    """A fused step, which reads parameter, gradient and states and writes parameter and states."""
+    """A fused step, which reads parameter, gradient and states, and writes parameter and states."""
     seconds = (3 + 2 * states) * sum(
         nbytes / (where.memory_bandwidth * where.memory_efficiency)
         for nbytes, where in ((trained, profile), (on_host, PROFILES["cpu"]))

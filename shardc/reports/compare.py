@@ -26,7 +26,7 @@ _FIGURES: list[_Figure] = [
 
 
 def compare(records: Sequence[Record]) -> list[dict[str, object]]:
-    """One dict a figure: its name, its values, and their ratios to the first."""
+    """One dict a figure: its name, the value of each record, and the ratios to the first value."""
     rows: list[dict[str, object]] = []
     for name, read, _ in _FIGURES:
         values = [read(record) for record in records]
@@ -36,9 +36,9 @@ def compare(records: Sequence[Record]) -> list[dict[str, object]]:
 
 
 def comparison_text(records: Sequence[Record]) -> str:
-    """A table: one column a report, the ratio to the first beside all but the first.
+    """A table with one column a report; all but the first show the ratio to the first.
 
-    Reports that have no room beside the others follow below.
+    Reports without room beside the others follow in a table below.
     """
     rows = []
     for name, read, show in _FIGURES:
@@ -57,7 +57,7 @@ def comparison_text(records: Sequence[Record]) -> str:
 
 
 def _beside(widths: Sequence[int]) -> Iterator[list[int]]:
-    """Groups of columns, each begun by the first column, that fit the terminal where they can."""
+    """Sets of columns that fit the terminal if possible; each set begins with the first column."""
     group = [0]
     for index in range(1, len(widths)):
         together = [widths[each] for each in (*group, index)]
@@ -69,7 +69,7 @@ def _beside(widths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _titles(records: Sequence[Record]) -> list[str]:
-    """Titles that tell the records apart: of the facts that differ, each one's."""
+    """A title for each record: its values of the facts in which the records differ."""
     facts = [_facts(record) for record in records]
     names = list(dict.fromkeys(name for fact in facts for name in fact))
     differing = [name for name in names if len({fact.get(name) for fact in facts}) > 1]

@@ -1,7 +1,7 @@
-"""Findings: things worth changing about a step, in words, with what to do about them.
+"""Findings: problems of a step in words, each with advice.
 
-Each check is a function of the record (and of the profile it was made for) that yields what it
-finds; thresholds are named below.
+Each check is a function of the record (and of the record's profile) that yields findings. The
+constants below are the thresholds of the checks.
 """
 
 from collections import Counter
@@ -15,17 +15,17 @@ from shardc.reports.record import BucketRow, CollectiveRow, Finding, Record
 from shardc.runtime.checks.words import format_bytes, format_seconds, listed, plural
 
 EXPOSED_SHARE = 0.03
-"""Communication that adds less than this share to a step is not worth a word."""
+"""Communication that adds less than this share to a step is not reported."""
 PADDING_SHARE = 0.01
 """A bucket with more padding than this share is named."""
 PADDING_OF_ALL = 1e-4
-"""The share of all buckets below which the padding of one is not worth a word."""
+"""Padding of a bucket is not reported below this share of the bytes of all buckets."""
 LESS_SHARE = 0.95
-"""Fewer bits on the wire are worth a word where they leave this share of a step, or less."""
+"""A cheaper way to communicate is reported if it leaves at most this share of the step."""
 FIXED_SHARE = 0.5
-"""A unit is small where more than this share of its gather's time is fixed latency."""
+"""A unit is small if more than this share of the time of its gather is fixed latency."""
 LARGE_SHARE = 0.5
-"""A unit is large where it has more than this share of all parameters, and others have some."""
+"""A unit is large if it has more than this share of all parameters, and is not the only unit."""
 
 
 def find(record: Record, profile: Profile) -> tuple[Finding, ...]:
@@ -42,7 +42,7 @@ def find(record: Record, profile: Profile) -> tuple[Finding, ...]:
 
 
 def find_breaks(reasons: Iterable[str]) -> Iterator[Finding]:
-    """Graph breaks, given Dynamo's reason for each."""
+    """Findings about graph breaks, given Dynamo's reason for each break."""
     for reason, times in Counter(reasons).items():
         text = " ".join(reason.split())
         yield Finding(
@@ -55,7 +55,7 @@ def find_breaks(reasons: Iterable[str]) -> Iterator[Finding]:
 
 
 def find_recompiles(compiles: int) -> Iterator[Finding]:
-    """A model that was compiled several times."""
+    """A finding about a model that was compiled several times."""
     if compiles > 1:
         yield Finding(
             "recompiles",
@@ -66,7 +66,7 @@ def find_recompiles(compiles: int) -> Iterator[Finding]:
 
 
 def find_unused(names: Iterable[str]) -> Iterator[Finding]:
-    """Parameters that no graph reads."""
+    """A finding about parameters that no graph reads."""
     names = list(names)
     if names:
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
@@ -79,7 +79,7 @@ def find_unused(names: Iterable[str]) -> Iterator[Finding]:
 
 
 def find_gathered(counts: Mapping[str, int]) -> Iterator[Finding]:
-    """Ops on sharded parameters that gathered them, with how often they did."""
+    """A finding about ops that gathered sharded parameters; `counts` says how often each op did."""
     if counts:
         times = {1: "once", 2: "twice"}
         each = [
@@ -141,7 +141,7 @@ def _exposed(record: Record) -> Iterator[Finding]:
 
 
 def _wire_format(record: Record, profile: Profile) -> Iterator[Finding]:
-    """Where messages of one byte an element would make the step shorter."""
+    """A finding where messages of one byte an element would shorten the step."""
     step = record.step_seconds
     if not step or record.exposed_seconds < EXPOSED_SHARE * step:
         return
@@ -166,7 +166,7 @@ def _wire_format(record: Record, profile: Profile) -> Iterator[Finding]:
 
 
 def _nodes(record: Record, profile: Profile) -> Iterator[Finding]:
-    """Where collectives in two steps would make the step shorter."""
+    """A finding where collectives in two steps would make the step shorter."""
     step = record.step_seconds
     if not step or record.exposed_seconds < EXPOSED_SHARE * step:
         return
@@ -186,7 +186,7 @@ _BOTH = f"{_GATHERS}, reduce_wire_dtype=torch.int8"
 
 
 def _less_wire(record: Record) -> Iterator[str]:
-    """Changes that make the wire's share smaller, of those not done yet."""
+    """Changes that make the wire's share of the step smaller and are not made yet."""
     yield "more tokens a rank"
     if any(bucket.gathered_dtype == "float32" for bucket in record.buckets):
         yield "param_dtype=bfloat16"

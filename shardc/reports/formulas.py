@@ -1,9 +1,10 @@
-"""Totals of a step as formulas of the number of ranks and of tokens, as sympy takes them.
+"""Totals of a step as formulas of the numbers of ranks and tokens, in the syntax of sympy.
 
-`W` is the ranks that share a bucket, `T` the tokens of a rank's step. What depends on ranks follows
-from the buckets and the messages of one report. What depends on tokens is a line through two
-reports of the same model, one with twice the batch: exact for FLOPs and for values kept for the
-backward, as sequences keep their length; for seconds as good as the roofline is straight there.
+`W` is the number of ranks that share a bucket, `T` the number of tokens of a rank's step. Formulas
+in `W` follow from the buckets and the messages of one report. Formulas in `T` are lines through two
+reports of the same model, one with twice the batch. The lines are exact for FLOPs and for values
+kept for the backward, because sequences keep their length. For seconds they are as good as the
+roofline is straight between the two batches.
 """
 
 from collections.abc import Callable
@@ -57,10 +58,10 @@ def token_formulas(record: Record, doubled: Record) -> Formulas:
 
 
 def evaluate(formula: str, ranks: float | None = None, tokens: float | None = None) -> float:
-    """A formula's value at that many ranks and tokens.
+    """The value of a formula for numbers of ranks and tokens.
 
     Raises:
-        ValueError: it depends on one that is not given.
+        ValueError: the formula depends on a number that is not given.
     """
     names = {"W": WORLD, "T": TOKENS}
     given = {WORLD: ranks, TOKENS: tokens}
@@ -72,7 +73,7 @@ def evaluate(formula: str, ranks: float | None = None, tokens: float | None = No
 
 
 def _at_backward(record: Record) -> tuple[int, ...]:
-    """Bytes held when the forward is done, by kind."""
+    """Bytes held at the end of the forward, one figure for each of `KINDS`."""
     forward = [op.start + op.seconds for op in record.ops if op.phase == "forward"]
     end = max(forward, default=0.0)
     return [point.held for point in record.memory if point.seconds <= end + 1e-12][-1]

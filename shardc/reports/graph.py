@@ -1,7 +1,7 @@
-"""One compiled graph, played through: when each op and each collective runs, by the cost model.
+"""The times at which the ops and collectives of one compiled graph run, by the cost model.
 
-The graph is in the order in which it runs, and the `Clock` that it was planned with goes through it
-op by op. So a plan can be read off as times, and what is exposed is where compute stood still.
+The graph is in the order in which it runs, and the `Clock` of the planner goes through it op by op.
+So the plan can be read off as times, and communication is exposed where compute stands still.
 """
 
 import bisect
@@ -46,14 +46,14 @@ from shardc.reports.record import CollectiveRow, MemoryPoint, Op
 
 @dataclass(frozen=True)
 class GraphRows:
-    """The rows that a graph adds to a record; times count from its start.
+    """The rows that a graph adds to a record; times count from the start of the graph.
 
     Attributes:
         phase: "forward" or "backward".
-        seconds: until its last op is done.
+        seconds: until all compute and all transfers are done.
         collectives, ops: see `Record`.
-        memory: what the graph holds itself; segments and optimizer state are left out.
-        flops: of its matmuls and their like, by dtype.
+        memory: bytes that the graph itself holds; segments and optimizer state are left out.
+        flops: operations of matmuls and of ops like them, by dtype.
         kept: names of the buckets that stay gathered because a memory budget has room.
     """
 
@@ -66,7 +66,7 @@ class GraphRows:
     kept: frozenset[str] = frozenset()
 
     def after(self, seconds: float) -> "GraphRows":
-        """The same, started that much later."""
+        """The rows of the graph if it starts `seconds` later."""
         return replace(
             self,
             collectives=tuple(
@@ -86,7 +86,7 @@ class GraphRows:
 
 @dataclass
 class _Sent:
-    """A collective that was started: its place in the graph, and when the wire carries it."""
+    """A collective that was started: its place in the graph, and its times on the wire."""
 
     node: Node
     place: int
@@ -101,13 +101,13 @@ class _Sent:
 def read_graph(
     gm: GraphModule, phase: str, profile: Profile, liveness: Liveness, fused: bool
 ) -> GraphRows:
-    """Play a scheduled graph through.
+    """Play a scheduled graph, and note its rows.
 
     Args:
-        gm: a forward or backward graph, as it is lowered.
+        gm: a forward or backward graph, in the form that is lowered.
         phase: "forward" or "backward".
-        profile: what times are for.
-        liveness: of the same graph, in the same order.
+        profile: the hardware that times are for.
+        liveness: of `gm`, in the order of `gm`.
         fused: whether elementwise ops are fused.
     """
     hints, known = symbol_hints(gm), Registers()
@@ -184,9 +184,9 @@ def _row(
 
 
 def _op_after(place: int, ops: list[Op], places: list[int]) -> str:
-    """The first op of a module that is computed after a place of the graph, in words.
+    """The first op of a module after a place of the graph, in words.
 
-    Ops of no module (casts of segments, what the loss is made of) count where none follows.
+    An op of no module (a cast of a segment, an op of the loss) counts if no op of a module follows.
     """
     if place < 0 or not places or place >= places[-1]:
         return "(end)"
@@ -203,7 +203,7 @@ def _memory(liveness: Liveness, place: int, clock: float, where: str) -> MemoryP
 
 
 def _steps_of(points: list[MemoryPoint]) -> tuple[MemoryPoint, ...]:
-    """The points at which something changes; of several at one time, the fullest."""
+    """The points at which held bytes change; of several points at one time, the fullest."""
     kept: list[MemoryPoint] = []
     for point in points:
         if kept and kept[-1].seconds == point.seconds:

@@ -1,4 +1,4 @@
-"""How long a step would take on a hierarchical mesh: gathers across nodes first, inside then."""
+"""The time of a step on a hierarchical mesh: gathers go across nodes first, then inside of them."""
 
 from shardc.passes.estimate.cost import among_copies, collective_seconds
 from shardc.passes.estimate.hardware import Profile
@@ -7,10 +7,10 @@ from shardc.reports.replay import Carried, replay
 
 
 def if_hierarchical(record: Record, profile: Profile) -> float | None:
-    """Seconds of the step in two steps a collective; reductions inside of nodes count as hidden.
+    """Seconds of the step with two steps a collective; reductions inside of nodes count as hidden.
 
-    None where that cannot be: not several whole nodes of several ranks, copies of the model, or
-    collectives that go in two steps already.
+    None where no hierarchical mesh fits: the ranks are not several whole nodes of several ranks,
+    the model has copies, or a collective is among fewer ranks or goes in two steps already.
     """
     local, world = profile.node_size, record.world_size
     rings = [row for row in record.collectives if row.kind in ("all_gather", "reduce_scatter")]
@@ -22,7 +22,7 @@ def if_hierarchical(record: Record, profile: Profile) -> float | None:
     def carried(row: CollectiveRow) -> Carried:
         if row not in rings:
             return Carried(row.seconds)
-        # What travels together in one step goes one by one in two.
+        # Coalesced buckets travel one by one where a collective goes in two steps.
         again = (len(row.buckets) - 1) * collective_seconds(0, nodes, across)
         seconds = collective_seconds(row.nbytes / local, nodes, across) + again
         inside = collective_seconds(row.nbytes, local, profile)

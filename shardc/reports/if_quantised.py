@@ -1,7 +1,7 @@
-"""A step as if its parameters and gradients travelled in int8: bytes and seconds.
+"""Bytes and seconds of a step if its parameters and gradients travelled in int8.
 
-The step is played through once more: the wire carries fewer bytes, and messages have to be made and
-read.
+`replay` plays the step once more: the wire carries fewer bytes, and compute makes and reads the
+messages.
 """
 
 from dataclasses import dataclass
@@ -16,24 +16,24 @@ from shardc.runtime.layout.wire_format import WireFormat
 from shardc.runtime.unit.precision import MixedPrecisionPolicy
 
 FORM = WireFormat(torch.int8, MixedPrecisionPolicy.wire_block)
-"""How all that can would travel."""
+"""The wire format of every collective that can travel in int8."""
 _BYTES = FORM.row_bytes(16 * FORM.block) / (16 * FORM.block)
-"""Of an element on the wire, with its part of a block's scale."""
+"""Bytes of an element on the wire, its part of the block's scale included."""
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """The step in int8: bytes that a rank sends, and how long it takes."""
+    """The step in int8: bytes that a rank sends, and seconds of the step."""
 
     sent_bytes: float
     step_seconds: float
 
 
 def if_quantised(record: Record, profile: Profile, reduced: bool = True) -> Quantised | None:
-    """The step with gathers in int8, and reductions too if they are `reduced` so.
+    """The step with gathers in int8; with `reduced`, reductions travel in int8, too.
 
-    None where nothing would change: all that could travels in fewer bits, or in two steps, of which
-    nothing is known here.
+    None if no collective would send fewer bytes, or if a collective goes in two steps: this
+    estimate covers one step only.
     """
     extended = {bucket.name for bucket in record.buckets if bucket.extended}
     shares = {
@@ -58,10 +58,11 @@ def if_quantised(record: Record, profile: Profile, reduced: bool = True) -> Quan
 
 
 def _traffic(row: CollectiveRow, computed: int) -> float:
-    """Bytes of memory that making and reading messages costs, parts of one rank left out.
+    """Bytes of memory traffic to make and read messages; the part of a single rank is left out.
 
-    What is gathered is read, and written as `computed`. Gradients are read twice, as they are
-    computed instead of as they are reduced, and written; so is what arrives.
+    `computed` is the size of an element in the dtype of compute. A gather reads the message, and
+    writes the values in that dtype. A reduction reads gradients twice, in that dtype and not in the
+    wider dtype that is reduced; it writes its message, and reads the message that arrives.
     """
     elements, itemsize = row.nbytes / _itemsize(row.dtype), _itemsize(row.dtype)
     if row.kind == "all_gather":
@@ -74,13 +75,13 @@ def _itemsize(dtype: str) -> int:
 
 
 def _share(row: CollectiveRow, copies: int) -> float:
-    """Bytes in int8, as a share of those that it sends."""
+    """Bytes of a collective in int8, as a share of the bytes that it sends now."""
     dtype = getattr(torch, row.dtype, None)
-    if row.kind in ROW_KINDS:  # fewer than what int8 would leave of the table
+    if row.kind in ROW_KINDS:  # rows are fewer bytes than the table in int8
         return 1.0
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         return 1.0
-    if copies > 1 and row.kind != "all_reduce":  # inside of a node
+    if copies > 1 and row.kind != "all_reduce":  # inside of a node, as the model has copies
         return 1.0
     return _BYTES / dtype.itemsize
 

@@ -1,4 +1,4 @@
-"""`report`: what was planned for a compiled model, read off its latest compiles."""
+"""`report`: the plan of a compiled model, read off its latest compiles."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
@@ -25,12 +25,12 @@ def report(compiled: Any) -> Report:
     """The plan of a model that has run compiled in this process.
 
     Args:
-        compiled: what `torch.compile(model, backend="shardc")` gave, or the model whose
-            `compile(backend="shardc")` was called. A step must have run: the backward is compiled
-            with the first one.
+        compiled: the result of `torch.compile(model, backend="shardc")`, or the model on which
+            `compile(backend="shardc")` was called. A step must have run: the first step compiles
+            the backward.
 
     Raises:
-        ValueError: not a sharded model, or nothing of it was compiled yet.
+        ValueError: the model is not sharded, or no graph of the model was compiled yet.
     """
     model = getattr(compiled, "_orig_mod", compiled)
     check_sharded("report", model)
@@ -55,7 +55,7 @@ def report_of(
     breaks: Iterable[str],
     compiles: int = 1,
 ) -> Report:
-    """The report of `graphs`, those of one step of `model`, with its findings."""
+    """The report of one step of `model`, made from its `graphs`, with findings."""
     planned = assemble(
         model,
         [rows_of(graph) for graph in graphs],
@@ -75,7 +75,7 @@ def report_of(
 
 
 def rows_of(plan: GraphPlan) -> GraphRows:
-    """A finished graph, played through."""
+    """The rows of a finished graph, which `_play` noted."""
     rows: GraphRows = plan.notes["rows"]
     return rows
 
@@ -96,7 +96,7 @@ def _alive(plan: GraphPlan) -> list[Bucket]:
 
 
 def _latest(graphs: Sequence[GraphPlan]) -> tuple[list[GraphPlan], int]:
-    """The graphs compiled last for each set of buckets, and how often the busiest was compiled."""
+    """The graphs compiled last for each set of buckets, and the most compiles that a set had."""
     compiles: dict[frozenset[Bucket], list[int]] = {}
     for plan in graphs:
         numbers = compiles.setdefault(frozenset(_alive(plan)), [])
@@ -107,7 +107,7 @@ def _latest(graphs: Sequence[GraphPlan]) -> tuple[list[GraphPlan], int]:
 
 
 def _unused(model: nn.Module, graphs: Sequence[GraphPlan]) -> list[str]:
-    """The parameters that none of `graphs` reads, by name in their unit."""
+    """Names of the parameters that no graph of `graphs` reads, with the name of their unit."""
     read: dict[Bucket, set[int]] = {}
     for plan in graphs:
         for reference, slots in zip(plan.buckets, plan.slots, strict=True):
@@ -148,4 +148,4 @@ def _settings(model: nn.Module, options: Options) -> dict[str, str]:
 
 
 _NO_PLAN = {"executor", "fallback", "fold", "inductor", "profile", "agreement_timeout"}
-"""Options that shape no plan, and the profile, which reports show by itself."""
+"""Options that shape no plan, and the profile: a report has a field for it."""

@@ -1,4 +1,4 @@
-"""The curve of step time against memory: its rows, and the table that is printed."""
+"""The curve of step time against memory: its rows, and its printed table."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from shardc.runtime.checks.words import format_bytes, format_seconds, plural
 
 
 def curve_rows(curve: Curve, static: int, optimizer: float) -> tuple[CurveRow, ...]:
-    """The rows of a report.
+    """The rows of a report for a curve.
 
     Args:
         curve: of the step's joint graph.
@@ -54,7 +54,7 @@ _COLUMNS = (
 
 
 def curve_table(record: Record, width: int | None = None) -> str:
-    """The curve, then usual settings; "" without one."""
+    """The table of the curve, then of usual settings; "" without a curve."""
     if not record.curve:
         return ""
     parts = [

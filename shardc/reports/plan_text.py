@@ -22,7 +22,7 @@ log = logging.getLogger("shardc")
 
 
 def _say_plan(gm: GraphModule | None, ctx: PassContext, plan: Plan, graph_plan: GraphPlan) -> None:
-    """Log what was decided for a finished graph, and dump it where that is asked for."""
+    """Log the plan of a finished graph, and dump the plan if dumps are wanted."""
     if not (log.isEnabledFor(logging.INFO) or is_wanted()):
         return
     rows = rows_of(graph_plan)
@@ -39,7 +39,7 @@ listeners.append(_say_plan)
 
 
 def summary(ctx: PassContext, rows: GraphRows, peak: int) -> str:
-    """A graph in a line: what it sends, how long it is planned to take, its peak of memory."""
+    """A graph in a line: its messages, its planned seconds, its peak of memory."""
     sent = rows.collectives
     kinds = Counter(row.kind for row in sent)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
@@ -56,7 +56,7 @@ def summary(ctx: PassContext, rows: GraphRows, peak: int) -> str:
 def decisions(
     ctx: PassContext, sent: Sequence[CollectiveRow], labels: Mapping[int, str]
 ) -> Iterator[str]:
-    """The decisions, one a line: what stays gathered, what travels together and when."""
+    """The decisions, one a line: buckets kept gathered, and the start and wait of each message."""
     if ctx.budget is not None:
         yield (
             f"within {format_bytes(ctx.budget.nbytes)}: {'; '.join(_kept(ctx, labels))}; up to "
@@ -98,5 +98,5 @@ def _kept(ctx: PassContext, labels: Mapping[int, str]) -> Iterator[str]:
 
 
 def _names(positions: Iterable[int], labels: Mapping[int, str]) -> str:
-    """Buckets, given by their inputs."""
+    """The labels of buckets, given by the positions of their inputs."""
     return ", ".join(labels[position] for position in sorted(positions)) or "none"

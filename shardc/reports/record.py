@@ -1,9 +1,9 @@
 """The values of a report: buckets, collectives, compute, memory, findings.
 
 Every time is in seconds on one clock, which starts with the step: the forward, then the backward,
-then the optimizer. Every size is in bytes on one rank. Nothing here knows graphs or torch; tables,
-pictures and comparisons are made of these values only, so a report that was saved as JSON is as
-good as a fresh one.
+then the optimizer. Every size is in bytes on one rank. This module imports no graphs and no torch.
+Tables, pictures and comparisons are made of these values only, so a report that was saved as JSON
+is as good as a fresh one.
 """
 
 import dataclasses
@@ -18,17 +18,17 @@ class BucketRow:
     """One flat bucket.
 
     Attributes:
-        name: its unit's name, "(root)" for the outermost; "layers.0[1]" where a unit has several.
+        name: the unit's name, "(root)" for the root; "layers.0[1]" if a unit has several buckets.
         unit: the unit's name.
-        tensors, parameters: how many tensors it holds, and how many elements they have.
-        dtype, gathered_dtype: as stored, and as gathered.
-        nbytes: bytes of the gathered whole, padding included.
-        padding: the share of it that no parameter has.
+        tensors, parameters: how many tensors it holds, and how many elements the tensors have.
+        dtype, gathered_dtype: the dtype of the segment, and of the gathered bucket.
+        nbytes: bytes of the gathered bucket, padding included.
+        padding: the share of the bucket that is padding.
         segment: bytes that each rank keeps.
-        trained: whether it gets a gradient.
-        reshard: whether it is freed after the forward and gathered again.
-        used: whether any graph gathers it.
-        extended: whether its parameter's subclass says itself what is sent of it.
+        trained: whether the bucket gets a gradient.
+        reshard: whether the gathered bucket is freed after the forward and gathered again.
+        used: whether any graph gathers the bucket.
+        extended: whether the class of its parameter makes the message itself.
     """
 
     name: str
@@ -47,27 +47,27 @@ class BucketRow:
 
 
 ROW_KINDS = ("fetch_rows", "return_rows")
-"""Kinds of what looks up rows of a table, and sends their gradients back: several messages."""
+"""Kinds of collectives that fetch rows of a table, and return the rows' gradients."""
 
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """One collective, in the order in which they are started.
+    """One collective; a record lists collectives in the order of their starts.
 
     Attributes:
         phase: "forward" or "backward".
         kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", or one of `ROW_KINDS`.
-        buckets: the names of the buckets it moves: several where it is coalesced.
-        ranks: among how many ranks it goes.
-        nbytes: bytes of the whole (gathered, before it is reduced, or sent to all ranks).
-        before: the first op that is computed after it was started.
-        needed_by: the first op that is computed after the wait for it.
-        issued: when it is started; it may queue behind others.
-        start, end: when the wire carries it.
+        buckets: the names of the buckets it moves; several if the collective is coalesced.
+        ranks: how many ranks take part.
+        nbytes: bytes of the whole: gathered, or unreduced, or sent to all ranks.
+        before: the first op after the start of the collective.
+        needed_by: the first op after the wait for the collective.
+        issued: when the collective is started; it may queue behind others.
+        start, end: when the wire begins and ends to carry it.
         waited: when compute comes to the wait.
-        exposed: how long compute stands still there.
-        dtype: what it sends; int8 also stands for float8.
-        in_steps: whether it goes in two steps, or is one of two: across nodes, and inside of them.
+        exposed: how long compute stands still in the wait.
+        dtype: of the elements that it sends; int8 also stands for float8.
+        in_steps: whether it goes in two steps, or is one of the two: across nodes, inside of nodes.
     """
 
     phase: str
@@ -87,22 +87,22 @@ class CollectiveRow:
 
     @property
     def brings_parameters(self) -> bool:
-        """Whether it brings parameters, and not gradients."""
+        """Whether the collective brings parameters, and not gradients."""
         return self.kind in ("all_gather", "fetch_rows")
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a rank sends for it, in rings."""
+        """Bytes that a rank sends for the collective, in rings."""
         return self.nbytes * (self.ranks - 1) / self.ranks * (2 if self.kind == "all_reduce" else 1)
 
     @property
     def seconds(self) -> float:
-        """How long the wire carries it."""
+        """Seconds for which the wire carries the collective."""
         return self.end - self.start
 
     @property
     def hidden(self) -> float:
-        """How much of that time compute goes on."""
+        """Seconds for which the wire carries the collective and compute goes on."""
         return max(0.0, self.seconds - self.exposed)
 
 
@@ -113,8 +113,8 @@ class Op:
     Attributes:
         phase: "forward", "backward" or "optimizer".
         name: the op: "mm".
-        module: where it comes from in the model: "layers.0.mlp.up"; "" where it is not known.
-        start, seconds: when, and for how long.
+        module: the module of the model that it is from: "layers.0.mlp.up"; "" if unknown.
+        start, seconds: when it starts, and how long it takes.
     """
 
     phase: str
@@ -125,15 +125,15 @@ class Op:
 
 
 KINDS = ("segments", "optimizer", "gradients", "activations", "gathered", "workspaces")
-"""What memory is held for: parameters' segments, the optimizer's state, gradients (reduced or not),
-values of the model (saved or passing), gathered buckets, what the matmul library keeps."""
+"""Uses of memory: segments of parameters, the optimizer's state, gradients (reduced or not), values
+of the model (saved or passing), gathered buckets, workspaces of the matmul library."""
 
 
 @dataclass(frozen=True)
 class MemoryPoint:
     """Bytes held from `seconds` on, one figure for each of `KINDS`.
 
-    `where` is the op after which it is so.
+    `where` is the op after which the bytes are held.
     """
 
     seconds: float
@@ -142,13 +142,13 @@ class MemoryPoint:
 
     @property
     def total(self) -> int:
-        """Everything."""
+        """Bytes of all kinds together."""
         return sum(self.held)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something worth changing: what was seen, and what to do about it."""
+    """A problem of a step: its kind, the observation, and advice."""
 
     kind: str
     what: str
@@ -160,15 +160,15 @@ class CurveRow:
     """A way to run the step within some memory.
 
     Attributes:
-        setting: what people call it ("full checkpointing, resharded"); "" for a point of the curve.
-        nbytes: what a rank holds at most.
-        seconds: the step.
-        gathered, buckets: how many buckets stay gathered after the forward, of how many that may.
+        setting: its usual name ("full checkpointing, resharded"); "" for a point of the curve.
+        nbytes: the most bytes that a rank holds.
+        seconds: of the step.
+        gathered, buckets: how many buckets stay gathered after the forward, and how many may.
         ahead: how many units may be gathered ahead.
-        again: what is computed again in the backward, in words.
+        again: the values that the backward computes again, in words.
         on_host: bytes that the forward saves on the host.
-        copied: what that is, in words.
-        states_on_host: bytes of the optimizer's state that wait there meanwhile.
+        copied: the values that the forward saves on the host, in words.
+        states_on_host: bytes of the optimizer's state that wait on the host during the step.
     """
 
     setting: str
@@ -185,22 +185,22 @@ class CurveRow:
 
 @dataclass(frozen=True)
 class Record:
-    """A step: what was asked for, what it does, and what it costs.
+    """A step: its settings, its plan, and its costs.
 
     Attributes:
         model: the model's class.
         world_size: ranks that share each bucket.
         copies: how many copies of the model there are (HSDP).
         profile: the name of the hardware that times are for.
-        settings: what else was asked for, in words by name.
+        settings: other settings that differ from their defaults, in words by name.
         tokens: tokens of a step on one rank (elements of the first integer input); 0 if unknown.
-        flops: floating-point operations of a step on one rank, of matmuls and their like.
-        peak_flops: what the device could do in a second.
-        buckets, collectives, ops, memory, findings: see there.
-        curve: step time against memory, where it was asked for, least memory first; then usual
+        flops: floating-point operations of a step on one rank, in matmuls and ops like them.
+        peak_flops: operations that the device could do in a second.
+        buckets, collectives, ops, memory, findings: rows; see the class of each.
+        curve: step time against memory if the user asked for it, least memory first; then usual
             settings.
         kinds: of values that may be computed again, cheapest per byte first.
-        formulas: totals as functions of `W` and `T` (`shardc.reports.formulas`), as sympy's texts.
+        formulas: totals as functions of `W` and `T` (`shardc.reports.formulas`), as sympy texts.
     """
 
     model: str
@@ -224,18 +224,18 @@ class Record:
 
     @property
     def step_seconds(self) -> float:
-        """From the start of the step until all compute and all transfers are done."""
+        """Seconds from the start of the step until all compute and all transfers are done."""
         ends = [op.start + op.seconds for op in self.ops] + [c.end for c in self.collectives]
         return max(ends, default=0.0)
 
     @property
     def compute_seconds(self) -> float:
-        """All compute, the optimizer's included."""
+        """Seconds of all compute, the optimizer's step included."""
         return sum(op.seconds for op in self.ops)
 
     @property
     def wire_seconds(self) -> float:
-        """How long the wire is in use."""
+        """Seconds for which the wire is in use."""
         return sum(collective.seconds for collective in self.collectives)
 
     @property
@@ -256,14 +256,14 @@ class Record:
 
     @property
     def peak(self) -> MemoryPoint:
-        """The moment at which most memory is held."""
+        """The point at which most memory is held."""
         nothing = MemoryPoint(0.0, (0,) * len(KINDS))
         return max(self.memory, key=lambda point: point.total, default=nothing)
 
     # -- JSON --------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON takes it, with the totals under "summary"."""
+        """The record as values for JSON, with the totals under "summary"."""
         return {"summary": self.summary(), **dataclasses.asdict(self)}
 
     def summary(self) -> dict[str, Any]:
@@ -286,7 +286,7 @@ class Record:
         """Read back the result of `to_dict`.
 
         Raises:
-            ValueError: it is not that.
+            ValueError: `values` is no result of `to_dict`.
         """
         rows: dict[str, Any] = {
             "buckets": BucketRow,

@@ -1,7 +1,7 @@
-"""A step played through once more, with messages that take another time.
+"""Replay of a step in which collectives take other times.
 
-What computes keeps its order and its time, and every collective starts and is waited for between
-the same ops. What a schedule could make of other times is left out.
+Ops keep their order and their times, and each collective starts and is waited for between the same
+ops. No new schedule is made for the other times.
 """
 
 import bisect
@@ -19,8 +19,8 @@ class Carried:
 
     Attributes:
         seconds: on the wire.
-        then: on the wire inside of nodes, afterwards.
-        computed: seconds of compute to make what it sends, or what arrives.
+        then: on the wire inside of nodes, after `seconds`.
+        computed: of compute, to make its message (a reduction) or to read its message (a gather).
     """
 
     seconds: float
@@ -29,13 +29,13 @@ class Carried:
 
 
 def replay(record: Record, carried: Callable[[CollectiveRow], Carried]) -> float:
-    """The seconds of the step whose collectives take what `carried` says."""
+    """The seconds of the step if each collective takes the seconds that `carried` gives."""
     ops = sorted((op.start, op.seconds) for op in record.ops)
     starts = [start for start, _ in ops]
     sums = [0.0, *itertools.accumulate(seconds for _, seconds in ops)]
 
     def computed(moment: float) -> float:
-        """Seconds of compute that were done by then: ops do not overlap."""
+        """Seconds of compute that are done by `moment`: ops do not overlap."""
         last = bisect.bisect_left(starts, moment) - 1
         if last < 0:
             return 0.0

@@ -1,4 +1,4 @@
-"""`Report`: a record with what people do with it."""
+"""`Report`: a record that can be printed, compared, saved and loaded."""
 
 import json
 from pathlib import Path
@@ -17,9 +17,9 @@ def _save_json(record: Record, path: Path) -> None:
 
 
 class Report(Record):
-    """A report of a step of a sharded model on one rank: what it does and costs.
+    """A report of a step of a sharded model on one rank: its plan and its costs.
 
-    `print(report)` shows it; its attributes, those of `Record`, are plain values. Times are in
+    `print(report)` shows the report. Its attributes (see `Record`) are plain values: times in
     seconds, sizes in bytes.
     """
 
@@ -33,8 +33,8 @@ class Report(Record):
 
         Args:
             every_row: show the rows that repeat from block to block, too.
-            width: columns of characters that it may take; default: those of the terminal, and 100
-                where there is none. A table that has no room leaves out columns and says so.
+            width: columns of characters for the text; default: the terminal's, or 100 without a
+                terminal. A table that is too wide leaves out columns and says so.
         """
         return report_text(self, every_row, width)
 
@@ -42,21 +42,21 @@ class Report(Record):
         """This report and others side by side, as a table.
 
         Raises:
-            TypeError: one of them is no report.
+            TypeError: one of `others` is no report.
         """
         for other in others:
             check_value("compare: other", other, Record)
         return comparison_text([self, *others])
 
     def save(self, path: str | Path) -> None:
-        """Write the report to a file, by its ending.
+        """Write the report to a file, in the format of the file's ending.
 
         `.html` is a page to look at: figures, findings, timeline, memory and tables in one file.
         `.trace.json` is for https://ui.perfetto.dev or chrome://tracing. `.json` has everything;
         `Report.load` reads it.
 
         Raises:
-            ValueError: another ending.
+            ValueError: `path` has another ending.
         """
         writers = dict(zip(ENDINGS, (save_html, save_trace, _save_json), strict=True))
         writers[check_ending(path)](self, Path(path))

@@ -10,13 +10,13 @@ from shardc.sharding.units import check_sharded, units_of
 
 @checked
 def describe(model: nn.Module) -> str:
-    """One row a bucket: parameters, bytes gathered, padding, bytes this rank keeps, and its fate.
+    """One row a bucket: parameters, bytes gathered, padding, segment, and whether it is resharded.
 
     Args:
         model: a module on whose parts `fully_shard` was called.
 
     Raises:
-        ValueError: it was called on none.
+        ValueError: `fully_shard` was called on no part of the model.
     """
     check_sharded("describe", model)
     units = units_of(model).values()

@@ -1,7 +1,7 @@
-"""How wide the terminal is, texts that wrap to it, and tables that fit it.
+"""The width of the terminal, texts that wrap to it, and tables that fit it.
 
-A table that is too wide cuts long names in their middle, down to a width that its maker gives, then
-leaves out columns, in an order that its maker gives. A line below says so.
+A table that is too wide cuts long names in their middle, down to `Column.least` characters. If that
+is not enough, it leaves out columns, in the order of `Column.goes`. A line below the table says so.
 """
 
 import shutil
@@ -13,20 +13,20 @@ from typing import Literal
 from tabulate import tabulate
 
 READABLE = 100
-"""Columns of what is printed to no terminal (a file, a pipe, a notebook); lines of text are no
-longer on a wide terminal either."""
+"""Columns of output to a file, a pipe or a notebook. Lines of text are no longer on a wide terminal
+either."""
 NARROWEST = 40
 """No table is made for fewer columns."""
 UNLIMITED = 1_000_000
 """The width for files that are kept: all columns."""
 PAGE = "the page (--save FILE.html)"
-"""Where tables of a report are whole."""
+"""The place that shows the tables of a report whole."""
 _GAP = 2
-"""Spaces between columns, and what tabulate adds to a title at least."""
+"""Spaces between columns, and the least width that tabulate adds to a title."""
 
 
 def terminal_width() -> int:
-    """Columns of the terminal; `$COLUMNS` overrules it, and READABLE stands for none."""
+    """Columns of the terminal, or `$COLUMNS` if set; READABLE without a terminal."""
     return max(NARROWEST, shutil.get_terminal_size((READABLE, 24)).columns)
 
 
@@ -35,8 +35,8 @@ def wrap(text: str, width: int | None = None, first: str = "", then: str = "") -
 
     Args:
         text: the paragraph.
-        width: columns; default: those of the terminal.
-        first, then: what the first line begins with, and all others.
+        width: columns; default: the terminal's.
+        first, then: the beginning of the first line, and the beginning of all other lines.
     """
     return textwrap.fill(
         text,
@@ -49,7 +49,7 @@ def wrap(text: str, width: int | None = None, first: str = "", then: str = "") -
 
 
 def pairs(rows: Sequence[tuple[str, str]], width: int | None = None) -> str:
-    """Names, and beside them their values, which wrap."""
+    """Names in one column, and beside each name its value, which wraps."""
     indent = max(len(name) for name, _ in rows) + _GAP
     lines = (wrap(value, width, f"{name:<{indent}}", " " * indent) for name, value in rows)
     return "\n".join(lines)
@@ -61,9 +61,9 @@ class Column:
 
     Attributes:
         title: its header.
-        align: where its cells stand.
-        goes: 0 where it stays; of others, the one with the smallest number is left out first.
-        least: so many characters of a cell stay, 0 all: longer ones may be cut in the middle.
+        align: the side at which its cells stand.
+        goes: 0 if the column always stays; else smaller numbers are left out first.
+        least: characters that a cut in the middle leaves of a cell, at least; 0: no cell is cut.
     """
 
     title: str
@@ -78,13 +78,13 @@ def table(
     width: int | None = None,
     elsewhere: str = "",
 ) -> str:
-    """A table that fits, and a line that says what it lacks.
+    """A table that fits the width, and a line about columns left out and names cut.
 
     Args:
-        columns: all there are.
+        columns: all columns.
         rows: a cell for each column.
-        width: columns of characters; default: those of the terminal.
-        elsewhere: where all of it is to be seen, besides on a wider terminal.
+        width: columns of characters; default: the terminal's.
+        elsewhere: the place that shows the whole table, besides a wider terminal.
     """
     limit = terminal_width() if width is None else width
     natural = widths_of(columns, rows)
@@ -105,7 +105,7 @@ def table(
 
 
 def widths_of(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
-    """The width of each column with nothing cut, its header included."""
+    """The width of each column without cuts, its header included."""
     cells = list(zip(*rows, strict=True)) if rows else [()] * len(columns)
     return [
         max([*(len(line) + _GAP for line in column.title.split("\n")), *map(len, own)])
@@ -114,14 +114,14 @@ def widths_of(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[
 
 
 def total_width(widths: Sequence[int]) -> int:
-    """The width of columns of these widths beside each other."""
+    """The width of a table with columns of `widths`."""
     return sum(widths) + _GAP * (len(widths) - 1)
 
 
 def _fit(
     columns: Sequence[Column], natural: Sequence[int], limit: int
 ) -> tuple[list[int], dict[int, int]]:
-    """The columns to show, and how wide each may be."""
+    """The columns to show, and the width of each."""
     least = [
         min(width, max(column.least, len(column.title) + _GAP)) if column.least else width
         for column, width in zip(columns, natural, strict=True)
@@ -140,8 +140,8 @@ def _fit(
 
 
 def _cut(cell: str, width: int) -> str:
-    """The cell without its middle where it is too long: most of it stays at the end, where names
-    of blocks differ."""
+    """A cell, without its middle if it is too long: more stays of the end, where names of blocks
+    differ."""
     if len(cell) <= width:
         return cell
     tail = 2 * (width - 3) // 3
@@ -149,7 +149,7 @@ def _cut(cell: str, width: int) -> str:
 
 
 def _lacks(titles: Sequence[str], natural: Sequence[int], widths: dict[int, int]) -> str:
-    """The columns that a table leaves out or cuts, in words; "" if none."""
+    """The columns that a table leaves out, and whether names are cut, in words; "" if neither."""
     cut = any(width < natural[index] for index, width in widths.items())
     out = f"these are left out: {', '.join(titles)}" if titles else ""
     return " and ".join(filter(None, ["names are cut" if cut else "", out]))

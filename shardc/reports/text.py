@@ -11,16 +11,16 @@ from shardc.runtime.checks.words import format_bytes, format_seconds, plural
 from shardc.runtime.watch.progress import in_short
 
 _ENDS = 2
-"""Of rows that are alike but for a number, as many are shown at each end."""
+"""How many rows are shown at each end of the rows that differ in numbers only."""
 
 
 def report_text(record: Record, every_row: bool = False, width: int | None = None) -> str:
-    """The report as it is printed.
+    """The printed text of a report.
 
     Args:
         record: the report.
-        every_row: show what repeats from block to block too, not only its first and last rows.
-        width: columns of characters that it may take; default: those of the terminal.
+        every_row: show all rows that repeat from block to block, not only the first and last.
+        width: columns of characters for the text; default: the terminal's.
     """
     parts = [
         wrap(_heading(record), width),
@@ -89,7 +89,7 @@ def bucket_table(
     width: int | None = None,
     elsewhere: str = "",
 ) -> str:
-    """One row a bucket; without `every_row`, the ends of those that are alike."""
+    """One row a bucket; without `every_row`, only the first and last of rows that are alike."""
     rows = [
         [
             bucket.name,
@@ -112,7 +112,7 @@ def _fate(bucket: BucketRow) -> str:
 
 
 def _together(buckets: Sequence[str]) -> str:
-    """Names of buckets in one word; of neighbours in one module, its name once: "layers.2+3"."""
+    """Names of buckets in one word; neighbours share the name of their module: "layers.2+3"."""
     names = in_short(buckets).split("+")
     parts = names[:1]
     for before, name in pairwise(names):
@@ -141,7 +141,7 @@ def collective_table(
     width: int | None = None,
     elsewhere: str = "",
 ) -> str:
-    """One row a collective, in the order in which they are started; "" if there are none."""
+    """One row a collective, in the order of the starts; "" without collectives."""
     if not collectives:
         return ""
     rows = [
@@ -165,7 +165,7 @@ def collective_table(
 
 
 def formula_table(record: Record, width: int | None = None) -> str:
-    """The totals as formulas, where those of tokens were asked for."""
+    """The totals as formulas; "" unless the record has formulas of tokens."""
     if "FLOPs" not in record.formulas:
         return ""
     heading = "Totals with W ranks and T tokens a rank"
@@ -179,7 +179,7 @@ def _pattern(*names: str) -> str:
 def _ends(
     rows: Sequence[list[str]], keys: Sequence[str], collectives: Sequence[CollectiveRow] = ()
 ) -> Iterator[list[str]]:
-    """The rows without the middle ones of equal key; a row says how many were left out."""
+    """The rows without the middle rows of each key; a row tells how many were left out."""
     total = {key: keys.count(key) for key in set(keys)}
     seen: dict[str, int] = {}
     left_out: list[int] = []

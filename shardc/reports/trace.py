@@ -1,15 +1,17 @@
-"""`compare_with_profile`: what was planned for each collective beside what a real run measured.
+"""`compare_with_profile`: the plan of each collective beside the measurements of a real run.
 
 A trace of the PyTorch profiler has our labels: one where a collective is started, one where it is
-waited for. They are matched with the plan by unit and kind, in order: the n-th gather of a unit in
-a step is the n-th that was planned, so the forward's is told from the backward's.
+waited for. Labels are matched with the plan by bucket and kind, in order: the n-th gather of a
+bucket in a step is the n-th gather of the bucket in the plan. So the gather of the forward is told
+from the gather of the backward.
 
-What is measured differs by device. On CPUs compute stands in the wait, and gloo's own event says
-how long the transfer took (matched by order, where the trace has no other collectives of that
-kind). On CUDA nothing waits on the host: the transfer is the kernel on another stream that was
-launched inside the label. It is exposed for as long as compute stands still while it runs, if
-compute goes on as it ends, or another one for which that holds starts then. Where compute goes on
-later it waited for something else, the host for example.
+Devices differ in the measurements. On CPUs compute stands still in the wait, and an event of gloo
+has the seconds of the transfer. Such events are matched by order, if the trace has no other
+collectives of the same kind. On CUDA the host does not wait: the transfer is a kernel that was
+launched inside the label, on another stream than compute or with a name of NCCL. The transfer is
+exposed for as long as it runs while compute stands still, if compute resumes at the end of the
+transfer, or if another exposed transfer starts then. If compute resumes later, compute waited for
+something else, for example the host.
 """
 
 import dataclasses
@@ -38,10 +40,10 @@ from shardc.runtime.checks.words import plural
 from shardc.runtime.watch.progress import VERBS, in_short
 
 _WORST = 5
-"""Rows that are named as the worst."""
+"""How many rows are named as the worst."""
 
 _MUCH = 0.05
-"""The share of a step that is worth a word."""
+"""A late host is noted if it costs more than this share of a step."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class ComparedRow:
 
     Attributes:
         phase, kind, buckets: as in `CollectiveRow`.
-        planned_seconds, planned_exposed: how long the wire carries it, and compute stands still.
-        seconds, exposed: the same as measured; None where the trace does not tell.
+        planned_seconds, planned_exposed: how long the wire carries it, and compute waits for it.
+        seconds, exposed: the measured figures; None if the trace does not have them.
     """
 
     phase: str
@@ -69,7 +71,7 @@ class ComparedRow:
 
     @property
     def difference(self) -> float | None:
-        """Measured seconds less planned ones: exposed if they are known, else on the wire."""
+        """Measured less planned seconds: exposed if measured, else on the wire; None if neither."""
         if self.exposed is not None:
             return self.exposed - self.planned_exposed
         return None if self.seconds is None else self.seconds - self.planned_seconds
@@ -82,7 +84,7 @@ class Comparison:
     Attributes:
         rows: in the order in which collectives are planned to start.
         steps: how many steps the trace has.
-        notes: what could not be matched, and why.
+        notes: in words, collectives that were not matched, and a late host.
     """
 
     rows: tuple[ComparedRow, ...]
@@ -96,7 +98,7 @@ class Comparison:
         return sorted(known, key=lambda row: -abs(row.difference or 0.0))[:_WORST]
 
     def totals(self) -> dict[str, float | None]:
-        """Sums over the rows that are measured: planned and measured seconds and exposed ones."""
+        """Sums over the measured rows: planned and measured seconds, on the wire and exposed."""
         on_wire = [row for row in self.rows if row.seconds is not None]
         waited = [row for row in self.rows if row.exposed is not None]
         return {
@@ -107,7 +109,7 @@ class Comparison:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON takes it; the worst as indices into the rows."""
+        """The comparison as values for JSON; the worst rows as indices into the rows."""
         return {
             "steps": self.steps,
             "totals": self.totals(),
@@ -154,10 +156,10 @@ def compare_with_profile(record: Record, trace: str | Path | Mapping[str, Any]) 
     Args:
         record: the plan.
         trace: a Chrome trace of `torch.profiler` with one or more whole steps of that rank: the
-            path (".json" or ".json.gz"), or what it holds.
+            path (".json" or ".json.gz"), or the content of the file.
 
     Raises:
-        ValueError: no trace, or it has no names of shardc, or those of another model.
+        ValueError: `trace` is no trace, has no labels of shardc, or is of another model.
     """
     events = read_events(trace)
     labels = [label for event in events if (label := LabelEvent.read(event)) is not None]
@@ -200,7 +202,7 @@ def compare_with_profile(record: Record, trace: str | Path | Mapping[str, Any]) 
 def _count_steps(
     planned: Mapping["Key", Sequence[int]], starts: Mapping["Key", Sequence["LabelEvent"]]
 ) -> int:
-    """How many steps most collectives are there for."""
+    """The number of steps that most collectives of the plan have in the trace."""
     counts = [len(starts[key]) // len(planned[key]) for key in planned if key in starts]
     if not counts:
         raise ValueError(
@@ -211,7 +213,7 @@ def _count_steps(
 
 
 def _median(values: Mapping["LabelEvent", float], labels: Sequence["LabelEvent"]) -> float | None:
-    """The median of what is known of all of them; None where it is not."""
+    """The median of the values of `labels`; None without labels, or if one has no value."""
     if not labels or not all(label in values for label in labels):
         return None
     return statistics.median(values[label] for label in labels)

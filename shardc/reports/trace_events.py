@@ -24,7 +24,7 @@ HOW = """record a few steps of one rank, after a first step that compiles:
     p.export_chrome_trace("trace.json")"""
 
 Key = tuple[str, tuple[str, ...]]
-"""Kind and buckets."""
+"""The kind and the buckets of a collective."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,18 @@ class LabelEvent:
         parts = read_name(event["name"])
         if parts is None or parts[0] in COPIES:  # no collective
             return None
-        if event.get("cat") != "user_annotation":  # the GPU's copy of it
+        if event.get("cat") != "user_annotation":  # the GPU's copy of the label
             return None
         return cls(*parts, event["ts"] / 1e6, event["dur"] / 1e6, event.get("tid"))
 
     def holds(self, event: Mapping[str, Any]) -> bool:
-        """Whether an event of the same thread began within it."""
+        """Whether `event` is of the same thread and began within the label."""
         since = event["ts"] / 1e6 - self.start
         return 0 <= since <= self.seconds and event.get("tid") == self.thread
 
 
 def read_events(trace: str | Path | Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The events that have a duration, in order."""
+    """The events that have a duration, in the order of their starts."""
     if not isinstance(trace, Mapping):
         opened = gzip.open if str(trace).endswith(".gz") else open
         with opened(trace, "rt") as file:
@@ -76,7 +76,10 @@ def _parsed(text: str) -> Any:
 
 
 def with_root(labels: Sequence[LabelEvent], record: Record) -> list[LabelEvent]:
-    """The same with the outermost unit called as in the report, where that does not know it."""
+    """The labels with buckets of the root named "(root)", as in the record.
+
+    A bucket that the record does not know is the root's, if the record has such a bucket.
+    """
     known = {bucket.name for bucket in record.buckets}
     known |= {name for row in record.collectives for name in row.buckets}
 
@@ -98,8 +101,8 @@ def by_key(labels: Iterable[LabelEvent], waits: bool) -> dict[Key, list[LabelEve
 def stalls_in(
     starts: Mapping[Key, Sequence[LabelEvent]], waits: Mapping[Key, Sequence[LabelEvent]]
 ) -> dict[LabelEvent, float]:
-    """Seconds in the waits for each collective: a coalesced one has a wait a bucket. What rows need
-    is waited for where it is started."""
+    """Seconds in the waits for each collective: a coalesced collective has one wait a bucket.
+    Messages for rows of a table are waited for inside their start, too."""
     stalls = {}
     for key, started in starts.items():
         found = waits.get(key, [])
@@ -115,19 +118,19 @@ _ROWS = ("fetch_rows", "return_rows")
 
 
 _AT_ONCE = 2e-5
-"""Seconds after which a stream has gone on that waited for an event."""
+"""Seconds within which a stream resumes after the event that it waited for."""
 
 _Spans = list[tuple[float, float]]
-"""When something ran: pairs (start, end) in seconds, in order, none in another."""
+"""Intervals (start, end) in seconds, in order, without overlaps."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of a GPU in a trace; empty where there is none.
+    """The times of the kernels of a GPU in a trace; empty without a GPU.
 
     Attributes:
-        sent: by the label inside of which they were launched, the kernels of collectives.
-        computed: all other kernels of the stream that is busiest with them.
+        sent: kernels of collectives, by the label inside of which they were launched.
+        computed: all other kernels of one stream, the busiest with such kernels.
     """
 
     sent: Mapping[LabelEvent, _Spans]
@@ -135,7 +138,7 @@ class Kernels:
 
     @classmethod
     def read(cls, events: Sequence[Mapping[str, Any]], starts: Sequence[LabelEvent]) -> "Kernels":
-        """Kernels by the labels where collectives start."""
+        """Read the kernels of a trace; `starts` are the labels where collectives start."""
         kernels = {_correlation(event): event for event in events if event.get("cat") == "kernel"}
         launches = [
             event
@@ -171,24 +174,24 @@ class Kernels:
 
     @property
     def late(self) -> float:
-        """How long compute stood still between its kernels, and not for a collective."""
+        """Seconds for which compute stood still between its kernels, but not for a collective."""
         pairs = itertools.pairwise(self.computed)
         gaps = (start - end for (_, end), (start, _) in pairs)
         return max(0.0, sum(gap for gap in gaps if gap > _AT_ONCE) - sum(self.exposed.values()))
 
     def seconds(self) -> dict[LabelEvent, float]:
-        """How long each collective took."""
+        """Seconds that each collective took."""
         return {label: sum(end - start for start, end in self.sent[label]) for label in self.sent}
 
     @functools.cached_property
     def exposed(self) -> dict[LabelEvent, float]:
-        """How long compute stood still for each collective; nothing where no compute is seen."""
+        """Seconds for which compute stood still for each collective; empty without compute."""
         if not self.computed:
             return {}
         began = [start for start, _ in self.computed]
         spans = [(end, start, label) for label in self.sent for start, end in self.sent[label]]
         still = dict.fromkeys(self.sent, 0.0)
-        waited = math.inf  # since when compute stands still for what comes next
+        waited = math.inf  # the start of the stall for the next exposed collective
         for end, start, label in sorted(spans, key=lambda span: span[:2], reverse=True):
             place = bisect_right(began, end)
             resumes = began[place] if place < len(began) else math.inf
@@ -209,7 +212,7 @@ def _stream(event: Mapping[str, Any]) -> Any:
 
 
 def _merged(events: Iterable[Mapping[str, Any]]) -> _Spans:
-    """When any of the events ran."""
+    """The intervals in which at least one of the events ran."""
     spans: _Spans = []
     for event in sorted(events, key=lambda event: event["ts"]):
         start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
@@ -223,11 +226,11 @@ def _merged(events: Iterable[Mapping[str, Any]]) -> _Spans:
 def event_seconds(
     events: Sequence[Mapping[str, Any]], labels: Sequence[LabelEvent]
 ) -> dict[LabelEvent, float]:
-    """The duration of a backend's own events, which it writes in the order of the starts."""
+    """The durations of a backend's own events, which come in the order of the starts."""
     seconds: dict[LabelEvent, float] = {}
     for kinds, names in (pair for backend in BACKENDS.values() for pair in backend.events):
         own = [label for label in labels if label.kind in kinds and not label.waits]
         theirs = [event["dur"] / 1e6 for event in events if event["name"] in names]
-        if len(own) == len(theirs):  # else the trace has others, or coalesced ones
+        if len(own) == len(theirs):  # else the trace has other or coalesced collectives
             seconds.update(zip(own, theirs, strict=True))
     return seconds

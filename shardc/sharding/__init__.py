@@ -1,1 +1,1 @@
-"""`fully_shard`: which modules become units, on which mesh, from which values."""
+"""`fully_shard`: the units of a model, their mesh, and their first values."""

@@ -20,7 +20,7 @@ from shardc.runtime.tensor.tensor_parallel import Spmd, unsupported
 
 
 def check_modules(module: Any) -> tuple[nn.Module, ...]:
-    """The modules of one unit. Raises where they are none, sharded already, or given twice."""
+    """The modules of one unit. Raises for no module, a sharded module, or one given twice."""
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     if not modules:
         raise ValueError(f"fully_shard: module must be a module or a list of some, got {module}")
@@ -47,7 +47,7 @@ def check_modules(module: Any) -> tuple[nn.Module, ...]:
 
 
 def _unit_around(module: nn.Module) -> nn.Module | None:
-    """The unit outside of `module` that has taken its parameters, where none is left to take."""
+    """The module of a unit around `module`, if all parameters of `module` are sharded; or None."""
     params = list(module.parameters())
     if not all(isinstance(param, ShardTensor) for param in params):
         return None
@@ -56,7 +56,7 @@ def _unit_around(module: nn.Module) -> nn.Module | None:
 
 
 def check_policies(mp: Any, offload: Any) -> None:
-    """Raise TypeError, ValueError or NotImplementedError for what is no policy of ours."""
+    """Raise TypeError, ValueError or NotImplementedError for a policy that shardc cannot take."""
     if getattr(mp, "param_dtype_override_fn", None) is not None:  # torch 2.15
         raise NotImplementedError(
             "mp_policy has a param_dtype_override_fn, and a unit of shardc has one param_dtype: "
@@ -86,7 +86,7 @@ _WIRE: dict[str, object] = {
     ],
     "wire_seed": Annotated[int, Must("a whole number of at least 0", lambda n: n >= 0)] | None,
 }
-"""What the fields of `MixedPrecisionPolicy` may be that are about the wire."""
+"""The values that the fields of `MixedPrecisionPolicy` for the wire may have."""
 
 
 def check_initialized(modules: tuple[nn.Module, ...]) -> None:
@@ -101,7 +101,7 @@ def check_initialized(modules: tuple[nn.Module, ...]) -> None:
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """The parameters and modules below those given to `fully_shard` that stay as they are."""
+    """Parameters and modules that `fully_shard` leaves as they are, below the modules given."""
 
     params: frozenset[nn.Parameter]
     modules: frozenset[nn.Module]
@@ -110,17 +110,17 @@ class LeftAlone:
 def check_ignored(
     modules: tuple[nn.Module, ...], ignored: Any, whole_model: bool = False
 ) -> LeftAlone:
-    """The parts that `ignored` leaves alone (FSDP1's checks), and parts that are left to others
-    anyway.
+    """Collect the parameters and modules that stay as they are, with FSDP1's checks of `ignored`.
 
-    That is what an earlier call on an inner module ignored, and modules that DDP or torch's
-    `replicate` keeps equal by itself. Calls on one part of a model each are often given all that is
-    ignored in it, so strangers are an error only where `modules` are the `whole_model`.
+    Three kinds stay: the parts in `ignored`, the parts that an earlier call on an inner module
+    ignored, and modules that DDP or torch's `replicate` keeps equal. A call on one part of a model
+    is often given the ignored parts of the whole model. So a part outside `modules` is an error
+    only where `modules` are the `whole_model`.
 
     Raises:
         TypeError: `ignored` is not an iterable of parameters or of modules.
-        ValueError: it contains a sharded module, or one that is not in the model, or one of
-            `modules` itself is replicated.
+        ValueError: `ignored` contains a sharded module, or a part that is not in the model; or one
+            of `modules` is itself replicated.
     """
     params, skipped = _read_ignored(modules, ignored)
     if whole_model:
@@ -195,8 +195,8 @@ def check_model(
     """Raise where parameters cannot be cut, or something else holds them.
 
     Args:
-        ranks: as numbers of the whole job, copies included.
-        world_size: how many of them share a parameter.
+        ranks: the ranks' numbers in the whole job, copies included.
+        world_size: how many ranks share a parameter.
     """
     names = {p: n for root in modules for n, p in root.named_parameters(remove_duplicate=False)}
     known = {
@@ -225,13 +225,13 @@ def check_model(
 
 
 def _is_held(param: nn.Parameter, known: Collection[int]) -> bool:
-    """Whether a live graph leads to `param`, or a weak reference that is not `known` by id."""
+    """Whether an autograd graph or a weak reference, except `known` ids, leads to `param`."""
     foreign = [ref for ref in weakref.getweakrefs(param) if id(ref) not in known]
     return bool(foreign) or compat.is_in_graph(param)
 
 
 def _is_held_after_collection(param: nn.Parameter, known: Collection[int]) -> bool:
-    """The same, but not by garbage: whether that was found yet is chance."""
+    """Whether `param` is held after a collection: without one, garbage may hold it by chance."""
     gc.collect()
     return _is_held(param, known)
 
@@ -306,11 +306,11 @@ def _check_parameter(
 def _check_tables(
     modules: Iterable[nn.Module], names: dict[nn.Parameter, str], params: Collection[nn.Parameter]
 ) -> None:
-    """Raise for embeddings with gradients that are not dense, or that write in their forward."""
+    """Raise for embeddings with sparse gradients, or with a forward that writes to the table."""
     for module in (module for root in modules for module in root.modules()):
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
-        # Not read: a weight with a parametrization would be computed.
+        # `module.weight` is not read: it would compute a weight with a parametrization.
         table = dict(module.named_parameters(recurse=False)).get("weight")
         if table is None or table not in params:
             continue
@@ -333,12 +333,12 @@ def _check_tables(
 
 
 def _held_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor, bool]]:
-    """(name, tensor, whether registered): parameters, buffers, tensors in plain attributes."""
+    """The parameters, buffers and tensors in attributes: (name, tensor, whether registered)."""
     for name, param in module.named_parameters(recurse=False):
         yield name, param, True
     for name, buffer in module.named_buffers(recurse=False):
         yield name, buffer, True
-    if isinstance(module, nn.RNNBase):  # keeps `_flat_weights`, which gets a property of its own
+    if isinstance(module, nn.RNNBase):  # its `_flat_weights` becomes a property
         return
     for name, value in vars(module).items():
         if name not in ("_parameters", "_buffers"):
@@ -346,7 +346,7 @@ def _held_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor, bool]]:
 
 
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """The tensors in `value`, also in containers within containers."""
+    """The tensors in `value`, also in nested containers."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple, dict, set)) and id(value) not in seen:

@@ -1,13 +1,13 @@
-"""First values: ranks come to a call of `fully_shard` with values, alike or not, or a model on
-meta.
+"""First values: the values with which ranks come to `fully_shard`, equal or not, or on meta.
 
-As with FSDP2, each rank cuts what it has. Ranks that were seeded differently would train a
-patchwork of their values, and one on meta has none. Both are legal where values are loaded
-afterwards, so they are noted, and told when the model is used (`runtime/checks/start.py`). The
-note travels with the plan of the buckets, at no message of its own.
+As with FSDP2, each rank cuts its own values. Ranks with different seeds would train a patchwork of
+values, and a rank on meta has no values. Both are legal where values are loaded afterwards. So
+`fully_shard` notes both cases, and the first use of the model reports them
+(`runtime/checks/start.py`). The note travels with the plan of the buckets, without a message of its
+own.
 
-Values are compared by the first, middle and last element of each parameter, among the ranks of one
-copy of the model. That reads a few bytes; a difference elsewhere in a parameter is not seen.
+Ranks of one copy of the model compare the first, middle and last element of each parameter. The
+comparison reads a few bytes, and does not see a difference elsewhere in a parameter.
 `check_same_values` compares everything.
 """
 
@@ -27,7 +27,7 @@ from shardc.sharding.materialize import generator_fact
 from shardc.sharding.unit_plan import UnitPlan
 
 _GROUPS = 64
-"""In about so many groups of parameters values are compared: a note has a few hundred bytes."""
+"""About how many groups of parameters are compared, so that a note has a few hundred bytes."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class FirstValues:
 
     Attributes:
         mixed: units that have values on some ranks and are on meta on others.
-        differing: the first parameter of a unit that has other values on other ranks.
+        differing: the first parameter of a unit with unequal values on the ranks that have values.
     """
 
     mixed: frozenset[int] = frozenset()
@@ -47,8 +47,8 @@ def values_note(plans: Sequence[UnitPlan], ranks: Ranks, init: bool, device: tor
     """This rank's note for `compare_values`.
 
     Args:
-        init: whether it has a `param_init_fn`.
-        device: which generator that draws from.
+        init: whether this rank has a `param_init_fn`.
+        device: the device of the generator that the `param_init_fn` draws from.
     """
     copy = 0 if ranks.replicas is None else compat.resolve_group(ranks.replicas).rank()
     on_meta = [any(param.is_meta for param in plan.params.values()) for plan in plans]
@@ -59,16 +59,16 @@ def values_note(plans: Sequence[UnitPlan], ranks: Ranks, init: bool, device: tor
         "random": generator_fact(device) if draws and ranks.copies > 1 else "",
         "ends": [_digest(group.values()) for _, group in _groups(plans)],
     }
-    # Copies of the model start as they like; what the function draws is made equal by its seed.
+    # Copies of the model may start unequal; a `param_init_fn` draws equal values in all copies.
     return json.dumps({**said, "copy": 0 if draws else copy}, sort_keys=True)
 
 
 def compare_values(notes: Iterable[str], plans: Sequence[UnitPlan]) -> FirstValues:
-    """From the notes of all ranks: where they differ. Every rank comes to the same.
+    """Compare the notes of all ranks: the first values that differ, alike on every rank.
 
     Raises:
         ValueError: a `param_init_fn`, where some ranks have values already.
-        RuntimeError: one that is given on some ranks only, or draws from different random states.
+        RuntimeError: a `param_init_fn` on some ranks only, or different random states.
     """
     said: list[dict[str, Any]] = [json.loads(note) for note in notes]
     kinds = list(zip(*(each["kinds"] for each in said), strict=True))
@@ -99,7 +99,7 @@ def _check_init(said: Sequence[Mapping[str, Any]], mixed: bool) -> None:
 
 
 def _groups(plans: Sequence[UnitPlan]) -> list[tuple[int, dict[str, nn.Parameter]]]:
-    """The parameters of all units, some at a time: the unit's place, and these by name."""
+    """The parameters of all units in groups: the unit's place, and the parameters by name."""
     size = max(1, -(-sum(len(plan.params) for plan in plans) // _GROUPS))
     found = []
     for place, plan in enumerate(plans):
@@ -124,7 +124,7 @@ def _digest(params: Iterable[nn.Parameter]) -> str:
 
 
 def _ends(value: Tensor) -> Tensor:
-    """The bytes of three elements of a tensor; none of an empty one."""
+    """The bytes of a tensor's first, middle and last element; of an empty tensor, no bytes."""
     flat, count = value.detach().reshape(-1), value.numel()
     places = [0, count // 2, count - 1] if count else []
     return flat[torch.tensor(places, dtype=torch.int64, device=flat.device)].view(torch.uint8)

@@ -1,13 +1,13 @@
-"""Values for a model that was built on the meta device, of which each rank only makes its part.
+"""Values for a model that was built on the meta device: each rank makes only its part.
 
 Sharding comes first: it costs nothing on meta. Then segments and buffers get memory, and each
-module initialises itself. A random initialiser draws one full parameter at a time, of which the
-rank keeps its interval, so with equal seeds all ranks together hold, bit by bit, what one process
-would have made, and none ever holds more than its part of the model and one full parameter.
+module initialises itself. A random initialiser draws one full parameter at a time, and the rank
+keeps its interval. So with equal seeds, all ranks together hold the values of one process, bit by
+bit. A rank never holds more than its part of the model and one full parameter.
 
 The order is FSDP1's: breadth first, parents before children, so a child's own initialiser has the
-last word. Models whose parents adjust what children drew (transformers' GPT-2) have a function of
-their own that knows the order: call that after `model.to_empty(device=...)`.
+last word. A model whose parents adjust the values of their children (transformers' GPT-2) has a
+function of its own that knows the order: call this function after `model.to_empty(device=...)`.
 """
 
 import hashlib
@@ -39,27 +39,28 @@ def materialize(
     device: torch.device | str | None = None,
     init_fn: InitFn | None = None,
 ) -> nn.Module:
-    """Allocate and initialise what is on the meta device in `model`, sharded or not.
+    """Allocate and initialise the parameters and buffers of `model` on meta, sharded or not.
 
     Each module that owns meta parameters or buffers is initialised once, parents first, under
-    `torch.no_grad()`. Others, and what `fully_shard` was told to ignore, are left alone. Tied
-    parameters stay tied; a module that owns nothing but what a module before it initialised is
-    passed over.
+    `torch.no_grad()`. Other modules, and parts that `fully_shard` was told to ignore, are left
+    alone. Tied parameters stay tied. A module is passed over if the modules before it initialised
+    all of its states.
 
     Args:
-        model: usually what was given to `fully_shard`; every rank of its mesh calls this, with the
-            same random seed. On a model that is not sharded it gives the values whole.
-        device: where to; None: what the model was sharded for (with CPU offload, the host).
-        init_fn: called with each of those modules; None: its `reset_parameters()`.
+        model: usually the model given to `fully_shard`; every rank of its mesh calls this, with the
+            same random seed. A model that is not sharded gets whole values.
+        device: the device of the values; None: the device that the model was sharded for (with CPU
+            offload, the host).
+        init_fn: called with each module to initialise; None: its `reset_parameters()`.
 
     Returns:
         The model.
 
     Raises:
         TypeError: `model` is no module, or `init_fn` cannot be called.
-        ValueError: modules without `reset_parameters`, by name; nothing has changed then.
-        RuntimeError: ranks differ in what is on meta or, with copies of the model (HSDP), in the
-            state of their random generators; or an initialiser failed: it names the module.
+        ValueError: modules without `reset_parameters`, by name; nothing is changed then.
+        RuntimeError: ranks differ in the states on meta or, with copies of the model (HSDP), in the
+            states of their random generators; or an initialiser failed: the error names the module.
     """
     check_value("materialize: model", model, nn.Module)
     initialise((model,), init_fn, None if device is None else torch.device(device))
@@ -72,9 +73,9 @@ def initialise(
     device: torch.device | None = None,
     seeds_may_differ: bool = False,
 ) -> None:
-    """`materialize` for the modules of one call of `fully_shard`.
+    """Materialise the modules of one call of `fully_shard`.
 
-    `seeds_may_differ` where copies of the model are made equal afterwards.
+    `seeds_may_differ`: the caller makes copies of the model equal afterwards.
     """
     inside = dict.fromkeys(m for root in modules for m in root.modules())
     units = list(dict.fromkeys(m._shardc_unit for m in inside if isinstance(m, ShardedModule)))
@@ -91,12 +92,12 @@ def initialise(
         unit.note_meta()
 
 
-# -- what there is to do -------------------------------------------------------------------------
+# -- the work to do ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Owner:
-    """A module that has states of its own on meta, by attribute."""
+    """A module with states of its own on meta, by attribute."""
 
     name: str
     module: nn.Module
@@ -109,7 +110,7 @@ class _Owner:
 
 
 def _owners_of_meta(modules: Sequence[nn.Module], units: list[Unit]) -> Iterator[_Owner]:
-    """Breadth first, each module once, not into those that are ignored."""
+    """The modules with states on meta, breadth first, each once; ignored parts are left out."""
     skipped = {m for unit in units for m in unit.skipped}
     ignored = {param for unit in units for param in unit.ignored}
     queue, seen = deque(("", module) for module in modules), set(modules)
@@ -131,7 +132,7 @@ def _owners_of_meta(modules: Sequence[nn.Module], units: list[Unit]) -> Iterator
 def _agree_on_work(
     modules: Sequence[nn.Module], units: list[Unit], init_fn: Any, seeds_may_differ: bool
 ) -> None:
-    """Raise on every rank if one cannot initialise its model, or if they differ in what to do."""
+    """Raise on every rank if a rank cannot initialise its model, or if ranks differ in the work."""
     what = "what materialize initialises"
     of_group = {bucket.ranks.everyone: bucket.ranks for unit in units for bucket in unit.buckets}
     left = list(of_group)
@@ -167,14 +168,14 @@ def _check_resettable(owners: list[_Owner]) -> None:
 
 
 def generator_fact(device: torch.device) -> str:
-    """The state of this rank's generators, where copies of the model would drift apart."""
+    """The state of this rank's generators; with unequal states, copies of a model differ."""
     state = torch.get_rng_state().numpy().tobytes()
     if device.type != "cpu":
         state += torch.get_device_module(device).get_rng_state(device).numpy().tobytes()
     return f"random state {hashlib.sha256(state).hexdigest()[:12]} (seed all ranks alike)"
 
 
-# -- doing it ------------------------------------------------------------------------------------
+# -- the work itself -----------------------------------------------------------------------------
 
 
 def _allocate(todo: list[_Owner], units: list[Unit], device: torch.device | None) -> None:
@@ -183,7 +184,7 @@ def _allocate(todo: list[_Owner], units: list[Unit], device: torch.device | None
             if bucket.segment.is_meta:
                 allocate(bucket, device)
     default = device or (units[0].device if units else torch.get_default_device())
-    made: dict[int, Tensor] = {}  # tied ones once
+    made: dict[int, Tensor] = {}  # tied states once
     for owner in todo:
         for name, state in owner.states.items():
             if not isinstance(state, ShardTensor):

@@ -23,14 +23,14 @@ MeshDims = Annotated[
         lambda dims: hasattr(dims, "shard_names") and hasattr(dims, "replicate_names"),
     ),
 ]
-"""What `dp_mesh_dims=` takes; not every supported torch has the class."""
+"""The value of `dp_mesh_dims=`; not every supported torch has the class."""
 
 
 def data_parallel_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
     """The mesh (shard) or (replicate, shard) to shard over, by default all ranks.
 
     Args:
-        mesh: what the user gave.
+        mesh: the mesh that the user gave.
         dims: None, or torch's `DataParallelMeshDims`: the dims of `mesh` that are data-parallel.
 
     Raises:
@@ -68,7 +68,7 @@ def data_parallel_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
 
 
 def spmd_of(mesh: DeviceMesh | None, dims: Any) -> Spmd | None:
-    """The roles of the mesh's dims that `dp_mesh_dims` gives; None if it was not given."""
+    """The roles that `dp_mesh_dims` gives the dims of the mesh; None without `dp_mesh_dims`."""
     if dims is None:
         return None
     if mesh is None or not mesh.mesh_dim_names:
@@ -84,7 +84,7 @@ def spmd_of(mesh: DeviceMesh | None, dims: Any) -> Spmd | None:
 
 
 def _named_dims(mesh: DeviceMesh, replicate: tuple[str, ...], shard: tuple[str, ...]) -> DeviceMesh:
-    """(shard) or (replicate, shard) of the named dims, each flattened; (W, 1) without shard."""
+    """A mesh (shard) or (replicate, shard) of named dims, each flattened; (W, 1) without shard."""
     copies, parts = (compat.flat_dims(mesh, names) for names in (replicate, shard))
     if copies is None:
         assert parts is not None
@@ -99,12 +99,12 @@ def hybrid_mesh(devices_per_node: Count | None = None) -> DeviceMesh:
     """A mesh (replicate, shard) for HSDP: sharded within each node, replicated across nodes.
 
     Args:
-        devices_per_node: ranks on one node; default: what torchrun says (LOCAL_WORLD_SIZE), else
-            the accelerators of this machine.
+        devices_per_node: ranks on one node; default: the number that torchrun sets
+            (LOCAL_WORLD_SIZE), else the accelerators of this machine.
 
     Raises:
         RuntimeError: no process group.
-        TypeError, ValueError: not a whole number, or the world size is no multiple of it.
+        TypeError, ValueError: `devices_per_node` is no whole number, or does not divide the world.
     """
     size, world = _node_size("hybrid_mesh", devices_per_node), dist.get_world_size()
     kind = _default_device_type()
@@ -113,23 +113,23 @@ def hybrid_mesh(devices_per_node: Count | None = None) -> DeviceMesh:
 
 @checked
 def hierarchical_mesh(devices_per_node: Count | None = None) -> DeviceMesh:
-    """A mesh of all ranks for many nodes: graphs gather across nodes first, then inside of each.
+    """A mesh of all ranks for many nodes: graphs gather across nodes first, then inside nodes.
 
-    A ring over all ranks takes a step a rank, and each costs latency; in two steps the network sees
-    a step a node. Gradients are reduced inside nodes first, in full precision, then across nodes,
-    where `MixedPrecisionPolicy(reduce_wire_dtype=...)` says how they travel. Parameters and
-    gradients are cut among all ranks as without it. Ranks are numbered by their place in their
-    node first, so checkpoints are the same and `mesh.get_local_rank()` is another. Uncompiled code
-    gathers in one step.
+    A ring over all ranks takes one step a rank, and each step costs latency. With two levels, the
+    network sees one step a node. Gradients are reduced inside nodes first, in full precision, then
+    across nodes, as `MixedPrecisionPolicy(reduce_wire_dtype=...)` says. Parameters and gradients
+    are cut among all ranks as on a flat mesh. Ranks are numbered by their place in their node
+    first, so checkpoints stay the same, and `mesh.get_local_rank()` differs. Uncompiled code
+    gathers on one level.
 
     Args:
-        devices_per_node: consecutive ranks on one node; default: what torchrun says
-            (LOCAL_WORLD_SIZE), else the accelerators of this machine. Among the ranks of one node,
-            or with one a node, there is one step, and this is the mesh of all ranks.
+        devices_per_node: consecutive ranks on one node; default: the number that
+            torchrun sets (LOCAL_WORLD_SIZE), else the accelerators of this machine. With one node,
+            or with one rank a node, there is one level, and the result is the mesh of all ranks.
 
     Raises:
         RuntimeError: no process group.
-        TypeError, ValueError: not a whole number, or the world size is no multiple of it.
+        TypeError, ValueError: `devices_per_node` is no whole number, or does not divide the world.
     """
     size, world = _node_size("hierarchical_mesh", devices_per_node), dist.get_world_size()
     if size in (1, world):
@@ -138,7 +138,7 @@ def hierarchical_mesh(devices_per_node: Count | None = None) -> DeviceMesh:
 
 
 def _node_size(function: str, devices_per_node: int | None) -> int:
-    """The ranks of a node; the errors of `function`."""
+    """The count of ranks on a node; error messages name `function`."""
     if not dist.is_initialized():
         raise RuntimeError(f"{function} needs a process group: call init_process_group() first")
     size = devices_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", 0))
@@ -155,7 +155,7 @@ def _all_ranks() -> DeviceMesh:
 
 
 def _default_device_type() -> str:
-    """The type of the accelerator, if the process group has a backend for it that stays there."""
+    """The type of the accelerator if the group has a backend that works there, else the CPU."""
     device = torch.accelerator.current_accelerator(check_available=True)
     world = dist.distributed_c10d.GroupMember.WORLD
     assert world is not None

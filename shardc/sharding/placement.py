@@ -1,4 +1,4 @@
-"""Where the states of a unit lie: what may be moved to the device of the mesh, and what is refused.
+"""Devices of the states of a unit: states move to the device of the mesh, or are refused.
 
 Parameters on the CPU are cut onto the device bucket by bucket; a whole model never moves. A model
 on the meta device stays there until it is materialised.
@@ -29,17 +29,17 @@ def compute_device(mesh: DeviceMesh) -> torch.device:
 
 
 def check_devices(named: Mapping[str, Any], device: torch.device, mixed: bool = False) -> None:
-    """Raise where the parameters of a unit cannot be brought to `device` together.
+    """Raise where the parameters of a unit cannot move to `device` together.
 
-    They may be on the CPU and on `device`, or all on meta.
+    Parameters may be on the CPU and on `device`, or all on meta.
 
     Args:
-        named: what has a `.device`, by the parameter's name.
-        device: where the unit is computed.
-        mixed: let some be on meta and others not: their values are not used.
+        named: objects with a `.device`, by the parameter's name.
+        device: the device that computes the unit.
+        mixed: let some parameters be on meta and others not: their values are not used.
 
     Raises:
-        ValueError: another device, or some parameters on meta and others not; says which is where.
+        ValueError: another device, or some parameters on meta and others not; names both.
     """
     for name, param in named.items():
         where = param.device
@@ -82,7 +82,7 @@ def new_segment(
     device: torch.device,
     source: Ranks | None,
 ) -> Tensor:
-    """The segment of a new bucket, `(S,)`: with values from rank 0 of `source`, or to be filled."""
+    """The segment of a new bucket, `(S,)`: with the values of rank 0 of `source`, or to fill."""
     home = torch.device("cpu") if settings.offloaded else device
     if source is not None:
         segment = scatter_segment(layout, params, source, device).to(home)
@@ -99,7 +99,7 @@ def move_buffers(
 ) -> None:
     """Move the buffers below `modules` to `device`, except those in `skipped` and on meta.
 
-    They stay the same objects, so what is tied stays tied.
+    Plain buffers stay the same objects, so tied buffers stay tied.
     """
     left_alone = set(skipped)
     for root in modules:

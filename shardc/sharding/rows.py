@@ -9,15 +9,15 @@ from torch.distributed.tensor import Shard
 from shardc.runtime.tensor.extension import extends_gather
 
 PlacementFn = Callable[[nn.Parameter], Any]
-"""What `shard_placement_fn=` takes (see `fully_shard`)."""
+"""The value of `shard_placement_fn=` (see `fully_shard`)."""
 
 
 def is_cut_by_rows(name: str, param: nn.Parameter, placement_fn: PlacementFn | None) -> bool:
-    """Whether a parameter is cut between rows only: it is asked for, or its subclass needs it.
+    """Whether a parameter is cut between rows: `placement_fn` asks for it, or its subclass does.
 
     Raises:
-        TypeError, ValueError: `placement_fn` gives no placement, or one on a dim that is not there.
-        NotImplementedError: it gives a mesh, or another dim for a subclass that is cut by rows.
+        TypeError, ValueError: `placement_fn` gives no `Shard`, or a dim that does not exist.
+        NotImplementedError: `placement_fn` gives a mesh, or another dim for such a subclass.
     """
     asked, extends = None if placement_fn is None else placement_fn(param), extends_gather(param)
     if asked is None:

@@ -1,4 +1,4 @@
-"""Whether all ranks would shard the same values: found by hash, before training drifts apart."""
+"""`check_same_values`: compare the values of all ranks by hash, before they are sharded."""
 
 import hashlib
 
@@ -19,16 +19,16 @@ from shardc.sharding.sync import plain_parts
 def check_same_values(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
     """Compare the parameters and buffers of a model that is not sharded yet over all ranks.
 
-    Without it `fully_shard` takes from each rank the part that it will hold: ranks that were
-    seeded differently would train a patchwork. One tensor at a time is copied to the host and
+    `fully_shard` takes from each rank the part that this rank will hold: ranks with different
+    seeds would train a patchwork of values. One tensor at a time is copied to the host and
     hashed; only the hashes travel.
 
     Args:
-        model: before `fully_shard`.
+        model: the model before `fully_shard`.
         mesh: the ranks that compare (default: all); each of them calls this.
 
     Raises:
-        RuntimeError: no process group; or a tensor differs: it names the first, with the ranks.
+        RuntimeError: no process group; or a tensor differs: the error names the first, and ranks.
         ValueError: `model` is sharded already.
     """
     if not dist.is_initialized():

@@ -1,7 +1,7 @@
 """`fully_shard`: turn a module's parameters into shards, in place.
 
-Three steps, and nothing is changed before the first two have passed on every rank: check the
-arguments and the model, plan the buckets and agree on the plan, then cut bucket by bucket.
+It takes three steps: check the arguments and the model; plan the buckets and agree on the plan; cut
+bucket by bucket. Nothing is changed before the first two steps have passed on every rank.
 """
 
 from typing import Any
@@ -64,50 +64,51 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of `module` over the ranks of `mesh`, in place.
 
-    The signature of `torch.distributed.fsdp.fully_shard`. One call makes one unit of the parameters
-    in `module` that no earlier call took, so it is called bottom-up; `units` does that in one call.
+    The signature extends `torch.distributed.fsdp.fully_shard`. One call makes one unit of the
+    parameters in `module` that no earlier call took. So calls go bottom-up, or one call with
+    `units` makes all units.
 
     Args:
         module: a module, or a list of modules that form one unit.
         mesh: the ranks to shard over (default: all). With two dims, (replicate, shard), segments
             are cut along the second, and gradients are reduced over both (HSDP; `hybrid_mesh`
-            makes one). A shard dim of 1 replicates (FSDP1's NO_SHARD). Parameters that are DTensors
-            on other dims of the mesh (tensor parallelism: call `parallelize_module` first) are
-            sharded too, come back as DTensors in the forward, and are new objects: make the
-            optimizer after this call.
-        reshard_after_forward: True frees gathered parameters after the forward and gathers again
-            in the backward; False keeps them; None is True except for the outermost unit. A number
-            that divides the ranks: after the forward each keeps the part that so many ranks share,
-            and the backward gathers among those only.
-        shard_placement_fn: given a parameter, the `Shard` that it is cut by, or None. `Shard(0)`
-            has it cut between rows, in equal parts but the last, as FSDP2 does; that takes a bucket
-            of its own, so a message of its own. Any other dim is as None: an interval needs no
-            dim that the ranks divide.
+            makes such a mesh). A shard dim of 1 replicates (FSDP1's NO_SHARD). Parameters that are
+            DTensors on other dims of the mesh (tensor parallelism: call `parallelize_module` first)
+            are sharded too, and the forward reads them as DTensors. Such parameters become new
+            objects: make the optimizer after this call.
+        reshard_after_forward: True frees gathered parameters after the forward and gathers them
+            again in the backward; False keeps them; None is True except for the outermost unit. A
+            number N that divides the count of ranks: after the forward, each rank keeps one part in
+            N of a bucket, and the backward gathers among N ranks only.
+        shard_placement_fn: gives the `Shard` by which a parameter is cut, or None. `Shard(0)` cuts
+            a parameter between rows, in equal parts but the last, as FSDP2 does; the parameter then
+            has a bucket, and so a message, of its own. Any other dim is as None: an interval needs
+            no dim that the ranks divide.
         mp_policy: precision (`shardc.MixedPrecisionPolicy`, or torch's); None casts nothing.
         offload_policy: torch's `CPUOffloadPolicy` keeps segments, gradients and so the optimizer's
-            state on the host; None, or torch's `OffloadPolicy`, on the device.
-        ignored_params: parameters, or modules whose parameters, stay as they are.
+            state on the host; None, or torch's `OffloadPolicy`, keeps them on the device.
+        ignored_params: parameters that stay as they are, or modules whose parameters do.
         dp_mesh_dims: torch's `DataParallelMeshDims`, the names of the dims of `mesh` to shard and
-            to replicate over. Every parameter is then a DTensor on the whole mesh, replicated over
-            those.
-        units: inner modules to make units of: "auto" (the elements of every `ModuleList` or
-            `Sequential` of two or more modules of one class; on GPUs the vectors of large ones stay
-            with `module`'s unit), a class, a tuple of classes, or a callable
+            to replicate over. Every parameter must then be a DTensor on the whole mesh, replicated
+            over these dims.
+        units: inner modules that become units: "auto" (the elements of every `ModuleList` or
+            `Sequential` of two or more modules of one class; on GPUs the vectors of large units
+            stay with `module`'s unit), a class, a tuple of classes, or a callable
             `module -> bool | dict`, whose dict overrides options for that unit.
-        param_init_fn: initialises a module that was built on meta, as `shardc.materialize` does
-            with it; without it a model on meta stays there until it is materialised.
+        param_init_fn: initialises a module that was built on meta, like `init_fn` of
+            `shardc.materialize`. Without it, a model on meta stays there until it is materialised.
         sync_module_states: start from the parameters and buffers of rank 0 of the mesh; on other
             ranks the model may be on meta.
 
     Returns:
-        What was given, each module now also a `ShardedModule`.
+        `module` as it was given; each module given is now also a `ShardedModule`.
 
     Raises:
         ValueError: bad arguments, a module that is sharded already, aliased or cached parameters.
         TypeError: an argument of another type.
         NotImplementedError: an option that is not built yet, by name.
         RuntimeError: no process group, ranks that call with different models, another rank that
-            refuses its own, or a `param_init_fn` that failed.
+            refuses its model, or a `param_init_fn` that failed.
     """
     arguments = dict(locals())
     check_arguments(fully_shard, arguments, only=("mesh", "dp_mesh_dims"))
@@ -174,14 +175,14 @@ def _params(plans: list[UnitPlan]) -> list[nn.Parameter]:
 def _check_devices(
     modules: tuple[nn.Module, ...], plans: list[UnitPlan], device: torch.device, mixed: bool
 ) -> None:
-    """Raise for parameters that cannot be brought to `device`; unless `mixed`, on meta in part."""
+    """Raise for parameters that cannot move to `device` or, unless `mixed`, are on meta in part."""
     names = {p: n for root in modules for n, p in root.named_parameters(remove_duplicate=False)}
     for plan in plans:
         check_devices({names[param]: param for param in plan.params.values()}, device, mixed)
 
 
 def _facts(modules: tuple[nn.Module, ...], plans: list[UnitPlan], synced: bool) -> list[str]:
-    """Facts that all ranks must have equal: the buckets, and whether values are sent."""
+    """Facts that must be equal on all ranks: the buckets, and whether rank 0 sends its values."""
     facts = [f"sync_module_states={synced}"]
     names = {module: name for root in modules for name, module in root.named_modules()}
     for plan in plans:
@@ -209,7 +210,8 @@ def _apply(
 ) -> Unit:
     """Make one unit: cut its buckets, free the full parameters, give its modules properties.
 
-    With `scatter`, the segments come from rank 0. `mixed` and `differs` say how ranks began.
+    With `scatter`, the segments come from rank 0. `mixed` and `differs` are the unit's entries in
+    `FirstValues`.
     """
     device = compute_device(mesh)
     _forget_rnn_weights(plan)
@@ -245,7 +247,7 @@ def _apply(
 
 
 def _forget_rnn_weights(plan: UnitPlan) -> None:
-    """Drop what recurrent layers cache of the parameters that the unit takes."""
+    """Drop the caches of recurrent layers that hold parameters of the unit."""
     taken = set(plan.params.values())
     for module in dict.fromkeys(module for root in plan.modules for module in root.modules()):
         if not taken.isdisjoint(module.parameters(recurse=False)):

@@ -1,9 +1,9 @@
 """`sync_module_states`: every rank starts from the values of rank 0 of its mesh.
 
-Rank 0 lays out one bucket at a time and scatters its segments, so no rank but that one ever holds
-a full parameter, and that one no more than its own model and one bucket. With copies of the model
-(HSDP) each rank of the first copy then broadcasts its segment to the others. Buffers are broadcast
-one by one, each once, whatever number of units holds it.
+Rank 0 lays out one bucket at a time and scatters its segments. So only rank 0 holds full
+parameters: its own model and one bucket. With copies of the model (HSDP), each rank of the first
+copy then broadcasts its segment to the other copies. Each buffer is broadcast once, even where
+several units hold it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,9 +28,9 @@ Held = tuple[nn.Module, str, Tensor]
 def what_has_values(
     ranks: Ranks, params: Sequence[nn.Parameter], buffers: Sequence[Held], init: bool
 ) -> str:
-    """This rank's note for `can_scatter`: whether it is the source, and what is on meta.
+    """This rank's note for `can_scatter`: whether it is the source, and has values or is on meta.
 
-    `init`: whether it has a `param_init_fn`.
+    `init`: whether this rank has a `param_init_fn`.
     """
     on_meta = [param.is_meta for param in params]
     everything = on_meta + [buffer.is_meta for *_, buffer in buffers]
@@ -39,10 +39,10 @@ def what_has_values(
 
 
 def can_scatter(notes: Iterable[str]) -> bool:
-    """From the notes of all ranks: whether values are sent, or made on all ranks first.
+    """Whether rank 0 sends its values, or all ranks make values first, by the notes of all ranks.
 
     Raises:
-        ValueError: on all ranks, if there are none to send and none are made.
+        ValueError: rank 0 lacks values, and not all ranks can make them; raised on all ranks.
     """
     said = [note.split() for note in notes]
     if not any(note[0] == "source" and note[1] != "values" for note in said):
@@ -89,7 +89,7 @@ def scatter_segment(
 
 @torch.no_grad()
 def sync_copies(buckets: Iterable[Bucket]) -> None:
-    """Give the first copy's segments to the other copies of the model."""
+    """Broadcast the segments of the first copy to the other copies of the model."""
     for bucket in buckets:
         sent = bucket.segment.detach().to(bucket.owner.device)
         _to_copies(sent, bucket.ranks)
@@ -112,7 +112,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def unsynced_buffers(modules: Iterable[nn.Module], skipped: Iterable[nn.Module]) -> Iterator[Held]:
-    """(module, name, buffer) below `modules`, except in `skipped` and those synced before."""
+    """The buffers below `modules`, except in `skipped` and synced ones: (module, name, buffer)."""
     left_alone = set(skipped)
     for module in dict.fromkeys(m for root in modules for m in root.modules()):
         if module not in left_alone:
@@ -137,7 +137,7 @@ def sync_buffers(
     ranks: Ranks,
     device: torch.device,
 ) -> None:
-    """Broadcast the buffers of rank 0; those on meta elsewhere are made on `device`."""
+    """Broadcast the buffers of rank 0; ranks with a buffer on meta make it on `device`."""
     sent: dict[int, Tensor] = {}
     for module, name, buffer in list(unsynced_buffers(modules, skipped)):
         if id(buffer) not in sent:
@@ -150,7 +150,7 @@ def sync_buffers(
 
 
 def _writable(buffer: Tensor, device: torch.device) -> Tensor:
-    """`buffer`, or what takes its place: on meta it has no memory, expanded too little of it."""
+    """`buffer`, or one in its place: a meta buffer has no memory, an expanded one too little."""
     if buffer.is_meta:
         return torch.empty_like(buffer, device=device)
     return buffer.contiguous() if type(buffer) is Tensor else buffer

@@ -1,7 +1,7 @@
-"""`plan_units`: which units a model is cut into, and how the buckets of each are laid out.
+"""`plan_units`: the units that a model is cut into, and the layouts of their buckets.
 
-What `fully_shard` applies, and what `shardc plan` prints: it depends on shapes, dtypes, options,
-the number of ranks and a hardware profile only, so it needs neither a mesh nor a process group.
+`fully_shard` applies the plan, and `shardc plan` prints it. The plan depends on shapes, dtypes,
+options, the number of ranks and a hardware profile only. So it needs no mesh and no process group.
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,7 +33,7 @@ from shardc.sharding.units import (
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """One unit to be made: what it takes, which module holds each, and how it is laid out."""
+    """One unit to make: its parameters, the module that holds each, and the layouts of buckets."""
 
     modules: tuple[nn.Module, ...]
     params: dict[str, nn.Parameter]
@@ -52,20 +52,20 @@ def plan_units(
     profile: Profile,
     placement_fn: PlacementFn | None = None,
 ) -> list[UnitPlan]:
-    """The units of `modules`, inner ones first, the one of `modules` itself last.
+    """Plan the units of `modules`: inner units first, the unit of `modules` itself last.
 
-    Where "auto" chooses the units and devices have memory of their own, the vectors of large inner
-    units are the last one's, in one bucket. Buckets of matrices alone have the sizes of gradients
-    and, often, activations, so what one leaves free in the device's memory another fills.
+    Where "auto" chooses the units and devices have memory of their own, the last unit takes the
+    vectors of large inner units, in one bucket. Buckets of matrices alone have the sizes of
+    gradients and, often, activations, so a tensor fits the memory that another tensor leaves.
 
     Args:
-        modules: what is given to `fully_shard`.
-        units: which inner modules become units.
+        modules: the modules given to `fully_shard`.
+        units: chooses the inner modules that become units.
         options: `reshard_after_forward`, `mp_policy` and `offload_policy` of the call.
-        alone: what stays as it is.
+        alone: parameters and modules that stay as they are.
         world_size: ranks that share each bucket.
-        profile: the links that buckets are split for.
-        placement_fn: which parameters are cut by rows.
+        profile: the hardware; its links bound the size of the buckets from below.
+        placement_fn: chooses the parameters that are cut by rows.
 
     Raises:
         TypeError, ValueError: bad options, or a lazy module that has no shapes yet.
@@ -118,7 +118,7 @@ def plan_units(
 
 
 def _policy(asked: Any, default: type) -> Any:
-    """A policy of a call; None is the default one, as FSDP2 has it."""
+    """The policy of a call; None is the default policy, as in FSDP2."""
     return default() if asked is None else asked
 
 
@@ -129,7 +129,7 @@ def _described(
     placement_fn: PlacementFn | None,
     apart: bool,
 ) -> Param:
-    """A parameter as the layout planner knows it."""
+    """The description of a parameter for `plan_buckets`."""
     return Param(
         name,
         *stored_as(param),
@@ -141,10 +141,10 @@ def _described(
 
 
 _LARGE = 2**19
-"""Elements of a unit whose buckets, in two bytes each, come from the large blocks of torch's
+"""Elements of a large unit: at two bytes each, its buckets come from the large blocks of torch's
 allocator (c10/cuda/CUDACachingAllocator.cpp, kSmallSize)."""
 _VECTOR = 2**16
-"""Elements of the longest vector that stays gathered for a whole step: more than any norm has."""
+"""Elements of the longest vector that the last unit takes: more than any norm has."""
 
 
 def _vectors_of_large(params: Mapping[str, nn.Parameter]) -> set[nn.Parameter]:

@@ -1,8 +1,8 @@
-"""Units: which modules become one, and which parameters each takes.
+"""Units: the modules that become units, and the parameters that each unit takes.
 
 A unit is one or more modules whose parameters are sharded, gathered and reduced together. Units are
-found bottom-up: an inner unit takes its parameters first, the module given to `fully_shard` takes
-what is left. All of this only reads the model.
+found bottom-up: an inner unit takes its parameters first, and the module given to `fully_shard`
+takes the rest. This search only reads the model.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ UnitPolicy = Annotated[
         lambda policy: policy == "auto" or _is_classes(policy) or callable(policy),
     ),
 ]
-"""What `units=` takes (see `fully_shard`)."""
+"""The values of `units=` (see `fully_shard`)."""
 
 UNIT_OPTIONS = ("reshard_after_forward", "mp_policy", "offload_policy")
 _CHOICE = Annotated[
@@ -43,7 +43,7 @@ def find_inner_units(
     """The modules inside `root` that `policy` makes units of, inner ones first.
 
     Raises:
-        ValueError: the policy is not one of those known, or gives an unknown option.
+        ValueError: an unknown policy, or a policy that gives an unknown option.
     """
     if policy is None:
         return []
@@ -123,8 +123,8 @@ def owned_parameters(
 ) -> dict[nn.Parameter, list[Owner]]:
     """Every parameter below `modules`, with all places that hold it, in registration order.
 
-    Does not descend into `skip`. Names are relative to the unit; in a unit of several modules they
-    start with the module's index.
+    The search does not enter `skip`. Names are relative to the unit; in a unit of several modules,
+    names start with the module's index.
     """
     skipped, seen = set(skip), set[nn.Module]()
     found: dict[nn.Parameter, list[Owner]] = {}
@@ -144,7 +144,7 @@ def owned_parameters(
 
 
 def check_sharded(where: str, model: Any) -> None:
-    """Raise ValueError for what `fully_shard` was called on nowhere."""
+    """Raise ValueError unless `model` is a module with a unit in it."""
     if not isinstance(model, nn.Module) or not units_of(model):
         raise ValueError(
             f"{where} takes a model that was sharded, got {shown(model)}: call fully_shard first"
@@ -155,8 +155,8 @@ def check_sharded(where: str, model: Any) -> None:
 def units_of(model: nn.Module, root_only: bool = False) -> dict[str, ShardedModule]:
     """The units at or below `model` by name ("" for `model` itself), outermost first.
 
-    A unit of several modules stands under the name of each. With `root_only`, only those that no
-    other unit is around.
+    A unit of several modules stands under the name of each module. With `root_only`, only units
+    that lie in no other unit.
     """
     return {
         name: module

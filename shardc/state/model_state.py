@@ -1,8 +1,8 @@
-"""A model's state by name, and loading it: checked as a whole, then written value by value.
+"""A model's state by name, and its load: checked as a whole, then written value by value.
 
-Values are written straight into the tensors that `model.state_dict()` shares with the model, so a
-load needs no second copy of the shards; `model.load_state_dict` then gets those tensors, for the
-sake of hooks, extra state and its report of keys.
+A load writes straight into the tensors that `model.state_dict()` shares with the model, so it needs
+no second copy of the segments. `model.load_state_dict` then gets the same tensors: it runs hooks,
+loads extra state and reports keys.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,10 @@ _SHOWN = 8
 
 
 def model_state(model: nn.Module, ignore_frozen: bool = False) -> dict[str, Any]:
-    """`model.state_dict()` by canonical names, sharing memory; without frozen ones if asked."""
+    """`model.state_dict()` by canonical names, sharing memory.
+
+    `ignore_frozen` leaves frozen parameters out.
+    """
     state = {canonical_name(model, key): value for key, value in model.state_dict().items()}
     for param, names in parameter_names(model).items():
         for name in names:
@@ -33,17 +36,17 @@ def model_state(model: nn.Module, ignore_frozen: bool = False) -> dict[str, Any]
 
 
 def _same_memory(one: Any, other: Any) -> bool:
-    """Whether two entries are the same tensor; every rank says the same, also one with no part."""
+    """Whether two entries are one tensor; all ranks answer alike, also a rank without a part."""
     if isinstance(one, ShardTensor) and isinstance(other, ShardTensor):
         return one._shard_spec == other._shard_spec and one.shape == other.shape
     return type(one) is Tensor and type(other) is Tensor and one.data_ptr() == other.data_ptr()
 
 
 class ModelLoad:
-    """A model's state dict that was checked and can be loaded.
+    """A checked state dict of a model, ready to load.
 
     Raises:
-        RuntimeError: it cannot; says which entries and why.
+        RuntimeError: the model cannot load it; the message tells the entries and the reasons.
     """
 
     def __init__(self, model: nn.Module, values: Values, strict: bool, local: bool) -> None:
@@ -74,7 +77,7 @@ class ModelLoad:
         return found
 
     def apply(self) -> Any:
-        """Write the values; what `load_state_dict` reports. Every rank must call it."""
+        """Write the values; gives the report of `load_state_dict`. Every rank must call it."""
         given, loaded = self.values.tree, {}
         for name, key in self.keys.items():
             if name not in given:
@@ -93,7 +96,7 @@ class ModelLoad:
         return report
 
     def _unknown(self, value: Any) -> Any:
-        """Fetch a value that nothing takes where a module's own loading code may want it."""
+        """The value of an unknown name: fetched if a module's code may load it, else on meta."""
         if self.rewritten or not isinstance(value, Announced):
             return self.values.fetch(value)
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
@@ -102,7 +105,7 @@ class ModelLoad:
 def differences(
     name: str, target: Tensor, value: Any, local: bool, check_dtype: bool = False
 ) -> list[str]:
-    """Why `value` cannot be written into `target`, if so."""
+    """The reason why `value` cannot be written into `target`; empty if it can."""
     if not isinstance(value, (Tensor, Announced)):
         return [f"'{name}' must be a tensor, got {type(value).__name__}"]
     if target.is_meta:

@@ -1,8 +1,8 @@
 """Names of entries of a state dict: as in the unsharded, uncompiled model.
 
-An optimizer's state dict comes keyed by ids (positions, as `Optimizer.state_dict`) or by names, and
-nested or flat (`{"state.fc.weight.exp_avg": ...}`). All of this only renames: values stay the same
-objects, dicts are new.
+An optimizer's state dict is keyed by ids (positions, as in `Optimizer.state_dict`) or by names, and
+is nested or flat (`{"state.fc.weight.exp_avg": ...}`). The functions here only rename: values stay
+the same objects, dicts are new.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,11 +17,11 @@ from shardc.runtime.checks.arguments import checked, shown
 from shardc.runtime.checks.words import plural
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""What `torch.compile` and `checkpoint_wrapper` put into names."""
+"""The parts that `torch.compile` and `checkpoint_wrapper` put into names."""
 
 
 def canonical_name(model: nn.Module, key: str) -> str:
-    """The name without what wrappers add (`torch.compile`, `checkpoint_wrapper`, DDP)."""
+    """The name without the parts that wrappers add (`torch.compile`, `checkpoint_wrapper`, DDP)."""
     at: nn.Module | None = model
     kept = []
     for part in key.split("."):
@@ -33,14 +33,14 @@ def canonical_name(model: nn.Module, key: str) -> str:
 
 
 def _child(module: nn.Module | None, name: str) -> nn.Module | None:
-    """The submodule, also through a wrapper that leaves its own name out of keys."""
+    """The submodule `name`, also inside a wrapper that leaves its own name out of keys."""
     while module is not None and name not in module._modules:
         module = next((module._modules[w] for w in _WRAPPERS if w in module._modules), None)
     return None if module is None else module._modules[name]
 
 
 def parameter_names(model: nn.Module) -> dict[Tensor, list[str]]:
-    """All names of every parameter, the first one first; a tied one has several."""
+    """All names of every parameter, the first one first; a tied parameter has several."""
     names: dict[Tensor, list[str]] = {}
     for key, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(canonical_name(model, key))
@@ -48,7 +48,7 @@ def parameter_names(model: nn.Module) -> dict[Tensor, list[str]]:
 
 
 def prefixes_of(model: nn.Module, submodules: Iterable[nn.Module]) -> tuple[str, ...]:
-    """The beginnings of the names of the entries of `submodules`."""
+    """The prefixes of the names of the entries of `submodules`."""
     wanted = set(submodules)
     return tuple(
         f"{canonical_name(model, name)}."
@@ -69,17 +69,18 @@ def rekey_optimizer_state_dict(
 ) -> dict[str, Any]:
     """An optimizer's state dict keyed by parameter names, or by ids as `load_state_dict` takes it.
 
-    FSDP1's `rekey_optim_state_dict`. Neither the model nor the optimizer need be sharded. A tied
-    parameter is one entry, under its first name; any of its names is understood.
+    FSDP1 calls it `rekey_optim_state_dict`. Neither the model nor the optimizer need be sharded.
+    A tied parameter has one entry, under its first name; any of its names is understood.
 
     Args:
         state_dict: `{"state": ..., "param_groups": ...}`, keyed either way.
-        keys: what the result is keyed by.
-        model: whose names are used.
-        optimizer: whose ids are used; without it they count `model.parameters()`.
+        keys: the kind of the result's keys.
+        model: gives the names.
+        optimizer: gives the ids; without it an id is a position in `model.parameters()`.
 
     Raises:
-        ValueError: a key that is no parameter's, by name; or a dict without the two entries.
+        ValueError: a key belongs to no parameter (the message names the key), a parameter is not in
+            the model, or the dict lacks one of the two entries.
     """
     for entry in ("state", "param_groups"):
         if entry not in state_dict:
@@ -108,7 +109,7 @@ class _Same(dict[Any, Any]):
 
 
 def rekeyed(state_dict: Mapping[str, Any], table: Mapping[Any, Any]) -> dict[str, Any]:
-    """`state_dict`, its keys looked up in `table`; parameters that map to one key are merged."""
+    """`state_dict` with keys replaced by `table`; parameters that map to one key are merged."""
 
     def new(key: Any) -> Any:
         try:
@@ -172,7 +173,7 @@ def flattened(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unflattened(flat: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The nested form of `flattened`, with one group a parameter; `names` are the known ones.
+    """The nested form of a dict from `flattened`, with one group for each parameter in `names`.
 
     Entries of other parameters are left out.
     """

@@ -1,9 +1,9 @@
-"""An optimizer's state by parameter names, and loading it into the form the optimizer uses.
+"""An optimizer's state by parameter names, and its load into the form that the optimizer uses.
 
-Whether a state is sharded as its parameter, or whole on every rank, is the optimizer's choice and
-not always to be seen from a full tensor (a scalar parameter's step count). So a state is loaded
-into one that is there; an optimizer that has none yet shows what it makes in a step with zero
-gradients and learning rate.
+The optimizer chooses whether a state is sharded as its parameter, or whole on every rank. A full
+tensor does not always show the choice (a scalar parameter's step count). So a load writes into
+existing state. An optimizer without state takes a step with zero gradients and learning rate, which
+makes a state of the right form.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,7 +29,7 @@ from shardc.state.names import (
 from shardc.state.values import Values, map_leaves, part_like, whole, write
 
 _OWN = ("params", "param_names")
-"""What a parameter group says of its parameters; the rest are hyperparameters."""
+"""Entries of a parameter group about its parameters; the rest are hyperparameters."""
 
 
 # -- get -----------------------------------------------------------------------------------------
@@ -38,10 +38,12 @@ _OWN = ("params", "param_names")
 def optimizer_state(
     model: nn.Module, optimizers: Iterable[Optimizer], given: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The state of all optimizers in one dict, by canonical names; `given` in place of their own.
+    """The state of all optimizers in one dict, by canonical names.
+
+    `given` replaces the state dict of a single optimizer.
 
     Raises:
-        ValueError: a parameter that is not in the model, or `given` with several optimizers.
+        ValueError: a parameter is not in the model, or `given` comes with several optimizers.
     """
     optimizers = tuple(optimizers)
     if given is not None and len(optimizers) != 1:
@@ -75,7 +77,7 @@ def _state_dict(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def existing_state(optimizer: Optimizer) -> Mapping[Any, Any]:
-    """The optimizer's state to load into, or that of a first step. Every rank must call it."""
+    """The optimizer's state to load into, or the state of a first step. Every rank must call it."""
     if isinstance(optimizer, WholeTensorOptimizer):
         return optimizer.first_or_state()[0]
     return optimizer.state or first_state(optimizer).state
@@ -104,15 +106,15 @@ def by_name(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) ->
 
 
 class OptimizerLoad:
-    """An optimizer's state dict that was checked and can be loaded.
+    """A checked state dict of an optimizer, ready to load.
 
     Args:
-        existing: the optimizer's state, or its `first_state`; it is written to.
-        values: of all optimizers, keyed by names or ids, nested or flat.
+        existing: the optimizer's state, or its `first_state`; the load writes to it.
+        values: the state dict of all optimizers, keyed by names or ids, nested or flat.
 
     Raises:
-        RuntimeError: it cannot be loaded; says which entries and why.
-        ValueError: a parameter that is not in the model.
+        RuntimeError: the optimizer cannot load it; the message tells the entries and the reasons.
+        ValueError: a parameter is not in the model.
     """
 
     def __init__(
@@ -206,12 +208,12 @@ class OptimizerLoad:
                 state[key] = map_leaves(self.values.fetch, given[key])
         loaded: dict[str, Any] = {"state": state, "param_groups": self._groups()}
         own = self.optimizer.state_dict()
-        if not is_keyed_by_id(own) and own["param_groups"]:  # it names its parameters itself
+        if not is_keyed_by_id(own) and own["param_groups"]:  # it has names for its parameters
             loaded = rekeyed(loaded, self._own_names(own))
         self.optimizer.load_state_dict(loaded)
 
     def _own_names(self, own: Mapping[str, Any]) -> dict[int, str]:
-        """The names by which an optimizer knows its parameters, by position."""
+        """The names that an optimizer itself has for its parameters, by position."""
         keys = [key for group in own["param_groups"] for key in group["params"]]
         called = {canonical_name(self.model, key): key for key in keys}
         return {
@@ -238,7 +240,7 @@ class OptimizerLoad:
         return groups
 
     def _fitted(self, param: Tensor, existing: Any, given: Any) -> Any:
-        """`given` in the form of `existing`, into whose tensors it is written."""
+        """`given` in the form of `existing`; tensors are written into the tensors of `existing`."""
         if isinstance(given, (Mapping, list, tuple)):
             new = {k: self._fitted(param, *pair) for k, *pair in _beside(existing, given)}
             return new if isinstance(given, Mapping) else type(given)(new.values())
@@ -265,9 +267,9 @@ class OptimizerLoad:
 
 
 def _has_not_stepped(state: Any) -> bool:
-    """Whether it is the state of a parameter before its first step: it has none then.
+    """Whether `state` is from before the parameter's first step, when a parameter has no state.
 
-    What `first_state` makes has the right form; its values need not be those of a start (Rprop
+    A state from `first_state` has the right form, but not always the values of a start (Rprop
     starts with the learning rate, which was zero).
     """
     step = state.get("step") if isinstance(state, Mapping) else None
@@ -275,7 +277,7 @@ def _has_not_stepped(state: Any) -> bool:
 
 
 def _beside(existing: Any, given: Any) -> list[tuple[Any, Any, Any]]:
-    """(key, what is there, what is given) for the entries of a given dict, list or tuple."""
+    """(key, existing value, given value) for the entries of a given dict, list or tuple."""
     if isinstance(given, Mapping):
         there: Any = existing if isinstance(existing, Mapping) else {}
         return [(key, there.get(key), value) for key, value in given.items()]

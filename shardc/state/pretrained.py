@@ -1,8 +1,8 @@
-"""`load_pretrained`: safetensors files straight into segments.
+"""`load_pretrained` reads safetensors files straight into segments.
 
-A parameter's part is an interval, so at most a ragged head, whole rows and a ragged tail of the
-tensor in the file. A rank reads these boxes only, each into its place in the segment. So no rank
-ever holds a whole parameter, and no message is sent but the check that all ranks can load.
+A rank's part of a parameter is an interval: at most a ragged head, whole rows and a ragged tail of
+the tensor in the file. A rank reads these boxes only, each into its place in the segment. So no
+rank ever holds a whole parameter. The only messages are a check that all ranks can load.
 """
 
 import json
@@ -28,7 +28,7 @@ _SHOWN = 8
 
 
 class LoadedKeys(NamedTuple):
-    """The keys that `strict=False` passed over, as `nn.Module.load_state_dict` tells them."""
+    """The keys that `strict=False` passed over, in the form of `nn.Module.load_state_dict`."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -42,18 +42,18 @@ def load_pretrained(
     strict: bool = True,
     rename: Callable[[str], str] | None = None,
 ) -> LoadedKeys:
-    """Load safetensors into a model, sharded or not; each rank reads only what it keeps.
+    """Load safetensors into a model, sharded or not; each rank reads only its own parts.
 
-    Every rank calls it. A model on meta is given memory first. Values are converted to the dtype
-    that the model has. Of tied parameters one name in the files is enough. Buffers that are not
-    saved and lie on meta are computed by their modules: the `_init_weights` of transformers, or
-    `reset_parameters`.
+    Every rank calls it. A model on meta gets memory first. Values are converted to the dtype of the
+    model. One name of a tied parameter in the files is enough. Modules compute their buffers that
+    are not saved and lie on meta, by the `_init_weights` of transformers or by `reset_parameters`.
 
     Args:
-        model: usually what was given to `fully_shard`.
-        folder: with `model.safetensors`, or with the files that `model.safetensors.index.json`
-            names; or the path of one of these two, or of another file of safetensors.
-        strict: whether names that only the model, or only the files have are an error.
+        model: usually the model given to `fully_shard`.
+        folder: a folder with `model.safetensors`, or with the files that
+            `model.safetensors.index.json` names; or the path of one of these two files, or of
+            another file of safetensors.
+        strict: whether a name that only the model or only the files have is an error.
         rename: gives the model's name for a name in the files.
 
     Returns:
@@ -62,9 +62,9 @@ def load_pretrained(
     Raises:
         ImportError: safetensors is not installed.
         FileNotFoundError: none of the files is there.
-        RuntimeError: names that are missing or unexpected, or another shape; or another rank
-            cannot load. Nothing has changed then.
-        ValueError: buffers on meta that nothing computes.
+        RuntimeError: names are missing or unexpected, a shape differs, or another rank cannot load.
+            The model is unchanged then.
+        ValueError: nothing computes a value on meta that no file has.
     """
     ranks, error, plan = ModelRanks.of(model), None, None
     inits: dict[nn.Module, Callable[[], Any]] = {}
@@ -91,7 +91,7 @@ def _nothing() -> None:
     """Initialise nothing: files fill the module."""
 
 
-# -- what is in the files --------------------------------------------------------------------------
+# -- tensors in the files --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -131,12 +131,12 @@ def _tensors_of(folder: Path, rename: Callable[[str], str]) -> dict[str, _Source
     return found
 
 
-# -- what goes where -------------------------------------------------------------------------------
+# -- names and sources -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The source in the files of each name of the model, tied ones once."""
+    """The source in the files of each name of the model; a tied parameter has one source."""
 
     sources: dict[str, _Source]
     keys: LoadedKeys
@@ -180,7 +180,7 @@ def _class_of(module: nn.Module) -> str:
 
 @torch.no_grad()
 def _fill(target: Tensor, file: Any, source: _Source) -> None:
-    """Read the target's part, converted to its dtype, on its device."""
+    """Read this rank's part of the target, in the target's dtype and on its device."""
     if not isinstance(target, ShardTensor) or not source.shape:
         if not isinstance(target, ShardTensor) or target._local.numel():
             write(target, read_box(file, source.name, None).to(target.dtype))
@@ -202,14 +202,14 @@ def read_box(file: Any, name: str, at: tuple[slice, ...] | None) -> Tensor:
     return tensor
 
 
-# -- what no file has ------------------------------------------------------------------------------
+# -- values that no file has -----------------------------------------------------------------------
 
 
 def _to_initialise(model: nn.Module, missing: list[str]) -> dict[nn.Module, Callable[[], Any]]:
-    """Modules with values on meta that no file has, and what initialises them.
+    """Modules with values on meta that no file has, and the function that initialises each.
 
     Raises:
-        ValueError: a module that nothing initialises.
+        ValueError: nothing initialises a module.
     """
     saved, lacking = set(model.state_dict()), set(missing)
     states = [*model.named_parameters(), *model.named_buffers(remove_duplicate=False)]

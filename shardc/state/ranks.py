@@ -1,7 +1,7 @@
-"""The ranks that hold a model, for state dicts that one of them gives, or keeps, for all.
+"""The ranks that hold a model, for state dicts that one rank gives, or keeps, for all ranks.
 
-A model lies on a grid: data-parallel ranks, times tensor-parallel ones. What one rank tells the
-others goes along one axis of the grid after the other.
+A model lies on a grid: data-parallel ranks times tensor-parallel ranks. A message of one rank to
+all travels along one axis of the grid after the other.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ class ModelRanks:
 
     Attributes:
         groups: the axes of the grid; none in a single process.
-        device: where tensors travel from.
+        device: the device from which tensors are sent.
     """
 
     groups: tuple[dist.ProcessGroup, ...]
@@ -31,7 +31,7 @@ class ModelRanks:
 
     @classmethod
     def of(cls, model: nn.Module) -> "ModelRanks":
-        """The ranks over which `model` is sharded; all of them for an unsharded one."""
+        """The ranks over which `model` is sharded; all ranks for an unsharded model."""
         params = list(model.parameters())
         first = next((p.device for p in params if not p.is_meta), torch.device("cpu"))
         device = next((p._slot.bucket.device for p in params if hasattr(p, "_slot")), first)
@@ -49,13 +49,13 @@ class ModelRanks:
         return all(group.rank() == 0 for group in self.groups)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Give every rank the first one's `tensor`, in place."""
+        """Send the first rank's `tensor` to every rank, in place."""
         for group in self.groups:
             with entering(f"a broadcast of {tensor.numel()}", compat.group_name(group)):
                 dist.broadcast(tensor, group=group, group_src=0)
 
     def broadcast_object(self, value: Any) -> Any:
-        """The first rank's `value`, pickled."""
+        """Send the first rank's `value`, pickled, to every rank; gives the value."""
         box = [value]
         for group in self.groups:
             with entering("a broadcast of an object", compat.group_name(group)):
@@ -63,7 +63,7 @@ class ModelRanks:
         return box[0]
 
     def agree(self, error: Exception | None) -> None:
-        """Raise on every rank if one has an error: its own, or what the others say.
+        """Raise on every rank if one has an error: the own error, or the error of another rank.
 
         Raises:
             RuntimeError: another rank has an error, and this one has none.

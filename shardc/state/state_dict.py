@@ -1,12 +1,13 @@
 """State dicts of sharded models and their optimizers, as `torch.distributed.checkpoint.state_dict`.
 
-The same six functions, signatures and options, for models of `fully_shard`. Every rank calls them,
-in the same order. Keys are the names of the unsharded, uncompiled model; values are sharded (for
-DCP, at any world size), full (on every rank, or with `cpu_offload` on rank 0 only), or local.
+The module has torch's six functions, signatures and options, for models of `fully_shard`. Every
+rank calls the functions, in the same order. Keys are the names of the unsharded, uncompiled model;
+values are sharded (for DCP, at any world size), full (on every rank, or with `cpu_offload` on rank
+0 only), or local.
 
-What is to be loaded is checked first, on every rank; unless all can load it, all raise and nothing
-is changed. Differences to torch: a dtype that differs is an error and not cast; an optimizer that
-has not stepped is left so; `dsd_fqn_modifiers` is not needed, names are those of `state_dict()`.
+A load is checked first, on every rank; unless all ranks can load, all raise and nothing is changed.
+Differences to torch: another dtype is an error and not cast; an optimizer that has not stepped
+stays without state; `dsd_fqn_modifiers` is not needed, as names are those of `state_dict()`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,16 +27,16 @@ from shardc.state.values import Tree, Values, gathered, local_parts, on_host
 
 Optimizers = Optimizer | Iterable[Optimizer]
 LOCAL = "_shardc_local"
-"""The entry of local state dicts that says whose they are."""
+"""The entry of a local state dict that names the rank of its parts."""
 
 
 @dataclass
 class StateDictOptions(TorchOptions):
-    """torch's `StateDictOptions`, which the functions here take too, and `local`.
+    """torch's `StateDictOptions` with one option more; the functions here take torch's class, too.
 
     Attributes:
         local: this rank's parts as plain 1-D tensors, for `torch.save`: FSDP1's LOCAL_STATE_DICT.
-            They load only at the world size, and on the rank, that they are from.
+            They load only on the rank that saved them, at the same world size.
     """
 
     local: bool = False
@@ -53,16 +54,16 @@ def get_model_state_dict(
 ) -> dict[str, Any]:
     """The parameters and persistent buffers of `model` by name.
 
-    Sharded tensors share memory with the model; full and offloaded ones are copies. With
-    `full_state_dict` and `cpu_offload` rank 0 has all and the others have `{}`; one full tensor at
-    a time is on the device. Tied parameters stay one tensor under several names.
+    Sharded tensors share memory with the model; full and offloaded tensors are copies. With
+    `full_state_dict` and `cpu_offload` rank 0 gets all values and the other ranks get `{}`; one
+    full tensor at a time is on the device. Tied parameters stay one tensor under several names.
 
     Args:
-        submodules: take only the entries of these.
-        options: torch's, or `StateDictOptions` for local parts.
+        submodules: take only the entries of these modules.
+        options: torch's options, or `StateDictOptions` for local parts.
 
     Raises:
-        ValueError: options that exclude each other.
+        ValueError: options exclude each other.
     """
     asked = _checked(options)
     state = model_state(model, asked.ignore_frozen_params)
@@ -82,17 +83,17 @@ def get_optimizer_state_dict(
 ) -> dict[str, Any]:
     """The state of one or more optimizers: `{"state": {name: ...}, "param_groups": [...]}`.
 
-    An optimizer that has not stepped gives the state of a first step with zero gradients, its step
-    count 0, so that DCP has something to load into; the optimizer and gradients stay as they were.
+    An optimizer that has not stepped gives the state of a first step with zero gradients and step
+    count 0, so that DCP has tensors to load into. The optimizer and the gradients do not change.
 
     Args:
-        submodules: take only the state of parameters in these.
+        submodules: take only the state of parameters in these modules.
         options: as for the model; `flatten_optimizer_state_dict` gives one flat dict.
-        optim_state_dict: a state dict of the optimizer to convert, in place of its own:
-            `optimizer.state_dict()` as it was, or was changed by hand.
+        optim_state_dict: a state dict to convert in place of the optimizer's own: an earlier
+            `optimizer.state_dict()`, as it was or changed by hand.
 
     Raises:
-        ValueError: a parameter that is not in the model, options that exclude each other.
+        ValueError: a parameter is not in the model, or options exclude each other.
     """
     asked = _checked(options)
     tree = optimizer_state(model, _listed(optimizers), optim_state_dict)
@@ -114,7 +115,7 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: TorchOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both of the above: (model state, optimizer state)."""
+    """The state of a model and of its optimizers: (model state, optimizer state)."""
     return (
         get_model_state_dict(model, submodules=submodules, options=options),
         get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
@@ -131,20 +132,19 @@ def set_model_state_dict(
     *,
     options: TorchOptions | None = None,
 ) -> Any:
-    """Load what `get_model_state_dict` gives, or the state dict of an unsharded or FSDP2 model.
+    """Load a model's state: a dict of `get_model_state_dict`, or of an unsharded or FSDP2 model.
 
-    Every value may be sharded (by shardc or as a DTensor) or full. With `broadcast_from_rank0`
-    (and `full_state_dict`) only rank 0's dict counts (others may give None), and one full tensor at
-    a time is sent. With
-    `strict=False` names may be missing or unknown.
+    Every value may be sharded (by shardc or as a DTensor) or full. With `broadcast_from_rank0` (and
+    `full_state_dict`) only rank 0's dict counts (other ranks may give None), and one full tensor at
+    a time is sent. With `strict=False` names may be missing or unknown.
 
     Returns:
         `missing_keys` and `unexpected_keys`, as `nn.Module.load_state_dict`.
 
     Raises:
-        RuntimeError: names that are missing or unknown, another shape or dtype, parameters on the
-            meta device; or another rank cannot load.
-        ValueError: options that exclude each other.
+        RuntimeError: names are missing or unknown, a shape or dtype differs, a parameter is on the
+            meta device, or another rank cannot load.
+        ValueError: options exclude each other.
     """
     return _load(model, (), {"model": model_state_dict}, options)
 
@@ -157,17 +157,17 @@ def set_optimizer_state_dict(
     *,
     options: TorchOptions | None = None,
 ) -> None:
-    """Load what `get_optimizer_state_dict` gives, or an unsharded or FSDP2 optimizer's state.
+    """Load an optimizer's state: of `get_optimizer_state_dict`, or of an unsharded or FSDP2 one.
 
-    The dict may be keyed by names or ids, nested or flat, its tensors sharded or full, and hold the
-    state of other parameters too. A parameter without state in it has none afterwards. The form
-    in which the optimizer keeps its state stays; one that has none yet takes a step with zero
-    gradients and learning rate to show it.
+    The dict may be keyed by names or ids, nested or flat, its tensors sharded or full, and may hold
+    the state of other parameters, too. A parameter without state in the dict has none afterwards.
+    The optimizer keeps the form of its state. An optimizer without state takes a step with zero
+    gradients and learning rate, which shows the form.
 
     Raises:
-        RuntimeError: a parameter is in no group (with `strict`), groups that were saved with
-            different settings, another shape; or another rank cannot load.
-        ValueError: a parameter that is not in the model, options that exclude each other.
+        RuntimeError: a parameter is in no group (with `strict`), one group's parameters were saved
+            with different settings, a shape differs, or another rank cannot load.
+        ValueError: a parameter is not in the model, or options exclude each other.
     """
     _load(model, _listed(optimizers), {"optimizer": optim_state_dict}, options)
 
@@ -181,7 +181,7 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any] | None,
     options: TorchOptions | None = None,
 ) -> Any:
-    """Both of the above; nothing is changed unless both can be loaded on every rank."""
+    """Load the state of a model and its optimizers; nothing changes if a rank cannot load both."""
     given = {"model": model_state_dict, "optimizer": optim_state_dict}
     return _load(model, _listed(optimizers), given, options)
 
@@ -198,7 +198,7 @@ def _load(
     error: Exception | None = None
     loads: list[ModelLoad | OptimizerLoad] = []
     try:
-        # All that is sent, before any rank may stop for a reason of its own.
+        # All messages come before any rank may stop for a reason of its own.
         values = {kind: _values(tree, ranks, asked) for kind, tree in given.items()}
         loads += [
             OptimizerLoad(model, optimizer, state, values["optimizer"], asked.strict, asked.local)
@@ -237,7 +237,7 @@ def _listed(optimizers: Optimizers) -> tuple[Optimizer, ...]:
 
 
 def _below(state: Mapping[str, Any], prefixes: tuple[str, ...], keep: bool) -> dict[str, Any]:
-    """The entries under the prefixes; without `keep` named as from there."""
+    """The entries under the prefixes; without `keep`, names lose the prefix."""
     return {
         name if keep else name.removeprefix(prefix): value
         for name, value in state.items()
@@ -259,7 +259,7 @@ def _origin(ranks: ModelRanks) -> str:
 
 
 def _values(tree: Mapping[str, Any] | None, ranks: ModelRanks, asked: StateDictOptions) -> Values:
-    """The dict to load. Fails on all ranks or before anything is sent."""
+    """The dict to load; an error is raised on all ranks, or before any message."""
     if asked.broadcast_from_rank0:
         values = Values.from_first(tree, ranks)
         check_value("the state dict to load", values.tree, Mapping)

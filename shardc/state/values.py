@@ -1,9 +1,9 @@
-"""Values of state dicts: gathered, moved, taken apart; and written back, whatever form they have.
+"""Values of state dicts: gathered, moved, taken apart; and written back from any form.
 
-One full tensor exists at a time. It is put together by adding integers: every rank has a buffer of
-the full size that is zero but for its own part, so that the sum has the bits of all parts. That
-needs exactly one full tensor on the device, however unevenly the parts are cut, and moves twice
-what an all-gather moves.
+One full tensor exists at a time. A sum of integers puts it together: every rank has a buffer of the
+full size that is zero outside of the rank's own part, so that the sum has the bits of all parts.
+The sum needs exactly one full tensor on the device, however unevenly the parts are cut, and moves
+twice as many bytes as an all-gather.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
-    """`tree` with `fn` applied to all that is not a dict, list or tuple."""
+    """`tree` with `fn` applied to each leaf: each value that is no dict, list or tuple."""
     if isinstance(tree, Mapping):
         return {key: map_leaves(fn, value) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -57,7 +57,7 @@ def _each_once(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def whole(value: Any, device: torch.device) -> Any:
-    """A full, plain tensor on `device` for a sharded one. Every rank that holds a part calls it."""
+    """A sharded value as a full, plain tensor on `device`. Every rank with a part must call it."""
     if compat.is_dtensor(value):
         return value.full_tensor().detach()
     if not isinstance(value, ShardTensor):
@@ -82,7 +82,7 @@ def _put_together(value: ShardTensor, shape: tuple[int, ...], device: torch.devi
 
 
 def gathered(tree: Tree, ranks: ModelRanks, offload: bool) -> Tree:
-    """`tree` with full tensors; with `offload` on the host of the first rank, `{}` elsewhere."""
+    """`tree` with full tensors; with `offload`, on the first rank's host, and `{}` elsewhere."""
     keep = ranks.is_first or not offload
 
     def gather(value: Tensor) -> Tensor | None:
@@ -96,7 +96,7 @@ def gathered(tree: Tree, ranks: ModelRanks, offload: bool) -> Tree:
 
 
 def on_host(tree: Tree) -> Tree:
-    """`tree` with copies of all tensors in host memory, sharded as they were."""
+    """`tree` with copies of all tensors in host memory; a sharded tensor stays sharded."""
     return map_leaves(_each_once(lambda value: value.detach().to(CPU, copy=True)), tree)
 
 
@@ -116,7 +116,7 @@ def local_parts(tree: Tree) -> Tree:
 
 @dataclass(frozen=True)
 class Announced:
-    """A tensor that the first rank will send: entry `index` of what it has."""
+    """A tensor that the first rank will send: entry `index` of its list."""
 
     index: int
     shape: torch.Size
@@ -125,11 +125,11 @@ class Announced:
 
 @dataclass
 class Values:
-    """A state dict to load, and how its tensors are had.
+    """A state dict to load, and the way to its tensors.
 
     Attributes:
-        tree: the dict; from the first rank, with an `Announced` for each tensor.
-        ranks: who loads it.
+        tree: the dict; if it comes from the first rank, with an `Announced` for each tensor.
+        ranks: the ranks that load it.
     """
 
     tree: Tree
@@ -161,7 +161,7 @@ class Values:
         return Announced(len(self._sent) - 1, value.shape, value.dtype)
 
     def fetch(self, value: Any) -> Any:
-        """The tensor itself for one that was announced; every rank must ask in the same order."""
+        """The tensor for an `Announced`, else `value`; every rank must ask in the same order."""
         if not isinstance(value, Announced):
             return value
         if self.ranks.is_first:
@@ -186,7 +186,7 @@ def _failing(call: Callable[[], Any]) -> Any:
 
 @torch.no_grad()
 def write(target: Tensor, value: Tensor, local: bool = False) -> None:
-    """Write `value` into `target`, sharded or not, from any form; with `local`, from its part.
+    """Write `value`, in any form, into `target`, sharded or not; with `local`, `value` is a part.
 
     A sharded value that is cut otherwise is gathered: every rank must call it.
     """
@@ -206,7 +206,7 @@ def _same_form(target: Tensor, value: Tensor) -> bool:
     if isinstance(target, ShardTensor):
         if isinstance(value, ShardTensor):
             return value._shard_spec == target._shard_spec
-        return not compat.is_dtensor(value)  # a full one is cut by copy_
+        return not compat.is_dtensor(value)  # copy_ cuts a full tensor
     return type(target) is type(value) if compat.is_dtensor(target) else _is_plain(value)
 
 
@@ -215,7 +215,7 @@ def _is_plain(value: Tensor) -> bool:
 
 
 def part_like(param: Tensor, value: Any) -> Any:
-    """`value`, a new state of `param`, sharded as `param` where it has its shape.
+    """`value`, a new state of `param`, sharded as `param` if the two shapes are equal.
 
     A number, also a 0-dim tensor, and a tensor of another shape stay whole.
     """

@@ -1,4 +1,4 @@
-"""The endings of the files that a report is written to."""
+"""The endings of the files to which a report is written."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ def check_ending(path: str | Path) -> str:
     """The ending of a file for a report.
 
     Raises:
-        ValueError: an ending that is not known.
+        ValueError: the ending is none of `ENDINGS`.
     """
     for ending in ENDINGS:
         if str(path).endswith(ending):

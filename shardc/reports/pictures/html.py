@@ -1,8 +1,8 @@
 """A record as one HTML file: figures, findings, a timeline to zoom into, memory, tables.
 
 The file holds its style, its scripts (the files of `page/`, readable as they are) and the record as
-JSON, and asks for nothing else. The scripts put every text of the record into the page as text,
-never as HTML; the JSON has no "<", so that no name in it can end its element.
+JSON, and loads nothing else. The scripts put every text of the record into the page as text,
+never as HTML. The JSON has no "<", so that no name in the JSON can end the script element.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from shardc.reports.record import (
 
 
 def page(record: Record) -> str:
-    """The whole file.
+    """The text of the HTML file of a record.
 
     Raises:
         ValueError: the record has a figure that is not finite.
@@ -39,28 +39,28 @@ def page(record: Record) -> str:
         name = match[1]
         return _json(record) if name == "record" else files.joinpath(name).read_text("utf-8")
 
-    # One pass: what is put in is not looked at again.
+    # One pass: text that was put in is not searched again.
     return re.sub(r"\{\{([\w.]+)\}\}", part, files.joinpath("page.html").read_text("utf-8"))
 
 
 def save_html(record: Record, path: str | os.PathLike[str]) -> None:
-    """Write the file.
+    """Write the HTML file of a record.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
         ValueError: the record has a figure that is not finite.
     """
     Path(path).write_text(page(record), encoding="utf-8")
 
 
 def _json(record: Record) -> str:
-    """The record as JSON that may stand in a script element, all in ASCII."""
+    """The record as JSON in ASCII that may stand in a script element."""
     text = json.dumps(_data(record), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _data(record: Record) -> dict[str, Any]:
-    """The data that the scripts read; `record.js` says what they make of it."""
+    """The data that the scripts read; `record.js` makes objects of it."""
     collectives = record.collectives
     return {
         "model": record.model,
@@ -84,11 +84,11 @@ def _data(record: Record) -> dict[str, Any]:
 
 
 def _table(kind: type[Any], rows: Iterable[Any], *properties: str) -> dict[str, Sequence[Any]]:
-    """The rows without their fields' names, which would be most of the file."""
+    """Rows with the names of their fields once: repeated names would be most of the file."""
     columns = [*(field.name for field in dataclasses.fields(kind)), *properties]
     return {"columns": columns, "rows": [[_plain(getattr(r, c)) for c in columns] for r in rows]}
 
 
 def _plain(value: Any) -> Any:
-    """Seconds to a tenth of a nanosecond: more digits say nothing."""
+    """Round seconds to a tenth of a nanosecond: more digits say nothing."""
     return round(value, 10) if isinstance(value, float) else value

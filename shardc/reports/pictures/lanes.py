@@ -1,4 +1,4 @@
-"""Additions to a record's rows for pictures: lanes, and which op each collective is for."""
+"""Additions to a record's rows for pictures: lanes, and the op that needs each collective."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -12,13 +12,13 @@ traces round to 1 ns."""
 
 
 def lanes_of(spans: Iterable[tuple[float, float]]) -> list[int]:
-    """For each span (start, end) a lane, such that those of one lane do not overlap.
+    """A lane for each span (start, end), such that spans of one lane do not overlap.
 
-    The first lane that is free is taken, so spans that follow one another share lane 0.
+    A span takes the first free lane, so spans that follow one another share lane 0.
     """
     spans = list(spans)
     lanes = [0] * len(spans)
-    free: list[float] = []  # when each lane is free again
+    free: list[float] = []  # the time at which each lane is free again
     for index in sorted(range(len(spans)), key=lambda i: spans[i]):
         start, end = spans[index]
         lane = next((i for i, time in enumerate(free) if time <= start + SLACK), len(free))
@@ -28,12 +28,12 @@ def lanes_of(spans: Iterable[tuple[float, float]]) -> list[int]:
 
 
 def resumed(collective: CollectiveRow) -> float:
-    """When compute goes on after the wait for a collective."""
+    """The time at which compute resumes after the wait for a collective."""
     return collective.waited + collective.exposed
 
 
 def op_indices(record: Record) -> list[int | None]:
-    """For each collective the index of the op that is computed first after the wait for it."""
+    """The index of the first op after the wait for each collective; None if no op follows."""
     order = sorted(range(len(record.ops)), key=lambda i: record.ops[i].start)
     starts = [record.ops[i].start for i in order]
     places = [bisect_left(starts, resumed(c) - SLACK) for c in record.collectives]
@@ -41,10 +41,10 @@ def op_indices(record: Record) -> list[int | None]:
 
 
 def stalls(record: Record) -> list[CollectiveRow]:
-    """The collectives that compute stands still for, as it comes to them."""
+    """The exposed collectives, in the order in which compute waits for them."""
     return sorted((c for c in record.collectives if c.exposed > SLACK), key=attrgetter("waited"))
 
 
 def label_of(op: Op) -> str:
-    """An op and where it comes from, in one line."""
+    """The name and the module of an op, in one line."""
     return f"{op.name} {op.module}".rstrip()

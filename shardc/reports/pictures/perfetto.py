@@ -1,7 +1,7 @@
 """A record as a trace for https://ui.perfetto.dev and chrome://tracing.
 
 Trace-event JSON: one process, with a lane (in the format's words, a thread) for compute and one
-for communication. Slices of one lane must not overlap, so more lanes are added where they do.
+for communication. Slices of one lane must not overlap, so slices that overlap get more lanes.
 Ops, stalls and collectives are complete events; an arrow leads from a collective to the op that
 needs it; memory is a counter with one series a kind. Times are in microseconds, to the nanosecond.
 
@@ -23,11 +23,11 @@ from shardc.runtime.checks.words import plural
 Event = dict[str, Any]
 _PROCESS = 1
 _COMPUTE, _COMMUNICATION = 1, 1001
-"""The first lane of each sort: a viewer shows lanes by their number."""
+"""The first lane of each sort: a viewer shows lanes in the order of their numbers."""
 
 
 def trace_events(record: Record) -> dict[str, Any]:
-    """The whole trace: `json.dumps` of it is what the viewers open."""
+    """The whole trace; viewers open the text that `json.dumps` makes of it."""
     compute = [_op(op) for op in record.ops] + [_stall(row) for row in stalls(record)]
     communication = [_collective(row) for row in record.collectives]
     _put_on_lanes(compute, _COMPUTE)
@@ -102,7 +102,7 @@ def _us(seconds: float) -> float:
 
 
 def _put_on_lanes(slices: list[Event], first: int) -> None:
-    """Give each slice its "tid", and cut off what rounding lets it reach into the next one."""
+    """Give each slice its "tid", and cut overlaps with the next slice that rounding makes."""
     lanes = lanes_of((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6) for event in slices)
     by_lane: dict[int, list[Event]] = defaultdict(list)
     for event, lane in zip(slices, lanes, strict=True):
@@ -115,12 +115,12 @@ def _put_on_lanes(slices: list[Event], first: int) -> None:
 
 
 def _lane_names(name: str, slices: Iterable[Event], first: int) -> dict[int, str]:
-    """The lanes in use, and the first in any case: their numbers and names."""
+    """Numbers and names of the lanes in use; the first lane is always there."""
     lanes = sorted({first, *(event["tid"] for event in slices)})
     return {lane: name if lane == first else f"{name} {lane - first + 1}" for lane in lanes}
 
 
-# -- what is around them -------------------------------------------------------------------------
+# -- metadata, arrows, memory ---------------------------------------------------------------------
 
 
 def _metadata(record: Record, lanes: dict[int, str]) -> list[Event]:
@@ -136,9 +136,9 @@ def _metadata(record: Record, lanes: dict[int, str]) -> list[Event]:
 
 
 def _arrows(record: Record, compute: list[Event], communication: list[Event]) -> list[Event]:
-    """From each collective to the op that needs it.
+    """Arrows from each collective to the op that needs it.
 
-    An arrow starts and ends in a slice: the slices must be in the record's order.
+    An arrow starts and ends in a slice: both lists must be in the record's order.
     """
     events = []
     for index, op in enumerate(op_indices(record)):

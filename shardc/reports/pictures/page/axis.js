@@ -1,4 +1,4 @@
-/* The time axis that all rows of the timeline share: what part of the step is shown. */
+/* The time axis that all rows of the timeline share: the part of the step that is shown. */
 "use strict";
 
 class TimeAxis {

@@ -1,13 +1,13 @@
 /* The lanes of the timeline on the canvas.
 
-   A scene is what every function here draws in:
+   Every function here draws in a scene:
      context         the canvas, in CSS pixels
-     record, axis    what there is, and the part of the step that is shown
+     record, axis    the record, and the part of the step that is shown
      left, right     where that part begins and ends on the canvas
      rows            the place of each row: { top, height }
      x(seconds)      the place of a moment
      colour(name)    a colour of page.css
-     shown           what to point out: an op, and collectives
+     shown           the op and the collectives to point out
      pointer         where the mouse is: { x, y }, or null */
 "use strict";
 
@@ -223,7 +223,7 @@ function drawTicks(scene) {
   context.textAlign = "left";
 }
 
-/** What is pointed out: an op, the collectives that it waits for, and the ways between them. */
+/** The items that are pointed out: an op, collectives, and the ways between them. */
 function drawShown(scene) {
   const { collectives, op } = scene.shown;
   for (const collective of collectives) {

@@ -19,14 +19,14 @@ function timeUnit(seconds) {
   return seconds >= 1e-3 ? ["ms", 1e-3] : ["µs", 1e-6];
 }
 
-/** "12.34 ms"; "0" for what sums of floats leave over. */
+/** "12.34 ms"; "0" for rests that sums of floats leave over. */
 function formatSeconds(seconds) {
   if (Math.abs(seconds) < 1e-10) return "0";
   const [name, size] = timeUnit(Math.abs(seconds));
   return `${digits(seconds / size)} ${name}`;
 }
 
-/** "12%", "0.4%"; "99.9%" for what is not quite all. */
+/** "12%", "0.4%"; "99.9%" for a share just below one. */
 function formatShare(part, whole) {
   const percent = whole > 0 ? (100 * part) / whole : 0;
   if (percent < 10) return `${Number(percent.toPrecision(2))}%`;

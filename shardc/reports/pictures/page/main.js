@@ -4,7 +4,7 @@
 const record = readRecord();
 const timeline = new Timeline(byId("timeline"), record);
 
-/** The colours of the timeline, of what there is in it. */
+/** The colours of the items of the timeline. */
 function showLegend() {
   const kinds = new Set(record.collectives.map((row) => row.kind));
   const entries = record.phases.map(({ name }) => [name, colourName(name)]);

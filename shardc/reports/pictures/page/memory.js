@@ -1,4 +1,4 @@
-/* The memory curve: what is held at each moment, stacked by kind, with the peak marked. */
+/* The memory curve: bytes held at each moment, stacked by kind, with the peak marked. */
 "use strict";
 
 const HEADROOM = 1.15; // of the peak, for its label

@@ -1,11 +1,11 @@
-/* The record: the embedded rows as objects, joined to one another, and what is read off them.
+/* The record: the embedded rows as objects, joined to one another, and figures read off them.
 
    Times are in seconds from the start of the step. A span is anything with `start` and `end`. */
 "use strict";
 
 const PHASES = ["forward", "backward", "optimizer"];
 
-/** Colours, by name in page.css: memory has those of what it is held for. */
+/** Colours, by name in page.css: each kind of memory has the colour of its use. */
 const COLOURS = {
   forward: "forward",
   backward: "backward",
@@ -132,7 +132,7 @@ function spanAt(spans, seconds, reach) {
   return best;
 }
 
-/** The index of what memory is held at a time: the last point until then, or the first. */
+/** The index of the point of memory at a time: the last point until then, or the first. */
 function memoryIndex(memory, seconds) {
   let low = 0;
   let high = memory.length;

@@ -1,4 +1,4 @@
-/* The top of the page: what the step is of, its key figures, and the findings. */
+/* The top of the page: the step in one sentence, its key figures, and the findings. */
 "use strict";
 
 const byId = (id) => document.getElementById(id);
@@ -30,7 +30,7 @@ function verdict({ summary, collectives, slack }) {
   return `${takes} ${share}; the rest makes the step ${longer}.`;
 }
 
-/** One key figure: a name, the figure, and what it is made of. */
+/** One key figure: a name, the figure, and its parts. */
 function figure(name, value, note, ...more) {
   const texts = [
     element("h3", {}, name),

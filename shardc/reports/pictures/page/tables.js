@@ -4,7 +4,7 @@
 /**
  * A table of rows.
  *
- * Each column has a `title`, a `value(row)` to sort by and, where that is not what is shown, a
+ * Each column has a `title`, a `value(row)` to sort by and, if the cell shows another text, a
  * `text(row)`; columns of figures are `numeric`; `mark(row)` may give a cell a class of page.css.
  * `choose(row)` is called when a row is clicked, or Enter pressed in it.
  */

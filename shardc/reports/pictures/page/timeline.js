@@ -1,4 +1,4 @@
-/* The timeline: its layout, what is under the mouse, and how it is moved. */
+/* The timeline: its layout, the item under the mouse, and how the view is moved. */
 "use strict";
 
 const NAMES_WIDTH = 118; // pixels left of the axis, for the names of the rows
@@ -15,7 +15,7 @@ class Timeline {
     this.bottom = Math.max(...Object.values(this.rows).map((row) => row.top + row.height));
     this.colours = new Map();
     this.selected = null; // a collective that stays pointed out
-    this.hovered = null; // what is under the mouse: { kind, item }
+    this.hovered = null; // the item under the mouse: { kind, item }
     this.pointer = null;
     this.waiting = false;
     this.onchange = () => {};
@@ -60,7 +60,7 @@ class Timeline {
     drawCursor(scene);
   }
 
-  /** A blank canvas, at the resolution of the screen, and what is to be drawn on it. */
+  /** A blank canvas, at the resolution of the screen, and the scene to be drawn on it. */
   scene() {
     const { canvas, axis } = this;
     const ratio = devicePixelRatio || 1;
@@ -87,7 +87,7 @@ class Timeline {
     return this.colours.get(name);
   }
 
-  /** What to point out, of what is under the mouse, or else selected: { op, collectives }. */
+  /** The items to point out, for the item under the mouse or else selected: { op, collectives }. */
   shown() {
     const { kind, item } = this.hovered ?? {};
     if (kind === "op") return { op: item, collectives: item.collectives };
@@ -105,7 +105,7 @@ class Timeline {
     return this.axis.start + (x - NAMES_WIDTH) * this.pixelSeconds;
   }
 
-  /** Point a collective out and show it with what it waits for and what waits for it. */
+  /** Point a collective out, and show the time from its start to the end of its reader. */
   select(collective) {
     this.selected = collective;
     const start = Math.min(collective.issued, collective.start, collective.waited);
@@ -144,7 +144,7 @@ class Timeline {
     });
   }
 
-  /** Up zooms in, down out; sideways moves. What cannot be zoomed out further scrolls the page. */
+  /** Up zooms in, down out; sideways moves. Down scrolls the page if the whole step is shown. */
   wheel(event) {
     const lines = event.deltaMode === 1 ? 16 : 1;
     const sideways = event.shiftKey ? event.deltaY || event.deltaX : event.deltaX;
@@ -197,7 +197,7 @@ class Timeline {
     this.redraw();
   }
 
-  // -- what is under the mouse --------------------------------------------------------------
+  // -- the item under the mouse -------------------------------------------------------------
 
   /** The op, stall, collective or moment of memory at a place: { kind, item }, or null. */
   at({ x, y }) {

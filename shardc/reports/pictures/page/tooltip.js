@@ -1,4 +1,4 @@
-/* What is under the mouse, in words: a box near the pointer. */
+/* The item under the mouse, in words: a box near the pointer. */
 "use strict";
 
 /** Fill the box and put it beside a place { x, y } in the window; hide it without content. */
