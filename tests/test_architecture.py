@@ -156,7 +156,8 @@ def test_backends_of_collectives_are_told_apart_in_one_place():
         if isinstance(node, ast.Constant) and node.value in ("gloo", "nccl")
     }
     made_here = {f"shardc/commands/{name}.py" for name in ("calibrate", "machine", "probes")}
-    assert found - made_here == {"runtime/groups/backends.py", "runtime/compat/gloo.py"}
+    told = {f"runtime/groups/{name}.py" for name in ("backends", "devices")}
+    assert found - made_here == told | {"runtime/compat/gloo.py"}
 
 
 _COUNTED = (
