@@ -1,4 +1,4 @@
-"""The context of passes: what they are given beside the graph."""
+"""The context of passes: the facts that a pass reads beside the graph."""
 
 import itertools
 import math
@@ -12,21 +12,24 @@ from shardc.runtime.checks.words import bytes_like
 from shardc.runtime.layout.spec import Moved
 
 Facts = Callable[[bool], list[str]]
-"""Lines that ranks compare. Given True, they number a graph's units and do not name them: equal
-blocks, which run one graph, say the same."""
+"""`facts(by_number)` gives the lines that ranks compare. By number, a line has the numbers of units
+and no names: equal blocks, which run one graph, have equal lines."""
 
 
 class NotAgreed(Exception):
-    """Ranks have not agreed on something yet."""
+    """Ranks have not agreed on a graph in an earlier compile."""
 
 
 @dataclass(frozen=True)
 class Recall:
-    """Agreements of ranks from an earlier compile. It asks no rank, and raises `NotAgreed`.
+    """Agreements of ranks from an earlier compile.
+
+    A recall asks no rank, and raises `NotAgreed` where ranks have not agreed.
 
     Attributes:
-        seconds: given a phase and facts, the compute seconds that all ranks plan with.
-        collectives: given a finished graph and its phase, raises unless ranks send what it does.
+        seconds: given a phase and facts, returns the compute seconds that all ranks plan with.
+        collectives: given a finished graph and its phase, raises unless ranks agreed on its
+            collectives.
     """
 
     seconds: Callable[[str, Facts], list[float]]
@@ -39,21 +42,22 @@ class ScheduleOptions:
 
     Attributes:
         profile: the device and its links.
-        prefetch: how many units ahead gathers start; None leaves it to the cost model.
-        backward_prefetch: the same for the backward, in FSDP1's words: "pre", "post" or "none";
-            "auto" leaves it to `prefetch`.
-        forward_hints, backward_hints: units to gather when another's forward or backward begins.
-        reduce_buffers: how many reductions may be under way; None bounds their bytes only.
-        coalesce: whether collectives may be merged.
-        fused: whether the executor fuses elementwise ops, and keeps them in registers (Inductor).
-        in_order: whether kernels on CPUs stay between the matmuls that they are between.
-        folds: whether what repeats may become calls of one body.
-        clones: whether the backend clones what it reduces (gloo).
-        embedding_rows: whether embeddings fetch rows; None leaves it to the cost model.
-        saves_on_host: whether a memory budget may have values saved on the host.
-        states: bytes of the optimizer's state of each bucket whose state a memory budget may have
-            wait on the host, by input.
-        host_room: bytes of the host's memory for both.
+        prefetch: how many units ahead gathers start; None: the cost model decides.
+        backward_prefetch: as `prefetch`, for the backward, in FSDP1's words: "pre", "post" or
+            "none"; "auto" uses `prefetch`.
+        forward_hints, backward_hints: for a unit, the units to gather when its forward or backward
+            begins.
+        reduce_buffers: the most reductions under way; None bounds only their bytes.
+        coalesce: whether a pass may merge collectives.
+        fused: whether the executor fuses elementwise ops and keeps values in registers (Inductor).
+        in_order: whether a kernel on a CPU keeps its place between two matmuls.
+        folds: whether repeated stretches may become calls of one body.
+        clones: whether the backend clones the input of a reduction (gloo).
+        embedding_rows: whether embeddings fetch rows; None: the cost model decides.
+        saves_on_host: whether a memory budget may save values on the host.
+        states: by input, bytes of the optimizer state of a bucket; a memory budget may move it to
+            the host.
+        host_room: bytes of the host's memory for saved values and optimizer state together.
     """
 
     profile: Profile
@@ -73,7 +77,12 @@ class ScheduleOptions:
     host_room: float = math.inf
 
     def wanted(self, phase: str, gathers: Sequence[tuple[int, int]]) -> list[int | None]:
-        """The event at which each gather, given as (unit, event), is asked for, if it is."""
+        """The event at which each gather is to start; None where the cost model decides.
+
+        Args:
+            phase: the phase of the graph.
+            gathers: the unit of each gather, and the event that needs the gather.
+        """
         first: dict[int, int] = {}
         for unit, event in gathers:
             first.setdefault(unit, event)
@@ -101,9 +110,10 @@ class Budget:
     """A bound on memory, in bytes.
 
     Attributes:
-        nbytes: of everything.
-        static: of segments and optimizer state; gradients count where the backward makes them.
-        margin: what is left free for what the model does not see, as a share of what graphs hold.
+        nbytes: the bound on all memory of the device.
+        static: bytes of segments, optimizer state and the matmul library's workspaces; gradients
+            count where the backward makes them.
+        margin: the share of a graph's bytes that stays free for memory unknown to the model.
         given: the bound as the user wrote it, for errors.
     """
 
@@ -114,15 +124,15 @@ class Budget:
 
     @property
     def room(self) -> int:
-        """Bytes that a graph may hold, by the model of memory."""
+        """The most bytes that a graph may hold in the model of memory."""
         return int((self.nbytes - self.static) * (1 - self.margin))
 
     def needed(self, peak: int) -> int:
-        """The least bound with room for `peak`."""
+        """The smallest bound with room for a peak of `peak` bytes."""
         return self.static + math.ceil(peak / (1 - self.margin))
 
     def shown(self, count: int) -> str:
-        """So many bytes, in the units of the bound."""
+        """A count of bytes as text, in the unit of the bound."""
         return bytes_like(count, self.given)
 
     def __str__(self) -> str:
@@ -133,13 +143,14 @@ class Budget:
 
 
 MARGIN, MARGIN_OF_DEVICES = 0.02, 0.03
-"""Under Inductor: small buffers, and kernels that are fused otherwise than the model thinks; on
-accelerators, besides, blocks larger than was asked for, which the caching allocator does not split
-(less than 1 MiB each, none with expandable segments)."""
+"""The margins under Inductor, on CPUs and on accelerators. Both cover small buffers, and kernels
+that Inductor fuses otherwise than the model. On accelerators, the caching allocator may also leave
+a block unsplit that is larger than the request (less than 1 MiB each, none with expandable
+segments)."""
 
 
 UNITS_IN_FLIGHT = 2
-"""FSDP's `limit_all_gathers`: as many units may be under way or waiting to be read."""
+"""The most units with a gather under way or not yet read, as in FSDP's `limit_all_gathers`."""
 
 
 @dataclass(frozen=True)
@@ -147,14 +158,14 @@ class Kept:
     """The choice of a memory budget.
 
     Attributes:
-        among: inputs that are segments of units whose reshard was left to the budget.
-        positions: those of them that stay gathered until the backward.
-        ahead: how many units may be under way or waiting to be read.
+        among: inputs that are segments of units whose reshard the budget decides.
+        positions: inputs in `among` whose buckets stay gathered until the backward.
+        ahead: the most units with a gather under way or not yet read.
         recomputed: names of the joint graph's nodes that the backward computes again.
-        recomputes: the same in words: what kind of value, in how many units.
+        recomputes: by kind of value (a text), the number of units that recompute it.
         offloaded: names of the joint graph's nodes that the forward saves on the host, each with
             the name of its unit.
-        offloads: the same in words, as `recomputes`.
+        offloads: by kind of value (a text), the number of units that save it on the host.
         states: inputs that are segments of buckets whose optimizer state waits on the host.
     """
 
@@ -168,7 +179,7 @@ class Kept:
     states: frozenset[int] = frozenset()
 
     def reshards(self, moved: "Moved") -> bool:
-        """Whether the gathered bucket is freed after the forward."""
+        """Whether a gathered bucket is freed after the forward."""
         if moved.position in self.among:
             return moved.position not in self.positions
         return moved.spec.reshard_after_forward
@@ -179,24 +190,24 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class PassContext:
-    """Facts that passes are given beside the graph, known before they start.
+    """The facts that a pass reads beside the graph, known before the first pass runs.
 
     Attributes:
         phase: "dynamo", "joint", "forward" or "backward".
-        buckets: name and unit of the bucket, per input of the Dynamo graph that is a segment.
-        outside: those of these inputs whose buckets the eager runtime gathers.
-        options: what the schedule is planned with; None leaves the graph in its order.
+        buckets: label and unit of a bucket, by the input of the Dynamo graph that is its segment.
+        outside: inputs in `buckets` whose buckets the eager runtime gathers.
+        options: the options of the schedule; None leaves the graph in its order.
         agree_on_seconds: given the collectives of a graph and the compute seconds between their
-            events, the seconds that all ranks plan with.
-        agree_on_choice: given what is chosen, in words, facts, and what this rank would choose: the
+            events, returns the seconds that all ranks plan with.
+        agree_on_choice: given the subject in words, facts, and the choice of this rank, returns the
             choices of all ranks.
-        recall: what ranks agreed on before; None where nobody is to agree with.
-        budget: what memory the plan may use; None for no bound.
-        open_positions: inputs that are segments of units whose reshard is left to the compiler.
-        kept: what was decided within the budget.
-        results: how many outputs of the forward are the caller's; behind them is what it saves.
+        recall: agreements from an earlier compile; None where ranks have nothing to agree on.
+        budget: the bound on memory; None for no bound.
+        open_positions: inputs that are segments of units whose reshard the compiler decides.
+        kept: the choice of the memory budget.
+        results: the number of the forward's outputs that the caller gets; saved values follow.
             None where no backward follows.
-        number: the number of the graph in this process; None for one that is only tried.
+        number: the number of the graph in this process; None for the graph of a trial.
     """
 
     phase: str
@@ -214,5 +225,5 @@ class PassContext:
 
     @property
     def stem(self) -> str:
-        """The beginning of the names of the graph's dumps."""
+        """The prefix of the names of the graph's dumps."""
         return f"{self.number:03d}_{self.phase}"

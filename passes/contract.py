@@ -3,9 +3,9 @@
     @contract(needs="one_wait movable", gives="scheduled")
     def schedule(gm, ctx): ...
 
-Facts are words of the table `FACTS`, or words of a pass from outside. `check_order` walks through
-the whole pipeline before a compile: a pass whose facts are not there is refused by name. A pass
-without a contract may stand anywhere.
+Facts are words of the table `FACTS`, or words of a user's own pass. `check_order` walks through the
+whole pipeline before a compile, and refuses a pass that lacks a fact, by name. A pass without a
+contract may stand anywhere.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,7 @@ from shardc.passes.context import PassContext
 
 Pass = Callable[[GraphModule, PassContext], GraphModule]
 PairPass = Callable[[GraphModule, GraphModule, PassContext], None]
-"""A pass over forward and backward together, as they were cut: it edits both."""
+"""A pass over forward and backward together, right after the partitioner: it edits both."""
 AnyPass = Pass | PairPass
 _P = TypeVar("_P", bound=AnyPass)
 
@@ -45,7 +45,7 @@ class Contract:
 
 
 def contract(needs: str = "", gives: str = "", ends: str = "") -> Callable[[_P], _P]:
-    """Declare the facts of a pass, words with spaces between."""
+    """Declare the facts of a pass, in words with spaces between them."""
 
     def declare(step: _P) -> _P:
         facts = (tuple(words.split()) for words in (needs, gives, ends))
@@ -56,7 +56,7 @@ def contract(needs: str = "", gives: str = "", ends: str = "") -> Callable[[_P],
 
 
 def contract_of(step: AnyPass) -> Contract:
-    """The contract of a pass, through `partial`; an empty one where it has none."""
+    """The contract of a pass, also of a `partial`; empty if the pass declares none."""
     declared = getattr(getattr(step, "func", step), "contract", None)
     return declared if isinstance(declared, Contract) else Contract()
 
@@ -70,7 +70,8 @@ def check_order(stages: Iterable[Sequence[AnyPass]]) -> None:
     """Check that each pass of the stages, in order, finds the facts that it needs.
 
     Raises:
-        ValueError: names the pass, the fact, and the pass to put before or behind it.
+        ValueError: a fact is missing. The message names the pass, the fact, and the pass to put
+            before or behind it.
     """
     steps = [step for stage in stages for step in stage]
     there, ended = set(_AT_FIRST), dict[str, AnyPass]()

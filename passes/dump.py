@@ -1,15 +1,15 @@
-"""Dumps: what every pass makes of a graph, for people to read.
+"""Dumps: a graph before and after each pass, for people to read.
 
     folder/rank0/index.txt                      one line a file, in order: begin here
                  002_forward_0_input.py         a graph before its first pass
                  002_forward_3_schedule.py      after a pass that changed it
-                 002_forward_3_schedule.diff    what that pass changed
+                 002_forward_3_schedule.diff    the changes of that pass
                  002_forward_plan.txt           its buckets, its schedule, its memory
                  002_forward_inductor.py        the code that Inductor made of it
 
 `SHARDC_DUMP=folder` asks for the files. torch's structured trace (`TORCH_TRACE`) gets the same
-texts as artifacts, which `tlparse` lists. Numbers count the graphs of a process. Where nobody asks,
-no text is made.
+texts as artifacts, which `tlparse` lists. Numbers count the graphs of a process. If neither is set,
+shardc makes no text.
 """
 
 import difflib
@@ -27,19 +27,19 @@ from shardc.runtime.checks.words import plural
 INDEX = "index.txt"
 _FIRST_LINES = "What this run wrote, in order. Files that are not listed are older.\n\n"
 FREES = re.compile(r";  [\w = ]+ = None")
-"""What generated code says where a value is read last. It moves with every reader: diffs go
-without."""
+"""The text in generated code after the last read of a value. Diffs leave this text out, because it
+moves with every reader."""
 _begun: set[Path] = set()
 _given_up: set[str] = set()
 
 
 def is_wanted() -> bool:
-    """Whether anything is written down."""
+    """Whether `SHARDC_DUMP` or `TORCH_TRACE` asks for texts."""
     return bool(_root()) or compat.is_traced()
 
 
 def dump_folder() -> Path | None:
-    """Where this rank writes; None without `SHARDC_DUMP`, or where it cannot be written."""
+    """The folder of this rank's dumps; None without `SHARDC_DUMP`, or after an error."""
     root = _root()
     try:
         return rank_folder(Path(root)) if root else None
@@ -49,20 +49,20 @@ def dump_folder() -> Path | None:
 
 
 def _root() -> str:
-    """`SHARDC_DUMP`, or "" where it is not set or was given up."""
+    """The value of `SHARDC_DUMP`; "" if it is not set, or after an error of a dump."""
     root = os.environ.get("SHARDC_DUMP", "")
     return "" if root in _given_up else root
 
 
 def _give_up(error: OSError) -> None:
-    """Write nothing more: a dump must not end the training that it looks at."""
+    """Warn, and write no more dumps: an error of a dump must not end the training."""
     root = _root()
     _given_up.add(root)
     warnings.warn(f"SHARDC_DUMP={root}: nothing more is written there: {error}", stacklevel=2)
 
 
 def rank_folder(root: Path) -> Path:
-    """The folder of this rank below `root`, made where it is missing."""
+    """The folder of this rank below `root`, created if it is missing."""
     known = dist.is_available() and dist.is_initialized()
     rank = dist.get_rank() if known else os.environ.get("RANK", "0")
     path = root / f"rank{rank}"
@@ -71,7 +71,7 @@ def rank_folder(root: Path) -> Path:
 
 
 def write_text(name: str, what: str, text: str, traced: bool = True) -> None:
-    """Write a file and say in the index what it is; the trace gets the same, if `traced`."""
+    """Write a file, and describe it in the index; the trace gets the same text, if `traced`."""
     if traced:
         compat.trace_artifact(f"shardc_{name}", text)
     folder = dump_folder()
@@ -84,7 +84,7 @@ def write_text(name: str, what: str, text: str, traced: bool = True) -> None:
 
 
 def note(line: str) -> None:
-    """Add a line to the index, which begins anew with each process."""
+    """Add a line to the index; each process begins a new index."""
     folder = dump_folder()
     if folder is None:
         return
@@ -103,7 +103,7 @@ def note(line: str) -> None:
 
 
 def dump_input(gm: GraphModule, stem: str, written: bool = False) -> str:
-    """Write a graph as it is before its first pass, unless it is; its text, "" if nobody asks."""
+    """Write a graph before its first pass, unless `written`; return its text, "" without dumps."""
     if not is_wanted():
         return ""
     text = graph_text(gm)
@@ -113,7 +113,7 @@ def dump_input(gm: GraphModule, stem: str, written: bool = False) -> str:
 
 
 def dump_change(gm: GraphModule, name: str, before: str) -> str:
-    """Write what a pass made of the graph that had the text `before`; its text now."""
+    """Write a graph after a pass, and its diff from `before`; return its text, "" without dumps."""
     if not is_wanted():
         return ""
     text = graph_text(gm)
@@ -130,7 +130,7 @@ def dump_change(gm: GraphModule, name: str, before: str) -> str:
 
 
 def dump_code(compiled: object, stem: str) -> None:
-    """Write the code that Inductor made of a graph; the trace has it from Inductor."""
+    """Write Inductor's code of a graph; Inductor itself adds the code to the trace."""
     code = compat.generated_code(compiled) if dump_folder() is not None else None
     if code is not None:
         path, text = code
@@ -138,12 +138,12 @@ def dump_code(compiled: object, stem: str) -> None:
 
 
 def graph_text(gm: GraphModule) -> str:
-    """A graph as readable Python, with shapes, and tags for what a backward recomputes."""
+    """A graph as readable Python, with shapes, and tags on nodes that a backward recomputes."""
     return gm.print_readable(print_output=False)
 
 
 def text_diff(before: str, after: str, name: str) -> str:
-    """A unified diff of two texts of a graph; "" where they are alike."""
+    """A unified diff of two texts of a graph; "" if the texts are equal."""
     old, new = (FREES.sub("", text).splitlines() for text in (before, after))
     lines = list(difflib.unified_diff(old, new, "before", name, lineterm=""))
     return "\n".join(lines) + "\n" if lines else ""

@@ -1,4 +1,4 @@
-"""Predicates of nodes, and the facts that passes leave on them."""
+"""Predicates of nodes, and the facts that passes note on nodes."""
 
 import functools
 import operator
@@ -40,7 +40,7 @@ _OWN = {
     FETCH,
     RETURN,
 }
-"""Collectives of ours (`comm_buffers`, `table_rows`)."""
+"""Collectives that are ops of shardc (`comm_buffers`, `table_rows`)."""
 SAVE, LOAD = torch.ops.shardc.save_on_host.default, torch.ops.shardc.load_from_host.default
 WAIT_SAVED = torch.ops.shardc.wait_until_saved.default
 SEND_STATE = torch.ops.shardc.send_state.default
@@ -49,23 +49,23 @@ FETCH_STATE = torch.ops.shardc.fetch_state.default
 
 
 def moved_by(node: Node) -> tuple[Moved, ...]:
-    """The buckets that a collective moves: several if it is coalesced, none if it is not ours."""
+    """The buckets that a collective moves: several if it is coalesced, none if it is a user's."""
     facts: tuple[Moved, ...] = (node.meta.get("custom") or {}).get("shardc", ())
     return facts
 
 
 def labels_of(node: Node) -> tuple[str, ...]:
-    """The names of the buckets that a collective moves, in its order."""
+    """The labels of the buckets that a collective moves, in order."""
     return tuple(moved.label for moved in moved_by(node))
 
 
 def set_moved(node: Node, moved: Iterable[Moved]) -> None:
-    """Give a node the fact that `moved_by` reads."""
+    """Note on a node the buckets that it moves, for `moved_by`."""
     _note(node, "shardc", tuple(moved))
 
 
 def results_of(node: Node) -> list[Node]:
-    """The results of a collective: itself, or for a coalesced one the items of its list."""
+    """The results of a collective: the node itself, or the items of its list if it is coalesced."""
     items = [user for user in node.users if user.target is operator.getitem]
     return items or [node]
 
@@ -76,7 +76,7 @@ def waits_for(node: Node) -> list[Node]:
 
 
 def reach(neighbours: Callable[[Node], Iterable[Node]], *starts: Node) -> set[Node]:
-    """All nodes that can be reached from `starts`, themselves included."""
+    """All nodes that `neighbours` reaches from `starts`, and `starts` themselves."""
     found, todo = set(starts), list(starts)
     while todo:
         for node in neighbours(todo.pop()):
@@ -87,33 +87,36 @@ def reach(neighbours: Callable[[Node], Iterable[Node]], *starts: Node) -> set[No
 
 
 def prepares(gather: Node) -> set[Node]:
-    """The nodes that `fsdp_pre_all_gather` of a parameter added before its gather, collectives
-    included (a scale from the largest value of all ranks); empty for other gathers."""
+    """The nodes that `fsdp_pre_all_gather` of a parameter added; empty for other gathers.
+
+    They come before the gather. Collectives may be among them (a scale from the largest value of
+    all ranks).
+    """
     extends = any(moved.spec.extension for moved in moved_by(gather))
     return computed_for(gather) if extends else set()
 
 
 def computed_for(node: Node) -> set[Node]:
-    """All that is computed for a node to be called."""
+    """All ops that a node depends on."""
     before = reach(lambda n: n.all_input_nodes, node) - {node}
     return {each for each in before if each.op == "call_function"}
 
 
 def groups_in(gm: GraphModule) -> list[str]:
-    """The process groups over which `gm` communicates."""
+    """The process groups of all ranks that move buckets of `gm`, copies of the model included."""
     specs = [moved.spec for node in our_collectives(gm) for moved in moved_by(node)]
     return list(dict.fromkeys(spec.everyone or spec.group for spec in specs))
 
 
 def groups_named_in(gm: GraphModule) -> list[str]:
-    """The process groups that the collectives of `gm` are given, the user's own too."""
+    """The process groups that are arguments of collectives in `gm`, the user's own too."""
     given = (arg for node in gm.graph.nodes if is_collective(node) for arg in node.args)
     names = dict.fromkeys(arg for arg in given if isinstance(arg, str))
     return [name for name in names if compat.is_group(name)]
 
 
 def ranks_in(node: Node) -> int:
-    """Among how many ranks a collective goes."""
+    """The number of ranks that take part in a collective."""
     if kind_of(node) == "all_to_all":
         return len(node.args[1])  # type: ignore[arg-type]
     if node.target is IN_STEPS:
@@ -128,19 +131,19 @@ def is_all_gather(node: Node) -> bool:
 
 
 def brings_parameters(node: Node) -> bool:
-    """Whether the node starts what brings parameters, whole or rows of them; else gradients."""
+    """Whether a collective brings parameters, whole or by rows; others bring gradients."""
     return is_all_gather(node) or node.target is FETCH
 
 
 def in_steps(node: Node) -> bool:
-    """Whether a collective goes in two steps, across nodes and inside of them, or is one of two."""
+    """Whether a collective has two steps, across nodes and inside nodes, or is one of the two."""
     specs = [moved.spec for moved in moved_by(node)]
     steps = [h for spec in specs for h in (spec.hierarchy, spec.reduction.hierarchy) if h]
     return any(group in node.args for h in steps for group in (h.across, h.inside))
 
 
 def goes_inside(node: Node) -> bool:
-    """Whether the node starts the step of a reduction that stays inside of nodes."""
+    """Whether a collective is the step of a reduction that stays inside nodes."""
     steps = (moved.spec.reduction.hierarchy for moved in moved_by(node))
     reduces = not brings_parameters(node)
     return reduces and any(step is not None and step.inside in node.args for step in steps)
@@ -170,12 +173,12 @@ def comes_from_host(node: Node) -> bool:
 
 
 def state_bytes(node: Node) -> int:
-    """Bytes of the state that such a node moves."""
+    """Bytes of the optimizer's state that a node moves."""
     return int((node.meta.get("custom") or {})[_STATE_BYTES])
 
 
 def set_state_bytes(node: Node, nbytes: int) -> None:
-    """Give a node the fact that `state_bytes` reads."""
+    """Note on a node the bytes of state that it moves, for `state_bytes`."""
     _note(node, _STATE_BYTES, nbytes)
 
 
@@ -183,17 +186,17 @@ _STATE_BYTES = "shardc_state_bytes"
 
 
 def unit_of_copy(node: Node) -> str:
-    """The name of the unit whose forward makes the value that a copy moves."""
+    """The name of the unit that owns the value or the optimizer's state in a copy."""
     return str((node.meta.get("custom") or {}).get(_COPIED_FOR, ""))
 
 
 def set_unit_of_copy(node: Node, unit: str) -> None:
-    """Give a copy the fact that `unit_of_copy` reads."""
+    """Note on a copy the name of its unit, for `unit_of_copy`."""
     _note(node, _COPIED_FOR, unit)
 
 
 def _note(node: Node, key: str, value: object) -> None:
-    """Give a node a fact that copies of the graph keep."""
+    """Note a fact on a node; copies of the graph keep the fact."""
     node.meta["custom"] = {**(node.meta.get("custom") or {}), key: value}
 
 
@@ -201,7 +204,7 @@ _COPIED_FOR = "shardc_copied_for"
 
 
 def is_transfer(node: Node) -> bool:
-    """Whether the node starts something that is waited for: a collective, or a copy of a value."""
+    """Whether the node starts a transfer: a collective, or a copy to or from the host."""
     return is_collective(node) or is_host_copy(node)
 
 
@@ -219,25 +222,25 @@ def our_collectives(gm: GraphModule) -> list[Node]:
 
 
 def kind_of(node: Node) -> str:
-    """A collective or wait in a word: all_gather, reduce_scatter, all_reduce, all_to_all, wait."""
+    """The kind of a node: all_gather, reduce_scatter, all_reduce, all_to_all, wait, else its op."""
     name = str(getattr(node.target, "_opname", node.target))
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "wait")
     return next((kind for kind in kinds if name.startswith(kind)), name)
 
 
 def is_random(node: Node) -> bool:
-    """Whether the node draws random numbers, so that to compute it again gives another value."""
+    """Whether the node draws random numbers: a second computation gives another value."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def writes(node: Node) -> bool | None:
-    """Whether an op writes to what it is given; None where it has no schema that says so."""
+    """Whether an op writes to its operands; None if the op has no schema."""
     schema = getattr(node.target, "_schema", None)
     return None if schema is None else bool(schema.is_mutable)
 
 
 def is_view(node: Node) -> bool:
-    """Whether the node only looks at its input in another way, at no cost."""
+    """Whether the node is a view of its input, at no cost."""
     return node.op == "call_function" and _is_view_op(node.target)
 
 
@@ -264,21 +267,21 @@ def sources_of(node: Node) -> Iterator[Node]:
 
 
 def meta_for_another(node: Node) -> dict[str, Any]:
-    """The meta of a node, without the inputs that it was called with: those of another differ."""
+    """The meta of a node for use on another node: without the inputs of its call."""
     return {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
 
 
 SEGMENT = "shardc_segment"
-"""In the meta of the inputs of a joint graph, and of what it is cut into, that are segments."""
+"""The key in the meta of inputs that are segments, in a joint graph and in its halves."""
 
 WRITES = "shardc_writes"
-"""Where the meta of a node has the values that it writes into a buffer."""
+"""The key in the meta of a node for the values that the node writes into a buffer."""
 
 _ALIASES = (torch.ops.aten._unsafe_view.default,)
 
 
 def describe(node: Node, by_number: bool = False) -> str:
-    """A collective of ours in one line: buckets, kind, specs; see `Facts`."""
+    """A collective in one line: buckets, kind, specs. `Facts` explains `by_number`."""
     name, moved = getattr(node.target, "_opname", str(node.target)), moved_by(node)
     specs = " and ".join(describe_spec(each.spec) for each in moved)
     units = str([each.unit for each in moved]) if by_number else in_short(labels_of(node))
@@ -286,7 +289,7 @@ def describe(node: Node, by_number: bool = False) -> str:
 
 
 def describe_spec(spec: UnshardSpec) -> str:
-    """A bucket in one line, for the error that names what differs between ranks."""
+    """A spec in one line, for the error that names a difference between ranks."""
     shapes = " ".join("x".join(map(str, shape)) or "scalar" for shape in spec.shapes)
     dtypes = dict.fromkeys([spec.dtype, spec.compute_dtype, spec.reduction.dtype or spec.dtype])
     names = "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -316,7 +319,7 @@ def graph_modules(gm: GraphModule) -> Iterator[GraphModule]:
 
 
 def body_operands(call: Node, body: Graph) -> Iterator[tuple[Node, Node]]:
-    """Pairs (placeholder of the body, operand of the call); operands come last in the call."""
+    """Pairs (placeholder of the body, operand of the call); a call takes its operands last."""
     operands = [leaf for leaf in tree_leaves(call.args) if isinstance(leaf, Node)]
     placeholders = [node for node in body.nodes if node.op == "placeholder"]
     return zip(reversed(placeholders), reversed(operands), strict=False)

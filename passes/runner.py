@@ -1,6 +1,6 @@
-"""Runs a list of passes over a graph, or a copy of it: lint, recompile, time and dump around each.
+"""The runner of passes: it lints, times and dumps a graph after each pass, and recompiles it last.
 
-A pass owns only its rewrite. What dumps hold is in `dump`.
+A pass owns only its rewrite. `dump` states the content of dumps.
 """
 
 import logging
@@ -20,14 +20,14 @@ log = logging.getLogger("shardc.passes")
 def run_passes(
     gm: GraphModule, ctx: PassContext, passes: Sequence[Pass], done: int = 0
 ) -> GraphModule:
-    """Apply `passes` in order; what comes back is linted and recompiled.
+    """Apply `passes` in order; lint the graph after each, and recompile the result.
 
     Args:
         gm: the graph; passes may edit it.
-        ctx: the context that all of them get. A graph without a number is only tried: nothing is
-            written about it.
-        passes: what to apply.
-        done: how many passes the same graph has gone through with the same context.
+        ctx: the context of all passes. A graph without a number is the graph of a trial: no lint,
+            no dump.
+        passes: the passes, in order.
+        done: the number of passes that the graph has gone through with this context.
     """
     if ctx.number is None:
         for step in passes:
@@ -48,13 +48,13 @@ def run_passes(
 def run_on_halves(
     forward: GraphModule, backward: GraphModule, ctx: PassContext, passes: Sequence[PairPass]
 ) -> None:
-    """Apply passes over forward and backward together, which edit both, in order."""
+    """Apply, in order, passes that edit forward and backward together."""
     for step in passes:
         step(forward, backward, ctx)
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
-    """A graph of its own for passes, or Inductor, to edit."""
+    """Copy a graph, for passes or Inductor to edit."""
     copied = compat.compiled_when_called(gm, compat.copied_graph(gm.graph))
     copied.meta.update(gm.meta)
     return copied

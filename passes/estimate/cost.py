@@ -1,16 +1,16 @@
 """The cost model: seconds, FLOPs and bytes of every node, from shapes and a hardware profile.
 
-Compute is a roofline: a node takes as long as its FLOPs or its bytes need, whichever is longer (on
-CPUs, which wait for memory, as both).
-A collective is a ring: a fixed part, a latency for every step, and the bytes each rank receives
-over the bandwidth of the slowest link. Figures are plain numbers where shapes are, and sympy
-expressions where a size is symbolic, so one formula serves a hint and a table.
+Compute is a roofline: a node takes the time for its FLOPs or the time for its bytes, the longer of
+both (on CPUs, which wait for memory, their sum).
+A collective is a ring. Its seconds are a fixed part, a latency for every step, and the bytes that
+each rank receives divided by the bandwidth of the slowest link. Figures are plain numbers, or sympy
+expressions if a size is symbolic, so that one formula serves a hint and a table.
 
-Under Inductor (`fused`), elementwise values that only elementwise ops or reductions read are never
-stored: they stay in the registers of one kernel. They cost nothing themselves; the op at the end of
-such a chain reads what the chain reads. On CPUs, one that is slow and read twice is stored. That is
-a model: a kernel that could not be fused moves more. Left out: caches, and the arithmetic of
-elementwise ops other than tanh and its like.
+Under Inductor (`fused`), an elementwise value is never stored if only elementwise ops or reductions
+read it: it stays in the registers of one kernel, without traffic. The last op of such a chain reads
+the operands of the chain. On CPUs, a value that is slow to compute and has two readers is stored.
+The model is simpler than Inductor: a kernel that Inductor does not fuse moves more bytes. The model
+leaves out caches, and the arithmetic of elementwise ops other than tanh and similar ops.
 """
 
 import functools
@@ -47,7 +47,7 @@ Expr = Any
 """A number, or a sympy expression over the symbols of the graph and `WORLD`."""
 
 WORLD = sympy.Symbol("W", integer=True, positive=True)
-"""The world size, in tables over several."""
+"""The world size, in tables over several world sizes."""
 
 aten = torch.ops.aten
 _FLOPS = compat.flop_formulas()
@@ -62,15 +62,15 @@ _ROUNDS: dict[Any, int] = {
     torch.ops.shardc.all_gather.default: 1,
     torch.ops.shardc.reduce_scatter.default: 1,
 }
-"""How often a collective moves its whole around the ring."""
+"""How many times a collective moves its whole buffer around the ring."""
 
 
 def collective_seconds(nbytes: Expr, world: Expr, profile: Profile, rounds: int = 1) -> Expr:
-    """Seconds that a ring needs to bring `nbytes` (the gathered or unreduced whole) around once.
+    """Seconds to move `nbytes` (the gathered or unreduced whole) around a ring, `rounds` times.
 
     Args:
         nbytes: bytes of the whole, over all ranks.
-        world: ranks; may be `WORLD`.
+        world: the number of ranks, or `WORLD`.
         profile: the links.
         rounds: 1 for all-gather and reduce-scatter, 2 for all-reduce.
     """
@@ -94,8 +94,9 @@ def collective_seconds(nbytes: Expr, world: Expr, profile: Profile, rounds: int 
 def exchange_seconds(nbytes: Expr, world: Expr, profile: Profile) -> Expr:
     """Seconds of an all-to-all in which every rank sends `nbytes`, its own part included.
 
-    Every rank sends to all others at once, and pays `PEER` for each. A ring enters a node once,
-    over all of its network cards; here what goes to other nodes has a rank's share of them.
+    Every rank sends to all other ranks at once, and pays `PEER` for each of them. A ring enters a
+    node once, over all network cards of the node; in an all-to-all, each rank sends to other nodes
+    over its share of the cards.
     """
     inside, across, size = profile.inside, profile.across, profile.node_size
     share = min(across.bandwidth / size, inside.bandwidth)
@@ -112,19 +113,19 @@ def exchange_seconds(nbytes: Expr, world: Expr, profile: Profile) -> Expr:
 
 
 PEER = 1e-6
-"""Seconds to post a message to one rank, and the one from it: what all-to-alls of a few bytes among
-8 to 1,024 GPUs take is about that. No data sheet has it."""
+"""Seconds to post the message to one rank and the message from it. All-to-alls of a few bytes among
+8 to 1,024 GPUs take about so long for each rank. No data sheet has this figure."""
 
 
 MESSAGES_PER_BUCKET = 2
-"""A bucket is worth a message of its own where it takes this many times the fixed cost to send."""
+"""A bucket is worth a message if its bytes take so many times the fixed seconds of a message."""
 
 
 def bucket_grain(world: int, profile: Profile) -> int:
     """Bytes of the smallest bucket that a unit is split into.
 
-    Smaller buckets let the first matmul start sooner and the last reduction end sooner; each costs
-    a message.
+    With smaller buckets, the first matmul starts sooner and the last reduction ends sooner. But
+    each bucket costs a message.
     """
     fixed = collective_seconds(0, world, profile)
     slope = collective_seconds(2**30, world, profile) - fixed
@@ -132,7 +133,7 @@ def bucket_grain(world: int, profile: Profile) -> int:
 
 
 def tensor_bytes(value: Any) -> Expr:
-    """Bytes of the tensors in `value`, dense."""
+    """Bytes of the tensors in `value`, counted as dense."""
     total: Expr = 0
     for leaf in (value,) if isinstance(value, Tensor) else tree_leaves(value):
         if isinstance(leaf, Tensor):
@@ -144,7 +145,7 @@ def tensor_bytes(value: Any) -> Expr:
 
 
 WRITING_MATMULS = (torch.ops.shardc.first_matmul, torch.ops.shardc.write_matmul)
-"""Write into a buffer; the first takes the memory for it."""
+"""Matmuls that write into a buffer; `first_matmul` also allocates the buffer."""
 _MATMULS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
 
 
@@ -170,22 +171,25 @@ def node_flops(node: Node) -> Expr:
 
 
 def _grouped_matmul_flops(left: Any, right: Any, *others: Any, out_val: Any, **kwargs: Any) -> Any:
-    """FLOPs of a grouped matmul, in which rows go to one of several matrices each: torch's op or
-    that of transformers.
+    """FLOPs of a grouped matmul, by torch's op or by transformers' op.
+
+    The op multiplies each row by one of several matrices.
 
     Args:
         left: (rows, K), or (K, rows) for the gradient of the matrices.
         right: (matrices, K, N), or (rows, N).
-        others: offsets; the gradient too for a backward, which does two such products.
-        out_val: what it gives.
+        others: offsets, and in a backward the gradient; a backward computes two such products.
+        out_val: the result or results.
     """
     products = 2 if isinstance(out_val, (tuple, list)) else 1
     return products * 2 * left.numel() * right.shape[-1]
 
 
 def called(node: Node) -> tuple[Any, tuple[Any, ...]]:
-    """The op that a node calls, and its arguments; an op that is given a random state is looked
-    through."""
+    """The op that a node calls, and its arguments.
+
+    A call that saves or sets a random state counts as the random op that it contains.
+    """
     place = compat.place_of_random_op(node.target)
     if place is None:
         return node.target, node.args
@@ -194,7 +198,7 @@ def called(node: Node) -> tuple[Any, tuple[Any, ...]]:
 
 def _made(node: Node) -> Any:
     """The value or values that a node makes or writes."""
-    if compat.place_of_random_op(node.target) is not None:  # its items have values, it has none
+    if compat.place_of_random_op(node.target) is not None:  # items have values, the call has none
         return [item.meta.get("val") for item in node.users]
     return node.meta.get(WRITES, node.meta.get("val"))
 
@@ -208,11 +212,11 @@ def first_made(node: Node) -> Tensor | None:
 
 
 Registers = dict[Node, bool]
-"""Which nodes `stays_in_registers`, as far as it is known, while nobody changes their graph."""
+"""Known answers of `stays_in_registers`, valid while nobody changes the graph of the nodes."""
 
 
 def node_bytes(node: Node, fused: bool = False, known: Registers | None = None) -> Expr:
-    """Bytes of memory traffic: what a node reads and writes, and its fused producers read."""
+    """Bytes of memory traffic: a node's reads and writes, and the reads of its fused producers."""
     known = {} if known is None else known
     written = tensor_bytes(_made(node))
     if node.target in _READS_ROWS:
@@ -236,9 +240,9 @@ def node_bytes(node: Node, fused: bool = False, known: Registers | None = None) 
 
 
 def is_fusible(node: Node) -> bool:
-    """Whether Inductor makes loops of an op, which it fuses with others that it makes loops of."""
+    """Whether Inductor lowers an op to a loop, which it can fuse with other loops."""
     target, tags = node.target, getattr(node.target, "tags", ())
-    # 2.11 has no tag for reductions.
+    # torch 2.11 has no tag for reductions.
     named = any(target in ops for ops in (_REDUCTIONS, _READS_ROWS, _LOOPS, _JOINS))
     tagged = torch.Tag.pointwise in tags or getattr(torch.Tag, "reduction", None) in tags
     return (named or tagged or compat.is_random_value(node)) and product_in(node) is None
@@ -265,12 +269,12 @@ def _stays(node: Node, known: Registers) -> bool:
 
 
 def in_registers(nodes: Iterable[Node]) -> dict[Node, set[Node]]:
-    """The values that Inductor never stores, and which stored ones each is computed from.
+    """Map each value that Inductor never stores to the stored values that it is computed from.
 
-    It stores what it computes from many if several read it.
+    Inductor stores a value with several readers if it is computed from over `MOST_READ` values.
 
     Args:
-        nodes: of a graph, in its order.
+        nodes: the nodes of a graph, in order.
     """
     reads: dict[Node, set[Node]] = {}
     for node in nodes:
@@ -282,12 +286,16 @@ def in_registers(nodes: Iterable[Node]) -> dict[Node, set[Node]]:
 
 
 MOST_READ = 4
-"""From so many values what several read is computed where it is read (Inductor's
+"""The most stored values from which each of several readers computes a value anew (Inductor's
 `realize_reads_threshold`)."""
 
 
 def _is_joined_in_loop(node: Node, users: list[Node]) -> bool:
-    """Whether what is joined is computed by its readers: all is, or they are pointwise."""
+    """Whether the readers of a join compute the joined values in their loops.
+
+    If all readers are pointwise, one joined value must be pointwise. If a reduction is among the
+    readers, all joined values must be pointwise.
+    """
     computed = [is_pointwise(joined) for joined in node.all_input_nodes]
     if all(map(is_pointwise, users)):
         return any(computed)
@@ -295,21 +303,21 @@ def _is_joined_in_loop(node: Node, users: list[Node]) -> bool:
 
 
 def is_stored_for_reuse(node: Node) -> bool:
-    """Whether Inductor stores a value where several read it: on CPUs, one that is slow to compute.
+    """Whether Inductor stores a value with several readers: on CPUs, a value slow to compute.
 
-    That several do is for the caller to know.
+    The caller must know that there are several readers.
     """
     return runs_on_cpu(node) and _is_slow(node)
 
 
 def runs_on_cpu(node: Node) -> bool:
-    """Whether a node is planned for a CPU; plans for GPUs may be made on one."""
+    """Whether the plan runs a node on a CPU; a machine without GPUs may also plan for GPUs."""
     value = first_made(node)
     return value is not None and value.device.type == "cpu" and not current_profile("cpu").overlaps
 
 
 def _is_slow(node: Node) -> bool:
-    """Whether an exponential or its like is part of what computes a value in one loop."""
+    """Whether the loop that computes a value contains an exponential or a similar op."""
     todo = [node]
     while todo:
         node = todo.pop()
@@ -320,12 +328,12 @@ def _is_slow(node: Node) -> bool:
 
 
 def is_pointwise(node: Node) -> bool:
-    """Whether an op makes each value of one of each that it reads, in a loop."""
+    """Whether an op computes each element from one element of each operand, in a loop."""
     return _has_pointwise_tag(node.target) and product_in(node) is None
 
 
 def product_in(node: Node) -> Node | None:
-    """The matmul that a sum alone reads: on CPUs, Inductor makes one op of both, at the sum."""
+    """The matmul that only a sum reads: on CPUs, Inductor merges both into one op, at the sum."""
     if node.target is not aten.add.Tensor or len(node.args) != 2 or node.kwargs:
         return None
     values = [each.meta.get("val") if isinstance(each, Node) else None for each in node.args]
@@ -345,19 +353,19 @@ def _has_pointwise_tag(target: object) -> bool:
 
 
 def is_constant(node: Node) -> bool:
-    """Whether an op makes a tensor of numbers in the graph, and nothing writes to it."""
+    """Whether an op makes a constant tensor, and nothing writes to that tensor."""
     if node.target not in _CONSTANTS or node.all_input_nodes:
         return False
     return all(user.op == "output" or writes(user) is False for user in node.users)
 
 
 def is_empty(node: Node) -> bool:
-    """Whether an op only takes memory."""
+    """Whether an op only allocates memory."""
     return node.target in _EMPTY
 
 
 def is_reduction(node: Node) -> bool:
-    """Whether Inductor makes a loop of it that gives fewer values than it reads."""
+    """Whether Inductor lowers an op to a loop that reduces."""
     return node.target in _REDUCTIONS
 
 
@@ -375,10 +383,10 @@ _LOOPS: set[Any] = {
     *_CONSTANTS, aten.select_scatter.default, aten.slice_scatter.default,
     aten.constant_pad_nd.default, aten._to_copy.default,
 }  # fmt: skip
-"""Further ops that Inductor makes loops of."""
+"""Further ops that Inductor lowers to loops."""
 
 _JOINS: set[Any] = {aten.cat.default}
-"""What they are given is computed in its place in the result."""
+"""Ops whose operands are computed at their places in the result."""
 
 _TRANSCENDENTAL: set[Any] = {
     aten.tanh, aten.erf, aten.sin, aten.cos, aten.gelu, aten.gelu_backward,
@@ -393,22 +401,22 @@ _EMPTY: set[Any] = {aten.empty.memory_format, aten.empty_strided.default}
 _READS_ROWS: set[Any] = {
     aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default,
 }  # fmt: skip
-"""Of a table these read no more than they write."""
+"""Ops that read no more bytes of a table than they write."""
 
 _READ_IN_LOOPS = _JOINS | _READS_ROWS | _LOOPS
-"""Further ops that compute what they read where they read it."""
+"""Further ops that compute their operands in their own loops."""
 
 
 def node_seconds(
     node: Node, profile: Profile, fused: bool = False, known: Registers | None = None
 ) -> Expr:
-    """Seconds that a compute node takes; views take none, in registers only the arithmetic does.
+    """Seconds that a compute node takes: 0 for a view, the arithmetic for a value in registers.
 
     Args:
-        node: of a graph.
+        node: a node of a graph.
         profile: the device.
         fused: whether Inductor fuses elementwise ops.
-        known: filled and read in calls for nodes of one graph that nobody changes between them.
+        known: a cache for calls with nodes of one graph; valid while nobody changes the graph.
     """
     known = {} if known is None else known
     if node.op != "call_function" or is_view(node) or is_empty(node):
@@ -435,16 +443,16 @@ def node_seconds(
 
 
 def _is_causal(node: Node) -> bool:
-    """Whether an attention skips what comes later; those that cannot be asked do."""
+    """Whether an attention skips later positions; an op without the argument counts as causal."""
     target, args = called(node)
     return compat.argument_of(target, args, node.kwargs, "is_causal") is not False
 
 
 def among_copies(profile: Profile, shards: int) -> Profile:
-    """`profile` as the ranks see it that hold the same segment of several copies of a model.
+    """The profile of a group of ranks that hold one segment of several copies of a model.
 
-    Each copy has `shards` ranks. Of a node that is as large as a copy, or smaller, one rank is in
-    such a group, and all groups of a node share its network cards.
+    Each copy has `shards` ranks. A node with `shards` ranks or fewer has one rank in such a group.
+    All groups of a node share its network cards.
     """
     together = max(1, profile.node_size // shards)
     share = profile.across.bandwidth * together / profile.node_size
@@ -465,9 +473,10 @@ def _profile_of(node: Node, profile: Profile) -> Profile:
 
 
 def transfer_seconds(node: Node, world: Expr, profile: Profile) -> Expr:
-    """Seconds that a collective occupies the wire, after its input has come from the host.
+    """Seconds of a collective on the wire, and of the copy of its segment from the host before.
 
-    Of a gather in steps, those across nodes; `following_seconds` are inside of them.
+    For a gather in steps, only the step across nodes counts; `following_seconds` gives the step
+    inside nodes.
     """
     profile = _profile_of(node, profile)
     if node.target is IN_STEPS:
@@ -486,7 +495,7 @@ def transfer_seconds(node: Node, world: Expr, profile: Profile) -> Expr:
 
 
 def _from_host(node: Node, profile: Profile) -> Expr:
-    """Seconds for a gather's segment to come from the host; 0 where it is on the device."""
+    """Seconds to copy a gather's segment from the host; 0 if the segment is on the device."""
     if not profile.host_bandwidth or all(moved.spec.device is None for moved in moved_by(node)):
         return 0
     segment = node.args[0]
@@ -494,25 +503,24 @@ def _from_host(node: Node, profile: Profile) -> Expr:
 
 
 def copy_bytes(node: Node) -> Expr:
-    """Bytes of a copy to the host or back: of a value, or of an optimizer's state."""
+    """Bytes that a copy to or from the host moves: a value, or an optimizer's state."""
     return state_bytes(node) if moves_state(node) else tensor_bytes(node.meta.get("val"))
 
 
 def host_seconds(nbytes: Expr, profile: Profile) -> Expr:
-    """Seconds that `nbytes` take between the device and pinned memory of the host."""
+    """Seconds to copy `nbytes` between the device and pinned memory of the host."""
     return nbytes / profile.host_bandwidth
 
 
 def following_seconds(node: Node, profile: Profile) -> Expr:
-    """Seconds that a gather in steps takes inside of nodes; 0 for other collectives."""
+    """Seconds that a gather in steps takes inside nodes; 0 for other collectives."""
     if node.target is not IN_STEPS:
         return 0
     return collective_seconds(transfer_bytes(node), node.args[5], profile)
 
 
 def fixed_seconds(node: Node, world: int, profile: Profile) -> float:
-    """The part of `transfer_seconds` that does not depend on what is sent; among a known number of
-    ranks."""
+    """The part of `transfer_seconds` that does not depend on the bytes; `world` is a number."""
     profile = _profile_of(node, profile)
     if node.target is c10d.all_to_all_single.default:
         return float(exchange_seconds(0, world, profile))
@@ -520,9 +528,10 @@ def fixed_seconds(node: Node, world: int, profile: Profile) -> float:
 
 
 def rows_seconds(nbytes: Expr, ranks: int, profile: Profile, back: bool) -> Expr:
-    """Seconds that it takes to fetch rows of a table; `back`: to return their gradients.
+    """Seconds to fetch rows of a table; with `back`, to return the gradients of rows.
 
-    Three messages say which rows are wanted, deal out the segments, and bring rows; two return.
+    A fetch has three messages: they ask for rows, deal out the segments, and bring the rows. A
+    return has two.
     """
     seconds = exchange_seconds(nbytes, ranks, profile)
     empty = exchange_seconds(0, ranks, profile)
@@ -530,7 +539,7 @@ def rows_seconds(nbytes: Expr, ranks: int, profile: Profile, back: bool) -> Expr
 
 
 READ_BY_HOST = 5e-5
-"""Seconds for the host to read how many rows are fetched, and to go on."""
+"""Seconds for the host to read the number of fetched rows, and to continue."""
 
 
 def rows_bytes(
@@ -539,8 +548,8 @@ def rows_bytes(
     """Bytes that every rank sends to fetch `count` rows of a table, or to return gradients.
 
     Args:
-        rows, width: of the table.
-        dtype: in which rows, or their gradients, are sent.
+        rows, width: the shape of the table.
+        dtype: the dtype of rows, or of their gradients, on the wire.
     """
     dealt = -(-rows // ranks)
     return (dealt + _shorter(count, rows)) * width * dtype.itemsize + (0 if back else rows)
@@ -575,7 +584,7 @@ def whole_seconds(spec: UnshardSpec, profile: Profile) -> float:
 
 
 def transfer_bytes(node: Node) -> Expr:
-    """Bytes of the whole that a collective moves: gathered, before it is reduced, or sent."""
+    """Bytes of the whole that a collective moves: gathered, not yet reduced, or sent."""
     if node.target in (FETCH, RETURN):
         return _rows_sent(node)
     gathered = tensor_bytes(node.meta.get("val"))
@@ -584,7 +593,7 @@ def transfer_bytes(node: Node) -> Expr:
 
 
 UNKNOWN = 1
-"""What a size counts as that depends on data: no trace shows a value for it."""
+"""The value of a size that depends on data: no trace has a value for such a size."""
 
 
 def symbol_hints(gm: GraphModule) -> dict[Any, int]:
@@ -599,7 +608,7 @@ def symbol_hints(gm: GraphModule) -> dict[Any, int]:
 
 
 def evaluate(expr: Expr, values: Mapping[Any, float]) -> float:
-    """A figure as a number, its symbols replaced by `values`."""
+    """A figure as a number, with its symbols replaced by `values`."""
     if not isinstance(expr, sympy.Expr):
         return float(expr)
     return float(expr.subs({symbol: values.get(symbol, UNKNOWN) for symbol in expr.free_symbols}))

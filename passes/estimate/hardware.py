@@ -1,9 +1,9 @@
-"""Hardware profiles: the few numbers that the cost model needs of a device and its links, as data.
+"""Hardware profiles: the figures of a device and its links that the cost model uses, as data.
 
-Peaks are the vendors' (dense, no sparsity); what a real matmul or copy reaches of them is
-`matmul_efficiency` and `memory_efficiency`. Link bandwidth is what one rank receives in a ring
-(NCCL's "bus bandwidth"): across nodes all network cards of a node carry one ring together. Host
-links are PCIe x16, generation 4 on A100, else 5, at 80% of nominal.
+Peaks are the vendors' (dense, no sparsity). A real matmul or copy reaches a share of a peak:
+`matmul_efficiency`, `memory_efficiency`. Link bandwidth is the rate at which one rank receives in a
+ring (NCCL's "bus bandwidth"): across nodes, all network cards of a node carry one ring together.
+Host links are PCIe x16, generation 4 on A100, else 5, at 80% of nominal.
 `calibrate` replaces these figures by measured ones.
 """
 
@@ -25,7 +25,7 @@ from shardc.runtime.groups.devices import board_of, device_named
 
 @dataclass(frozen=True)
 class Link:
-    """The cost of one step of a ring: `latency` in s a step, `bandwidth` in bytes/s."""
+    """The cost of one step of a ring: `latency` in seconds, `bandwidth` in bytes/s."""
 
     latency: float
     bandwidth: float
@@ -36,25 +36,25 @@ class Profile:
     """One device type and its links.
 
     Attributes:
-        name: what `get_profile` and options call it.
-        source: where the figures come from.
+        name: the name for `get_profile` and for options.
+        source: the source of the figures.
         flops: peak FLOP/s of matmuls by dtype name; other dtypes count as float32.
         memory_bandwidth: peak bytes/s of the device's memory.
         memory: bytes of the device's memory.
         node_size: ranks that `inside` connects.
         inside: the link within a node.
         across: the link between nodes.
-        overhead: seconds every kernel costs at least.
-        message: seconds every collective costs beside its steps.
-        matmul_efficiency, memory_efficiency: the share of the peak that is reached.
-        transcendental: elements/s of tanh and its like, whose arithmetic a CPU feels.
+        overhead: seconds that every kernel costs at least.
+        message: seconds that every collective costs beside its steps.
+        matmul_efficiency, memory_efficiency: the share of the peak that real kernels reach.
+        transcendental: elements/s of tanh and similar ops, which are slow on CPUs.
         overlaps: whether a kernel loads and stores while it computes; if not, the times add up.
-        attention_efficiency: the share of a matmul's rate that fused causal attention reaches, if
-            the FLOPs that it skips count; half of that where it skips none.
-        host_bandwidth: bytes/s of a copy from pinned memory of the host; 0 where that is the
-            device's own.
-        workspace: bytes that the matmul library has for each thread that computes.
-        board: part of the name that torch has for GPUs of this profile; "": for none by default.
+        attention_efficiency: the share of a matmul's rate that fused causal attention reaches, with
+            skipped FLOPs counted as done; attention that skips no FLOPs reaches half of that.
+        host_bandwidth: bytes/s of a copy from pinned memory of the host; 0 if host and device share
+            one memory.
+        workspace: bytes of the matmul library's workspace for each computing thread.
+        board: part of torch's name for the GPUs with this profile; "": no GPU has it by default.
     """
 
     name: str
@@ -77,11 +77,11 @@ class Profile:
     board: str = ""
 
     def peak(self, dtype: torch.dtype) -> float:
-        """FLOP/s of a matmul in `dtype`, as reached."""
+        """FLOP/s that a real matmul in `dtype` reaches."""
         return self.matmul_efficiency * self.rate(str(dtype).removeprefix("torch."))
 
     def rate(self, dtype: str) -> float:
-        """FLOP/s of a matmul in `dtype`, nominal; float32 is TF32 where the program allows that."""
+        """Nominal FLOP/s of a matmul in `dtype`; float32 is TF32 if the program allows TF32."""
         table = dict(self.flops)
         allowed = torch.get_float32_matmul_precision() != "highest"  # which is the default
         full = table["tf32"] if allowed and "tf32" in table else table["float32"]
@@ -89,7 +89,7 @@ class Profile:
 
 
 _NVLINK_STEP, _NETWORK_STEP = 3.4e-6, 14e-6
-"""Seconds a step of a ring with the Simple protocol takes (NCCL, src/graph/tuning.cc, hwLat)."""
+"""Seconds of a step of a ring with the Simple protocol (NCCL, src/graph/tuning.cc, hwLat)."""
 
 _GB = 1e9
 
@@ -98,9 +98,12 @@ def _nvidia(
     name: str, source: str, bf16: float, tf32: float, fp32: float, bandwidth: float, memory: float,
     nvlink: float, network: float, host: float, workspace: int = 8_519_680,
 ) -> list[Profile]:  # fmt: skip
-    """A board's two profiles: `nvlink` and `network` in GB/s a rank receives in a ring, `host` in
-    GB/s of a copy from pinned memory, `workspace` in bytes as torch sets it for cuBLAS
-    (aten/src/ATen/cuda/CublasHandlePool.cpp; more on compute capability 9.0)."""
+    """The two profiles of a board.
+
+    `nvlink` and `network` are GB/s that a rank receives in a ring, `host` is GB/s of a copy from
+    pinned memory. `workspace` is the number of bytes that torch sets for cuBLAS
+    (aten/src/ATen/cuda/CublasHandlePool.cpp; more on compute capability 9.0).
+    """
     flops = (("bfloat16", bf16), ("float16", bf16), ("float32", fp32), ("tf32", tf32))
     node = Profile(
         f"{name}-nvlink", source, flops, bandwidth, memory, 8,
@@ -141,10 +144,10 @@ _chosen: list[Profile] = []
 
 @checked
 def get_profile(name: str) -> Profile:
-    """The profile of that name.
+    """The profile with the name `name`.
 
     Raises:
-        ValueError: no such profile; the message lists them.
+        ValueError: no profile has this name; the message lists the known names.
     """
     if name not in PROFILES:
         raise ValueError(f"unknown profile '{name}' (known: {', '.join(PROFILES)})")
@@ -153,17 +156,19 @@ def get_profile(name: str) -> Profile:
 
 @checked
 def set_profile(profile: Profile | str | None) -> None:
-    """Plan with `profile` from now on, on every rank the same; None: by the device's name.
+    """Plan with `profile` from now on; None: the device's name selects the profile.
+
+    All ranks must set the same profile.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: `profile` is neither a profile nor the name of one.
     """
     _chosen[:] = [] if profile is None else [as_profile(profile)]
 
 
 @contextmanager
 def planning_for(profile: Profile) -> Iterator[None]:
-    """Plan with `profile` for a while."""
+    """Plan with `profile` inside the `with` block."""
     before = list(_chosen)
     set_profile(profile)
     try:
@@ -173,7 +178,7 @@ def planning_for(profile: Profile) -> Iterator[None]:
 
 
 def as_profile(profile: Profile | str) -> Profile:
-    """A profile, or the one of that name. Raises ValueError for an unknown name."""
+    """Look up a profile that is given by name. Raises ValueError for an unknown name."""
     return get_profile(profile) if isinstance(profile, str) else profile
 
 
@@ -181,7 +186,7 @@ def current_profile(device_type: str) -> Profile:
     """The profile that `set_profile` or `calibrate` set, else the profile of this device.
 
     Raises:
-        NotImplementedError: nothing is known of such devices.
+        NotImplementedError: `device_type` has no entry in the table of devices.
     """
     if _chosen:
         return _chosen[0]
@@ -191,12 +196,12 @@ def current_profile(device_type: str) -> Profile:
 
 
 def workspace_bytes(profile: Profile) -> int:
-    """Bytes that the matmul library keeps: the forward's thread computes, and autograd's."""
+    """Bytes that the matmul library keeps, for the forward's thread and for autograd's thread."""
     return 2 * profile.workspace if compat.keeps_workspaces() else 0
 
 
 def matmul_bytes(profile: Profile) -> int:
-    """Bytes that each matmul takes for as long as it is queued, where no workspace is kept."""
+    """Bytes that each queued matmul takes; 0 if the matmul library keeps its workspaces."""
     return 0 if compat.keeps_workspaces() else profile.workspace
 
 
@@ -205,26 +210,28 @@ Budget = Annotated[int | float | str, Must(_AMOUNT.format("device"))]
 
 
 def budget_bytes(budget: Budget, profile: Profile) -> int:
-    """A memory budget in bytes: a count, a text as "70GB" or "0.9", a fraction of `profile.memory`.
+    """Convert a memory budget to bytes.
+
+    A budget is a count, a text such as "70GB" or "0.9", or a fraction of `profile.memory`.
 
     Raises:
-        ValueError: none of these.
+        ValueError: `budget` has none of these forms.
     """
     return _bytes(budget, profile.memory, f"memory_budget must be {_AMOUNT.format('device')}")
 
 
 def host_bytes(amount: Budget) -> int:
-    """An amount of the host's memory in bytes: as `budget_bytes`, with a fraction that is one of
-    this rank's share of the memory that the machine, or the container, has.
+    """Convert an amount of the host's memory to bytes, in the forms of `budget_bytes`.
 
-    The share has two digits, so that machines of a kind have the same: what is compiled hangs on
-    it.
+    A fraction is taken of this rank's share of the memory of the machine or container. The share is
+    rounded down to two digits, so that similar machines have equal shares: compiled code depends on
+    the share.
 
     Raises:
-        ValueError: none of these.
+        ValueError: `amount` has none of these forms.
     """
     whole = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    with suppress(OSError, ValueError):  # no limit
+    with suppress(OSError, ValueError):  # no such file, or "max"
         whole = min(whole, float(_CONTAINER.read_text()))
     share = whole / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     digit = 10 ** (int(math.log10(share)) - 1)

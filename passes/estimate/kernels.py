@@ -1,9 +1,9 @@
-"""A model of Inductor's fusion: which ops share a kernel, and so when values are made and read.
+"""A model of Inductor's fusion: it assigns ops to kernels, and so places reads and writes.
 
-An op that can be fused joins the kernel of an earlier one that reads the same, or makes what it
-reads, where all else that it reads is there by then but for one op. The kernel runs where its first
-value must be in memory, and that op before: its results are there from then on, and what it reads
-until then. That is a model: Inductor weighs what a fusion saves.
+A fusible op joins an earlier kernel that reads or makes one of its operands. The other operands
+must be computed before that kernel; one op at most may move up before it. A kernel runs where its
+first value must be in memory: results are live from there on, operands until there. Inductor also
+weighs the memory traffic that a fusion saves; the model does not.
 """
 
 import itertools
@@ -34,7 +34,7 @@ from shardc.passes.nodes import WRITES, is_transfer, is_view, is_wait, reach, re
 from shardc.runtime import compat
 
 _FAR = 64
-"""Stored values between two ops that Inductor does not fuse (`can_fusion_increase_peak_memory`)."""
+"""Inductor fuses no ops with so many stored values between (`can_fusion_increase_peak_memory`)."""
 
 Places = dict[Node, tuple[int, int]]
 """For every node, the indices of the first and the last kernel that computes it."""
@@ -45,11 +45,11 @@ class _Kernel:
     """One kernel.
 
     Attributes:
-        place: where it runs, an index of a node.
-        number: how many stored values came before that.
-        size: how many elements its loops go over.
+        place: the index of the node at which it runs.
+        number: the count of stored values up to its first value.
+        size: the number of elements that its loops go over.
         touched: the stored values that it reads or makes.
-        made: what it makes.
+        made: the values that it makes.
     """
 
     place: int
@@ -62,19 +62,19 @@ class _Kernel:
 def places_of_kernels(
     nodes: Sequence[Node], hints: Mapping[Any, float], in_order: bool = False
 ) -> Places:
-    """Where every node is computed: in registers, in each kernel that reads it; others once.
+    """Place each node: a value in registers in all kernels that read it, other nodes in one.
 
     Args:
-        nodes: of a graph, in its order.
+        nodes: the nodes of a graph, in order.
         hints: the values of symbolic sizes.
-        in_order: kernels on CPUs stay between the matmuls that they are between.
+        in_order: whether a kernel on a CPU keeps its place between two matmuls.
     """
     stretch = list(itertools.accumulate(in_order and keeps_kernels(node) for node in nodes))
     index = {node: number for number, node in enumerate(nodes)}
     registers = in_registers(nodes)
     places: Places = {node: (at, at) for node, at in index.items()}
     places |= {product: places[node] for node, product in sums_of_products(nodes).items()}
-    kernels: dict[Node, list[_Kernel]] = {}  # those that touch a stored value
+    kernels: dict[Node, list[_Kernel]] = {}  # by stored value, the kernels that touch it
     made = 0
     for node in nodes:
         if not _is_loop(node) or node in registers:
@@ -103,7 +103,7 @@ def places_of_kernels(
 
 
 def sums_of_products(nodes: Sequence[Node]) -> dict[Node, Node]:
-    """The sums that are computed together with a matmul, and which that is."""
+    """Map each sum that Inductor computes together with a matmul to that matmul."""
     return {node: found for node in nodes if (found := product_in(node)) is not None}
 
 
@@ -114,12 +114,14 @@ def _move_to_only_reader(
     places: Places,
     stretch: Sequence[int],
 ) -> None:
-    """Sink a value with one reading kernel into that kernel, if it is only stored for reuse: a
-    store would save nothing. The kernel reads the operands of the value anyway."""
+    """Sink a value that is stored for reuse into its reader's kernel, if only one kernel reads it.
+
+    A store would save nothing. The kernel must read the operands of the value anyway.
+    """
     for node in reversed(nodes):
         if not _is_loop(node) or node in registers or not is_stored_for_reuse(node):
             continue
-        if compat.is_stored_at_once(node):  # for what it is made of to be freed
+        if compat.is_stored_at_once(node):  # so that its operands are freed
             continue
         where = {places.get(reader) for reader in readers_of(node)}
         for kernel in kernels.get(node, ()):
@@ -130,8 +132,10 @@ def _move_to_only_reader(
 
 
 def _stored_at(node: Node, index: Mapping[Node, int]) -> int:
-    """Where a kernel is written: Inductor puts off an elementwise value that one op reads, until it
-    must be in memory."""
+    """The index of the node at which a kernel for `node` runs.
+
+    Inductor delays an elementwise value with a single reader until right before that reader.
+    """
     several = len(node.users) > 1 and not all(map(is_view, node.users))
     if is_reduction(node) or _is_stored_where_made(node) or several:
         return index[node]
@@ -144,22 +148,21 @@ def _is_stored_where_made(node: Node) -> bool:
 
 
 def is_only_read_inside(node: Node, places: Places) -> bool:
-    """Whether one kernel computes a value and all that read it: then it need not be stored."""
+    """Whether the kernel of a value also computes all readers: then no store is needed."""
     readers = list(readers_of(node))
     together = all(places.get(reader) == places[node] for reader in readers)
     return bool(readers) and together and _is_loop(node)
 
 
 def ends_of_calls(nodes: Sequence[Node], places: Places) -> dict[int, int]:
-    """For every kernel on a CPU, by its place, the last place before its call returns.
+    """By the place of a kernel on a CPU, the last place before the kernel's call returns.
 
-    Inductor calls all kernels at once that follow each other with nothing but views and empty
-    tensors between them. It allocates all that they write before the call, and frees all that they
-    read after it.
+    Inductor puts consecutive kernels into one call, with only views and empty tensors between them.
+    It allocates all results of the kernels before the call, and frees all operands after the call.
 
     Args:
-        nodes: of a graph, in its order.
-        places: where each is computed.
+        nodes: the nodes of a graph, in order.
+        places: from `places_of_kernels`.
     """
     registers = in_registers(nodes)
     loops = {n for n in nodes if _is_loop(n) and n not in registers and runs_on_cpu(n)}
@@ -175,13 +178,15 @@ def ends_of_calls(nodes: Sequence[Node], places: Places) -> dict[int, int]:
 
 
 def keeps_kernels(node: Node) -> bool:
-    """Whether kernels that are in order stay before or after a node: on CPUs, what is called as it
-    is, collectives left out."""
+    """Whether kernels in order stay on their side of a node: on CPUs, an op that is no loop.
+
+    Transfers and waits do not count.
+    """
     return _ends_call(node) and runs_on_cpu(node) and not is_transfer(node) and not is_wait(node)
 
 
 def _ends_call(node: Node) -> bool:
-    """Whether a node runs code of its own: kernels before and after it are two calls."""
+    """Whether a node runs code of its own, so that kernels before and after it are two calls."""
     if node.op != "call_function" or _is_loop(node) or is_view(node) or is_empty(node):
         return False
     return first_made(node) is not None
@@ -193,16 +198,17 @@ def written_in_place(
     last: Mapping[Node, int],
     calls: Mapping[str, int],
 ) -> dict[Node, Node]:
-    """The values that elementwise ops write over one that they read, and which that is.
+    """Map each value that an elementwise op writes in place to the operand that it overwrites.
 
-    It is stored, of the same size, and nothing else reads it then or later, but for what that value
-    is computed from. A call writes over what it makes itself, not over what it is given.
+    The operand is stored, has the size of the value, and no later kernel reads it. In the same
+    kernel, the value is computed from all other readers of the operand. A call overwrites only its
+    own values, not its operands.
 
     Args:
-        nodes: of a graph, in its order.
-        places: where each is computed.
-        last: the index of the last kernel that reads a storage, by the node that made it.
-        calls: which call of a folded body nodes lie in, by name; others are outside of calls.
+        nodes: the nodes of a graph, in order.
+        places: from `places_of_kernels`.
+        last: by the node that made a storage, the place of the last kernel that reads the storage.
+        calls: by name of a node, the call of a folded body that contains it; absent outside calls.
     """
     registers = in_registers(nodes)
     read: dict[tuple[Node, int], list[Node]] = {}
@@ -222,7 +228,7 @@ def written_in_place(
 
 
 def _come_before(others: Collection[Node], node: Node, place: int, places: Places) -> bool:
-    """Whether a value of the kernel at `place` is computed from all `others` of it."""
+    """Whether the kernel at `place` computes `node` from all of its values `others`."""
     if not others:
         return True
 
@@ -238,7 +244,7 @@ def _is_made_here(node: Node) -> bool:
 
 
 def _is_alike(source: Node, node: Node) -> bool:
-    """Whether two values lie in memory alike, and none of the views between them turns it."""
+    """Whether two values have one layout in memory, and no view of `source` changes the layout."""
     a, b = source.meta.get("val"), node.meta.get("val")
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.dtype != b.dtype:
         return False
@@ -252,7 +258,7 @@ _FLAT = {torch.ops.aten.view, torch.ops.aten._unsafe_view, torch.ops.aten.reshap
 
 
 def _join(kernels: list[_Kernel], stored: set[Node], places: Places) -> _Kernel | None:
-    """The first of `kernels` that can read `stored`; what it reads moves to before it."""
+    """Return the first of `kernels` that can read `stored`, and move late operands to its place."""
     for kernel in kernels:
         late = _computed_after(kernel, stored, places)
         if late is not None:
@@ -262,10 +268,10 @@ def _join(kernels: list[_Kernel], stored: set[Node], places: Places) -> _Kernel 
 
 
 def _computed_after(kernel: _Kernel, stored: set[Node], places: Places) -> set[Node] | None:
-    """The nodes that must be computed sooner for `kernel` to read `stored`: at most one op, and
-    views.
+    """The nodes that must move up for `kernel` to read `stored`: at most one op, and views.
 
-    None where that is not enough, or the kernel would come before itself or a collective.
+    None if more ops would have to move, or if `stored` depends on the kernel or on a later transfer
+    or wait.
     """
     late, todo = set[Node](), list(stored - kernel.made)
     while todo:
@@ -284,7 +290,7 @@ def _is_loop(node: Node) -> bool:
 
 
 def _is_alone(node: Node) -> bool:
-    """Whether a kernel joins no other: on CPUs, that of a sum of rows (the gradient of a bias)."""
+    """Whether the kernel of a node joins no other: on CPUs, a sum of rows (a bias's gradient)."""
     if not is_reduction(node) or len(node.args) < 2 or not runs_on_cpu(node):
         return False
     value, dims = node.all_input_nodes[0].meta.get("val"), node.args[1]
@@ -299,8 +305,10 @@ def _is_alone(node: Node) -> bool:
 
 
 def _is_computed_twice(operand: Node, node: Node, index: Mapping[Node, int]) -> bool:
-    """Whether `node` computes an operand anew that is stored for others: it comes before the first
-    of them that needs it stored."""
+    """Whether `node` computes anew an operand that is stored later, for another reader.
+
+    The first reader that needs the operand in memory comes after `node`.
+    """
     if not _is_loop(operand) or is_reduction(operand) or _is_stored_where_made(operand):
         return False
     readers = (reader for reader in readers_of(operand) if reader in index)
@@ -311,9 +319,9 @@ def _is_computed_twice(operand: Node, node: Node, index: Mapping[Node, int]) -> 
 def _read_by(
     node: Node, registers: Collection[Node], index: Mapping[Node, int]
 ) -> tuple[set[Node], set[Node]]:
-    """The stored values that a kernel for `node` reads, and what it computes without storing it.
+    """The stored values that a kernel for `node` reads, and the values that it keeps in registers.
 
-    With `index`, the places of all nodes, it computes anew what is stored only later.
+    With `index`, the places of all nodes, the kernel computes anew operands that are stored later.
     """
     stored, computed = set[Node](), set[Node]()
     todo = list(sources_of(node))
@@ -331,6 +339,9 @@ def _read_by(
 
 
 def _elements(node: Node, hints: Mapping[Any, float]) -> float:
-    """How many elements a node has; loops go over as many as the largest that they touch has."""
+    """The number of elements of a node's largest tensor.
+
+    The loops of a kernel go over the elements of the largest tensor that they touch.
+    """
     values = (leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor))
     return max((evaluate(tensor_bytes(v), hints) / v.element_size() for v in values), default=0)

@@ -1,1 +1,1 @@
-"""Blocks that repeat: traced once before AOT autograd, compiled once by Inductor."""
+"""Repeated blocks: one trace before AOT autograd, one compile by Inductor."""

@@ -1,16 +1,16 @@
-"""Forward and backward graphs: what repeats from block to block becomes one body, called often.
+"""Forward and backward graphs: repeated stretches of compute become calls of one body.
 
     before:  wait0; a0; b0; c0; ag2; wait1; a1; b1; c1; ag3; wait2; a2; b2; c2
     after:   wait0; call(body, wait0); ag2; wait1; call(body, wait1); ag3; wait2; ...
 
-Inductor compiles a body once, so the time it takes stops growing with the number of blocks. It is
-the very last pass: collectives stay where they were planned, outside of bodies, and so prefetch
-across the border of a block is what it was. The trace does not depend on it: it needs no changes
-to the model, and a graph without repeats stays as it is.
+Inductor compiles a body once, so compile time does not grow with the number of blocks. The pass is
+the very last: collectives keep their planned places, outside of bodies, and prefetch crosses the
+borders of blocks as before. The trace does not depend on the pass: a model needs no changes, and a
+graph without repeats stays as it is.
 
-The price: no kernel is fused across the border of a call, so what would be one kernel is brought
-between the same collectives before (`near_readers`). What a call gives is memory of its own; views
-are taken anew outside, because the compiler does not see that a call's result aliases.
+The price: Inductor fuses no kernel across the border of a call. Therefore `near_readers` first
+moves the ops of one kernel between the same collectives. The results of a call have storages of
+their own. Views of them are taken outside, because the compiler sees no aliases of such results.
 """
 
 import itertools
@@ -36,7 +36,7 @@ aten, INVOKE = torch.ops.aten, torch.ops.higher_order.invoke_subgraph
 
 @contract(needs="scheduled labels")
 def fold_repeats(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """A copy of `gm` in which stretches that repeat are calls; `gm` itself where none do."""
+    """A copy of `gm` in which repeated stretches are calls; `gm` itself if none repeat."""
     folded = _moved(gm, ctx)
     groups = find_repeats(folded)
     twins: dict[Node, Node] = {}
@@ -54,9 +54,9 @@ def fold_repeats(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def calls_of(gm: GraphModule, ctx: PassContext) -> dict[str, int]:
-    """The number of the call that each node of `gm` comes to lie in, by its name.
+    """By name of a node of `gm`, the number of the call that will contain the node.
 
-    Nodes outside of calls have none.
+    Nodes outside of calls are absent.
     """
     if ctx.options is None or not ctx.options.folds:
         return {}
@@ -65,7 +65,7 @@ def calls_of(gm: GraphModule, ctx: PassContext) -> dict[str, int]:
 
 
 def _moved(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """A copy of `gm` in which ops lie near what reads them."""
+    """A copy of `gm` in which ops lie near their readers."""
     moved = copy_graph(gm)
     recomputes = bool(ctx.kept.recomputed) or any(map(is_checkpointed, moved.graph.nodes))
     move_near_readers(
@@ -78,11 +78,12 @@ def _moved(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _store_what_calls_read(graph: Graph) -> None:
-    """Mark the operands of calls to be stored where they are computed.
+    """Mark the operands of calls: Inductor stores them where they are computed.
 
-    A call needs it in memory, but the blocks before and after the repeated ones would compute it
-    themselves (the sines of rotary embeddings): their kernels would be others than the body's, and
-    what it is made of would be held until the first call, which the plan of memory does not know.
+    A call needs its operands in memory. Without the mark, the blocks before and after the repeated
+    ones compute such an operand themselves (the sines of rotary embeddings). Then their kernels
+    differ from the body's. The inputs of the operand also stay live until the first call, and the
+    plan of memory does not know of that.
     """
     for call in graph.find_nodes(op="call_function", target=INVOKE):
         for operand in sources_of(call):
@@ -93,7 +94,7 @@ def _store_what_calls_read(graph: Graph) -> None:
 def make_body(stretch: Stretch, twins: Mapping[Node, Node]) -> GraphModule:
     """A stretch as a graph of its own: operands in, results out.
 
-    `twins` are what stands in the place of nodes of stretches that are calls already.
+    `twins` gives the replacement of each node in a stretch that is a call already.
     """
     graph = Graph()
     inner: dict[Node, Node] = {}
@@ -102,7 +103,7 @@ def make_body(stretch: Stretch, twins: Mapping[Node, Node]) -> GraphModule:
         placeholder.meta = {"val": operand.meta["val"]}
     for node in stretch.body:
         inner[node] = graph.node_copy(node, inner.__getitem__)
-        if node.target is aten.view.default:  # as Inductor does outside: it chooses strides anew
+        if node.target is aten.view.default:  # as Inductor does outside: it chooses new strides
             inner[node].target = aten.reshape.default
     graph.output(tuple(inner[result] for result in stretch.results))
     body = GraphModule({}, graph)
@@ -113,7 +114,7 @@ def make_body(stretch: Stretch, twins: Mapping[Node, Node]) -> GraphModule:
 def _call(
     graph: Graph, stretch: Stretch, body: Node, twins: Mapping[Node, Node]
 ) -> dict[Node, Node]:
-    """A call of `body` in the place of `stretch`; what stands in the place of what is read."""
+    """Replace `stretch` by a call of `body`; return the replacement of each node with readers."""
     operands = [twins.get(operand, operand) for operand in stretch.operands]
     inside, own = set(stretch.nodes), dict[Node, Node]()
     with graph.inserting_after(stretch.nodes[-1]):

@@ -1,19 +1,19 @@
-"""Graphs that are folded: what would be one kernel comes to lie between the same collectives.
+"""Graphs to fold: ops that would share a kernel move between the same two collectives.
 
     before:  mm0; add; norm; wait1; scale(norm, w1); mm1
     after:   mm0; wait1; add; norm; scale(norm, w1); mm1
 
-Inductor fuses elementwise ops and reductions wherever they lie, but not across the border of a
-call, and calls end at collectives. So such an op comes down to the first that it could be fused
-with, and ops that read the same in the same size go up to where that is read first. Collectives,
-matmuls and all else that Inductor does not fuse stay where they are.
+Inductor fuses elementwise ops and reductions at any distance, but not across the border of a call,
+and calls end at collectives. So such an op moves down to the first reader that it could be fused
+with. Ops that read a value in the same size as an earlier op move up to that op. Collectives,
+matmuls and other ops that Inductor does not fuse keep their places.
 
-Constants are made between any collectives that read them. What else stays in registers is computed
-between each that read it, on request: a call would store it for the next one, as what a checkpoint
-or a memory budget has computed again.
+Each run between two collectives makes the constants that it reads. On request, each run also
+computes the other values in registers that it reads: otherwise a call would store such a value for
+the next call. A checkpoint and a memory budget recompute such values.
 
-What an op reads is held until its new place, what goes up is there earlier: as it would be if the
-graph were not folded. No op goes further than `FURTHEST`.
+An op that moves down keeps its operands live until its new place. An op that moves up is live
+earlier. Both would be so without folding. No op moves further than `FURTHEST`.
 """
 
 import math
@@ -48,7 +48,7 @@ from shardc.passes.nodes import (
 from shardc.passes.schedule.reorder import reorder
 
 FURTHEST = 4
-"""How many places an op may go: past two borders with a run between them."""
+"""The most places that an op may move: past two borders and the run between them."""
 
 
 def move_near_readers(
@@ -60,9 +60,9 @@ def move_near_readers(
     """Reorder `gm`; runs of nodes that are not `is_foldable` are the borders of calls.
 
     Args:
-        anew: compute what stays in registers in each run that reads it. Blocks whose runs read
-            other values then are no longer equal.
-        in_order: kernels on CPUs stay between the matmuls that they are between.
+        anew: whether each run computes the values in registers that it reads. Blocks with runs that
+            read different values are then no longer equal.
+        in_order: whether a kernel on a CPU keeps its place between two matmuls.
     """
     places = _near_readers(gm, is_foldable, in_order)
     places.repeat_constants()
@@ -75,15 +75,17 @@ def move_near_readers(
 def smaller_than_held(
     gm: GraphModule, is_foldable: Callable[[Node], bool], in_order: bool = False
 ) -> list[Node]:
-    """The values in registers that a later run reads, where more would be held to compute them
-    there than they take. The arguments are those of `move_near_readers`."""
+    """The values in registers that a later run reads, if it would hold larger operands for them.
+
+    `move_near_readers` has the same arguments.
+    """
     return _near_readers(gm, is_foldable, in_order).smaller_than_held()
 
 
 def _near_readers(
     gm: GraphModule, is_foldable: Callable[[Node], bool], in_order: bool
 ) -> "_Places":
-    """The place of each op near what reads it; `gm` stays as it is."""
+    """Place each op near its readers; `gm` stays as it is."""
     places = _Places(gm, is_foldable)
     if in_order:
         places.keep_between_calls()
@@ -95,11 +97,11 @@ def _near_readers(
 
 
 class _Places:
-    """Where each node is: runs of compute have even numbers, the borders between them odd ones.
+    """The places of nodes: runs of compute have even numbers, the borders between runs odd numbers.
 
     Attributes:
-        of: the place of every node that is called.
-        end: behind all places; what the graph returns is read there.
+        of: the place of every node that calls an op.
+        end: the place behind all others, where the output of the graph reads.
     """
 
     def __init__(self, gm: GraphModule, is_foldable: Callable[[Node], bool]) -> None:
@@ -112,7 +114,7 @@ class _Places:
         place = 0
         for node in filter(lambda n: n.op == "call_function", gm.graph.nodes):
             foldable = is_foldable(node)
-            if is_view(node) and place % 2:  # of what came before the border, or is part of it
+            if is_view(node) and place % 2:  # a view of an earlier value, or of one at the border
                 within = any(self.of.get(given) == place for given in node.all_input_nodes)
                 self.of[node] = place if within else place - 1
                 continue
@@ -125,7 +127,7 @@ class _Places:
         self.end = place + 2 - place % 2
 
     def keep_between_calls(self) -> None:
-        """Keep ops between the matmuls, and the like, of their place."""
+        """Keep each op before or after the matmuls, and similar calls, of its place."""
         for nodes, kept in ((self.of, self._behind), (reversed(self.of), self._ahead)):
             called = set[int]()
             for node in nodes:
@@ -135,12 +137,12 @@ class _Places:
                     kept.add(node)
 
     def sink(self, place: int) -> None:
-        """Bring ops down from `place` to the first that reads them, if they could be fused."""
-        # Or the kernel that they joined would store what they read.
+        """Move ops from `place` down to their first reader, if Inductor could fuse both."""
+        # If a hoisted op sank again, the kernel that it joined would store its operands.
         stay = self._hoisted | self._ahead
         while True:
             down = self._way_down(place, stay)
-            # A reduction of what stays would read all of it once more.
+            # A reduction that leaves its operand behind would read the whole operand once more.
             torn = {
                 node
                 for node in down
@@ -156,7 +158,7 @@ class _Places:
         self._move(down)
 
     def _way_down(self, place: int, stay: set[Node]) -> dict[Node, int]:
-        """The new places of those ops at `place` that go down, without those that `stay`."""
+        """The new place of each op that moves down from `place`; ops in `stay` do not move."""
         down: dict[Node, int] = {}
         for node in sorted(set(self._movable[place]) - stay, reverse=True):
             readers = {
@@ -173,15 +175,14 @@ class _Places:
         return down
 
     def _behind_unfused(self, readers: set[Node], place: int) -> set[Node]:
-        """The nodes at `place` that read a result of those `readers` which Inductor does not
-        fuse."""
+        """The unfused nodes of `readers`, and the nodes at `place` that depend on them."""
         starts = [reader for reader in readers if not is_fusible(reader)]
         return reach(lambda n: (u for u in readers_of(n) if self.of.get(u) == place), *starts)
 
     def hoist(self, place: int) -> None:
-        """Bring ops up from `place` that read what ops of the same size read or give before it.
+        """Move ops up from `place` to ops of the same size that read or make their operands.
 
-        Past two borders only if that frees a gathered bucket.
+        An op crosses two borders only if the move frees a gathered bucket.
         """
         for above in range(place - 2, max(place - FURTHEST, 0) - 1, -2):
             if not self._is_open(above, place):
@@ -203,8 +204,10 @@ class _Places:
                 self._hoisted |= group
 
     def _frees_a_bucket(self, group: set[Node], place: int) -> bool:
-        """Whether something gathered is held after `place` for `group` alone, or for what would
-        come down to it from `place`."""
+        """Whether `group` reads gathered buckets, and is their only reader after `place`.
+
+        The ops at `place` that `group` depends on count as part of it: they could sink to `group`.
+        """
         movable = group.union(self._movable[place])
         together = reach(lambda n: movable.intersection(sources_of(n)), *group)
         read = {source for node in together for source in sources_of(node)}
@@ -214,7 +217,7 @@ class _Places:
         )
 
     def repeat_constants(self) -> None:
-        """Make a constant in every place that reads it: a call would read it from memory."""
+        """Make a constant in every place that reads it: else a call reads it from memory."""
         for node in [n for n in self.of if is_constant(n)]:
             for place in {self.of.get(user, self.end) for user in readers_of(node)}:
                 if place not in (self.of[node], self.end):
@@ -223,9 +226,9 @@ class _Places:
                 self._erase(node)
 
     def compute_anew(self) -> None:
-        """Compute a value that is not stored in every place that reads it.
+        """Compute a value in registers in every place that reads it.
 
-        What that reads must be there anyway, or be no larger than the value.
+        The operands that are held longer must be no larger than the value.
         """
         anew = self._computed_anew()
         for node in sorted(anew, reverse=True):
@@ -239,7 +242,7 @@ class _Places:
                 self._erase(node)
 
     def smaller_than_held(self) -> list[Node]:
-        """The values that `compute_anew` leaves stored, as more would be held to compute them."""
+        """The values that `compute_anew` leaves stored: the operands held for them are larger."""
         found = list[Node]()
         anew, later = self._computed_anew(), defaultdict[Node, set[int]](set)
         for node in sorted(anew, reverse=True):
@@ -254,12 +257,14 @@ class _Places:
         return found
 
     def _computed_anew(self) -> set[Node]:
-        """The values that each kernel that reads them may compute."""
+        """The values that each reading kernel may compute for itself."""
         return {n for n in in_registers(self.of) if is_pointwise(n) and not is_random(n)}
 
     def _held_to_compute(self, node: Node, place: int, anew: Collection[Node]) -> set[Node]:
-        """The nodes held longer if `node` is computed at `place`: its operands, or the operands of
-        those that may be computed anew themselves, where these are no larger."""
+        """The nodes held longer if `node` is computed at `place`: operands with no later reader.
+
+        The operands of an operand in `anew` stand in its place, if they are no larger.
+        """
 
         def late(node: Node) -> set[Node]:
             return {source for source in sources_of(node) if self._last_read(source) < place}
@@ -281,7 +286,7 @@ class _Places:
         del self.of[node]
 
     def _copy(self, node: Node, place: int) -> None:
-        """A copy of `node` at `place`, for those that read it there."""
+        """Copy `node` to `place`, for its readers there."""
         readers = {user for user in readers_of(node) if self.of.get(user) == place}
         with node.graph.inserting_before(min(readers)):
             copied = node.graph.node_copy(node)
@@ -289,7 +294,7 @@ class _Places:
         self._read_instead(node, copied, readers)
 
     def _read_instead(self, node: Node, other: Node, readers: set[Node]) -> None:
-        """Let `readers` read `other`, and views of it, in the place of `node`."""
+        """Let `readers` read `other` and its views in the place of `node` and its views."""
         for user in list(node.users):
             if user in readers:
                 user.replace_input_with(node, other)
@@ -320,8 +325,8 @@ class _Places:
 
 
 def _writes_to_its_own(node: Node) -> bool:
-    """Whether a node at a border writes to nothing that ops read: they may cross it."""
-    if moves_state(node):  # `sent`, it says, so that nobody takes it for dead code
+    """Whether a node at a border writes to nothing that ops read, so that ops may cross it."""
+    if moves_state(node):  # `sent`: the schema has this write against dead-code removal
         return True
     if is_transfer(node) or is_wait(node) or is_view(node):
         return not writes(node)
@@ -329,13 +334,13 @@ def _writes_to_its_own(node: Node) -> bool:
 
 
 def _nbytes(nodes: Iterable[Node]) -> float:
-    """Bytes of what nodes give; infinite where a size is symbolic: such a place is not folded."""
+    """Bytes of the nodes' results; infinite if a size is symbolic: such a place is not folded."""
     sizes = [tensor_bytes(node.meta.get("val")) for node in nodes]
     return sum(sizes) if all(isinstance(size, int) for size in sizes) else math.inf
 
 
 def _in_size(node: Node, values: Iterable[Node]) -> set[tuple[Node, int]]:
-    """`values` with the elements of the largest tensor that `node` reads or gives, if known."""
+    """Pair `values` with the element count of the largest tensor that `node` reads or makes."""
     met = [given.meta.get("val") for given in (node, *node.all_input_nodes)]
     sizes = [leaf.numel() for leaf in tree_leaves(met) if isinstance(leaf, Tensor)]
     known = [size for size in sizes if isinstance(size, int)]

@@ -1,14 +1,13 @@
-"""The finder of repeated calls of modules in a Dynamo graph: the decision of `trace_once`, read
-only.
+"""The finder of repeated module calls in a Dynamo graph, for `trace_once`; it edits nothing.
 
-A call is the run of nodes that one call of a module left. It is known by its text: its ops, their
-constants, how they feed each other, what values they are given, and which of them are read later.
-Two calls of equal text are the same function of their operands. A parameter is among these: buckets
-are compared by their signature, which equal units share.
+A call is the run of nodes that one call of a module left. A text identifies a call: its ops, their
+constants, the edges between them, the metadata of their values, and the results with later readers.
+Two calls of equal text are the same function of their operands. Parameters are among the operands:
+the text has the signature of each bucket, which equal units share.
 
-A call is not taken if an op of it could act on more than its results: on whether gradients are
-computed, on autocast, on a body of its own (activation checkpointing), or if it takes or gives
-values whose size is symbolic. What writes to an operand is found when a body is traced.
+The finder leaves out a call with an op that acts on more than its results: on gradient mode, on
+autocast, or on a body of its own (activation checkpointing). It also leaves out a call with an
+operand or result of symbolic size. A write to an operand shows when the body is traced.
 """
 
 import hashlib
@@ -25,16 +24,16 @@ from shardc.runtime import compat
 from shardc.runtime.layout.spec import Moved
 
 FEWEST_CALLS = 3
-"""With fewer, a body of its own costs as much as it saves."""
+"""The fewest calls of one text: with fewer, a body costs as much as it saves."""
 SMALLEST = 6
-"""Nodes that a call must have: one op is cheaper to trace than a call of it."""
+"""The fewest nodes of a call: a few ops are cheaper to trace than a call of a body."""
 
 _PLAIN = (
     int, float, complex, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 
 _KNOWN = ("torch", "_operator", "math", "builtins", "shardc")
-"""Packages whose functions are what their names say."""
+"""Packages in which a name identifies a function."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class Call:
 
     Attributes:
         nodes: its nodes, in order.
-        operands: what they read of other nodes, in the order in which they do.
-        results: those of them that are read later.
+        operands: the nodes outside of the call that it reads, in the order of the reads.
+        results: its nodes with readers outside of the call.
         buckets: the buckets that it reads, in order.
         text: equal for calls that are the same function of their operands.
     """
@@ -57,14 +56,14 @@ class Call:
 
     @property
     def digest(self) -> str:
-        """A short text that stands for `text`."""
+        """A hash of `text`."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
 
 def find_calls(gm: GraphModule) -> list[list[Call]]:
-    """Calls of equal text, each list one text, in graph order; the outermost modules that repeat.
+    """Repeated calls of the outermost modules, in graph order: one list for each text.
 
-    Calls of one list do not lie in those of another.
+    No call lies inside a call of another list.
     """
     nodes = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
     stacks = _stacks(nodes)
@@ -72,7 +71,7 @@ def find_calls(gm: GraphModule) -> list[list[Call]]:
 
 
 def _within(nodes: list[Node], stacks: list[list[str]], depth: int) -> Iterator[list[Call]]:
-    """Repeats among calls at that depth of modules, and inside of those that do not repeat."""
+    """Repeated calls at a depth of modules, and inside the calls that do not repeat there."""
     groups: dict[str, list[Call]] = {}
     left: list[tuple[list[Node], list[list[str]]]] = []
     for start, stop in _runs(stacks, depth):
@@ -90,7 +89,7 @@ def _within(nodes: list[Node], stacks: list[list[str]], depth: int) -> Iterator[
 
 
 def _runs(stacks: list[list[str]], depth: int) -> Iterator[tuple[int, int]]:
-    """The runs of nodes that lie in one module at that depth."""
+    """The runs of nodes that lie in one module at a depth."""
     start = 0
     for stop in range(1, len(stacks) + 1):
         if stop == len(stacks) or stacks[stop][: depth + 1] != stacks[start][: depth + 1]:
@@ -100,9 +99,9 @@ def _runs(stacks: list[list[str]], depth: int) -> Iterator[tuple[int, int]]:
 
 
 def _stacks(nodes: list[Node]) -> list[list[str]]:
-    """The modules that each node lies in, outermost first; what has none lies where the next does.
+    """The modules that each node lies in, outermost first.
 
-    A pass that adds nodes gives them none.
+    A node that a pass added has no modules, and gets the modules of the next node.
     """
     stacks: list[list[str]] = []
     following: list[str] = []
@@ -115,7 +114,7 @@ def _stacks(nodes: list[Node]) -> list[list[str]]:
 
 
 def read_call(nodes: Sequence[Node]) -> Call | None:
-    """A run of nodes as a call; None if it cannot be a call of a body."""
+    """Read a run of nodes as a call; None if the run cannot be a call of a body."""
     inside = set(nodes)
     if len(nodes) < SMALLEST or not all(_is_plain(node) for node in nodes):
         return None
@@ -134,13 +133,13 @@ def read_call(nodes: Sequence[Node]) -> Call | None:
 
 
 def _is_plain(node: Node) -> bool:
-    """Whether a node computes its results only."""
+    """Whether a node only computes its results."""
     if node.op not in ("call_function", "call_method"):
         return False
     if compat.is_higher_order(node.target):
         return False
     if callable(node.target) and _module(node.target).split(".")[0] not in _KNOWN:
-        return False  # its name does not say what it computes
+        return False  # its name does not identify the function
     opens, closes = compat.region_nodes()
     switches = {compat.SET_GRAD_ENABLED, *opens, *closes, *compat.AUTOCAST}
     value = node.meta.get("example_value")
@@ -149,7 +148,7 @@ def _is_plain(node: Node) -> bool:
 
 
 class _Unknown(Exception):
-    """An argument whose text does not say what it is."""
+    """An argument that no text identifies."""
 
 
 def _text(
@@ -158,7 +157,7 @@ def _text(
     results: Sequence[Node],
     buckets: list[Moved],
 ) -> str | None:
-    """Fills `buckets`, too. None for calls with arguments that have no text."""
+    """The text of a call; None if an argument has no text. The call's buckets go to `buckets`."""
     names = {node: Name(f"%{index}") for index, node in enumerate((*operands, *nodes))}
 
     def say(argument: Any) -> Any:
@@ -184,7 +183,7 @@ def _text(
 
 
 class Name(str):
-    """Stands for a node among the arguments of another, and shows without quotes."""
+    """The name of a node among the arguments of another node; its `repr` has no quotes."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -201,7 +200,7 @@ def _target(node: Node) -> str:
 
 
 def _module(target: object) -> str:
-    """Where a function is from; what torch has built in does not say."""
+    """The module that defines a function; "torch" for a built-in of torch, which names none."""
     return getattr(target, "__module__", None) or "torch"
 
 

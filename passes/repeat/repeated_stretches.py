@@ -1,14 +1,14 @@
-"""The finder of repeated stretches in a scheduled graph: the decision of `fold_repeats`, read only.
+"""The finder of repeated stretches in a scheduled graph, for `fold_repeats`; it edits nothing.
 
-A stretch is a run of compute between two collectives. It is known by its text: its ops, their
-constants, how they feed each other, what values they are given, which of them are read later, and
-which are stored at once. Two stretches with equal text are the same function of their operands.
+A stretch is a run of compute between two collectives. A text identifies a stretch: its ops, their
+constants, the edges between them, the metadata of their values, the results with later readers, and
+the values stored at once. Two stretches of equal text are the same function of their operands.
 
-What a call cannot express ends a stretch: collectives and waits, higher-order ops, ops that write
-to what they are given. Matmuls that write a gradient do not end a stretch, although they mutate:
-there are many of them, and Inductor is told to keep calls and collectives in order. A stretch is
-not replaced by a call if it takes or gives values whose size is symbolic, that lie on several
-devices, or that are less aligned than an allocation is.
+A stretch ends at an op that a call cannot express: a collective, a wait, a higher-order op, or an
+op that writes to its operands. A matmul that writes a gradient does not end a stretch, although it
+mutates: such matmuls are many, and shardc tells Inductor to keep calls and collectives in order.
+A stretch does not become a call if its operands and results have symbolic sizes, lie on several
+devices, or are less aligned than an allocation.
 """
 
 import operator
@@ -27,11 +27,11 @@ from shardc.passes.repeat.repeated_calls import Name
 from shardc.runtime import compat
 
 FEWEST_REPEATS = 3
-"""A stretch that is there twice costs as much to fold as it saves."""
+"""The fewest stretches of one text: two cost as much to fold as they save."""
 SMALLEST = 2
-"""Ops, views left out, that a stretch must have: one op is cheaper where it is."""
+"""The fewest ops of a stretch, views left out: a single op is cheaper without a call."""
 _ALIGNMENT = 16
-"""Bytes: what a kernel that was compiled for one operand expects of all (Triton, vector loads)."""
+"""Alignment in bytes: a kernel compiled for one operand expects it of all (Triton, vectors)."""
 
 _WRITE = torch.ops.shardc.write_matmul.default
 
@@ -42,10 +42,10 @@ class Stretch:
 
     Attributes:
         nodes: its nodes, in order.
-        body: those of them that lead to a result; the others are views that are read later.
-        operands: what the body reads of other nodes, in the order in which it does.
-        results: those of its nodes whose values are read later, views of them too.
-        views: views in it that are read later, each as the chain of views that leads to it from a
+        body: its nodes that write or that a result needs; the others are views that are read later.
+        operands: the nodes outside of the stretch that the body reads, in the order of the reads.
+        results: its nodes that are read later, themselves or through views.
+        views: its views that are read later, each as the chain of views that leads to it from a
             result or an operand.
         text: equal for stretches that are the same function of their operands.
     """
@@ -59,7 +59,7 @@ class Stretch:
 
 
 def find_repeats(gm: GraphModule) -> list[list[Stretch]]:
-    """Stretches of equal text, each list one text, in graph order."""
+    """Repeated stretches, in graph order: one list for each text."""
     groups: dict[str, list[Stretch]] = {}
     for nodes in _runs(gm):
         stretch = _read(nodes)
@@ -69,7 +69,7 @@ def find_repeats(gm: GraphModule) -> list[list[Stretch]]:
 
 
 def _runs(gm: GraphModule) -> Iterator[list[Node]]:
-    """Maximal runs of nodes that a call can express, large enough to be worth one."""
+    """The maximal runs of nodes that a call can express, if they are large enough."""
     run: list[Node] = []
     for node in gm.graph.nodes:
         if _is_foldable(node):
@@ -81,8 +81,8 @@ def _runs(gm: GraphModule) -> Iterator[list[Node]]:
 
 
 def ends_no_stretch(node: Node) -> bool:
-    """Whether stretches may go on around a node."""
-    # What picks a seed reads an input only: it may as well come earlier.
+    """Whether a stretch may go on after a node."""
+    # A node that picks a seed reads an input only: it may as well come earlier.
     return _is_foldable(node) or compat.is_random_seed(node)
 
 
@@ -100,7 +100,7 @@ def _is_foldable(node: Node) -> bool:
 
 
 def _read(nodes: Sequence[Node]) -> Stretch | None:
-    """A run as a stretch; None if it cannot be a call."""
+    """Read a run of nodes as a stretch; None if the run cannot be a call."""
     inside = set(nodes)
     found: set[Node] = set()
     views = []
@@ -138,25 +138,25 @@ def _leading_to(results: Sequence[Node], nodes: Sequence[Node]) -> tuple[Node, .
 
 
 def _view_chain(node: Node, inside: set[Node]) -> tuple[Node, ...]:
-    """The views in `inside` that lead to `node`, if it is one, from what holds its memory."""
+    """The chain of views in `inside` from the owner of a storage to `node`; empty if no view."""
     chain: list[Node] = []
     while node in inside and _aliases(node):
         source = node.args[0]
         assert isinstance(source, Node)
         if not isinstance(source.meta.get("val"), Tensor) and not _aliases(source):
-            break  # an item of what an op gives is no view
+            break  # an item of an op's results is no view
         chain.insert(0, node)
         node = source
     return tuple(chain)
 
 
 def _aliases(node: Node) -> bool:
-    """Whether a node may give its input's memory."""
+    """Whether the result of a node may alias its input."""
     return is_view(node) or node.target is torch.ops.aten.reshape.default
 
 
 def _is_plain(node: Node) -> bool:
-    """Whether a value may go in or out of a call: a tensor of known size, aligned."""
+    """Whether a value may be an operand or result of a call: an aligned tensor of known size."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or not _is_fixed(node):
         return False
@@ -165,7 +165,7 @@ def _is_plain(node: Node) -> bool:
 
 
 def _is_fixed(node: Node) -> bool:
-    """Whether all sizes are numbers."""
+    """Whether all sizes of a node's results are numbers."""
     return all(
         all(isinstance(size, int) for size in (*leaf.shape, *leaf.stride()))
         for leaf in tree_leaves(node.meta.get("val"))
@@ -174,7 +174,7 @@ def _is_fixed(node: Node) -> bool:
 
 
 def _writes_to_shared(nodes: Sequence[Node], operands: Sequence[Node]) -> bool:
-    """Whether the buffer of a gradient that comes in is seen through another operand, too."""
+    """Whether another operand aliases an operand that a gradient is written to."""
     written = {node.args[0] for node in nodes if node.target is _WRITE} & set(operands)
     return any(_aliases(operand) and set(operand.all_input_nodes) & written for operand in operands)
 

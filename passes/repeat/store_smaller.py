@@ -1,15 +1,15 @@
-"""Forward and backward graphs: values that are smaller than what they are computed from are stored.
+"""Forward and backward graphs: store values that are smaller than their operands.
 
     before:  mm0; mm1; a = mm0 * mm1; mm2; wait; b = a * c      mm0 and mm1 are held for b
     after:   mm0; mm1; a = mm0 * mm1, stored; mm2; wait; b = a * c
 
-Inductor computes an elementwise value where it is read, however late that is, and holds all that it
-reads until then. With a memory budget, the smaller of the two is held. A value is marked where
-Inductor is told to store it, so that plans know. Where blocks are folded it would be stored anyway:
-a call gives it to the next one.
+Inductor computes an elementwise value at its reader, however late that is, and holds the operands
+until then. With a memory budget, the pass marks a value that is smaller than its operands. Inductor
+stores a marked value at once, and the plan of memory reads the mark. In folded blocks such a value
+is stored anyway: a call gives it to the next call.
 
-Left out: values that are read before the next collective. Their kernel would have one more result
-for a short time.
+The pass leaves out values that are read before the next collective: their kernel would have one
+more result for a short time.
 """
 
 from torch.fx import GraphModule
@@ -23,7 +23,7 @@ from shardc.runtime import compat
 
 @contract(needs="scheduled")
 def store_smaller(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Mark the values of `gm` to store, if its memory is planned and Inductor runs it."""
+    """Mark the values of `gm` to store, if it has a memory budget and Inductor runs it."""
     options = ctx.options
     if options is not None and options.fused and options.in_order:
         for node in smaller_than_held(gm, ends_no_stretch, in_order=True):

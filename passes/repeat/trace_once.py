@@ -1,4 +1,4 @@
-"""Calls of modules that repeat are traced by AOT autograd once, not each.
+"""AOT autograd traces repeated calls of modules once.
 
     Dynamo graph:   h1 = block0(h0); h2 = block1(h1); ...      runs of nodes
     traced:         h1 = call("0", h0); h2 = call("1", h1)     one node each; the body once, apart
@@ -7,14 +7,14 @@
 `call_once` replaces the runs before AOT autograd looks for the graph on disk; if it is not there,
 `Calls.trace` traces the bodies. `Calls.inline` puts a body's nodes in the place of each call, in
 the forward and in the backward, before any pass of shardc looks at the joint graph. So passes,
-schedules and reports see what they would have seen. Tracing an op takes milliseconds, copying a
-node microseconds.
+schedules and reports see the same graph as without bodies. To trace an op takes milliseconds, to
+copy a node takes microseconds.
 
-Inductor's passes over joint graphs see a body once, and then the graph with calls in it. Bodies for
-which that would make a difference (`JointBody.finished`) are inlined before these passes.
+Inductor's passes over joint graphs see a body once, and then the graph with calls in it. If that
+makes a difference for a body, the body is inlined before these passes (`JointBody.finished`).
 
-Where a call cannot be a body (`repeated_calls`) the graph stays as it is; where a body writes to
-what it is given, the runs go back into it. Left out: Dynamo's own trace, which comes before.
+If a call cannot be a body (`repeated_calls`), its nodes stay in the graph. If a body writes to its
+operands, its runs of nodes go back into the graph. Dynamo's own trace is as long as before.
 """
 
 import functools
@@ -45,9 +45,9 @@ class _Kind:
 
     Attributes:
         first: the call whose nodes are traced.
-        nodes: these, as a graph of their own.
-        inductor: its settings if it lowers the graph.
-        body: what AOT autograd traced, once it has.
+        nodes: the nodes of `first`, as a graph of their own.
+        inductor: Inductor's settings, if Inductor lowers the graph.
+        body: the joint graph that AOT autograd traced; None before the trace, or without one.
     """
 
     first: Call
@@ -56,7 +56,7 @@ class _Kind:
     body: compat.JointBody | None = None
 
     def trace(self) -> None:
-        """Trace the body; there is none where it does not do what the call did."""
+        """Trace the body; keep it only if it has a tangent for each result with a gradient."""
         given = self.nodes.find_nodes(op="placeholder")
         operands = [compat.like(node.meta["example_value"]) for node in given]
         body = compat.trace_body(GraphModule({}, self.nodes), operands, self.inductor)
@@ -68,10 +68,10 @@ class _Traced:
     """A call, and the body that stands for it.
 
     Attributes:
-        name: under which the graph that is traced calls it.
-        call: what the call was.
-        nodes: its nodes, as a graph of their own.
-        kind: the calls that it is one of.
+        name: the name of the call in the graph that is traced.
+        call: the call as `find_calls` read it.
+        nodes: the nodes of the call, as a graph of their own.
+        kind: the calls of equal text.
     """
 
     name: str
@@ -113,7 +113,7 @@ class Calls:
         self._calls: dict[str, _Traced] = {}
 
     def add(self, call: Call, nodes: Graph, kind: _Kind) -> str:
-        """The name to call it by."""
+        """Add a call, and return its name."""
         name = f"{len(self._calls)} {call.digest}"
         self._calls[name] = _traced[name] = _Traced(name, call, nodes, kind)
         return name
@@ -122,7 +122,7 @@ class Calls:
         return len(self._calls)
 
     def trace(self, gm: GraphModule) -> None:
-        """Trace a body of each kind; calls of what has none become runs of nodes again in `gm`."""
+        """Trace a body of each kind; a call without a body becomes a run of nodes again in `gm`."""
         for kind in dict.fromkeys(each.kind for each in self._calls.values()):
             kind.trace()
         for node in gm.graph.find_nodes(op="call_function", target=_call):
@@ -134,13 +134,13 @@ class Calls:
         log.debug("%d calls of modules are traced once each kind", len(self))
 
     def inline_unfinished(self, gm: GraphModule) -> None:
-        """`inline` what Inductor's passes have not run over."""
+        """`inline` the bodies that Inductor's passes have not run over."""
         calls = Calls()
         calls._calls = {n: each for n, each in self._calls.items() if not each.body.finished}
         calls.inline(gm)
 
     def inline(self, gm: GraphModule) -> None:
-        """Put the bodies in the place of the calls in `gm`, a joint graph or one for inference."""
+        """Replace the calls in `gm`, a joint graph or a graph for inference, by their bodies."""
         inlined: dict[str, dict[Node, Any]] = {}
         memories: dict[str, compat.Memories] = {}
         for node in list(gm.graph.nodes):
@@ -162,24 +162,24 @@ class Calls:
 _memory = compat.Memories
 
 _traced: weakref.WeakValueDictionary[str, _Traced] = weakref.WeakValueDictionary()
-"""Calls of graphs that are compiled now: ops know them by name."""
+"""The calls of all graphs that are compiled now, by name: the ops get only the name."""
 
 
 # -- before the trace ----------------------------------------------------------------------------
 
 
 def call_once(gm: GraphModule, inductor: Mapping[str, object] | None) -> Calls:
-    """Replace calls of modules that repeat in a Dynamo graph, in place; empty where none do.
+    """Replace repeated calls of modules in a Dynamo graph, in place; empty if none repeat.
 
     Args:
         gm: the graph.
-        inductor: Inductor's settings if it lowers the graph.
+        inductor: Inductor's settings, if Inductor lowers the graph.
     """
     calls = Calls()
     settings = None if inductor is None else compat.settings_of_bodies(inductor)
     twins: dict[Node, Node] = {}
     groups = find_calls(gm)
-    apart = [[_as_graph(call) for call in group] for group in groups]  # before any is replaced
+    apart = [[_as_graph(call) for call in group] for group in groups]  # before a call is replaced
     for group, graphs in zip(groups, apart, strict=True):
         kind = _Kind(group[0], graphs[0], settings)
         for call, nodes in zip(group, graphs, strict=True):
@@ -188,7 +188,7 @@ def call_once(gm: GraphModule, inductor: Mapping[str, object] | None) -> Calls:
 
 
 def _trained(call: Call) -> list[bool]:
-    """Whether each result has a gradient."""
+    """For each result of a call, whether it requires a gradient."""
     return [result.meta["example_value"].requires_grad for result in call.results]
 
 
@@ -206,7 +206,7 @@ def _as_graph(call: Call) -> Graph:
 
 
 def _put_back(graph: Graph, node: Node, traced: _Traced) -> None:
-    """The nodes of a call in its place."""
+    """Replace a call by its nodes."""
     given = cast(Sequence[Any], node.args[1])
     known = dict(zip(traced.nodes.find_nodes(op="placeholder"), given, strict=True))
     with graph.inserting_before(node):
@@ -218,9 +218,9 @@ def _put_back(graph: Graph, node: Node, traced: _Traced) -> None:
 
 
 def _replace(graph: Graph, call: Call, name: str, twins: Mapping[Node, Node]) -> dict[Node, Node]:
-    """Call the body in the place of the nodes; what now stands for each result.
+    """Replace the nodes of a call by a call of the body; return the replacement of each result.
 
-    `twins` stand for results of calls that are replaced already.
+    `twins` gives the replacements of results of earlier calls.
     """
     operands = [twins.get(operand, operand) for operand in call.operands]
     own: dict[Node, Node] = {}
@@ -270,7 +270,7 @@ def _inline_backward(
 
 
 def _as_traced(graph: Graph, tangent: Any, wanted: Tensor) -> Node:
-    """A tangent with the strides that the body was traced for; zeros where there is none."""
+    """A tangent with the strides that the body was traced for; zeros if the tangent is None."""
     if tangent is None:
         made = graph.call_function(
             aten.full.default,
@@ -299,7 +299,7 @@ def _give(
 
 
 def _share(node: Node, results: Sequence[Node], memory: compat.Memories) -> None:
-    """Put results into the memory of the call's: nodes traced around it may be views of these."""
+    """Let `results` share the storages of the call's items: nodes outside may be views of these."""
     for item in node.users:
         result, value = results[cast(int, item.args[1])].meta["val"], item.meta["val"]
         if result.untyped_storage().nbytes() == value.untyped_storage().nbytes():
@@ -311,7 +311,7 @@ def _outputs(body: compat.JointBody) -> Any:
 
 
 def _forward(body: compat.JointBody) -> list[Node]:
-    """The nodes up to the last result that need no tangent."""
+    """The nodes up to the last result, without the nodes that need a tangent."""
     late = set(body.graph.graph.find_nodes(op="placeholder")[body.operands :])
     nodes = _computed(body)
     last = max(nodes.index(result) for result in _outputs(body)[: body.results])
@@ -333,7 +333,7 @@ def _copy(
     known: dict[Node, Any],
     memory: compat.Memories,
 ) -> None:
-    """Copies of the body's `nodes` in the place of a call, as if traced there."""
+    """Copy the body's `nodes` to the place of a call, as if they were traced there."""
     with graph.inserting_before(before):
         for node in nodes:
             copied = known[node] = graph.node_copy(node, known.__getitem__)

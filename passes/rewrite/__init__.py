@@ -1,1 +1,1 @@
-"""Rewrites: passes that change what a graph computes or sends, one a file."""
+"""Rewrites: passes that change the computations or transfers of a graph, one pass a file."""

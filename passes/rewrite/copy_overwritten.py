@@ -1,9 +1,9 @@
 """Joint graph: the backward gets the value that an input had before the forward wrote to it.
 
-A forward may end by writing to an input (a buffer that counts steps). The partitioner saves such an
-input for the backward where that is less than to save what was computed from it, and the backward
-reads the new value. What the backward may need is therefore read from a copy,
-which cannot be computed again. An input that no backward depends on is left alone.
+A forward may end with a write to an input (a buffer that counts steps). The partitioner saves such
+an input for the backward if it is smaller than the values computed from it. The backward would then
+read the new value. Therefore all readers read a copy, and the partitioner may not recompute the
+copy. An input that no backward depends on stays as it is.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from shardc.passes.nodes import reach
 
 @contract()
 def copy_overwritten(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Clone every input that is written to and differentiated: the backward reads the clone.
+    """Clone every input that the forward writes to and the backward depends on.
 
     before: add = p + 1; ...; copy_(p, add)         after: c = clone(p); add = c + 1; ...
     """

@@ -3,12 +3,12 @@
     before:  w = unshard(segment, a1b2)[0];  x = embedding(ids, w)
     after:   x = look_up(segment, ids, a1b2, 0)
 
-Gathering a table of a gigabyte to read a few thousand rows of it, and reducing a gradient that is
-almost all zeros, is most of what no compute hides at both ends of a step. Where something else
-reads the table too (a tied head), that keeps its gather.
+Most of the exposed communication at both ends of a step comes from a table: a gather of a gigabyte,
+for a few thousand rows, and a reduction of a gradient that is almost all zeros. If another op reads
+the table too (a tied head), that op keeps its gather.
 
-The wire decides, by the number of ids: what is fetched must take less than `WORTH` of the time of
-gather and reduction. All ranks fetch, or none.
+The number of ids decides: the fetch must take less than `WORTH` of the time of gather and reduction
+on the wire. All ranks fetch, or none.
 """
 
 import inspect
@@ -31,8 +31,8 @@ from shardc.runtime.comm.unshard import look_up, unshard
 from shardc.runtime.layout.spec import Moved, UnshardSpec
 
 WORTH = 0.5
-"""The share of the dense path's time that fetching may take: a ring's bandwidth is well known, that
-of an exchange less so, and the host waits for it."""
+"""The share of the time of gather and reduction that a fetch may take. The bandwidth of a ring is
+well known, the bandwidth of an exchange less so, and the host waits for an exchange."""
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _CALL = inspect.signature(torch.nn.functional.embedding)
 
@@ -42,7 +42,7 @@ class _Lookup:
     """A call of `embedding` on a parameter of a gathered bucket.
 
     Attributes:
-        call, ids: its node, and that of what it looks up.
+        call, ids: the node of the call, and the node of the ids.
         padding: the row without a gradient, or -1.
         read: the node of the parameter; its first operand gathers the bucket.
     """
@@ -82,11 +82,11 @@ class _Lookup:
 
 @contract(needs="gathers")
 def fetch_rows(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Look up rows where that takes less time than to gather and reduce their table."""
+    """Look up rows of a table if the lookup takes less time than gather and reduction."""
     options = ctx.options
     if options is None or options.embedding_rows is False or ctx.agree_on_choice is None:
         return gm
-    # Ranks know alike which tables would be worth it for one row, and compare notes on those.
+    # All ranks find the same tables worth a fetch of one row, and compare notes on these tables.
     found = [each for each in _lookups(gm) if _wins(each, 1, ctx)]
     if not found:
         return gm
@@ -110,7 +110,7 @@ def _lookups(gm: GraphModule) -> Iterator[_Lookup]:
     """The calls of `embedding` that could fetch rows."""
     opens, _ = compat.region_nodes()
     if any(node.target in opens for node in gm.graph.nodes):
-        return  # function transforms see what is looked up, and cannot see into the op
+        return  # function transforms act on the ids, and cannot see into the op
     for call in gm.graph.find_nodes(op="call_function", target=torch.nn.functional.embedding):
         given = _CALL.bind(*call.args, **call.kwargs).arguments
         ids, read, padding = given["input"], given["weight"], given.get("padding_idx")
@@ -118,7 +118,7 @@ def _lookups(gm: GraphModule) -> Iterator[_Lookup]:
         if not (plain and isinstance(read, Node) and read.target is operator.getitem):
             continue
         if hasattr(ids.meta["example_value"], "__tensor_flatten__"):
-            continue  # jagged tensors and DTensors: no op of ours takes a subclass
+            continue  # jagged tensors and DTensors: no op of shardc takes a subclass
         gather, slot = read.args
         if not isinstance(gather, Node) or gather.target is not unshard:
             continue
@@ -131,8 +131,10 @@ def _lookups(gm: GraphModule) -> Iterator[_Lookup]:
 
 
 def _can_fetch(spec: UnshardSpec, slot: Any) -> bool:
-    """Whether nothing but the bucket's own gather and reduction brings its parameters and
-    gradients where they belong, and segments hold whole rows."""
+    """Whether a fetch can replace the bucket's gather and reduction, and segments hold whole rows.
+
+    No other code may take part in the transfer of the bucket's parameters and gradients.
+    """
     r = spec.reduction
     asked = (spec.gather, spec.extension, spec.memory, r.function, r.scatter, r.memory, r.hook)
     waits = spec.extras or spec.outside or (r.replicas is not None and not r.all_reduce)
@@ -150,7 +152,7 @@ def _wins(lookup: _Lookup, count: float, ctx: PassContext) -> bool:
     if ctx.options.embedding_rows:
         return True
     spec, profile = lookup.moved.spec, ctx.options.profile
-    is_alone = len(spec.shapes) == 1  # a bucket of others, too, may be gathered for those
+    is_alone = len(spec.shapes) == 1  # otherwise the other parameters may need the gather
     return is_alone and lookup.seconds(profile, count) < WORTH * whole_seconds(spec, profile)
 
 

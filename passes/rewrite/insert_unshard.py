@@ -4,8 +4,8 @@
              b = shardc.unshard_slot(segment, "a1b2", 1)
     after:   full = unshard(segment, "a1b2"); w = full[0]; b = full[1]
 
-However many parameters of a bucket a graph reads, and however often, there is one gather. Bodies of
-higher-order ops (activation checkpointing) get their own, so that it is recomputed with the rest.
+A graph has one gather for a bucket, for any number of reads. Each body of a higher-order op
+(activation checkpointing) has a gather of its own, which is recomputed with the body.
 """
 
 import itertools
@@ -23,16 +23,16 @@ from shardc.runtime.comm.unshard import unshard, unshard_extended
 from shardc.runtime.layout.spec import Moved, spec_of
 
 SLOTS = "shardc_slots"
-"""Where the meta of an input of a Dynamo graph has the slots that are read, if it is a segment."""
+"""The key in the meta of a segment, an input of a Dynamo graph, for the slots that are read."""
 
 
 @contract(needs="markers", gives="gathers", ends="markers")
 def insert_unshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Replace all markers in `gm` and its bodies; inputs that are segments get their `SLOTS`.
+    """Replace the markers in `gm` and its bodies by gathers; inputs that are segments get `SLOTS`.
 
     Raises:
-        RuntimeError: the forward updates a parameter in place, or gradients wait for a bucket that
-            code of a nested compile region reads and that is read once more.
+        RuntimeError: the forward updates a parameter in place; or gradients of a bucket wait, and
+            both a nested compile region and another place of the graph read the bucket.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     places: _Places = {gm: {node: Counter([position]) for position, node in enumerate(inputs)}}
@@ -50,17 +50,17 @@ def insert_unshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def slots_read(gm: GraphModule) -> dict[int, frozenset[int]]:
-    """The segments that a Dynamo graph reads, by input, and the slots that it reads of each."""
+    """For each input that is a segment, the slots that a Dynamo graph reads."""
     inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
     return {position: node.meta[SLOTS] for position, node in inputs if SLOTS in node.meta}
 
 
 _Places = dict[GraphModule, dict[Node, Counter[int]]]
-"""For the inputs of each graph, which inputs of the outermost one come in there, how many times."""
+"""By input of a graph, how many times each input of the outermost graph arrives there."""
 
 
 def _find_places(gm: GraphModule, places: _Places) -> None:
-    """Add the bodies of `gm`."""
+    """Add the bodies of `gm` to `places`."""
     called: dict[GraphModule, list[Node]] = {}
     for node in gm.graph.find_nodes(op="get_attr"):
         body = getattr(gm, str(node.target), None)
@@ -80,10 +80,10 @@ def _refuse_what_waits(
     places: _Places,
     ctx: PassContext,
 ) -> None:
-    """Raise if gradients that wait would be added by more than one read.
+    """Raise if several reductions would each add the waiting gradients of a bucket.
 
-    `reduce_once` has them added once where autograd reduces several; a body that is called as a
-    region keeps its own reduction.
+    `reduce_once` merges the reductions that autograd makes. But a body that is called as a region
+    keeps its own reduction.
     """
     reads, waiting, apart = Counter[int](), set[int](), set[int]()
     regions = _regions(gm)
@@ -108,7 +108,7 @@ def _refuse_what_waits(
 
 
 def _regions(gm: GraphModule) -> set[GraphModule]:
-    """The bodies that `invoke_subgraph` calls, and what is inside them."""
+    """The bodies that `invoke_subgraph` calls, and the bodies inside them."""
     found: set[GraphModule] = set()
     for body in graph_modules(gm):
         for call in body.graph.find_nodes(
@@ -120,8 +120,7 @@ def _regions(gm: GraphModule) -> set[GraphModule]:
 
 
 def _moved(marker: Node, positions: Counter[int], ctx: PassContext) -> Moved:
-    """The bucket that `marker` reads; only its signature is known in a body that several calls
-    share."""
+    """The bucket that `marker` reads; in a body of several calls, only its signature is known."""
     signature = str(marker.args[1])
     if len(positions) != 1:
         return Moved(signature)
@@ -152,7 +151,7 @@ def is_marker(node: Node) -> bool:
 
 
 def _insert(graph: Graph, markers: list[Node], moved: Moved) -> frozenset[int]:
-    """One `unshard` and its views before the modules that read it; the slots that are read."""
+    """Insert one `unshard` and its views before the modules that read it; return the slots read."""
     segment, _, _, extras = markers[0].args
     assert isinstance(extras, (list, tuple))
     around = _around(markers)
@@ -180,7 +179,7 @@ def _stack(node: Node) -> _Stack:
 
 
 def _around(nodes: list[Node]) -> _Stack:
-    """The modules that all of `nodes` lie in."""
+    """The modules that contain all of `nodes`."""
     shared = list(_stack(nodes[0]).items())
     for node in nodes:
         pairs = zip(shared, _stack(node).items(), strict=False)
@@ -189,10 +188,10 @@ def _around(nodes: list[Node]) -> _Stack:
 
 
 def _first_inside(around: _Stack, node: Node) -> Node:
-    """The node with which the call begins that `node` lies in, of a module right inside `around`.
+    """The first node of the module call right inside `around` that contains `node`.
 
-    Code of equal modules stays equal: each has its vectors from outside, also the one that is first
-    to read a bucket that they share.
+    The gather goes before that node, so that the code of equal modules stays equal: each module of
+    a shared bucket gets its parameters from outside, also the first reader.
     """
     inner = list(_stack(node))[: len(around) + 1]
     if len(inner) == len(around):
@@ -203,9 +202,9 @@ def _first_inside(around: _Stack, node: Node) -> Node:
 
 
 def _outside_regions(marker: Node) -> Node:
-    """Where the gather goes: before any `no_grad` or function transform that the marker lies in.
+    """The node before which the gather goes: outside of `no_grad` and function transforms.
 
-    The first use of a weight may lie inside and a later one outside.
+    The first use of a weight may lie inside such a region, and a later use outside.
     """
     opens, closes = compat.region_nodes()
     no_grad: Node | None = None

@@ -1,8 +1,8 @@
-"""Forward and backward graphs: every collective of ours, and its wait, knows its unit's name,
-as does a copy of a gradient or a value to the host, or of a value from there.
+"""Forward and backward graphs: give labels to collectives and their waits.
 
-What runs the graph shows the names in the profiler and in the error of a collective that fails. The
-facts travel on the nodes: later steps (folding, Inductor's own passes) move and rewrite them.
+A copy of a gradient or a value to the host, and a copy of a value from the host, gets a label too.
+The executor shows labels in the profiler and in the error of a collective that fails. The nodes
+carry the labels, because later steps (folding, Inductor's own passes) move and rewrite nodes.
 """
 
 import torch
@@ -23,7 +23,7 @@ from shardc.runtime.watch.progress import OFFLOAD, Label, set_label
 
 @contract(needs="gathers", gives="labels")
 def label_collectives(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Give every collective of `gm` and every wait for one its label."""
+    """Give every collective and host copy in `gm`, and each of their waits, its label."""
     for node in our_collectives(gm):
         kind, buckets = kind_of(node), labels_of(node)
         set_label(node, Label(kind, buckets, ctx.phase))

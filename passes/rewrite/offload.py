@@ -1,12 +1,12 @@
-"""Forward and backward graph: what is chosen for it is saved on the host, and loaded from there.
+"""Forward and backward graph: save chosen values on the host, and load them in the backward.
 
     forward:   ... x ... return y, x
     becomes:   ... x; host = save_on_host(x); x_on_host = wait(host, x) ... return y, x_on_host
     backward:  x ... f(x)
     becomes:   x_on_host ... value = load_from_host(x_on_host); x = wait(value); f(x)
 
-Both graphs are edited together, as the partitioner made them: what the forward returns is what the
-backward is given. `schedule` moves the copies behind compute.
+The pass edits both graphs right after the partitioner: the saved outputs of the forward are the
+inputs of the backward. `schedule` moves the copies behind compute.
 """
 
 import torch
@@ -42,7 +42,7 @@ def _is_saved(node: Node, ctx: PassContext) -> bool:
 
 
 def _save(graph: Graph, node: Node, unit: str) -> Node:
-    """Copy a saved value to the host, right after it is made; what is saved now."""
+    """Copy a saved value to the host right after its node; return the copy, now saved instead."""
     output = graph.output_node()
     with graph.inserting_after(node):
         start = graph.call_function(SAVE, (node,))
@@ -59,7 +59,7 @@ def _save(graph: Graph, node: Node, unit: str) -> Node:
 
 
 def _load(graph: Graph, given: Node, host: Node, device: torch.device, unit: str) -> None:
-    """Give a backward the copy on the host, and load it before its first reader."""
+    """Give a backward the copy on the host, and load it before the first reader of the value."""
     with graph.inserting_before(given):
         saved = graph.placeholder(host.name)
     saved.meta = {**given.meta, "val": host.meta["val"]}
@@ -76,4 +76,4 @@ def _load(graph: Graph, given: Node, host: Node, device: torch.device, unit: str
 
 
 _FACTS = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag")
-"""What of a node's meta its copies have too."""
+"""The keys of a node's meta that its copies share."""

@@ -5,9 +5,9 @@
     backward:  x ... return gradient
     becomes:   s, x ... fetch_state(s) return gradient
 
-`s` is a number. Both graphs are edited together, as the partitioner made them. `schedule` moves the
-wait to where the state has arrived on the host, and the fetch to where it is back in time for the
-optimizer's step.
+`s` is a number. The pass edits both graphs right after the partitioner. `schedule` moves the wait
+to a place at which the state has arrived on the host, and the fetch to a place from which the state
+is back in time for the optimizer's step.
 """
 
 from torch.fx import GraphModule, Node
@@ -64,7 +64,7 @@ def offload_state(forward: GraphModule, backward: GraphModule, ctx: PassContext)
 def _first_saved(
     forward: GraphModule, backward: GraphModule, ctx: PassContext
 ) -> tuple[Node, Node] | None:
-    """The first value that the forward saves: there, and as the backward is given it."""
+    """The first value that the forward saves: its node there, and its input of the backward."""
     outputs = forward.graph.output_node().args[0]
     assert isinstance(outputs, (list, tuple))
     given = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
@@ -85,14 +85,14 @@ def segments_of(forward: GraphModule) -> dict[int, tuple[Node, str]]:
 
 
 def _gathered(gather: Node) -> list[Node]:
-    """The tensors that a gather sends, one a bucket."""
+    """The tensors that a gather sends, one for each bucket."""
     given = gather.args[0]
     each = given if isinstance(given, (list, tuple)) else [given]
     return [node for node in each if isinstance(node, Node)]
 
 
 def _save(forward: GraphModule, wait: Node, first: Node, ctx: PassContext) -> None:
-    """Save what a wait gives, before what is saved first."""
+    """Save the result of a wait, before `first` among the saved values."""
     output = forward.graph.output_node()
     outputs = output.args[0]
     assert isinstance(outputs, (list, tuple)) and ctx.results is not None

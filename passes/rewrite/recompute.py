@@ -1,6 +1,6 @@
-"""Joint graph: tell the partitioner what to save for the backward and what to compute again.
+"""Joint graph: tell the partitioner to save nodes for the backward, or to compute them again.
 
-The tags are those of activation checkpointing.
+The tags are the tags of activation checkpointing.
 """
 
 from torch.fx import GraphModule, Node
@@ -10,13 +10,13 @@ from shardc.passes.context import PassContext
 from shardc.passes.contract import contract
 
 _AC_GRAPH_ID = 10**9
-"""Far from any id that activation checkpointing gives: at 0 the partitioner's clean-up would turn
-MUST_RECOMPUTE into MUST_SAVE."""
+"""An id far from all ids of activation checkpointing. With id 0, the partitioner's clean-up would
+turn MUST_RECOMPUTE into MUST_SAVE."""
 
 
 @contract(needs="tags")
 def tag_recomputed(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Tag what a memory budget has the backward compute again, or find saved on the host."""
+    """Tag the nodes that a memory budget chose to compute again, or to save on the host."""
     for node in gm.graph.nodes:
         if node.name in ctx.kept.offloaded:
             tag(node, CheckpointPolicy.MUST_SAVE)
@@ -32,11 +32,11 @@ def tag(node: Node, policy: CheckpointPolicy) -> None:
 
 
 def is_tagged(node: Node) -> bool:
-    """Whether a pass has tagged it, not the user's checkpointing."""
+    """Whether a pass has tagged a node, and not the user's checkpointing."""
     return node.meta.get("ac_graph_id") == _AC_GRAPH_ID
 
 
 def is_checkpointed(node: Node) -> bool:
-    """Whether the user's checkpointing has a node computed again."""
+    """Whether the user's checkpointing tagged a node to be computed again."""
     again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
     return node.meta.get("recompute") in again and not is_tagged(node)

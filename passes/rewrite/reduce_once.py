@@ -1,11 +1,11 @@
-"""Joint graph: one reduction a bucket, however many of its reads a backward differentiates.
+"""Joint graph: one reduction for a bucket, for any number of reads with a gradient.
 
     before:  p = pack([a, None]); r = reduce(p); q = pack([b, c], pending); s = reduce(q)
              gradient = r + s
     after:   q = pack([a + b, c], pending); gradient = reduce(q)
 
-Bodies of activation checkpointing read a bucket by themselves, and autograd reduces the gradient of
-every read. Each of them would add the gradient that waits, and call the user's hook.
+Each body of activation checkpointing reads a bucket by itself, and autograd reduces the gradient of
+every read. Each reduction would add the waiting gradient, and call the user's hook.
 """
 
 from collections import defaultdict
@@ -38,9 +38,12 @@ def reduce_once(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _to_sum(pack: Node, others: set[Node], partial: bool) -> list[Node]:
-    """The nodes behind `pack` up to the first sum with another reduced gradient, that sum included.
-    It may be one that is no reduction, of rows of a table; one of `others` follows. The sum with
-    the gradients that wait for copies (`partial`) comes before, and is part of the reduction."""
+    """The nodes from `pack` up to and including the first sum with another gradient of the bucket.
+
+    The other gradient may be rows of a table, which no reduction made; then one of `others` follows
+    in a later sum. The sum with the gradients that wait for copies (`partial`) comes before, and is
+    part of the reduction.
+    """
     chain, sums = [pack], list[int]()
     while True:
         (user,) = chain[-1].users
@@ -57,12 +60,12 @@ def _come_of(nodes: Sequence[Node], sources: set[Node]) -> bool:
 
 
 def _take_in(last: Node, others: Sequence[Node]) -> None:
-    """Add the parts of `others` to those of `last`."""
+    """Add the parts of `others` to the parts of `last`."""
     sums, order = [], {node: index for index, node in enumerate(last.graph.nodes)}
     for parts in zip(*(pack.args[0] for pack in (*others, last)), strict=True):
         total, *rest = [part for part in parts if part is not None] or [None]
         for part in rest:
-            # At once, so that what `part` is computed from is not held for a sum that comes later.
+            # At once: otherwise the inputs of `part` are held for a sum that comes later.
             after = max(total, part, key=order.__getitem__)
             if after.op == "placeholder":
                 after = last.prev
@@ -75,7 +78,7 @@ def _take_in(last: Node, others: Sequence[Node]) -> None:
 
 
 def _leave_out(chain: list[Node]) -> None:
-    """Erase what follows a gradient, and take the other operand for the sum at its end."""
+    """Erase a chain that ends with a sum; the other operand of the sum takes its place."""
     *before, result, total = chain
     (other,) = [node for node in total.all_input_nodes if node is not result]
     total.replace_all_uses_with(other)

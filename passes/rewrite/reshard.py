@@ -1,20 +1,22 @@
-"""Joint graph: decide what the backward finds of the gathered weights.
+"""Joint graph: decide whether the backward finds gathered weights saved, or gathers again.
 
-A unit that reshards after its forward must leave no gathered weight among the saved tensors: its
-gather, and everything computed from gathered weights alone (views, casts, transposes, scales that
-were computed for the gather), is tagged to be recomputed, so the backward gathers again from the
-segment; so is what the segment was cast to for the gather. A unit that does not reshard has its
-whole gathered bucket saved, one tensor, and views of it are taken anew.
+A unit that reshards after its forward must leave no gathered weight among the saved tensors. So the
+pass tags its gather to be recomputed, with all values computed from gathered weights alone (views,
+casts, transposes, scales that were computed for the gather) and the cast of the segment before the
+gather. The backward then gathers again from the segment. For a unit that does not reshard, the
+forward saves the whole gathered bucket, one tensor, and the backward takes views of it anew.
 
-A unit that reshards to fewer ranks keeps this rank's part among them and gathers that:
+For a unit that reshards to fewer ranks, a rank saves its part among these ranks, and the backward
+gathers the parts:
 
     before:  wait -> views -> uses
     after:   wait -> recut -> all_gather (smaller group) -> wait -> views -> uses
 
-where `recut` is saved and what follows is recomputed. It is the same value, so the forward graph
-goes on with the first wait (`drop_second_gathers`), and only the backward has the second gather.
+The forward saves `recut`, and the backward recomputes the nodes after it. Both waits have the same
+value. So the forward graph reads the first wait (`drop_second_gathers`), and only the backward has
+the second gather.
 
-The partitioner does the rest; the tags are those of activation checkpointing.
+The partitioner does the rest; the tags are the tags of activation checkpointing.
 """
 
 import torch
@@ -43,11 +45,11 @@ from shardc.passes.rewrite.recompute import tag
 
 @contract(needs="gathers", gives="tags")
 def tag_reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Tag gathered weights, and what depends on nothing else, as recomputed or saved."""
+    """Tag gathered weights, and values computed from them alone, as recomputed or saved."""
     resharded: dict[Node, bool] = {}
     views: set[Node] = set()  # of gathered buckets
     parts = _gather_among_fewer(gm)
-    prepared: set[Node] = set()  # of a segment alone, for a gather
+    prepared: set[Node] = set()  # computed from a segment alone, for a gather
     for node in gm.graph.nodes:
         if node.op != "call_function" or node in parts:
             continue
@@ -68,7 +70,7 @@ def tag_reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
         elif is_wait(node):
             tag(node, CheckpointPolicy.MUST_SAVE)
         if reshard and is_all_gather(node) and not prepares(node):
-            # A cast, or codes and scales: smaller than the segment, the partitioner would keep it.
+            # A cast, or codes and scales. Smaller than the segment, they would be saved.
             for made in computed_for(node):
                 tag(made, CheckpointPolicy.MUST_RECOMPUTE)
     for part in parts:
@@ -82,14 +84,14 @@ def tag_reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _recompute_views_of_inputs(gm: GraphModule) -> None:
-    """Recompute views of inputs that checkpoints read: of a bucket that is given whole.
+    """Recompute views of inputs that checkpoints read, where an input is a whole gathered bucket.
 
-    Reads outside of checkpoints take the same ones, and the partitioner merges what is equal: it
-    would have to save the list that a split is.
+    Reads outside of checkpoints take the same views, and the partitioner merges equal nodes. It
+    would then have to save the list that a split returns.
     """
     for given in gm.graph.find_nodes(op="placeholder"):
         if not isinstance(given.meta.get("val"), Tensor):
-            continue  # a size, which views of anything may have
+            continue  # a size, which views of any value may take
         views = reach(lambda node: filter(is_view, node.users), *filter(is_view, given.users))
         if any("recompute" in view.meta for view in views):
             for view in views:
@@ -97,7 +99,7 @@ def _recompute_views_of_inputs(gm: GraphModule) -> None:
 
 
 def _gather_among_fewer(gm: GraphModule) -> list[Node]:
-    """After every gather of a bucket that is re-cut, cut and gather again; the `recut` nodes."""
+    """Cut and gather again after every gather of a re-cut bucket; return the `recut` nodes."""
     graph, parts = gm.graph, []
     for start in filter(is_all_gather, list(graph.nodes)):
         recut = next((moved.spec.recut for moved in moved_by(start)), None)
@@ -123,7 +125,7 @@ def _gather_among_fewer(gm: GraphModule) -> list[Node]:
 
 @contract(needs="tags one_wait")
 def drop_second_gathers(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Forward graph: read the first gather where a re-cut bucket is gathered again."""
+    """Forward graph: erase the second gather of a re-cut bucket; its readers read the first."""
     for part in gm.graph.find_nodes(op="call_function", target=torch.ops.shardc.recut.default):
         for again in [user for user in part.users if is_all_gather(user)]:
             (ready,) = again.users

@@ -1,8 +1,8 @@
-"""Dynamo graph: parameters of buckets that the eager runtime gathers come in as inputs.
+"""Dynamo graph: parameters of buckets that the eager runtime gathers become inputs.
 
-Where a graph is a piece of a model that runs eagerly (one block compiled by itself, a graph that a
-break has cut), gathering in the graph would gather a bucket once a piece, and could start no gather
-before the piece begins. Those buckets are the runtime's: it gathers them ahead, once.
+A graph may be a piece of a model that runs eagerly (one block compiled by itself, a graph that a
+break has cut). Gathers in the graph would gather a bucket once for each piece, and none could start
+before its piece. So the eager runtime gathers such a bucket ahead, once.
 
     before:  w = shardc.unshard_slot(segment, "a1b2", 0)
     after:   w = placeholder
@@ -21,22 +21,22 @@ from shardc.runtime import compat
 
 @dataclass(frozen=True)
 class Taken:
-    """A full parameter that a graph is given: `slot` of the bucket at input `position`."""
+    """A full parameter that is an input of a graph: `slot` of the bucket at input `position`."""
 
     position: int
     slot: int
 
 
 TAKEN = "shardc_taken"
-"""Where the meta of an input of a Dynamo graph has what it takes, if `take_gathered` made it."""
+"""The key in the meta of an input that `take_gathered` made, for its `Taken`."""
 
 
 @contract(needs="markers")
 def take_gathered(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Make the parameters of the buckets at `ctx.outside` inputs of `gm`, behind all others.
+    """Turn the parameters of the buckets at `ctx.outside` into inputs of `gm`, behind all others.
 
-    A bucket that is also read in the body of a higher-order op (activation checkpointing) stays as
-    it is: there it has to be gathered again with the rest that is recomputed.
+    The graph stays as it is if the body of a higher-order op (activation checkpointing) reads a
+    bucket: the body must gather it again when it is recomputed.
 
     Raises:
         RuntimeError: the forward updates a parameter in place.
@@ -64,11 +64,11 @@ def take_gathered(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def taken_by(gm: GraphModule) -> list[Taken]:
-    """The full parameters that come in as inputs, behind all others."""
+    """The full parameters that are inputs of `gm`, behind all other inputs."""
     inputs = gm.graph.find_nodes(op="placeholder")
     return [node.meta[TAKEN] for node in inputs if TAKEN in node.meta]
 
 
 def markers_of(gm: GraphModule) -> list[Node]:
-    """The reads of parameters in one graph."""
+    """The markers of one graph that have readers."""
     return [node for node in gm.graph.nodes if is_marker(node) and node.users]

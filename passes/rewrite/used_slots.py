@@ -1,8 +1,8 @@
-"""Joint graph: what later stages must know of it, and which parameters the backward differentiates.
+"""Joint graph: mark segments for later passes, and find the slots that get a gradient.
 
-The gradient of a segment is a reduce-scatter of `shardc::pack`, whose parts are None where nothing
-flowed: parameters read under `no_grad`, detached, or not at all. Their gradient stays None, as
-without sharding.
+The gradient of a segment is a reduce-scatter of `shardc::pack`. A part of the pack is None if no
+gradient flowed to a parameter: it was read under `no_grad`, detached, or not read at all. The
+gradient of such a parameter stays None, as without sharding.
 """
 
 from collections.abc import Mapping
@@ -22,9 +22,10 @@ class Differentiated:
     """Facts read off a joint graph.
 
     Attributes:
-        results: how many outputs of the forward are the caller's; None where no backward follows.
-        slots: per input of the Dynamo graph that is a segment, the slots that get a gradient; at -1
-            those of code that several calls share.
+        results: the number of the forward's outputs that the caller gets; None where no backward
+            follows.
+        slots: by input of the Dynamo graph that is a segment, the slots that get a gradient; at -1
+            the slots in code that several calls share.
     """
 
     results: int | None
@@ -37,7 +38,7 @@ class Differentiated:
 
 @contract(needs="gathers", gives="segments")
 def mark_segments(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Mark the inputs that are segments of what is gathered or reduced."""
+    """Mark the inputs that are segments of gathered or reduced buckets."""
     inputs = compat.inputs_of_joint(gm)
     for position in {moved.position for node in gm.graph.nodes for moved in moved_by(node)} - {-1}:
         inputs[position].meta[SEGMENT] = True

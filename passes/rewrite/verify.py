@@ -1,10 +1,10 @@
-"""Forward and backward graphs: prove what every pass before promised.
+"""Forward and backward graphs: check the invariants that the passes before must keep.
 
-Every collective has exactly one wait for each bucket it moves, and every copy to the host or from
-there has one (an optimizer's state, which returns, is waited for at the end); nothing else reads
-their results;
-weights that are resharded, their views and what is computed from them alone are not among the
-tensors the forward saves. `collective_sequence` states what ranks compare.
+Every collective has exactly one wait for each bucket that it moves. Every copy to or from the host
+has exactly one wait, except an optimizer's state that returns: compute waits for it at the end.
+Nothing but a wait reads the result of a collective or copy. The forward saves no resharded weight,
+no view of one, and no value computed from such weights alone. `collective_sequence` gives the lines
+that ranks compare.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def _no_resharded_weight_is_saved(gm: GraphModule, ctx: PassContext) -> None:
         return
     outputs = gm.graph.output_node().args[0]
     assert isinstance(outputs, (list, tuple))
-    made_of: dict[Node, Node] = {}  # from what is computed from weights alone to a gather of theirs
+    made_of: dict[Node, Node] = {}  # by value made of weights alone, a gather of these weights
     for node in gm.graph.nodes:
         if is_all_gather(node) and moved_by(node):
             for result in results_of(node):
@@ -80,5 +80,5 @@ def check_collectives(planned: Sequence[str], graph: Graph) -> None:
 
 
 def collective_sequence(gm: GraphModule, by_number: bool = False) -> list[str]:
-    """One line per collective of ours, in graph order: what ranks must have in common."""
+    """One line for each collective that moves buckets, in graph order; equal on all ranks."""
     return [describe(node, by_number) for node in our_collectives(gm)]

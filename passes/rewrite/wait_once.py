@@ -1,6 +1,6 @@
 """Forward and backward graphs: one wait for a gather that is read several times.
 
-Equal gathers are one after AOT autograd's CSE, which leaves their waits apart from torch 2.15 on.
+AOT autograd's CSE merges equal gathers; from torch 2.15 on, it leaves their waits apart.
 """
 
 from torch.fx import GraphModule

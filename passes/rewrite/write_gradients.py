@@ -5,11 +5,11 @@
     after:   flat = first_matmul(a, b); write_matmul(flat, c, d); g2 = sum(e);
              write_parts(flat, [g2]); reduce_scatter(flat)
 
-A gradient that comes from a matmul is written by that matmul, the first into memory that it takes;
-the rest (biases, norms, what several uses add up to) is copied, in one op. A bucket without such
-matmuls stays packed, and one that is one gradient and no padding is a view. Last of the passes that
-edit, because from here on order carries meaning: the writes are no data dependencies of the
-reduction.
+A matmul writes its gradient into the input of the reduction, and the first matmul allocates that
+input. One op copies the other gradients (biases, norms, sums over several uses). A bucket without
+such matmuls stays packed. For a bucket of one gradient without padding, the input is a view. The
+pass is the last that edits, because order carries meaning afterwards: the reduction has no data
+dependency on the writes.
 """
 
 import itertools
@@ -27,13 +27,13 @@ aten, ops = torch.ops.aten, torch.ops.shardc
 
 @contract(needs="scheduled", ends="movable")
 def write_gradients(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Replace every `pack` of `gm` that is a gradient, or is given matmuls."""
+    """Replace every `pack` of `gm` that packs a single gradient, or matmuls."""
     graph = gm.graph
     for pack in graph.find_nodes(op="call_function", target=ops.pack.default):
         parts, sizes, dtype, *pending = pack.args
         assert isinstance(parts, (list, tuple)) and isinstance(sizes, (list, tuple))
         if pending and pending[0] is not None:
-            continue  # what is added to must be copied first: `pack` does both
+            continue  # `pack` first copies the waiting gradient, then adds
         if len(parts) == 1 and parts[0].meta["val"].dtype == dtype:
             with graph.inserting_before(pack):
                 flat = graph.call_function(aten.reshape.default, (parts[0], [-1]))
@@ -46,8 +46,7 @@ def write_gradients(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _write(graph: Graph, pack: Node, matmuls: list[Node]) -> None:
-    """Let `matmuls`, in the order of the graph, and copies write the input of the reduction in the
-    place of `pack`."""
+    """Replace `pack`: `matmuls`, in graph order, and copies write the input of the reduction."""
     parts, sizes, *_ = pack.args
     assert isinstance(parts, (list, tuple)) and isinstance(sizes, (list, tuple))
     places = list(zip(parts, itertools.accumulate(sizes, initial=0), sizes, strict=False))
@@ -74,14 +73,14 @@ def _write(graph: Graph, pack: Node, matmuls: list[Node]) -> None:
 
 
 def _writing(matmul: Node) -> dict[str, Any]:
-    """The meta of what writes the result of `matmul` into a buffer."""
+    """The meta of an op that writes the result of `matmul` into a buffer."""
     meta = meta_for_another(matmul)
     meta[WRITES] = meta.pop("val")
     return meta
 
 
 def _is_own(part: Node | None, pack: Node) -> bool:
-    """Whether `part` is a matmul that nothing but `pack` reads."""
+    """Whether `part` is a matmul in the dtype of `pack`, and only `pack` reads it."""
     if part is None:
         return False
     same = part.meta["val"].dtype == pack.meta["val"].dtype
