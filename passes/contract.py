@@ -23,7 +23,7 @@ AnyPass = Pass | PairPass
 _P = TypeVar("_P", bound=AnyPass)
 
 FACTS = {
-    "markers": "modules read parameters by markers",
+    "marks": "modules read parameters by marks",
     "movable": "nodes may be reordered as their inputs allow",
     "gathers": "a gather brings the parameters of a bucket",
     "segments": "inputs that are segments are marked",
@@ -32,7 +32,7 @@ FACTS = {
     "scheduled": "collectives start and are waited for where the timeline puts them",
     "labels": "collectives have labels",
 }
-_AT_FIRST = ("markers", "movable")
+_AT_FIRST = ("marks", "movable")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The pipeline: the passes of each stage, in order. `run_passes` runs them.
 
     Dynamo graph      take_gathered             what the eager runtime gathers comes in as inputs
-                      insert_unshard            markers become one gather a bucket
+                      insert_unshard            marks become one gather a bucket
                       fetch_rows                embeddings fetch rows, not tables
     (traced)          trace_once                modules that repeat are traced once
     joint graph       choose_kept               what a memory budget has room for

@@ -1,4 +1,4 @@
-"""Names for code outside of shardc that adds passes, hardware profiles or backends."""
+"""Names for code outside of shardc that adds passes, hardware profiles, devices or backends."""
 
 from shardc.passes import pipeline
 from shardc.passes.context import PassContext

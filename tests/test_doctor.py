@@ -72,11 +72,14 @@ def test_doctor_says_whether_one_can_train(capsys, monkeypatch):
 
 
 def test_checks_that_find_something(monkeypatch, tmp_path):
-    for version, status in [("2.11.0", "ok"), ("2.15.1+cu130", "ok"), ("2.10.2", "broken"),
-                            ("2.16.0a0+git1", "broken"), ("3.0.0", "broken")]:  # fmt: skip
+    (major, oldest), (_, newest) = machine.compat.VERSIONS[0], machine.compat.VERSIONS[-1]
+    known = {f"{major}.{oldest}.0": "ok", f"{major}.{newest}.1+cu130": "ok"}
+    known |= {f"{major}.{oldest - 1}.2": "broken", f"{major}.{newest + 1}.0a0+git1": "broken"}
+    for version, status in known.items():
         monkeypatch.setattr(torch, "__version__", version)
         assert machine.check_torch(1).status == status, version
-    assert machine.check_torch(1).advice == "pip install 'torch>=2.11,<2.16'"
+    wanted = f"torch>={major}.{oldest},<{major}.{newest + 1}"
+    assert machine.check_torch(1).advice == f"pip install '{wanted}'"
 
     def none():
         raise RuntimeError("none")

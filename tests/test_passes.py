@@ -57,7 +57,7 @@ def _marked(reads):
     return GraphModule(torch.nn.Module(), graph)
 
 
-def test_one_unshard_a_bucket_before_its_first_marker():
+def test_one_unshard_a_bucket_before_its_first_mark():
     ctx = PassContext("dynamo", {1: ("block", 3)})
     gm = run_passes(_marked([(0, 0), (1, 1), (0, 1), (0, 0)]), ctx, [insert_unshard])
     calls = [n for n in gm.graph.nodes if n.op == "call_function"]
@@ -82,8 +82,8 @@ def test_a_parameter_of_which_only_the_shape_is_read_is_not_gathered():
 
 def test_in_place_update_is_refused():
     gm = _marked([(0, 0)])
-    marker = next(n for n in gm.graph.nodes if n.op == "call_function")
-    marker.meta["example_value"] = torch.ones(4, 4).mul_(2)
+    mark = next(n for n in gm.graph.nodes if n.op == "call_function")
+    mark.meta["example_value"] = torch.ones(4, 4).mul_(2)
     with pytest.raises(RuntimeError, match=r"parameter of shape \(4, 4\) in place"):
         insert_unshard(gm, PassContext("dynamo"))
 

@@ -1,4 +1,4 @@
-"""Dynamo graph: turn the markers of a bucket into one gather.
+"""Dynamo graph: turn the marks of a bucket into one gather.
 
     before:  w = shardc.unshard_slot(segment, "a1b2", 0)
              b = shardc.unshard_slot(segment, "a1b2", 1)
@@ -26,9 +26,9 @@ SLOTS = "shardc_slots"
 """The key in the meta of a segment, an input of a Dynamo graph, for the slots that are read."""
 
 
-@contract(needs="markers", gives="gathers", ends="markers")
+@contract(needs="marks", gives="gathers", ends="marks")
 def insert_unshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Replace the markers in `gm` and its bodies by gathers; inputs that are segments get `SLOTS`.
+    """Replace the marks in `gm` and its bodies by gathers; inputs that are segments get `SLOTS`.
 
     Raises:
         RuntimeError: the forward updates a parameter in place; or gradients of a bucket wait, and
@@ -37,12 +37,12 @@ def insert_unshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
     inputs = gm.graph.find_nodes(op="placeholder")
     places: _Places = {gm: {node: Counter([position]) for position, node in enumerate(inputs)}}
     _find_places(gm, places)
-    found = {body: _markers(body) for body in places}
+    found = {body: _marks(body) for body in places}
     _refuse_what_waits(gm, found, places, ctx)
     for body, by_segment in found.items():
-        for segment, markers in by_segment.items():
+        for segment, marks in by_segment.items():
             positions = places[body][segment]
-            slots = _insert(body.graph, markers, _moved(markers[0], positions, ctx))
+            slots = _insert(body.graph, marks, _moved(marks[0], positions, ctx))
             for position in positions:
                 known: frozenset[int] = inputs[position].meta.get(SLOTS, frozenset())
                 inputs[position].meta[SLOTS] = known | slots
@@ -88,10 +88,10 @@ def _refuse_what_waits(
     reads, waiting, apart = Counter[int](), set[int](), set[int]()
     regions = _regions(gm)
     for body, by_segment in found.items():
-        for segment, markers in by_segment.items():
+        for segment, marks in by_segment.items():
             positions = places[body][segment]
             reads.update(positions)
-            reduction = spec_of(str(markers[0].args[1])).reduction
+            reduction = spec_of(str(marks[0].args[1])).reduction
             if reduction.pending or reduction.partial:
                 waiting.update(positions)
             if body in regions:
@@ -119,20 +119,20 @@ def _regions(gm: GraphModule) -> set[GraphModule]:
     return found
 
 
-def _moved(marker: Node, positions: Counter[int], ctx: PassContext) -> Moved:
-    """The bucket that `marker` reads; in a body of several calls, only its signature is known."""
-    signature = str(marker.args[1])
+def _moved(mark: Node, positions: Counter[int], ctx: PassContext) -> Moved:
+    """The bucket that `mark` reads; in a body of several calls, only its signature is known."""
+    signature = str(mark.args[1])
     if len(positions) != 1:
         return Moved(signature)
     (position,) = positions
     return Moved(signature, position, *ctx.buckets.get(position, ()))
 
 
-def _markers(gm: GraphModule) -> dict[Node, list[Node]]:
-    """The markers of one graph by the segment they read, in graph order."""
+def _marks(gm: GraphModule) -> dict[Node, list[Node]]:
+    """The marks of one graph by the segment they read, in graph order."""
     found: defaultdict[Node, list[Node]] = defaultdict(list)
     for node in gm.graph.nodes:
-        if not is_marker(node):
+        if not is_mark(node):
             continue
         if not node.users:  # only its shape was asked for
             gm.graph.erase_node(node)
@@ -141,7 +141,7 @@ def _markers(gm: GraphModule) -> dict[Node, list[Node]]:
     return found
 
 
-def is_marker(node: Node) -> bool:
+def is_mark(node: Node) -> bool:
     """Whether the node marks the use of a parameter."""
     return node.op == "call_function" and node.target in (
         torch.ops.shardc.unshard_slot,
@@ -150,23 +150,23 @@ def is_marker(node: Node) -> bool:
     )
 
 
-def _insert(graph: Graph, markers: list[Node], moved: Moved) -> frozenset[int]:
+def _insert(graph: Graph, marks: list[Node], moved: Moved) -> frozenset[int]:
     """Insert one `unshard` and its views before the modules that read it; return the slots read."""
-    segment, _, _, extras = markers[0].args
+    segment, _, _, extras = marks[0].args
     assert isinstance(extras, (list, tuple))
-    around = _around(markers)
+    around = _around(marks)
     slots: set[int] = set()
-    with graph.inserting_before(_outside_regions(_first_inside(around, markers[0]))):
+    with graph.inserting_before(_outside_regions(_first_inside(around, marks[0]))):
         full = graph.call_function(unshard, (segment, moved, *extras))
-        for marker in markers:
-            refuse_in_place_update(marker)
-            slot = marker.args[2]
+        for mark in marks:
+            refuse_in_place_update(mark)
+            slot = mark.args[2]
             slots.add(int(slot))  # type: ignore[arg-type]
             view = graph.call_function(operator.getitem, (full, slot))
-            view.meta = {**marker.meta, "nn_module_stack": around}
-            marker.replace_all_uses_with(view)
-    for marker in markers:
-        graph.erase_node(marker)
+            view.meta = {**mark.meta, "nn_module_stack": around}
+            mark.replace_all_uses_with(view)
+    for mark in marks:
+        graph.erase_node(mark)
     return frozenset(slots)
 
 
@@ -201,7 +201,7 @@ def _first_inside(around: _Stack, node: Node) -> Node:
     return node
 
 
-def _outside_regions(marker: Node) -> Node:
+def _outside_regions(mark: Node) -> Node:
     """The node before which the gather goes: outside of `no_grad` and function transforms.
 
     The first use of a weight may lie inside such a region, and a later use outside.
@@ -209,8 +209,8 @@ def _outside_regions(marker: Node) -> Node:
     opens, closes = compat.region_nodes()
     no_grad: Node | None = None
     transforms: list[Node] = []
-    for node in marker.graph.nodes:
-        if node is marker:
+    for node in mark.graph.nodes:
+        if node is mark:
             break
         if node.target is compat.SET_GRAD_ENABLED and torch.is_grad_enabled():
             no_grad = None if node.args[0] else no_grad or node
@@ -218,19 +218,19 @@ def _outside_regions(marker: Node) -> Node:
             transforms.append(node)
         elif node.target in closes:
             transforms.pop()
-    around = [*([no_grad] if no_grad else []), *transforms[:1], marker]
-    return next(node for node in marker.graph.nodes if node in around)
+    around = [*([no_grad] if no_grad else []), *transforms[:1], mark]
+    return next(node for node in mark.graph.nodes if node in around)
 
 
-def refuse_in_place_update(marker: Node) -> None:
-    """Raise if the forward updates the parameter that `marker` reads."""
-    value = marker.meta.get("example_value")
+def refuse_in_place_update(mark: Node) -> None:
+    """Raise if the forward updates the parameter that `mark` reads."""
+    value = mark.meta.get("example_value")
     if value is None:
         return
-    if any(alias._version > 0 for alias in (value, *compat.read_as_data(marker.graph, value))):
-        shape = tuple(spec_of(marker.args[1]).shapes[marker.args[2]])  # type: ignore[arg-type,index]
+    if any(alias._version > 0 for alias in (value, *compat.read_as_data(mark.graph, value))):
+        shape = tuple(spec_of(mark.args[1]).shapes[mark.args[2]])  # type: ignore[arg-type,index]
         raise RuntimeError(
             f"the forward updates a sharded parameter of shape {shape} in place; its full value "
             "is a temporary, so the update would be lost. Update it outside the forward, or make "
-            f"it a buffer. It was read at:\n{marker.meta.get('stack_trace', '(unknown)')}"
+            f"it a buffer. It was read at:\n{mark.meta.get('stack_trace', '(unknown)')}"
         )

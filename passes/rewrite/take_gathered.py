@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from shardc.passes.context import PassContext
 from shardc.passes.contract import contract
 from shardc.passes.nodes import graph_modules
-from shardc.passes.rewrite.insert_unshard import is_marker, refuse_in_place_update
+from shardc.passes.rewrite.insert_unshard import is_mark, refuse_in_place_update
 from shardc.runtime import compat
 
 
@@ -31,7 +31,7 @@ TAKEN = "shardc_taken"
 """The key in the meta of an input that `take_gathered` made, for its `Taken`."""
 
 
-@contract(needs="markers")
+@contract(needs="marks")
 def take_gathered(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Turn the parameters of the buckets at `ctx.outside` into inputs of `gm`, behind all others.
 
@@ -42,24 +42,24 @@ def take_gathered(gm: GraphModule, ctx: PassContext) -> GraphModule:
         RuntimeError: the forward updates a parameter in place.
     """
     bodies = [body for body in graph_modules(gm) if body is not gm]
-    if not ctx.outside or any(markers_of(body) for body in bodies):
+    if not ctx.outside or any(marks_of(body) for body in bodies):
         return gm
     gm = compat.copy_dynamo_graph(gm)
     inputs = gm.graph.find_nodes(op="placeholder")
     taken: dict[Taken, Node] = {}
-    for marker in markers_of(gm):
-        segment, _, slot, _ = marker.args
+    for mark in marks_of(gm):
+        segment, _, slot, _ = mark.args
         place = Taken(inputs.index(segment), slot)  # type: ignore[arg-type]
         if place.position not in ctx.outside:
             continue
-        refuse_in_place_update(marker)
+        refuse_in_place_update(mark)
         if place not in taken:
             with gm.graph.inserting_after([*inputs, *taken.values()][-1]):
                 taken[place] = gm.graph.placeholder(f"full_{place.position}_{slot}")
-            compat.make_input_without_source(taken[place], marker)
+            compat.make_input_without_source(taken[place], mark)
             taken[place].meta[TAKEN] = place
-        marker.replace_all_uses_with(taken[place])
-        gm.graph.erase_node(marker)
+        mark.replace_all_uses_with(taken[place])
+        gm.graph.erase_node(mark)
     return gm
 
 
@@ -69,6 +69,6 @@ def taken_by(gm: GraphModule) -> list[Taken]:
     return [node.meta[TAKEN] for node in inputs if TAKEN in node.meta]
 
 
-def markers_of(gm: GraphModule) -> list[Node]:
-    """The markers of one graph that have readers."""
-    return [node for node in gm.graph.nodes if is_marker(node) and node.users]
+def marks_of(gm: GraphModule) -> list[Node]:
+    """The marks of one graph that have readers."""
+    return [node for node in gm.graph.nodes if is_mark(node) and node.users]

@@ -6,7 +6,7 @@ autograd of `unshard` brings the bucket's gradient back: cast, reduce-scatter, f
 model an all-reduce, divide. With `sync` off the whole unreduced gradient goes to a leaf of its own
 instead, the sink. The eager runtime (`regather`, `backward_pass`) calls the same functions.
 
-Under Dynamo a parameter reads as the marker op `shardc::unshard_slot`, which is never executed.
+Under Dynamo a parameter reads as the mark op `shardc::unshard_slot`, which is never executed.
 """
 
 from collections.abc import Generator, Sequence
@@ -391,7 +391,7 @@ torch.library.register_fake(
 @torch.library.custom_op("shardc::unshard_slot", mutates_args=())
 def unshard_slot(segment: Tensor, signature: str, slot: int, extras: Sequence[Tensor]) -> Tensor:
     """Mark the read of one parameter of a bucket in a Dynamo graph, for `insert_unshard`."""
-    raise RuntimeError("shardc::unshard_slot is a marker: compile the model with backend='shardc'")
+    raise RuntimeError("shardc::unshard_slot is a mark: compile the model with backend='shardc'")
 
 
 @unshard_slot.register_fake
@@ -403,7 +403,7 @@ def _(segment: Tensor, signature: str, slot: int, extras: Sequence[Tensor]) -> T
 
 
 def _no_backward(ctx: compat.FunctionContext, grad: Tensor) -> NoReturn:
-    raise RuntimeError("shardc::unshard_slot is a marker: compile the model with backend='shardc'")
+    raise RuntimeError("shardc::unshard_slot is a mark: compile the model with backend='shardc'")
 
 
 unshard_slot.register_autograd(_no_backward)

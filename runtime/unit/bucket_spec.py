@@ -64,7 +64,7 @@ def groups_for(bucket: "Bucket") -> Groups:
     mean_op = "avg" if backend_of(shared, bucket.device.type).averages else "sum"
     return Groups(
         gather=own.get("gather", shared),
-        reduce=own.get("reduce"),
+        reduce=own.get("reduce", shared if "gather" in own else None),
         recut=part,
         gather_steps=gather_steps,
         reduce_steps=reduce_steps,

@@ -100,16 +100,15 @@ def _compile(
     buckets = buckets_by_input(gm)
     check_start(dict.fromkeys(bucket.owner for bucket in buckets.values()))
     numbers, labels = number_units(buckets), distinct_labels(buckets)
-    names = {place: (labels[place], numbers[bucket.owner]) for place, bucket in buckets.items()}
-    first = PassContext("dynamo", names, buckets_of_the_runtime(gm, buckets))
+    named = {at: (labels[at], numbers[bucket.owner]) for at, bucket in buckets.items()}
+    first = PassContext("dynamo", named, buckets_of_the_runtime(gm, buckets))
     with stages.stage(PASSES):
         gm = run_passes(gm, first, pipeline.DYNAMO_PASSES)
     slots, taken = slots_read(gm), taken_by(gm)
 
     # Ranks agree on the buckets that the graph reads; it may fetch rows in place of tables.
     replays = compat.replays(parsed.inductor, mode)
-    read = {place: buckets[place] for place in slots}
-    plan = Plan(parsed, read, slots, numbers, stages, replays)
+    plan = Plan(parsed, {at: buckets[at] for at in slots}, slots, numbers, stages, replays)
     agreed = agree_on_reads(plan)
     with stages.stage(PASSES):
         if not replays:
@@ -144,7 +143,8 @@ def _compile(
             )
     plan.bodies = Calls()  # a loaded graph has not inlined the bodies
 
-    # Each call reads the buckets, and its backward tells them the slots that it differentiates.
+    # Each call reads the buckets, and its backward tells them the slots that it differentiates. The
+    # joint graph, this one or the one that a loaded graph was made of, knows these slots.
     reads = agreed.reads
     if plan.joint is not None:
         slots_of = plan.joint.slots_of

@@ -1,8 +1,14 @@
 """Lowering: Inductor, or the eager executor, takes a Dynamo graph through AOT autograd.
 
-AOT autograd traces the joint graph and cuts it in two. On the way it calls the passes of `Finish`.
-A forward or backward graph is finished just before it is lowered, so also where Inductor's graph
-cache holds its code.
+AOT autograd calls back, in this order:
+
+    Finish.joint     the joint graph, traced                       then it cuts it in two
+    Finish.halves    forward and backward, together
+    Finish.graph     the forward, then the backward                and then lowers each
+
+Bodies of blocks that repeat are traced before (`Plan.trace_bodies`). A graph that is loaded from
+the cache goes through none of this: `CompileCache` takes over the decisions kept with it.
+Inductor's own cache is asked after `Finish.graph`, so no pass is ever skipped on one rank alone.
 """
 
 import functools
@@ -94,9 +100,11 @@ def with_inductor(
         repr([name_of(step) for step in pipeline.JOINT_PASSES]),
         patches.get(compat.JOINT_PASS),
     )
-    if plan.uses_host:
+    if plan.uses_host or not pipeline.is_own():
         patches[compat.PARTITIONER] = compat.partitioner(
-            finish.halves, "shardc: saves on the host", patches.get(compat.PARTITIONER)
+            finish.halves,
+            repr([name_of(step) for step in pipeline.HALVES_PASSES]),
+            patches.get(compat.PARTITIONER),
         )
     if plan.bodies:
         compat.before_joint_passes(patches, plan.bodies.inline_unfinished)

@@ -8,7 +8,7 @@ Nothing is computed, so the model needs no memory.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,9 +26,6 @@ from shardc.runtime.groups.devices import DEVICES, device_named
 from shardc.runtime.tensor.extension import extends_gather
 from shardc.runtime.unit.precision import map_tensors
 from shardc.sharding.units import units_of
-
-Device = Literal["cpu", "cuda"]
-"""Types of devices that `precompile` compiles for."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ def precompile(
     kwargs: Mapping[str, Any] | None = None,
     world_size: Count | None = None,
     mesh: DeviceMesh | Sequence[int] | None = None,
-    device_type: Device | None = None,
+    device_type: str | None = None,
     options: dict[str, Any] | None = None,
     accumulation: bool = False,
     evaluate: bool = True,
@@ -120,13 +117,13 @@ def precompile(
     return Precompiled(compat.cache_folder(), kept, found)
 
 
-def _device_type(asked: Device | None, model: nn.Module, mesh: object) -> str:
+def _device_type(asked: str | None, model: nn.Module, mesh: object) -> str:
     sharded = next(iter(units_of(model).values()), None)
     given = mesh if sharded is None else sharded._shardc_unit.mesh
     return given.device_type if isinstance(given, DeviceMesh) else device_to_compile_for(asked)
 
 
-def device_to_compile_for(asked: Device | None) -> Device:
+def device_to_compile_for(asked: str | None) -> str:
     """The type of device to compile for: `asked`, else "cuda" with a GPU in sight, else "cpu".
 
     Raises:

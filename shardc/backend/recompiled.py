@@ -13,7 +13,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from shardc.passes.nodes import graph_modules
-from shardc.passes.rewrite.insert_unshard import is_marker
+from shardc.passes.rewrite.insert_unshard import is_mark
 from shardc.runtime.layout.spec import Reduction, UnshardSpec, spec_of
 
 _SWITCHED: dict[str, tuple[str, str]] = {
@@ -106,7 +106,7 @@ def in_words(reason: str, gm: GraphModule) -> str:
 def _changes(before: UnshardSpec, gm: GraphModule) -> Iterator[str]:
     """The changes from the code compiled for a bucket to the code of a bucket like it now."""
     nodes = itertools.chain.from_iterable(body.graph.nodes for body in graph_modules(gm))
-    now = [spec_of(str(node.args[1])) for node in nodes if is_marker(node)]
+    now = [spec_of(str(node.args[1])) for node in nodes if is_mark(node)]
     alike = [spec for spec in now if spec != before and spec.pieces == before.pieces] or now
     for name, old, new in _differing(before, alike[0]) if alike else ():
         if name in _SWITCHED and isinstance(new, bool) and isinstance(old, bool):

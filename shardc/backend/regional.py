@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from shardc.backend.recomputed import note_readings
-from shardc.passes.rewrite.take_gathered import Taken, markers_of
+from shardc.passes.rewrite.take_gathered import Taken, marks_of
 from shardc.runtime import compat
 from shardc.runtime.comm.unshard import full_parameters, gather
 from shardc.runtime.unit.bucket import Bucket, bucket_of
@@ -32,7 +32,7 @@ def buckets_of_the_runtime(gm: GraphModule, buckets: Mapping[int, Bucket]) -> fr
     gather. These facts follow from the program alone: they are equal on all ranks, in any step that
     compiles.
     """
-    segments = {marker.args[0] for marker in markers_of(gm)}
+    segments = {mark.args[0] for mark in marks_of(gm)}
     inputs = gm.graph.find_nodes(op="placeholder")
     read = {p: bucket for p, bucket in buckets.items() if inputs[p] in segments}
     units = {bucket.owner for bucket in read.values()}

@@ -91,8 +91,8 @@ def _read_slots(gm: GraphModule, standins: Sequence[_Standin]) -> list[int]:
         if segment is None:
             raise ValueError(f"{bucket} is read by blocks alone")
         signature, extras = bucket.key.reading()
-        for marker in list(node.users):
-            marker.args = (segment, signature, standin.index, extras)
+        for mark in list(node.users):
+            mark.args = (segment, signature, standin.index, extras)
         gm.graph.erase_node(node)
         gone.add(node)
     gm.recompile()
