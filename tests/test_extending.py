@@ -88,6 +88,21 @@ def test_passes_that_build_on_each_other(mesh):
     assert seen_gathers == [3, 2]
 
 
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@on_ranks(1)
+def test_a_pass_over_forward_and_backward_together(mesh, executor):
+    seen = []
+
+    @contract(needs="tags")
+    def note_saved(forward, backward, ctx):
+        seen.append(len(forward.graph.output_node().args[0]) - ctx.results)
+
+    model = fully_shard(seeded(lambda: torch.nn.Linear(3, 2)), mesh=mesh)
+    with mock.patch.object(pipeline, "HALVES_PASSES", [*pipeline.HALVES_PASSES, note_saved]):
+        compiled(model, executor)(torch.ones(4, 3)).sum().backward()
+    assert seen == [1]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
