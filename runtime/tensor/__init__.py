@@ -1,3 +1,3 @@
 """ShardTensor: a parameter of full shape of which this rank holds one interval."""
 
-from shardc.runtime.tensor import shard_tensor  # noqa: F401 (first: it and its ops import each other)
+from shardc.runtime.tensor import shard_tensor  # noqa: F401 (ops make the class that it defines)

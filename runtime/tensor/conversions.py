@@ -6,7 +6,7 @@ are given the placements of a ShardTensor (`compat.let_torch_make`).
 """
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,11 @@ from shardc.runtime.tensor.shard_spec import (
     placements_of,
     whole_gradient,
 )
-from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.tensor.sharded import Sharded
 from shardc.runtime.watch.entering import entering
 
 
-def to_local(tensor: ShardTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
+def to_local(tensor: Sharded, grad_placements: Sequence[Placement] | None) -> Tensor:
     """`ShardTensor.to_local`."""
     if grad_placements is not None and tuple(grad_placements) != tensor.placements:
         raise NotImplementedError(
@@ -43,7 +43,7 @@ def to_local(tensor: ShardTensor, grad_placements: Sequence[Placement] | None) -
     return tensor._local
 
 
-def full_tensor(tensor: ShardTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
+def full_tensor(tensor: Sharded, grad_placements: Sequence[Placement] | None) -> Tensor:
     """`ShardTensor.full_tensor`."""
     over = _over(grad_placements)
     if torch.is_grad_enabled() and tensor.requires_grad:
@@ -52,7 +52,7 @@ def full_tensor(tensor: ShardTensor, grad_placements: Sequence[Placement] | None
 
 
 def redistribute(
-    tensor: ShardTensor,
+    tensor: Sharded,
     mesh: DeviceMesh | None,
     placements: Sequence[Placement] | None,
     dtype: torch.dtype | None,
@@ -66,13 +66,13 @@ def redistribute(
             f"a ShardTensor on {own} cannot be brought to {mesh}: gather it, "
             "distribute_tensor(param.full_tensor(), mesh, placements)"
         )
-    value = tensor if dtype is None else tensor.to(dtype)
+    value = tensor if dtype is None else cast(Sharded, tensor.to(dtype))
     if wanted == tensor.placements:
         return value
     partial = next((p for p in wanted if p.is_partial()), None)
     if partial is not None:
         raise RuntimeError(f"a ShardTensor cannot be redistributed to {partial}")
-    full = value.full_tensor()  # type: ignore[attr-defined]
+    full = full_tensor(value, None)
     if is_placed(wanted):
         return distribute(full.detach(), own, wanted, src_data_rank=None)
     return _cut_to(full, own, wanted)
@@ -116,19 +116,19 @@ def _over(grad_placements: Sequence[Placement] | None) -> Over:
 
 class _ToLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: compat.FunctionContext, tensor: ShardTensor) -> Tensor:
+    def forward(ctx: compat.FunctionContext, tensor: Sharded) -> Tensor:
         ctx.shape, ctx.spec = tuple(tensor.shape), tensor._shard_spec
         return tensor._local.view_as(tensor._local)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: compat.FunctionContext, grad: Tensor) -> Tensor:
-        return ShardTensor(grad, ctx.shape, ctx.spec)
+        return Sharded.make(grad, ctx.shape, ctx.spec)
 
 
 class _FullTensor(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: compat.FunctionContext, tensor: ShardTensor, over: Over) -> Tensor:
+    def forward(ctx: compat.FunctionContext, tensor: Sharded, over: Over) -> Tensor:
         ctx.shape, ctx.spec, ctx.over = tuple(tensor.shape), tensor._shard_spec, over
         return tensor._gathered()
 
@@ -136,7 +136,7 @@ class _FullTensor(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: compat.FunctionContext, grad: Tensor) -> tuple[Tensor, None]:
         part = whole_gradient(grad, ctx.spec, ctx.over)
-        return ShardTensor(part, ctx.shape, ctx.spec), None
+        return Sharded.make(part, ctx.shape, ctx.spec), None
 
 
 class _FromLocal(torch.autograd.Function):
@@ -144,11 +144,11 @@ class _FromLocal(torch.autograd.Function):
     def forward(
         ctx: compat.FunctionContext, local: Tensor, shape: tuple[int, ...], spec: ShardSpec
     ) -> Tensor:
-        return ShardTensor(local.view_as(local), shape, spec)
+        return Sharded.make(local.view_as(local), shape, spec)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: compat.FunctionContext, grad: ShardTensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: compat.FunctionContext, grad: Sharded) -> tuple[Tensor, None, None]:
         return grad._local, None, None
 
 
@@ -234,7 +234,7 @@ def from_local(
         )
     if torch.is_grad_enabled() and local.requires_grad:
         return _FromLocal.apply(flat, shape, spec)
-    return ShardTensor(flat.detach(), shape, spec)
+    return Sharded.make(flat.detach(), shape, spec)
 
 
 def _spec_for(mesh: DeviceMesh, placements: Sequence[Placement]) -> ShardSpec:
@@ -256,13 +256,13 @@ def _check_size(shape: tuple[int, ...], spec: ShardSpec) -> None:
         raise ValueError(f"{FlatShard(spec)} places a tensor of {what}, got one of shape {shape}")
 
 
-def place(full: Tensor, like: ShardTensor) -> Tensor:
+def place(full: Tensor, like: Sharded) -> Tensor:
     """A tensor that all ranks have, cut as `like`."""
     return _place(full, like._shard_spec)
 
 
-def _place(full: Tensor, spec: ShardSpec) -> ShardTensor:
-    return ShardTensor(part_of(full, spec).clone(), tuple(full.shape), spec)
+def _place(full: Tensor, spec: ShardSpec) -> Sharded:
+    return Sharded.make(part_of(full, spec).clone(), tuple(full.shape), spec)
 
 
 def is_placed(placements: Sequence[Placement] | None) -> bool:
@@ -272,10 +272,10 @@ def is_placed(placements: Sequence[Placement] | None) -> bool:
 
 def is_kind(value: object) -> bool:
     """Whether `value` is a ShardTensor."""
-    return isinstance(value, ShardTensor)
+    return isinstance(value, Sharded)
 
 
-def refuse_swap(tensor: ShardTensor) -> NoReturn:
+def refuse_swap(tensor: Sharded) -> NoReturn:
     """Raise for `torch.utils.swap_tensors` of a ShardTensor."""
     raise RuntimeError(
         f"torch.utils.swap_tensors of {tensor._label()}: its memory belongs to a bucket, and "

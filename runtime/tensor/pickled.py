@@ -16,7 +16,7 @@ from shardc.runtime import compat
 from shardc.runtime.checks.refusal import SAVE_WHOLE, caller_and_way_out
 from shardc.runtime.checks.telling import warn
 from shardc.runtime.tensor.shard_spec import ShardSpec
-from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.tensor.sharded import Sharded
 
 
 class _Place(NamedTuple):
@@ -33,7 +33,7 @@ class _Place(NamedTuple):
     ranks_of_everyone: list[int]
 
 
-def reduced(tensor: ShardTensor) -> tuple[object, ...]:
+def reduced(tensor: Sharded) -> tuple[object, ...]:
     """The value of `__reduce_ex__` for a ShardTensor that is no parameter.
 
     Raises:
@@ -64,14 +64,14 @@ def _tell_that_it_is_a_part(spec: ShardSpec) -> None:
     )
 
 
-def rebuild_part(local: Tensor, shape: tuple[int, ...], place: tuple[object, ...]) -> ShardTensor:
+def rebuild_part(local: Tensor, shape: tuple[int, ...], place: tuple[object, ...]) -> Sharded:
     """The ShardTensor of which `reduced` gave these."""
     at = _Place(*place)  # type: ignore[arg-type]
     here = bool(at.group) and _ranks_of(at.group) == at.ranks
     spec = ShardSpec(at.offset, at.numel, at.segment, at.rank, at.world_size, "")
     if here and _ranks_of(at.everyone) == at.ranks_of_everyone:
         spec = ShardSpec(*at[:6], everyone=at.everyone)
-    return ShardTensor(local, shape, spec)
+    return Sharded.make(local, shape, spec)
 
 
 def _ranks_of(group: str) -> list[int]:

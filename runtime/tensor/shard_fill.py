@@ -11,7 +11,7 @@ from torch import Tensor
 from shardc.runtime import compat
 from shardc.runtime.tensor.shard_gathers import refuse
 from shardc.runtime.tensor.shard_operands import bump, cut, empty_full, store
-from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.tensor.sharded import Sharded
 
 RANDOM: tuple[str, ...] = (
     "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_",
@@ -20,30 +20,30 @@ RANDOM: tuple[str, ...] = (
 RANDOM_LIKE: tuple[str, ...] = ("rand_like", "randint_like", "randn_like")
 
 
-def draw_in_place(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> ShardTensor:
+def draw_in_place(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Sharded:
     """`tensor.normal_()` and its like."""
     target = args[0]
-    if not isinstance(target, ShardTensor) or any(isinstance(x, ShardTensor) for x in args[1:]):
+    if not isinstance(target, Sharded) or any(isinstance(x, Sharded) for x in args[1:]):
         refuse(func)
     store(target, func(empty_full(target), *args[1:], **kwargs))
     return target
 
 
-def draw_like(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> ShardTensor:
+def draw_like(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Sharded:
     """`torch.randn_like` and its like."""
-    like: ShardTensor = args[0]
-    if not isinstance(like, ShardTensor) or "out" in kwargs:
+    like: Sharded = args[0]
+    if not isinstance(like, Sharded) or "out" in kwargs:
         refuse(func)
     full = func(empty_full(like), *args[1:], **kwargs)
-    return ShardTensor(cut(full, like).clone(), like.shape, like._shard_spec)
+    return Sharded.make(cut(full, like).clone(), like.shape, like._shard_spec)
 
 
-def fill_out(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> ShardTensor:
+def fill_out(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Sharded:
     """An op on plain tensors that only writes to `out` (`torch.eye`)."""
     target = kwargs["out"]
     others = [*args, *(value for key, value in kwargs.items() if key != "out")]
     inputs = [x for item in others for x in (item if isinstance(item, (list, tuple)) else [item])]
-    if not isinstance(target, ShardTensor) or any(isinstance(x, ShardTensor) for x in inputs):
+    if not isinstance(target, Sharded) or any(isinstance(x, Sharded) for x in inputs):
         refuse(func)
     full = func(*args, **{**kwargs, "out": empty_full(target)})
     if full.shape != target.shape:
@@ -52,14 +52,14 @@ def fill_out(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Shard
     return target
 
 
-def set_items(target: ShardTensor, index: compat.Index, value: Tensor | complex) -> None:
+def set_items(target: Sharded, index: compat.Index, value: Tensor | complex) -> None:
     """`target[index] = value` without communication: what is written is known on every rank.
 
     Memory and time go by the number of elements that `index` selects, not by those of `target`.
     """
-    if isinstance(value, ShardTensor):
+    if isinstance(value, Sharded):
         raise NotImplementedError("assigning a ShardTensor to a part of another is not supported")
-    if isinstance(index, ShardTensor):  # a mask, as Rprop makes it
+    if isinstance(index, Sharded):  # a mask, as Rprop makes it
         if isinstance(value, Tensor) and value.numel() != 1:
             raise NotImplementedError("only one value can be assigned where a sharded mask is set")
         target.masked_fill_(index, value)
@@ -70,7 +70,7 @@ def set_items(target: ShardTensor, index: compat.Index, value: Tensor | complex)
         _scatter(target, index, value)
 
 
-def _scatter(target: ShardTensor, index: compat.Index, value: Tensor | complex) -> None:
+def _scatter(target: Sharded, index: compat.Index, value: Tensor | complex) -> None:
     if torch.is_grad_enabled() and target.requires_grad:
         raise RuntimeError("assigning to parts of a parameter needs torch.no_grad()")
     if target._shard_spec.tp is not None:

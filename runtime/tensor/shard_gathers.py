@@ -17,7 +17,7 @@ from shardc.runtime.checks.arguments import checked
 from shardc.runtime.checks.refusal import caller_and_way_out, is_refused_to_caller
 from shardc.runtime.checks.telling import warn
 from shardc.runtime.tensor.shard_spec import Over, ShardSpec, whole_gradient
-from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.tensor.sharded import Sharded
 
 log = logging.getLogger("shardc")
 
@@ -42,7 +42,7 @@ class Gathers:
         self.steps: int | None = None
         self._seen: dict[str, tuple[int, int]] = {}
 
-    def note(self, func: compat.Op, tensor: ShardTensor) -> None:
+    def note(self, func: compat.Op, tensor: Sharded) -> None:
         """`func` is about to gather `tensor`."""
         name = str(func)
         if self.steps is None:
@@ -91,7 +91,7 @@ def refuse(func: compat.Op, why: str = _NEEDS_WHOLE) -> NoReturn:
     )
 
 
-def gathered(func: compat.Op, tensor: ShardTensor, why: str = _NEEDS_WHOLE) -> Tensor:
+def gathered(func: compat.Op, tensor: Sharded, why: str = _NEEDS_WHOLE) -> Tensor:
     """All of `tensor` for `func`, plain. Every rank that holds a part must call it.
 
     Raises:
@@ -102,10 +102,10 @@ def gathered(func: compat.Op, tensor: ShardTensor, why: str = _NEEDS_WHOLE) -> T
         refuse(func, why)
     gathers.note(func, tensor)
     with torch.no_grad():
-        return tensor.full_tensor()
+        return tensor._gathered()
 
 
-def plain(func: compat.Op, operand: Tensor, like: ShardTensor | None = None) -> Tensor:
+def plain(func: compat.Op, operand: Tensor, like: Sharded | None = None) -> Tensor:
     """An operand of `func` that is a DTensor of torch, whole; every rank of its mesh must call it.
 
     One that lies as `like` did before `fully_shard` stays as it is.
@@ -141,13 +141,13 @@ class _PlainGradients:
         self.spec, self.over = spec, over
 
     def __call__(self, grad: Tensor) -> Tensor | None:
-        if isinstance(grad, ShardTensor):
+        if isinstance(grad, Sharded):
             return None
         part = whole_gradient(grad, self.spec, self.over)
-        return ShardTensor(part, tuple(grad.shape), self.spec)
+        return Sharded.make(part, tuple(grad.shape), self.spec)
 
 
-def expect_plain_gradient(tensor: ShardTensor, over: Over = "mean") -> None:
+def expect_plain_gradient(tensor: Sharded, over: Over = "mean") -> None:
     """Reduce the whole gradients that ops give `tensor` from now on, each rank that of its own
     batch."""
     if not (torch.is_grad_enabled() and tensor.requires_grad):

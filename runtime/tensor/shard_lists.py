@@ -20,7 +20,7 @@ from shardc.runtime.tensor.shard_operands import (
     wrap,
     written_operands,
 )
-from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.tensor.sharded import Sharded
 
 _FUSED = {"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"}
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
@@ -28,7 +28,7 @@ _GRADS = 1
 """The gradients of a fused optimizer, unscaled in place: of a whole one, the part of this rank."""
 _NOT_ELEMENTWISE = {"_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_powsum"}
 
-Refs = list[ShardTensor | None]
+Refs = list[Sharded | None]
 
 
 def is_list_op(func: compat.Op, name: str) -> bool:
@@ -41,7 +41,7 @@ def is_list_op(func: compat.Op, name: str) -> bool:
 def run_lists(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> list[Tensor] | None:
     """Run `func` on the local parts of its lists' entries."""
     name, like = func._schema.name.removeprefix("aten::"), _first_shards(args)
-    if any(isinstance(arg, ShardTensor) for arg in (*args, *kwargs.values())):
+    if any(isinstance(arg, Sharded) for arg in (*args, *kwargs.values())):
         refuse(func, "a list cannot be combined with one sharded tensor")
     written: list[Tensor] = []
     for index in written_operands(func):
@@ -70,10 +70,10 @@ def _is_list(arg: object) -> bool:
 def _first_shards(args: compat.Args) -> Refs:
     """For every index, the first ShardTensor at it in any of the lists."""
     lists = [arg for arg in args if _is_list(arg)]
-    if all(isinstance(item, ShardTensor) for item in lists[0]):
+    if all(isinstance(item, Sharded) for item in lists[0]):
         return list(lists[0])
     return [
-        next((item for item in items if isinstance(item, ShardTensor)), None)
+        next((item for item in items if isinstance(item, Sharded)), None)
         for items in zip_longest(*lists)
     ]
 
@@ -91,7 +91,7 @@ def _note_written(
     for item, ref in zip(items, like, strict=False):  # an empty list: a state that is not used
         if ref is None:
             continue
-        if isinstance(item, ShardTensor):
+        if isinstance(item, Sharded):
             written.append(item._local)
         elif not may_be_whole and not _is_step(func, item):
             refuse(func, PLAIN_TARGET)

@@ -13,13 +13,13 @@ from torch import Tensor
 from shardc.runtime import compat
 from shardc.runtime.comm.collectives import all_reduce
 from shardc.runtime.tensor.shard_gathers import refuse
-from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.tensor.sharded import Sharded
 from shardc.runtime.tensor.whole_value import as_whole
 
 aten = torch.ops.aten
 
 
-def norm(tensor: ShardTensor, order: float, dtype: torch.dtype | None) -> Tensor:
+def norm(tensor: Sharded, order: float, dtype: torch.dtype | None) -> Tensor:
     """The norm over all elements."""
     trained = torch.is_grad_enabled() and tensor.requires_grad
     return as_whole(_norms([tensor], order, dtype)[0], tensor._shard_spec, trained)
@@ -38,7 +38,7 @@ def _as_whole(norms: list[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Norms of which a total is whole; without gradients the first says so for all, quickly."""
     grads = torch.is_grad_enabled()
     for index, tensor in enumerate(tensors):
-        if isinstance(tensor, ShardTensor):
+        if isinstance(tensor, Sharded):
             trained = grads and tensor.requires_grad
             norms[index] = as_whole(norms[index], tensor._shard_spec, trained)
             if not grads:
@@ -50,9 +50,9 @@ def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -
     """The p-norms of full tensors, 0-dim each."""
     order = float(order)
     wide = [torch.promote_types(dtype or t.dtype, torch.float32) for t in tensors]
-    parts = [t._local if isinstance(t, ShardTensor) else t for t in tensors]
+    parts = [t._local if isinstance(t, Sharded) else t for t in tensors]
     values = _shares(parts, order, wide)
-    groups_of = [t._shard_spec.groups if isinstance(t, ShardTensor) else () for t in tensors]
+    groups_of = [t._shard_spec.groups if isinstance(t, Sharded) else () for t in tensors]
     for group in dict.fromkeys(group for groups in groups_of for group in groups):
         combined = _combine(values, order, group)
         mine = [group in groups for groups in groups_of]
@@ -97,7 +97,7 @@ def _over_other_meshes(tensors: Sequence[Tensor], values: Tensor, order: float) 
 
 def _mesh_of(tensor: Tensor) -> str:
     """The group of all ranks that have a tensor; "" for one that is the same on all ranks."""
-    if not isinstance(tensor, ShardTensor) or tensor._shard_spec.tp is not None:
+    if not isinstance(tensor, Sharded) or tensor._shard_spec.tp is not None:
         return ""
     return tensor._shard_spec.everyone or tensor._shard_spec.group
 

@@ -15,7 +15,7 @@ from shardc.runtime import compat
 from shardc.runtime.checks.refusal import is_called_by_autograd
 from shardc.runtime.tensor.shard_gathers import gathered, gathers, plain, refuse
 from shardc.runtime.tensor.shard_spec import part_of, whole_gradient
-from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.tensor.sharded import Sharded
 
 aten = torch.ops.aten
 _TAKES_0_DIM = {
@@ -31,7 +31,7 @@ class NeedsWhole(Exception):
     """An elementwise op whose result does not have the shape of the sharded operand."""
 
 
-def local_part(func: compat.Op, operand: Tensor, like: ShardTensor) -> Tensor:
+def local_part(func: compat.Op, operand: Tensor, like: Sharded) -> Tensor:
     """The part of `operand` for an elementwise op on `like`'s local part.
 
     Raises:
@@ -39,7 +39,7 @@ def local_part(func: compat.Op, operand: Tensor, like: ShardTensor) -> Tensor:
         NotImplementedError: it is not cut as `like`, nor plain and of its shape, nor one element,
             and ops that gather or broadcast are refused.
     """
-    if isinstance(operand, ShardTensor):
+    if isinstance(operand, Sharded):
         if operand is like or _same_cut(operand, like):
             return operand._local
         why = f"operands are cut differently: {_cut(like)} and {_cut(operand)}"
@@ -67,7 +67,7 @@ def local_part(func: compat.Op, operand: Tensor, like: ShardTensor) -> Tensor:
     return _broadcast_part(operand, like)
 
 
-def _broadcasts(operand: Tensor, like: ShardTensor) -> bool:
+def _broadcasts(operand: Tensor, like: Sharded) -> bool:
     """Whether the two together have the shape of `like`."""
     if operand.dim() > like.dim():
         return False
@@ -75,7 +75,7 @@ def _broadcasts(operand: Tensor, like: ShardTensor) -> bool:
     return all(own in (1, size) for own, size in sizes)
 
 
-def _broadcast_part(operand: Tensor, like: ShardTensor) -> Tensor:
+def _broadcast_part(operand: Tensor, like: Sharded) -> Tensor:
     """The part of `operand`, broadcast to the shape of `like`, that belongs to this rank: 1-D."""
     whole = operand.expand(like.shape)
     parts = [
@@ -85,25 +85,25 @@ def _broadcast_part(operand: Tensor, like: ShardTensor) -> Tensor:
     return torch.cat([part.reshape(-1) for part in parts]) if parts else operand.new_empty(0)
 
 
-def cut(full: Tensor, like: ShardTensor) -> Tensor:
+def cut(full: Tensor, like: Sharded) -> Tensor:
     """This rank's interval of `full`, a whole tensor with the elements of `like`: 1-D."""
     return part_of(full, like._shard_spec)
 
 
-def store(target: ShardTensor, full: Tensor) -> None:
+def store(target: Sharded, full: Tensor) -> None:
     """Write this rank's interval of `full` into `target`."""
     target._local.copy_(cut(full, target))
     bump([target._local])
 
 
-def wrap(func: compat.Op, local: Tensor, like: ShardTensor) -> ShardTensor:
+def wrap(func: compat.Op, local: Tensor, like: Sharded) -> Sharded:
     """A result on local parts as a ShardTensor; `func` must have kept their length."""
     if local.shape != like._local.shape:
         refuse(func)
-    return ShardTensor(local, like.shape, like._shard_spec)
+    return Sharded.make(local, like.shape, like._shard_spec)
 
 
-def empty_full(like: ShardTensor) -> Tensor:
+def empty_full(like: Sharded) -> Tensor:
     """An uninitialised plain tensor of the full shape."""
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
@@ -139,10 +139,10 @@ def bump(locals_: Iterable[Tensor]) -> None:
     torch.autograd.graph.increment_version(written)
 
 
-def _same_cut(a: ShardTensor, b: ShardTensor) -> bool:
+def _same_cut(a: Sharded, b: Sharded) -> bool:
     return a._shard_spec.lies_as(b._shard_spec) and a.shape == b.shape
 
 
-def _cut(tensor: ShardTensor) -> str:
+def _cut(tensor: Sharded) -> str:
     spec = tensor._shard_spec
     return f"{tuple(tensor.shape)} at offset {spec.offset} of {spec.segment}-element segments"

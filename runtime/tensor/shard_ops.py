@@ -27,8 +27,8 @@ from shardc.runtime.tensor.shard_operands import (
     wrap,
     written_operands,
 )
-from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.shard_whole import run_whole, view_whole
+from shardc.runtime.tensor.sharded import Sharded
 
 aten = torch.ops.aten
 Rule = Callable[[compat.Op, compat.Args, compat.Kwargs], object]
@@ -82,7 +82,7 @@ def _fill_out(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> obje
 
 def _has_shards(value: object) -> bool:
     listed = value if isinstance(value, (list, tuple)) else [value]
-    return any(isinstance(x, ShardTensor) for x in listed)
+    return any(isinstance(x, Sharded) for x in listed)
 
 
 def _is_pointwise(func: compat.Op, name: str) -> bool:
@@ -102,12 +102,12 @@ def _refuse(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object
 def run_elementwise(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
     """Run `func` on the local parts, or on whole tensors where these do not fit together."""
     like = args[0] if args else None
-    if not isinstance(like, ShardTensor):
-        like = next((x for x in (*args, *kwargs.values()) if isinstance(x, ShardTensor)), None)
+    if not isinstance(like, Sharded):
+        like = next((x for x in (*args, *kwargs.values()) if isinstance(x, Sharded)), None)
         if like is None:
             refuse(func)
     written = [args[key] if isinstance(key, int) else kwargs[key] for key in written_operands(func)]
-    if not all(isinstance(target, ShardTensor) for target in written):
+    if not all(isinstance(target, Sharded) for target in written):
         return _run_whole(func, args, kwargs, PLAIN_TARGET)
     try:
         parts = [local_part(func, x, like) if isinstance(x, Tensor) else x for x in args]
@@ -136,12 +136,12 @@ def _run_whole(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs, why: s
 # -- views and new tensors ------------------------------------------------------------------------
 
 
-def _detach(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> ShardTensor:
-    source: ShardTensor = args[0]
-    return ShardTensor(source._local, source.shape, source._shard_spec)
+def _detach(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Sharded:
+    source: Sharded = args[0]
+    return Sharded.make(source._local, source.shape, source._shard_spec)
 
 
-def _detach_in_place(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> ShardTensor:
+def _detach_in_place(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Sharded:
     return args[0]  # autograd has done it
 
 
@@ -155,7 +155,7 @@ def _view(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
     A view of a tensor without data tells which elements it takes: `p[3]`, `p[2:5]`, `p.view(-1)`
     and the pieces of `p.chunk(3)` are contiguous, a transposed matrix is not.
     """
-    source: ShardTensor = args[0]
+    source: Sharded = args[0]
     if func is aten.view.dtype:
         return view_whole(func, args, kwargs)
     views = func(torch.empty(source.shape, device="meta"), *args[1:], **kwargs)
@@ -168,27 +168,27 @@ def _view(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
     return intervals[0] if isinstance(views, Tensor) else intervals
 
 
-def _interval_of(source: ShardTensor, view: Tensor) -> ShardTensor:
+def _interval_of(source: Sharded, view: Tensor) -> Sharded:
     if view.numel() == source.numel():
-        return ShardTensor(source._local, view.shape, source._shard_spec)
+        return Sharded.make(source._local, view.shape, source._shard_spec)
     start = int(view.storage_offset()) if view.numel() else 0
     spec = source._shard_spec.narrowed(start, view.numel())
     start, stop = spec.interval()
     held, _ = source._shard_spec.interval()
     first = spec.offset - source._shard_spec.offset + start - held if stop > start else 0
     part = view_local(source._local, lambda local: local[first : first + stop - start])
-    return ShardTensor(part, view.shape, spec)
+    return Sharded.make(part, view.shape, spec)
 
 
 _PLACED = "it is also cut by tensor parallelism, so its parts have another shape"
 
 
 def _view_as_real(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
-    source: ShardTensor = args[0]
+    source: Sharded = args[0]
     if source._shard_spec.tp is not None:
         return view_whole(func, args, kwargs, _PLACED)
     part = view_local(source._local, lambda local: torch.view_as_real(local).view(-1))
-    return ShardTensor(part, (*source.shape, 2), source._shard_spec.doubled())
+    return Sharded.make(part, (*source.shape, 2), source._shard_spec.doubled())
 
 
 def _new(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Tensor:
@@ -204,7 +204,7 @@ def _new(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Tensor:
     if size != source.shape or (func is aten.new_empty.default and "device" not in kwargs):
         plain: Tensor = func(local, size, *args[2:], **kwargs)
         return plain
-    return ShardTensor(func(local, [local.numel()], *args[2:], **kwargs), size, source._shard_spec)
+    return Sharded.make(func(local, [local.numel()], *args[2:], **kwargs), size, source._shard_spec)
 
 
 _TABLE: dict[str, Rule] = {

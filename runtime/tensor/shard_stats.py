@@ -21,8 +21,8 @@ from shardc.runtime.comm.collectives import all_reduce
 from shardc.runtime.tensor import shard_norms
 from shardc.runtime.tensor.shard_gathers import expect_plain_gradient, plain
 from shardc.runtime.tensor.shard_operands import cut
-from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.shard_whole import run_whole
+from shardc.runtime.tensor.sharded import Sharded
 from shardc.runtime.tensor.whole_value import as_whole
 
 Over = Literal["sum", "max", "min"]
@@ -163,7 +163,7 @@ def _widened(part: Tensor) -> Tensor:
     return part.to(torch.float64 if part.is_floating_point() else torch.int64)
 
 
-def _merged(tensor: ShardTensor, dims: list[int], known: Statistic, named: compat.Kwargs) -> Tensor:
+def _merged(tensor: Sharded, dims: list[int], known: Statistic, named: compat.Kwargs) -> Tensor:
     """The parts of all ranks, merged; reduced dims are kept with size 1."""
 
     def of(part: Tensor, where: Index) -> Tensor:
@@ -173,7 +173,7 @@ def _merged(tensor: ShardTensor, dims: list[int], known: Statistic, named: compa
 
 
 def _over_rectangles(
-    tensor: ShardTensor, dims: list[int], of: Callable[[Tensor, Index], Tensor], over: Over
+    tensor: Sharded, dims: list[int], of: Callable[[Tensor, Index], Tensor], over: Over
 ) -> Tensor:
     """`of` each rectangle, given where in the result it belongs, merged over all ranks."""
     local, at = tensor._local, 0
@@ -221,7 +221,7 @@ def _over_ranks(value: Tensor, over: Over, group: str) -> Tensor:
 # -- what takes more than one round, or two tensors ----------------------------------------------
 
 
-def _variance(tensor: ShardTensor, dims: list[int], named: compat.Kwargs) -> Tensor:
+def _variance(tensor: Sharded, dims: list[int], named: compat.Kwargs) -> Tensor:
     count = math.prod(tensor.shape[dim] for dim in dims)
     mean = _merged(tensor, dims, _STATISTICS["sum"], named) / count
 
@@ -237,11 +237,11 @@ def _equal(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
     a, b = (plain(func, operand) for operand in args)
     if a.shape != b.shape:
         return False
-    like: ShardTensor = next(x for x in (a, b) if isinstance(x, ShardTensor))
-    shards = [x for x in (a, b) if isinstance(x, ShardTensor)]
+    like: Sharded = next(x for x in (a, b) if isinstance(x, Sharded))
+    shards = [x for x in (a, b) if isinstance(x, Sharded)]
     if type(like._local) is not Tensor or any(x._shard_spec != like._shard_spec for x in shards):
         return run_whole(func, args, kwargs)
-    a, b = (x._local if isinstance(x, ShardTensor) else cut(x, like) for x in (a, b))
+    a, b = (x._local if isinstance(x, Sharded) else cut(x, like) for x in (a, b))
     same = torch.tensor(func(a, b), dtype=torch.int32, device=like.device)
     for group in like._shard_spec.groups:
         same = all_reduce(same, "min", group)

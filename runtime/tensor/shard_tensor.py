@@ -1,12 +1,13 @@
 """ShardTensor: a parameter of full shape of which this rank holds one interval.
 
-What users and optimizers hold instead of the full parameter. The local part is a 1-D view of the
+Users and optimizers hold it instead of the full parameter. The local part is a 1-D view of the
 rank's segment of a bucket, the interval `[start, stop)` of the flattened parameter. Elementwise
 ops run on the local part, statistics are reduced over ranks, initialisers draw the full tensor and
 keep the interval, and the rest runs on gathered values (`shard_ops` holds the table). So stock
 optimizers, `torch.nn.init`, clipping, GradScaler and DCP work at any world size.
 
-Only the local part and an immutable spec live on the object: checkpoints copy `__dict__` deeply.
+Its state, the local part and an immutable spec, is `Sharded`, which the ops work on. Nothing else
+lives on the object: checkpoints copy `__dict__` deeply.
 """
 
 import hashlib
@@ -20,31 +21,18 @@ from torch.distributed.tensor import Placement
 
 from shardc.runtime import compat
 from shardc.runtime.checks.refusal import caller_and_way_out, is_called_by, refuse_split_backward
-from shardc.runtime.comm.collectives import all_gather
-from shardc.runtime.layout.interval_boxes import Box, boxes_of
-from shardc.runtime.tensor.as_dtensor import AsDTensor
+from shardc.runtime.tensor import conversions, pickled, shard_fill, shard_gathers, shard_ops
 from shardc.runtime.tensor.shard_spec import ShardSpec
+from shardc.runtime.tensor.sharded import Sharded
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import metadata, planner
 
 
-class ShardTensor(AsDTensor):
+class ShardTensor(Sharded):
     """A tensor of full shape, dtype and device of which `to_local()` is this rank's part."""
 
     __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(cls, local: Tensor, shape: Sequence[int], spec: ShardSpec) -> "ShardTensor":
-        """Wrap `local`, the interval `spec.interval()` of a flattened tensor of `shape`."""
-        if not isinstance(spec, ShardSpec):
-            raise TypeError(
-                f"a ShardTensor is made by fully_shard, its spec is a ShardSpec; got {spec!r}"
-            )
-        self: ShardTensor = compat.make_wrapper(cls, shape, local)  # type: ignore[assignment]
-        self._local = local
-        self._shard_spec = spec
-        return self
 
     # -- what a user asks for ----------------------------------------------------------------
 
@@ -91,31 +79,6 @@ class ShardTensor(AsDTensor):
             NotImplementedError: another mesh.
         """
         return conversions.redistribute(self, device_mesh, placements, forward_dtype)
-
-    def _gathered(self) -> Tensor:
-        tp = self._shard_spec.tp
-        return self._unsharded() if tp is None else tp.wrap(self._unsharded()).full_tensor()
-
-    def _unsharded(self) -> Tensor:
-        """The value before `fully_shard`: all of a plain parameter, the local one of a DTensor."""
-        spec = self._shard_spec
-        shape = self.shape if spec.tp is None else spec.tp.local_shape
-        if not spec.numel:
-            return self._local.new_empty(shape)
-        if not spec.group:
-            raise RuntimeError(
-                f"{self._label()} was loaded from a file of rank {spec.rank} of {spec.world_size}, "
-                "and a model here is cut otherwise, or its groups are others. Load such a file on "
-                "its rank and at its number of ranks; torch.distributed.checkpoint loads at any"
-            )
-        cuts = [spec.interval(rank) for rank in range(spec.world_size)]
-        longest = max(stop - start for start, stop in cuts)
-        local = self._local
-        padded = local.new_zeros(longest)
-        padded[: local.numel()] = local
-        rows = all_gather(padded, spec.world_size, spec.group).view(spec.world_size, longest)
-        parts = [row[: stop - start] for row, (start, stop) in zip(rows, cuts, strict=True)]
-        return torch.cat(parts).view(shape)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         start, stop = self._shard_spec.interval()
@@ -237,11 +200,6 @@ class ShardTensor(AsDTensor):
             "Save model.state_dict() with torch.distributed.checkpoint, or save .full_tensor()"
         )
 
-    def _label(self) -> str:
-        slot = getattr(self, "_slot", None)
-        name = f"parameter '{slot.name}'" if slot is not None else "a ShardTensor"
-        return f"{name} of shape {tuple(self.shape)}"
-
     # -- torch's protocols for tensor subclasses ---------------------------------------------
 
     @classmethod
@@ -273,16 +231,6 @@ class ShardTensor(AsDTensor):
         return hashlib.sha256(repr((outer, inner)).encode()).hexdigest()
 
     # -- torch.distributed.checkpoint ---------------------------------------------------------
-
-    def _boxes(self) -> list[Box]:
-        """The boxes of the full tensor that this rank saves and loads."""
-        if self.numel() == 0:  # DCP wants a box for it all the same; the first rank has it
-            shape = tuple(self.shape)
-            return [Box((0,) * len(shape), shape, 0)] if self._shard_spec.rank == 0 else []
-        tp, interval = self._shard_spec.tp, self._shard_spec.interval()
-        if tp is None:
-            return list(boxes_of(tuple(self.shape), *interval))
-        return [box.moved(tp.offsets) for box in boxes_of(tp.local_shape, *interval)]
 
     def __create_write_items__(self, fqn: str, tensor: Tensor) -> list["planner.WriteItem"]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -323,13 +271,5 @@ class ShardTensor(AsDTensor):
 
 
 compat.register_foreach_type(ShardTensor)
-
-from shardc.runtime.tensor import (  # noqa: E402 (they need ShardTensor)
-    conversions,
-    pickled,
-    shard_fill,
-    shard_gathers,
-    shard_ops,
-)
-
 compat.let_torch_make(conversions)
+Sharded.complete = ShardTensor

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardc.runtime import compat
 from shardc.runtime.tensor.shard_gathers import expect_plain_gradient, gathered, plain, refuse
 from shardc.runtime.tensor.shard_operands import store, written_operands
-from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.tensor.sharded import Sharded
 
 _OF_GROUPS = ("c10d", "_c10d", "shardc", "symm_mem")
 """What namespaces of ops begin with that send their operands to other ranks."""
@@ -33,10 +33,10 @@ def run_whole(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> obje
         refuse(func)
     if _is_view(func):
         return view_whole(func, args, kwargs)
-    held: dict[int, tuple[ShardTensor, Tensor]] = {}
+    held: dict[int, tuple[Sharded, Tensor]] = {}
 
     def whole(value: Tensor) -> Tensor:
-        if not isinstance(value, ShardTensor):
+        if not isinstance(value, Sharded):
             return plain(func, value)
         if id(value) not in held:
             expect_plain_gradient(value)
@@ -47,7 +47,7 @@ def run_whole(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> obje
     named = {key: _map_tensors(whole, value) for key, value in kwargs.items()}
     result = func(*values, **named)
     for target in _written(func, args, kwargs):
-        if isinstance(target, ShardTensor):
+        if isinstance(target, Sharded):
             full = held[id(target)][1]
             if (full.shape, full.dtype) != (target.shape, target.dtype):
                 refuse(func, "its segment has room for its shape only")
@@ -60,7 +60,7 @@ def view_whole(
     func: compat.Op, args: compat.Args, kwargs: compat.Kwargs, why: str | None = None
 ) -> object:
     """A view that is no interval, or several of them."""
-    source: ShardTensor = args[0]
+    source: Sharded = args[0]
     expect_plain_gradient(source)
     base = gathered(func, source) if why is None else gathered(func, source, why)
     views = func(base, *args[1:], **kwargs)
@@ -95,7 +95,7 @@ def _map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
 class WholeView(Tensor):
     """A view of a gathered ShardTensor; writes to it reach the ShardTensor's parts."""
 
-    _source: ShardTensor
+    _source: Sharded
     _gathered: Tensor
     _whole: Tensor
     _seen: int
@@ -103,7 +103,7 @@ class WholeView(Tensor):
     __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, source: ShardTensor, base: Tensor, whole: Tensor) -> "WholeView":
+    def __new__(cls, source: Sharded, base: Tensor, whole: Tensor) -> "WholeView":
         """Wrap `whole`, a view of `base`, which was gathered from `source`."""
         self: WholeView = compat.make_wrapper_of_view(cls, whole)  # type: ignore[assignment]
         self._source, self._gathered, self._whole = source, base, whole
