@@ -46,10 +46,16 @@ def mark_as_sharded(module: nn.Module, state: object) -> None:
     vars(module).setdefault(STATE_KEY, {})[inspect.unwrap(fsdp.fully_shard)] = state
 
 
+def params_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    """The parameters of all groups of an optimizer."""
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+@functools.cache
 def after_zero_grad(call: Callable[[Iterable[Tensor]], None]) -> None:
     """Call `call` with the parameters after `zero_grad` of any optimizer or module.
 
-    torch has no hook for it; the two methods are wrapped.
+    torch has no hook for it; the two methods are wrapped, once for each `call`.
     """
 
     def wrapped(
@@ -62,11 +68,8 @@ def after_zero_grad(call: Callable[[Iterable[Tensor]], None]) -> None:
 
         return zero_grad
 
-    def held_by(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-        return (param for group in optimizer.param_groups for param in group["params"])
-
     optimizer, module = torch.optim.Optimizer, nn.Module
-    optimizer.zero_grad = wrapped(optimizer.zero_grad, held_by)  # type: ignore[method-assign]
+    optimizer.zero_grad = wrapped(optimizer.zero_grad, params_of)  # type: ignore[method-assign]
     module.zero_grad = wrapped(module.zero_grad, nn.Module.parameters)  # type: ignore[method-assign]
 
 

@@ -1,5 +1,6 @@
 """The optimizers of torchao that quantise their state (seen in 0.18)."""
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Protocol
@@ -26,7 +27,8 @@ def quantises_state(optimizer: Optimizer) -> bool:
     return module is not None and isinstance(optimizer, module._AdamBase)
 
 
+@functools.cache
 def replace_new_buffer(make: Callable[[NewBuffer], NewBuffer]) -> None:
-    """Replace the function by which these optimizers make states; `make` gets the original."""
+    """Replace the function by which these optimizers make states, once; `make` gets the original."""
     base = sys.modules["torchao.optim.adam"]._AdamBase
     base._new_buffer = make(base._new_buffer)

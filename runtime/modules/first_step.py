@@ -7,25 +7,18 @@ updates are smaller than half of the last digit of such a parameter, and are los
 (`torch.compile(optimizer.step)`) gives neither.
 """
 
-import functools
 import re
-import weakref
 from collections.abc import Iterator
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
+from shardc.runtime import compat
+from shardc.runtime.checks.optimizer_hooks import Turn, after_steps, before_steps
 from shardc.runtime.checks.start import check_start
 from shardc.runtime.checks.telling import warn
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
-_begun: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_done: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers that have begun a step (`_begun`), and that have ended one (`_done`)."""
 _told: list[torch.dtype] = []
 """The dtype that the warning named; a process gives one such warning."""
 
@@ -33,24 +26,17 @@ _KEEPS_MORE = re.compile("master|kahan|compensat|stochastic|fp32|float32")
 """Words in the names of states and settings of optimizers that lose no small updates."""
 
 
-@functools.cache
 def watch_first_steps() -> None:
-    """Register the hooks on optimizer steps, at the first sharding."""
-    register_optimizer_step_pre_hook(_before)
-    register_optimizer_step_post_hook(_after)
+    """Look at the first step of each optimizer from now on."""
+    before_steps.call(Turn.FIRST, _before, once=True)
+    after_steps.call(Turn.FIRST, _after, once=True)
 
 
 def _before(optimizer: Optimizer, *_: object) -> None:
-    if torch.compiler.is_compiling() or optimizer in _begun:
-        return
-    _begun.add(optimizer)
     check_start(dict.fromkeys(param._slot.bucket.owner for param in _trained(optimizer)))  # type: ignore[attr-defined]
 
 
 def _after(optimizer: Optimizer, *_: object) -> None:
-    if torch.compiler.is_compiling() or optimizer in _done:
-        return
-    _done.add(optimizer)
     low = next(
         (p for p in _trained(optimizer) if p.dtype.itemsize < 4 and p.is_floating_point()), None
     )
@@ -66,10 +52,9 @@ def _after(optimizer: Optimizer, *_: object) -> None:
 
 
 def _trained(optimizer: Optimizer) -> Iterator[ShardTensor]:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if isinstance(param, ShardTensor) and param.requires_grad and hasattr(param, "_slot"):
-                yield param
+    for param in compat.params_of(optimizer):
+        if isinstance(param, ShardTensor) and param.requires_grad and hasattr(param, "_slot"):
+            yield param
 
 
 def _keeps_more(optimizer: Optimizer, param: ShardTensor) -> bool:

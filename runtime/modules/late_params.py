@@ -5,14 +5,14 @@ and each rank would train its own values. A step of an optimizer that holds such
 refused. A parameter that `ignored_params` left alone, or a frozen one, is allowed.
 """
 
-import functools
 import weakref
 from collections.abc import Iterator
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardc.runtime import compat
+from shardc.runtime.checks.optimizer_hooks import Turn, before_steps
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.unit.unit import Unit
 
@@ -25,18 +25,11 @@ def watch_for_late_params(unit: Unit) -> None:
     """Check optimizers for plain parameters below the unit's modules from now on."""
     _units.add(unit)
     _known.clear()
-    _watch_optimizers()
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_refuse_late)
+    before_steps.call(Turn.LATE, _refuse_late)
 
 
 def _refuse_late(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    if torch.compiler.is_compiling():
-        return
-    params = (param for group in optimizer.param_groups for param in group["params"])
+    params = compat.params_of(optimizer)
     plain = [p for p in params if p.requires_grad and not isinstance(p, ShardTensor)]
     unknown = {id(p) for p in plain if p not in _known}
     if not unknown:

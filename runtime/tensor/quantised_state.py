@@ -8,18 +8,16 @@ What leaves the optimizer (`state_dict`) is dequantised, and what is loaded is q
 checkpoints have the values of AdamW's state, and load at any world size.
 """
 
-import functools
-import weakref
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from shardc.runtime import compat
+from shardc.runtime.checks.optimizer_hooks import Turn, before_steps
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
 aten = torch.ops.aten
@@ -149,28 +147,17 @@ def _quantise_again(optimizer: Optimizer) -> None:
             state[name] = made.copy_(value)
 
 
-_watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-
-def _watch(optimizer: Optimizer, *_: object) -> None:
-    """Before a step: see to what the optimizer keeps of sharded parameters."""
-    if optimizer in _watched or not compat.quantises_state(optimizer):
+def _shard_state(optimizer: Optimizer, *_: object) -> None:
+    """Shard the state that an optimizer of torchao keeps of sharded parameters."""
+    if not compat.quantises_state(optimizer):
         return
-    _watched.add(optimizer)
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    if any(isinstance(param, ShardTensor) for param in params):
-        _replace_new_buffer()
+    if any(isinstance(param, ShardTensor) for param in compat.params_of(optimizer)):
+        compat.replace_new_buffer(_making_shards)
         _quantise_again(optimizer)
         optimizer.register_state_dict_post_hook(_show_values)
         optimizer.register_load_state_dict_post_hook(_quantise_again)
 
 
-@functools.cache
-def _replace_new_buffer() -> None:
-    compat.replace_new_buffer(_making_shards)
-
-
-@functools.cache
-def watch_optimizers() -> None:
-    """From the first sharding on."""
-    register_optimizer_step_pre_hook(_watch)
+def shard_quantised_state() -> None:
+    """Shard the state of torchao's optimizers, from the first step of each on."""
+    before_steps.call(Turn.QUANTISED, _shard_state, once=True, compiled=True)

@@ -10,10 +10,10 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import checked
+from shardc.runtime.checks.optimizer_hooks import Turn, after_steps
 from shardc.runtime.checks.refusal import caller_and_way_out, is_refused_to_caller
 from shardc.runtime.checks.telling import warn
 from shardc.runtime.tensor.shard_spec import Over, ShardSpec, whole_gradient
@@ -23,7 +23,7 @@ log = logging.getLogger("shardc")
 
 WARNED_AFTER = 3
 """Steps in which an op gathers before it is warned of."""
-_NEEDS_WHOLE = "it needs more than this rank's part"
+NEEDS_WHOLE = "it needs more than this rank's part"
 _USER_NAMES = {"aten._local_scalar_dense.default": ".item()"}
 
 
@@ -47,7 +47,7 @@ class Gathers:
         name = str(func)
         if self.steps is None:
             self.steps = 0
-            register_optimizer_step_post_hook(self._end_step)
+            after_steps.call(Turn.COUNTED, self._end_step, compiled=True)
         self.counts[name] += 1
         if log.isEnabledFor(logging.DEBUG):
             caller, _ = caller_and_way_out()
@@ -82,7 +82,7 @@ def strict(on: bool = True) -> None:
     gathers.strict = on
 
 
-def refuse(func: compat.Op, why: str = _NEEDS_WHOLE) -> NoReturn:
+def refuse(func: compat.Op, why: str = NEEDS_WHOLE) -> NoReturn:
     """Raise for an op that has no meaning on parts."""
     name = str(func)
     caller, way_out = caller_and_way_out()
@@ -91,7 +91,7 @@ def refuse(func: compat.Op, why: str = _NEEDS_WHOLE) -> NoReturn:
     )
 
 
-def gathered(func: compat.Op, tensor: Sharded, why: str = _NEEDS_WHOLE) -> Tensor:
+def gathered(func: compat.Op, tensor: Sharded, why: str = NEEDS_WHOLE) -> Tensor:
     """All of `tensor` for `func`, plain. Every rank that holds a part must call it.
 
     Raises:
@@ -152,7 +152,7 @@ def expect_plain_gradient(tensor: Sharded, over: Over = "mean") -> None:
     batch."""
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return
-    hooks = compat.gradient_hooks(tensor)
+    hooks = compat.grad_hooks(tensor)
     hook = next((hook for hook in hooks if isinstance(hook, _PlainGradients)), None)
     if hook is None:
         tensor.register_hook(_PlainGradients(tensor._shard_spec, over))

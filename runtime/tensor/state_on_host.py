@@ -25,13 +25,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, UntypedStorage
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardc.runtime import compat
+from shardc.runtime.checks.optimizer_hooks import Turn, after_steps, before_steps
 from shardc.runtime.comm.host_copies import stream_of
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
@@ -108,15 +105,9 @@ _known: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
 # -- which tensors -------------------------------------------------------------------------------
 
 
-@functools.cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_bring_back_all)
-    register_optimizer_step_post_hook(_remember)
-
-
 def _remember(optimizer: Optimizer, *_: object) -> None:
-    """After a step: the optimizer may have state of these parameters."""
-    if torch.compiler.is_compiling() or _is_captured():
+    """Remember an optimizer that has taken a step: it may have state of these parameters."""
+    if _is_captured():
         return  # what runs then knows the addresses of the state
     for param in _sharded(optimizer):
         users: dict[tuple[int, int], _User] = _users.setdefault(param._local.untyped_storage(), {})
@@ -146,8 +137,8 @@ def _is_captured() -> bool:
 
 
 def _sharded(optimizer: Optimizer) -> Iterator[ShardTensor]:
-    for group in optimizer.param_groups:
-        yield from (param for param in group["params"] if isinstance(param, ShardTensor))
+    params = compat.params_of(optimizer)
+    return (param for param in params if isinstance(param, ShardTensor))
 
 
 def _users_of(segment: Tensor) -> Iterator[tuple[Optimizer, ShardTensor]]:
@@ -201,7 +192,8 @@ def _send_state(segment: Tensor) -> Tensor:
     """Start to copy the state of the parameters of `segment: (S,)` to the host, if it is here."""
     if segment.device.type == "cpu":
         return torch.tensor(-1)
-    _watch_optimizers()
+    before_steps.call(Turn.ON_HOST, _bring_back_all)
+    after_steps.call(Turn.ON_HOST, _remember)
     memory = segment.untyped_storage()
     away: _Away | None = _away.get(memory)
     if away is not None and away.back is not None:  # a backward was interrupted, or runs this
@@ -274,13 +266,10 @@ _library = torch.library.Library("shardc", "FRAGMENT")
 _library.define("send_state(Tensor segment) -> Tensor")
 _library.define("wait_until_state_sent(Tensor(a) sent) -> Tensor(a)")
 _library.define("fetch_state(Tensor(a!) sent) -> ()")  # so that nobody takes it for dead code
-_library.impl("send_state", _send_state, "CompositeExplicitAutograd")
-_library.impl("wait_until_state_sent", _wait_until_state_sent, "CompositeExplicitAutograd")
-_library.impl("fetch_state", _fetch_state, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "shardc::send_state",
-    lambda segment: torch.empty((), dtype=torch.int64, device="cpu"),
-    lib=_library,
-)
-torch.library.register_fake("shardc::wait_until_state_sent", lambda sent: sent, lib=_library)
-torch.library.register_fake("shardc::fetch_state", lambda sent: None, lib=_library)
+for _name, _implementation, _fake in (
+    ("send_state", _send_state, lambda _: torch.empty((), dtype=torch.int64, device="cpu")),
+    ("wait_until_state_sent", _wait_until_state_sent, lambda sent: sent),
+    ("fetch_state", _fetch_state, lambda sent: None),
+):
+    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardc::{_name}", _fake, lib=_library)

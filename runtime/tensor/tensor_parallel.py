@@ -14,9 +14,7 @@ Left out: `_StridedShard` and Partial placements, and DTensors on a mesh that in
 data-parallel ranks otherwise.
 """
 
-import functools
 import math
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,9 +23,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardc.runtime import compat
+from shardc.runtime.checks.optimizer_hooks import Turn, before_steps
 from shardc.runtime.layout.spec import intern_object, object_of
 from shardc.runtime.tensor.extension import inner_value, shape_and_dtype
 
@@ -232,29 +230,16 @@ def restore_ties(modules: Sequence[torch.nn.Module]) -> None:
             for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
                 if hasattr(param, "_shardc_became"):
                     setattr(module, name, param._shardc_became)
-    _checked.clear()
-    _watch_optimizers()
+    before_steps.call(Turn.REPLACED, _refuse_replaced, once=True, compiled=True)
+    before_steps.call_again(Turn.REPLACED)
 
 
-_checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-
-def _refuse_what_became_another(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Before an optimizer's first step: the DTensors it was made with would never be trained."""
-    if optimizer in _checked:
-        return
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if hasattr(param, "_shardc_became"):
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} was made before fully_shard and holds a DTensor "
-                    f"of shape {tuple(param.shape)} that the model no longer has: make the "
-                    "optimizer after fully_shard"
-                )
-    _checked.add(optimizer)
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    """From the first sharding on."""
-    register_optimizer_step_pre_hook(_refuse_what_became_another)
+def _refuse_replaced(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Refuse a step with DTensors that the optimizer was made with: they would never be trained."""
+    for param in compat.params_of(optimizer):
+        if hasattr(param, "_shardc_became"):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was made before fully_shard and holds a DTensor of "
+                f"shape {tuple(param.shape)} that the model no longer has: make the optimizer "
+                "after fully_shard"
+            )

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardc.runtime import compat
+from shardc.runtime.checks.optimizer_hooks import Turn, before_steps
 from shardc.runtime.unit.weak_hooks import weak_hook
 
 if TYPE_CHECKING:
@@ -128,19 +128,15 @@ _waiting: set[int] = set()
 Every backward and every optimizer step looks at this set. Dynamo traces optimizer steps: a set of
 ids, unlike a WeakSet, does not change with the garbage collector.
 """
-_watching = False
 
 
 def _watch(accumulated: Accumulated) -> None:
     """Register an `Accumulated`; the first one hooks `zero_grad` and optimizer steps."""
-    global _watching
     if accumulated not in _accumulating:
         _accumulating.add(accumulated)
         weakref.finalize(accumulated, _waiting.discard, id(accumulated)).atexit = False
-    if not _watching:
-        _watching = True
-        compat.after_zero_grad(_discard)
-        register_optimizer_step_pre_hook(_refuse_step)
+    compat.after_zero_grad(_discard)
+    before_steps.call(Turn.UNREDUCED, _refuse_step, compiled=True)
 
 
 def accumulating() -> list[Accumulated]:
@@ -199,7 +195,7 @@ def _refuse_step(
 
 
 def _require_reduced(optimizer: torch.optim.Optimizer) -> None:
-    for bucket in _of(p for group in optimizer.param_groups for p in group["params"]):
+    for bucket in _of(compat.params_of(optimizer)):
         if not bucket.gradients.waiting.is_empty:
             names = [slot.name for slot in bucket.layout.slots]
             raise RuntimeError(

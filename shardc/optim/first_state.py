@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardc.runtime import compat
+
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """The optimizer's parameters; the position of each is its id."""
-    return list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
+    return list(dict.fromkeys(compat.params_of(optimizer)))
 
 
 class FirstState(NamedTuple):

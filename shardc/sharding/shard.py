@@ -18,7 +18,7 @@ from shardc.runtime.groups.ranks import Ranks, ranks_of
 from shardc.runtime.modules.controls import Reshard
 from shardc.runtime.modules.modules import make_unit
 from shardc.runtime.tensor.extension import Extension
-from shardc.runtime.tensor.quantised_state import watch_optimizers
+from shardc.runtime.tensor.quantised_state import shard_quantised_state
 from shardc.runtime.tensor.tensor_parallel import Placed, Spmd, restore_ties
 from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.unit.params import take
@@ -142,7 +142,7 @@ def fully_shard(
     notes = agree(everyone, Statement(what, facts, note), every_time=True)
     scatter = sync and can_scatter(notes)
     first = FirstValues() if sync else compare_values(notes, plans)
-    watch_optimizers()
+    shard_quantised_state()
     made = [
         _apply(
             plan,
