@@ -213,11 +213,6 @@ def swap_tensors(param: Tensor, new: Tensor) -> None:
     torch._C._swap_tensor_impl(param, new)
 
 
-def gradient_hooks(tensor: Tensor) -> list[object]:
-    """The hooks that `tensor.register_hook` was given."""
-    return list((tensor._backward_hooks or {}).values())
-
-
 def tensors_of_total_norm() -> Sequence[Tensor] | None:
     """The tensors of the `get_total_norm` that this call comes from; None elsewhere.
 

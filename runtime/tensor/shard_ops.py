@@ -45,18 +45,12 @@ _VIEWS = {
 _NEW = {"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"}
 
 
-def dispatch(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
-    """Run `func` as `ShardTensor.__torch_dispatch__` is asked to.
-
-    Raises:
-        NotImplementedError: the op, or this mix of operands, has no meaning on parts.
-    """
-    return rule_of(func)(func, args, kwargs)
-
-
 @cache
 def rule_of(func: compat.Op) -> Rule:
-    """The function that runs `func`; one that raises where there is none."""
+    """The function that runs `func`.
+
+    It raises NotImplementedError where the op, or a mix of operands, has no meaning on parts.
+    """
     if not hasattr(func, "_schema"):  # a higher-order op
         return _refuse
     name = func._schema.name.removeprefix("aten::")

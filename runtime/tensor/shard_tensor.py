@@ -210,7 +210,7 @@ class ShardTensor(Sharded):
         args: compat.Args = (),
         kwargs: compat.Kwargs | None = None,
     ) -> object:
-        return shard_ops.dispatch(func, args, kwargs or {})
+        return shard_ops.rule_of(func)(func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], ShardSpec]:
         return ["_local"], self._shard_spec
@@ -272,4 +272,4 @@ class ShardTensor(Sharded):
 
 compat.register_foreach_type(ShardTensor)
 compat.let_torch_make(conversions)
-Sharded.complete = ShardTensor
+Sharded.make = ShardTensor

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from shardc.runtime import compat
-from shardc.runtime.tensor.shard_gathers import expect_plain_gradient, gathered, plain, refuse
+from shardc.runtime.tensor.shard_gathers import (
+    NEEDS_WHOLE,
+    expect_plain_gradient,
+    gathered,
+    plain,
+    refuse,
+)
 from shardc.runtime.tensor.shard_operands import store, written_operands
 from shardc.runtime.tensor.sharded import Sharded
 
@@ -57,12 +63,12 @@ def run_whole(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> obje
 
 
 def view_whole(
-    func: compat.Op, args: compat.Args, kwargs: compat.Kwargs, why: str | None = None
+    func: compat.Op, args: compat.Args, kwargs: compat.Kwargs, why: str = NEEDS_WHOLE
 ) -> object:
     """A view that is no interval, or several of them."""
     source: Sharded = args[0]
     expect_plain_gradient(source)
-    base = gathered(func, source) if why is None else gathered(func, source, why)
+    base = gathered(func, source, why)
     views = func(base, *args[1:], **kwargs)
     return _map_tensors(lambda view: WholeView(source, base, view), views)
 

@@ -39,8 +39,8 @@ class Sharded(Tensor):
     _local: Tensor
     _shard_spec: ShardSpec
 
-    complete: "ClassVar[type[Sharded]]"
-    """ShardTensor, which sets it at the end of its file."""
+    make: "ClassVar[type[Sharded]]"
+    """ShardTensor, by which ops make others; its file, which comes after theirs, puts it here."""
 
     @staticmethod
     def __new__(cls, local: Tensor, shape: Sequence[int], spec: ShardSpec) -> Self:
@@ -53,11 +53,6 @@ class Sharded(Tensor):
         self._local = local
         self._shard_spec = spec
         return self
-
-    @staticmethod
-    def make(local: Tensor, shape: Sequence[int], spec: ShardSpec) -> "Sharded":
-        """A ShardTensor, for the functions that its methods call."""
-        return Sharded.complete(local, shape, spec)
 
     def _gathered(self) -> Tensor:
         """The whole tensor; every rank that holds a part must call it."""
