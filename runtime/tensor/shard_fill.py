@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardc.runtime import compat
 from shardc.runtime.tensor.shard_gathers import refuse
-from shardc.runtime.tensor.shard_operands import bump, cut, empty_full, store
+from shardc.runtime.tensor.shard_operands import bump, cut, empty_full, has_shards, store
 from shardc.runtime.tensor.sharded import Sharded
 
 RANDOM: tuple[str, ...] = (
@@ -23,7 +23,7 @@ RANDOM_LIKE: tuple[str, ...] = ("rand_like", "randint_like", "randn_like")
 def draw_in_place(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Sharded:
     """`tensor.normal_()` and its like."""
     target = args[0]
-    if not isinstance(target, Sharded) or any(isinstance(x, Sharded) for x in args[1:]):
+    if not isinstance(target, Sharded) or has_shards(args[1:]):
         refuse(func)
     store(target, func(empty_full(target), *args[1:], **kwargs))
     return target
@@ -42,8 +42,7 @@ def fill_out(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Shard
     """An op on plain tensors that only writes to `out` (`torch.eye`)."""
     target = kwargs["out"]
     others = [*args, *(value for key, value in kwargs.items() if key != "out")]
-    inputs = [x for item in others for x in (item if isinstance(item, (list, tuple)) else [item])]
-    if not isinstance(target, Sharded) or any(isinstance(x, Sharded) for x in inputs):
+    if not isinstance(target, Sharded) or has_shards(others):
         refuse(func)
     full = func(*args, **{**kwargs, "out": empty_full(target)})
     if full.shape != target.shape:

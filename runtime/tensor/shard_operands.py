@@ -139,6 +139,14 @@ def bump(locals_: Iterable[Tensor]) -> None:
     torch.autograd.graph.increment_version(written)
 
 
+def has_shards(values: Iterable[object]) -> bool:
+    """Whether a ShardTensor is among values, or among those that are lists."""
+    listed = (
+        x for value in values for x in (value if isinstance(value, list | tuple) else [value])
+    )
+    return any(isinstance(x, Sharded) for x in listed)
+
+
 def _same_cut(a: Sharded, b: Sharded) -> bool:
     return a._shard_spec.lies_as(b._shard_spec) and a.shape == b.shape
 

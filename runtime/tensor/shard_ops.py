@@ -22,6 +22,7 @@ from shardc.runtime.tensor.shard_operands import (
     PLAIN_TARGET,
     NeedsWhole,
     bump,
+    has_shards,
     local_part,
     view_local,
     wrap,
@@ -69,14 +70,9 @@ def rule_of(func: compat.Op) -> Rule:
 
 def _fill_out(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
     """An op that writes to `out`, which may be what it needs to be sharded, or not."""
-    if gathers.strict or not any(map(_has_shards, args)):
+    if gathers.strict or not has_shards(args):
         return shard_fill.fill_out(func, args, kwargs)
     return run_whole(func, args, kwargs)
-
-
-def _has_shards(value: object) -> bool:
-    listed = value if isinstance(value, (list, tuple)) else [value]
-    return any(isinstance(x, Sharded) for x in listed)
 
 
 def _is_pointwise(func: compat.Op, name: str) -> bool:

@@ -31,55 +31,41 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Statistic:
-    """How one op is put together from rectangles.
+    """A statistic as one reduction, along dims, over the rectangles of a rank, and over ranks.
 
     Attributes:
-        of: what a rectangle gives along dims that are kept, `(rectangle, dims, named arguments)`.
-        over: how parts are merged, of a rank and of all ranks.
-        finish: the result of what was merged, of the number of elements behind each, and of the
-            named arguments.
+        values: the values to reduce, of a rectangle's elements.
+        over: the reduction.
+        finish: the result, of the reduced values and the number of elements behind each.
     """
 
-    of: Callable[[Tensor, list[int], compat.Kwargs], Tensor]
+    values: Callable[[Tensor], Tensor]
     over: Over = "sum"
-    finish: Callable[[Tensor, int, compat.Kwargs], Tensor] = lambda merged, count, named: merged
+    finish: Callable[[Tensor, int], Tensor] = lambda reduced, count: reduced
 
 
-def _sum(part: Tensor, dims: list[int], named: compat.Kwargs) -> Tensor:
-    return _widened(part).sum(dims, keepdim=True)
+def _is_set(part: Tensor) -> Tensor:
+    return (part != 0).to(torch.int32)
 
 
-def _not_zero(part: Tensor, dims: list[int], named: compat.Kwargs) -> Tensor:
-    return (part != 0).sum(dims, keepdim=True)
+def _widened(part: Tensor) -> Tensor:
+    """In the dtype that parts are reduced in."""
+    if part.is_complex():
+        return part.to(torch.complex128)
+    return part.to(torch.float64 if part.is_floating_point() else torch.int64)
 
 
-def _any(part: Tensor, dims: list[int], named: compat.Kwargs) -> Tensor:
-    return (part != 0).to(torch.int32).amax(dims, keepdim=True)
-
-
-def _all(part: Tensor, dims: list[int], named: compat.Kwargs) -> Tensor:
-    return (part != 0).to(torch.int32).amin(dims, keepdim=True)
-
-
-def _amax(part: Tensor, dims: list[int], named: compat.Kwargs) -> Tensor:
-    return _widened(part).amax(dims, keepdim=True)
-
-
-def _amin(part: Tensor, dims: list[int], named: compat.Kwargs) -> Tensor:
-    return _widened(part).amin(dims, keepdim=True)
-
-
-_AMAX, _AMIN = Statistic(_amax, "max"), Statistic(_amin, "min")
+_MAX, _MIN = Statistic(_widened, "max"), Statistic(_widened, "min")
 _STATISTICS: dict[str, Statistic] = {
-    "sum": Statistic(_sum),
-    "mean": Statistic(_sum, finish=lambda merged, count, named: merged / count),
-    "count_nonzero": Statistic(_not_zero),
-    "any": Statistic(_any, "max"),
-    "all": Statistic(_all, "min"),
-    "amax": _AMAX,
-    "amin": _AMIN,
-    "max": _AMAX,
-    "min": _AMIN,
+    "sum": Statistic(_widened),
+    "mean": Statistic(_widened, finish=lambda reduced, count: reduced / count),
+    "count_nonzero": Statistic(_is_set),
+    "any": Statistic(_is_set, "max"),
+    "all": Statistic(_is_set, "min"),
+    "amax": _MAX,
+    "amin": _MIN,
+    "max": _MAX,
+    "min": _MIN,
 }
 _NORMS = ("linalg_vector_norm", "norm")
 _SPREADS = ("var", "std")
@@ -118,7 +104,7 @@ def run(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
     else:
         known = _norm_of_order(_order(named)) if name in _NORMS else _STATISTICS[name]
         count = math.prod(tensor.shape[dim] for dim in dims)
-        value = known.finish(_merged(tensor, dims, known, named), count, named)
+        value = known.finish(_reduced(tensor, dims, known), count)
     trained = torch.is_grad_enabled() and tensor.requires_grad
     return as_whole(value.to(like.dtype).reshape(like.shape), tensor._shard_spec, trained)
 
@@ -142,43 +128,33 @@ def _norm_of_order(order: float) -> Statistic:
         return _widened(part.abs()).to(torch.float64)
 
     if math.isinf(order):
-        if order > 0:
-            return Statistic(lambda part, dims, _: sizes(part).amax(dims, keepdim=True), "max")
-        return Statistic(lambda part, dims, _: sizes(part).amin(dims, keepdim=True), "min")
+        return Statistic(sizes, "max" if order > 0 else "min")
     if order == 0:
-        return Statistic(_not_zero)
+        return Statistic(_is_set)
     return Statistic(
-        lambda part, dims, _: sizes(part).pow(order).sum(dims, keepdim=True),
-        finish=lambda merged, count, _: merged ** (1 / order),
+        lambda part: sizes(part).pow(order), finish=lambda reduced, count: reduced ** (1 / order)
     )
 
 
-# -- merging -------------------------------------------------------------------------------------
+# -- reducing ------------------------------------------------------------------------------------
 
 
-def _widened(part: Tensor) -> Tensor:
-    """In the dtype that parts are merged in."""
-    if part.is_complex():
-        return part.to(torch.complex128)
-    return part.to(torch.float64 if part.is_floating_point() else torch.int64)
-
-
-def _merged(tensor: Sharded, dims: list[int], known: Statistic, named: compat.Kwargs) -> Tensor:
-    """The parts of all ranks, merged; reduced dims are kept with size 1."""
-
-    def of(part: Tensor, where: Index) -> Tensor:
-        return known.of(part, dims, named)
-
-    return _over_rectangles(tensor, dims, of, known.over)
+def _reduced(tensor: Sharded, dims: list[int], known: Statistic) -> Tensor:
+    """The values of all ranks, reduced; reduced dims are kept with size 1."""
+    return _over_rectangles(tensor, dims, lambda part, where: known.values(part), known.over)
 
 
 def _over_rectangles(
-    tensor: Sharded, dims: list[int], of: Callable[[Tensor, Index], Tensor], over: Over
+    tensor: Sharded, dims: list[int], values: Callable[[Tensor, Index], Tensor], over: Over
 ) -> Tensor:
-    """`of` each rectangle, given where in the result it belongs, merged over all ranks."""
+    """The values of each rectangle, given where in the result it belongs, reduced."""
+
+    def along_dims(part: Tensor, where: Index) -> Tensor:
+        return _ALONG_DIMS[over](values(part, where), dims, keepdim=True)
+
     local, at = tensor._local, 0
     shape = [1 if dim in dims else size for dim, size in enumerate(tensor.shape)]
-    sample = of(local.new_zeros([1] * tensor.dim()), tuple(slice(0, 1) for _ in shape))
+    sample = along_dims(local.new_zeros([1] * tensor.dim()), tuple(slice(0, 1) for _ in shape))
     total = torch.full(shape, _start(over, sample.dtype), dtype=sample.dtype, device=local.device)
     for box in tensor._boxes():
         part, at = local[at : at + box.numel].view(box.sizes), at + box.numel
@@ -188,12 +164,15 @@ def _over_rectangles(
             slice(0, 1) if dim in dims else slice(start, start + size)
             for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True))
         )
-        total[where] = _MERGE[over](total[where], of(part, where))
+        total[where] = _MERGE[over](total[where], along_dims(part, where))
     for group in tensor._shard_spec.groups:
         total = _over_ranks(total, over, group)
     return total
 
 
+_ALONG_DIMS: dict[str, Callable[..., Tensor]] = {
+    "sum": Tensor.sum, "max": Tensor.amax, "min": Tensor.amin,
+}  # fmt: skip
 _MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add, "max": torch.maximum, "min": torch.minimum,
 }  # fmt: skip
@@ -223,10 +202,10 @@ def _over_ranks(value: Tensor, over: Over, group: str) -> Tensor:
 
 def _variance(tensor: Sharded, dims: list[int], named: compat.Kwargs) -> Tensor:
     count = math.prod(tensor.shape[dim] for dim in dims)
-    mean = _merged(tensor, dims, _STATISTICS["sum"], named) / count
+    mean = _reduced(tensor, dims, _STATISTICS["sum"]) / count
 
     def squares(part: Tensor, where: Index) -> Tensor:
-        return (_widened(part) - mean[where]).abs().square().sum(dims, keepdim=True)
+        return (_widened(part) - mean[where]).abs().square()
 
     correction = named.get("correction", 1)
     divisor = max(0.0, count - float(1 if correction is None else correction))

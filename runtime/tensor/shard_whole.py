@@ -7,11 +7,12 @@ reaches the parameter, and it is gathered again once the parameter was updated.
 Left out: ops on process groups, random ops (ranks could draw different values), and tracing.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from shardc.runtime import compat
 from shardc.runtime.tensor.shard_gathers import (
@@ -49,8 +50,7 @@ def run_whole(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> obje
             held[id(value)] = value, gathered(func, value)
         return held[id(value)][1]
 
-    values = _map_tensors(whole, args)
-    named = {key: _map_tensors(whole, value) for key, value in kwargs.items()}
+    values, named = tree_map_only(Tensor, whole, (args, kwargs))
     result = func(*values, **named)
     for target in _written(func, args, kwargs):
         if isinstance(target, Sharded):
@@ -59,7 +59,7 @@ def run_whole(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> obje
                 refuse(func, "its segment has room for its shape only")
             store(target, full)
     targets = {id(full): target for target, full in held.values()}
-    return _map_tensors(lambda value: targets.get(id(value), value), result)
+    return tree_map_only(Tensor, lambda value: targets.get(id(value), value), result)
 
 
 def view_whole(
@@ -70,7 +70,7 @@ def view_whole(
     expect_plain_gradient(source)
     base = gathered(func, source, why)
     views = func(base, *args[1:], **kwargs)
-    return _map_tensors(lambda view: WholeView(source, base, view), views)
+    return tree_map_only(Tensor, lambda view: WholeView(source, base, view), views)
 
 
 def _is_view(func: compat.Op) -> bool:
@@ -87,15 +87,6 @@ def _written(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> list[
         listed = value if isinstance(value, (list, tuple)) else [value]
         found += [x for x in listed if isinstance(x, Tensor)]
     return found
-
-
-def _map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with `fn` applied to the tensors in it and its lists and tuples."""
-    if isinstance(value, Tensor):
-        return fn(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map_tensors(fn, x) for x in value)
-    return value
 
 
 class WholeView(Tensor):
@@ -135,7 +126,6 @@ class WholeView(Tensor):
         args: compat.Args = (),
         kwargs: compat.Kwargs | None = None,
     ) -> object:
-        kwargs = kwargs or {}
         held: dict[int, WholeView] = {}
 
         def plain(value: Tensor) -> Tensor:
@@ -144,15 +134,16 @@ class WholeView(Tensor):
             held[id(whole := value._current(func))] = value
             return whole
 
-        values = _map_tensors(plain, args)
-        result = func(*values, **{key: _map_tensors(plain, x) for key, x in kwargs.items()})
-        for target in _written(func, args, kwargs):
+        values, named = tree_map_only(Tensor, plain, (args, kwargs or {}))
+        result = func(*values, **named)
+        for target in _written(func, args, kwargs or {}):
             if isinstance(target, WholeView):
                 target._write_back()
         if _is_view(func):
             source = args[0]
-            return _map_tensors(lambda x: WholeView(source._source, source._gathered, x), result)
-        return _map_tensors(lambda x: held.get(id(x), x), result)
+            made = partial(WholeView, source._source, source._gathered)
+            return tree_map_only(Tensor, made, result)
+        return tree_map_only(Tensor, lambda x: held.get(id(x), x), result)
 
     def numpy(self, *, force: bool = False) -> Any:
         """As of a plain tensor; a write to the array does not reach the parameter."""

@@ -94,7 +94,7 @@ class _Away:
 
 
 _users = WeakIdKeyDictionary()
-"""By the memory of a segment: (optimizer, parameter) of those that have trained it, weakly."""
+"""By the memory of a segment: optimizers that have trained it, with the parameters; weak."""
 _away = WeakIdKeyDictionary()
 """By the memory of a segment: its `_Away`."""
 _numbers = itertools.count()
@@ -110,25 +110,11 @@ def _remember(optimizer: Optimizer, *_: object) -> None:
     if _is_captured():
         return  # what runs then knows the addresses of the state
     for param in _sharded(optimizer):
-        users: dict[tuple[int, int], _User] = _users.setdefault(param._local.untyped_storage(), {})
-        key = id(optimizer), id(param)
-        if key not in users:
-            for dead in [each for each, user in users.items() if not user.lives()]:
-                del users[dead]
-        users[key] = _User(weakref.ref(optimizer), weakref.ref(param))
+        users = _users.setdefault(param._local.untyped_storage(), weakref.WeakKeyDictionary())
+        users.setdefault(optimizer, WeakIdKeyDictionary())[param] = True
     if optimizer not in _known:
         _known[optimizer] = False
         optimizer.register_state_dict_pre_hook(_bring_back_all)
-
-
-@dataclass(frozen=True)
-class _User:
-    optimizer: "weakref.ref[Optimizer]"
-    param: "weakref.ref[ShardTensor]"
-
-    def lives(self) -> bool:
-        """Whether both are still there."""
-        return self.optimizer() is not None and self.param() is not None
 
 
 def _is_captured() -> bool:
@@ -143,10 +129,8 @@ def _sharded(optimizer: Optimizer) -> Iterator[ShardTensor]:
 
 def _users_of(segment: Tensor) -> Iterator[tuple[Optimizer, ShardTensor]]:
     """The optimizers that have trained the parameters of a segment, with each of these."""
-    for user in _users.get(segment.untyped_storage(), {}).values():
-        optimizer, param = user.optimizer(), user.param()
-        if optimizer is not None and param is not None:
-            yield optimizer, param
+    for optimizer, params in _users.get(segment.untyped_storage(), {}).items():
+        yield from ((optimizer, param) for param in params)
 
 
 def _state_of(segment: Tensor) -> Iterator[Tensor]:
