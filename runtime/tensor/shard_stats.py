@@ -49,7 +49,7 @@ def _is_set(part: Tensor) -> Tensor:
 
 
 def _widened(part: Tensor) -> Tensor:
-    """In the dtype that parts are reduced in."""
+    """A part in the dtype in which it is reduced."""
     if part.is_complex():
         return part.to(torch.complex128)
     return part.to(torch.float64 if part.is_floating_point() else torch.int64)
