@@ -29,6 +29,6 @@ def quantises_state(optimizer: Optimizer) -> bool:
 
 @functools.cache
 def replace_new_buffer(make: Callable[[NewBuffer], NewBuffer]) -> None:
-    """Replace the function by which these optimizers make states, once; `make` gets the original."""
+    """Replace the function by which these optimizers make states, once; `make` gets that one."""
     base = sys.modules["torchao.optim.adam"]._AdamBase
     base._new_buffer = make(base._new_buffer)
