@@ -133,10 +133,10 @@ def test_random_graphs_keep_their_results_and_their_limits(reads):
 def _check_in_flight(gm, ctx):
     """At no node are more bytes under way or unread than the limit, unless it is one message."""
     events = read_events(gm)
-    limit = read_problem(gm, ctx, events).limits.in_flight
+    limit = read_problem(gm, ctx, events).limits.in_flight.get("gather", 0)
     nodes = list(gm.graph.nodes)
     spans = []
-    for gather in events.gathers:
+    for gather in events.of("gather"):
         views = [n for n in gather.after if not is_wait(n)]
         reads = [nodes.index(u) for v in views for u in v.users if u not in gather.after]
         values = gather.start.meta["val"]

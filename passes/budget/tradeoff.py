@@ -25,7 +25,14 @@ from shardc.passes.budget.trial import Gathered, Phase, Trial, gathered_again
 from shardc.passes.estimate.cost import host_seconds
 from shardc.passes.nodes import moved_by
 from shardc.passes.rewrite.offload_state import segments_of
-from shardc.passes.schedule.timeline import Gather, Limits, Problem, Reduce, plan_timeline, simulate
+from shardc.passes.schedule.timeline import (
+    Kind,
+    Limits,
+    Problem,
+    Transfer,
+    plan_timeline,
+    simulate,
+)
 
 Bytes = npt.NDArray[np.int64]
 
@@ -69,12 +76,12 @@ class Tradeoff:
     def of(cls, trial: Trial) -> "Tradeoff":
         """All choices beside a trial."""
         options, saved = trial.forward.ctx.options, SavedValues(trial)
+        assert options is not None
         values = recomputable(trial, saved)
-        copies = offloadable(trial, saved, values) if options and options.saves_on_host else ()
-        states = options.states if options else {}
-        places = [(each, states[each]) for each in segments_of(trial.forward.gm) if each in states]
-        room = options.host_room if options else math.inf
-        return cls(trial, values, gathered_again(trial), copies, places, room)
+        copies = offloadable(trial, saved, values) if options.saves_on_host else ()
+        segments = segments_of(trial.forward.gm)
+        states = [(each, options.states[each]) for each in segments if each in options.states]
+        return cls(trial, values, gathered_again(trial), copies, states, options.host_room)
 
     @property
     def leanest(self) -> set[Choice]:
@@ -187,17 +194,27 @@ class Tradeoff:
     def _plan_away(self, count: int) -> Bytes:
         away, start = np.zeros_like(self._live), len(self.trial.forward.liveness.live)
         left, back = self.trial.forward, self.trial.backward
-        waits = plan_timeline(replace(left.problem, leaving=self._moved(count))).leave_waits
-        starts = plan_timeline(replace(back.problem, returning=self._moved(count))).return_starts
+        waits = plan_timeline(replace(left.problem, transfers=self._leaving[:count])).waits
+        starts = plan_timeline(replace(back.problem, transfers=self._returning[:count])).starts
         for (_, nbytes), wait, begun in zip(self.states, waits, starts, strict=False):
             away[_place(left, wait) : start + _place(back, begun)] += nbytes
         return away
 
-    def _moved(self, count: int) -> tuple[float, ...]:
-        """Seconds to copy the state of each of so many buckets."""
+    @cached_property
+    def _leaving(self) -> tuple[Transfer, ...]:
+        """The copies of optimizer state to the host."""
+        return tuple(self._moved("leave", 0))
+
+    @cached_property
+    def _returning(self) -> tuple[Transfer, ...]:
+        """The copies of optimizer state back."""
+        return tuple(self._moved("return", len(self.trial.backward.problem.seconds)))
+
+    def _moved(self, kind: Kind, event: int) -> Iterator[Transfer]:
         options = self.trial.forward.ctx.options
         assert options is not None
-        return tuple(float(host_seconds(n, options.profile)) for _, n in self.states[:count])
+        for _, nbytes in self.states:
+            yield Transfer(kind, event, nbytes, float(host_seconds(nbytes, options.profile)))
 
     def _add(self, live: Bytes, nbytes: int, saved: Saved) -> None:
         start = len(self.trial.forward.liveness.live)
@@ -230,31 +247,40 @@ class Tradeoff:
         for more in again:
             seconds[self._read_at[more.saved.backward[1]]] += more.seconds
         stay = {bucket.position for bucket in self.buckets[: choice.gathered]}
-        gathers = tuple(gather for gather, brought in self._gathers if not brought <= stay)
-        copies, loads = self.copies[: choice.offloaded], self._loads[: choice.offloaded]
+        gathers = (gather for gather, brought in self._gathers if not brought <= stay)
+        loads = sorted(self._loads[: choice.offloaded], key=lambda load: load.event)
         return replace(
             problem,
             seconds=tuple(seconds),
-            gathers=gathers,
-            loads=tuple(sorted(loads, key=lambda load: load.needed)),
-            returning=self._moved(choice.states),
-            limits=self._limits(problem.limits, copies),
+            transfers=(*gathers, *problem.of("reduce"), *loads, *self._returning[: choice.states]),
+            limits=self._limits(problem.limits, "load", choice),
         )
 
     @cached_property
-    def _gathers(self) -> list[tuple[Gather, frozenset[int]]]:
+    def _gathers(self) -> list[tuple[Transfer, frozenset[int]]]:
         """The gathers of the backward, and the inputs that each gathers."""
         backward = self.trial.backward
-        moved = [moved_by(transfer.start) for transfer in backward.events.gathers]
-        brought = [frozenset(each.position for each in several) for several in moved]
-        return list(zip(backward.problem.gathers, brought, strict=True))
+        brought = [
+            frozenset(each.position for each in moved_by(moving.start))
+            for moving in backward.events.of("gather")
+        ]
+        return list(zip(backward.problem.of("gather"), brought, strict=True))
 
     @cached_property
-    def _loads(self) -> list[Gather]:
+    def _loads(self) -> list[Transfer]:
         """The copies back of all that may be saved on the host."""
         return [
-            Gather(self._read_at[copy.saved.backward[1]], copy.nbytes, copy.seconds)
-            for copy in self.copies
+            Transfer("load", self._read_at[c.saved.backward[1]], c.nbytes, c.seconds)
+            for c in self.copies
+        ]
+
+    @cached_property
+    def _saves(self) -> list[Transfer]:
+        """The copies there."""
+        positions, steps = self.trial.forward.events.positions, self._steps[0]
+        return [
+            Transfer("save", bisect.bisect_left(positions, steps[c.made] + 1), c.nbytes, c.seconds)
+            for c in self.copies
         ]
 
     def _forward_seconds(self, choice: Choice) -> float:
@@ -269,23 +295,21 @@ class Tradeoff:
         return {}
 
     def _forward(self, choice: Choice) -> Problem:
-        forward, copies = self.trial.forward, self.copies[: choice.offloaded]
-        positions, steps = forward.events.positions, self._steps[0]
-        ready = [bisect.bisect_left(positions, steps[copy.made] + 1) for copy in copies]
-        saves = [Reduce(at, c.nbytes, c.seconds) for at, c in zip(ready, copies, strict=True)]
+        problem = self.trial.forward.problem
+        saves = sorted(self._saves[: choice.offloaded], key=lambda save: save.event)
         return replace(
-            forward.problem,
-            saves=tuple(sorted(saves, key=lambda save: save.ready)),
-            leaving=self._moved(choice.states),
-            limits=self._limits(forward.problem.limits, copies),
+            problem,
+            transfers=(*problem.transfers, *saves, *self._leaving[: choice.states]),
+            limits=self._limits(problem.limits, "save", choice),
         )
 
-    def _limits(self, limits: Limits, copies: Sequence[Offload]) -> Limits:
+    def _limits(self, limits: Limits, kind: Kind, choice: Choice) -> Limits:
+        """The limits, and one for copies of values."""
         units = Counter[str]()
-        for copy in copies:
+        for copy in self.copies[: choice.offloaded]:
             units[copy.saved.unit] += copy.nbytes
         most = self.trial.kept.ahead * max(units.values(), default=0)
-        return replace(limits, copies_in_flight=most)
+        return replace(limits, in_flight={**limits.in_flight, kind: most})
 
     @cached_property
     def _read_at(self) -> list[int]:

@@ -176,7 +176,7 @@ def gathered_again(trial: Trial) -> list[Gathered]:
 
 def _gathered(phase: Phase) -> Iterable[tuple[Moved, int, Node, int]]:
     """Every gathered bucket of an open unit: where its gather starts, its wait, its last reader."""
-    for transfer in phase.events.gathers:
+    for transfer in phase.events.of("gather"):
         if not is_all_gather(transfer.start):
             continue  # rows of a table
         waits = waits_for(transfer.start)

@@ -32,9 +32,11 @@ from shardc.passes.nodes import (
     RETURN,
     WRITES,
     c10d,
+    is_host_copy,
     is_view,
     moved_by,
     moves_state,
+    ranks_in,
     readers_of,
     sources_of,
     state_bytes,
@@ -510,6 +512,13 @@ def copy_bytes(node: Node) -> Expr:
 def host_seconds(nbytes: Expr, profile: Profile) -> Expr:
     """Seconds to copy `nbytes` between the device and pinned memory of the host."""
     return nbytes / profile.host_bandwidth
+
+
+def wire_seconds(node: Node, profile: Profile, hints: Mapping[Any, float]) -> float:
+    """Seconds that a transfer occupies the wire that carries it first."""
+    if is_host_copy(node):
+        return float(host_seconds(evaluate(copy_bytes(node), hints), profile))
+    return evaluate(transfer_seconds(node, ranks_in(node), profile), hints)
 
 
 def following_seconds(node: Node, profile: Profile) -> Expr:

@@ -25,9 +25,9 @@ from torch.fx.node import map_arg
 from shardc.passes.context import PassContext
 from shardc.passes.contract import contract
 from shardc.passes.nodes import c10d, is_collective, kind_of, moved_by, ranks_in, set_moved
-from shardc.passes.schedule.events import Transfer, read_events, read_problem
+from shardc.passes.schedule.events import Moving, read_events, read_problem
 from shardc.passes.schedule.reorder import reorder
-from shardc.passes.schedule.timeline import Gather, Problem, Reduce, plan_timeline, simulate
+from shardc.passes.schedule.timeline import Problem, Transfer, plan_timeline, simulate
 
 aten = torch.ops.aten
 
@@ -51,28 +51,23 @@ def coalesce(gm: GraphModule, ctx: PassContext) -> GraphModule:
     if len(events.transfers) < 2:
         return gm
     problem = read_problem(gm, ctx, events)
-    merged = plan_groups(
-        problem,
-        [_kind(transfer) for transfer in events.gathers],
-        [_kind(transfer) for transfer in events.reduces],
-    )
-    for transfers, groups in zip((events.gathers, events.reduces), merged, strict=True):
-        for group in groups:
-            if len(group) > 1:
-                starts = [transfers[index].start for index in group]
-                merge = _merge_rows if kind_of(starts[0]) == "all_to_all" else _merge
-                merge(gm, starts)
+    for group in plan_groups(problem, list(map(_kind, events.transfers))):
+        if len(group) > 1:
+            starts = [events.transfers[index].start for index in group]
+            merge = _merge_rows if kind_of(starts[0]) == "all_to_all" else _merge
+            merge(gm, starts)
     calls = gm.graph.nodes
     reorder(gm, {n: (i,) for i, n in enumerate(calls) if n.op == "call_function"})
     return gm
 
 
-def _kind(transfer: Transfer) -> Any:
-    """Only collectives of one kind may be merged: same op, group, dtype, not coalesced yet."""
-    start = transfer.start
+def _kind(moving: Moving) -> Any:
+    """The op, dtype and group of a collective that may be merged with others of the same; any other
+    transfer equals none."""
+    start = moving.start
     if kind_of(start) == "all_to_all" and _has_rows(start):
         return start.target, start.meta["val"].dtype, start.args[-1]
-    waits_first = transfer.is_gather and any(map(is_collective, transfer.before))
+    waits_first = moving.kind == "gather" and any(map(is_collective, moving.before))
     if start.target not in _COALESCED or waits_first:
         return object()
     return start.target, start.meta["val"].dtype, start.args[1:]  # the group is the last
@@ -80,68 +75,50 @@ def _kind(transfer: Transfer) -> Any:
 
 # -- deciding ------------------------------------------------------------------------------------
 
-Groups = list[list[int]]
 
+def plan_groups(problem: Problem, kinds: Sequence[Any]) -> list[list[int]]:
+    """Group the transfers of a problem, by their places: each group travels together.
 
-def plan_groups(
-    problem: Problem, gather_kinds: Sequence[Any], reduce_kinds: Sequence[Any]
-) -> tuple[Groups, Groups]:
-    """Groups of gathers and of reductions that travel together.
-
-    Args:
-        problem: one entry a collective.
-        gather_kinds, reduce_kinds: only neighbours of equal kind are merged.
+    Only neighbours of equal `kinds` are merged, which has one entry a transfer.
     """
-    gathers: Groups = [[index] for index in range(len(problem.gathers))]
-    reduces: Groups = [[index] for index in range(len(problem.reduces))]
+    transfers = problem.transfers
+    groups = [[place] for place in range(len(transfers))]
 
     def seconds() -> list[float]:
-        trial = replace(
-            problem,
-            gathers=tuple(_merged_gather(problem, group) for group in gathers),
-            reduces=tuple(_merged_reduce(problem, group) for group in reduces),
-        )
+        merged = (_merged([transfers[place] for place in group]) for group in groups)
+        trial = replace(problem, transfers=tuple(merged))
         timeline = plan_timeline(trial)
         return [simulate(trial, timeline, speed) for speed in SPEEDS]
 
-    best = seconds()
-    for groups, kinds, sizes, limit in (
-        (gathers, gather_kinds, problem.gathers, problem.limits.in_flight),
-        (reduces, reduce_kinds, problem.reduces, problem.limits.reduce_in_flight),
-    ):
-        place = 0
-        while place + 1 < len(groups):
-            left, right = groups[place : place + 2]
-            both = [*left, *right]
-            fits = sum(sizes[index].nbytes for index in both) <= limit // 2
-            if fits and kinds[left[0]] == kinds[right[0]]:
-                groups[place : place + 2] = [both]
-                trial = seconds()
-                if all(new <= old + _TOLERANCE for new, old in zip(trial, best, strict=True)):
-                    best = list(map(min, trial, best))
-                    continue
-                groups[place : place + 1] = [left, right]
-            place += 1
-    return gathers, reduces
+    def fits(group: list[int]) -> bool:
+        limit = problem.limits.in_flight[transfers[group[0]].kind]
+        return sum(transfers[place].nbytes for place in group) <= limit // 2
+
+    best, number = seconds(), 0
+    while number + 1 < len(groups):
+        left, right = groups[number : number + 2]
+        both = [*left, *right]
+        if kinds[left[0]] == kinds[right[0]] and fits(both):
+            groups[number : number + 2] = [both]
+            trial = seconds()
+            if all(new <= old + _TOLERANCE for new, old in zip(trial, best, strict=True)):
+                best = list(map(min, trial, best))
+                continue
+            groups[number : number + 1] = [left, right]
+        number += 1
+    return groups
 
 
-def _merged_gather(problem: Problem, group: list[int]) -> Gather:
-    members = [problem.gathers[index] for index in group]
-    needed = min(member.needed for member in members)
-    return replace(members[0], needed=needed, **_together(members))
-
-
-def _merged_reduce(problem: Problem, group: list[int]) -> Reduce:
-    members = [problem.reduces[index] for index in group]
-    ready = max(member.ready for member in members)
-    return replace(members[0], ready=ready, **_together(members))
-
-
-def _together(members: Sequence[Gather] | Sequence[Reduce]) -> dict[str, Any]:
-    """Bytes and seconds of one message in the place of several: what is fixed is paid once."""
-    seconds = sum(member.seconds for member in members)
+def _merged(members: Sequence[Transfer]) -> Transfer:
+    """The transfer of one message in the place of several, which pays its fixed part once."""
+    events = [member.event for member in members]
     saved = sum(member.fixed for member in members[1:])
-    return {"nbytes": sum(member.nbytes for member in members), "seconds": seconds - saved}
+    return replace(
+        members[0],
+        event=min(events) if members[0].brings else max(events),
+        nbytes=sum(member.nbytes for member in members),
+        seconds=sum(member.seconds for member in members) - saved,
+    )
 
 
 # -- editing -------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ for its own shapes: what is planned never depends on anything that differs betwe
 """
 
 import itertools
-from collections.abc import Hashable, Iterable
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +24,10 @@ from shardc.passes.estimate.cost import (
     evaluate,
     fixed_seconds,
     following_seconds,
-    host_seconds,
     node_seconds,
     symbol_hints,
     tensor_bytes,
-    transfer_seconds,
+    wire_seconds,
 )
 from shardc.passes.nodes import (
     brings_parameters,
@@ -48,85 +48,50 @@ from shardc.passes.nodes import (
     unit_of_copy,
     waits_for,
 )
-from shardc.passes.schedule.timeline import Gather, Limits, Problem, Reduce
+from shardc.passes.schedule.timeline import BRINGS, KINDS, STATES, Kind, Limits, Problem, Transfer
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """A collective in the graph with all that moves along.
+class Moving:
+    """The nodes of a transfer, which move together.
 
     Attributes:
+        kind: see `timeline.Kind`.
         start: the node that starts it: a collective, or a copy to or from the host.
-        before: what only prepares its input (casts, `pack`; what `prepares` it).
+        before: the nodes that only prepare its input (casts, `pack`, those that `prepares` finds).
         after: its wait, then views of its result; for a reduction all that follows.
         step: the first step that reads what it brings; of what is sent, the first that may follow.
-        unit: the number of the unit whose bucket it moves; None for a copy.
+        unit: the unit whose bucket, value or state it moves: its number, or for a copy its name.
         inside: of a reduction across nodes, those inside of them that it waits for.
     """
 
+    kind: Kind
     start: Node
     before: tuple[Node, ...]
     after: tuple[Node, ...]
     step: int
-    unit: int | None
+    unit: int | str
     inside: tuple[Node, ...] = ()
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether it copies a value to the host or from there."""
-        return self.unit is None and not self.is_state
-
-    @property
-    def is_state(self) -> bool:
-        """Whether it copies an optimizer's state to the host or from there."""
-        return moves_state(self.start)
-
-    @property
-    def is_gather(self) -> bool:
-        """Whether it brings parameters, or a value; else it reduces, or saves one."""
-        return _brings(self.start)
 
 
 @dataclass(frozen=True)
 class Events:
-    """A graph as `plan_timeline` sees it: event e lies before step `positions[e]`."""
+    """A graph as `plan_timeline` sees it: event e lies before step `positions[e]`.
+
+    Transfers are in the order of `Problem.transfers`.
+    """
 
     steps: tuple[Node, ...]
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[Moving, ...]
     positions: tuple[int, ...]
 
-    def of(self, transfer: Transfer) -> int:
+    def event_of(self, transfer: Moving) -> int:
         """The event at which a transfer is needed or ready."""
         return self.positions.index(transfer.step)
 
-    @property
-    def gathers(self) -> list[Transfer]:
-        """The gathers, in the order in which they are needed."""
-        return [each for each in self._collectives if each.is_gather]
-
-    @property
-    def reduces(self) -> list[Transfer]:
-        """The reductions, in the order in which they are ready."""
-        return [each for each in self._collectives if not each.is_gather]
-
-    @property
-    def loads(self) -> list[Transfer]:
-        """The copies from the host, in the order in which they are needed."""
-        return [each for each in self.transfers if each.is_gather and each.is_copy]
-
-    @property
-    def saves(self) -> list[Transfer]:
-        """The copies to the host, in the order in which they are ready."""
-        return [each for each in self.transfers if each.is_copy and not each.is_gather]
-
-    @property
-    def states(self) -> list[Transfer]:
-        """The copies of optimizers' states: of a forward to the host, of a backward from there."""
-        return [each for each in self.transfers if each.is_state]
-
-    @property
-    def _collectives(self) -> list[Transfer]:
-        return [each for each in self.transfers if not (each.is_copy or each.is_state)]
+    def of(self, kind: Kind) -> list[Moving]:
+        """The transfers of a kind, in the order in which they are needed or ready."""
+        return [transfer for transfer in self.transfers if transfer.kind == kind]
 
 
 def read_events(gm: GraphModule) -> Events:
@@ -142,13 +107,14 @@ def read_events(gm: GraphModule) -> Events:
     fed_by = _fed_by(attached)
     _give_to_following(attached, fed_by)
     for copy in filter(is_host_copy, nodes):
-        attached[copy] = ([], _result(copy) if _brings(copy) else waits_for(copy))
+        attached[copy] = ([], _result(copy) if comes_from_host(copy) else waits_for(copy))
     moving = {node for start, (b, a) in attached.items() for node in (start, *b, *a)}
     steps = [node for node in nodes if node not in moving]
     index = {step: number for number, step in enumerate(steps)}
     transfers = []
     for start, (before, after) in attached.items():
-        if _brings(start):
+        kind = kind_of_transfer(start)
+        if kind in BRINGS:
             readers = [index[u] for node in after for u in node.users if u in index]
             step = min(readers, default=len(steps))
             while step and not _computes(steps[step - 1]):
@@ -158,18 +124,24 @@ def read_events(gm: GraphModule) -> Events:
                 index[i] for node in (start, *before) for i in node.all_input_nodes if i in index
             ]
             step = max(made, default=-1) + 1
-        unit = None if is_host_copy(start) else moved_by(start)[0].unit
-        transfers.append(Transfer(start, tuple(before), tuple(after), step, unit))
+        unit = unit_of_copy(start) if is_host_copy(start) else moved_by(start)[0].unit
+        transfers.append(Moving(kind, start, tuple(before), tuple(after), step, unit))
     transfers.sort(key=lambda t: t.step)
     transfers = _follow(transfers, fed_by, len(steps))
+    transfers.sort(key=lambda t: KINDS.index(t.kind))
     positions = sorted({0, *(t.step for t in transfers)})
     if any(goes_inside(start) for start in fed_by):
         positions = _with_places_between(positions, len(steps))
     return Events(tuple(steps), tuple(transfers), tuple(positions))
 
 
-def _brings(start: Node) -> bool:
-    return brings_parameters(start) or comes_from_host(start)
+def kind_of_transfer(start: Node) -> Kind:
+    """The kind of the transfer that a node starts."""
+    if not is_host_copy(start):
+        return "gather" if brings_parameters(start) else "reduce"
+    if moves_state(start):
+        return "return" if comes_from_host(start) else "leave"
+    return "load" if comes_from_host(start) else "save"
 
 
 def _computes(step: Node) -> bool:
@@ -225,7 +197,7 @@ def _give_to_following(attached: _Attached, fed_by: dict[Node, set[Node]]) -> No
             tail[:] = [node for node in tail if node not in (*before, start, *after)]
 
 
-def _follow(transfers: list[Transfer], fed_by: dict[Node, set[Node]], end: int) -> list[Transfer]:
+def _follow(transfers: list[Moving], fed_by: dict[Node, set[Node]], end: int) -> list[Moving]:
     """A reduction that waits for another starts when the next of those has started; the one that
     waits for it in turn, with the one after. Of one in two steps the second starts before the next
     does, or earlier (`read_problem`)."""
@@ -295,79 +267,61 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
     if ctx.agree_on_seconds is not None:
 
         def facts(by_number: bool) -> list[str]:
-            starts = [(_described(t, by_number), events.of(t)) for t in events.transfers]
-            return [str(options), *(f"{start} at event {event}" for start, event in starts)]
+            by_step = sorted(events.transfers, key=lambda t: t.step)
+            described = ((_described(t, by_number), events.event_of(t)) for t in by_step)
+            return [str(options), *(f"{start} at event {event}" for start, event in described)]
 
         seconds = ctx.agree_on_seconds(facts, seconds)
 
-    def wire(transfer: Transfer) -> float:
-        sent = [*filter(is_collective, transfer.before), transfer.start]
-        each = [transfer_seconds(node, ranks_in(node), options.profile) for node in sent]
-        return sum(evaluate(seconds, hints) for seconds in each)
+    def on_wire(moving: Moving) -> float:
+        sent = [*filter(is_collective, moving.before), moving.start]
+        return sum(wire_seconds(node, options.profile, hints) for node in sent)
 
-    def then(transfer: Transfer) -> float:
-        return evaluate(following_seconds(transfer.start, options.profile), hints)
-
-    def fixed(transfer: Transfer) -> float:
-        return fixed_seconds(transfer.start, ranks_in(transfer.start), options.profile)
-
-    def nbytes(*nodes: Node) -> int:
-        return int(sum(evaluate(tensor_bytes(node.meta.get("val")), hints) for node in nodes))
-
-    gathers, reduces = events.gathers, events.reduces
-    needed = [(g.unit, events.of(g)) for g in gathers if g.unit is not None]
-    wanted = options.wanted(ctx.phase, needed)
-    gathered = [
-        Gather(events.of(g), nbytes(g.start), wire(g), w, then(g), fixed(g))
-        for g, w in zip(gathers, wanted, strict=True)
-    ]
-    inside = {r.start: r for r in reduces if goes_inside(r.start)}
-
-    def ready(reduce: Transfer) -> int:
-        earlier = [inside[start] for start in reduce.inside]
-        event = max(map(events.of, earlier), default=events.of(reduce))
-        left = sum(map(wire, earlier))
-        while event < events.of(reduce) and left > 0:
+    def event(moving: Moving) -> int:
+        """The event of a transfer; of a reduction across nodes, one at which those inside of them
+        are through, by the model."""
+        own = events.event_of(moving)
+        earlier = [each for each in events.transfers if each.start in moving.inside]
+        event, left = max(map(events.event_of, earlier), default=own), sum(map(on_wire, earlier))
+        while event < own and left > 0:
             left -= seconds[event]
             event += 1
         return event
 
-    made = [
-        Reduce(ready(r), nbytes(*operands), wire(r), goes_inside(r.start), fixed(r))
-        for r, operands in ((r, r.start.all_input_nodes) for r in reduces)
-    ]
-
-    def copied(transfer: Transfer) -> float:
-        return float(host_seconds(evaluate(copy_bytes(transfer.start), hints), options.profile))
-
-    copies = [*events.loads, *events.saves]  # a graph has either
-    loads = tuple(Gather(events.of(t), nbytes(t.start), copied(t)) for t in events.loads)
-    saves = tuple(Reduce(events.of(t), nbytes(t.start), copied(t)) for t in events.saves)
-    ahead = ctx.kept.ahead
-    limits = Limits(
-        ahead * _largest_unit((t.unit, g.nbytes) for t, g in zip(gathers, gathered, strict=True)),
-        ahead * _largest_unit((t.unit, r.nbytes) for t, r in zip(reduces, made, strict=True)),
-        options.reduce_buffers,
-        ahead * _largest_unit((unit_of_copy(t.start), nbytes(t.start)) for t in copies),
+    gathers = [(moved_by(t.start)[0].unit, events.event_of(t)) for t in events.of("gather")]
+    wanted = options.wanted(ctx.phase, gathers)
+    transfers = tuple(
+        Transfer(
+            moving.kind,
+            event(moving),
+            int(evaluate(_bytes_held(moving), hints)),
+            on_wire(moving),
+            asked,
+            then=evaluate(following_seconds(moving.start, options.profile), hints),
+            fixed=fixed_seconds(moving.start, ranks_in(moving.start), options.profile),
+            inside=goes_inside(moving.start),
+        )
+        for moving, asked in itertools.zip_longest(events.transfers, wanted)  # gathers come first
     )
-    states = tuple(map(copied, events.states))
-    sent, fetched = (states, ()) if ctx.phase == "forward" else ((), states)
-    return Problem(
-        tuple(seconds), tuple(gathered), tuple(made), limits, loads, saves, sent, fetched
-    )
+    units: dict[Kind, Counter[int | str]] = defaultdict(Counter)
+    for moving, transfer in zip(events.transfers, transfers, strict=True):
+        units[moving.kind][moving.unit] += transfer.nbytes
+    largest = {kind: max(sizes.values()) for kind, sizes in units.items() if kind not in STATES}
+    in_flight = {kind: ctx.kept.ahead * nbytes for kind, nbytes in largest.items()}
+    return Problem(tuple(seconds), transfers, Limits(in_flight, options.reduce_buffers))
 
 
-def _described(transfer: Transfer, by_number: bool) -> str:
+def _bytes_held(moving: Moving) -> Any:
+    """Bytes of the result of a gather or copy, or of the input of a reduction."""
+    if is_host_copy(moving.start):
+        return copy_bytes(moving.start)
+    held = moving.start.all_input_nodes if moving.kind == "reduce" else [moving.start]
+    return tensor_bytes([node.meta.get("val") for node in held])
+
+
+def _described(moving: Moving, by_number: bool) -> str:
     """A transfer in one line, equal on all ranks."""
-    if transfer.is_copy or transfer.is_state:
-        what = "state" if transfer.is_state else "copy"
-        return f"a {what} from the host" if transfer.is_gather else f"a {what} to the host"
-    return describe(transfer.start, by_number)
-
-
-def _largest_unit(sizes: Iterable[tuple[Hashable, int]]) -> int:
-    """The most bytes of any unit, given (unit, bytes)."""
-    units: dict[Hashable, int] = {}
-    for unit, size in sizes:
-        units[unit] = units.get(unit, 0) + size
-    return max(units.values(), default=0)
+    if not is_host_copy(moving.start):
+        return describe(moving.start, by_number)
+    what = "state" if moving.kind in STATES else "copy"
+    return f"a {what} {'from' if comes_from_host(moving.start) else 'to'} the host"

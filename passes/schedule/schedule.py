@@ -17,7 +17,7 @@ from shardc.passes.context import PassContext
 from shardc.passes.contract import contract
 from shardc.passes.schedule.events import read_events, read_problem
 from shardc.passes.schedule.reorder import reorder
-from shardc.passes.schedule.timeline import plan_timeline
+from shardc.passes.schedule.timeline import Kind, plan_timeline
 
 
 @contract(needs="one_wait movable", gives="scheduled")
@@ -32,29 +32,26 @@ def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
     timeline = plan_timeline(problem)
     order = [*events.positions, len(events.steps)]
     keys = {step: (index, _STEP, index) for index, step in enumerate(events.steps)}
-    gathers = zip(events.gathers, timeline.starts, strict=True)
-    loads = zip(events.loads, timeline.load_starts, strict=True)
-    for number, (gather, start) in enumerate((*gathers, *loads)):
-        for node in (*gather.before, gather.start):
-            keys[node] = (order[start], _GATHER, number)
-        for node in gather.after:
-            keys[node] = (gather.step, _READ, number)
-    reduces = zip(events.reduces, problem.reduces, timeline.waits, strict=True)
-    saves = zip(events.saves, problem.saves, timeline.save_waits, strict=True)
-    for number, (reduce, in_numbers, wait) in enumerate((*reduces, *saves)):
-        for node in (*reduce.before, reduce.start):
-            keys[node] = (order[in_numbers.ready], _REDUCE, number)
-        for node in reduce.after:
-            keys[node] = (order[wait], _WAIT_REDUCE, number)
-    starts = timeline.return_starts or (0,) * len(events.states)
-    for number, (state, start) in enumerate(zip(events.states, starts, strict=True), len(keys)):
-        keys[state.start] = (order[start], _GATHER, number)
-    for state, wait in zip(events.states, timeline.leave_waits, strict=False):
-        for node in state.after:
-            keys[node] = (order[wait], _READ, 0)
+    planned = zip(events.transfers, timeline.starts, timeline.waits, strict=True)
+    for number, (moving, start, wait) in enumerate(planned):
+        first, last = _PRIORITIES[moving.kind]
+        for node in (*moving.before, moving.start):
+            keys[node] = (order[start], first, number)
+        for node in moving.after:
+            keys[node] = (order[wait], last, number)
     reorder(gm, keys)
     return gm
 
 
-_GATHER, _WAIT_REDUCE, _REDUCE, _READ, _STEP = range(5)
+_START, _WAIT_SENT, _SEND, _WAIT_LEFT, _READ, _STEP = range(6)
 """What comes first at the same place: the wire is given work before anything waits or computes."""
+
+_PRIORITIES: dict[Kind, tuple[int, int]] = {
+    "gather": (_START, _READ),
+    "load": (_START, _READ),
+    "return": (_START, _READ),
+    "leave": (_START, _WAIT_LEFT),
+    "reduce": (_SEND, _WAIT_SENT),
+    "save": (_SEND, _WAIT_SENT),
+}
+"""Of the start and the wait of each kind of transfer."""
