@@ -9,6 +9,7 @@ for its own shapes: what is planned never depends on anything that differs betwe
 
 import itertools
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from shardc.passes.estimate.cost import (
     tensor_bytes,
     wire_seconds,
 )
+from shardc.passes.estimate.hardware import Profile
 from shardc.passes.nodes import (
     brings_parameters,
     comes_from_host,
@@ -273,50 +275,65 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
 
         seconds = ctx.agree_on_seconds(facts, seconds)
 
-    def on_wire(moving: Moving) -> float:
-        sent = [*filter(is_collective, moving.before), moving.start]
-        return sum(wire_seconds(node, options.profile, hints) for node in sent)
-
-    def event(moving: Moving) -> int:
-        """The event of a transfer; of a reduction across nodes, one at which those inside of them
-        are through, by the model."""
-        own = events.event_of(moving)
-        earlier = [each for each in events.transfers if each.start in moving.inside]
-        event, left = max(map(events.event_of, earlier), default=own), sum(map(on_wire, earlier))
-        while event < own and left > 0:
-            left -= seconds[event]
-            event += 1
-        return event
-
     gathers = [(moved_by(t.start)[0].unit, events.event_of(t)) for t in events.of("gather")]
     wanted = options.wanted(ctx.phase, gathers)
-    transfers = tuple(
-        Transfer(
-            moving.kind,
-            event(moving),
-            int(evaluate(_bytes_held(moving), hints)),
-            on_wire(moving),
-            asked,
-            then=evaluate(following_seconds(moving.start, options.profile), hints),
-            fixed=fixed_seconds(moving.start, ranks_in(moving.start), options.profile),
-            inside=goes_inside(moving.start),
+    transfers = [
+        in_numbers(
+            moving.start, events.event_of(moving), options.profile, hints, moving.before, asked
         )
         for moving, asked in itertools.zip_longest(events.transfers, wanted)  # gathers come first
-    )
+    ]
+    by_start = dict(zip((moving.start for moving in events.transfers), transfers, strict=True))
+    for place, moving in enumerate(events.transfers):
+        if moving.inside:
+            event = _after([by_start[start] for start in moving.inside], transfers[place], seconds)
+            transfers[place] = replace(transfers[place], event=event)
     units: dict[Kind, Counter[int | str]] = defaultdict(Counter)
     for moving, transfer in zip(events.transfers, transfers, strict=True):
         units[moving.kind][moving.unit] += transfer.nbytes
     largest = {kind: max(sizes.values()) for kind, sizes in units.items() if kind not in STATES}
     in_flight = {kind: ctx.kept.ahead * nbytes for kind, nbytes in largest.items()}
-    return Problem(tuple(seconds), transfers, Limits(in_flight, options.reduce_buffers))
+    return Problem(tuple(seconds), tuple(transfers), Limits(in_flight, options.reduce_buffers))
 
 
-def _bytes_held(moving: Moving) -> Any:
+def in_numbers(
+    start: Node,
+    event: int,
+    profile: Profile,
+    hints: Mapping[Any, float],
+    before: Iterable[Node] = (),
+    wanted: int | None = None,
+) -> Transfer:
+    """A transfer in numbers, by the node that starts it and the nodes that prepare its input."""
+    sent = [*filter(is_collective, before), start]
+    return Transfer(
+        kind_of_transfer(start),
+        event,
+        int(evaluate(_bytes_held(start), hints)),
+        sum(wire_seconds(node, profile, hints) for node in sent),
+        wanted,
+        then=evaluate(following_seconds(start, profile), hints),
+        fixed=fixed_seconds(start, ranks_in(start), profile),
+        inside=goes_inside(start),
+    )
+
+
+def _bytes_held(start: Node) -> Any:
     """Bytes of the result of a gather or copy, or of the input of a reduction."""
-    if is_host_copy(moving.start):
-        return copy_bytes(moving.start)
-    held = moving.start.all_input_nodes if moving.kind == "reduce" else [moving.start]
+    if is_host_copy(start):
+        return copy_bytes(start)
+    held = [start] if brings_parameters(start) else start.all_input_nodes
     return tensor_bytes([node.meta.get("val") for node in held])
+
+
+def _after(inside: Sequence[Transfer], transfer: Transfer, seconds: Sequence[float]) -> int:
+    """The event at which a reduction across nodes is ready, because those inside of them are
+    through, by the model."""
+    event, left = max(each.event for each in inside), sum(each.seconds for each in inside)
+    while event < transfer.event and left > 0:
+        left -= seconds[event]
+        event += 1
+    return event
 
 
 def _described(moving: Moving, by_number: bool) -> str:

@@ -13,22 +13,16 @@ from torch.fx import GraphModule, Node
 
 from shardc.passes.estimate.cost import (
     Registers,
-    copy_bytes,
     evaluate,
     first_made,
-    following_seconds,
-    host_seconds,
     node_flops,
     node_seconds,
     symbol_hints,
     transfer_bytes,
-    transfer_seconds,
 )
 from shardc.passes.estimate.hardware import Profile
 from shardc.passes.estimate.memory import Liveness
 from shardc.passes.nodes import (
-    comes_from_host,
-    goes_inside,
     in_steps,
     is_collective,
     is_host_copy,
@@ -40,7 +34,8 @@ from shardc.passes.nodes import (
     moved_by,
     ranks_in,
 )
-from shardc.passes.schedule.timeline import Clock, Wire
+from shardc.passes.schedule.events import in_numbers
+from shardc.passes.schedule.timeline import Clock
 from shardc.reports.record import CollectiveRow, MemoryPoint, Op
 
 
@@ -120,24 +115,16 @@ def read_graph(
     nodes = {node.name: node for node in gm.graph.nodes}
     for place, node in enumerate(nodes[name] for name in liveness.nodes):
         before = clock.now
-        if is_host_copy(node):
-            wire: Wire = "from host" if comes_from_host(node) else "to host"
-            nbytes = evaluate(copy_bytes(node), hints)
-            clock.start(node, host_seconds(nbytes, profile), wire)
-        elif is_wait(node) and is_host_copy(_started_by(node)):
-            clock.wait(_started_by(node))
-        elif is_collective(node) and moved_by(node):
-            seconds = evaluate(transfer_seconds(node, ranks_in(node), profile), hints)
-            then = evaluate(following_seconds(node, profile), hints)
-            wire = "reductions inside" if goes_inside(node) else "wire"
-            start = clock.start(node, seconds, wire, then)
-            sent[node] = _Sent(node, place, before, start, clock.arrived[node])
-        elif is_wait(node) and (source := _started_by(node)) in sent:
-            transfer = sent[source]
+        if is_host_copy(node) or (is_collective(node) and moved_by(node)):
+            transfer = in_numbers(node, place, profile, hints)
+            start = clock.start(node, transfer.seconds, transfer.wire, transfer.then)
+            if not is_host_copy(node):
+                sent[node] = _Sent(node, place, before, start, clock.arrived[node])
+        elif is_wait(node) and (source := _started_by(node)) in clock.arrived:
             clock.wait(source)
-            if transfer.waited < 0:
-                transfer.waited, transfer.exposed = before, clock.now - before
-                transfer.wait_place = place
+            if source in sent and sent[source].waited < 0:
+                row = sent[source]
+                row.waited, row.exposed, row.wait_place = before, clock.now - before, place
         else:
             seconds = evaluate(node_seconds(node, profile, fused, known), hints)
             if seconds > 0:
