@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from shardc.passes.budget.item import Item
 from shardc.passes.budget.recomputable import Recompute
 from shardc.passes.budget.saved import Saved, SavedValues
 from shardc.passes.budget.trial import Trial
@@ -22,22 +23,18 @@ _SMALL = 1 / 8
 
 
 @dataclass(frozen=True)
-class Offload:
+class Offload(Item):
     """A saved value that may be saved on the host.
 
     Attributes:
         saved: the value.
-        nodes: those of its nodes that go.
-        nbytes: theirs.
+        nodes: those of its nodes that go; the bytes are theirs.
         made: the place of the forward at which they are made.
-        seconds: of the copy, in either direction.
     """
 
     saved: Saved
     nodes: tuple[Node, ...]
-    nbytes: int
     made: int
-    seconds: float
 
     @property
     def names(self) -> dict[str, str]:
@@ -76,4 +73,5 @@ def _offload(saved: Saved, trial: Trial) -> Offload | None:
     by_user = any("recompute" in node.meta for node in nodes)
     if not alone or by_user or seconds < options.profile.overhead:
         return None
-    return Offload(saved, nodes, nbytes, max(forward.places[node] for node in nodes), seconds)
+    made = max(forward.places[node] for node in nodes)
+    return Offload(nbytes, saved.first, saved.end, seconds, saved, nodes, made)

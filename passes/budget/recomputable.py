@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
+from shardc.passes.budget.item import Item
 from shardc.passes.budget.saved import Saved, SavedValues, is_value
 from shardc.passes.budget.trial import Trial
 from shardc.passes.estimate.cost import evaluate, node_flops, node_seconds, symbol_hints
@@ -26,19 +27,19 @@ from shardc.runtime import compat
 
 
 @dataclass(frozen=True)
-class Recompute:
-    """A saved value that is computed again instead, after all that come before it in a list.
+class Recompute(Item):
+    """A saved value that may be computed again instead, after those before it in a list.
+
+    Its seconds are those of the nodes that are not computed again for an earlier one.
 
     Attributes:
         saved: the value.
         names: of the nodes that are computed again for it.
-        seconds: what those of them take that are not computed again for an earlier one.
-        is_heavy: whether there is a matmul or an attention among these.
+        is_heavy: whether there is a matmul or an attention among those that its seconds count.
     """
 
     saved: Saved
     names: frozenset[str]
-    seconds: float
     is_heavy: bool
 
 
@@ -61,7 +62,7 @@ def recomputable(trial: Trial, values: SavedValues) -> list[Recompute]:
         for kind, members in kinds.items():
             tried = graph.recompute(members, dropped, again)
             if tried:
-                price = sum(r.seconds for r in tried) / sum(r.saved.nbytes for r in tried)
+                price = sum(r.seconds for r in tried) / sum(r.nbytes for r in tried)
                 best = min(best or (price, kind, tried), (price, kind, tried), key=lambda b: b[:2])
         if best is None:
             break
@@ -99,7 +100,8 @@ class _Forward:
                 seconds = sum(map(self._seconds_of, new))
                 is_heavy = any(node_flops(node) != 0 for node in new)
                 names = frozenset(node.name for node in needed)
-                found.append(Recompute(saved, names, seconds, is_heavy))
+                held = (saved.nbytes, saved.first, saved.end)
+                found.append(Recompute(*held, seconds, saved, names, is_heavy))
                 done |= needed
         return found
 

@@ -31,7 +31,7 @@ class Saved:
         unit: the name of its unit.
         nodes: those of the forward graph that are saved; they share memory.
         nbytes: held less while it is not saved.
-        forward, backward: the first and last place at which it is not held then.
+        first, end: the places from which on and before which nothing reads it (`Item`).
         is_inside: whether all that reads it in the forward belongs to its unit.
     """
 
@@ -39,8 +39,8 @@ class Saved:
     unit: str
     nodes: tuple[Node, ...]
     nbytes: int
-    forward: tuple[int, int]
-    backward: tuple[int, int]
+    first: int
+    end: int
     is_inside: bool
 
 
@@ -55,7 +55,6 @@ class SavedValues:
     def __iter__(self) -> Iterator[Saved]:
         forward = self._trial.forward
         hints, counts = symbol_hints(forward.gm), defaultdict[str, int](int)
-        end = len(forward.liveness.live)
         for root, nodes in self._by_root.items():
             unit = self.unit_of(root)
             if unit is None or not _is_computed(root):
@@ -69,9 +68,9 @@ class SavedValues:
                 kind = f"{kind} {number}"
             nbytes = int(evaluate(tensor_bytes(root.meta["val"]), hints))
             if nbytes:
-                last = max(places, default=forward.places[root])
-                held = ((last + 1, end), (0, self._first_reader(nodes) - 1))
-                yield Saved(kind, unit, tuple(nodes), nbytes, *held, is_inside)
+                first = max(places, default=forward.places[root]) + 1
+                end = self._trial.border + self._first_reader(nodes)
+                yield Saved(kind, unit, tuple(nodes), nbytes, first, end, is_inside)
 
     def unit_of(self, node: Node) -> str | None:
         """The name of the unit that a node belongs to; None for what is outside of all."""

@@ -18,16 +18,17 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from shardc.passes.budget.gatherable import Gathered, gatherable
+from shardc.passes.budget.item import Item
 from shardc.passes.budget.offloadable import Offload, offloadable
 from shardc.passes.budget.recomputable import Recompute, recomputable
-from shardc.passes.budget.saved import Saved, SavedValues
-from shardc.passes.budget.trial import Gathered, Phase, Trial, gathered_again
+from shardc.passes.budget.saved import SavedValues
+from shardc.passes.budget.trial import Phase, Trial
 from shardc.passes.estimate.cost import host_seconds
 from shardc.passes.nodes import moved_by
 from shardc.passes.rewrite.offload_state import segments_of
 from shardc.passes.schedule.timeline import (
     Kind,
-    Limits,
     Problem,
     Transfer,
     plan_timeline,
@@ -81,7 +82,7 @@ class Tradeoff:
         copies = offloadable(trial, saved, values) if options.saves_on_host else ()
         segments = segments_of(trial.forward.gm)
         states = [(each, options.states[each]) for each in segments if each in options.states]
-        return cls(trial, values, gathered_again(trial), copies, states, options.host_room)
+        return cls(trial, values, gatherable(trial), copies, states, options.host_room)
 
     @property
     def leanest(self) -> set[Choice]:
@@ -146,8 +147,8 @@ class Tradeoff:
             count, live = -1, self._live - self._freed(Choice(0, 0, offloaded, states))
             gone = {copy.saved.nodes for copy in copies}
             for recomputed in range(len(self.values) + 1):
-                if recomputed and (saved := self.values[recomputed - 1].saved).nodes not in gone:
-                    self._add(live, -saved.nbytes, saved)
+                if recomputed and (value := self.values[recomputed - 1]).saved.nodes not in gone:
+                    live[value.first : value.end] -= value.nbytes
                 before = count
                 while count < len(self.buckets):
                     if np.add(live, self._held[count + 1], out=both).max() > room:
@@ -173,62 +174,30 @@ class Tradeoff:
         return np.concatenate([np.array(p.liveness.live, np.int64) for p in phases])
 
     def _freed(self, choice: Choice) -> Bytes:
+        """Bytes that a choice frees at each place."""
         freed = np.zeros_like(self._live)
-        for value in self.computed_again(choice):
-            self._add(freed, value.saved.nbytes, value.saved)
-        for copy in self.copies[: choice.offloaded]:
-            self._add(freed, copy.nbytes, copy.saved)
-        return freed + self._away(choice.states) if choice.states else freed
+        copies = self.copies[: choice.offloaded]
+        for item in (*self.computed_again(choice), *copies, *self._away(choice.states)):
+            freed[item.first : item.end] += item.nbytes
+        return freed
 
-    def _away(self, count: int) -> Bytes:
-        """Bytes of optimizer state that the device does not hold, where the state of so many
-        buckets leaves."""
-        if count not in self._aways:
-            self._aways[count] = self._plan_away(count)
-        return self._aways[count]
-
-    @cached_property
-    def _aways(self) -> dict[int, Bytes]:
-        return {}
-
-    def _plan_away(self, count: int) -> Bytes:
-        away, start = np.zeros_like(self._live), len(self.trial.forward.liveness.live)
+    def _away(self, count: int) -> Iterator[Item]:
+        """The optimizer's state of so many buckets, while it is not on the device."""
         left, back = self.trial.forward, self.trial.backward
-        waits = plan_timeline(replace(left.problem, transfers=self._leaving[:count])).waits
-        starts = plan_timeline(replace(back.problem, transfers=self._returning[:count])).starts
-        for (_, nbytes), wait, begun in zip(self.states, waits, starts, strict=False):
-            away[_place(left, wait) : start + _place(back, begun)] += nbytes
-        return away
-
-    @cached_property
-    def _leaving(self) -> tuple[Transfer, ...]:
-        """The copies of optimizer state to the host."""
-        return tuple(self._moved("leave", 0))
-
-    @cached_property
-    def _returning(self) -> tuple[Transfer, ...]:
-        """The copies of optimizer state back."""
-        return tuple(self._moved("return", len(self.trial.backward.problem.seconds)))
-
-    def _moved(self, kind: Kind, event: int) -> Iterator[Transfer]:
-        options = self.trial.forward.ctx.options
-        assert options is not None
-        for _, nbytes in self.states:
-            yield Transfer(kind, event, nbytes, float(host_seconds(nbytes, options.profile)))
-
-    def _add(self, live: Bytes, nbytes: int, saved: Saved) -> None:
-        start = len(self.trial.forward.liveness.live)
-        live[saved.forward[0] : start] += nbytes
-        live[start : start + saved.backward[1] + 1] += nbytes
+        leaving, returning = self._copies["leave"][:count], self._copies["return"][:count]
+        waits = plan_timeline(replace(left.problem, transfers=leaving)).waits
+        starts = plan_timeline(replace(back.problem, transfers=returning)).starts
+        for copy, wait, start in zip(leaving, waits, starts, strict=True):
+            end = self.trial.border + _place(back, start)
+            yield Item(copy.nbytes, _place(left, wait), end, copy.seconds)
 
     @cached_property
     def _held(self) -> list[Bytes]:
         """Bytes held in addition where the first 0, 1, ... buckets stay gathered."""
-        held, start = [np.zeros_like(self._live)], len(self.trial.forward.liveness.live)
+        held = [np.zeros_like(self._live)]
         for bucket in self.buckets:
             more = held[-1].copy()
-            more[bucket.forward[0] : start] += bucket.nbytes
-            more[start : start + bucket.backward[1] + 1] += bucket.nbytes
+            more[bucket.first : bucket.end] += bucket.nbytes
             held.append(more)
         return held
 
@@ -245,48 +214,25 @@ class Tradeoff:
         problem = self.trial.backward.problem
         seconds = list(problem.seconds)
         for more in again:
-            seconds[self._read_at[more.saved.backward[1]]] += more.seconds
+            seconds[self._read_at(more)] += more.seconds
         stay = {bucket.position for bucket in self.buckets[: choice.gathered]}
         gathers = (gather for gather, brought in self._gathers if not brought <= stay)
-        loads = sorted(self._loads[: choice.offloaded], key=lambda load: load.event)
-        return replace(
-            problem,
-            seconds=tuple(seconds),
-            transfers=(*gathers, *problem.of("reduce"), *loads, *self._returning[: choice.states]),
-            limits=self._limits(problem.limits, "load", choice),
-        )
+        transfers = (*gathers, *problem.of("reduce"))
+        problem = replace(problem, seconds=tuple(seconds), transfers=transfers)
+        return self._copying(problem, choice, "load", "return")
 
     @cached_property
     def _gathers(self) -> list[tuple[Transfer, frozenset[int]]]:
         """The gathers of the backward, and the inputs that each gathers."""
         backward = self.trial.backward
-        brought = [
-            frozenset(each.position for each in moved_by(moving.start))
-            for moving in backward.events.of("gather")
-        ]
+        moved = (moved_by(moving.start) for moving in backward.events.of("gather"))
+        brought = [frozenset(each.position for each in several) for several in moved]
         return list(zip(backward.problem.of("gather"), brought, strict=True))
-
-    @cached_property
-    def _loads(self) -> list[Transfer]:
-        """The copies back of all that may be saved on the host."""
-        return [
-            Transfer("load", self._read_at[c.saved.backward[1]], c.nbytes, c.seconds)
-            for c in self.copies
-        ]
-
-    @cached_property
-    def _saves(self) -> list[Transfer]:
-        """The copies there."""
-        positions, steps = self.trial.forward.events.positions, self._steps[0]
-        return [
-            Transfer("save", bisect.bisect_left(positions, steps[c.made] + 1), c.nbytes, c.seconds)
-            for c in self.copies
-        ]
 
     def _forward_seconds(self, choice: Choice) -> float:
         key = choice.offloaded, choice.states
         if key not in self._forwards:
-            problem = self._forward(choice)
+            problem = self._copying(self.trial.forward.problem, choice, "save", "leave")
             self._forwards[key] = simulate(problem, plan_timeline(problem))
         return self._forwards[key]
 
@@ -294,27 +240,45 @@ class Tradeoff:
     def _forwards(self) -> dict[tuple[int, int], float]:
         return {}
 
-    def _forward(self, choice: Choice) -> Problem:
-        problem = self.trial.forward.problem
-        saves = sorted(self._saves[: choice.offloaded], key=lambda save: save.event)
-        return replace(
-            problem,
-            transfers=(*problem.transfers, *saves, *self._leaving[: choice.states]),
-            limits=self._limits(problem.limits, "save", choice),
-        )
-
-    def _limits(self, limits: Limits, kind: Kind, choice: Choice) -> Limits:
-        """The limits, and one for copies of values."""
+    def _copying(self, problem: Problem, choice: Choice, values: Kind, states: Kind) -> Problem:
+        """A problem with the copies of a choice: of values of one kind, of states of another."""
+        copies = sorted(self._copies[values][: choice.offloaded], key=lambda copy: copy.event)
         units = Counter[str]()
         for copy in self.copies[: choice.offloaded]:
             units[copy.saved.unit] += copy.nbytes
         most = self.trial.kept.ahead * max(units.values(), default=0)
-        return replace(limits, in_flight={**limits.in_flight, kind: most})
+        return replace(
+            problem,
+            transfers=(*problem.transfers, *copies, *self._copies[states][: choice.states]),
+            limits=replace(problem.limits, in_flight={**problem.limits.in_flight, values: most}),
+        )
 
     @cached_property
-    def _read_at(self) -> list[int]:
-        """For the places of the backward: the event before which what is held until there is read
-        first."""
+    def _copies(self) -> dict[Kind, tuple[Transfer, ...]]:
+        """The copies to the host and from there of all that may wait on it."""
+        options, end = self.trial.forward.ctx.options, len(self.trial.backward.problem.seconds)
+        assert options is not None
+        states = [(n, float(host_seconds(n, options.profile))) for _, n in self.states]
+        copies = self.copies
+        saves = tuple(Transfer("save", self._made_at(c), c.nbytes, c.seconds) for c in copies)
+        loads = tuple(Transfer("load", self._read_at(c), c.nbytes, c.seconds) for c in copies)
+        leaves = tuple(Transfer("leave", 0, *state) for state in states)
+        returns = tuple(Transfer("return", end, *state) for state in states)
+        return {"save": saves, "load": loads, "leave": leaves, "return": returns}
+
+    def _made_at(self, copy: Offload) -> int:
+        """The event of the forward at which a value is made."""
+        step = self._steps[0][copy.made]
+        return bisect.bisect_left(self.trial.forward.events.positions, step + 1)
+
+    def _read_at(self, item: Item) -> int:
+        """The event of the backward before which a value is read first."""
+        return self._events_before[item.end - self.trial.border - 1]
+
+    @cached_property
+    def _events_before(self) -> list[int]:
+        """The event before each place of the backward but the first; last, the one before its
+        end."""
         positions, steps = self.trial.backward.events.positions, self._steps[1][1:]
         return [max(0, bisect.bisect_right(positions, step) - 1) for step in steps]
 

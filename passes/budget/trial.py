@@ -3,7 +3,7 @@
 Ranks agree on nothing meanwhile: a trial is this rank's own. It may go by what they agreed on.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,16 +12,14 @@ from torch.fx import GraphModule, Node
 
 from shardc.passes import pipeline
 from shardc.passes.context import Facts, Kept, PassContext, Recall
-from shardc.passes.estimate.cost import collective_seconds, evaluate, symbol_hints, tensor_bytes
+from shardc.passes.estimate.cost import symbol_hints
 from shardc.passes.estimate.hardware import matmul_bytes
 from shardc.passes.estimate.memory import Liveness, Storages, measure_liveness
-from shardc.passes.nodes import is_all_gather, is_view, moved_by, reach, waits_for
 from shardc.passes.repeat.fold_repeats import calls_of
 from shardc.passes.runner import copy_graph, run_on_halves, run_passes
 from shardc.passes.schedule.events import Events, read_events, read_problem
 from shardc.passes.schedule.timeline import Problem, plan_timeline, simulate
 from shardc.runtime import compat
-from shardc.runtime.layout.spec import Moved
 
 
 @dataclass(frozen=True)
@@ -105,6 +103,11 @@ class Trial:
         """How long both take."""
         return self.forward.seconds + self.backward.seconds
 
+    @property
+    def border(self) -> int:
+        """The place at which the backward begins, where its places follow those of the forward."""
+        return len(self.forward.liveness.live)
+
 
 def run_trial(gm: GraphModule, ctx: PassContext, kept: Kept, recall: Recall | None = None) -> Trial:
     """Partition and schedule a copy of `gm`.
@@ -133,56 +136,3 @@ def run_trial(gm: GraphModule, ctx: PassContext, kept: Kept, recall: Recall | No
 
 def _recalling(recall: Recall, phase: str) -> Callable[[Facts, list[float]], list[float]]:
     return lambda facts, _: recall.seconds(phase, facts)
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """A bucket of an open unit that may stay gathered: what that costs and saves.
-
-    Attributes:
-        position: of its input.
-        nbytes: held longer if it stays.
-        seconds: of the gather in the backward.
-        forward, backward: the first and last place at which it is held longer.
-    """
-
-    position: int
-    nbytes: int
-    seconds: float
-    forward: tuple[int, int]
-    backward: tuple[int, int]
-
-
-def gathered_again(trial: Trial) -> list[Gathered]:
-    """The buckets of open units that the backward gathers again.
-
-    First those whose gather takes longest per byte, of equal ones those used last in the forward,
-    because they are held for the shortest time.
-    """
-    ctx = trial.forward.ctx
-    assert ctx.options is not None
-    hints = symbol_hints(trial.forward.gm)
-    again = {moved: start for moved, start, _, _ in _gathered(trial.backward)}
-    end = len(trial.forward.liveness.live)
-    found = []
-    for moved, _, wait, last in _gathered(trial.forward):
-        if moved in again:
-            nbytes = int(evaluate(tensor_bytes(wait.meta["val"]), hints))
-            seconds = collective_seconds(nbytes, moved.spec.world_size, ctx.options.profile)
-            held = ((last + 1, end), (0, again[moved] - 1))
-            found.append(Gathered(moved.position, nbytes, seconds, *held))
-    return sorted(found, key=lambda b: (-b.seconds / max(b.nbytes, 1), -b.forward[0]))
-
-
-def _gathered(phase: Phase) -> Iterable[tuple[Moved, int, Node, int]]:
-    """Every gathered bucket of an open unit: where its gather starts, its wait, its last reader."""
-    for transfer in phase.events.of("gather"):
-        if not is_all_gather(transfer.start):
-            continue  # rows of a table
-        waits = waits_for(transfer.start)
-        for moved, wait in zip(moved_by(transfer.start), waits, strict=True):
-            if moved.position in phase.ctx.open_positions:
-                views = reach(lambda n: [u for u in n.users if is_view(u)], wait)
-                places = phase.places
-                readers = [places[u] for view in views for u in view.users if u in places]
-                yield moved, places[transfer.start], wait, max(readers, default=0)
