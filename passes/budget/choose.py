@@ -1,15 +1,15 @@
-"""Joint graph: what stays gathered, what is computed again, what is saved on the host, and whose
-optimizer state waits there, within a memory budget.
+"""Joint graph: a memory budget chooses what to keep gathered, compute again and have on the host.
 
-A trial with every open unit resharded shows the least that stays saved, and how many units ahead
-gathers may run. Beside it lie the choices (`tradeoff`): values that the backward computes again
-free memory and cost compute, values that are saved on the host and state that waits there cost the
-link to it, buckets that stay gathered cost memory and save the wire. The one with the shortest step
-that fits is tried, and if it holds more than was thought, the next one, and last what holds least.
-So it is done for each number of units ahead, until no other is thought to be faster.
+A trial with every open unit resharded shows the least that stays saved, for a number of units that
+may be gathered ahead. Beside it lie the choices (`tradeoff`): values that the backward computes
+again free memory and cost compute, copies to the host free memory and cost its link, buckets that
+stay gathered hold memory and save the wire. The choice with the shortest step that fits is tried.
+If it holds more than its estimate, the next one is tried, and last the one that holds least. This
+is done for each number of units ahead, until the estimate of none is shorter.
 
 Ranks do what the tightest of them must, and keep to it when sizes grow (`growth`). Without a budget
-nothing is decided: units reshard as they were told to, and the partitioner saves what it saves.
+nothing is decided: the user's settings say which units reshard, the partitioner which values are
+saved.
 """
 
 import functools
@@ -36,11 +36,11 @@ from shardc.runtime.checks.words import plural
 log = logging.getLogger("shardc")
 
 _TRIALS = 5
-"""So many choices are tried for a budget; each is planned with what the last one held too much."""
+"""A budget tries so many choices, each chosen with the error of the last trial added."""
 _SPARE = 0.02
-"""A choice that holds this share of the room less than was thought is followed by a larger one."""
+"""A larger choice follows one that holds less than its estimate, by this share of the room."""
 _WORTH = 0.01
-"""Another number of units ahead must be faster by this share: a trial is not more exact."""
+"""Another number of units ahead must be faster by this share: trials are no more exact."""
 
 
 class BudgetTooSmall(RuntimeError):
@@ -56,34 +56,34 @@ class BudgetTooSmall(RuntimeError):
 
 
 def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
-    """Choose what stays gathered, is computed again or waits on the host, within `ctx.budget`.
+    """Choose within `ctx.budget`; the choice of all ranks.
 
     Raises:
         BudgetTooSmall: the budget is less than the graph needs with everything resharded,
             everything computed again that may be, and nothing gathered ahead; or less than it
-            needs with what ranks agreed on for other sizes.
+            needs with the choice that ranks agreed on for other sizes.
     """
     budget = ctx.budget
     if budget is None or ctx.options is None:
         return Kept()
     room = budget.room
-    tradeoff = _tradeoff(gm, ctx, UNITS_IN_FLIGHT)
-    first, thoughts = tradeoff.fastest(room), [(0.0, tradeoff)]
+    tradeoff = tradeoff_of(gm, ctx, UNITS_IN_FLIGHT)
+    first, estimates = tradeoff.fastest(room), [(0.0, tradeoff)]
     if first is None or first.recomputed or first.offloaded or first.states:
         # It may be faster to gather fewer units ahead.
-        tradeoffs = [tradeoff, *(_tradeoff(gm, ctx, ahead) for ahead in range(UNITS_IN_FLIGHT))]
-        thoughts = [(each.least_seconds(room), each) for each in tradeoffs]
-        thoughts.sort(key=operator.itemgetter(0))
+        tradeoffs = [tradeoff, *(tradeoff_of(gm, ctx, ahead) for ahead in range(UNITS_IN_FLIGHT))]
+        estimates = [(each.least_seconds(room), each) for each in tradeoffs]
+        estimates.sort(key=operator.itemgetter(0))
     found: Trial | None = None
-    for thought, each in thoughts:
+    for seconds, each in estimates:
         wanted = math.inf if found is None else found.seconds * (1 - _WORTH)
-        if found is not None and thought >= wanted:
-            break  # nor is it thought that the next ones are faster
+        if found is not None and seconds >= wanted:
+            break  # so are the estimates of those that follow
         trial = _fitting(gm, ctx, each, room)
         if trial is not None and trial.seconds < wanted:
             tradeoff, found = each, trial
     if found is None:
-        fewest = min((each for _, each in thoughts), key=lambda each: each.trial.kept.ahead)
+        fewest = min((each for _, each in estimates), key=lambda each: each.trial.kept.ahead)
         least = _least(gm, ctx, fewest)
         raise BudgetTooSmall(
             _too_small(budget, least) + _beside_the_host(budget, fewest), budget.needed(least.peak)
@@ -98,11 +98,11 @@ def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
 
 
 def _as_agreed(gm: GraphModule, ctx: PassContext, agreed: Kept, budget: Budget) -> Kept:
-    """The choice that ranks agreed on, with more computed again if sizes have grown. Raises
+    """The choice that ranks agreed on, with more values computed again if sizes have grown. Raises
     BudgetTooSmall."""
     trial = run_trial(gm, ctx, agreed)
     if trial.peak > budget.room:
-        tradeoff = _tradeoff(gm, ctx, agreed.ahead)
+        tradeoff = tradeoff_of(gm, ctx, agreed.ahead)
         values = _staying(tradeoff, agreed.offloaded)
         kinds = Counter(value.saved.kind for value in values)
 
@@ -121,28 +121,28 @@ def _as_agreed(gm: GraphModule, ctx: PassContext, agreed: Kept, budget: Budget) 
     return agreed
 
 
-def _tradeoff(gm: GraphModule, ctx: PassContext, ahead: int) -> Tradeoff:
-    """All choices with so many units gathered ahead."""
+def tradeoff_of(gm: GraphModule, ctx: PassContext, ahead: int) -> Tradeoff:
+    """The choices with so many units gathered ahead."""
     return Tradeoff.of(run_trial(gm, ctx, Kept(ctx.open_positions, ahead=ahead)))
 
 
 def _fitting(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, room: int) -> Trial | None:
-    """A trial of the fastest choice that fits; None if no trial shows one."""
+    """The trial of the fastest choice that fits; None if no trial shows one."""
     base, tight, found = tradeoff.trial, room, None
     for _ in range(_TRIALS):
         choice = tradeoff.fastest(tight)
         if choice is None:
             break
         trial = run_trial(gm, ctx, _kept(tradeoff, choice)) if choice != Choice() else base
-        thought = tradeoff.peak(choice)
+        estimate = tradeoff.peak(choice)
         if trial.peak > room:
             if found is not None:
                 break
-            tight = _tighter(room, base.peak, thought, trial.peak)
+            tight = _tighter(room, base.peak, estimate, trial.peak)
         else:
             if found is not None and found.seconds <= trial.seconds:
                 break
-            found, roomier = trial, room + thought - trial.peak
+            found, roomier = trial, room + estimate - trial.peak
             if roomier - tight < _SPARE * room:
                 break
             tight = roomier
@@ -153,18 +153,24 @@ def _fitting(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, room: int) -
 
 
 def _least(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff) -> Trial:
-    """A trial of the choice that holds least, which may be less than its estimate."""
+    """The trial that holds least, of the leanest choices."""
     tried = [run_trial(gm, ctx, _kept(tradeoff, choice)) for choice in tradeoff.leanest]
     return min([*tried, tradeoff.trial], key=lambda each: each.peak)
 
 
-def _tighter(room: int, base: int, thought: int, found: int) -> int:
-    """The room to plan with where a choice holds more than was thought, by as much or as little."""
-    if base <= room and base < thought:  # what is added counts for more
-        tight = base + int((room - base) * (thought - base) / (found - base))
-    else:  # what is freed counts for less
-        tight = room - (found - thought)
-    return min(tight, thought - 1)
+def _tighter(room: int, base: int, estimate: int, found: int) -> int:
+    """The room for the next choice, where the last one holds more than its estimate.
+
+    Args:
+        room: of the budget.
+        base: bytes that the choice of nothing holds.
+        estimate, found: bytes that the last choice was thought to hold, and holds.
+    """
+    if base <= room and base < estimate:  # each byte that is added counts for more
+        tight = base + int((room - base) * (estimate - base) / (found - base))
+    else:  # each byte that is freed counts for less
+        tight = room - (found - estimate)
+    return min(tight, estimate - 1)
 
 
 def _kept(tradeoff: Tradeoff, choice: Choice) -> Kept:
@@ -179,8 +185,11 @@ def _kept(tradeoff: Tradeoff, choice: Choice) -> Kept:
 
 
 def _agree(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, own: Kept) -> Kept:
-    """The choice of all ranks: they keep the buckets that each of them would, and compute again,
-    save on the host or send there whatever any of them would."""
+    """The choice of all ranks.
+
+    A bucket stays gathered if it does by the choice of every rank. A value is computed again or
+    saved on the host, and a state waits there, if it does by the choice of any.
+    """
 
     def facts(by_number: bool) -> list[str]:
         gathers = filter(is_all_gather, our_collectives(gm))
@@ -201,7 +210,7 @@ def _agree(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, own: Kept) -> 
 
 
 Counts = Mapping[str, int]
-"""How many values of each kind."""
+"""The number of values of each kind."""
 
 
 def _kinds(values: Iterable[Recompute] | Iterable[Offload]) -> Counts:
@@ -213,8 +222,8 @@ def _most(counts: Iterable[Counts]) -> Counts:
 
 
 def _moving(kept: Kept, tradeoff: Tradeoff, copies: Counts, again: Counts) -> Kept:
-    """`kept`, with so many values of each kind saved on the host, and of the others so many
-    computed again, the first ones."""
+    """`kept`, with so many values of each kind saved on the host, the first ones, and so many of
+    the others computed again."""
     offloaded: dict[str, str] = {}
     for copy in _first(tradeoff.copies, copies):
         offloaded |= copy.names
@@ -238,7 +247,7 @@ _Value = TypeVar("_Value", Recompute, Offload)
 
 
 def _first(values: Iterable[_Value], counts: Counts) -> Iterator[_Value]:
-    """The first values of each kind, so many."""
+    """The first values of each kind, as many as `counts` has."""
     left = Counter(counts)
     for value in values:
         if left[value.saved.kind] > 0:

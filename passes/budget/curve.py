@@ -1,6 +1,6 @@
 """Joint graph: step time against memory, from the fastest step to the one that holds least.
 
-Every point is a choice of `tradeoff`, so it is what a memory budget of that size would begin with.
+Every point is a choice of `tradeoff`, with which a memory budget of that size would begin.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,24 +8,24 @@ from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule
 
+from shardc.passes.budget.choose import tradeoff_of
 from shardc.passes.budget.offloadable import Offload
 from shardc.passes.budget.recomputable import Recompute
 from shardc.passes.budget.tradeoff import Choice, Tradeoff
-from shardc.passes.budget.trial import run_trial
-from shardc.passes.context import UNITS_IN_FLIGHT, Kept, PassContext
+from shardc.passes.context import UNITS_IN_FLIGHT, PassContext
 
 POINTS = 16
-"""Of a curve, at most, for each number of units that are gathered ahead."""
+"""A curve has so many points at most for each number of units that are gathered ahead."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """The first kinds of a list of values: how many a point of the curve takes.
+    """The kinds of values that a point of the curve takes from a list.
 
     Attributes:
-        kinds: how many kinds.
-        last: the last of them.
-        units: in how many units that is, of how many.
+        kinds: their number.
+        last: the last one.
+        units: the number of units in which it is taken, and of all in which it could be.
     """
 
     kinds: int
@@ -35,17 +35,17 @@ class Taken:
 
 @dataclass(frozen=True)
 class Point:
-    """A choice, and what it is thought to cost.
+    """A choice, with the estimates of its memory and time.
 
     Attributes:
-        setting: what people call it; "" for a point of the curve.
+        setting: the name of a usual setting; "" for a point of the curve.
         nbytes: the most that forward or backward hold; segments and optimizer state are left out.
         seconds: of forward and backward.
-        ahead: how many units may be gathered ahead.
-        gathered: how many buckets stay gathered, of how many.
-        recomputed: what is computed again, cheapest first.
-        offloaded: what the forward saves on the host, best first.
-        on_host: bytes of that.
+        ahead: the number of units that may be gathered ahead.
+        gathered: the number of buckets that stay gathered, and of all that could.
+        recomputed: values that the backward computes again, cheapest first.
+        offloaded: values that the forward saves on the host, best first.
+        on_host: bytes of these.
         states_on_host: bytes of the optimizer's state that wait there.
     """
 
@@ -65,8 +65,7 @@ class Curve:
     """Step time against memory.
 
     Attributes:
-        points: the curve, from the least memory to the shortest step; no point is worse than
-            another in both.
+        points: from the least memory to the shortest step. No point is worse than another in both.
         settings: usual settings, for comparison.
         kinds: of the values that may be computed again, cheapest per byte first.
     """
@@ -80,10 +79,7 @@ def memory_curve(gm: GraphModule, ctx: PassContext) -> Curve:
     """The curve of a joint graph."""
     assert ctx.options is not None
     ctx = replace(ctx, options=replace(ctx.options, in_order=True))  # as with a budget
-    tradeoffs = {
-        ahead: Tradeoff.of(run_trial(gm, ctx, Kept(ctx.open_positions, ahead=ahead)))
-        for ahead in range(UNITS_IN_FLIGHT, -1, -1)
-    }
+    tradeoffs = {ahead: tradeoff_of(gm, ctx, ahead) for ahead in range(UNITS_IN_FLIGHT, -1, -1)}
     found = [point for ahead, each in tradeoffs.items() for point in _points(each, ahead)]
     found.sort(key=lambda point: (point.nbytes, point.seconds))
     points: list[Point] = []
@@ -105,8 +101,7 @@ def _points(tradeoff: Tradeoff, ahead: int) -> Iterator[Point]:
 
 
 def _settings(tradeoff: Tradeoff) -> Iterator[Point]:
-    """Points of the settings that people choose by hand: checkpointing, and whether units are
-    resharded."""
+    """The points of settings that people choose by hand: checkpointing, and resharding."""
     cheap = next(
         (n for n, value in enumerate(tradeoff.values) if value.is_heavy), len(tradeoff.values)
     )

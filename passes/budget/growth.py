@@ -1,9 +1,9 @@
 """Joint graph: a plan for sizes that grow.
 
 Ranks agree on a choice when they compile a graph first. A rank that compiles it anew for larger
-sizes may be alone, so what it sends stays as agreed. It computes more again, which nobody else
-sees (`recompute_more`). A graph with dynamic sizes serves those with which it holds no more than
-its budget; for larger ones it is compiled anew (`bound_sizes`).
+sizes may be alone, so its collectives stay as agreed. It computes more values again, which no other
+rank sees (`recompute_more`). A graph with dynamic sizes serves those with which it fits into its
+budget. For larger ones it is compiled anew (`bound_sizes`).
 """
 
 import bisect
@@ -21,7 +21,7 @@ from shardc.passes.estimate.cost import symbol_hints
 from shardc.runtime import compat
 
 _STEPS, _FURTHEST = 16, 64
-"""A graph is looked at with its sizes in steps of a sixteenth, up to so many times as large."""
+"""Sizes grow in steps of a sixteenth, up to so many times as large."""
 
 
 def recompute_more(
@@ -32,15 +32,15 @@ def recompute_more(
     again: Callable[[Kept, str], Kept],
     room: int,
 ) -> Trial | None:
-    """`agreed`, with as many kinds of values computed again beside it as `room` bytes need.
+    """Add kinds of values that are computed again to `agreed`, until it holds `room` bytes at most.
 
     Args:
-        kinds: in the order in which they are taken, but for those after which this rank would not
-            send what ranks agreed on.
-        again: what is kept where a kind is computed again, too.
+        kinds: in the order in which they are added. A kind is left out with which this rank would
+            send other collectives than ranks agreed on.
+        again: adds a kind to a choice.
 
     Returns:
-        What holds `room` bytes at most, or least; None where ranks agreed on nothing yet.
+        The trial that fits, or the one that holds least; None where ranks agreed on nothing yet.
     """
     best = _tried(gm, ctx, agreed)
     for kind in kinds:
@@ -60,8 +60,8 @@ def _tried(gm: GraphModule, ctx: PassContext, kept: Kept) -> Trial | None:
 
 
 def bound_sizes(trial: Trial, room: int) -> None:
-    """Add guards to a graph: for sizes with which it would hold more than `room` bytes, Dynamo
-    compiles it anew."""
+    """Add guards to a graph: Dynamo compiles it anew for sizes with which it would hold more than
+    `room` bytes."""
     sizes = dynamic_sizes(trial.forward.gm)
     hints = symbol_hints(trial.forward.gm)
 

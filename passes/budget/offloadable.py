@@ -1,10 +1,10 @@
-"""A trial: which of what the forward saves may go to the host and back, in which order.
+"""A trial: the saved values that may go to the host and back, in order.
 
 Any value may that lies alone in its memory, but for those of the unit that runs last: its backward
 begins at once. All cost the same, their bytes on the link. First go those that cannot be computed
-again at all, then those for which that takes longest; of a kind the first units, whose values are
-held for longest. Parts that are small beside the rest of their value stay, and so does what the
-user checkpoints.
+again at all, then those that take longest to compute again; of a kind the first units, whose values
+are held for longest. Parts that are small beside the rest of their value stay, and so do values
+inside of a checkpoint of the user.
 """
 
 from collections.abc import Sequence
@@ -45,12 +45,12 @@ class Offload(Item):
 def offloadable(
     trial: Trial, values: SavedValues, recomputes: Sequence[Recompute]
 ) -> list[Offload]:
-    """Values that may be saved on the host, best first.
+    """The values that may be saved on the host, best first.
 
     Args:
         trial: with nothing on the host.
-        values: what its forward saves.
-        recomputes: what may be computed again, cheapest kind first.
+        values: those that its forward saves.
+        recomputes: those that may be computed again, cheapest kind first.
     """
     found = [each for saved in values if (each := _offload(saved, trial)) is not None]
     last = found[-1].saved.unit if found else ""
@@ -60,7 +60,7 @@ def offloadable(
 
 
 def _offload(saved: Saved, trial: Trial) -> Offload | None:
-    """A value as it would go; None where it has to stay."""
+    """The item of a value; None if the value has to stay."""
     forward = trial.forward
     options, hints = forward.ctx.options, symbol_hints(forward.gm)
     assert options is not None
@@ -68,7 +68,7 @@ def _offload(saved: Saved, trial: Trial) -> Offload | None:
     nodes = tuple(n for n, size in sizes.items() if size > _SMALL * saved.nbytes)
     nbytes = sum(sizes[node] for node in nodes)
     seconds = host_seconds(nbytes, options.profile)
-    # More: several look at one memory. Less: it is a part of what would be held all the same.
+    # More: several values share memory. Less: it is a part of memory that is held all the same.
     alone = (1 - _SMALL) * saved.nbytes < nbytes <= saved.nbytes
     by_user = any("recompute" in node.meta for node in nodes)
     if not alone or by_user or seconds < options.profile.overhead:

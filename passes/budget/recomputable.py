@@ -1,10 +1,10 @@
-"""A trial: which of what the forward saves the backward may compute again, and what that costs.
+"""A trial: the saved values that the backward may compute again, and the seconds that this takes.
 
-Only what is made and read within one unit is: a unit's results stay saved, so the backward of a
-unit computes again what it needs of this unit and no more.
+Only values that are made and read within one unit may. The results of units stay saved, so the
+backward of a unit computes values of this unit again and no others.
 
-What is left as it is: what the user checkpoints, random numbers (so they are the same ones),
-collectives of the model, ops that write.
+Values inside of a checkpoint of the user stay as they are. Random numbers are not drawn again, so
+they are the same ones. Collectives of the model and ops that write run once.
 """
 
 import operator
@@ -44,11 +44,10 @@ class Recompute(Item):
 
 
 def recomputable(trial: Trial, values: SavedValues) -> list[Recompute]:
-    """Values that the backward may compute again, cheapest kind per byte first, and of a kind the
-    first units.
+    """The values that the backward may compute again, cheapest kind per byte first.
 
-    What the first units save is held for longest: it is there when the later ones compute theirs
-    again.
+    Of a kind, the first units come first. Their values are held for longest: they are there when
+    the later units compute theirs again.
     """
     graph = _Forward(trial, values)
     kinds: dict[str, list[Saved]] = defaultdict(list)
@@ -76,7 +75,7 @@ def recomputable(trial: Trial, values: SavedValues) -> list[Recompute]:
 
 
 class _Forward:
-    """The forward graph of a trial, and what its backward reads."""
+    """The forward graph of a trial, and the names that its backward has of it."""
 
     def __init__(self, trial: Trial, values: SavedValues) -> None:
         self._trial = trial
@@ -89,8 +88,13 @@ class _Forward:
     def recompute(
         self, members: Sequence[Saved], dropped: set[Node], again: set[Node]
     ) -> list[Recompute]:
-        """The cost of computing each of `members` again that can be, where `again` is computed
-        again anyway."""
+        """The items of those of `members` that can be computed again.
+
+        Args:
+            members: the values of a kind.
+            dropped: saved values that are not there, because they are computed again.
+            again: the nodes that are computed again for these.
+        """
         without = dropped | {node for saved in members for node in saved.nodes}
         done, found = set(again), []
         for saved in members:
@@ -106,11 +110,11 @@ class _Forward:
         return found
 
     def _needed(self, saved: Saved, without: Collection[Node]) -> set[Node] | None:
-        """The nodes that make a value of what is there in the backward; None if that is not to be.
+        """The nodes that make a value from those that the backward has; None if it may not be made.
 
         Args:
             saved: the value.
-            without: saved values that are not there.
+            without: saved values that the backward has no more.
         """
         found, todo = set[Node](), list(saved.nodes)
         while todo:
@@ -148,9 +152,10 @@ def _may_run_again(node: Node) -> bool:
 
 
 def _decides(node: Node) -> bool:
-    """Whether rounding may change what a node gives by a leap: a choice of experts, a sort, a size.
+    """Whether rounding may change a node's result by a leap: a choice of experts, a sort, a size.
 
-    What a fused kernel computes again may be rounded elsewhere than what was saved.
+    A kernel that computes a value again may round at other places than the one whose value was
+    saved.
     """
     tags = getattr(node.target, "tags", ())
     if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:

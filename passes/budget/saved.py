@@ -1,8 +1,8 @@
-"""A trial: which values the forward saves for its backward, and when nobody reads them.
+"""A trial: the values that the forward saves for its backward, and when nothing reads them.
 
 Values of one kind are those at the same place of equal units ("mlp.up_proj: matmul" of every
-block). What is sent for parameters (gathered buckets, what is made of them) is left out, and so is
-what the user checkpoints.
+block). Left out are gathered buckets and values made of them alone, and values inside of a
+checkpoint of the user.
 """
 
 import re
@@ -27,12 +27,12 @@ class Saved:
     """A value that the forward saves.
 
     Attributes:
-        kind: at which place of which units it is made, equal for equal units.
+        kind: the place in a unit at which it is made, in words; equal for equal units.
         unit: the name of its unit.
-        nodes: those of the forward graph that are saved; they share memory.
+        nodes: of the forward graph, which are saved; they share memory.
         nbytes: held less while it is not saved.
-        first, end: the places from which on and before which nothing reads it (`Item`).
-        is_inside: whether all that reads it in the forward belongs to its unit.
+        first, end: the interval of places in which nothing reads it (`Item`).
+        is_inside: whether all its readers in the forward belong to its unit.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Saved:
 
 
 class SavedValues:
-    """Values that the forward of a trial saves, in the order in which it makes them."""
+    """The values that the forward of a trial saves, in the order in which it makes them."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
@@ -73,7 +73,7 @@ class SavedValues:
                 yield Saved(kind, unit, tuple(nodes), nbytes, first, end, is_inside)
 
     def unit_of(self, node: Node) -> str | None:
-        """The name of the unit that a node belongs to; None for what is outside of all."""
+        """The name of the unit that a node belongs to; None if it is outside of all."""
         path = module_of(node)
         if path not in self._unit_by_path:
             self._unit_by_path[path] = _unit_at(path, self._units)
@@ -85,7 +85,7 @@ class SavedValues:
 
     @cached_property
     def _aliases(self) -> dict[Node, list[Node]]:
-        """All that shares the memory of a node."""
+        """The nodes that share the memory of a node."""
         found: dict[Node, list[Node]] = defaultdict(list)
         for node, root in self._roots.items():
             found[root].append(node)
@@ -93,7 +93,8 @@ class SavedValues:
 
     @cached_property
     def _by_root(self) -> dict[Node, list[Node]]:
-        """Nodes that are saved and not given to the caller, by the node that made their memory."""
+        """The nodes that are saved and not returned to the caller, by the node that made their
+        memory."""
         results, saved = _outputs(self._trial.forward)
         roots = self._roots
         returned = {roots[node] for node in results if node in roots}
@@ -110,7 +111,7 @@ class SavedValues:
         return {node.name: node for node in graph.find_nodes(op="placeholder")}
 
     def _first_reader(self, nodes: list[Node]) -> int:
-        """The place at which the backward reads one of them first."""
+        """The first place of the backward that reads one of `nodes`."""
         places = self._trial.backward.places
         given = [self._given[node.name] for node in nodes if node.name in self._given]
         return min((places[u] for node in given for u in node.users if u in places), default=0)
@@ -127,7 +128,7 @@ def _unit_at(path: str, units: Sequence[str]) -> str | None:
 
 
 def is_value(node: Node) -> bool:
-    """Whether a node makes tensors; sizes are there anyway."""
+    """Whether a node makes tensors. (Sizes are saved anyway.)"""
     tensors = (isinstance(leaf, Tensor) for leaf in tree_leaves(node.meta.get("val")))
     return node.op == "call_function" and any(tensors)
 
@@ -159,7 +160,7 @@ def _starred(name: str) -> str:
 
 
 def _outputs(forward: Phase) -> tuple[list[Node], list[Node]]:
-    """Outputs of a forward: results for the caller, and saved values."""
+    """The outputs of a forward: results for the caller, and saved values."""
     outputs, results = forward.gm.graph.output_node().args[0], forward.ctx.results
     assert isinstance(outputs, (list, tuple))
     border = len(outputs) if results is None else results

@@ -1,10 +1,11 @@
-"""Estimates of memory and time by four choices: how much is computed again, how many buckets stay
-gathered, how much is saved on the host, and for how many buckets the optimizer's state waits there.
+"""Choices of a memory budget: what each would hold and how long it would take, by one trial.
 
-Each is a prefix of a list, best first, so a choice is four counts. A trial gives the curves of
-memory and the line of events without any; what a choice changes of them is added here, so that
-thousands of choices are looked at in a second. What is left out (the partitioner saves something
-else, kernels fuse otherwise, gathers move) shows in a trial of what was chosen.
+A choice takes items: values to compute again, buckets to keep gathered, values to save on the host,
+and optimizer state to wait there. Of each list, best first, it takes a prefix, so a choice is four
+counts. The trial gives the curve of memory and the line of events without any item. The changes by
+a choice are added here, so that thousands of choices are compared in a second. Left out: the
+partitioner may save other values, kernels may fuse otherwise, gathers may move. A trial of the
+choice shows that.
 """
 
 import bisect
@@ -40,9 +41,15 @@ Bytes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Choice:
-    """How many of the values that may be are computed again, of the buckets stay gathered, of the
-    values that may be are saved on the host, and of how many buckets the optimizer's state waits
-    there. A value that is saved on the host is not computed again.
+    """The number of items that are taken of each list of a `Tradeoff`.
+
+    A value that is saved on the host is not computed again.
+
+    Attributes:
+        recomputed: of `values`.
+        gathered: of `buckets`.
+        offloaded: of `copies`.
+        states: of `states`.
     """
 
     recomputed: int = 0
@@ -53,14 +60,13 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class Tradeoff:
-    """The choices beside a trial of the one in which nothing is computed again, stays gathered or
-    goes to the host.
+    """The choices beside a trial.
 
     Attributes:
-        trial: of that.
-        values: what may be computed again, cheapest first.
-        buckets: what may stay gathered, best first.
-        copies: what may be saved on the host, best first.
+        trial: of the choice that takes nothing.
+        values: those that may be computed again, cheapest first.
+        buckets: those that may stay gathered, best first.
+        copies: values that may be saved on the host, best first.
         states: inputs that are segments of buckets whose optimizer state may wait on the host, each
             with its bytes.
         host_room: the most bytes that may be on the host.
@@ -86,9 +92,9 @@ class Tradeoff:
 
     @property
     def leanest(self) -> set[Choice]:
-        """The choices among which is the one that holds least.
+        """The choices of which one holds least.
 
-        To compute again may hold more, where little is saved: it brings gathers forward.
+        Computing values again may hold more, where few are saved: it brings gathers forward.
         """
         values, states = len(self.values), self._most_states
         beside, alone = self._most_copies(states), self._most_copies(0)
@@ -96,12 +102,12 @@ class Tradeoff:
         return {Choice(again, 0, *each) for again in (0, values) for each in copies}
 
     def computed_again(self, choice: Choice) -> list[Recompute]:
-        """The values that a choice has computed again."""
+        """The values that the backward computes again by a choice."""
         gone = {copy.saved.nodes for copy in self.copies[: choice.offloaded]}
         return [v for v in self.values[: choice.recomputed] if v.saved.nodes not in gone]
 
     def fastest(self, room: int) -> Choice | None:
-        """The choice with the shortest step that holds `room` bytes at most; None if none does."""
+        """The choice with the shortest step among those that hold `room` bytes at most, if any."""
         best: tuple[float, Choice] | None = None
         shortest = self.seconds(Choice(0, len(self.buckets)))
         for states in _counts(self._most_states, _COUNTS_OF_STATES):
@@ -114,17 +120,19 @@ class Tradeoff:
         return None if best is None else best[1]
 
     def least_seconds(self, room: int) -> float:
-        """How long the step of that choice takes; infinitely if none holds so little."""
+        """The seconds of the fastest choice; infinite if none holds so little."""
         choice = self.fastest(room)
         return math.inf if choice is None else self.seconds(choice)
 
     def peak(self, choice: Choice) -> int:
-        """The most bytes that forward or backward hold."""
+        """The most bytes that forward or backward hold by a choice."""
         return int((self._live - self._freed(choice) + self._held[choice.gathered]).max())
 
     def seconds(self, choice: Choice, wanted: float = math.inf) -> float:
-        """How long forward and backward take; as much as is known at once where that is not less
-        than `wanted`."""
+        """The seconds of forward and backward by a choice.
+
+        If a lower bound of them is not less than `wanted`, that bound: no step is simulated.
+        """
         if choice not in self._known:
             before, again = self._forward_seconds(choice), self.computed_again(choice)
             least = before + self._compute + sum(value.seconds for value in again)
@@ -136,11 +144,11 @@ class Tradeoff:
             self._known[choice] = before + simulate(problem, plan_timeline(problem))
         return self._known[choice]
 
-    # -- what it is made of --------------------------------------------------------------------
+    # -- the search ----------------------------------------------------------------------------
 
     def _fullest(self, room: int, states: int) -> Iterator[Choice]:
-        """For counts of copies and every count of values the most buckets that fit, where that
-        changes something."""
+        """The choices that keep as many buckets gathered as fit, for some counts of copies and for
+        each count of values that makes room for another bucket."""
         both = np.empty_like(self._live)  # taken once: the arrays are large
         for offloaded in _counts(self._most_copies(states), _COUNTS_OF_COPIES):
             copies = self.copies[:offloaded]
@@ -163,18 +171,20 @@ class Tradeoff:
         return _how_many([nbytes for _, nbytes in self.states], self.host_room)
 
     def _most_copies(self, states: int) -> int:
-        """For how many copies the host has room beside the state of so many buckets."""
+        """The number of copies that the host has room for beside the state of so many buckets."""
         left = self.host_room - sum(nbytes for _, nbytes in self.states[:states])
         return _how_many([copy.nbytes for copy in self.copies], left)
 
+    # -- memory --------------------------------------------------------------------------------
+
     @cached_property
     def _live(self) -> Bytes:
-        """Bytes after each node of the forward, then of the backward."""
+        """Bytes held after each node of the forward, then of the backward, if nothing is taken."""
         phases = (self.trial.forward, self.trial.backward)
         return np.concatenate([np.array(p.liveness.live, np.int64) for p in phases])
 
     def _freed(self, choice: Choice) -> Bytes:
-        """Bytes that a choice frees at each place."""
+        """Bytes that a choice frees after each node."""
         freed = np.zeros_like(self._live)
         copies = self.copies[: choice.offloaded]
         for item in (*self.computed_again(choice), *copies, *self._away(choice.states)):
@@ -193,7 +203,7 @@ class Tradeoff:
 
     @cached_property
     def _held(self) -> list[Bytes]:
-        """Bytes held in addition where the first 0, 1, ... buckets stay gathered."""
+        """Bytes that the first 0, 1, ... buckets hold after each node, if they stay gathered."""
         held = [np.zeros_like(self._live)]
         for bucket in self.buckets:
             more = held[-1].copy()
@@ -201,13 +211,15 @@ class Tradeoff:
             held.append(more)
         return held
 
+    # -- time ----------------------------------------------------------------------------------
+
     @cached_property
     def _known(self) -> dict[Choice, float]:
         return {}
 
     @cached_property
     def _compute(self) -> float:
-        """Seconds of the backward without what is computed again."""
+        """Seconds of compute of the backward, if nothing is computed again."""
         return sum(self.trial.backward.problem.seconds)
 
     def _backward(self, choice: Choice, again: Sequence[Recompute]) -> Problem:
@@ -284,8 +296,7 @@ class Tradeoff:
 
     @cached_property
     def _steps(self) -> tuple[list[int], list[int]]:
-        """For the places of the forward, and of the backward: the number of the first step there
-        or behind."""
+        """The first step at or behind each place of the forward, and of the backward."""
         return _steps_at(self.trial.forward), _steps_at(self.trial.backward)
 
 
@@ -304,16 +315,17 @@ def _place(phase: Phase, event: int) -> int:
 
 
 def _how_many(sizes: Sequence[int], room: float) -> int:
-    """How many of the first fit."""
+    """The number of the first `sizes` that fit into `room` together."""
     return bisect.bisect_right(list(accumulate(sizes)), room)
 
 
 def _counts(most: int, steps: int) -> list[int]:
-    """0, `most`, and counts between them, in equal steps."""
+    """0, `most`, and counts between them at equal distances."""
     return sorted({most * step // steps for step in range(steps + 1)})
 
 
 def _steps_at(phase: Phase) -> list[int]:
+    """The first step at or behind each place of a phase, and behind the last."""
     steps = phase.events.steps
     step_of = {step: number for number, step in enumerate(steps)}
     found = [len(steps)]
@@ -325,6 +337,6 @@ def _steps_at(phase: Phase) -> list[int]:
 _WORTH = 1e-4
 """A choice that computes more again must be faster by this share: else rounding would choose."""
 _WORTH_COPIES = 5e-3
-"""One that saves more on the host must be faster by this one: links are shared, and hosts busy."""
+"""A choice that copies more to the host, by this one: links are shared, and hosts busy."""
 _COUNTS_OF_COPIES, _COUNTS_OF_STATES = 8, 2
-"""So many counts of copies, and of buckets whose state waits on the host, beside 0."""
+"""The search tries so many counts of copies, and of buckets whose state waits, beside 0."""

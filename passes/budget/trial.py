@@ -1,6 +1,6 @@
-"""Joint graph: cut and scheduled on a copy, to see what a choice would hold and how long it takes.
+"""Joint graph: a copy is cut and scheduled, to measure the memory and the time of a choice.
 
-Ranks agree on nothing meanwhile: a trial is this rank's own. It may go by what they agreed on.
+Ranks agree on nothing meanwhile: a trial is this rank's own. It may follow agreements of before.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ class Phase:
     Attributes:
         gm: its graph, scheduled.
         ctx: the context of its passes.
-        saved: the storages of the forward whose backward it is.
+        saved: of a backward, the storages that its forward saves.
     """
 
     gm: GraphModule
@@ -43,7 +43,7 @@ class Phase:
 
     @cached_property
     def events(self) -> Events:
-        """Its collectives, and the compute between them."""
+        """The transfers of the graph, and the compute between them."""
         return read_events(self.gm)
 
     @cached_property
@@ -53,7 +53,7 @@ class Phase:
 
     @cached_property
     def seconds(self) -> float:
-        """How long it takes, by the cost model."""
+        """The seconds that the graph takes, by the cost model."""
         return simulate(self.problem, plan_timeline(self.problem))
 
     def liveness_for(self, sizes: Mapping[Any, int]) -> Liveness:
@@ -95,12 +95,12 @@ class Trial:
 
     @property
     def peak(self) -> int:
-        """The most that either holds."""
+        """The most bytes that either holds."""
         return max(self.forward.liveness.peak, self.backward.liveness.peak)
 
     @property
     def seconds(self) -> float:
-        """How long both take."""
+        """The seconds that both take."""
         return self.forward.seconds + self.backward.seconds
 
     @property
@@ -112,9 +112,11 @@ class Trial:
 def run_trial(gm: GraphModule, ctx: PassContext, kept: Kept, recall: Recall | None = None) -> Trial:
     """Partition and schedule a copy of `gm`.
 
+    Args:
+        recall: agreements that the trial follows.
+
     Raises:
-        NotAgreed: with `recall`, which the trial is planned by: ranks have not agreed on what it
-            sends.
+        NotAgreed: ranks have not agreed on the collectives of the trial (with `recall` only).
     """
     assert ctx.options is not None
     joint = replace(ctx, kept=kept, number=None, agree_on_seconds=None, agree_on_choice=None)

@@ -37,7 +37,7 @@ _COALESCED = {
 }
 SPEEDS = (0.7, 1.0, 1.4, 2.0)
 """A merge must not cost anything at any of these speeds of compute, as shares of the modelled one:
-models are off by tens of per cent, and what they hide may be exposed."""
+models are off by tens of per cent, and may hide a message that is exposed."""
 _TOLERANCE = 1e-6
 """Seconds that a merged step may be longer: less than the model can tell."""
 
@@ -62,8 +62,10 @@ def coalesce(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _kind(moving: Moving) -> Any:
-    """The op, dtype and group of a collective that may be merged with others of the same; any other
-    transfer equals none."""
+    """The op, dtype and group of a collective: it may be merged with others that equal it in them.
+
+    Any other transfer has a kind of its own.
+    """
     start = moving.start
     if kind_of(start) == "all_to_all" and _has_rows(start):
         return start.target, start.meta["val"].dtype, start.args[-1]

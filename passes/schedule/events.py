@@ -1,10 +1,10 @@
-"""A forward or backward graph as a line of events: what the schedule is planned on.
+"""A forward or backward graph as a line of events, for the timeline.
 
-Compute steps keep the order in which they were traced. Collectives may move between them, together
-with what only prepares their input and with the views of their result; an event is a place where
-one of them is needed or ready. Ranks agree on the compute times between events the first time a
-sequence of collectives is compiled (the slowest rank's count), and keep them when a rank recompiles
-for its own shapes: what is planned never depends on anything that differs between ranks.
+Compute steps keep the order in which they were traced. Transfers may move between them, together
+with the nodes that only prepare their input and with the views of their result. An event is a place
+where one of them is needed or ready. Ranks agree on the compute times between events the first time
+a sequence of collectives is compiled (the slowest rank's count), and keep them when a rank
+recompiles for its own shapes: a plan never depends on anything that differs between ranks.
 """
 
 import itertools
@@ -58,11 +58,12 @@ class Moving:
     """The nodes of a transfer, which move together.
 
     Attributes:
-        kind: see `timeline.Kind`.
+        kind: of the transfer.
         start: the node that starts it: a collective, or a copy to or from the host.
         before: the nodes that only prepare its input (casts, `pack`, those that `prepares` finds).
         after: its wait, then views of its result; for a reduction all that follows.
-        step: the first step that reads what it brings; of what is sent, the first that may follow.
+        step: if it brings, the first step that reads the result; else the first step after its
+            input is made.
         unit: the unit whose bucket, value or state it moves: its number, or for a copy its name.
         inside: of a reduction across nodes, those inside of them that it waits for.
     """
@@ -78,9 +79,12 @@ class Moving:
 
 @dataclass(frozen=True)
 class Events:
-    """A graph as `plan_timeline` sees it: event e lies before step `positions[e]`.
+    """A graph as a line of events: event e lies before step `positions[e]`.
 
-    Transfers are in the order of `Problem.transfers`.
+    Attributes:
+        steps: the nodes that compute, in graph order.
+        transfers: kind by kind, as those of `Problem`.
+        positions: of the events.
     """
 
     steps: tuple[Node, ...]
@@ -96,16 +100,19 @@ class Events:
         return [transfer for transfer in self.transfers if transfer.kind == kind]
 
 
+_Attached = dict[Node, tuple[list[Node], list[Node]]]
+"""For the node that starts a transfer, those before and after it that move along."""
+
+
 def read_events(gm: GraphModule) -> Events:
-    """Find what is sent and brought, and the compute steps between which that may move."""
+    """The transfers of a graph, and the compute steps between which they may move."""
     nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
-    attached: dict[Node, tuple[list[Node], list[Node]]] = {}
+    attached: _Attached = {}
     ours = our_collectives(gm)
     inside = {node for start in filter(is_all_gather, ours) for node in prepares(start)}
     for start in (node for node in ours if node not in inside):
-        before = _preparation(start)
         after = _result(start) if brings_parameters(start) else _tail(start)
-        attached[start] = (before, after)
+        attached[start] = (_preparation(start), after)
     fed_by = _fed_by(attached)
     _give_to_following(attached, fed_by)
     for copy in filter(is_host_copy, nodes):
@@ -117,15 +124,9 @@ def read_events(gm: GraphModule) -> Events:
     for start, (before, after) in attached.items():
         kind = kind_of_transfer(start)
         if kind in BRINGS:
-            readers = [index[u] for node in after for u in node.users if u in index]
-            step = min(readers, default=len(steps))
-            while step and not _computes(steps[step - 1]):
-                step -= 1
+            step = _first_reader(after, steps, index)
         else:
-            made = [
-                index[i] for node in (start, *before) for i in node.all_input_nodes if i in index
-            ]
-            step = max(made, default=-1) + 1
+            step = _first_behind([start, *before], index)
         unit = unit_of_copy(start) if is_host_copy(start) else moved_by(start)[0].unit
         transfers.append(Moving(kind, start, tuple(before), tuple(after), step, unit))
     transfers.sort(key=lambda t: t.step)
@@ -135,6 +136,23 @@ def read_events(gm: GraphModule) -> Events:
     if any(goes_inside(start) for start in fed_by):
         positions = _with_places_between(positions, len(steps))
     return Events(tuple(steps), tuple(transfers), tuple(positions))
+
+
+def _first_reader(results: Iterable[Node], steps: Sequence[Node], index: Mapping[Node, int]) -> int:
+    """The first step that reads one of `results`, or the first of the views right before it."""
+    readers = [index[user] for node in results for user in node.users if user in index]
+    step = min(readers, default=len(steps))
+    while step and not _computes(steps[step - 1]):
+        step -= 1
+    return step
+
+
+def _first_behind(nodes: Iterable[Node], index: Mapping[Node, int]) -> int:
+    """The first step behind those that `nodes` read."""
+    read = (
+        index[operand] for node in nodes for operand in node.all_input_nodes if operand in index
+    )
+    return max(read, default=-1) + 1
 
 
 def kind_of_transfer(start: Node) -> Kind:
@@ -147,15 +165,18 @@ def kind_of_transfer(start: Node) -> Kind:
 
 
 def _computes(step: Node) -> bool:
-    """Whether it fills a tensor. Views and sizes there may be more of where sizes are dynamic, and
-    some ranks may have them so: where a gather is needed must not depend on these steps."""
+    """Whether a step fills a tensor.
+
+    Where sizes are dynamic there may be more views and sizes, and on some ranks only: the event at
+    which a gather is needed must not depend on such steps.
+    """
     given = (step, *step.all_input_nodes) if step.meta.get("val") is None else (step,)
     values = tree_leaves([node.meta.get("val") for node in given])
     return any(isinstance(value, Tensor) for value in values) and not is_view(step)
 
 
 def _preparation(start: Node) -> list[Node]:
-    """The nodes computed only to be sent by `start`, in graph order."""
+    """The nodes that only `start` needs, in graph order."""
     own = prepares(start) if is_all_gather(start) else set()
     if own:
         return sorted(own)
@@ -171,11 +192,8 @@ def _preparation(start: Node) -> list[Node]:
     return sorted(set(found))
 
 
-_Attached = dict[Node, tuple[list[Node], list[Node]]]
-
-
 def _fed_by(attached: _Attached) -> dict[Node, set[Node]]:
-    """The reductions that each waits for; among copies of the model it waits for one or two."""
+    """The reductions that each reduction waits for: among copies of the model one or two."""
     fed_by: dict[Node, set[Node]] = {
         start: set() for start in attached if not brings_parameters(start)
     }
@@ -187,8 +205,8 @@ def _fed_by(attached: _Attached) -> dict[Node, set[Node]]:
 
 
 def _give_to_following(attached: _Attached, fed_by: dict[Node, set[Node]]) -> None:
-    """Count the nodes between a reduction and the one over copies that follows as preparation of
-    the latter."""
+    """Give the nodes between a reduction and the one over copies that follows to the latter, as
+    its preparation."""
     for start, earlier in fed_by.items():
         if not earlier:
             continue
@@ -200,9 +218,12 @@ def _give_to_following(attached: _Attached, fed_by: dict[Node, set[Node]]) -> No
 
 
 def _follow(transfers: list[Moving], fed_by: dict[Node, set[Node]], end: int) -> list[Moving]:
-    """A reduction that waits for another starts when the next of those has started; the one that
-    waits for it in turn, with the one after. Of one in two steps the second starts before the next
-    does, or earlier (`read_problem`)."""
+    """Move reductions that wait for others behind the start of a later reduction.
+
+    A reduction that waits for another starts when the next of those has started; one that waits for
+    it in turn, with the one after. The second step of one in two steps starts before the next
+    reduction does, or earlier (`_after`).
+    """
     depths = {start: _depth(start, fed_by) for start in fed_by}
     first = [t for t in transfers if t.start in fed_by and not depths[t.start]]
     place = {t.start: index for index, t in enumerate(first)}
@@ -229,12 +250,12 @@ def _with_places_between(positions: list[int], end: int) -> list[int]:
 
 
 def _depth(start: Node, fed_by: dict[Node, set[Node]]) -> int:
-    """How many reductions it waits for, one after the other."""
+    """The number of reductions that a reduction waits for, one after the other."""
     return max((1 + _depth(earlier, fed_by) for earlier in fed_by[start]), default=0)
 
 
 def _tail(start: Node) -> list[Node]:
-    """All that depends on a reduction: its wait, casts, divisions; it leads to outputs only."""
+    """The nodes that depend on a reduction (its wait, casts, divisions): they lead to outputs."""
     return sorted(reach(lambda n: n.users, start) - {start, start.graph.output_node()})
 
 
@@ -256,7 +277,7 @@ def _result(start: Node) -> list[Node]:
 
 
 def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
-    """The same in numbers, with the limits and hints of `ctx.options`."""
+    """A line of events in numbers, with the limits and hints of `ctx.options`."""
     hints, options = symbol_hints(gm), ctx.options
     assert options is not None
     known: Registers = {}
@@ -327,8 +348,8 @@ def _bytes_held(start: Node) -> Any:
 
 
 def _after(inside: Sequence[Transfer], transfer: Transfer, seconds: Sequence[float]) -> int:
-    """The event at which a reduction across nodes is ready, because those inside of them are
-    through, by the model."""
+    """The event at which those inside of nodes have arrived, by the model, for which a reduction
+    across nodes waits."""
     event, left = max(each.event for each in inside), sum(each.seconds for each in inside)
     while event < transfer.event and left > 0:
         left -= seconds[event]

@@ -9,8 +9,7 @@ Key = tuple[int, ...]
 
 
 def reorder(gm: GraphModule, keys: Mapping[Node, Key]) -> None:
-    """Reorder a graph: of all nodes in `keys` with ready inputs, the one with the smallest key
-    comes next.
+    """Reorder a graph by `keys`: of all nodes whose inputs are there, the smallest key comes next.
 
     Equal keys keep their order. Nodes without a key (inputs, constants) stay in front.
     """

@@ -6,7 +6,7 @@ Copies to and from the host move in the same way.
     after:   ag0 ag1 wait0 block0 wait1 block1 ... grad1 pack1 rs1 ... wait_rs1
 
 The compute keeps the order in which it was traced, so results are bitwise those of the unscheduled
-graph. `read_events` sees the graph as a line of events, `plan_timeline` decides, and one priority
+graph. `read_events` reads the graph as a line of events, `plan_timeline` decides, and one priority
 toposort puts the decision into the graph. Inductor then keeps that order, as long as its own
 memory-driven reordering is off.
 """
@@ -44,7 +44,7 @@ def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 _START, _WAIT_SENT, _SEND, _WAIT_LEFT, _READ, _STEP = range(6)
-"""What comes first at the same place: the wire is given work before anything waits or computes."""
+"""The order of nodes at one place: wires are given work before anything waits or computes."""
 
 _PRIORITIES: dict[Kind, tuple[int, int]] = {
     "gather": (_START, _READ),
@@ -54,4 +54,4 @@ _PRIORITIES: dict[Kind, tuple[int, int]] = {
     "reduce": (_SEND, _WAIT_SENT),
     "save": (_SEND, _WAIT_SENT),
 }
-"""Of the start and the wait of each kind of transfer."""
+"""The place in that order of the start and of the wait of each kind."""
