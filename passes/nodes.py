@@ -221,6 +221,20 @@ def our_collectives(gm: GraphModule) -> list[Node]:
     return [node for node in gm.graph.nodes if is_collective(node) and moved_by(node)]
 
 
+def returned_and_saved(gm: GraphModule, results: int | None) -> tuple[list[Node], list[Node]]:
+    """The outputs of a forward: those of its caller, and the values that it saves.
+
+    Args:
+        results: the number of the former (`PassContext.results`).
+    """
+    outputs = gm.graph.output_node().args[0]
+    assert isinstance(outputs, (list, tuple))
+    border = len(outputs) if results is None else results
+    parts = outputs[:border], outputs[border:]
+    returned, saved = ([each for each in part if isinstance(each, Node)] for part in parts)
+    return returned, saved
+
+
 def kind_of(node: Node) -> str:
     """The kind of a node: all_gather, reduce_scatter, all_reduce, all_to_all, wait, else its op."""
     name = str(getattr(node.target, "_opname", node.target))

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from shardc.passes.budget.trial import Phase, Trial
+from shardc.passes.budget.trial import Trial
 from shardc.passes.estimate.cost import evaluate, symbol_hints, tensor_bytes
 from shardc.passes.estimate.memory import storage_roots
-from shardc.passes.nodes import labels_of, module_of, our_collectives
+from shardc.passes.nodes import labels_of, module_of, our_collectives, returned_and_saved
 from shardc.passes.rewrite.recompute import is_tagged
 
 
@@ -95,8 +95,8 @@ class SavedValues:
     def _by_root(self) -> dict[Node, list[Node]]:
         """The nodes that are saved and not returned to the caller, by the node that made their
         memory."""
-        results, saved = _outputs(self._trial.forward)
-        roots = self._roots
+        forward, roots = self._trial.forward, self._roots
+        results, saved = returned_and_saved(forward.gm, forward.ctx.results)
         returned = {roots[node] for node in results if node in roots}
         found: dict[Node, list[Node]] = defaultdict(list)
         for node in saved:
@@ -157,13 +157,3 @@ def _unit_names(gm: GraphModule) -> set[str]:
 
 def _starred(name: str) -> str:
     return re.sub(r"\d+", "*", name)
-
-
-def _outputs(forward: Phase) -> tuple[list[Node], list[Node]]:
-    """The outputs of a forward: results for the caller, and saved values."""
-    outputs, results = forward.gm.graph.output_node().args[0], forward.ctx.results
-    assert isinstance(outputs, (list, tuple))
-    border = len(outputs) if results is None else results
-    parts = outputs[:border], outputs[border:]
-    returned, saved = ([each for each in part if isinstance(each, Node)] for part in parts)
-    return returned, saved

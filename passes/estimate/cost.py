@@ -528,9 +528,9 @@ def following_seconds(node: Node, profile: Profile) -> Expr:
     return collective_seconds(transfer_bytes(node), node.args[5], profile)
 
 
-def fixed_seconds(node: Node, world: int, profile: Profile) -> float:
-    """The part of `transfer_seconds` that does not depend on the bytes; `world` is a number."""
-    profile = _profile_of(node, profile)
+def fixed_seconds(node: Node, profile: Profile) -> float:
+    """The part of `wire_seconds` that does not depend on the bytes that are sent."""
+    profile, world = _profile_of(node, profile), ranks_in(node)
     if node.target is c10d.all_to_all_single.default:
         return float(exchange_seconds(0, world, profile))
     return float(collective_seconds(0, world, profile, _ROUNDS.get(node.target, 1)))

@@ -1,16 +1,15 @@
-"""Liveness: what a graph holds after each node, in bytes.
+"""Liveness: the bytes that a graph holds after each node.
 
-A value's storage lives from the node that makes it to the last one that reads it or a view of it.
-What a collective reads or writes lives until its wait, because the backend keeps it; so does what a
-copy to the host reads. Inputs belong
-to the caller: in a backward graph they are the saved tensors, which are freed after their last use.
-The optimizer's state that waits on the host counts negative, as it is counted among what is there
-all the time.
+A storage lives from the node that makes it to the last one that reads it or a view of it. Operands
+and results of a collective live until its wait, because the backend keeps them; so do the operands
+of a copy to the host. Inputs belong to the caller. In a backward graph they are the saved tensors,
+which are freed after their last use. Optimizer state that waits on the host is subtracted, because
+the static bytes of a step include it.
 
 Under Inductor, elementwise values that only elementwise ops or reductions read are never stored:
-they stay in the registers of one fused kernel (`fused`). On CPUs what kernels read that follow each
-other is held until the last of them has run. That is a model: a kernel that could not be fused
-stores more.
+they stay in the registers of one fused kernel (`fused`). On CPUs, kernels that follow each other
+are one call, which holds its operands until the last of them has run. That is a model: a kernel
+that could not be fused stores more.
 """
 
 import itertools
@@ -71,14 +70,16 @@ class Liveness:
     Attributes:
         nodes: the names of the graph's nodes, in order.
         live: bytes after each of them, inputs included where the graph frees them.
-        gathered, gradients: how much of it gathered buckets are (with what is made of them alone),
-            and gradients on their way to be reduced, and reduced.
-        away: how much less there is of the optimizer's state, which waits on the host.
+        gathered: the part of `live` in gathered buckets, and in values made of them alone.
+        gradients: the part of `live` in gradients that will be reduced, or are.
         inputs: bytes of the inputs at the start.
-        outputs: bytes of what the graph returns and did not get.
+        outputs: bytes of the outputs that are not inputs.
         kept: names of the outputs that are gathered buckets or views of them: a forward saves
             them for its backward.
-        storages: by the name of an output, the first output in its storage, and the bytes of that.
+        storages: by the name of an output, the first output in its storage, and the bytes of the
+            storage.
+        away: bytes of optimizer state that wait on the host after each node; `live` is less by
+            them.
     """
 
     nodes: tuple[str, ...]
@@ -98,7 +99,7 @@ class Liveness:
 
     @property
     def peak_node(self) -> str | None:
-        """Where it is."""
+        """The name of the node after which `live` is largest."""
         return self.nodes[self.live.index(self.peak)] if self.live else None
 
 
@@ -115,19 +116,19 @@ def measure_liveness(
     calls: Mapping[str, int] | None = None,
     workspace: int = 0,
 ) -> Liveness:
-    """Bytes held after each node of `gm`, in its order; segments are there all the time.
+    """The bytes that `gm` holds after each node, in its order; segments are not counted.
 
     Args:
         gm: a forward or backward graph, scheduled.
         owns_inputs: whether inputs are freed after their last use (a backward graph).
-        fused: leave out what Inductor keeps in registers.
+        fused: leave out the values that Inductor keeps in registers.
         in_order: kernels on CPUs stay between the matmuls that they are between.
-        clones: the backend clones what it reduces, until the wait (gloo).
+        clones: the backend clones the inputs of reductions, until the wait (gloo).
         gathered: the names of inputs that are gathered buckets, kept by the forward.
         hints: the values of symbolic sizes (default: those that it was traced with).
         saved: the storages of the forward whose backward this is.
-        calls: which call of a folded body nodes lie in, by name (`fold_repeats.calls_of`).
-        workspace: what each matmul takes for itself (`hardware.matmul_bytes`).
+        calls: the call of a folded body that nodes lie in, by name (`fold_repeats.calls_of`).
+        workspace: bytes that each matmul takes for itself (`hardware.matmul_bytes`).
     """
     hints = symbol_hints(gm) if hints is None else hints
     nodes = tuple(node for node in gm.graph.nodes if node.op in ("placeholder", "call_function"))
@@ -181,7 +182,7 @@ def measure_liveness(
 
 @dataclass(frozen=True)
 class _Held:
-    """`nbytes` of one kind, from the `first` to the `last` node that they are there for."""
+    """Bytes of one kind, held from the `first` to the `last` node."""
 
     kind: str
     nbytes: int
@@ -195,7 +196,7 @@ def _lifetimes(
     kinds: Mapping[Node, str],
     places: Mapping[Node, tuple[int, int]],
 ) -> Iterator[_Held]:
-    """Every storage; inputs are there from the start."""
+    """The storages of values; those of inputs are held from the start."""
     for root, size in sizes.items():
         first = 0 if root.op == "placeholder" else places[root][0]
         yield _Held(kinds.get(root, _OTHER), size, first, last[root])
@@ -204,8 +205,7 @@ def _lifetimes(
 def _clones(
     nodes: Sequence[Node], roots: Mapping[Node, Node], sizes: Mapping[Node, int], every: bool
 ) -> Iterator[_Held]:
-    """The clones that backends (all of them, or the ops that clone) make of inputs of
-    reductions."""
+    """The clones of inputs of reductions: of every one, or those by ops that clone."""
     index = {node: number for number, node in enumerate(nodes)}
     for node in nodes:
         if (every or node.target is _COPIES) and kind_of(node) == "reduce_scatter":
@@ -215,7 +215,7 @@ def _clones(
 
 
 def _messages_of_rows(nodes: Sequence[Node], hints: Mapping[Any, int]) -> Iterator[_Held]:
-    """The messages sent and received while rows of a table are fetched or returned."""
+    """The messages that are sent and received while rows of a table are fetched or returned."""
     for index, node in enumerate(nodes):
         if node.target in (FETCH, RETURN):
             nbytes = 2 * int(evaluate(transfer_bytes(node), hints))
@@ -250,7 +250,8 @@ def _workspaces(
 
 
 def _away(nodes: Sequence[Node]) -> Iterator[_Held]:
-    """Optimizer state that leaves in a forward, and returns in a backward."""
+    """The optimizer state that waits on the host, as bytes less: from its arrival there in a
+    forward, until its way back in a backward."""
     for index, node in enumerate(nodes):
         if node.target is WAIT_STATE:
             yield _Held(_AWAY, -state_bytes(node), index, len(nodes))
@@ -259,7 +260,7 @@ def _away(nodes: Sequence[Node]) -> Iterator[_Held]:
 
 
 def _held(kind: str, held: Iterable[_Held], length: int) -> list[int]:
-    """Bytes of a kind after each of `length` nodes."""
+    """The bytes of a kind that are held after each of `length` nodes."""
     steps = [0] * (length + 1)
     for each in held:
         if each.kind == kind:
@@ -278,8 +279,8 @@ def _kinds(
 ) -> dict[Node, str]:
     """The kind of every storage, by the node that made it; values of the model are left out.
 
-    What is made of gathered buckets alone (casts) counts as gathered; what goes into a reduction,
-    or comes out of one, is a gradient.
+    Values that are made of gathered buckets alone (casts) count as gathered. Operands and results
+    of a reduction are gradients.
     """
     kinds: dict[Node, str] = {}
     for node in gm.graph.nodes:
@@ -313,7 +314,7 @@ def storage_roots(
     Args:
         gm: a graph.
         saved: the storages of its inputs, by name.
-        apart: what an op gives of several is a storage each.
+        apart: each result of an op with several results has a storage of its own.
     """
     roots: dict[Node, Node] = {}
     first: dict[str, Node] = {}
@@ -332,7 +333,7 @@ def storage_roots(
 
 
 def _is_item(node: Node) -> bool:
-    """Whether it is one of several values that an op makes, each in memory of its own."""
+    """Whether a node is one of several results of an op, each in memory of its own."""
     made = node.all_input_nodes[0] if node.target is operator.getitem else None
     if made is None or is_view(made) or is_wait(made):
         return False
@@ -347,13 +348,13 @@ def _writes_its_input(node: Node) -> bool:
 def _last_uses(
     nodes: Sequence[Node], roots: Mapping[Node, Node], places: Mapping[Node, tuple[int, int]]
 ) -> dict[Node, int]:
-    """For every storage, the index of the node after which nothing reads it."""
+    """The index of the last node that reads each storage."""
     end = len(nodes)
     last = {root: places[root][0] for root in roots.values()}
     for node, root in roots.items():
         for user in (user for user in node.users if not is_view(user)):  # views have users
             last[root] = max(last[root], places[user][1] if user in places else end)
-    for node in nodes:  # what a transfer reads is kept until the wait
+    for node in nodes:  # the operands of a transfer are kept until its wait
         if is_transfer(node):
             wait = max((places[w][0] for w in waits_for(node)), default=places[node][0])
             for operand in node.all_input_nodes:
@@ -363,17 +364,14 @@ def _last_uses(
 
 
 _COPIES = torch.ops.shardc.reduce_scatter.default
-"""Copies what it reduces into a buffer of its own."""
+"""An op that copies its input into a buffer of its own, and reduces that."""
 
 
 def _own_bytes(node: Node) -> Any:
-    """Bytes of the storage that `node` makes on the device.
-
-    A view of less than its base does not make any.
-    """
+    """The bytes of the storage that a node makes on the device; 0 if it makes none."""
     value = node.meta.get("val")
     if node.target in (torch.ops.shardc.to_host.default, SAVE, SEND_STATE):
         return 0
     if node.users and isinstance(value, (list, tuple)) and all(map(_is_item, node.users)):
-        return 0  # each is counted
+        return 0  # its results are counted, each by itself
     return tensor_bytes(value) if isinstance(value, (Tensor, list, tuple)) else 0

@@ -14,7 +14,14 @@ from torch.fx import Graph, GraphModule, Node
 
 from shardc.passes.context import PassContext
 from shardc.passes.contract import contract
-from shardc.passes.nodes import LOAD, SAVE, WAIT_SAVED, c10d, set_unit_of_copy
+from shardc.passes.nodes import (
+    LOAD,
+    SAVE,
+    WAIT_SAVED,
+    c10d,
+    returned_and_saved,
+    set_unit_of_copy,
+)
 
 _SUFFIX = "_on_host"
 
@@ -23,22 +30,15 @@ _SUFFIX = "_on_host"
 def offload_saved(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> None:
     """Save the values named in `ctx.kept.offloaded` on the host."""
     given = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
-    for node in list(forward.graph.nodes):
+    returned, saved = returned_and_saved(forward, ctx.results)
+    for node in sorted(set(saved).difference(returned)):
         unit = ctx.kept.offloaded.get(node.name)
-        if unit is None or node.name not in given or not _is_saved(node, ctx):
-            continue
-        host = _save(forward.graph, node, unit)
-        _load(backward.graph, given[node.name], host, node.meta["val"].device, unit)
+        if unit is not None and node.name in given:
+            host = _save(forward.graph, node, unit)
+            _load(backward.graph, given[node.name], host, node.meta["val"].device, unit)
     if ctx.kept.offloaded:
         forward.recompile()
         backward.recompile()
-
-
-def _is_saved(node: Node, ctx: PassContext) -> bool:
-    """Whether the forward saves a value, and does not give it to the caller."""
-    outputs = node.graph.output_node().args[0]
-    assert isinstance(outputs, (list, tuple)) and ctx.results is not None
-    return node in outputs[ctx.results :] and node not in outputs[: ctx.results]
 
 
 def _save(graph: Graph, node: Node, unit: str) -> Node:

@@ -21,6 +21,7 @@ from shardc.passes.nodes import (
     is_all_gather,
     moved_by,
     our_collectives,
+    returned_and_saved,
     set_state_bytes,
     set_unit_of_copy,
 )
@@ -65,10 +66,8 @@ def _first_saved(
     forward: GraphModule, backward: GraphModule, ctx: PassContext
 ) -> tuple[Node, Node] | None:
     """The first value that the forward saves: its node there, and its input of the backward."""
-    outputs = forward.graph.output_node().args[0]
-    assert isinstance(outputs, (list, tuple))
+    _, saved = returned_and_saved(forward, ctx.results)
     given = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
-    saved = (node for node in outputs[ctx.results :] if isinstance(node, Node))
     return next(((node, given[node.name]) for node in saved if node.name in given), None)
 
 

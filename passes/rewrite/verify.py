@@ -25,6 +25,7 @@ from shardc.passes.nodes import (
     moved_by,
     our_collectives,
     results_of,
+    returned_and_saved,
 )
 
 
@@ -46,8 +47,6 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
 def _no_resharded_weight_is_saved(gm: GraphModule, ctx: PassContext) -> None:
     if ctx.results is None:  # no backward follows
         return
-    outputs = gm.graph.output_node().args[0]
-    assert isinstance(outputs, (list, tuple))
     made_of: dict[Node, Node] = {}  # by value made of weights alone, a gather of these weights
     for node in gm.graph.nodes:
         if is_all_gather(node) and moved_by(node):
@@ -59,8 +58,8 @@ def _no_resharded_weight_is_saved(gm: GraphModule, ctx: PassContext) -> None:
             continue
         elif node.all_input_nodes and all(i in made_of for i in node.all_input_nodes):
             made_of[node] = made_of[node.all_input_nodes[0]]
-    for saved in outputs[ctx.results :]:
-        assert not isinstance(saved, Node) or saved not in made_of, (
+    for saved in returned_and_saved(gm, ctx.results)[1]:
+        assert saved not in made_of, (
             f"{' and '.join(labels_of(made_of[saved]))} is resharded after the forward, which "
             f"keeps its parameters all the same, as '{saved}': a pass or a partitioner among the "
             "settings of Inductor must have taken away the tags that have them recomputed"

@@ -45,7 +45,6 @@ from shardc.passes.nodes import (
     moves_state,
     our_collectives,
     prepares,
-    ranks_in,
     reach,
     unit_of_copy,
     waits_for,
@@ -334,7 +333,7 @@ def in_numbers(
         sum(wire_seconds(node, profile, hints) for node in sent),
         wanted,
         then=evaluate(following_seconds(start, profile), hints),
-        fixed=fixed_seconds(start, ranks_in(start), profile),
+        fixed=fixed_seconds(start, profile),
         inside=goes_inside(start),
     )
 

@@ -71,12 +71,12 @@ class Transfer:
 
     @property
     def brings(self) -> bool:
-        """Whether compute reads what arrives."""
+        """Whether compute reads the bytes that arrive."""
         return self.kind in BRINGS
 
     @property
     def wire(self) -> Wire:
-        """The wire that carries it, first."""
+        """The wire that carries the transfer; if some seconds are for another one, first."""
         return "reductions inside" if self.inside else _WIRES[self.kind]
 
 
@@ -87,7 +87,7 @@ class Limits:
     Attributes:
         in_flight: for each kind, the bytes that may be under way or waiting to be read; one
             transfer always may. A kind that is missing has no bound.
-        reduce_buffers: how many reductions may be under way, at most.
+        reduce_buffers: most reductions that may be under way.
     """
 
     in_flight: Mapping[Kind, int]

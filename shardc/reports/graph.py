@@ -1,7 +1,8 @@
 """The times at which the ops and collectives of one compiled graph run, by the cost model.
 
-The graph is in the order in which it runs, and the `Clock` of the planner goes through it op by op.
-So the plan can be read off as times, and communication is exposed where compute stands still.
+The graph is in the order in which it runs. The clock and the transfers are those of its timeline;
+here they go through it op by op. A collective is exposed for as long as compute stands still at its
+wait.
 """
 
 import bisect
