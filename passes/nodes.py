@@ -274,10 +274,14 @@ def readers_of(node: Node) -> Iterator[Node]:
 
 def sources_of(node: Node) -> Iterator[Node]:
     """The nodes that a node reads, through views."""
-    for given in node.all_input_nodes:
-        while is_view(given) and given.all_input_nodes:
-            given = given.all_input_nodes[0]
-        yield given
+    return map(source_of, node.all_input_nodes)
+
+
+def source_of(view: Node) -> Node:
+    """The node of which a view is one, through other views; a node itself if it is none."""
+    while is_view(view) and view.all_input_nodes:
+        view = view.all_input_nodes[0]
+    return view
 
 
 def meta_for_another(node: Node) -> dict[str, Any]:

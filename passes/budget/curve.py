@@ -19,7 +19,7 @@ POINTS = 16
 
 
 @dataclass(frozen=True)
-class Taken:
+class KindsTaken:
     """The kinds of values that a point of the curve takes from a list.
 
     Attributes:
@@ -54,8 +54,8 @@ class Point:
     seconds: float
     ahead: int
     gathered: tuple[int, int]
-    recomputed: Taken
-    offloaded: Taken
+    recomputed: KindsTaken
+    offloaded: KindsTaken
     on_host: int
     states_on_host: int
 
@@ -132,11 +132,11 @@ def _point(setting: str, tradeoff: Tradeoff, choice: Choice, ahead: int) -> Poin
 
 def _taken(
     chosen: Sequence[Recompute] | Sequence[Offload], among: Sequence[Recompute] | Sequence[Offload]
-) -> Taken:
+) -> KindsTaken:
     kinds = [value.saved.kind for value in chosen]
     last = kinds[-1] if kinds else ""
     of = sum(value.saved.kind == last for value in among)
-    return Taken(len(set(kinds)), last, (kinds.count(last), of))
+    return KindsTaken(len(set(kinds)), last, (kinds.count(last), of))
 
 
 def _kinds(tradeoff: Tradeoff) -> tuple[str, ...]:

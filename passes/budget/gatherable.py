@@ -16,7 +16,7 @@ from shardc.runtime.layout.spec import Moved
 
 
 @dataclass(frozen=True)
-class Gathered(Item):
+class KeepGathered(Item):
     """A bucket that may stay gathered.
 
     Attributes:
@@ -26,7 +26,7 @@ class Gathered(Item):
     position: int
 
 
-def gatherable(trial: Trial) -> list[Gathered]:
+def gatherable(trial: Trial) -> list[KeepGathered]:
     """Buckets that may stay gathered, best first.
 
     First those whose gather takes longest per byte, of equal ones those used last in the forward,
@@ -42,7 +42,7 @@ def gatherable(trial: Trial) -> list[Gathered]:
             nbytes = int(evaluate(tensor_bytes(wait.meta["val"]), hints))
             seconds = collective_seconds(nbytes, moved.spec.world_size, ctx.options.profile)
             end = trial.border + again[moved]
-            found.append(Gathered(nbytes, last + 1, end, seconds, moved.position))
+            found.append(KeepGathered(nbytes, last + 1, end, seconds, moved.position))
     return sorted(
         found, key=lambda bucket: (-bucket.seconds / max(bucket.nbytes, 1), -bucket.first)
     )

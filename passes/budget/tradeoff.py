@@ -12,14 +12,14 @@ import bisect
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
-from shardc.passes.budget.gatherable import Gathered, gatherable
+from shardc.passes.budget.gatherable import KeepGathered, gatherable
 from shardc.passes.budget.item import Item
 from shardc.passes.budget.offloadable import Offload, offloadable
 from shardc.passes.budget.recomputable import Recompute, recomputable
@@ -28,13 +28,7 @@ from shardc.passes.budget.trial import Phase, Trial
 from shardc.passes.estimate.cost import host_seconds
 from shardc.passes.nodes import moved_by
 from shardc.passes.rewrite.offload_state import segments_of
-from shardc.passes.schedule.timeline import (
-    Kind,
-    Problem,
-    Transfer,
-    plan_timeline,
-    simulate,
-)
+from shardc.passes.schedule.timeline import Kind, Problem, Transfer, plan_timeline, simulate
 
 Bytes = npt.NDArray[np.int64]
 
@@ -74,10 +68,12 @@ class Tradeoff:
 
     trial: Trial
     values: Sequence[Recompute]
-    buckets: Sequence[Gathered]
+    buckets: Sequence[KeepGathered]
     copies: Sequence[Offload] = ()
     states: Sequence[tuple[int, int]] = ()
     host_room: float = math.inf
+    _known: dict[Choice, float] = field(default_factory=dict, init=False, repr=False)
+    _forwards: dict[tuple[int, int], float] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, trial: Trial) -> "Tradeoff":
@@ -214,10 +210,6 @@ class Tradeoff:
     # -- time ----------------------------------------------------------------------------------
 
     @cached_property
-    def _known(self) -> dict[Choice, float]:
-        return {}
-
-    @cached_property
     def _compute(self) -> float:
         """Seconds of compute of the backward, if nothing is computed again."""
         return sum(self.trial.backward.problem.seconds)
@@ -247,10 +239,6 @@ class Tradeoff:
             problem = self._copying(self.trial.forward.problem, choice, "save", "leave")
             self._forwards[key] = simulate(problem, plan_timeline(problem))
         return self._forwards[key]
-
-    @cached_property
-    def _forwards(self) -> dict[tuple[int, int], float]:
-        return {}
 
     def _copying(self, problem: Problem, choice: Choice, values: Kind, states: Kind) -> Problem:
         """A problem with the copies of a choice: of values of one kind, of states of another."""

@@ -38,6 +38,7 @@ from shardc.passes.nodes import (
     moves_state,
     ranks_in,
     readers_of,
+    source_of,
     sources_of,
     state_bytes,
     writes,
@@ -230,9 +231,7 @@ def node_bytes(node: Node, fused: bool = False, known: Registers | None = None) 
         if operand in seen:
             continue
         seen.add(operand)
-        source = operand
-        while is_view(source) and source.all_input_nodes:
-            source = source.all_input_nodes[0]
+        source = source_of(operand)
         if fused and _stays(source, known):
             todo += source.all_input_nodes
         else:

@@ -286,11 +286,11 @@ def simulate(problem: Problem, timeline: Timeline, speed: float = 1.0) -> float:
     """
     transfers, end = problem.transfers, len(problem.seconds)
     lists: list[list[list[int]]] = [[[] for _ in range(end + 1)] for _ in range(4)]
-    first, then, due, needed = lists
+    first, then, due, needed = lists  # at each event: the starts, and the waits, of two groups
     for place, transfer in enumerate(transfers):
-        is_sent_late = transfer.kind in ("reduce", "save")
-        (then if is_sent_late else first)[timeline.starts[place]].append(place)
-        (due if is_sent_late else needed)[timeline.waits[place]].append(place)
+        is_late = transfer.kind in ("reduce", "save")
+        (then if is_late else first)[timeline.starts[place]].append(place)
+        (due if is_late else needed)[timeline.waits[place]].append(place)
     clock = Clock()
 
     def start(place: int) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from shardc.passes.budget.curve import Curve, Point, Taken
+from shardc.passes.budget.curve import Curve, KindsTaken, Point
 from shardc.reports.record import CurveRow, Record
 from shardc.reports.terminal import PAGE, Column, table, wrap
 from shardc.runtime.checks.words import format_bytes, format_seconds, plural
@@ -33,7 +33,7 @@ def curve_rows(curve: Curve, static: int, optimizer: float) -> tuple[CurveRow, .
     return tuple(map(row, (*curve.points, *curve.settings)))
 
 
-def _in_words(taken: Taken) -> str:
+def _in_words(taken: KindsTaken) -> str:
     if not taken.kinds:
         return "nothing"
     some, of = taken.units
