@@ -1,8 +1,9 @@
 """An entry of the lists that a memory budget takes from: memory during a part of a step, for time.
 
-Saved values that may be computed again (`recomputable`), those that may wait on the host
-(`offloadable`), buckets that may stay gathered (`gatherable`), and the optimizer's state that may
-wait on the host are all of this form. A choice takes the first few of each list.
+Three lists hold items: saved values that may be computed again (`recomputable`), those that may
+wait on the host (`offloadable`), and buckets that may stay gathered (`gatherable`). A choice takes
+the first items of each. Optimizer state that waits on the host is an item once a choice says of how
+many buckets: the part of the step in which it is away depends on that.
 """
 
 from dataclasses import dataclass

@@ -513,7 +513,7 @@ def host_seconds(nbytes: Expr, profile: Profile) -> Expr:
     return nbytes / profile.host_bandwidth
 
 
-def wire_seconds(node: Node, profile: Profile, hints: Mapping[Any, float]) -> float:
+def seconds_on_wire(node: Node, profile: Profile, hints: Mapping[Any, float]) -> float:
     """Seconds that a transfer occupies the wire that carries it first."""
     if is_host_copy(node):
         return float(host_seconds(evaluate(copy_bytes(node), hints), profile))
@@ -528,7 +528,7 @@ def following_seconds(node: Node, profile: Profile) -> Expr:
 
 
 def fixed_seconds(node: Node, profile: Profile) -> float:
-    """The part of `wire_seconds` that does not depend on the bytes that are sent."""
+    """The part of `seconds_on_wire` that does not depend on the bytes that are sent."""
     profile, world = _profile_of(node, profile), ranks_in(node)
     if node.target is c10d.all_to_all_single.default:
         return float(exchange_seconds(0, world, profile))

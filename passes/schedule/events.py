@@ -26,9 +26,9 @@ from shardc.passes.estimate.cost import (
     fixed_seconds,
     following_seconds,
     node_seconds,
+    seconds_on_wire,
     symbol_hints,
     tensor_bytes,
-    wire_seconds,
 )
 from shardc.passes.estimate.hardware import Profile
 from shardc.passes.nodes import (
@@ -330,7 +330,7 @@ def in_numbers(
         kind_of_transfer(start),
         event,
         int(evaluate(_bytes_held(start), hints)),
-        sum(wire_seconds(node, profile, hints) for node in sent),
+        sum(seconds_on_wire(node, profile, hints) for node in sent),
         wanted,
         then=evaluate(following_seconds(start, profile), hints),
         fixed=fixed_seconds(start, profile),
