@@ -347,8 +347,8 @@ def _bytes_held(start: Node) -> Any:
 
 
 def _after(inside: Sequence[Transfer], transfer: Transfer, seconds: Sequence[float]) -> int:
-    """The event at which those inside of nodes have arrived, by the model, for which a reduction
-    across nodes waits."""
+    """The event at which a reduction across nodes is ready: those `inside` of nodes, for which it
+    waits, have arrived by the model."""
     event, left = max(each.event for each in inside), sum(each.seconds for each in inside)
     while event < transfer.event and left > 0:
         left -= seconds[event]
