@@ -1,24 +1,24 @@
 """The pipeline: the passes of each stage, in order. `run_passes` runs them.
 
-    Dynamo graph      take_gathered             what the eager runtime gathers comes in as inputs
+    Dynamo graph      take_gathered             parameters that the runtime gathers are inputs
                       insert_unshard            marks become one gather a bucket
                       fetch_rows                embeddings fetch rows, not tables
     (traced)          trace_once                modules that repeat are traced once
-    joint graph       choose_kept               what a memory budget has room for
-                      reduce_once               one reduction of what is read several times
-                      copy_overwritten          what the backward needs of inputs that change
-                      mark_segments             which inputs are segments
+    joint graph       choose_kept               the choice that fits the memory budget
+                      reduce_once               one reduction of a bucket that is read several times
+                      copy_overwritten          inputs that change are copied for the backward
+                      mark_segments             marks on the inputs that are segments
                       tag_reshard               gathered weights are recomputed or saved
-                      tag_recomputed            what else the backward computes again
+                      tag_recomputed            other values that the backward computes again
     both halves       offload_saved             values that are saved on the host
                       offload_state             optimizer state that waits there
     forward, backward wait_once                 one wait for a gather that is read several times
-                      drop_second_gathers       one gather in the forward of what is cut again
+                      drop_second_gathers       one gather in the forward, where it is cut again
                       coalesce                  neighbours in one message where it costs nothing
                       schedule                  collectives behind compute
                       write_gradients           matmuls write into the reduction's input
-                      store_smaller             values that are smaller than what they are made of
-                      label_collectives         names for the profiler, and for what fails
+                      store_smaller             values that are smaller than their operands
+                      label_collectives         names for the profiler and for errors
                       verify                    invariants
     for Inductor      fold_repeats              repeated blocks are compiled once
 
@@ -79,11 +79,11 @@ def stages() -> tuple[Sequence[AnyPass], ...]:
 
 
 def check() -> None:
-    """Raise ValueError where a pass stands before another that gives what it needs."""
+    """Raise ValueError where a pass stands before another that gives a fact it needs."""
     check_order(stages())
 
 
 def is_own() -> bool:
-    """Whether all passes are those of shardc, whose version says what they do."""
+    """Whether all passes are shardc's own: the version of the code then covers them."""
     steps = (step for stage in stages() for step in stage)
     return all(str(getattr(step, "__module__", "")).startswith("shardc.") for step in steps)

@@ -1,4 +1,4 @@
-"""Joint graph: a memory budget chooses what to keep gathered, compute again and have on the host.
+"""Joint graph: a memory budget chooses buckets to keep, values to compute again, copies to the host.
 
 A trial with every open unit resharded shows the least that stays saved, for a number of units that
 may be gathered ahead. Beside it lie the choices (`tradeoff`): values that the backward computes
@@ -7,9 +7,9 @@ stay gathered hold memory and save the wire. The choice with the shortest step t
 If it holds more than its estimate, the next one is tried, and last the one that holds least. This
 is done for each number of units ahead, until the estimate of none is shorter.
 
-Ranks do what the tightest of them must, and keep to it when sizes grow (`growth`). Without a budget
-nothing is decided: the user's settings say which units reshard, the partitioner which values are
-saved.
+Ranks follow the one with the least room, and keep to its choice when sizes grow (`growth`). Without
+a budget nothing is decided: the user's settings say which units reshard, the partitioner which
+values are saved.
 """
 
 import functools

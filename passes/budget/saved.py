@@ -121,7 +121,7 @@ def _unit_at(path: str, units: Sequence[str]) -> str | None:
     """The unit, of all `units`, that the module at `path` belongs to."""
     if len(units) == 1:
         return units[0]
-    # A unit's name may be part of the path: what is compiled may hold the sharded model. Of
+    # A unit's name may be part of the path: the compiled module may hold the sharded model. Of
     # "1.0", unit "1" has the node, not unit "0"; of "1.attention", the inner one of the two.
     around = [unit for unit in units if f".{unit}." in f".{path}."]
     return min(around, key=lambda u: (f".{path}.".index(f".{u}."), -len(u)), default=None)

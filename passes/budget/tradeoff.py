@@ -1,4 +1,4 @@
-"""Choices of a memory budget: what each would hold and how long it would take, by one trial.
+"""Choices of a memory budget: the memory and the time of each, estimated from one trial.
 
 A choice takes items: values to compute again, buckets to keep gathered, values to save on the host,
 and optimizer state to wait there. Of each list, best first, it takes a prefix, so a choice is four

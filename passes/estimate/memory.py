@@ -153,7 +153,7 @@ def measure_liveness(
     }
     inputs = {node for node in nodes if node.op == "placeholder"}
     for node in inputs & sizes.keys():
-        if saved and node.name in saved:  # it may be a part of what is held
+        if saved and node.name in saved:  # it may be a part of a held storage
             sizes[node] = int(evaluate(saved[node.name][1], hints))
     counted = sizes if owns_inputs else {r: s for r, s in sizes.items() if r not in inputs}
     kinds = _kinds(gm, roots, gathered)
@@ -233,7 +233,7 @@ def _workspaces(
     results.
 
     Args:
-        over: the values that kernels write, and what each is written over.
+        over: by value that a kernel writes, the value in whose memory it is written.
     """
     if not nbytes:
         return

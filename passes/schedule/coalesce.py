@@ -5,9 +5,9 @@
 
 Units are split into several buckets so that the first matmul waits for a small one and the last
 reduction is short; everywhere else a message for each would only add latency. Neighbours (in the
-order of need) are merged greedily as long as the simulated step does not get longer, so what delays
-a matmul stays apart. Coalesced ops leave every bucket in a tensor of its own: nothing is copied.
-All-to-alls have no such op. Their messages are rows that a `cat` writes, so one `cat` writes both:
+order of need) are merged greedily as long as the simulated step does not get longer: a message that
+would delay a matmul stays apart. Coalesced ops leave every bucket in a tensor of its own, without a
+copy. All-to-alls have no such op. Their messages are rows that a `cat` writes, so one `cat` writes both:
 
     before:  a2a0 = all_to_all(cat(a, b))    a2a1 = all_to_all(cat(c, d))
     after:   rows = all_to_all(cat(a, b, c, d));  a2a0, a2a1 = rows[:, :n], rows[:, n:]
@@ -145,9 +145,9 @@ def _merge(gm: GraphModule, starts: list[Node]) -> None:
 
 
 def _has_rows(start: Node) -> bool:
-    """Whether an all-to-all sends what a `cat` made, a row a rank, and is read as rows.
+    """Whether an all-to-all sends the rows of a `cat`, one a rank, and is read as rows.
 
-    Those among copies of the model follow other reductions, each at its own time.
+    All-to-alls among copies of the model follow other reductions, each at its own time.
     """
     message, (wait,) = start.all_input_nodes[0], start.users
     joined = message.all_input_nodes[0] if message.target == aten.view.default else None

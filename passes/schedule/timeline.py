@@ -56,7 +56,7 @@ class Transfer:
         seconds: on its wire.
         wanted: the event at which a prefetch hint asks for it; None leaves it to the plan.
         then: seconds that follow on the wire of gathers inside of nodes.
-        fixed: the part of `seconds` that it takes whatever it sends.
+        fixed: the part of `seconds` that does not depend on the bytes.
         inside: whether it is the step of a reduction that stays inside of nodes.
     """
 
@@ -184,7 +184,7 @@ def _latest(transfers: Sequence[Transfer], passed: Sequence[float]) -> dict[int,
         pending = [each for _, each in carried if not each.brings]
         event, must_end, must_end_inside = len(passed) - 1, math.inf, math.inf
         for index, (place, transfer) in reversed(list(enumerate(bringing))):
-            # What becomes ready before this one is needed may be ahead of it on the wire.
+            # A transfer that is ready before this one is needed may be ahead of it on the wire.
             ahead = 0.0
             while pending and pending[-1].event >= transfer.event:
                 pending.pop()
@@ -204,7 +204,7 @@ def _latest(transfers: Sequence[Transfer], passed: Sequence[float]) -> dict[int,
 
 def _earliest(queue: Sequence[Transfer], index: int, limit: float) -> int:
     """The first event at which a transfer fits beside those that are under way or not read yet."""
-    # What is needed at event e is read by the step after it, so it still counts at e.
+    # The step after event e reads a transfer needed at e, so its bytes still count at e.
     transfer = queue[index]
     free = limit - transfer.nbytes
     for other in reversed(queue[:index]):
