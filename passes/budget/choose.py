@@ -1,4 +1,4 @@
-"""Joint graph: a memory budget chooses buckets to keep, values to compute again, copies to the host.
+"""Joint graph: a memory budget chooses buckets to keep, values to compute again, host copies.
 
 A trial with every open unit resharded shows the least that stays saved, for a number of units that
 may be gathered ahead. Beside it lie the choices (`tradeoff`): values that the backward computes

@@ -7,7 +7,7 @@ Units are split into several buckets so that the first matmul waits for a small 
 reduction is short; everywhere else a message for each would only add latency. Neighbours (in the
 order of need) are merged greedily as long as the simulated step does not get longer: a message that
 would delay a matmul stays apart. Coalesced ops leave every bucket in a tensor of its own, without a
-copy. All-to-alls have no such op. Their messages are rows that a `cat` writes, so one `cat` writes both:
+copy. All-to-alls have no such op. Their messages are rows of a `cat`, so one `cat` writes both:
 
     before:  a2a0 = all_to_all(cat(a, b))    a2a1 = all_to_all(cat(c, d))
     after:   rows = all_to_all(cat(a, b, c, d));  a2a0, a2a1 = rows[:, :n], rows[:, n:]
