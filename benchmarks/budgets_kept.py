@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import shardc
-from shardc.backend.graph_plan import Plan, graph_plans, joint_listeners
+from shardc.backend.graph_plan import CompilePlan, graph_plans, joint_listeners
 from shardc.passes.budget.choose import BudgetTooSmall, choose_kept
 from shardc.passes.budget.trial import run_trial
 from shardc.passes.context import Kept, PassContext
@@ -151,7 +151,7 @@ def measure(case: Case, mesh: DeviceMesh) -> Outcome:
     graph_plans.clear()
     budgets: list[int] = []
 
-    def draw(gm: torch.fx.GraphModule, ctx: PassContext, plan: Plan) -> None:
+    def draw(gm: torch.fx.GraphModule, ctx: PassContext, plan: CompilePlan) -> None:
         budgets.append(nbytes := _drawn(gm, ctx, case.share))
         assert ctx.budget is not None
         object.__setattr__(ctx, "budget", replace(ctx.budget, nbytes=nbytes))  # of a graph, frozen

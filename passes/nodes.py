@@ -298,7 +298,7 @@ WRITES = "shardc_writes"
 _ALIASES = (torch.ops.aten._unsafe_view.default,)
 
 
-def describe(node: Node, by_number: bool = False) -> str:
+def describe_collective(node: Node, by_number: bool = False) -> str:
     """A collective in one line: buckets, kind, specs. `Facts` explains `by_number`."""
     name, moved = getattr(node.target, "_opname", str(node.target)), moved_by(node)
     specs = " and ".join(describe_spec(each.spec) for each in moved)

@@ -24,7 +24,7 @@ from shardc.runtime.checks.arguments import checked
 from shardc.runtime.checks.telling import warn
 from shardc.runtime.comm import collectives
 from shardc.runtime.groups.backends import backend_of
-from shardc.runtime.groups.devices import board_of
+from shardc.runtime.groups.devices import device_board
 from shardc.runtime.watch.agreement import Statement, agree
 
 
@@ -163,7 +163,7 @@ def _device_key(device_type: str) -> str:
     """The name of the device, with the number of threads where it is the CPU."""
     if device_type == "cpu":
         return f"cpu-{torch.get_num_threads()}"
-    return f"{board_of(device_type) or device_type}-1"
+    return f"{device_board(device_type) or device_type}-1"
 
 
 def _probes_for(device_type: str) -> _Probes:

@@ -15,7 +15,7 @@ from command_line import ended
 
 from shardc import set_profile
 from shardc.commands import machine, probes
-from shardc.commands.machine import Finding
+from shardc.commands.machine import Checked
 from shardc.passes.estimate.hardware import current_profile
 
 MODULE = sys.modules["shardc.calibration"]
@@ -55,7 +55,7 @@ def _doctor(capsys, monkeypatch, **findings):
 
 
 def test_doctor_says_whether_one_can_train(capsys, monkeypatch):
-    ok, broken = Finding("ok", "fine"), Finding("broken", "it crashed", "mend it")
+    ok, broken = Checked("ok", "fine"), Checked("broken", "it crashed", "mend it")
     cpu = {"torch": ok, "compile_for_CPU": ok, "all-gather_on_CPU": ok}
     code, out, _ = _doctor(capsys, monkeypatch, **cpu)
     assert code == 0 and out.endswith("\nThis machine can train on CPU.\n")

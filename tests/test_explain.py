@@ -18,7 +18,7 @@ import shardc
 from shardc.passes.estimate.cost import collective_seconds
 from shardc.passes.nodes import module_of
 from shardc.reports.findings import PADDING_SHARE
-from shardc.reports.formulas import evaluate
+from shardc.reports.formulas import formula_value
 from shardc.reports.if_hierarchical import if_hierarchical
 from shardc.reports.if_quantised import if_quantised
 from shardc.reports.record import CollectiveRow, MemoryPoint, Op, Record
@@ -454,7 +454,7 @@ def test_formulas_tell_other_ranks_and_other_batches():
     formulas, other = on(8, 2).formulas, on(64, 10)
 
     def value(name):
-        return evaluate(formulas[name], ranks=64, tokens=10 * 7)
+        return formula_value(formulas[name], ranks=64, tokens=10 * 7)
 
     assert value("FLOPs") == other.flops
     assert value("kept for the backward (bytes)") == pytest.approx(
@@ -465,7 +465,7 @@ def test_formulas_tell_other_ranks_and_other_batches():
     assert value("wire (s)") == pytest.approx(other.wire_seconds, rel=0.05)
     assert value("compute (s)") == pytest.approx(other.compute_seconds, rel=0.05)
     with pytest.raises(ValueError, match=r"depends on .T. too"):
-        evaluate(formulas["FLOPs"], ranks=64)
+        formula_value(formulas["FLOPs"], ranks=64)
     assert "wire (s)" in on(8, 4).formulas and "FLOPs" not in on(8, 4).formulas
 
 

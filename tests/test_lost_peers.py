@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from ranks import FORKS, free_port
 
-from shardc.runtime.watch.lost_peers import compare
+from shardc.runtime.watch.lost_peers import compare_lines
 
 TIMEOUT = 12  # seconds, of the group, where it is what must end the wait
 WAITED_FOR = ("sleeps", "stops")
@@ -139,16 +139,16 @@ def test_a_rank_that_goes_another_way_is_named_with_its_place(executor):
 def test_what_others_do_in_words():
     mine = {"rank": 0, "at": "the wait for a", "started": 7}
     same = [{**mine, "rank": rank} for rank in range(20)]
-    assert compare(mine, same[:2], [0, 1]) == (
+    assert compare_lines(mine, same[:2], [0, 1]) == (
         "Rank 1 is at the same collective. So no rank is missing: look at the network between them."
     )
     ahead = {**mine, "rank": 2, "started": 9}
-    assert compare(mine, [mine, same[1], ahead], [0, 1, 2, 5]) == (
+    assert compare_lines(mine, [mine, same[1], ahead], [0, 1, 2, 5]) == (
         "Rank 5 is silent and never came to it: died, or cannot answer. "
         "Rank 2 is elsewhere: at the wait for a, having started 9 collectives (7 here). "
         "Rank 1 is at the same collective."
     )
-    text = compare(mine, [mine], list(range(20)))
+    text = compare_lines(mine, [mine], list(range(20)))
     assert text.startswith("Ranks 1, 2, 3, ") and "16 and 3 more are silent" in text
 
 

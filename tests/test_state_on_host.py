@@ -300,7 +300,7 @@ def test_inductor_keeps_the_copies(mesh):
 
     with (
         torch.library._scoped_library("shardc", "IMPL") as library,
-        mock.patch.object(graph_plan.Plan, "_has_host", True),
+        mock.patch.object(graph_plan.CompilePlan, "_has_host", True),
     ):
         for name in names:
             library.impl(name, counting(name), "CPU")

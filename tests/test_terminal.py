@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import training_step
 
-from shardc.commands.progress_line import Progress
+from shardc.commands.progress_line import ProgressLine
 from shardc.passes.estimate.hardware import PROFILES
 from shardc.reports.findings import find
 from shardc.reports.record import CurveRow, Record
@@ -171,7 +171,7 @@ def test_things_are_counted():
 
 def _progress(parts=1, before=None):
     now = [100.0]
-    return now, Progress("explain", parts, before, lambda: now[0])
+    return now, ProgressLine("explain", parts, before, lambda: now[0])
 
 
 def test_the_time_that_is_left_follows_from_that_of_the_stages_before():

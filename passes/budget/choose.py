@@ -30,7 +30,7 @@ from shardc.passes.budget.recomputable import Recompute
 from shardc.passes.budget.tradeoff import Choice, Tradeoff
 from shardc.passes.budget.trial import Trial, run_trial
 from shardc.passes.context import UNITS_IN_FLIGHT, Budget, Kept, PassContext
-from shardc.passes.nodes import describe, is_all_gather, our_collectives
+from shardc.passes.nodes import describe_collective, is_all_gather, our_collectives
 from shardc.runtime.checks.words import plural
 
 log = logging.getLogger("shardc")
@@ -193,7 +193,7 @@ def _agree(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, own: Kept) -> 
 
     def facts(by_number: bool) -> list[str]:
         gathers = filter(is_all_gather, our_collectives(gm))
-        return [repr(ctx.budget), *(describe(node, by_number) for node in gathers)]
+        return [repr(ctx.budget), *(describe_collective(node, by_number) for node in gathers)]
 
     assert ctx.agree_on_choice is not None
     choice = [own.ahead, sorted(own.positions), sorted(own.states), own.recomputes, own.offloads]

@@ -20,7 +20,7 @@ import torch
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Must, checked, shown
 from shardc.runtime.checks.values import read_amount
-from shardc.runtime.groups.devices import board_of, device_named
+from shardc.runtime.groups.devices import device_board, device_named
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def current_profile(device_type: str) -> Profile:
     """
     if _chosen:
         return _chosen[0]
-    device, board = device_named(device_type), board_of(device_type)
+    device, board = device_named(device_type), device_board(device_type)
     known = (profile for profile in PROFILES.values() if profile.board and profile.board in board)
     return next(known, None) or get_profile(device.profile)
 
@@ -206,10 +206,10 @@ def matmul_bytes(profile: Profile) -> int:
 
 
 _AMOUNT = "bytes, a text such as '70GB' or '16GiB', or a fraction of the {}'s memory in (0, 1]"
-Budget = Annotated[int | float | str, Must(_AMOUNT.format("device"))]
+Amount = Annotated[int | float | str, Must(_AMOUNT.format("device"))]
 
 
-def budget_bytes(budget: Budget, profile: Profile) -> int:
+def budget_bytes(budget: Amount, profile: Profile) -> int:
     """Convert a memory budget to bytes.
 
     A budget is a count, a text such as "70GB" or "0.9", or a fraction of `profile.memory`.
@@ -220,7 +220,7 @@ def budget_bytes(budget: Budget, profile: Profile) -> int:
     return _bytes(budget, profile.memory, f"memory_budget must be {_AMOUNT.format('device')}")
 
 
-def host_bytes(amount: Budget) -> int:
+def host_bytes(amount: Amount) -> int:
     """Convert an amount of the host's memory to bytes, in the forms of `budget_bytes`.
 
     A fraction is taken of this rank's share of the memory of the machine or container. The share is
@@ -242,7 +242,7 @@ _CONTAINER = Path("/sys/fs/cgroup/memory.max")
 """The most bytes that processes of this container may use, or "max"."""
 
 
-def _bytes(amount: Budget, whole: float, wanted: str) -> int:
+def _bytes(amount: Amount, whole: float, wanted: str) -> int:
     if isinstance(amount, str):
         read = read_amount(amount)
         if read is not None:

@@ -16,7 +16,7 @@ from shardc.passes.context import PassContext
 from shardc.passes.contract import contract
 from shardc.passes.nodes import (
     FETCH_STATE,
-    describe,
+    describe_collective,
     is_all_gather,
     is_host_copy,
     is_random,
@@ -80,4 +80,4 @@ def check_collectives(planned: Sequence[str], graph: Graph) -> None:
 
 def collective_sequence(gm: GraphModule, by_number: bool = False) -> list[str]:
     """One line for each collective that moves buckets, in graph order; equal on all ranks."""
-    return [describe(node, by_number) for node in our_collectives(gm)]
+    return [describe_collective(node, by_number) for node in our_collectives(gm)]

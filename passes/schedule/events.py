@@ -34,7 +34,7 @@ from shardc.passes.estimate.hardware import Profile
 from shardc.passes.nodes import (
     brings_parameters,
     comes_from_host,
-    describe,
+    describe_collective,
     goes_inside,
     is_all_gather,
     is_collective,
@@ -359,6 +359,6 @@ def _after(inside: Sequence[Transfer], transfer: Transfer, seconds: Sequence[flo
 def _described(moving: Moving, by_number: bool) -> str:
     """A transfer in one line, equal on all ranks."""
     if not is_host_copy(moving.start):
-        return describe(moving.start, by_number)
+        return describe_collective(moving.start, by_number)
     what = "state" if moving.kind in STATES else "copy"
     return f"a {what} {'from' if comes_from_host(moving.start) else 'to'} the host"

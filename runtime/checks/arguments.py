@@ -98,7 +98,7 @@ def check_value(name: str, value: object, hint: object) -> None:
     """
     if not _fits(value, hint):
         kind = ValueError if _fits(value, hint, any_value=True) else TypeError
-        raise kind(f"{name} must be {in_words(hint)}, got {shown(value)}")
+        raise kind(f"{name} must be {hint_in_words(hint)}, got {shown(value)}")
 
 
 def _fits(value: object, hint: object, any_value: bool = False) -> bool:
@@ -137,7 +137,7 @@ _WORDS: dict[object, list[str]] = {
 }
 
 
-def in_words(hint: object) -> str:
+def hint_in_words(hint: object) -> str:
     """The values that `hint` takes, in words: "'auto' or a whole number"."""
     words = list(dict.fromkeys(_each_in_words(hint)))
     words.sort(key="None".__eq__)

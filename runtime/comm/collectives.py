@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardc.runtime import compat
 from shardc.runtime.watch.entering import entering, naming
-from shardc.runtime.watch.progress import Call
+from shardc.runtime.watch.progress import AwaitedCall
 
 ops = torch.ops._c10d_functional
 compat.gather_under_short_names()
@@ -138,7 +138,7 @@ class CallStarted:
     """A started collective for a call of the user, which waits for it later."""
 
     started: Started
-    call: Call
+    call: AwaitedCall
     group: str
 
     def wait(self) -> Tensor:
@@ -157,7 +157,7 @@ def start_exchange(
     Args:
         out_sizes, in_sizes: elements from each rank, and for each rank.
     """
-    with naming(group), Call(f"an all-to-all of {what}") as call:
+    with naming(group), AwaitedCall(f"an all-to-all of {what}") as call:
         return CallStarted(_start_exchange(flat, out_sizes, in_sizes, group), call, group)
 
 

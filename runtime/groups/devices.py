@@ -58,7 +58,7 @@ def device_named(name: str) -> DeviceType:
     return DEVICES[name]
 
 
-def board_of(device_type: str) -> str:
+def device_board(device_type: str) -> str:
     """The name that torch has for the installed device; "" without a device or a name."""
     if device_type == "cpu":
         return ""

@@ -40,7 +40,7 @@ def known_mesh(shard: str, everyone: str) -> DeviceMesh | None:
     return _meshes.get((shard, everyone or shard))
 
 
-def ranks_of(mesh: DeviceMesh) -> Ranks:
+def mesh_ranks(mesh: DeviceMesh) -> Ranks:
     """The ranks of a mesh (shard) or (replicate, shard). All ranks of the mesh must call it."""
     ranks = _ranks_of(mesh)
     _meshes[ranks.shard, ranks.everyone] = mesh

@@ -24,7 +24,7 @@ from shardc.runtime.modules.first_step import watch_first_steps
 from shardc.runtime.modules.fsdp_names import FSDPNames
 from shardc.runtime.modules.late_params import watch_for_late_params
 from shardc.runtime.modules.parameters import (
-    Given,
+    GivenValue,
     Parameters,
     Slots,
     refuse_exporting,
@@ -110,7 +110,7 @@ class ShardedParameters(_Mixed):
                 return
             adopt(slot.bucket, slot.index, param)
             param = slot.bucket.params[slot.index]
-        elif isinstance(slot, Given) and param is not None:
+        elif isinstance(slot, GivenValue) and param is not None:
             refuse_summoned(self, name, param)
         elif slot is None and param is not None and hasattr(param, "_slot"):
             # `prune` would register it, and fail half-way

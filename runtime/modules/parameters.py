@@ -1,8 +1,8 @@
 """The `_parameters` of sharded modules: reads in a forward give full parameters, as `self.weight`.
 
 `_parameters` always holds the sharded parameters. A value that takes a parameter's place for a
-while is a `Given` in the module's table of slots, which every read looks up. Dynamo guards on the
-class of a slot, so a `Given` needs no guard of its own.
+while is a `GivenValue` in the module's table of slots, which every read looks up. Dynamo guards on
+the class of a slot, so a `GivenValue` needs no guard of its own.
 
 Inside a `no_grad` of a forward that records gradients, `parameters()` gives sharded parameters:
 code that walks through parameters there writes to them (a moving average), and only writes to
@@ -23,11 +23,11 @@ from shardc.runtime.unit.eager import suspends_gradients
 from shardc.runtime.unit.params import SlotRef
 
 
-class Given:
+class GivenValue:
     """A value in a parameter's place: `functional_call` and `summon_full_params` put it there.
 
     Attributes:
-        bucket: None; by this a read tells a `Given` from a `SlotRef`.
+        bucket: None; by this a read tells a `GivenValue` from a `SlotRef`.
         index: the index of the parameter.
         slot: the parameter's own `SlotRef`.
         given: the value that was put in the parameter's place.
@@ -43,7 +43,7 @@ class Given:
         self.value = given if given is None else as_read(given, slot.bucket)
 
 
-Slots = dict[str, SlotRef | Given]
+Slots = dict[str, SlotRef | GivenValue]
 Reader = Callable[[compat.Held], Tensor | None]
 
 
@@ -142,7 +142,7 @@ class Parameters(dict[str, nn.Parameter | None]):
             super().__setitem__(name, own.bucket.params[own.index])
             self._shardc_slots[name] = own
         else:
-            self._shardc_slots[name] = Given(own, value)
+            self._shardc_slots[name] = GivenValue(own, value)
 
     @compat.inline_only
     def __delitem__(self, name: str) -> None:
@@ -165,18 +165,22 @@ class Parameters(dict[str, nn.Parameter | None]):
             the value that was in the place.
         """
         before = self._shardc_slots[name]
-        if isinstance(value, (SlotRef, Given)):
+        if isinstance(value, (SlotRef, GivenValue)):
             self._shardc_slots[name] = value
-            return before.given if isinstance(before, Given) else before.bucket.params[before.index]
+            return (
+                before.given
+                if isinstance(before, GivenValue)
+                else before.bucket.params[before.index]
+            )
         own = before if isinstance(before, SlotRef) else before.slot
         if torch.compiler.is_dynamo_compiling():
-            self._shardc_slots[name] = Given(own, value)
+            self._shardc_slots[name] = GivenValue(own, value)
             return before
         if isinstance(value, ShardTensor) and compat.is_fake(value):
             refuse_exporting(self._shardc_class)
         if value is not None and isinstance(compat.inside_transforms(value), ShardTensor):
             self._refuse_transforms(name, value)
-        self._shardc_slots[name] = own if own.gives(value) else Given(own, value)
+        self._shardc_slots[name] = own if own.gives(value) else GivenValue(own, value)
         return before
 
     def _refuse_transforms(self, name: str, value: Tensor) -> None:

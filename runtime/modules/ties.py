@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from shardc.runtime import compat
-from shardc.runtime.modules.parameters import Given
+from shardc.runtime.modules.parameters import GivenValue
 from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.unit.params import SlotRef, TakenSlot
 from shardc.runtime.unit.unit import Unit
@@ -34,7 +34,7 @@ def holders_of(slot: SlotRef) -> set[tuple[nn.Module, str]]:
     }
 
 
-def _lead_to_one(slot: SlotRef | Given, other: SlotRef) -> bool:
+def _lead_to_one(slot: SlotRef | GivenValue, other: SlotRef) -> bool:
     return slot.bucket is other.bucket and slot.index == other.index
 
 
@@ -50,11 +50,11 @@ def note_shared(root: nn.Module) -> None:
 def refuse_summoned(module: "ShardedParameters", name: str, param: nn.Parameter) -> None:
     """Raise where `param` is the summoned form of another parameter: values would be copied."""
     slot = module._shardc_slots[name]
-    own = slot.slot if isinstance(slot, Given) else slot
+    own = slot.slot if isinstance(slot, GivenValue) else slot
     for root in own.bucket.owner.outermost.modules:
         for holder in root.modules():
             for other in vars(holder).get("_shardc_slots", {}).values():
-                given = isinstance(other, Given) and other.given is param
+                given = isinstance(other, GivenValue) and other.given is param
                 if given and not _lead_to_one(other.slot, own):
                     raise NotImplementedError(
                         f"'{name}' of {module._shardc_class.__name__}: tie it to "
@@ -62,7 +62,7 @@ def refuse_summoned(module: "ShardedParameters", name: str, param: nn.Parameter)
                     )
 
 
-def buckets_of(slots: Mapping[str, SlotRef | Given], own: Unit | None) -> tuple[Bucket, ...]:
+def buckets_of(slots: Mapping[str, SlotRef | GivenValue], own: Unit | None) -> tuple[Bucket, ...]:
     """The buckets that a call of a module opens: of its unit, and of parameters that it holds."""
     held = [slot.bucket for slot in slots.values() if slot.bucket is not None]
     return tuple(dict.fromkeys([*(own.buckets if own else ()), *held]))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Groups:
+class BucketGroups:
     """The names of the groups that a bucket communicates in.
 
     Attributes:
@@ -39,7 +39,7 @@ class Groups:
     mean_op: str
 
 
-def groups_for(bucket: "Bucket") -> Groups:
+def groups_for(bucket: "Bucket") -> BucketGroups:
     """The groups that the bucket's settings ask for, made at first use.
 
     Every rank of the bucket must call it.
@@ -62,7 +62,7 @@ def groups_for(bucket: "Bucket") -> Groups:
         inside = steps.inside if steps is not None and size == steps.local else None
         part = size, inside or own_group(shared, f"of_{size}", size=size)
     mean_op = "avg" if backend_of(shared, bucket.device.type).averages else "sum"
-    return Groups(
+    return BucketGroups(
         gather=own.get("gather", shared),
         reduce=own.get("reduce", shared if "gather" in own else None),
         recut=part,
@@ -72,7 +72,7 @@ def groups_for(bucket: "Bucket") -> Groups:
     )
 
 
-def spec_for(bucket: "Bucket", groups: Groups, evaluating: bool = False) -> UnshardSpec:
+def spec_for(bucket: "Bucket", groups: BucketGroups, evaluating: bool = False) -> UnshardSpec:
     """The spec of the code that `bucket` needs now."""
     layout, ranks, settings = bucket.layout, bucket.ranks, bucket.settings
     stored = bucket.segment.dtype
@@ -146,7 +146,7 @@ def _memory(bucket: "Bucket") -> tuple[str | None, str | None]:
     return memory, None if memory == "symmetric" and not bucket.settings.force_sum else memory
 
 
-def _reduction(bucket: "Bucket", groups: Groups, dtype: torch.dtype) -> Reduction:
+def _reduction(bucket: "Bucket", groups: BucketGroups, dtype: torch.dtype) -> Reduction:
     settings, ranks, waiting = bucket.settings, bucket.ranks, bucket.gradients.waiting
     last = dtype == bucket.segment.dtype and settings.hook is None and not is_elsewhere(bucket)
     _, memory = _memory(bucket)

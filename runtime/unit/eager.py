@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardc.runtime.unit.unit import Unit
 
 
-class ShardedModule(Protocol):
+class HoldsSlots(Protocol):
     """A module that holds sharded parameters, by name in `_shardc_slots`."""
 
     @property
@@ -41,7 +41,7 @@ class ShardedModule(Protocol):
 class EagerCall:
     """A running call of a sharded module."""
 
-    module: ShardedModule
+    module: HoldsSlots
     buckets: list["Bucket"]
     hooks: torch.autograd.graph.saved_tensors_hooks | None
     label: AbstractContextManager[object]
@@ -61,7 +61,7 @@ _forward = _Forward()
 
 
 @compat.untraced
-def begin_call(module: ShardedModule) -> EagerCall:
+def begin_call(module: HoldsSlots) -> EagerCall:
     """Begin an eager call of a sharded module: open its buckets."""
     if torch.jit.is_tracing():
         raise NotImplementedError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from shardc.runtime.layout.spec import UnshardSpec, intern_spec, spec_of
-from shardc.runtime.unit.bucket_spec import Groups, groups_for, spec_for
+from shardc.runtime.unit.bucket_spec import BucketGroups, groups_for, spec_for
 
 if TYPE_CHECKING:
     from shardc.runtime.unit.bucket import Bucket
@@ -28,7 +28,7 @@ class GraphKey:
         code: the spec of the code that unshards the bucket now, while its unit trains.
     """
 
-    groups: Groups
+    groups: BucketGroups
     code: UnshardSpec
     _train: Reading
     _eval: Reading | None

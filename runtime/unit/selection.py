@@ -49,7 +49,7 @@ def runs_hooks() -> bool:
     return _current is None or _current.hooks
 
 
-def is_sharded(value: object) -> TypeGuard[ShardTensor]:
+def is_sharded_param(value: object) -> TypeGuard[ShardTensor]:
     """Whether `value` is a parameter of a bucket."""
     return isinstance(value, ShardTensor) and hasattr(value, "_slot")
 
@@ -75,14 +75,14 @@ def run_for_inputs(
     """
     slots: defaultdict[Bucket, set[int]] = defaultdict(set)
     for param in inputs:
-        if not is_sharded(param):
+        if not is_sharded_param(param):
             continue
         if not param.requires_grad:
             raise RuntimeError("One of the differentiated Tensors does not require grad")
         slot = param._slot  # type: ignore[attr-defined]
         slots[slot.bucket].add(slot.index)
     _refuse_parts(slots, accumulates)
-    others = [value for value in inputs if not is_sharded(value)]
+    others = [value for value in inputs if not is_sharded_param(value)]
     waiting = [bucket.gradients.waiting for bucket in slots]
     leaves: list[Tensor] = [bucket.segment for bucket in slots]
     leaves += [each.sink for each in waiting if each.sink is not None]
@@ -149,4 +149,4 @@ def _without_gradients(params: Sequence[Tensor]) -> Iterator[None]:
             param.grad = grad
 
 
-compat.give_engine_inputs(run_for_inputs, is_sharded)
+compat.give_engine_inputs(run_for_inputs, is_sharded_param)

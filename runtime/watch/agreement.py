@@ -26,7 +26,7 @@ from shardc.runtime.groups.store import Attendance, digest, look, pauses, store_
 from shardc.runtime.watch.entering import in_history
 from shardc.runtime.watch.history import Failed, Parted
 from shardc.runtime.watch.lost_peers import store_holder
-from shardc.runtime.watch.progress import Call, progress
+from shardc.runtime.watch.progress import AwaitedCall, progress
 
 _AGREED = "agreed\n"
 """The first line of a verdict where all ranks agree; the notes follow, one a line."""
@@ -163,13 +163,13 @@ def decline(group: dist.ProcessGroup, what: str, why: str) -> None:
     _rule(store, f"rank {rank} refuses {what}: {why}")
 
 
-def _entry(what: str, facts: Sequence[str]) -> Call:
+def _entry(what: str, facts: Sequence[str]) -> AwaitedCall:
     """The entry of a comparison in the group's history.
 
     The digest of the entry leaves out the facts, which are compared through the store.
     """
     first = f" ({facts[0][:100]})" if facts else ""
-    return Call("a comparison", f"the comparison of {what}{first}{_called_from_here()}")
+    return AwaitedCall("a comparison", f"the comparison of {what}{first}{_called_from_here()}")
 
 
 def _called_from_here() -> str:

@@ -9,7 +9,7 @@ from shardc.runtime import compat
 from shardc.runtime.watch import lost_peers
 from shardc.runtime.watch.history import Failed, Parted, history_of
 from shardc.runtime.watch.long_waits import watch
-from shardc.runtime.watch.progress import Call, progress
+from shardc.runtime.watch.progress import AwaitedCall, progress
 
 BoxedGraph = Callable[[list[object]], object]
 """A compiled graph: it takes its inputs as one list and empties it."""
@@ -38,7 +38,7 @@ def naming(group: str) -> Iterator[None]:
         except RuntimeError as error:
             if history_of(group) is None or not lost_peers.is_from_backend(error):
                 raise  # without peers there is nobody to name
-            raise Failed(lost_peers.explain(group, error)) from error
+            raise Failed(lost_peers.explain_failure(group, error)) from error
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def entering(what: str, group: str, value: Tensor | None = None) -> Iterator[Non
     if value is not None and type(value) is not Tensor:
         yield
     else:
-        with naming(group), Call(what):
+        with naming(group), AwaitedCall(what):
             yield
 
 

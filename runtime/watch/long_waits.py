@@ -30,7 +30,7 @@ from shardc.runtime.watch.lost_peers import (
     said_parted,
 )
 from shardc.runtime.watch.program_collectives import Shown, from_json, parted_from, this_rank
-from shardc.runtime.watch.progress import Call, Label, progress
+from shardc.runtime.watch.progress import AwaitedCall, Label, progress
 
 log = logging.getLogger("shardc")
 
@@ -183,7 +183,9 @@ class _Look:
             return None
         theirs = from_json(store.get(f"{_SHOWN}/{before}"))
         self._name(theirs)
-        return parted_from(history, compat.group_name(self._members), theirs, type(label) is Call)
+        return parted_from(
+            history, compat.group_name(self._members), theirs, type(label) is AwaitedCall
+        )
 
     def _name(self, theirs: Shown) -> None:
         if self._warned and not self._named and theirs.at:

@@ -36,7 +36,7 @@ from shardc.runtime.groups.backends import BACKENDS, end_waits, flight_record
 from shardc.runtime.groups.store import store_of
 from shardc.runtime.watch.entry_board import RING
 from shardc.runtime.watch.history import Failed, Parted, histories, history_of
-from shardc.runtime.watch.progress import Call, CallWait, Label, progress
+from shardc.runtime.watch.progress import AwaitedCall, CallWait, Label, progress
 
 log = logging.getLogger("shardc")
 
@@ -68,7 +68,7 @@ def is_from_backend(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or any(word in text for word in words)
 
 
-def explain(group: str, error: Exception) -> str:
+def explain_failure(group: str, error: Exception) -> str:
     """The message for `error`, which a collective over `group` raised on this rank."""
     members = compat.resolve_group(group)
     timeout = compat.group_timeout(members)
@@ -84,7 +84,7 @@ def explain(group: str, error: Exception) -> str:
     if lines is None and not left:
         others = f"Other ranks cannot be asked: the group's store does not answer. {store_holder()}"
     else:
-        others = compare(line, lines or [], _ranks(members), left)
+        others = compare_lines(line, lines or [], _ranks(members), left)
     return " ".join(
         [
             f"{where}: a peer died or did not take part in time (the group's timeout is "
@@ -211,7 +211,9 @@ def called_from(label: Label) -> str:
 
 
 def _place_of(label: Label | None) -> str:
-    return "" if isinstance(label, (Call, CallWait)) else place_of_thread(progress.main_thread)
+    return (
+        "" if isinstance(label, (AwaitedCall, CallWait)) else place_of_thread(progress.main_thread)
+    )
 
 
 def _called_from(line: Line) -> str:
@@ -253,7 +255,7 @@ def _within(seconds: float, call: Callable[[], T]) -> T | None:
     return results[0] if results else None
 
 
-def compare(
+def compare_lines(
     mine: Line,
     lines: Iterable[Line],
     ranks: list[int],

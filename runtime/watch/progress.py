@@ -189,7 +189,7 @@ def _fact(
     return digest_of(kind, buckets, phase, dtype), str(Label(kind, buckets, phase)) + of
 
 
-class Call(Label):
+class AwaitedCall(Label):
     """A collective that is waited for at once, for a call of the user; not shown in the profiler.
 
     The first argument names the collective, in the same words on all ranks.
@@ -211,7 +211,7 @@ class Call(Label):
     def __str__(self) -> str:
         return self.text
 
-    def __enter__(self) -> "Call":  # type: ignore[override]
+    def __enter__(self) -> "AwaitedCall":  # type: ignore[override]
         self._note()  # as a wait
         progress.started += 1
         progress.last = self
@@ -225,7 +225,7 @@ class Call(Label):
 
 
 class CallWait(Label):
-    """The wait for a collective that a `Call` started; others may have been entered since."""
+    """The wait for the collective of an `AwaitedCall`; others may have been entered since."""
 
     __slots__ = ("text",)
 

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from shardc.backend.compile_cache import CompileCache
 from shardc.backend.frames import with_room_for_frames
 from shardc.backend.graph_plan import (
-    Plan,
+    CompilePlan,
     buckets_by_input,
     distinct_labels,
     joint_listeners,
@@ -24,15 +24,15 @@ from shardc.backend.graph_plan import (
 from shardc.backend.lowering import (
     Finish,
     Run,
-    inductor_settings,
     naming_ranks,
     run_eagerly,
+    settings_of_plan,
     with_executor,
     with_inductor,
 )
 from shardc.backend.options import Options
 from shardc.backend.reads import agree_on_reads, telling_buckets
-from shardc.backend.recompiled import in_words
+from shardc.backend.recompiled import why_again
 from shardc.backend.regional import buckets_of_the_runtime, giving, with_taken
 from shardc.backend.stages import PASSES, Stages
 from shardc.passes import pipeline
@@ -80,7 +80,7 @@ def compile_graph(
     run: Run | None = None,
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with checked options; `run` takes the place of the executor."""
-    with Stages(_is_first_of_job(), in_words(compat.recompile_reason(), gm)) as stages:
+    with Stages(_is_first_of_job(), why_again(compat.recompile_reason(), gm)) as stages:
         return _compile(gm, example_inputs, parsed, mode, run, stages)
 
 
@@ -108,7 +108,7 @@ def _compile(
 
     # Ranks agree on the buckets that the graph reads; it may fetch rows in place of tables.
     replays = compat.replays(parsed.inductor, mode)
-    plan = Plan(parsed, {at: buckets[at] for at in slots}, slots, numbers, stages, replays)
+    plan = CompilePlan(parsed, {at: buckets[at] for at in slots}, slots, numbers, stages, replays)
     agreed = agree_on_reads(plan)
     with stages.stage(PASSES):
         if not replays:
@@ -119,7 +119,7 @@ def _compile(
         # Blocks that repeat become calls, which AOT autograd traces once.
         if parsed.fold:
             lowered = parsed.executor == "inductor"
-            plan.bodies = call_once(gm, inductor_settings(plan, mode) if lowered else None)
+            plan.bodies = call_once(gm, settings_of_plan(plan, mode) if lowered else None)
 
     # AOT autograd makes the joint graph, and a forward and a backward, which are lowered.
     inputs = with_taken(example_inputs, taken)
@@ -155,7 +155,7 @@ def _compile(
 # -- the graphs that AOT autograd makes ----------------------------------------------------------
 
 
-def _finish_joint(plan: Plan, gm: GraphModule) -> GraphModule:
+def _finish_joint(plan: CompilePlan, gm: GraphModule) -> GraphModule:
     """Choose a step within the memory budget, and run the passes over the joint graph."""
     with plan.stages.stage(PASSES):
         plan.bodies.inline(gm)
@@ -167,13 +167,15 @@ def _finish_joint(plan: Plan, gm: GraphModule) -> GraphModule:
         return run_passes(gm, replace(ctx, kept=plan.kept), pipeline.JOINT_PASSES)
 
 
-def _finish_halves(plan: Plan, forward: GraphModule, backward: GraphModule) -> None:
+def _finish_halves(plan: CompilePlan, forward: GraphModule, backward: GraphModule) -> None:
     """Run the passes over forward and backward together, right after the cut."""
     with plan.stages.stage(PASSES):
         run_on_halves(forward, backward, plan.context("joint"), pipeline.HALVES_PASSES)
 
 
-def _finish_graph(plan: Plan, gm: GraphModule, phase: str) -> tuple[GraphModule, PassContext]:
+def _finish_graph(
+    plan: CompilePlan, gm: GraphModule, phase: str
+) -> tuple[GraphModule, PassContext]:
     """Run the last passes over a forward or backward graph, agree on its collectives, and record
     its plan."""
     ctx = plan.context(phase)
@@ -187,7 +189,7 @@ def _finish_graph(plan: Plan, gm: GraphModule, phase: str) -> tuple[GraphModule,
 # -- the cache -----------------------------------------------------------------------------------
 
 
-def _can_cache(plan: Plan) -> bool:
+def _can_cache(plan: CompilePlan) -> bool:
     """Whether the graphs of a plan may come from disk: no dump is wanted, and all passes are ours.
 
     A graph that calls objects of the user by a number of this process is compiled anew.

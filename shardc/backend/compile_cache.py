@@ -26,7 +26,7 @@ from torch.fx import GraphModule
 import shardc.passes
 import shardc.runtime
 from shardc.backend.agreements import Agreed
-from shardc.backend.graph_plan import GraphPlan, Plan
+from shardc.backend.graph_plan import CompilePlan, GraphPlan
 from shardc.backend.options import Options
 from shardc.backend.stages import RANKS
 from shardc.passes.context import Kept
@@ -47,7 +47,7 @@ class Decided:
 
     Attributes:
         agreed: the comparisons of the ranks.
-        joint, kept, graphs: see `Plan`.
+        joint, kept, graphs: see `CompilePlan`.
         calls: by phase, the groups of the graph's collectives, and the groups over which a CUDA
             graph replays them.
     """
@@ -76,7 +76,7 @@ class CompileCache:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: CompilePlan,
         group: dist.ProcessGroup | None,
         alone: bool,
         hints: str,

@@ -50,7 +50,7 @@ _OF_HOST = 0.8
 """The default fraction of a rank's share of the host's memory that a memory budget may use."""
 
 
-class Plan:
+class CompilePlan:
     """State that the graphs of one Dynamo graph share.
 
     Facts of buckets are read when the plan is made: compiled code outlives its buckets, and equal
@@ -318,7 +318,7 @@ class GraphPlan:
         liveness: bytes that the graph itself holds after each node.
         collectives: its collectives, in order.
         order: the kinds of its collectives and waits, in order.
-        number: the number of its `Plan`, equal for the graphs of one Dynamo graph.
+        number: the number of its `CompilePlan`, equal for the graphs of one Dynamo graph.
         buckets: the buckets that the Dynamo graph reads.
         slots: the slots that it reads of each bucket.
         profile, options: the profile and the options of the plan.
@@ -346,9 +346,9 @@ class GraphPlan:
 graph_plans: deque[GraphPlan] = deque(maxlen=64)
 """The plans of the graphs compiled last in this process, newest last."""
 
-joint_listeners: list[Callable[[GraphModule, PassContext, Plan], None]] = []
+joint_listeners: list[Callable[[GraphModule, PassContext, CompilePlan], None]] = []
 """Called with every joint graph, before the first decision for it."""
 
-listeners: list[Callable[[GraphModule | None, PassContext, Plan, GraphPlan], None]] = []
+listeners: list[Callable[[GraphModule | None, PassContext, CompilePlan, GraphPlan], None]] = []
 """Called with every finished graph and its plan, before it is lowered; with None in place of a
 graph that is loaded."""

@@ -6,7 +6,7 @@ AOT autograd calls back, in this order:
     Finish.halves    forward and backward, together
     Finish.graph     the forward, then the backward                and then lowers each
 
-Bodies of blocks that repeat are traced before (`Plan.trace_bodies`). A graph that is loaded from
+Bodies of blocks that repeat are traced before (`CompilePlan.trace_bodies`). A graph that is loaded from
 the cache goes through none of this: `CompileCache` takes over the decisions kept with it.
 Inductor's own cache is asked after `Finish.graph`, so no pass is ever skipped on one rank alone.
 """
@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 
 from shardc.backend.compile_cache import CompileCache
 from shardc.backend.executor import eager_executor
-from shardc.backend.graph_plan import Plan
+from shardc.backend.graph_plan import CompilePlan
 from shardc.backend.repro import write_repro
 from shardc.backend.stages import INDUCTOR
 from shardc.passes import pipeline
@@ -59,7 +59,7 @@ class Finish:
 
 
 def with_executor(
-    gm: GraphModule, inputs: Sequence[Any], plan: Plan, finish: Finish, run: Run
+    gm: GraphModule, inputs: Sequence[Any], plan: CompilePlan, finish: Finish, run: Run
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph without Inductor; `run` makes its forward and backward callable."""
 
@@ -84,7 +84,7 @@ def with_executor(
 def with_inductor(
     gm: GraphModule,
     inputs: Sequence[Any],
-    plan: Plan,
+    plan: CompilePlan,
     finish: Finish,
     mode: str | None,
     run: Run | None = None,
@@ -94,7 +94,7 @@ def with_inductor(
 
     With a `cache`, AOT autograd looks for the graph there first.
     """
-    patches = inductor_settings(plan, mode)
+    patches = settings_of_plan(plan, mode)
     patches[compat.JOINT_PASS] = compat.joint_pass(
         finish.joint,
         repr([name_of(step) for step in pipeline.JOINT_PASSES]),
@@ -133,7 +133,7 @@ def with_inductor(
     return compat.compile_fx(gm, inputs, inner_compile, patches, cache)
 
 
-def inductor_settings(plan: Plan, mode: str | None) -> dict[str, object]:
+def settings_of_plan(plan: CompilePlan, mode: str | None) -> dict[str, object]:
     """Inductor's settings for a compile, without the passes of shardc.
 
     Frugal settings keep memory as planned: on accelerators always, on CPUs only with a budget. On
@@ -149,7 +149,7 @@ def _compile(
     graph: GraphModule,
     inputs: Sequence[Any],
     ctx: PassContext,
-    plan: Plan,
+    plan: CompilePlan,
     kwargs: dict[str, Any],
 ) -> Any:
     """Compile a copy of a graph by Inductor, folded where the graph repeats and Inductor allows it.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from shardc.passes.estimate.hardware import (
-    Budget,
+    Amount,
     Profile,
     as_profile,
     budget_bytes,
@@ -18,7 +18,7 @@ from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Must, NotNegative, check_value, hints_of
 
 Seconds = Annotated[float, Must("a positive number of seconds", lambda s: 0 < s < math.inf)]
-Settings = Annotated[dict[str, Any], Must("a dict of settings of torch._inductor.config")]
+InductorSettings = Annotated[dict[str, Any], Must("a dict of settings of torch._inductor.config")]
 Units = Annotated[int, Must("a count of units", lambda count: count >= 0)]
 
 
@@ -70,17 +70,17 @@ class Options:
     executor: Literal["inductor", "eager"] = "inductor"
     fallback: bool = True
     fold: bool = True
-    inductor: Settings = field(default_factory=dict)
+    inductor: InductorSettings = field(default_factory=dict)
     schedule: bool = True
     profile: Profile | str | None = None
     prefetch: Literal["auto"] | Units = "auto"
     backward_prefetch: Literal["auto", "pre", "post"] | None = "auto"
     coalesce: bool | None = None
     embedding_rows: Literal["auto"] | bool = "auto"
-    memory_budget: Budget | None = None
+    memory_budget: Amount | None = None
     offload_activations: bool = True
     offload_optimizer_state: bool = True
-    host_memory: Budget | None = None
+    host_memory: Amount | None = None
     optimizer_states: NotNegative = 2.0
     agreement_timeout: Seconds | None = None
 

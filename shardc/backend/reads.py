@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardc.backend.graph_plan import Plan, distinct_labels
+from shardc.backend.graph_plan import CompilePlan, distinct_labels
 from shardc.backend.recomputed import note_readings
 from shardc.runtime import compat
 from shardc.runtime.unit.accumulate import flush_when_done
@@ -50,7 +50,7 @@ class AgreedReads:
     alone: bool
 
 
-def agree_on_reads(plan: Plan) -> AgreedReads:
+def agree_on_reads(plan: CompilePlan) -> AgreedReads:
     """Agree on the buckets that a graph reads, and their order; slots may differ and are united.
 
     The same buckets read in another mode (gradients wait, no gradients) make another graph, and all

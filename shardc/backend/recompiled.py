@@ -83,7 +83,7 @@ _GUARDS: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
 _SIGNATURE = re.compile(r"bucket\.key\._(?:train|eval)(?:\[0\])? == \(?'(?P<signature>\w+)'")
 
 
-def in_words(reason: str, gm: GraphModule) -> str:
+def why_again(reason: str, gm: GraphModule) -> str:
     """Dynamo's reason to compile `gm` again, in words; "" where it gave none.
 
     Only the first guard is told, a guard of the graph that was compiled last.

@@ -134,7 +134,7 @@ def _amount_or_curve(text: str) -> str:
     return text if text == "curve" else amount(text)
 
 
-def check_reshard(reshard: bool | int | None, world_size: int) -> None:
+def check_reshard_size(reshard: bool | int | None, world_size: int) -> None:
     """Raise UsageError unless `world_size` ranks can be cut into groups of `reshard` ranks."""
     if reshard not in (None, True, False) and (reshard < 1 or world_size % reshard):
         raise UsageError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shardc.commands.arguments import add_step, count
 from shardc.commands.errors import FoundProblem, UsageError
 from shardc.commands.explain import explain_target, explaining
-from shardc.commands.progress_line import Progress, showing_progress
+from shardc.commands.progress_line import ProgressLine, showing_progress
 from shardc.commands.target import EXAMPLE
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _makers(source: str, args: argparse.Namespace) -> list[Callable[[Progress], "Report"]]:
+def _makers(source: str, args: argparse.Namespace) -> list[Callable[[ProgressLine], "Report"]]:
     """The functions that make the reports of a file, or of a model.
 
     Raises:

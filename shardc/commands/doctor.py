@@ -12,7 +12,7 @@ from shardc.commands.errors import UsageError
 from shardc.reports.terminal import wrap
 
 if TYPE_CHECKING:
-    from shardc.commands.machine import Finding
+    from shardc.commands.machine import Checked
 
 NAME = "doctor"
 SUMMARY = "check whether this machine can train, and say what to do where it cannot"
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--timeout must be more than 0 seconds, got {args.timeout:g}")
     from shardc.commands.machine import checks
 
-    found: dict[str, Finding] = {}
+    found: dict[str, Checked] = {}
     todo = list(checks())
     with tqdm(todo, unit="check", leave=False, disable=None) as progress:
         for name, check in progress:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if devices else 1
 
 
-def can_train(found: Mapping[str, "Finding"]) -> list[str]:
+def can_train(found: Mapping[str, "Checked"]) -> list[str]:
     """The devices for which all checks are ok that training needs."""
     return [
         device
@@ -71,12 +71,12 @@ def can_train(found: Mapping[str, "Finding"]) -> list[str]:
     ]
 
 
-def _line(name: str, finding: "Finding") -> str:
+def _line(name: str, finding: "Checked") -> str:
     what = f"{finding.detail} -> {finding.advice}" if finding.advice else finding.detail
     return wrap(what, first=f"{finding.status:<8} {name:<18} ", then=" " * 28)
 
 
-def _verdict(devices: list[str], found: Mapping[str, "Finding"]) -> str:
+def _verdict(devices: list[str], found: Mapping[str, "Checked"]) -> str:
     if not devices:
         return "This machine cannot train yet: see what is missing or broken above."
     slow = [device for device in devices if found[f"compile for {device}"].status != "ok"]

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from shardc.commands.arguments import (
     add_step,
     add_target,
-    check_reshard,
+    check_reshard_size,
     example_inputs,
     mesh_sizes,
     read_precision,
     read_profile,
 )
 from shardc.commands.errors import FoundProblem, UsageError, finding_problems
-from shardc.commands.progress_line import Progress, showing_progress
+from shardc.commands.progress_line import ProgressLine, showing_progress
 from shardc.commands.target import EXAMPLE, find_target, load_model
 from shardc.reports.pictures.endings import check_ending
 from shardc.runtime.checks.words import plural
@@ -94,16 +94,16 @@ _BEFORE_WITHIN = {"sharding": 0.0, "tracing": 0.02, "planning": 0.22}
 measured for Llama 3 8B."""
 
 
-def explaining(args: argparse.Namespace, title: str, parts: int) -> Progress:
+def explaining(args: argparse.Namespace, title: str, parts: int) -> ProgressLine:
     """The progress of `parts` calls of `explain_target`."""
-    return Progress(title, parts, _BEFORE_WITHIN if args.memory_budget else _BEFORE)
+    return ProgressLine(title, parts, _BEFORE_WITHIN if args.memory_budget else _BEFORE)
 
 
 def explain_target(
     args: argparse.Namespace,
     target: str,
     world_size: int,
-    progress: Progress,
+    progress: ProgressLine,
     symbolic: bool = False,
 ) -> "Report":
     """The report of the model that `target` names, on `world_size` ranks a copy.
@@ -113,7 +113,7 @@ def explain_target(
         FoundProblem: the model cannot be sharded or compiled.
     """
     mesh = mesh_sizes(args.copies, world_size)
-    check_reshard(args.reshard, world_size)
+    check_reshard_size(args.reshard, world_size)
     progress("importing torch")
     find_target(target)
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy

@@ -15,7 +15,7 @@ from shardc.commands.arguments import (
     read_profile,
 )
 from shardc.commands.errors import finding_problems
-from shardc.commands.progress_line import Progress, showing_progress
+from shardc.commands.progress_line import ProgressLine, showing_progress
 from shardc.commands.target import EXAMPLE, load_model
 from shardc.reports.terminal import Column, table, wrap
 from shardc.runtime.checks.words import bytes_like, format_seconds, plural
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Search, and print both answers."""
     mesh_sizes(1, args.world_size)
-    with showing_progress(Progress("fit", _PLANS)) as progress:
+    with showing_progress(ProgressLine("fit", _PLANS)) as progress:
         size, ranks = _search(args, progress)
     if args.json:
         print(json.dumps({args.grow: _record(size), "ranks": _record(ranks)}, indent=2))
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if size.size else 1
 
 
-def _search(args: argparse.Namespace, progress: Progress) -> tuple["Fit", "Fit"]:
+def _search(args: argparse.Namespace, progress: ProgressLine) -> tuple["Fit", "Fit"]:
     """The largest size, and the fewest ranks."""
     progress("building the model")
     model, inputs = load_model(args.target)

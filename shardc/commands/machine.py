@@ -22,7 +22,7 @@ _SLOWER = (
 
 
 @dataclass(frozen=True)
-class Finding:
+class Checked:
     """The finding of one check.
 
     Attributes:
@@ -39,7 +39,7 @@ class Finding:
 class Check(Protocol):
     """A check; `timeout` is the seconds that a process of the check may take."""
 
-    def __call__(self, timeout: float) -> Finding: ...
+    def __call__(self, timeout: float) -> Checked: ...
 
 
 def checks() -> Iterator[tuple[str, Check]]:
@@ -60,25 +60,25 @@ def checks() -> Iterator[tuple[str, Check]]:
     yield "calibration", check_calibration
 
 
-def check_torch(timeout: float) -> Finding:
+def check_torch(timeout: float) -> Checked:
     """Check whether shardc supports this torch."""
     span = " to ".join(compat.supported())
     major, minor = torch.__version__.split(".")[:2]
     if (int(major), int(minor)) in compat.VERSIONS:
-        return Finding("ok", f"{torch.__version__} (supported: {span})")
-    return Finding(
+        return Checked("ok", f"{torch.__version__} (supported: {span})")
+    return Checked(
         "broken",
         f"{torch.__version__} is not supported (only {span})",
         f"pip install 'torch{compat.specifier()}'",
     )
 
 
-def check_cpp_compiler(timeout: float) -> Finding:
+def check_cpp_compiler(timeout: float) -> Checked:
     """Check whether Inductor finds a C++ compiler."""
     try:
-        return Finding("ok", compat.cpp_compiler())
+        return Checked("ok", compat.cpp_compiler())
     except RuntimeError:
-        return Finding(
+        return Checked(
             "missing",
             "Inductor finds none",
             "install g++ (apt install g++, dnf install gcc-c++), or set CXX to a compiler; "
@@ -86,83 +86,83 @@ def check_cpp_compiler(timeout: float) -> Finding:
         )
 
 
-def check_compile(device: str, timeout: float) -> Finding:
+def check_compile(device: str, timeout: float) -> Checked:
     """Check whether Inductor compiles and runs a small function."""
     why = try_compile(device, timeout)
     if not why:
-        return Finding("ok", "Inductor compiled and ran a small function")
+        return Checked("ok", "Inductor compiled and ran a small function")
     needs = "a C++ compiler and Python's headers (python3-dev)"
     if device == "cuda":
         needs = "Triton, a C compiler and the GPU's driver"
-    return Finding("broken", why, f"Inductor needs {needs}, or more time (--timeout); {_SLOWER}")
+    return Checked("broken", why, f"Inductor needs {needs}, or more time (--timeout); {_SLOWER}")
 
 
-def check_gpu(timeout: float) -> Finding:
+def check_gpu(timeout: float) -> Checked:
     """Check which GPUs torch can use."""
     if torch.cuda.is_available():
         count, memory = torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory
-        return Finding(
+        return Checked(
             "ok", f"{count} x {torch.cuda.get_device_name()}, {memory / 2**30:.0f} GiB each"
         )
     if torch.version.cuda is None:
-        return Finding(
+        return Checked(
             "missing",
             "this build of torch has no CUDA",
             "none is needed on CPU; with a GPU install a CUDA build (https://pytorch.org)",
         )
-    return Finding(
+    return Checked(
         "missing",
         "torch finds none",
         "none is needed on CPU; with a GPU see that nvidia-smi lists it",
     )
 
 
-def check_triton(timeout: float) -> Finding:
+def check_triton(timeout: float) -> Checked:
     """Check whether Triton is installed: Inductor compiles for GPUs with Triton."""
     if importlib.util.find_spec("triton") is None:
         advice = "only GPUs need it; it comes with CUDA builds of torch"
-        return Finding("missing", "not installed", advice)
+        return Checked("missing", "not installed", advice)
     try:
-        return Finding("ok", metadata.version("triton"))
+        return Checked("ok", metadata.version("triton"))
     except metadata.PackageNotFoundError:
-        return Finding("ok", "installed, of unknown version")
+        return Checked("ok", "installed, of unknown version")
 
 
-def check_backend(backend: str, timeout: float) -> Finding:
+def check_backend(backend: str, timeout: float) -> Checked:
     """Check whether torch was built with a backend of collectives."""
     if dist.is_backend_available(backend):
-        return Finding("ok", "built into torch")
+        return Checked("ok", "built into torch")
     where = "GPUs" if backend == "nccl" else "CPUs"
-    return Finding(
+    return Checked(
         "missing", "not in this build of torch", f"only {where} need it; install another build"
     )
 
 
-def check_gather(backend: str, world_size: int, timeout: float) -> Finding:
+def check_gather(backend: str, world_size: int, timeout: float) -> Checked:
     """Check whether processes of this machine can gather."""
     if not dist.is_backend_available(backend):
-        return Finding("missing", f"no {backend}", f"install a build of torch with {backend}")
+        return Checked("missing", f"no {backend}", f"install a build of torch with {backend}")
     why = try_gather(backend, world_size, timeout)
     if not why:
         several = plural(world_size, "process", "processes")
-        return Finding("ok", f"{several} over {backend}, joined on {HOST}")
+        return Checked("ok", f"{several} over {backend}, joined on {HOST}")
     if backend == "gloo":
         advice = "let programs listen on 127.0.0.1; where this host's name has no address: export "
-        return Finding("broken", why, advice + "GLOO_SOCKET_IFNAME=lo")
-    return Finding("broken", why, "export NCCL_DEBUG=INFO and run it again: NCCL says more")
+        return Checked("broken", why, advice + "GLOO_SOCKET_IFNAME=lo")
+    return Checked("broken", why, "export NCCL_DEBUG=INFO and run it again: NCCL says more")
 
 
-def check_calibration(timeout: float) -> Finding:
+def check_calibration(timeout: float) -> Checked:
     """Check which calibrations of this machine are kept."""
     folder = calibration_folder()
     kept = calibrations_kept("cuda" if torch.cuda.is_available() else "cpu")
     damaged = [path for path in kept if not is_calibration(path)]
     if damaged:
-        return Finding("broken", f"{damaged[0]} cannot be read", "delete it, or calibrate anew")
+        return Checked("broken", f"{damaged[0]} cannot be read", "delete it, or calibrate anew")
     if not kept:
-        return Finding(
+        return Checked(
             "missing",
             f"none in {folder}",
             "optional: shardc calibrate; without it shardc plans by the device's data sheet",
         )
-    return Finding("ok", f"{', '.join(path.stem for path in kept)} in {folder}")
+    return Checked("ok", f"{', '.join(path.stem for path in kept)} in {folder}")

@@ -16,7 +16,7 @@ from shardc.commands.arguments import (
     read_precision,
 )
 from shardc.commands.errors import UsageError, finding_problems
-from shardc.commands.progress_line import Progress, showing_progress
+from shardc.commands.progress_line import ProgressLine, showing_progress
 from shardc.commands.target import EXAMPLE, find_target, load_model
 from shardc.runtime.checks.words import plural
 
@@ -84,7 +84,10 @@ def run(args: argparse.Namespace) -> int:
     model, inputs = load_model(args.target)
     positional, named = example_inputs(inputs, args.target)
     title = f"precompile for {plural(math.prod(mesh), 'rank')}"
-    with showing_progress(Progress(title)) as progress, finding_problems(args.target, "compiled"):
+    with (
+        showing_progress(ProgressLine(title)) as progress,
+        finding_problems(args.target, "compiled"),
+    ):
         done = precompile(
             model,
             *positional,

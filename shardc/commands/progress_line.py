@@ -17,7 +17,7 @@ _LEAST_DONE = 0.1
 """The time left is not estimated before this share of the whole is done."""
 
 
-class Progress:
+class ProgressLine:
     """The stages that have begun, and the time left.
 
     Args:
@@ -78,7 +78,7 @@ class Progress:
 
 
 @contextmanager
-def showing_progress(progress: Progress) -> Iterator[Progress]:
+def showing_progress(progress: ProgressLine) -> Iterator[ProgressLine]:
     """Show the line inside, with the time that has passed."""
     done = threading.Event()
     bar = tqdm(bar_format="{desc} [{elapsed}]", leave=False, disable=None, delay=DELAY)

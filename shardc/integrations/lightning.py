@@ -24,12 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardc.integrations.lightning_checkpoint import (
-    is_sharded,
+    holds_units,
     loading,
     model_of,
     read,
     saving,
-    write,
+    write_checkpoint,
 )
 from shardc.runtime.checks.meta import states_on_meta
 from shardc.runtime.modules.forward_method import register_fsdp_forward_method
@@ -66,7 +66,7 @@ class _Sharding:
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Shard `model` unless it is sharded, and initialise its parameters and buffers on meta."""
-        if not is_sharded(model):
+        if not holds_units(model):
             if self._shard_fn is not None:
                 self._shard_fn(model, mesh)
             else:
@@ -150,7 +150,7 @@ class FabricStrategy(_Sharding, FabricModelParallel):
             held = tensors if key in tensors else rest
             if keep is not None and isinstance(held[key], dict):
                 held[key] = {name: v for name, v in held[key].items() if keep(name, v)}
-        write(Path(self.broadcast(path)), tensors, rest, full, self.global_rank)
+        write_checkpoint(Path(self.broadcast(path)), tensors, rest, full, self.global_rank)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -222,7 +222,7 @@ class TrainerStrategy(_Sharding, TrainerModelParallel):
         """Shard the LightningModule, then make its optimizers."""
         model: nn.Module = self.lightning_module
         self.accelerator.setup(trainer)
-        fresh = not is_sharded(model)
+        fresh = not holds_units(model)
         self.model = model = self._shard(self.precision_plugin.convert_module(model), self._mesh)
         for name in _STEPS if isinstance(model, ShardedModule) else ():
             register_fsdp_forward_method(model, name)

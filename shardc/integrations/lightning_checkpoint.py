@@ -29,7 +29,7 @@ META = "meta.pt"
 """The file of a sharded checkpoint with all entries that are no model and no optimizer."""
 
 
-def is_sharded(model: object) -> bool:
+def holds_units(model: object) -> bool:
     """Whether `fully_shard` was called on the module or on a module inside."""
     return isinstance(model, nn.Module) and any(
         isinstance(module, ShardedModule) for module in model.modules()
@@ -48,7 +48,7 @@ def loading(strict: bool) -> StateDictOptions:
 
 def model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
     """The key and the model of the one sharded model in a state."""
-    found = [(key, value) for key, value in state.items() if is_sharded(value)]
+    found = [(key, value) for key, value in state.items() if holds_units(value)]
     if len(found) != 1:
         raise ValueError(
             f"a checkpoint holds one sharded model, but the state {list(state)} has {len(found)}: "
@@ -57,7 +57,7 @@ def model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
     return found[0]
 
 
-def write(
+def write_checkpoint(
     path: Path, tensors: Mapping[str, Any], rest: Mapping[str, Any], full: bool, rank: int
 ) -> None:
     """Write a checkpoint: a folder of parts with `rest` in `meta.pt`, or all in one file."""

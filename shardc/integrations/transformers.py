@@ -39,7 +39,7 @@ from shardc.state.state_dict import (
     get_model_state_dict,
     set_optimizer_state_dict,
 )
-from shardc.state.values import gathered
+from shardc.state.values import full_values
 
 _Base: Any = object  # the Trainer that the mixin is mixed into
 
@@ -208,7 +208,7 @@ def _exported(model: nn.Module) -> dict[str, Any]:
         ).values()
     }
     chosen = {name: value for name, value in state.items() if id(value) in kept}
-    return gathered(chosen, ModelRanks.of(model), offload=True)
+    return full_values(chosen, ModelRanks.of(model), offload=True)
 
 
 def _given_whole(make: type[Optimizer]) -> type[Optimizer]:

@@ -22,7 +22,7 @@ class _Named(nn.Module):
         yield from self._named.items()
 
 
-class Given:
+class GivenParams:
     """Groups of parameters or of (name, parameter) pairs, or a model with named parameters."""
 
     def __init__(self, params: Params) -> None:

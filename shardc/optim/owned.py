@@ -28,7 +28,7 @@ from shardc.runtime.comm.collectives import all_reduce
 from shardc.runtime.tensor.shard_operands import bump, cut
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
-Finish = Callable[[], None]
+Receive = Callable[[], None]
 """Waits for messages that were started and takes their values."""
 
 
@@ -117,7 +117,7 @@ class Owned:
         """Call `each` for every stage while its whole tensors are here; bring their values back."""
         used = self._used()
         coming = self._to_owners(self.stages[0], used)
-        leaving: Finish = _nothing
+        leaving: Receive = _nothing
         for stage, following in zip_longest(self.stages, self.stages[1:]):
             arrive, coming = coming, self._to_owners(following, used) if following else _nothing
             arrive()
@@ -166,7 +166,7 @@ class Owned:
         return used
 
     @torch.no_grad()
-    def _to_owners(self, stage: Stage, used: set[Tensor], values: bool = True) -> Finish:
+    def _to_owners(self, stage: Stage, used: set[Tensor], values: bool = True) -> Receive:
         """Start to bring a stage's gradients to their owners; with `values`, the values, too."""
         started = []
         for route in stage.routes:
@@ -190,7 +190,7 @@ class Owned:
         return arrive
 
     @torch.no_grad()
-    def _to_parts(self, stage: Stage, keeps: bool = False) -> Finish:
+    def _to_parts(self, stage: Stage, keeps: bool = False) -> Receive:
         """Start to bring the owners' values to the parts; `keeps` leaves them on owners, too."""
         started = []
         for route in stage.routes:

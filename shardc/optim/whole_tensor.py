@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardc.optim.first_state import parameters_of
-from shardc.optim.given import OWN, Given, Params
+from shardc.optim.given import OWN, GivenParams, Params
 from shardc.optim.independence import is_independent
 from shardc.optim.owned import Owned, Stage, stand_in
 from shardc.optim.owner_state import OwnerState
@@ -63,7 +63,7 @@ class WholeTensorOptimizer(Optimizer):
     ) -> None:
         self._ready = False
         self._make, self._settings = make, settings
-        given = Given(params)
+        given = GivenParams(params)
         stand_ins = {p: stand_in(p, "meta") for p in given.params}
         template = make(given.replaced(stand_ins), **settings)
         users = {made: param for param, made in stand_ins.items()}
@@ -96,7 +96,7 @@ class WholeTensorOptimizer(Optimizer):
         """The whole tensors that this rank has of `params`."""
         return {p: self.owned.whole[p] for p in params if p in self.owned.whole}
 
-    def _must_be_together(self, given: Given) -> bool:
+    def _must_be_together(self, given: GivenParams) -> bool:
         params = parameters_of(self)
         if self._asks_closure or len(params) < 2:
             return self._asks_closure

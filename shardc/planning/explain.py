@@ -22,11 +22,11 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from shardc.backend.fake_ranks import fake_ranks, give_fakes, sharded_copy, sizes_of
-from shardc.backend.graph_plan import Plan, joint_listeners
+from shardc.backend.graph_plan import CompilePlan, joint_listeners
 from shardc.backend.options import Options
 from shardc.passes.budget.curve import Curve, memory_curve
 from shardc.passes.context import PassContext
-from shardc.passes.estimate.hardware import Budget, Profile, as_profile, planning_for
+from shardc.passes.estimate.hardware import Amount, Profile, as_profile, planning_for
 from shardc.planning.plan_step import plan_step
 from shardc.reports import plan_text  # noqa: F401 (it listens for finished plans)
 from shardc.reports.formulas import token_formulas
@@ -48,7 +48,7 @@ def explain(
     devices_per_node: Count | None = None,
     profile: Profile | str = "h100-nvlink",
     options: dict[str, Any] | None = None,
-    memory_budget: Literal["curve"] | Budget | None = None,
+    memory_budget: Literal["curve"] | Amount | None = None,
     train: bool = True,
     symbolic: bool = False,
     progress: Callable[[str], object] = str,
@@ -137,7 +137,7 @@ def _drawing_curves(
     """A context in which each joint graph, if `wanted`, adds its curve and plan's static bytes."""
     curves: list[tuple[Curve, int]] = []
 
-    def draw(gm: GraphModule, ctx: PassContext, plan: Plan) -> None:
+    def draw(gm: GraphModule, ctx: PassContext, plan: CompilePlan) -> None:
         progress("weighing memory against time")
         if ctx.options is not None and ctx.results is not None:
             curves.append((memory_curve(gm, ctx), plan.static_bytes))

@@ -57,7 +57,7 @@ def token_formulas(record: Record, doubled: Record) -> Formulas:
     return _texts(formulas)
 
 
-def evaluate(formula: str, ranks: float | None = None, tokens: float | None = None) -> float:
+def formula_value(formula: str, ranks: float | None = None, tokens: float | None = None) -> float:
     """The value of a formula for numbers of ranks and tokens.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from shardc.backend.graph_plan import GraphPlan, Plan, graph_plans, listeners
+from shardc.backend.graph_plan import CompilePlan, GraphPlan, graph_plans, listeners
 from shardc.backend.options import Options
 from shardc.passes.context import PassContext
 from shardc.passes.estimate.hardware import Profile
@@ -80,7 +80,7 @@ def rows_of(plan: GraphPlan) -> GraphRows:
     return rows
 
 
-def _play(gm: GraphModule | None, ctx: PassContext, plan: Plan, finished: GraphPlan) -> None:
+def _play(gm: GraphModule | None, ctx: PassContext, plan: CompilePlan, finished: GraphPlan) -> None:
     if gm is not None:
         fused = finished.options.executor == "inductor"
         rows = read_graph(gm, ctx.phase, finished.profile, finished.liveness, fused)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch.fx import GraphModule
 
-from shardc.backend.graph_plan import GraphPlan, Plan, listeners
+from shardc.backend.graph_plan import CompilePlan, GraphPlan, listeners
 from shardc.passes.context import PassContext
 from shardc.passes.dump import is_wanted, write_text
 from shardc.reports.assemble import bucket_row
@@ -21,7 +21,9 @@ from shardc.runtime.watch.progress import in_short
 log = logging.getLogger("shardc")
 
 
-def _say_plan(gm: GraphModule | None, ctx: PassContext, plan: Plan, graph_plan: GraphPlan) -> None:
+def _say_plan(
+    gm: GraphModule | None, ctx: PassContext, plan: CompilePlan, graph_plan: GraphPlan
+) -> None:
     """Log the plan of a finished graph, and dump the plan if dumps are wanted."""
     if not (log.isEnabledFor(logging.INFO) or is_wanted()):
         return
@@ -70,7 +72,7 @@ def decisions(
         )
 
 
-def plan_text(ctx: PassContext, plan: Plan, graph_plan: GraphPlan) -> str:
+def plan_text(ctx: PassContext, plan: CompilePlan, graph_plan: GraphPlan) -> str:
     """The tables of a graph: its buckets, its schedule, its memory."""
     rows = rows_of(graph_plan)
     own = [bucket_row(bucket, rows.kept) for bucket in plan.buckets.values()]

@@ -31,7 +31,7 @@ from shardc.reports.trace_events import (
     LabelEvent,
     by_key,
     event_seconds,
-    read_events,
+    read_trace,
     stalls_in,
     with_root,
 )
@@ -161,7 +161,7 @@ def compare_with_profile(record: Record, trace: str | Path | Mapping[str, Any]) 
     Raises:
         ValueError: `trace` is no trace, has no labels of shardc, or is of another model.
     """
-    events = read_events(trace)
+    events = read_trace(trace)
     labels = [label for event in events if (label := LabelEvent.read(event)) is not None]
     if not labels:
         raise ValueError(f"the trace names no collectives of shardc: {HOW}")

@@ -53,7 +53,7 @@ class LabelEvent:
         return 0 <= since <= self.seconds and event.get("tid") == self.thread
 
 
-def read_events(trace: str | Path | Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def read_trace(trace: str | Path | Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The events that have a duration, in the order of their starts."""
     if not isinstance(trace, Mapping):
         opened = gzip.open if str(trace).endswith(".gz") else open

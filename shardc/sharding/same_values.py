@@ -12,7 +12,7 @@ from shardc.runtime.checks.arguments import checked
 from shardc.runtime.groups.communicators import group_over
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.watch.entering import entering
-from shardc.sharding.sync import plain_parts
+from shardc.sharding.sync import local_parts
 
 
 @checked
@@ -56,7 +56,7 @@ def _digest(tensor: Tensor) -> str:
     if tensor.is_meta:
         return f"{about} on meta"
     digest = hashlib.sha256()
-    for part in plain_parts(tensor):
+    for part in local_parts(tensor):
         data = part.cpu().contiguous().reshape(-1).view(torch.uint8)
         digest.update(data.numpy().data)
     return f"{about}, sha256 {digest.hexdigest()[:8]}"

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from shardc.passes.estimate.hardware import current_profile
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import check_arguments
-from shardc.runtime.groups.ranks import Ranks, ranks_of
+from shardc.runtime.groups.ranks import Ranks, mesh_ranks
 from shardc.runtime.modules.controls import Reshard
 from shardc.runtime.modules.modules import make_unit
 from shardc.runtime.tensor.extension import Extension
@@ -119,7 +119,7 @@ def fully_shard(
     }
     spmd = spmd_of(mesh, dp_mesh_dims)
     mesh = data_parallel_mesh(mesh, dp_mesh_dims)
-    ranks, what = ranks_of(mesh), "the parameters given to fully_shard"
+    ranks, what = mesh_ranks(mesh), "the parameters given to fully_shard"
     everyone = compat.resolve_group(ranks.everyone)
     try:
         modules = check_modules(module)

@@ -142,7 +142,7 @@ def sync_buffers(
     for module, name, buffer in list(unsynced_buffers(modules, skipped)):
         if id(buffer) not in sent:
             sent[id(buffer)] = value = _writable(buffer, device)
-            for part in plain_parts(value):
+            for part in local_parts(value):
                 _broadcast(part, ranks)
         if sent[id(buffer)] is not buffer:
             setattr(module, name, sent[id(buffer)])
@@ -156,7 +156,7 @@ def _writable(buffer: Tensor, device: torch.device) -> Tensor:
     return buffer.contiguous() if type(buffer) is Tensor else buffer
 
 
-def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+def local_parts(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that a tensor is made of, as `__tensor_flatten__` names them."""
     if compat.is_dtensor(tensor):
         yield compat.local_of(tensor)
@@ -165,7 +165,7 @@ def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
     else:
         flatten: Callable[[], Any] = tensor.__tensor_flatten__
         for name in flatten()[0]:
-            yield from plain_parts(getattr(tensor, name))
+            yield from local_parts(getattr(tensor, name))
 
 
 def _broadcast(tensor: Tensor, ranks: Ranks) -> None:

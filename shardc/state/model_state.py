@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardc.runtime import compat
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.state.names import canonical_name, parameter_names
-from shardc.state.values import Announced, Values, write
+from shardc.state.values import Announced, Values, write_value
 
 _SHOWN = 8
 
@@ -84,7 +84,7 @@ class ModelLoad:
                 continue
             value, target = self.values.fetch(given[name]), self.own[key]
             if isinstance(target, Tensor) and not _is_extra(name):
-                write(target, value, self.local)
+                write_value(target, value, self.local)
                 value = target
             loaded[key] = value
         for name, value in given.items():

@@ -26,7 +26,7 @@ from shardc.state.names import (
     rekeyed,
     unflattened,
 )
-from shardc.state.values import Values, map_leaves, part_like, whole, write
+from shardc.state.values import Values, map_leaves, part_like, whole, write_value
 
 _OWN = ("params", "param_names")
 """Entries of a parameter group about its parameters; the rest are hyperparameters."""
@@ -257,7 +257,7 @@ class OptimizerLoad:
             value = whole(value, existing.device)
             if value.shape != existing.shape or value.dtype != existing.dtype:
                 return value.to(existing.device, copy=True)
-        write(existing, value, self.local)
+        write_value(existing, value, self.local)
         return existing
 
     def _local_like(self, param: Tensor, value: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from shardc.sharding.materialize import materialize
 from shardc.state.model_state import model_state, raise_for
 from shardc.state.names import canonical_name, parameter_names
 from shardc.state.ranks import ModelRanks
-from shardc.state.values import write
+from shardc.state.values import write_value
 
 _NAMES = ("model.safetensors.index.json", "model.safetensors")
 _SHOWN = 8
@@ -183,7 +183,7 @@ def _fill(target: Tensor, file: Any, source: _Source) -> None:
     """Read this rank's part of the target, in the target's dtype and on its device."""
     if not isinstance(target, ShardTensor) or not source.shape:
         if not isinstance(target, ShardTensor) or target._local.numel():
-            write(target, read_box(file, source.name, None).to(target.dtype))
+            write_value(target, read_box(file, source.name, None).to(target.dtype))
         return
     local, (start, _) = target._local, target._shard_spec.interval()
     for box in target._boxes():

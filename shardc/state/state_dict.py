@@ -23,7 +23,7 @@ from shardc.state.model_state import ModelLoad, model_state
 from shardc.state.names import flattened, prefixes_of
 from shardc.state.optimizer_state import OptimizerLoad, existing_state, optimizer_state
 from shardc.state.ranks import ModelRanks
-from shardc.state.values import Tree, Values, gathered, local_parts, on_host
+from shardc.state.values import Tree, Values, full_values, local_parts, on_host
 
 Optimizers = Optimizer | Iterable[Optimizer]
 LOCAL = "_shardc_local"
@@ -248,7 +248,7 @@ def _below(state: Mapping[str, Any], prefixes: tuple[str, ...], keep: bool) -> d
 
 def _converted(tree: Tree, ranks: ModelRanks, asked: StateDictOptions) -> Any:
     if asked.full_state_dict:
-        return gathered(tree, ranks, asked.cpu_offload)
+        return full_values(tree, ranks, asked.cpu_offload)
     if asked.local:
         tree = {LOCAL: _origin(ranks), **local_parts(tree)}
     return on_host(tree) if asked.cpu_offload else tree

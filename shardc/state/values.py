@@ -81,7 +81,7 @@ def _put_together(value: ShardTensor, shape: tuple[int, ...], device: torch.devi
     return flat.view(shape)
 
 
-def gathered(tree: Tree, ranks: ModelRanks, offload: bool) -> Tree:
+def full_values(tree: Tree, ranks: ModelRanks, offload: bool) -> Tree:
     """`tree` with full tensors; with `offload`, on the first rank's host, and `{}` elsewhere."""
     keep = ranks.is_first or not offload
 
@@ -185,7 +185,7 @@ def _failing(call: Callable[[], Any]) -> Any:
 
 
 @torch.no_grad()
-def write(target: Tensor, value: Tensor, local: bool = False) -> None:
+def write_value(target: Tensor, value: Tensor, local: bool = False) -> None:
     """Write `value`, in any form, into `target`, sharded or not; with `local`, `value` is a part.
 
     A sharded value that is cut otherwise is gathered: every rank must call it.
@@ -225,7 +225,7 @@ def part_like(param: Tensor, value: Any) -> Any:
         return whole(value, param.device)
     if compat.is_dtensor(param):
         made = torch.empty_like(param, dtype=value.dtype)
-        write(made, value)
+        write_value(made, value)
         return made
     if isinstance(value, ShardTensor) and value._shard_spec == param._shard_spec:
         return value

@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import (
 from torch.fx import GraphModule, Node
 
 import shardc
-from shardc.backend.graph_plan import GraphPlan, Plan, graph_plans, listeners
+from shardc.backend.graph_plan import CompilePlan, GraphPlan, graph_plans, listeners
 from shardc.passes.context import PassContext
 from shardc.passes.nodes import is_collective, is_host_copy, is_wait, kind_of
 from shardc.runtime.comm import table_rows
@@ -94,7 +94,9 @@ def run(setup: Setup, folder: Path) -> None:
     os._exit(0)  # collectives of the end would move nothing
 
 
-def _note_order(gm: GraphModule | None, ctx: PassContext, plan: Plan, finished: GraphPlan) -> None:
+def _note_order(
+    gm: GraphModule | None, ctx: PassContext, plan: CompilePlan, finished: GraphPlan
+) -> None:
     """Keep the messages of a graph as NCCL has them: what is coalesced is several, one wait."""
     if gm is None:  # loaded, with what was noted
         return

@@ -45,6 +45,6 @@ def stalls(record: Record) -> list[CollectiveRow]:
     return sorted((c for c in record.collectives if c.exposed > SLACK), key=attrgetter("waited"))
 
 
-def label_of(op: Op) -> str:
+def op_label(op: Op) -> str:
     """The name and the module of an op, in one line."""
     return f"{op.name} {op.module}".rstrip()

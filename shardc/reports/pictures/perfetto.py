@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from shardc.reports.pictures.lanes import label_of, lanes_of, op_indices, resumed, stalls
+from shardc.reports.pictures.lanes import lanes_of, op_indices, op_label, resumed, stalls
 from shardc.reports.record import KINDS, CollectiveRow, Op, Record
 from shardc.runtime.checks.words import plural
 
@@ -65,7 +65,7 @@ def _slice(name: str, category: str, start: float, end: float, args: dict[str, A
 
 def _op(op: Op) -> Event:
     args = {"module": op.module, "phase": op.phase}
-    return _slice(label_of(op), op.phase, op.start, op.start + op.seconds, args)
+    return _slice(op_label(op), op.phase, op.start, op.start + op.seconds, args)
 
 
 def _stall(row: CollectiveRow) -> Event:
