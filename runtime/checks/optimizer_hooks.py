@@ -1,11 +1,11 @@
-"""Hooks on the steps of all optimizers of the process: one of torch's before a step, one after it.
+"""Hooks on the steps of all optimizers of the process: one torch hook before a step, one after it.
 
-A part of shardc asks for its turn when it is first needed. From then on it is called at every step,
-in the order of `Turn`, whichever part has asked first.
+A part of shardc registers its function when the process first needs the part. Each later step calls
+the registered functions in the order of `Turn`. The order of registration has no effect.
 
-Dynamo traces these hooks where a step itself is compiled. Most parts are left out of such a step.
-Hooks on state dicts are no part of it: torch has them for a single optimizer, and the parts that
-need one register it at that optimizer's first step.
+Dynamo traces these hooks where the step itself is compiled. A compiled step leaves out most parts.
+Hooks on state dicts are not here: torch has such hooks for a single optimizer only. A part that
+needs one registers it at the first step of the optimizer.
 """
 
 import enum
@@ -26,11 +26,11 @@ from shardc.runtime import compat
 Call: TypeAlias = Callable[
     [Optimizer, compat.Args, compat.Kwargs], "tuple[compat.Args, compat.Kwargs] | None"
 ]
-"""A part's function: given a step's arguments, it may return others, as torch's own hooks may."""
+"""The function of a part. It may return new arguments for the step, as torch's own hooks may."""
 
 
 class Turn(enum.IntEnum):
-    """The parts, in their order: those that refuse a step come before those that change something.
+    """The parts, in the order of calls: parts that refuse steps come before parts that change them.
 
     REPLACED: refuses DTensors that sharding has replaced (`runtime/tensor/tensor_parallel.py`).
     LATE: refuses parameters that came after `fully_shard` (`runtime/modules/late_params.py`).
@@ -60,18 +60,18 @@ class _Hook:
 
 
 class Steps:
-    """The parts that are called on one side of a step."""
+    """The functions that one torch hook calls, before or after each step."""
 
     def __init__(self, register: Callable[..., object]) -> None:
         self._register = register
         self._hooks: list[_Hook] = []
 
     def call(self, turn: Turn, call: Call, *, once: bool = False, compiled: bool = False) -> None:
-        """Call a part at steps from now on; it makes no difference to ask again.
+        """Register a part for all later steps; a second registration of a turn has no effect.
 
         Args:
-            once: at one step of each optimizer only, the first that it does not refuse.
-            compiled: in compiled steps too, where Dynamo traces it.
+            once: call the part at one step of each optimizer: the first step that it allows.
+            compiled: call the part in compiled steps too, where Dynamo traces it.
         """
         if any(hook.turn == turn for hook in self._hooks):
             return
@@ -81,7 +81,7 @@ class Steps:
         self._hooks = sorted(hooks, key=lambda hook: hook.turn)
 
     def call_again(self, turn: Turn) -> None:
-        """Call a part that is called once an optimizer anew."""
+        """Call a part that has `once` again, at the next step of each optimizer."""
         for hook in self._hooks:
             if hook.turn == turn:
                 hook.passed.clear()

@@ -1,8 +1,8 @@
-"""From a ShardTensor to its part, to the whole tensor and to DTensors, and back; differentiable.
+"""Conversions of a ShardTensor to its part, the whole tensor and DTensors, and back.
 
-A rank computes with its own batch, so the gradient of a full tensor is averaged over the ranks, as
-that of a parameter in a forward is. torch's own constructors of DTensors end here too, where they
-are given the placements of a ShardTensor (`compat.let_torch_make`).
+Conversions are differentiable. A rank computes with its own batch. So the gradient of a full tensor
+is averaged over the ranks, like the gradient of a parameter in a forward. torch's constructors of
+DTensors call this module where they get a ShardTensor's placements (`compat.let_torch_make`).
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from shardc.runtime.watch.entering import entering
 
 
 def to_local(tensor: Sharded, grad_placements: Sequence[Placement] | None) -> Tensor:
-    """`ShardTensor.to_local`."""
+    """Implement `ShardTensor.to_local`."""
     if grad_placements is not None and tuple(grad_placements) != tensor.placements:
         raise NotImplementedError(
             f"to_local(grad_placements={tuple(grad_placements)}): the gradient of a part of a "
@@ -44,7 +44,7 @@ def to_local(tensor: Sharded, grad_placements: Sequence[Placement] | None) -> Te
 
 
 def full_tensor(tensor: Sharded, grad_placements: Sequence[Placement] | None) -> Tensor:
-    """`ShardTensor.full_tensor`."""
+    """Implement `ShardTensor.full_tensor`."""
     over = _over(grad_placements)
     if torch.is_grad_enabled() and tensor.requires_grad:
         return _FullTensor.apply(tensor, over)
@@ -57,7 +57,7 @@ def redistribute(
     placements: Sequence[Placement] | None,
     dtype: torch.dtype | None,
 ) -> Tensor:
-    """`ShardTensor.redistribute`."""
+    """Implement `ShardTensor.redistribute`."""
     if placements is None:
         raise RuntimeError("placements is needed for redistribute!")
     own, wanted = tensor.device_mesh, _normalised(placements, tensor.dim())
@@ -79,14 +79,17 @@ def redistribute(
 
 
 def _normalised(placements: Sequence[Placement], dims: int) -> tuple[Placement, ...]:
-    """`placements` with dims counted from the front."""
+    """Count the dims of `placements` from the front."""
     return tuple(
         Shard(p.dim + dims) if isinstance(p, Shard) and p.dim < 0 else p for p in placements
     )
 
 
 def _cut_to(full: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
-    """A tensor that all ranks have, as a DTensor; its local value holds no more than its part."""
+    """Cut a tensor that all ranks have into a DTensor.
+
+    Without a gradient, a local value smaller than the tensor has a storage of its own.
+    """
     whole = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
     placed = whole.redistribute(placements=placements)
     if placed.requires_grad:
@@ -152,7 +155,7 @@ class _FromLocal(torch.autograd.Function):
         return grad._local, None, None
 
 
-# -- what makes a DTensor, with a FlatShard among the placements -----------------------------------
+# -- constructors of DTensors, with a FlatShard among the placements -------------------------------
 
 
 def distribute(
@@ -161,9 +164,9 @@ def distribute(
     placements: Sequence[Placement],
     src_data_rank: int | None = 0,
 ) -> Tensor:
-    """`distribute_tensor`: cut a whole tensor as the parameter that `placements` come from.
+    """Implement `distribute_tensor`: cut a whole tensor like the parameter with these placements.
 
-    The values of rank `src_data_rank` of each dim of the mesh count; None: those of each rank.
+    The values come from rank `src_data_rank` of each mesh dim; None: each rank has its own values.
 
     Raises:
         ValueError: another mesh, other placements, or a tensor of another size.
@@ -203,13 +206,14 @@ def from_local(
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
 ) -> Tensor:
-    """`DTensor.from_local`: a part of this rank as the ShardTensor of `shape` that it belongs to.
+    """Implement `DTensor.from_local`: make a ShardTensor of `shape` from this rank's part.
 
-    A whole tensor is cut: code that only knows `Shard` takes what no `Shard` cuts for a part.
+    A whole tensor is cut to the part: code that only knows `Shard` passes the whole tensor as the
+    local value where no `Shard` cuts it.
 
     Raises:
-        ValueError: another mesh, no shape, one of another size, a part that this rank does not
-            hold.
+        ValueError: another mesh, other placements, no shape, a shape of another size, a stride that
+            is not contiguous, or a part that this rank does not hold.
     """
     spec = _spec_for(mesh, placements)
     if shape is None:
@@ -257,7 +261,7 @@ def _check_size(shape: tuple[int, ...], spec: ShardSpec) -> None:
 
 
 def place(full: Tensor, like: Sharded) -> Tensor:
-    """A tensor that all ranks have, cut as `like`."""
+    """Cut a tensor that all ranks have with the spec of `like`."""
     return _place(full, like._shard_spec)
 
 
@@ -266,7 +270,7 @@ def _place(full: Tensor, spec: ShardSpec) -> Sharded:
 
 
 def is_placed(placements: Sequence[Placement] | None) -> bool:
-    """Whether these are the placements of a ShardTensor."""
+    """Whether `placements` are of a ShardTensor: one of `placements` is a FlatShard."""
     return flat_shard_in(placements) is not None
 
 
@@ -276,7 +280,7 @@ def is_kind(value: object) -> bool:
 
 
 def refuse_swap(tensor: Sharded) -> NoReturn:
-    """Raise for `torch.utils.swap_tensors` of a ShardTensor."""
+    """Refuse `torch.utils.swap_tensors` of a ShardTensor."""
     raise RuntimeError(
         f"torch.utils.swap_tensors of {tensor._label()}: its memory belongs to a bucket, and "
         "another tensor cannot take its place. Write values by param.copy_(full_tensor) under "

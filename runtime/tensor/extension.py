@@ -1,14 +1,15 @@
-"""Parameters of tensor subclasses that say themselves what is gathered of them.
+"""Extensions let a tensor subclass choose the tensors that a gather of its parameter sends.
 
 FSDP2's extension protocol: `fsdp_pre_all_gather` of a rank's rows gives the tensors to send, and
-`fsdp_post_all_gather` makes the full parameter of what comes in (float8 and int8 weights of
-torchao). Such a parameter has a bucket of its own, cut by rows as FSDP2 cuts it. Its segment, what
-optimizers update and checkpoints hold is the plain tensor inside the subclass; the subclass is put
-around the rows for a gather, and around the whole value where one is asked for.
+`fsdp_post_all_gather` makes the full parameter from the gathered tensors (float8 and int8 weights
+of torchao). Such a parameter has a bucket of its own, cut by rows as FSDP2 cuts it. The segment has
+the plain tensor inside the subclass; optimizers update it, and checkpoints hold it. The subclass
+wraps the rows for a gather, and the whole value for a caller that asks for the full parameter.
 
-Of a frozen subclass of several tensors (NF4) the plain tensor is their bytes (`packing`).
+For a frozen subclass with several inner tensors (NF4) the plain tensor is their bytes (`packing`).
 
-Left out: several tensors that are trained, or whose groups of rows the ranks do not divide.
+Left out: a trained subclass with several inner tensors, or a number of row groups that the ranks
+do not divide.
 """
 
 import inspect
@@ -31,7 +32,7 @@ HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 class _Wrapping(NamedTuple):
-    """A subclass around one plain tensor, taken apart."""
+    """The parts of a subclass around one plain tensor."""
 
     attribute: str
     context: compat.Context
@@ -39,12 +40,12 @@ class _Wrapping(NamedTuple):
 
 
 def extends_gather(tensor: Tensor) -> bool:
-    """Whether `tensor` has a part in how it is gathered."""
+    """Whether `tensor` has a hook of FSDP2's on its gather."""
     return any(hasattr(tensor, hook) for hook in HOOKS)
 
 
 def inner_value(tensor: Tensor) -> Tensor:
-    """The plain tensor for a subclass that extends the gather; others as they are."""
+    """The plain tensor of a subclass that extends the gather; another tensor is returned itself."""
     if not extends_gather(tensor):
         return tensor
     wrapping = _wrapping(tensor)
@@ -55,7 +56,7 @@ def inner_value(tensor: Tensor) -> Tensor:
 
 
 def shape_and_dtype(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    """The shape and dtype of the plain tensor."""
+    """The shape and dtype of the plain tensor (`inner_value`)."""
     if extends_gather(tensor) and _wrapping(tensor) is None:
         packing = _packing(tensor)
         if packing is not None:
@@ -64,7 +65,7 @@ def shape_and_dtype(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 def why_not_extended(tensor: Tensor, world_size: int) -> str | None:
-    """Why a tensor that extends the gather cannot be sharded over so many; None if it can."""
+    """The reason not to shard a tensor that extends the gather over `world_size` ranks, or None."""
     missing = [hook for hook in HOOKS if not hasattr(tensor, hook)]
     if missing:
         return f"it has no {missing[0]}, which belongs to the other hook of the gather"
@@ -123,8 +124,8 @@ def _wrapping(tensor: compat.Subclass) -> _Wrapping | None:
 
 
 def attributes_of_subclass(tensor: Tensor) -> set[str]:
-    """The attributes that a subclass which extends the gather keeps on `tensor`, without those of
-    users."""
+    """The attributes that a subclass with an extended gather sets on `tensor`, without attributes
+    of users."""
     if not extends_gather(tensor):
         return set()
     wrapping = _wrapping(tensor)
@@ -140,19 +141,19 @@ def _around(cls: compat.Subclass, attribute: str, context: compat.Context, plain
 
 @dataclass(frozen=True, eq=False)
 class Extension:
-    """The extension of a parameter's gather: calls of its subclass before and after.
+    """An extension calls a parameter's subclass before and after each gather of the parameter.
 
     Attributes:
-        cls, attribute, context: the subclass, where it has its inner tensor, what else it is.
-        packing: how it lies in bytes, of several tensors; `context` is that of this rank's rows.
-        whole_context: that of all rows.
-        dtype: that of the subclass.
-        shape: of the whole parameter.
-        mesh: the ranks that its rows are cut over.
-        rank: this one's number among them.
-        module: what holds it.
-        precision: the policy that the subclass is told.
-        key: names it in specs (`object_of`).
+        cls, attribute, context: the subclass, the name of its inner tensor, the rest of its state.
+        packing: the layout of several inner tensors in bytes; then `context` is of a rank's rows.
+        whole_context: the context of all rows.
+        dtype: the dtype of the subclass.
+        shape: the shape of the whole parameter.
+        mesh: the ranks over which the rows are cut.
+        rank: the number of this rank in the mesh.
+        module: the module that holds the parameter.
+        precision: the policy that the subclass gets.
+        key: the name of the extension in specs (`object_of`).
     """
 
     cls: type[Tensor]
@@ -177,7 +178,7 @@ class Extension:
     def of(
         cls, param: Tensor, mesh: DeviceMesh, module: nn.Module, precision: MixedPrecisionPolicy
     ) -> "Extension | None":
-        """The extension of `param`; None where it does not extend its gather."""
+        """The extension of `param`; None if `param` does not extend its gather."""
         if not extends_gather(param):
             return None
         if mesh.ndim > 1:
@@ -198,17 +199,17 @@ class Extension:
         return cls(type(param), *own, mesh, rank, where, precision)
 
     def copied_to(self, memo: compat.Memo) -> "Extension":
-        """The same in a copy of the model, whose `memo` has the copied modules."""
+        """The extension for a copy of the model; `memo` has the copied modules."""
         module = self.module()
         return replace(self, module=weakref.ref(cast(nn.Module, memo.get(id(module), module))))
 
     @property
     def padded_rows(self) -> int:
-        """Rows of the longest part: that of the first rank."""
+        """The number of rows of the longest part, which the first rank has."""
         return -(-self.shape[0] // self.mesh.size())
 
     def around(self, plain: Tensor) -> Tensor:
-        """The subclass around rows of the parameter, or all of it."""
+        """Wrap rows of the parameter, or the whole parameter, in the subclass."""
         if self.packing is None:
             return _around(self.cls, self.attribute, self.context, plain)
         shape = (plain.shape[0] * self.packing.rows, *self.shape[1:])
@@ -220,17 +221,17 @@ class Extension:
         return cast(Tensor, made.__tensor_unflatten__(inner, context, torch.Size(shape), stride))
 
     def _rows(self, segment: Tensor) -> Tensor:
-        """This rank's rows, which are all its segment has."""
+        """View the whole segment as this rank's rows."""
         if self.packing is not None:
             return segment.view(-1, self.packing.nbytes)
         return segment.view(self.padded_rows, *self.shape[1:])
 
     def before_gather(self, segment: Tensor) -> tuple[list[Tensor], object]:
-        """The tensors that this rank sends of its rows, of the same sizes on all ranks, and
-        metadata.
+        """The tensors that this rank sends, of equal sizes on all ranks, and metadata.
 
-        `segment: (S,)`. As FSDP2 does, the subclass is given the rows without padding; what has as
-        many is padded with zeros, where FSDP2 raises. A rank without rows sends zeros.
+        `segment: (S,)`. As in FSDP2, the subclass gets the rows without padding. A tensor with that
+        number of rows is padded with zeros; FSDP2 raises there. A rank without rows gives the
+        subclass one row of zeros.
         """
         padded, shape = self.padded_rows, self.shape
         rows = min(max(shape[0] - self.rank * padded, 0), padded)
@@ -252,7 +253,7 @@ class Extension:
     def after_gather(
         self, gathered: Sequence[Tensor], metadata: object, dtype: torch.dtype, segment: Tensor
     ) -> Tensor:
-        """The full parameter of what was gathered, each with all ranks' rows along dim 0."""
+        """Make the full parameter from gathered tensors, each with all ranks' rows along dim 0."""
         instance: compat.Subclass = self.around(self._rows(segment))
         if self.packing is not None:
             dtype = self.precision.param_dtype or self.dtype
@@ -262,7 +263,7 @@ class Extension:
 
 
 def _padded(tensor: Tensor, rows: int, padded: int) -> Tensor:
-    """`tensor` with `padded` rows, if it has one for each of the `rows` that are there."""
+    """Pad `tensor` with zeros to `padded` rows if it has `rows` rows; else return it unchanged."""
     if rows == padded or tensor.dim() == 0 or tensor.shape[0] != rows:
         return tensor
     more = tensor.new_zeros((padded, *tensor.shape[1:]))

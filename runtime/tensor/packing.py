@@ -1,9 +1,10 @@
-"""Weights of subclasses made of several tensors, as bytes: NF4's values, scales and their scales.
+"""A packing lays out a weight of several tensors in bytes: NF4's values, scales and their scales.
 
-Some inner tensors go along the rows, in blocks that end where rows do; the others are small and
-belong to all rows. Rows are taken in the smallest groups that every inner tensor has whole elements
-of. `(groups, bytes)` of uint8 has a group's part of each inner tensor, and all of those that belong
-to all rows: any stretch of groups is such a weight again, on any number of ranks.
+Some inner tensors go along the rows, in blocks that end where a row ends. The other inner tensors
+are small and belong to all rows. A group has the smallest number of rows for which every inner
+tensor along the rows has whole elements. The packed weight is `(groups, bytes)` of uint8. Each
+group has its part of each inner tensor along the rows, and a copy of each other inner tensor. So
+any stretch of groups is a weight again, on any number of ranks.
 """
 
 import math
@@ -18,7 +19,7 @@ from shardc.runtime import compat
 
 @dataclass(frozen=True)
 class Part:
-    """An inner tensor's part of a group: `shape` with a group's share of dim 0, or all of it."""
+    """An inner tensor's part in a group; `shape` has the group's share of dim 0, or all of it."""
 
     name: str
     dtype: torch.dtype
@@ -32,7 +33,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Packing:
-    """How a weight of several tensors lies in bytes: so many groups of so many rows."""
+    """The layout in bytes of a weight with several inner tensors: groups of `rows` rows each."""
 
     groups: int
     rows: int
@@ -40,12 +41,12 @@ class Packing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a group."""
+        """The bytes of a group."""
         return sum(part.nbytes for part in self.parts)
 
     @classmethod
     def of(cls, weight: compat.Subclass) -> "Packing | None":
-        """The packing of a weight, whose subclass must be able to split it by rows; None if not."""
+        """The packing of a weight of plain inner tensors; None if it cannot be split by rows."""
         names, _ = weight.__tensor_flatten__()
         inner = {name: getattr(weight, name) for name in names}
         if any(type(value) not in (Tensor, nn.Parameter) for value in inner.values()):
@@ -66,7 +67,7 @@ class Packing:
         return cls(groups, weight.shape[0] // groups, tuple(parts))
 
     def pack(self, weight: compat.Subclass) -> Tensor:
-        """The weight as `(groups, bytes)` of uint8."""
+        """Pack the weight into `(groups, bytes)` of uint8."""
         columns = []
         for part in self.parts:
             value = getattr(weight, part.name).detach().contiguous()
@@ -75,7 +76,7 @@ class Packing:
         return torch.cat(columns, dim=1)
 
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
-        """The inner tensors of some groups, `(number, bytes)`."""
+        """The inner tensors of packed groups, `(number of groups, bytes)`."""
         columns = packed.split([part.nbytes for part in self.parts], dim=1)
         inner = {}
         for part, column in zip(self.parts, columns, strict=True):
@@ -87,8 +88,7 @@ class Packing:
 
 
 def on_device(context: compat.Context, device: torch.device) -> compat.Context:
-    """The context that a subclass keeps beside its inner tensors, with devices in it replaced by
-    `device`."""
+    """Replace each device in `context`, a subclass's state beside inner tensors, by `device`."""
     if isinstance(context, torch.device):
         return device
     if isinstance(context, dict):
@@ -107,7 +107,7 @@ def rows_of(weight: Tensor, count: int) -> compat.Subclass:
 
 
 def _first(weight: Tensor, count: int) -> compat.Subclass:
-    """As `rows_of`; None where the subclass cannot be split so."""
+    """The result of `rows_of`; None if the subclass cannot split the weight."""
     try:
         return rows_of(weight, count)
     except (AssertionError, NotImplementedError, RuntimeError, TypeError):

@@ -1,9 +1,9 @@
-"""A rank's part of a tensor in a file of its own: what `torch.save(model.state_dict())` writes.
+"""A rank pickles its part of a tensor into a file of its own: `torch.save(model.state_dict())`.
 
-The file has the local part and where it lies, so that it loads on the rank, and at the number of
-ranks, that it comes from. Rank 0 warns of it: code that saves there alone would keep a part.
-The group is found again by its name, and only if it has the same ranks. A part without a group can
-be written into a parameter that is cut alike, but not be gathered.
+The file has the local part and its place in the tensor. So the part loads on the same rank, at the
+same number of ranks. Rank 0 warns when it pickles: code that saves on rank 0 alone would lose the
+other parts. Loading finds the group by its name, if the group has the same ranks. A part without a
+group can be copied into a parameter with the same cut, but cannot be gathered.
 """
 
 from typing import NamedTuple
@@ -37,7 +37,7 @@ def reduced(tensor: Sharded) -> tuple[object, ...]:
     """The value of `__reduce_ex__` for a ShardTensor that is no parameter.
 
     Raises:
-        NotImplementedError: it is also cut by tensor parallelism, whose mesh no file can hold.
+        NotImplementedError: tensor parallelism cuts the tensor too; no file can hold its mesh.
     """
     spec = tensor._shard_spec
     if spec.tp is not None:
@@ -55,7 +55,7 @@ def reduced(tensor: Sharded) -> tuple[object, ...]:
 
 
 def _tell_that_it_is_a_part(spec: ShardSpec) -> None:
-    """Warn, once for each place that saves: no rank knows whether the others save their parts."""
+    """Warn once for each caller that saves: no rank knows whether the others save their parts."""
     caller, _ = caller_and_way_out()
     warn(
         f"a sharded tensor was pickled{caller}: the file has the part of rank 0 of "
@@ -65,7 +65,7 @@ def _tell_that_it_is_a_part(spec: ShardSpec) -> None:
 
 
 def rebuild_part(local: Tensor, shape: tuple[int, ...], place: tuple[object, ...]) -> Sharded:
-    """The ShardTensor of which `reduced` gave these."""
+    """Rebuild a ShardTensor from the values that `reduced` gave."""
     at = _Place(*place)  # type: ignore[arg-type]
     here = bool(at.group) and _ranks_of(at.group) == at.ranks
     spec = ShardSpec(at.offset, at.numel, at.segment, at.rank, at.world_size, "")
@@ -75,7 +75,7 @@ def rebuild_part(local: Tensor, shape: tuple[int, ...], place: tuple[object, ...
 
 
 def _ranks_of(group: str) -> list[int]:
-    """The global ranks of the group of that name; none if there is no such group here."""
+    """The global ranks of the group with this name; empty if this process has no such group."""
     if not group or not dist.is_initialized():
         return []
     try:

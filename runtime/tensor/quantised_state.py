@@ -1,11 +1,11 @@
-"""Optimizer state that is quantised over blocks: torchao's AdamW8bit, AdamW4bit and AdamWFp8.
+"""Sharded optimizer state, quantised over blocks: torchao's AdamW8bit, AdamW4bit and AdamWFp8.
 
-Such a state is cut as its parameter. Its blocks are those of the flattened parameter, as in an
-unsharded run, so a rank keeps the blocks that its interval touches: the two at the ends are filled
-up with zeros. Whether a state is quantised depends on the whole parameter, as there.
+A state has the cut of its parameter. Its blocks are the blocks of the flattened parameter, as in an
+unsharded run. So a rank keeps each block that its interval touches; zeros fill up the first and the
+last block. As in an unsharded run, the whole parameter decides whether its state is quantised.
 
-What leaves the optimizer (`state_dict`) is dequantised, and what is loaded is quantised again: so
-checkpoints have the values of AdamW's state, and load at any world size.
+`state_dict` dequantises the state, and `load_state_dict` quantises it again. So checkpoints have
+the values of AdamW's state, and load at any world size.
 """
 
 from typing import Any, cast
@@ -22,13 +22,13 @@ from shardc.runtime.tensor.shard_tensor import ShardTensor
 
 aten = torch.ops.aten
 SMALLEST = 4096
-"""Elements from which on a parameter has a quantised state: torchao/optim/adam.py."""
+"""The smallest number of elements of a parameter with quantised state: torchao/optim/adam.py."""
 
 
 class BlockState(Tensor):
     """Elements `[front, front + n)` of a flat quantised tensor, `(n,)`.
 
-    Ops compute with the values; only `copy_` writes, and quantises.
+    Ops compute with the dequantised values. Only `copy_` writes: it quantises the new values.
     """
 
     _inner: Any
@@ -49,7 +49,7 @@ class BlockState(Tensor):
         return whole.narrow(0, self._front, self.shape[0])
 
     def quantise(self, values: Tensor) -> None:
-        """Take `values: (n,)`."""
+        """Quantise `values: (n,)` into the state."""
         behind = self._inner.numel() - self._front - self.shape[0]
         self._inner.copy_(F.pad(values.float(), (self._front, behind)))
 
@@ -88,7 +88,7 @@ class BlockState(Tensor):
 
 
 def _same_blocks(a: object, b: object) -> bool:
-    """Whether both are quantised, and alike."""
+    """Whether both are quantised states of the same type, front and shape."""
     if not isinstance(a, BlockState) or not isinstance(b, BlockState):
         return False
     return (type(a._inner), a._front, a.shape) == (type(b._inner), b._front, b.shape)
@@ -104,7 +104,7 @@ def _making_shards(own: compat.NewBuffer) -> compat.NewBuffer:
 
 
 def _zeros(optimizer: compat.QuantisingOptimizer, param: ShardTensor, signed: bool) -> Tensor:
-    """A new state of `param`, sharded alike, quantised where an unsharded run would."""
+    """Make a state of zeros with the spec of `param`, quantised if an unsharded run would do so."""
     spec, block = param._shard_spec, optimizer.block_size
     start, stop = spec.interval()
     if spec.numel < SMALLEST or spec.numel % block or start == stop:
@@ -126,7 +126,7 @@ def _dequantised(value: object) -> object:
 
 
 def _show_values(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """After `state_dict`: the values of quantised states, at any world size to be loaded."""
+    """Dequantise the states of a state dict, so that it loads at any world size."""
     shown = {
         key: {name: _dequantised(value) for name, value in state.items()}
         for key, state in state_dict["state"].items()
@@ -136,7 +136,7 @@ def _show_values(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
 
 @torch.no_grad()
 def _quantise_again(optimizer: Optimizer) -> None:
-    """After `load_state_dict`, and before a first step: quantise what was loaded."""
+    """Quantise the loaded state, after `load_state_dict` or before the optimizer's first step."""
     for param, state in optimizer.state.items():
         if not isinstance(param, ShardTensor):
             continue
@@ -148,7 +148,7 @@ def _quantise_again(optimizer: Optimizer) -> None:
 
 
 def _shard_state(optimizer: Optimizer, *_: object) -> None:
-    """Shard the state that an optimizer of torchao keeps of sharded parameters."""
+    """Shard the state that a torchao optimizer keeps for sharded parameters."""
     if not compat.quantises_state(optimizer):
         return
     if any(isinstance(param, ShardTensor) for param in compat.params_of(optimizer)):
@@ -159,5 +159,5 @@ def _shard_state(optimizer: Optimizer, *_: object) -> None:
 
 
 def shard_quantised_state() -> None:
-    """Shard the state of torchao's optimizers, from the first step of each on."""
+    """Shard the state of each torchao optimizer, from the optimizer's first step on."""
     before_steps.call(Turn.QUANTISED, _shard_state, once=True, compiled=True)

@@ -1,8 +1,8 @@
-"""Filling a ShardTensor in place: initialisers, random methods, assignment to parts.
+"""Initialisers, random methods and assignments to parts fill a ShardTensor in place.
 
-What draws or computes whole values runs on a temporary full tensor, of which this rank keeps its
-interval. That costs the memory of one full parameter for a moment, and gives exactly the values,
-and the generator state, of the unsharded run.
+An op that draws or computes whole values runs on a temporary full tensor, and this rank keeps its
+interval. The temporary needs the memory of one full parameter for a moment. The values and the
+generator state are exactly equal to the unsharded run's.
 """
 
 import torch
@@ -21,7 +21,7 @@ RANDOM_LIKE: tuple[str, ...] = ("rand_like", "randint_like", "randn_like")
 
 
 def draw_in_place(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Sharded:
-    """`tensor.normal_()` and its like."""
+    """Run `tensor.normal_()`, or another op of `RANDOM`."""
     target = args[0]
     if not isinstance(target, Sharded) or has_shards(args[1:]):
         refuse(func)
@@ -30,7 +30,7 @@ def draw_in_place(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> 
 
 
 def draw_like(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Sharded:
-    """`torch.randn_like` and its like."""
+    """Run `torch.randn_like`, or another op of `RANDOM_LIKE`."""
     like: Sharded = args[0]
     if not isinstance(like, Sharded) or "out" in kwargs:
         refuse(func)
@@ -39,7 +39,7 @@ def draw_like(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Shar
 
 
 def fill_out(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Sharded:
-    """An op on plain tensors that only writes to `out` (`torch.eye`)."""
+    """Run an op on plain tensors that only writes to a sharded `out` (`torch.eye`)."""
     target = kwargs["out"]
     others = [*args, *(value for key, value in kwargs.items() if key != "out")]
     if not isinstance(target, Sharded) or has_shards(others):
@@ -52,9 +52,9 @@ def fill_out(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Shard
 
 
 def set_items(target: Sharded, index: compat.Index, value: Tensor | complex) -> None:
-    """`target[index] = value` without communication: what is written is known on every rank.
+    """Assign `target[index] = value` without communication: every rank has the value.
 
-    Memory and time go by the number of elements that `index` selects, not by those of `target`.
+    Memory and time grow with the number of elements that `index` selects, not with `target`.
     """
     if isinstance(value, Sharded):
         raise NotImplementedError("assigning a ShardTensor to a part of another is not supported")
@@ -81,17 +81,17 @@ def _scatter(target: Sharded, index: compat.Index, value: Tensor | complex) -> N
     start, stop = target._shard_spec.interval()
     held = (flat >= start) & (flat < stop)
     values = torch.as_tensor(value, dtype=target.dtype, device=flat.device)
-    if values.dim() > flat.dim():  # leading ones are dropped, as indexing does
+    if values.dim() > flat.dim():  # drop leading dims of size 1, as torch does
         values = values.reshape(values.shape[values.dim() - flat.dim() :])
     target._local[flat[held] - start] = values.expand(flat.shape)[held].to(target.device)
     bump([target._local])
 
 
 def _flat_positions(shape: torch.Size, index: compat.Index) -> Tensor:
-    """Where in the flattened tensor the elements of `tensor[index]` lie, in that shape."""
+    """The places of the elements of `tensor[index]` in the flattened tensor, in the same shape."""
     positions, stride = torch.zeros((), dtype=torch.int64), 1
     for dim in reversed(range(len(shape))):
         along = torch.arange(shape[dim]).view(-1, *[1] * (len(shape) - dim - 1)).expand(shape)
-        positions = positions + along[index] * stride  # expanded: holds shape[dim] elements
+        positions = positions + along[index] * stride  # a view of shape[dim] elements
         stride *= shape[dim]
     return positions

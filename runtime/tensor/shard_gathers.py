@@ -1,7 +1,8 @@
-"""Ops that need a whole parameter: gathered for the op, and said so; refused where that is asked.
+"""An op that needs a whole parameter gathers it and reports the gather; `strict` refuses the op.
 
-A gather costs a message, and memory for one full parameter. It is logged (`TORCH_LOGS=+shardc`),
-counted for `shardc.report`, and warned of, once an op, where it is seen in several steps.
+A gather costs a message, and memory for one full parameter. Each gather is logged
+(`TORCH_LOGS=+shardc`) and counted for `shardc.report`. An op that gathers in several steps is
+warned of once.
 """
 
 import logging
@@ -22,7 +23,7 @@ from shardc.runtime.tensor.sharded import Sharded
 log = logging.getLogger("shardc")
 
 WARNED_AFTER = 3
-"""Steps in which an op gathers before it is warned of."""
+"""The number of steps in which an op gathers until a warning names it."""
 NEEDS_WHOLE = "it needs more than this rank's part"
 _USER_NAMES = {"aten._local_scalar_dense.default": ".item()"}
 
@@ -31,9 +32,9 @@ class Gathers:
     """The ops of this process that gathered.
 
     Attributes:
-        strict: whether such ops are refused.
-        counts: how often each op gathered.
-        steps: optimizer steps since the first gather; None before it.
+        strict: whether ops that gather are refused.
+        counts: the number of gathers of each op.
+        steps: optimizer steps since the first gather; None before the first gather.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,7 @@ class Gathers:
         self._seen: dict[str, tuple[int, int]] = {}
 
     def note(self, func: compat.Op, tensor: Sharded) -> None:
-        """`func` is about to gather `tensor`."""
+        """Count and log a gather of `tensor` for `func`; warn once if `func` gathers every step."""
         name = str(func)
         if self.steps is None:
             self.steps = 0
@@ -74,16 +75,17 @@ gathers = Gathers()
 
 @checked
 def strict(on: bool = True) -> None:
-    """Refuse ops on ShardTensors that need the whole tensor, in place of gathering it.
+    """Refuse ops on ShardTensors that need the whole tensor, instead of gathering it.
 
-    Of this process, from now on: `strict(False)` allows them again, which is the default. The
-    error names the op, its caller and what to do. All ranks must be set alike.
+    The setting is for this process, from now on. At first such ops are allowed; `strict(False)`
+    allows them again. The error names the op, its caller and a way out. All ranks must have the
+    same setting.
     """
     gathers.strict = on
 
 
 def refuse(func: compat.Op, why: str = NEEDS_WHOLE) -> NoReturn:
-    """Raise for an op that has no meaning on parts."""
+    """Raise NotImplementedError for an op that cannot run on parts."""
     name = str(func)
     caller, way_out = caller_and_way_out()
     raise NotImplementedError(
@@ -92,11 +94,11 @@ def refuse(func: compat.Op, why: str = NEEDS_WHOLE) -> NoReturn:
 
 
 def gathered(func: compat.Op, tensor: Sharded, why: str = NEEDS_WHOLE) -> Tensor:
-    """All of `tensor` for `func`, plain. Every rank that holds a part must call it.
+    """Gather the whole of `tensor` for `func`. Every rank that holds a part must make this call.
 
     Raises:
-        NotImplementedError: it is to be refused, is traced, or is for a library that would go
-            wrong with it.
+        NotImplementedError: `strict` is on, the local part is no plain tensor (as in a trace), or
+            the caller is a library that would go wrong with whole values.
     """
     if gathers.strict or type(tensor._local) is not Tensor or is_refused_to_caller():
         refuse(func, why)
@@ -106,12 +108,13 @@ def gathered(func: compat.Op, tensor: Sharded, why: str = NEEDS_WHOLE) -> Tensor
 
 
 def plain(func: compat.Op, operand: Tensor, like: Sharded | None = None) -> Tensor:
-    """An operand of `func` that is a DTensor of torch, whole; every rank of its mesh must call it.
+    """Gather an operand of `func` that is a DTensor; every rank of its mesh must make this call.
 
-    One that lies as `like` did before `fully_shard` stays as it is.
+    A DTensor with the shape, mesh and placements that `like` had before `fully_shard` is returned
+    itself, and so is a tensor that is no DTensor of torch.
 
     Raises:
-        NotImplementedError: ops that gather are refused.
+        NotImplementedError: `strict` is on.
     """
     if not compat.is_dtensor(operand):
         return operand
@@ -122,7 +125,7 @@ def plain(func: compat.Op, operand: Tensor, like: Sharded | None = None) -> Tens
         refuse(func, f"an operand is a DTensor, placed otherwise: {operand.placements}")
     parts = compat.dtensor_parts(operand)
     assert parts is not None
-    with torch.no_grad():  # of its parts: torch 2.11 cannot detach a parameter here
+    with torch.no_grad():  # from its parts: torch 2.11 cannot detach a parameter here
         return compat.make_dtensor(*parts).full_tensor()
 
 
@@ -130,11 +133,11 @@ def plain(func: compat.Op, operand: Tensor, like: Sharded | None = None) -> Tens
 
 
 class _PlainGradients:
-    """A hook of a ShardTensor: of a whole gradient, each rank's of its own batch, it keeps this
-    rank's part of the mean.
+    """A hook of a ShardTensor reduces a whole gradient over the ranks and keeps this rank's part.
 
     Attributes:
-        over: how the ranks' gradients become one; those of a statistic are equal (`WholeValue`).
+        over: the reduction; "own" for a statistic, as its gradients are equal on all ranks
+            (`WholeValue`).
     """
 
     def __init__(self, spec: ShardSpec, over: Over) -> None:
@@ -148,8 +151,10 @@ class _PlainGradients:
 
 
 def expect_plain_gradient(tensor: Sharded, over: Over = "mean") -> None:
-    """Reduce the whole gradients that ops give `tensor` from now on, each rank that of its own
-    batch."""
+    """Reduce the whole gradients that ops give `tensor` from now on.
+
+    Each rank's gradient is of the rank's own batch.
+    """
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return
     hooks = compat.grad_hooks(tensor)
@@ -161,9 +166,10 @@ def expect_plain_gradient(tensor: Sharded, over: Over = "mean") -> None:
 
 
 def reduce_plain_gradients(param: compat.Subclass) -> None:
-    """From now on a whole gradient that autograd has for a parameter is reduced over the ranks.
+    """Reduce the whole gradients that autograd computes for a parameter from now on.
 
-    An `autograd.Function` that is given the parameter outside of its module's forward has one.
+    An `autograd.Function` that gets the parameter outside of its module's forward gives a whole
+    gradient.
     """
     with torch.enable_grad():
         expect_plain_gradient(param)

@@ -1,7 +1,7 @@
-"""List ops on ShardTensors: `_foreach_*` and the fused optimizers.
+"""List ops run on the local parts of ShardTensors: `_foreach_*` and the fused optimizers.
 
-Entry i of every list belongs together and is cut as the first sharded one among them; entries may
-be plain (ignored parameters, step counters) or sharded.
+The entries i of all lists belong together, and are cut like the first sharded entry i. An entry may
+be plain (an ignored parameter, a step counter) or sharded.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ from shardc.runtime.tensor.sharded import Sharded
 _FUSED = {"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"}
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 _GRADS = 1
-"""The gradients of a fused optimizer, unscaled in place: of a whole one, the part of this rank."""
+"""The argument with a fused optimizer's gradients, which the op unscales in place. Of a whole
+gradient, the op unscales this rank's part."""
 _NOT_ELEMENTWISE = {"_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_powsum"}
 
 Refs = list[Sharded | None]
@@ -39,7 +40,7 @@ def is_list_op(func: compat.Op, name: str) -> bool:
 
 
 def run_lists(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> list[Tensor] | None:
-    """Run `func` on the local parts of its lists' entries."""
+    """Run `func` on the local parts of the entries of its lists."""
     name, like = func._schema.name.removeprefix("aten::"), _first_shards(args)
     if any(isinstance(arg, Sharded) for arg in (*args, *kwargs.values())):
         refuse(func, "a list cannot be combined with one sharded tensor")
@@ -68,7 +69,7 @@ def _is_list(arg: object) -> bool:
 
 
 def _first_shards(args: compat.Args) -> Refs:
-    """For every index, the first ShardTensor at it in any of the lists."""
+    """The first ShardTensor at each index of the lists; None where all entries are plain."""
     lists = [arg for arg in args if _is_list(arg)]
     if all(isinstance(item, Sharded) for item in lists[0]):
         return list(lists[0])
@@ -98,12 +99,12 @@ def _note_written(
 
 
 def _is_step(func: compat.Op, item: Tensor) -> bool:
-    """Whether `item` is a step counter, by its schema written."""
+    """Whether `item` is a step counter, which `func` writes by its schema."""
     return func._schema.name == "aten::_fused_adagrad_" and not item.dim()
 
 
 def _agree_on_found_inf(found: Tensor, like: Refs) -> None:
-    """One rank's non-finite gradient makes all skip the step."""
+    """Make all ranks skip the step if one rank has a non-finite gradient."""
     specs = [ref._shard_spec for ref in like if ref is not None]
     for group in dict.fromkeys(group for spec in specs for group in spec.groups):
         found.copy_(all_reduce(found, "max", group))

@@ -1,7 +1,7 @@
-"""Norms of tensors and of lists of them, as clipping needs: local, then one all-reduce.
+"""Norms of tensors and of lists of tensors, for clipping: a local norm, then one all-reduce.
 
-Norms are accumulated in fp32 at least, and combined across ranks in fp64, where p-th powers fit.
-A list's norms take one all-reduce for each process group, however many tensors there are.
+Norms are accumulated in fp32 at least. Ranks combine them in fp64, because p-th powers fit in fp64.
+The norms of a list take one all-reduce for each process group, for any number of tensors.
 """
 
 import math
@@ -20,13 +20,13 @@ aten = torch.ops.aten
 
 
 def norm(tensor: Sharded, order: float, dtype: torch.dtype | None) -> Tensor:
-    """The norm over all elements."""
+    """The norm over all elements of a tensor."""
     trained = torch.is_grad_enabled() and tensor.requires_grad
     return as_whole(_norms([tensor], order, dtype)[0], tensor._shard_spec, trained)
 
 
 def foreach_norm(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> list[Tensor]:
-    """The norms of a list; plain entries count as they are."""
+    """The norms of the tensors of a list; a plain tensor is already whole."""
     if "out" in kwargs:
         refuse(func)
     tensors, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2)
@@ -35,7 +35,7 @@ def foreach_norm(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> l
 
 
 def _as_whole(norms: list[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Norms of which a total is whole; without gradients the first says so for all, quickly."""
+    """Make norms `WholeValue`s, and so their total; without gradients the first one is enough."""
     grads = torch.is_grad_enabled()
     for index, tensor in enumerate(tensors):
         if isinstance(tensor, Sharded):
@@ -67,11 +67,14 @@ def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -
 
 
 def _over_other_meshes(tensors: Sequence[Tensor], values: Tensor, order: float) -> Tensor:
-    """For a total norm of parameters on several meshes: those of smaller ones, of all ranks.
+    """Combine the norms on smaller meshes over all ranks, for a total norm over several meshes.
 
-    Where some parameters are on all ranks and others on some (experts), ranks beside these have
-    others in their place. Each counts once, so that all ranks get one norm. A DTensor is whole as
-    it is: its own mesh was reduced over.
+    Some parameters are on all ranks, others (experts) on some ranks. The other ranks have other
+    parameters in their place. Each parameter counts once, so that all ranks get one norm. A DTensor
+    is already whole: its norm is reduced over its own mesh.
+
+    Raises:
+        ValueError: two meshes have different ranks, and neither has all ranks of the other.
     """
     meshes = [_mesh_of(tensor) for tensor in compat.tensors_of_total_norm() or ()]
     ranks = {name: frozenset(compat.ranks_of(name)) for name in dict.fromkeys(meshes) if name}
@@ -96,15 +99,14 @@ def _over_other_meshes(tensors: Sequence[Tensor], values: Tensor, order: float) 
 
 
 def _mesh_of(tensor: Tensor) -> str:
-    """The group of all ranks that have a tensor; "" for one that is the same on all ranks."""
+    """The group of all ranks that have a tensor; "" for a plain tensor or a former DTensor."""
     if not isinstance(tensor, Sharded) or tensor._shard_spec.tp is not None:
         return ""
     return tensor._shard_spec.everyone or tensor._shard_spec.group
 
 
 def _shares(parts: Sequence[Tensor], order: float, wide: Sequence[torch.dtype]) -> Tensor:
-    """The share of each part in its norm: an extremum, a count, or a sum of p-th powers, in
-    fp64."""
+    """The share of each part in the norm, in fp64: an extremum, a count or a sum of p-th powers."""
     empty = torch.full(
         (), math.inf if order < 0 else 0.0, dtype=torch.float64, device=parts[0].device
     )
@@ -120,17 +122,17 @@ def _shares(parts: Sequence[Tensor], order: float, wide: Sequence[torch.dtype]) 
 
 
 def _combine(values: Tensor, order: float, group: str) -> Tensor:
-    """Over ranks: a sum, or for infinite orders an extremum."""
+    """Combine values over the ranks of a group: a sum, or an extremum for infinite orders."""
     if not math.isinf(order):
         return all_reduce(values, "sum", group)
     return extremum(values, 1.0 if order > 0 else -1.0, group)
 
 
 def extremum(values: Tensor, sign: float, group: str) -> Tensor:
-    """The greatest over ranks, with sign -1 the least, of each of `values: (n,)`; NaN is kept.
+    """The maximum over ranks (sign -1: the minimum) of each of `values: (n,)`; NaN is kept.
 
-    A backend's maximum may drop NaN on some ranks and not on others, which would then go on
-    differently; it goes along as a flag.
+    A backend's maximum may drop NaN on some ranks only. The ranks would then have different values.
+    So a flag for NaN travels with each value.
     """
     flags = values.isnan()
     sent = torch.cat([(sign * values).masked_fill(flags, -math.inf), flags.double()])

@@ -1,8 +1,8 @@
-"""Operands of ops on local parts, and results that become ShardTensors again.
+"""Operands of ops become local parts, and results become ShardTensors again.
 
-An elementwise op may run on local parts only where all sharded operands hold the same interval of
-the same shape. Plain operands of that shape, or that broadcast to it, are cut to it; sharded ones
-that are cut otherwise are gathered first.
+An elementwise op may run on local parts only if all sharded operands hold the same interval of the
+same shape. A plain operand that has this shape, or broadcasts to it, is cut to the interval. A
+sharded operand with another cut is gathered first.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,16 +28,16 @@ PLAIN_TARGET = (
 
 
 class NeedsWhole(Exception):
-    """An elementwise op whose result does not have the shape of the sharded operand."""
+    """An elementwise op gives a result of another shape than its sharded operand."""
 
 
 def local_part(func: compat.Op, operand: Tensor, like: Sharded) -> Tensor:
-    """The part of `operand` for an elementwise op on `like`'s local part.
+    """The part of `operand` for an elementwise op on the local part of `like`.
 
     Raises:
-        NeedsWhole: they do not broadcast to the shape of `like`.
-        NotImplementedError: it is not cut as `like`, nor plain and of its shape, nor one element,
-            and ops that gather or broadcast are refused.
+        NeedsWhole: `operand` does not broadcast to the shape of `like`.
+        NotImplementedError: `strict` is on, and `operand` must be gathered or broadcast. (It has
+            not the cut of `like`, nor is it plain with the shape of `like`, nor one element.)
     """
     if isinstance(operand, Sharded):
         if operand is like or _same_cut(operand, like):
@@ -48,13 +48,13 @@ def local_part(func: compat.Op, operand: Tensor, like: Sharded) -> Tensor:
         operand = gathered(func, operand, why)
     operand = plain(func, operand, like)
     if operand.dim() == 0:
-        # The local part of a 0-dim parameter is 1-D: against a 0-dim operand types would promote
-        # otherwise than they do between two 0-dim tensors.
+        # The local part of a 0-dim parameter is 1-D. With a 0-dim operand, types would promote
+        # in another way than between two 0-dim tensors.
         same_kind = like.dim() > 0 or operand.dtype == like.dtype or func in _TAKES_0_DIM
         return operand if same_kind else operand.reshape(1)
     if operand.shape == like.shape:
         if func is aten.add.Tensor and is_called_by_autograd():
-            # One use of a parameter gave a part of the mean, another a whole gradient of this rank.
+            # One use of a parameter gave a part of the mean, another use a whole gradient.
             return whole_gradient(operand, like._shard_spec)
         return cut(operand, like)
     if operand.numel() == 1 and operand.dim() <= like.dim():
@@ -68,7 +68,7 @@ def local_part(func: compat.Op, operand: Tensor, like: Sharded) -> Tensor:
 
 
 def _broadcasts(operand: Tensor, like: Sharded) -> bool:
-    """Whether the two together have the shape of `like`."""
+    """Whether `operand` broadcasts to the shape of `like`."""
     if operand.dim() > like.dim():
         return False
     sizes = zip(reversed(operand.shape), reversed(like.shape), strict=False)
@@ -76,7 +76,7 @@ def _broadcasts(operand: Tensor, like: Sharded) -> bool:
 
 
 def _broadcast_part(operand: Tensor, like: Sharded) -> Tensor:
-    """The part of `operand`, broadcast to the shape of `like`, that belongs to this rank: 1-D."""
+    """Broadcast `operand` to the shape of `like`, and cut this rank's part of it: 1-D."""
     whole = operand.expand(like.shape)
     parts = [
         whole[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
@@ -86,7 +86,7 @@ def _broadcast_part(operand: Tensor, like: Sharded) -> Tensor:
 
 
 def cut(full: Tensor, like: Sharded) -> Tensor:
-    """This rank's interval of `full`, a whole tensor with the elements of `like`: 1-D."""
+    """Cut this rank's interval from `full`, a whole tensor of the shape of `like`: 1-D."""
     return part_of(full, like._shard_spec)
 
 
@@ -97,20 +97,20 @@ def store(target: Sharded, full: Tensor) -> None:
 
 
 def wrap(func: compat.Op, local: Tensor, like: Sharded) -> Sharded:
-    """A result on local parts as a ShardTensor; `func` must have kept their length."""
+    """Wrap a result on local parts as a ShardTensor; refuse `func` if it changed their length."""
     if local.shape != like._local.shape:
         refuse(func)
     return Sharded.make(local, like.shape, like._shard_spec)
 
 
 def empty_full(like: Sharded) -> Tensor:
-    """An uninitialised plain tensor of the full shape."""
+    """An uninitialised plain tensor of the full shape of `like`."""
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
 @cache
 def written_operands(func: compat.Op) -> tuple[int | str, ...]:
-    """The arguments that `func` writes to: positions, or names of keyword-only ones."""
+    """The arguments that `func` writes to: positions, or names of keyword-only arguments."""
     return tuple(
         argument.name if argument.kwarg_only else index
         for index, argument in enumerate(func._schema.arguments)
@@ -119,9 +119,9 @@ def written_operands(func: compat.Op) -> tuple[int | str, ...]:
 
 
 def view_local(local: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor:
-    """`view(local)`, sharing the version of `local` (see `bump`).
+    """Make a view of `local` that shares the version of `local` (see `bump`).
 
-    Below `__torch_dispatch__` views get versions of their own unless told otherwise.
+    Below `__torch_dispatch__`, torch gives a view a version of its own by default.
     """
     if type(local) is not Tensor:  # while tracing
         return view(local)
@@ -130,17 +130,17 @@ def view_local(local: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def bump(locals_: Iterable[Tensor]) -> None:
-    """Tell autograd that local parts were updated: below `__torch_dispatch__` nobody else does.
+    """Tell autograd that local parts were updated: torch does not below `__torch_dispatch__`.
 
-    A local part shares its version with the segment, so a backward that saved the segment before
-    the update fails instead of using new weights.
+    A local part shares its version with the segment. So a backward that saved the segment before
+    the update fails, and does not use new weights.
     """
     written = [local for local in locals_ if type(local) is Tensor]  # not while tracing
     torch.autograd.graph.increment_version(written)
 
 
 def has_shards(values: Iterable[object]) -> bool:
-    """Whether a ShardTensor is among values, or among those that are lists."""
+    """Whether a ShardTensor is among `values`, or in a list among `values`."""
     listed = (
         x for value in values for x in (value if isinstance(value, list | tuple) else [value])
     )

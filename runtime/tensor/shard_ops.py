@@ -1,12 +1,12 @@
-"""Ops on ShardTensors: one table, a few rules, and a refusal for the rest.
+"""Ops on ShardTensors follow one table, a few rules, and a refusal for the rest.
 
-Elementwise ops (`torch.Tag.pointwise`) run on the local parts, list ops (`shard_lists`) too; norms
-and other statistics are finished by one all-reduce (`shard_norms`, `shard_stats`); what fills a
-tensor in place is run on a temporary full one, of which the interval is kept (`shard_fill`). Views
-of consecutive elements are the same interval under another shape, or a part of it. All else runs
-on gathered tensors (`shard_whole`), or is refused (`shardc.strict`).
+Elementwise ops (`torch.Tag.pointwise`) and list ops (`shard_lists`) run on the local parts. One
+all-reduce finishes norms and other statistics (`shard_norms`, `shard_stats`). An op that fills a
+tensor in place runs on a temporary full tensor, and the rank keeps its interval (`shard_fill`). A
+view of consecutive elements is the same interval under another shape, or a part of the interval.
+Any other op runs on gathered tensors (`shard_whole`), or is refused (`shardc.strict`).
 
-An op is looked up once and remembered: an optimizer step makes hundreds of these calls.
+The rule of an op is looked up once and cached: an optimizer step calls hundreds of ops.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,8 @@ _ELEMENTWISE = {
     "_to_copy", "copy_", "empty_like", "fill", "fill_", "full_like", "masked_fill", "masked_fill_",
     "ones_like", "threshold_", "zero_", "zeros_like", "_pin_memory",
 }  # fmt: skip
-"""Elementwise ops without the tag. Neither has `eq_` and its like: those go by the tag of `eq`."""
+"""Elementwise ops without the tag. In-place ops (`eq_`) have no tag either: the tag of `eq` counts.
+"""
 _VIEWS = {
     "_unsafe_view", "expand", "permute", "reshape", "select", "slice", "split", "split_with_sizes",
     "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
@@ -48,9 +49,9 @@ _NEW = {"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"}
 
 @cache
 def rule_of(func: compat.Op) -> Rule:
-    """The function that runs `func`.
+    """The rule of an op: the function that runs `func`.
 
-    It raises NotImplementedError where the op, or a mix of operands, has no meaning on parts.
+    The rule raises NotImplementedError if the op, or its mix of operands, cannot run on parts.
     """
     if not hasattr(func, "_schema"):  # a higher-order op
         return _refuse
@@ -69,14 +70,14 @@ def rule_of(func: compat.Op) -> Rule:
 
 
 def _fill_out(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
-    """An op that writes to `out`, which may be what it needs to be sharded, or not."""
+    """Run an op that writes to `out`, on whole tensors if another operand is sharded."""
     if gathers.strict or not has_shards(args):
         return shard_fill.fill_out(func, args, kwargs)
     return run_whole(func, args, kwargs)
 
 
 def _is_pointwise(func: compat.Op, name: str) -> bool:
-    """Whether `func` is tagged so, or is the in-place form of an op that is."""
+    """Whether `func` has the tag `pointwise`, or is the in-place form of an op with the tag."""
     if not all(str(result.type) == "Tensor" for result in func._schema.returns):
         return False  # aten.equal is tagged pointwise, and gives a bool
     if torch.Tag.pointwise in func.tags:
@@ -90,7 +91,7 @@ def _refuse(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object
 
 
 def run_elementwise(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
-    """Run `func` on the local parts, or on whole tensors where these do not fit together."""
+    """Run `func` on the local parts, or on whole tensors if the parts do not fit together."""
     like = args[0] if args else None
     if not isinstance(like, Sharded):
         like = next((x for x in (*args, *kwargs.values()) if isinstance(x, Sharded)), None)
@@ -104,7 +105,7 @@ def run_elementwise(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -
         named = {
             key: local_part(func, x, like) if isinstance(x, Tensor) else x
             for key, x in kwargs.items()
-            if key != "memory_format"  # of the full shape; the local part is 1-D
+            if key != "memory_format"  # a format of the full shape; the local part is 1-D
         }
     except NeedsWhole as error:
         return _run_whole(func, args, kwargs, str(error))
@@ -132,7 +133,7 @@ def _detach(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Sharde
 
 
 def _detach_in_place(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Sharded:
-    return args[0]  # autograd has done it
+    return args[0]  # autograd has detached it
 
 
 def _ask_local(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
@@ -140,10 +141,10 @@ def _ask_local(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> obj
 
 
 def _view(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
-    """Views of consecutive elements: a part of the interval, under the view's shape.
+    """View consecutive elements: a part of the interval, under the view's shape.
 
-    A view of a tensor without data tells which elements it takes: `p[3]`, `p[2:5]`, `p.view(-1)`
-    and the pieces of `p.chunk(3)` are contiguous, a transposed matrix is not.
+    The same view of a tensor without data shows the elements that it takes: `p[3]`, `p[2:5]`,
+    `p.view(-1)` and the pieces of `p.chunk(3)` are contiguous, a transposed matrix is not.
     """
     source: Sharded = args[0]
     if func is aten.view.dtype:
@@ -182,10 +183,10 @@ def _view_as_real(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> 
 
 
 def _new(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Tensor:
-    """`new_*`: sharded alike for the same shape, plain otherwise.
+    """Run `new_*`: a result of the same shape gets the same spec, another result is plain.
 
     `p.new_empty(p.shape)` is plain too: `orthogonal_` draws into it and needs the whole value.
-    With a device it is sharded: `dcp.async_save` makes its copies so.
+    With a device it is sharded: `dcp.async_save` makes copies with a device.
     """
     source, size = args[0], tuple(args[1])
     local = source._local

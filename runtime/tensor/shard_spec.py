@@ -1,8 +1,9 @@
-"""Where a ShardTensor lies on the ranks: as an interval, and as placements on a device mesh.
+"""A spec places a ShardTensor on the ranks: as an interval, and as placements on a device mesh.
 
-`ShardSpec` is the interval, which ops compute with. `FlatShard` is the same as a placement of
-DTensor: one dim of the mesh cuts the flattened tensor, where `Shard` would cut one of its dims. The
-other dims replicate (HSDP) or are those of a parameter that was a DTensor before `fully_shard`.
+`ShardSpec` is the interval, with which ops compute. `FlatShard` is the interval as a placement of
+DTensor: one dim of the mesh cuts the flattened tensor, where `Shard` would cut one dim of the
+tensor. The other mesh dims replicate (HSDP), or belong to a parameter that was a DTensor before
+`fully_shard`.
 """
 
 import functools
@@ -24,13 +25,14 @@ from shardc.runtime.tensor.tensor_parallel import Placed
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Where a flattened tensor of `numel` elements lies on the ranks of a group.
+    """The place of a flattened tensor of `numel` elements on the ranks of a group.
 
-    It starts at element `offset` of a flat bucket whose rank r holds `[r*segment, (r+1)*segment)`.
-    `tp` says which part of a DTensor the flattened tensor is; None: it is all of the parameter.
-    `everyone` names the group of all ranks that have it, copies included; "": `group`.
-    Without a `group` it is a part that comes from a file (`pickled`).
-    `mesh` is the one given to `fully_shard`; None where the spec was unpickled.
+    The tensor starts at element `offset` of a flat bucket. Rank r holds elements
+    `[r*segment, (r+1)*segment)` of the bucket.
+    `tp` is the part of a DTensor that the flattened tensor is; None: it is the whole parameter.
+    `everyone` names the group of all ranks that have the tensor, copies included; "": `group`.
+    `group` is "" for a part that comes from a file and finds no group (`pickled`).
+    `mesh` is the mesh given to `fully_shard`; None after unpickling.
     """
 
     offset: int
@@ -45,11 +47,11 @@ class ShardSpec:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The process groups over which the parameter is cut, by name."""
+        """The names of the process groups over which the parameter is cut."""
         return (self.group, *self.tp.groups) if self.tp is not None else (self.group,)
 
     def interval(self, rank: int | None = None) -> tuple[int, int]:
-        """`[start, stop)` of the flattened tensor that `rank` (default: this one) holds."""
+        """The interval `[start, stop)` of the flattened tensor on `rank` (default: this rank)."""
         return interval(self.offset, self.numel, self.segment, self.rank if rank is None else rank)
 
     def narrowed(self, start: int, numel: int) -> "ShardSpec":
@@ -57,7 +59,7 @@ class ShardSpec:
         return replace(self, offset=self.offset + start, numel=numel)
 
     def lies_as(self, other: "ShardSpec") -> bool:
-        """Whether both are the same interval; one that comes from a file knows no group."""
+        """Whether both specs are the same interval; a spec from a file may have no group."""
         if self is other or self == other:
             return True
         if self.group and other.group:
@@ -65,14 +67,14 @@ class ShardSpec:
         return replace(self, group="", everyone="") == replace(other, group="", everyone="")
 
     def doubled(self) -> "ShardSpec":
-        """The spec where every element becomes two: complex numbers as pairs."""
+        """The spec of a tensor with two elements for each element: complex numbers as pairs."""
         return replace(self, offset=2 * self.offset, numel=2 * self.numel, segment=2 * self.segment)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ShardSpec":
         return self
 
     def __getstate__(self) -> dict[str, object]:
-        """Everything but the mesh, whose process groups no file can hold."""
+        """The state without the mesh: no file can hold the mesh's process groups."""
         return {**self.__dict__, "mesh": None}
 
 
@@ -86,19 +88,19 @@ def part_of(full: Tensor, spec: ShardSpec) -> Tensor:
 # -- gradients of whole tensors ------------------------------------------------------------------
 
 Over = Literal["mean", "sum", "own"]
-"""How the ranks' gradients of a full tensor become one: this rank's own where they are equal."""
+"""The reduction of the ranks' gradients of a full tensor; "own" if the gradients are equal."""
 
 
 def mean_over_ranks(value: Tensor, spec: ShardSpec) -> Tensor:
-    """The mean over the ranks that train a parameter, copies included; each must call it."""
+    """The mean over all ranks that train a parameter, copies included; each must make this call."""
     group = spec.everyone or spec.group
     return all_reduce(value.contiguous(), "sum", group) / len(compat.ranks_of(group))
 
 
 def whole_gradient(grad: Tensor, spec: ShardSpec, over: Over = "mean") -> Tensor:
-    """This rank's part of the plain gradient of a whole tensor, reduced over the ranks.
+    """Reduce the plain gradient of a whole tensor over the ranks; returns this rank's part.
 
-    Where `grad` repeats along a dim, as that of a sum does, what is sent does not.
+    A dim along which `grad` repeats (stride 0, as in the gradient of a sum) is sent once.
     """
     if over != "own":
         once = tuple(slice(None) if step else slice(0, 1) for step in grad.stride())
@@ -118,13 +120,14 @@ def whole_gradient(grad: Tensor, spec: ShardSpec, over: Over = "mean") -> Tensor
 class FlatShard(Placement):
     """The placement of a ShardTensor: each rank holds an interval of the flattened tensor.
 
-    Rank r of the mesh dim holds the elements that lie in `[r*segment, (r+1)*segment)` of a flat
-    buffer in which the tensor starts at `offset`. Equal on all ranks. `param.placements` gives it;
-    `distribute_tensor(full, param.device_mesh, param.placements)` cuts another tensor so.
+    The tensor starts at element `offset` of a flat buffer. Rank r of the mesh dim holds the
+    elements in `[r*segment, (r+1)*segment)` of the buffer. The FlatShards of all ranks are equal.
+    `param.placements` has the FlatShard of a parameter;
+    `distribute_tensor(full, param.device_mesh, param.placements)` gives a tensor the same cut.
 
     Attributes:
         offset, segment: counted in elements.
-        numel: of the flattened tensor, on a tensor-parallel mesh of its local value.
+        numel: the size of the flattened tensor; on a tensor-parallel mesh, of its local value.
     """
 
     def __init__(self, spec: ShardSpec) -> None:
@@ -162,16 +165,16 @@ class FlatShard(Placement):
 
 
 def flat_shard_in(placements: Sequence[Placement] | None) -> FlatShard | None:
-    """The FlatShard among `placements`, if there is one."""
+    """The FlatShard among `placements`; None if there is none."""
     return next((p for p in placements or () if isinstance(p, FlatShard)), None)
 
 
 def mesh_of(spec: ShardSpec) -> DeviceMesh:
-    """The mesh of all dims on which the tensor lies.
+    """The mesh with all dims on which the tensor is placed.
 
     Raises:
-        AttributeError: it comes from a file and no parameter here has its groups, or its
-            data-parallel and its tensor-parallel mesh are not dims of one mesh.
+        AttributeError: the tensor comes from a file and no parameter here has its groups, or the
+            tensor's data-parallel and tensor-parallel meshes are not dims of one mesh.
     """
     mesh = spec.mesh or known_mesh(spec.group, spec.everyone)
     if mesh is None:
@@ -195,7 +198,7 @@ def _joined(data: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
 
 
 def placements_of(spec: ShardSpec) -> tuple[Placement, ...]:
-    """How the tensor lies on each dim of `mesh_of(spec)`."""
+    """The placement of the tensor on each dim of `mesh_of(spec)`."""
     mesh = mesh_of(spec)
     around = () if spec.tp is None else spec.tp.other_placements
     copies = mesh.ndim - len(around) - 1
@@ -203,5 +206,5 @@ def placements_of(spec: ShardSpec) -> tuple[Placement, ...]:
 
 
 def dtensor_spec(shape: torch.Size, dtype: torch.dtype, spec: ShardSpec) -> compat.DTensorSpec:
-    """The same as torch describes a DTensor of `shape`."""
+    """The mesh and placements of `spec` as torch's spec of a DTensor of `shape`."""
     return compat.dtensor_spec(mesh_of(spec), placements_of(spec), shape, dtype)

@@ -1,11 +1,12 @@
-"""Statistics of whole tensors, of all elements or along dims: parts, and one small collective.
+"""A statistic of a whole tensor, of all elements or along dims, takes one small collective.
 
-An interval of a flattened tensor is up to 2n-1 rectangles (`interval_boxes`). Each rectangle is
-reduced along the dims and merged into a tensor of the result's size; those of all ranks are then
-merged by one all-reduce (a variance takes two: of the mean, and of squared distances from it). Sums
-are accumulated in fp64 or int64, so that the result is right to the last digit of its dtype.
+An interval of a flattened n-d tensor is up to 2n-1 rectangles (`interval_boxes`). Each rectangle is
+reduced along the dims and merged into a tensor of the result's size. One all-reduce then merges the
+tensors of all ranks. (A variance takes two all-reduces: of the mean, and of the squared distances
+from the mean.) Sums are accumulated in fp64 or int64, so that the result is right to the last digit
+of its dtype.
 
-Left out: statistics that need all values at once (median, sort, prod), which are gathered.
+Left out: statistics that need all values at once (median, sort, prod); their operands are gathered.
 """
 
 import math
@@ -31,12 +32,12 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Statistic:
-    """A statistic as one reduction, along dims, over the rectangles of a rank, and over ranks.
+    """A statistic as one reduction: along dims, over the rectangles of a rank, and over ranks.
 
     Attributes:
-        values: the values to reduce, of a rectangle's elements.
+        values: gives the values to reduce, from the elements of a rectangle.
         over: the reduction.
-        finish: the result, of the reduced values and the number of elements behind each.
+        finish: gives the result, from the reduced values and the number of elements in each.
     """
 
     values: Callable[[Tensor], Tensor]
@@ -72,7 +73,7 @@ _SPREADS = ("var", "std")
 
 
 def is_known(func: compat.Op, name: str) -> bool:
-    """Whether `run` knows the op; `max` along a dim gives indices too, and is gathered."""
+    """Whether `run` knows the op. `max` along a dim gives indices too, and needs a whole tensor."""
     if func._overloadname.endswith("out") or "names" in func._overloadname:
         return False
     if name in ("max", "min"):
@@ -83,7 +84,7 @@ def is_known(func: compat.Op, name: str) -> bool:
 
 
 def run(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
-    """Run `func`, the same result on all ranks. Every rank that holds a part must call it."""
+    """Run `func`: all ranks get one result. Every rank that holds a part must make this call."""
     tensor, name = args[0], func._schema.name.removeprefix("aten::")
     if name == "equal":
         return _equal(func, args, kwargs)
@@ -96,7 +97,7 @@ def run(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
     if name in _NORMS and len(dims) == tensor.dim() and not named.get("keepdim"):
         return shard_norms.norm(tensor, _order(named), named.get("dtype"))
     if not tensor.numel():
-        return run_whole(func, args, kwargs)  # without a message: nobody has anything
+        return run_whole(func, args, kwargs)  # without a message: no rank has an element
     like = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
     if name in _SPREADS:
         value = _variance(tensor, dims, named)
@@ -110,7 +111,7 @@ def run(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
 
 
 def _dims_of(tensor: Tensor, named: compat.Kwargs) -> list[int]:
-    """The dims to reduce, all of them where none is named."""
+    """The dims to reduce: the named dims, or all dims if none is named."""
     dim = named.get("dim")
     listed = [dim] if isinstance(dim, int) else list(dim or range(tensor.dim()))
     return [d % max(1, tensor.dim()) for d in listed if tensor.dim()]
@@ -122,7 +123,7 @@ def _order(named: compat.Kwargs) -> float:
 
 
 def _norm_of_order(order: float) -> Statistic:
-    """As a sum of p-th powers, a count, or an extremum."""
+    """The statistic of a norm: a sum of p-th powers, a count, or an extremum."""
 
     def sizes(part: Tensor) -> Tensor:
         return _widened(part.abs()).to(torch.float64)
@@ -140,14 +141,14 @@ def _norm_of_order(order: float) -> Statistic:
 
 
 def _reduced(tensor: Sharded, dims: list[int], known: Statistic) -> Tensor:
-    """The values of all ranks, reduced; reduced dims are kept with size 1."""
+    """Reduce the values of all ranks; a reduced dim keeps size 1."""
     return _over_rectangles(tensor, dims, lambda part, where: known.values(part), known.over)
 
 
 def _over_rectangles(
     tensor: Sharded, dims: list[int], values: Callable[[Tensor, Index], Tensor], over: Over
 ) -> Tensor:
-    """The values of each rectangle, given where in the result it belongs, reduced."""
+    """Reduce the values of all rectangles; `values` also gets a rectangle's place in the result."""
 
     def along_dims(part: Tensor, where: Index) -> Tensor:
         return _ALONG_DIMS[over](values(part, where), dims, keepdim=True)
@@ -197,7 +198,7 @@ def _over_ranks(value: Tensor, over: Over, group: str) -> Tensor:
     return shard_norms.extremum(flat, 1.0 if over == "max" else -1.0, group).view(value.shape)
 
 
-# -- what takes more than one round, or two tensors ----------------------------------------------
+# -- statistics with more than one round, or of two tensors --------------------------------------
 
 
 def _variance(tensor: Sharded, dims: list[int], named: compat.Kwargs) -> Tensor:

@@ -1,13 +1,13 @@
 """ShardTensor: a parameter of full shape of which this rank holds one interval.
 
-Users and optimizers hold it instead of the full parameter. The local part is a 1-D view of the
-rank's segment of a bucket, the interval `[start, stop)` of the flattened parameter. Elementwise
-ops run on the local part, statistics are reduced over ranks, initialisers draw the full tensor and
-keep the interval, and the rest runs on gathered values (`shard_ops` holds the table). So stock
+Users and optimizers hold a ShardTensor instead of the full parameter. The local part is a 1-D view
+of the rank's segment of a bucket: the interval `[start, stop)` of the flattened parameter.
+Elementwise ops run on the local part. Ranks reduce statistics. Initialisers draw the full tensor
+and keep the interval. Other ops run on gathered values (`shard_ops` holds the table). So stock
 optimizers, `torch.nn.init`, clipping, GradScaler and DCP work at any world size.
 
-Its state, the local part and an immutable spec, is `Sharded`, which the ops work on. Nothing else
-lives on the object: checkpoints copy `__dict__` deeply.
+The base class `Sharded` has the state: the local part and an immutable spec. Ops work on `Sharded`.
+The object has no more state, because checkpoints copy `__dict__` deeply.
 """
 
 import hashlib
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 
 class ShardTensor(Sharded):
-    """A tensor of full shape, dtype and device of which `to_local()` is this rank's part."""
+    """A tensor of full shape, dtype and device; `to_local()` gives this rank's part."""
 
     __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
-    # -- what a user asks for ----------------------------------------------------------------
+    # -- methods for users -------------------------------------------------------------------
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's part, 1-D, sharing memory: `[start, stop)` of the flattened tensor.
+        """This rank's part, 1-D: an alias of elements `[start, stop)` of the flattened tensor.
 
-        Differentiable: the gradient of the part is that part of the gradient.
+        Differentiable: the gradient of the part is this rank's part of the gradient.
 
         Raises:
             NotImplementedError: `grad_placements` other than `placements`.
@@ -47,14 +47,15 @@ class ShardTensor(Sharded):
         return conversions.to_local(self, grad_placements)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The whole tensor, gathered from all ranks that hold a part: each of them must call it.
+        """Gather the whole tensor. Every rank that holds a part must make this call.
 
-        Moves `world_size` times the largest local part; of a DTensor then the same over its own
-        mesh. Differentiable: each rank gives the gradient of its own loss, and they are averaged.
+        The gather moves `world_size` times the largest local part. A former DTensor is then
+        gathered over its own mesh too. Differentiable: each rank gives the gradient of its own
+        loss, and the gradients are averaged.
 
         Args:
             grad_placements: `Replicate()` on every dim: the ranks' gradients are equal, and nothing
-                is sent; `Partial()` on every dim: they are added up.
+                is sent; `Partial()` on every dim: the ranks' gradients are added up.
 
         Raises:
             NotImplementedError: other `grad_placements`.
@@ -69,10 +70,10 @@ class ShardTensor(Sharded):
         async_op: bool = False,
         forward_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """The same value under other placements of its mesh. Every rank of the mesh must call it.
+        """Place the value otherwise on its mesh. Every rank of the mesh must make this call.
 
-        It is gathered, in `forward_dtype`, and cut anew; `async_op` changes nothing. The result is
-        a DTensor; with a `FlatShard` among `placements`, a ShardTensor.
+        The value is gathered in `forward_dtype` and cut again; `async_op` has no effect. The result
+        is a DTensor, or a ShardTensor if a `FlatShard` is among `placements`.
 
         Raises:
             RuntimeError: no placements, or a Partial one.
@@ -94,7 +95,7 @@ class ShardTensor(Sharded):
             return ""
         return f" of the local value {list(tp.local_shape)} at {list(tp.offsets)}, {tp.placements}"
 
-    # -- what parameters do beyond ops ---------------------------------------------------------
+    # -- methods of parameters beyond ops ------------------------------------------------------
 
     @property
     def data(self) -> Tensor:
@@ -102,7 +103,7 @@ class ShardTensor(Sharded):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Write the values of `value`, a tensor of the same shape, whole or sharded alike."""
+        """Write the values of `value`, a tensor of the same shape and dtype, whole or sharded."""
         if value.shape != self.shape:
             raise RuntimeError(
                 f".data of {self._label()} cannot become a tensor of shape {tuple(value.shape)}: "
@@ -126,7 +127,7 @@ class ShardTensor(Sharded):
         self.requires_grad_(flag)
 
     def requires_grad_(self, requires_grad: bool = True) -> "ShardTensor":
-        """As `Tensor.requires_grad_`; a parameter's bucket follows from the next forward on."""
+        """Set `requires_grad` as torch does; the parameter's bucket follows at the next forward."""
         changed = self.requires_grad != requires_grad
         Tensor.requires_grad.__set__(self, requires_grad)  # type: ignore[attr-defined]
         slot = getattr(self, "_slot", None)
@@ -136,40 +137,40 @@ class ShardTensor(Sharded):
         return self
 
     def view_as(self, other: Tensor) -> Tensor:
-        """As `Tensor.view_as`, which stages of a pipeline call to find a parameter in a graph."""
+        """View as torch does; refuse a pipeline's split backward, which looks for the parameter."""
         if not torch.compiler.is_compiling():
             refuse_split_backward()
         return super().view_as(other)
 
     def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refused: one rank holds only a part."""
+        """Refuse: one rank holds only a part."""
         self._refuse_whole(".numpy()")
 
     def tolist(self) -> NoReturn:
-        """Refused, as `numpy`."""
+        """Refuse, as `numpy` does."""
         self._refuse_whole(".tolist()")
 
     def storage(self) -> NoReturn:
-        """Refused, as `numpy`: safetensors would write what is there."""
+        """Refuse, as `numpy` does: safetensors would write the part alone."""
         self._refuse_whole(".storage()")
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The storage of this rank's part, which is that of its bucket's segment.
+        """The storage of this rank's part: the storage of its bucket's segment.
 
-        Refused to safetensors, which would write as many bytes as the whole tensor has.
+        safetensors is refused: it would write as many bytes as the whole tensor has.
         """
         if is_called_by("safetensors"):
             self._refuse_whole(".untyped_storage()")
-        if is_called_by("torch._"):  # what makes fake tensors wants that of the wrapper
+        if is_called_by("torch._"):  # fake tensors are made with the wrapper's storage
             return super().untyped_storage()
         return self._local.untyped_storage()
 
     def _typed_storage(self) -> NoReturn:
-        """Refused, as `numpy`: torch.multiprocessing would send a part as the whole."""
+        """Refuse, as `numpy` does: torch.multiprocessing would send a part as the whole."""
         self._refuse_whole("its storage")
 
     def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refused, as `numpy`."""
+        """Refuse, as `numpy` does."""
         self._refuse_whole("__dlpack__")
 
     def _refuse_whole(self, method: str) -> NoReturn:
@@ -183,7 +184,7 @@ class ShardTensor(Sharded):
         shard_fill.set_items(self, index, value)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
-        """A copy of its own, which no bucket knows; that of a whole model has buckets."""
+        """Copy the tensor into one without a bucket. (A copy of a whole model has buckets.)"""
         copied = self.detach().clone()
         memo[id(self)] = copied
         if not isinstance(self, nn.Parameter):
@@ -192,7 +193,7 @@ class ShardTensor(Sharded):
         return param
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        """This rank's part; of parameters, which belong to a bucket, none."""
+        """Pickle this rank's part; refuse a parameter, because it belongs to a bucket."""
         if not isinstance(self, nn.Parameter):
             return pickled.reduced(self)
         raise RuntimeError(
@@ -222,8 +223,7 @@ class ShardTensor(Sharded):
         return ShardTensor(inner["_local"], shape, spec)
 
     def _stable_hash_for_caching(self) -> str:
-        """The hash by which AOT autograd's cache knows a compiled `opt.step`; each rank has its
-        own."""
+        """The hash of a compiled `opt.step` in AOT autograd's cache; each rank has its own hash."""
         local = self._local
         spec = self._shard_spec
         outer = (tuple(self.shape), self.dtype, str(self.device), self.requires_grad, spec)

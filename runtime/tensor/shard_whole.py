@@ -1,8 +1,8 @@
-"""Ops on whole tensors: run on gathered values; what they write goes back to the parts.
+"""Ops run on gathered whole tensors, and their writes go back to the parts.
 
 The result is plain, and every rank has it. A view that is no interval (`p.t()`, `p[:, 1]`) is a
-`WholeView`: a tensor over the gathered value that knows where it is from, so that a write to it
-reaches the parameter, and it is gathered again once the parameter was updated.
+`WholeView`: a view of the gathered value that refers to the parameter. A write to the view reaches
+the parameter. After an update of the parameter, the view gathers the value again.
 
 Left out: ops on process groups, random ops (ranks could draw different values), and tracing.
 """
@@ -26,15 +26,15 @@ from shardc.runtime.tensor.shard_operands import store, written_operands
 from shardc.runtime.tensor.sharded import Sharded
 
 _OF_GROUPS = ("c10d", "_c10d", "shardc", "symm_mem")
-"""What namespaces of ops begin with that send their operands to other ranks."""
+"""Prefixes of the namespaces of ops that send their operands to other ranks."""
 
 
 def run_whole(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
-    """Run `func` on whole tensors. Every rank that holds a part must call it.
+    """Run `func` on whole tensors. Every rank that holds a part must make this call.
 
     Raises:
-        NotImplementedError: such ops are refused, this one has no whole result, or it would change
-            the shape or dtype of what it writes to.
+        NotImplementedError: `gathered` refuses the op, the op is random or is on process groups, or
+            it would change the shape or dtype of a tensor that it writes to.
     """
     if func.namespace.startswith(_OF_GROUPS) or torch.Tag.nondeterministic_seeded in func.tags:
         refuse(func)
@@ -65,7 +65,7 @@ def run_whole(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> obje
 def view_whole(
     func: compat.Op, args: compat.Args, kwargs: compat.Kwargs, why: str = NEEDS_WHOLE
 ) -> object:
-    """A view that is no interval, or several of them."""
+    """Make one or several views that are no intervals."""
     source: Sharded = args[0]
     expect_plain_gradient(source)
     base = gathered(func, source, why)
@@ -74,7 +74,7 @@ def view_whole(
 
 
 def _is_view(func: compat.Op) -> bool:
-    """Whether it returns views of its first operand, and writes to nothing."""
+    """Whether `func` returns only views of its first operand, and writes to nothing."""
     returned = [result.alias_info for result in func._schema.returns]
     return bool(returned) and all(info is not None and not info.is_write for info in returned)
 
@@ -108,7 +108,7 @@ class WholeView(Tensor):
         return self
 
     def _current(self, func: compat.Op) -> Tensor:
-        """The plain view, gathered again if the source was updated."""
+        """The plain view; the value is gathered again if the source was updated."""
         if self._source._local._version != self._seen:
             self._gathered.copy_(gathered(func, self._source))
             self._seen = self._source._local._version
@@ -146,11 +146,11 @@ class WholeView(Tensor):
         return tree_map_only(Tensor, lambda x: held.get(id(x), x), result)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As of a plain tensor; a write to the array does not reach the parameter."""
+        """A copy of the values as an array; a write to the array does not reach the parameter."""
         return self.clone().numpy(force=force)
 
     def tolist(self) -> list[object]:
-        """As of a plain tensor."""
+        """The values as a list, as of a plain tensor."""
         return self.clone().tolist()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]

@@ -1,18 +1,21 @@
-"""Sharded: the state of a ShardTensor, and the attributes by which it passes as a DTensor.
+"""Sharded has the state of a ShardTensor, and the attributes by which it passes as a DTensor.
 
-The state is `_local`, this rank's part as a 1-D view of a segment, and `_shard_spec`, which says
-where it lies. Ops read it and `make` other tensors of such state. `ShardTensor` adds the methods of
-users and torch's protocols, which call the ops: so it comes after them, as the one subclass.
+The state is `_local`, this rank's part as a 1-D view of a segment, and `_shard_spec`, the place of
+the part in the tensor. Ops read the state and `make` other ShardTensors. `ShardTensor`, the one
+subclass, adds the methods for users and torch's protocols. They call the ops, so the file of
+`ShardTensor` comes after the files of the ops.
 
 Training code asks `isinstance(param, DTensor)` before it gathers, saves or takes a norm. A true
-subclass of DTensor has two slots more in memory than an `nn.Parameter`, so Python lets no parameter
-become one; every optimizer, tie and list that holds it would hold a stranger. A ShardTensor stays
-the same object instead, and names DTensor as its `__class__`, which `isinstance` believes.
+subclass of DTensor has two more fields in memory than an `nn.Parameter`. So Python cannot change a
+parameter's class to it, and each optimizer, tie and list would still hold the old parameter.
+Instead a ShardTensor stays the same object, and names DTensor as its `__class__`, which
+`isinstance` believes.
 
-Ops of torch's DTensors refuse one as a later operand, as any tensor that is no DTensor. While torch
-dispatches an op, and while Dynamo traces, a ShardTensor says what it is: torch would run the op as
-DTensor's, and guards on a DTensor look for its inner parts. (Dynamo answers the `isinstance` of
-traced code by `compat.let_torch_make`, too.) `conversions` has the way to other forms and back.
+Ops of torch's DTensors refuse a ShardTensor as a later operand, as any tensor that is no DTensor.
+While torch dispatches an op, and while Dynamo traces, `__class__` is the true class. Else torch
+would run the op as DTensor's, and guards on a DTensor would look for its inner parts. (In traced
+code, too, `compat.let_torch_make` makes `isinstance` true.) `conversions` converts a ShardTensor to
+other forms and back.
 """
 
 from collections.abc import Sequence
@@ -40,7 +43,7 @@ class Sharded(Tensor):
     _shard_spec: ShardSpec
 
     make: "ClassVar[type[Sharded]]"
-    """ShardTensor, by which ops make others; its file, which comes after theirs, puts it here."""
+    """ShardTensor, with which ops make results; `shard_tensor.py`, imported after them, sets it."""
 
     @staticmethod
     def __new__(cls, local: Tensor, shape: Sequence[int], spec: ShardSpec) -> Self:
@@ -55,12 +58,12 @@ class Sharded(Tensor):
         return self
 
     def _gathered(self) -> Tensor:
-        """The whole tensor; every rank that holds a part must call it."""
+        """Gather the whole tensor; every rank that holds a part must make this call."""
         tp = self._shard_spec.tp
         return self._unsharded() if tp is None else tp.wrap(self._unsharded()).full_tensor()
 
     def _unsharded(self) -> Tensor:
-        """The value before `fully_shard`: all of a plain parameter, the local one of a DTensor."""
+        """Gather the value before `fully_shard`: a plain parameter, or a DTensor's local value."""
         spec = self._shard_spec
         shape = self.shape if spec.tp is None else spec.tp.local_shape
         if not spec.numel:
@@ -82,7 +85,7 @@ class Sharded(Tensor):
 
     def _boxes(self) -> list[Box]:
         """The boxes of the full tensor that this rank saves and loads."""
-        if self.numel() == 0:  # DCP wants a box for it all the same; the first rank has it
+        if self.numel() == 0:  # DCP wants a box for it too; the first rank has the box
             shape = tuple(self.shape)
             return [Box((0,) * len(shape), shape, 0)] if self._shard_spec.rank == 0 else []
         tp, interval = self._shard_spec.tp, self._shard_spec.interval()
@@ -91,7 +94,7 @@ class Sharded(Tensor):
         return [box.moved(tp.offsets) for box in boxes_of(tp.local_shape, *interval)]
 
     def _label(self) -> str:
-        """The words for it in messages; a parameter of a bucket has a slot, with its name."""
+        """The words for the tensor in messages; the slot of a bucket's parameter has its name."""
         slot = getattr(self, "_slot", None)
         name = f"parameter '{slot.name}'" if slot is not None else "a ShardTensor"
         return f"{name} of shape {tuple(self.shape)}"
@@ -101,7 +104,7 @@ class Sharded(Tensor):
     @property
     @compat.inline_only
     def __class__(self) -> type:
-        # torch asks this itself where it dispatches an op: it shall not take it for DTensor's.
+        # torch reads this where it dispatches an op, and must not take the op for DTensor's.
         if _is_excluded(_DISPATCHED) or getattr(_TRACING, "tracing_context", None) is not None:
             return type(self)
         return DTensor
@@ -134,14 +137,15 @@ class Sharded(Tensor):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh given to `fully_shard`; of a parameter that was a DTensor, with its own dims.
+        """The mesh given to `fully_shard`, joined with the other dims of a former DTensor's mesh.
 
         Raises:
-            AttributeError: the part comes from a file, or its two meshes are not dims of one.
+            AttributeError: the part comes from a file and no parameter has its groups, or the two
+                meshes are not dims of one mesh.
         """
         return mesh_of(self._shard_spec)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """For each dim of `device_mesh`: `FlatShard` where the ranks cut it, else as it lies."""
+        """The placement on each dim of `device_mesh`: `FlatShard` on the dim of `fully_shard`."""
         return placements_of(self._shard_spec)

@@ -1,17 +1,17 @@
-"""The optimizer's state of a bucket's parameters waits on the host while forward and backward run.
+"""The host holds the optimizer state of a bucket's parameters while forward and backward run.
 
     shardc::send_state(segment) -> sent                  # in the forward
     shardc::wait_until_state_sent(sent) -> sent
     shardc::fetch_state(sent)                            # in the backward
 
-`sent: ()` holds a number, by which the backward finds what the forward has sent. Copies run on
-streams of their own (`host_copies.stream_of`), into and from pinned memory. The wait frees the
-device's memory: state tensors stay the same objects, without storage meanwhile. The backward
-allocates it again, and at its end compute waits for the values. Where several forwards come before
-their backwards, the last of these brings the state back.
+`sent: ()` holds a number, by which the backward finds the state that the forward sent. Copies run
+on streams of their own (`host_copies.stream_of`), into and from pinned memory. The wait frees the
+state's memory on the device: state tensors stay the same objects, with an empty storage. The
+backward allocates the memory again, and at the backward's end compute waits for the values. If
+several forwards come before their backwards, the last backward brings the state back.
 
-Which tensors these are is read from the optimizers that have taken a step with a parameter of the
-segment. A step and `state_dict` bring back what is still away. Small tensors (step counts), parts
+The state comes from the optimizers that have taken a step with a parameter of the segment. A step
+and `state_dict` bring back any state that is still on the host. Small tensors (step counts), parts
 of larger storages and subclasses (quantised states) stay on the device.
 """
 
@@ -43,12 +43,12 @@ class _Away:
     """The state of a bucket's parameters, from its first copy until it is back.
 
     Attributes:
-        number: what the forward that has sent it gives to the backward.
-        held: tensors of the state, and where each lies on the host; there is one at least.
-        sent: the event after which all is on the host.
-        is_freed: whether the device's memory is freed.
-        backwards: how many are to come.
-        back: the event after which all is on the device again, once that has begun.
+        number: the number that the sending forward gives to the backward.
+        held: at least one tensor of the state, each with its copy on the host.
+        sent: the event after which all values are on the host.
+        is_freed: whether the state's memory on the device is freed.
+        backwards: the number of backwards still to come.
+        back: the event after which all values are on the device; None until the copy back starts.
     """
 
     number: int
@@ -60,11 +60,11 @@ class _Away:
 
     @property
     def device(self) -> torch.device:
-        """Where the state belongs."""
+        """The device of the state."""
         return self.held[0][0].device
 
     def free(self) -> None:
-        """Make the device wait until all is on the host, and free its memory there."""
+        """Make the device wait until the state is on the host, and free its device memory."""
         if not self.is_freed:
             torch.accelerator.current_stream(self.device).wait_event(self.sent)
             for state, _ in self.held:
@@ -72,7 +72,7 @@ class _Away:
             self.is_freed = True
 
     def bring_back(self) -> None:
-        """Start to copy it back, unless it is on its way."""
+        """Start to copy the state back to the device, unless the copy has started."""
         if self.back is not None:
             return
         if not self.is_freed:
@@ -88,27 +88,27 @@ class _Away:
             self.back = stream.record_event()
 
     def wait(self) -> None:
-        """Make the device wait until all is back."""
+        """Make the device wait until the state is back."""
         assert self.back is not None
         torch.accelerator.current_stream(self.device).wait_event(self.back)
 
 
 _users = WeakIdKeyDictionary()
-"""By the memory of a segment: optimizers that have trained it, with the parameters; weak."""
+"""By the storage of a segment: the optimizers that have trained it, with the parameters; weak."""
 _away = WeakIdKeyDictionary()
-"""By the memory of a segment: its `_Away`."""
+"""By the storage of a segment: its `_Away`."""
 _numbers = itertools.count()
 _known: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-"""Optimizers that have taken a step: whether a warning was given that their state stays."""
+"""Optimizers that have taken a step; True after a warning that their state stays on the device."""
 
 
 # -- which tensors -------------------------------------------------------------------------------
 
 
 def _remember(optimizer: Optimizer, *_: object) -> None:
-    """Remember an optimizer that has taken a step: it may have state of these parameters."""
+    """Remember an optimizer that has taken a step: it may keep state of its sharded parameters."""
     if _is_captured():
-        return  # what runs then knows the addresses of the state
+        return  # the graph has the addresses of the state
     for param in _sharded(optimizer):
         users = _users.setdefault(param._local.untyped_storage(), weakref.WeakKeyDictionary())
         users.setdefault(optimizer, WeakIdKeyDictionary())[param] = True
@@ -118,7 +118,7 @@ def _remember(optimizer: Optimizer, *_: object) -> None:
 
 
 def _is_captured() -> bool:
-    """Whether a CUDA graph is captured."""
+    """Whether the current stream captures a CUDA graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
@@ -128,13 +128,13 @@ def _sharded(optimizer: Optimizer) -> Iterator[ShardTensor]:
 
 
 def _users_of(segment: Tensor) -> Iterator[tuple[Optimizer, ShardTensor]]:
-    """The optimizers that have trained the parameters of a segment, with each of these."""
+    """The optimizers that have trained parameters of a segment, with each parameter."""
     for optimizer, params in _users.get(segment.untyped_storage(), {}).items():
         yield from ((optimizer, param) for param in params)
 
 
 def _state_of(segment: Tensor) -> Iterator[Tensor]:
-    """The tensors that optimizers keep of the parameters of a segment, if they may go."""
+    """The state tensors of the parameters of a segment that may leave the device."""
     seen = set[int]()
     for optimizer, param in _users_of(segment):
         if param not in optimizer.state:
@@ -150,7 +150,7 @@ def _state_of(segment: Tensor) -> Iterator[Tensor]:
 
 
 def _warn_of_what_stays(segment: Tensor) -> None:
-    """Warn of optimizers whose state a budget counts as gone, and which keep it all the same."""
+    """Warn of optimizers that keep state on the device although the budget counts it as gone."""
     for optimizer, param in _users_of(segment):
         if _known[optimizer]:
             continue
@@ -173,7 +173,7 @@ def _is_large(value: object) -> bool:
 
 
 def _send_state(segment: Tensor) -> Tensor:
-    """Start to copy the state of the parameters of `segment: (S,)` to the host, if it is here."""
+    """Start to copy the state of `segment: (S,)`'s parameters to the host, unless it is there."""
     if segment.device.type == "cpu":
         return torch.tensor(-1)
     before_steps.call(Turn.ON_HOST, _bring_back_all)
@@ -204,15 +204,14 @@ def _sent(states: list[Tensor]) -> _Away:
 
 
 def _wait_until_state_sent(sent: Tensor) -> Tensor:
-    """Make the device wait until the state is on the host, and free its memory there: the same
-    tensor."""
+    """Make the device wait until the state is on the host, and free its device memory."""
     for _, away in _numbered(sent):
         away.free()
     return sent
 
 
 def _fetch_state(sent: Tensor) -> None:
-    """Start to copy it back, if no other backward is to come; it is there when this one ends."""
+    """Start to copy the state back in the last backward; compute waits for it at the end."""
     for memory, away in _numbered(sent):
         away.backwards -= 1
         if not away.backwards:
@@ -222,21 +221,20 @@ def _fetch_state(sent: Tensor) -> None:
 
 
 def _numbered(sent: Tensor) -> list[tuple[UntypedStorage, _Away]]:
-    """The state that a forward has sent, if it has not returned yet, and the memory of the
-    segment."""
+    """The storage of a segment and the state that a forward sent; none if the state is back."""
     number = int(sent)
     return [(memory, away) for memory, away in _away.items() if away.number == number]
 
 
 def _arrive(memory: UntypedStorage, away: _Away) -> None:
-    """Make the device wait until the state on its way back is there, and forget it."""
+    """Make the device wait until the state is back, and forget its `_Away`."""
     away.wait()
     if _away.get(memory) is away:
         del _away[memory]
 
 
 def _bring_back_all(optimizer: Optimizer, *_: object) -> None:
-    """Bring the state of an optimizer back to the device, for ops queued there from now on."""
+    """Bring the state of an optimizer back to the device, for ops queued from now on."""
     if torch.compiler.is_compiling() or not _away:
         return
     for param in _sharded(optimizer):
@@ -249,7 +247,7 @@ def _bring_back_all(optimizer: Optimizer, *_: object) -> None:
 _library = torch.library.Library("shardc", "FRAGMENT")
 _library.define("send_state(Tensor segment) -> Tensor")
 _library.define("wait_until_state_sent(Tensor(a) sent) -> Tensor(a)")
-_library.define("fetch_state(Tensor(a!) sent) -> ()")  # so that nobody takes it for dead code
+_library.define("fetch_state(Tensor(a!) sent) -> ()")  # `!`: no pass removes it as dead code
 for _name, _implementation, _fake in (
     ("send_state", _send_state, lambda _: torch.empty((), dtype=torch.int64, device="cpu")),
     ("wait_until_state_sent", _wait_until_state_sent, lambda sent: sent),

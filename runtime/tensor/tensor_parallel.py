@@ -1,14 +1,15 @@
-"""Parameters that are DTensors on a tensor-parallel mesh, as a data-parallel bucket sees them.
+"""A data-parallel bucket holds the local values of DTensors on a tensor-parallel mesh.
 
-A bucket holds the local value of such a parameter and is gathered and reduced over the
-data-parallel ranks as any other: they have the same coordinate on the tensor-parallel mesh, so
-their local values have one shape. Only the way out knows more: what a module reads is made a
-DTensor again, whose autograd brings the gradient to the parameter's placements; and what a user
-holds has the global shape, of which this rank's part is an interval of the flattened local value.
+The bucket is gathered and reduced over the data-parallel ranks, as any other bucket. These ranks
+have the same coordinate on the tensor-parallel mesh, so their local values have one shape. A module
+reads the value as a DTensor again; autograd of the DTensor brings the gradient to the parameter's
+placements. A user holds a parameter of the global shape; this rank's part is an interval of the
+flattened local value.
 
 A parameter may also be a DTensor on a mesh that includes the data-parallel dims (`Spmd`, FSDP2's
-`dp_mesh_dims`), replicated over those. Its gradient is then brought to the parameter's placements
-over the other dims only, and what is partial over the data-parallel ones is left to the bucket.
+`dp_mesh_dims`), replicated over these dims. Autograd then brings the gradient to the parameter's
+placements over the other dims only. A gradient that is partial over the data-parallel dims is left
+to the bucket.
 
 Left out: `_StridedShard` and Partial placements, and DTensors on a mesh that includes the
 data-parallel ranks otherwise.
@@ -32,7 +33,7 @@ from shardc.runtime.tensor.extension import inner_value, shape_and_dtype
 
 @dataclass(frozen=True)
 class Spmd:
-    """A mesh on which all parameters are DTensors, and which of its dims are data-parallel."""
+    """A mesh on which all parameters are DTensors, and its data-parallel dims."""
 
     mesh: DeviceMesh
     dims: frozenset[int]
@@ -40,15 +41,15 @@ class Spmd:
 
 @dataclass(frozen=True)
 class Placed:
-    """How a parameter lies on a tensor-parallel mesh; equal on ranks of one coordinate.
+    """The place of a parameter on a tensor-parallel mesh; equal on ranks of one coordinate.
 
     Attributes:
-        mesh, placements: those of the DTensor.
-        shape, stride: of the whole parameter.
-        local_shape, offsets: this coordinate's part of it.
-        groups: the process groups over which it is cut, by name; none where it is replicated.
+        mesh, placements: the mesh and the placements of the DTensor.
+        shape, stride: the shape and the stride of the whole parameter.
+        local_shape, offsets: this coordinate's part of the whole parameter.
+        groups: the names of the process groups that cut the parameter; none where it is replicated.
         data_dims: the data-parallel dims of the mesh (`Spmd`).
-        key: names it in a graph (`object_of`), where it has data-parallel dims.
+        key: the name of this object in a graph (`object_of`); "" without data-parallel dims.
     """
 
     mesh: DeviceMesh = field(repr=False)
@@ -69,7 +70,7 @@ class Placed:
 
     @classmethod
     def of(cls, tensor: Tensor, spmd: Spmd | None = None) -> "Placed | None":
-        """How `tensor` is placed; None for a plain tensor."""
+        """The place of `tensor` on its mesh; None for a plain tensor."""
         if not compat.is_dtensor(tensor):
             return None
         mesh, placements = tensor.device_mesh, tuple(tensor.placements)
@@ -84,7 +85,7 @@ class Placed:
 
     @property
     def other_dims(self) -> DeviceMesh | None:
-        """The mesh of the dims that are not data-parallel; None where all are."""
+        """The mesh of the dims that are not data-parallel; None if all dims are data-parallel."""
         if not self.data_dims:
             return self.mesh
         names = self.mesh.mesh_dim_names or ()
@@ -93,12 +94,12 @@ class Placed:
 
     @property
     def other_placements(self) -> tuple[Placement, ...]:
-        """The placements on these dims."""
+        """The placements on the dims that are not data-parallel."""
         dims = enumerate(self.placements)
         return tuple(placement for dim, placement in dims if dim not in self.data_dims)
 
     def wrap(self, local: Tensor) -> DTensor:
-        """The DTensor of which `local` is this rank's value; differentiable."""
+        """Wrap `local`, this rank's local value, in a DTensor; differentiable."""
         if self.data_dims:
             return _wrap_spmd(local, self.key)
         return self._wrap(local)
@@ -119,7 +120,7 @@ class Placed:
         return own == (tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements))
 
     def local_of(self, tensor: Tensor) -> Tensor:
-        """This coordinate's part of a whole tensor, plain or a DTensor of any placements."""
+        """Cut this coordinate's part from a whole tensor, plain or a DTensor of any placements."""
         if compat.is_dtensor(tensor):
             return compat.local_of(tensor.redistribute(self.mesh, self.placements))
         for dim, (start, size) in enumerate(zip(self.offsets, self.local_shape, strict=True)):
@@ -131,12 +132,12 @@ class Placed:
 
 
 def wrapped(local: Tensor, placed: Placed | None) -> Tensor:
-    """`local` as it is, or the DTensor of which it is this rank's value."""
+    """Wrap `local` in a DTensor; without `placed`, return `local` itself."""
     return local if placed is None else placed.wrap(local)
 
 
 class _WrapSpmd(torch.autograd.Function):
-    """A local value as a DTensor; back, the gradient's own local value on data-parallel dims."""
+    """Wrap a local value in a DTensor; the gradient keeps its placements on data-parallel dims."""
 
     @staticmethod
     def forward(ctx: compat.FunctionContext, local: Tensor, key: str) -> DTensor:
@@ -156,28 +157,28 @@ class _WrapSpmd(torch.autograd.Function):
 
 @compat.allow_in_graph
 def _wrap_spmd(local: Tensor, key: str) -> DTensor:
-    """Left to AOT autograd: Dynamo does not know the placements that a gradient will have."""
+    """Wrap a local value under AOT autograd only: Dynamo does not know a gradient's placements."""
     return _WrapSpmd.apply(local, key)
 
 
 @compat.allow_in_graph
 def as_parameter(value: Tensor) -> Tensor:
-    """`value`, a DTensor, as an `nn.Parameter` to `isinstance`; Dynamo asks the value itself."""
+    """Make a DTensor an `nn.Parameter` for `isinstance`, also in a trace; gives the DTensor."""
     return compat.as_parameter(value)
 
 
 def local_value(param: Tensor) -> Tensor:
-    """The value of a parameter that this rank holds, plain."""
+    """The local value of a parameter on this rank, as a plain tensor."""
     return compat.local_of(param) if compat.is_dtensor(param) else inner_value(param)
 
 
 def stored_as(param: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of the same."""
+    """The shape and dtype of `local_value`."""
     return shape_and_dtype(compat.local_of(param) if compat.is_dtensor(param) else param)
 
 
 def unsupported(param: DTensor, ranks: Sequence[int], spmd: Spmd | None) -> str | None:
-    """Why a DTensor cannot be sharded further over the global `ranks`; None if it can."""
+    """The reason not to shard a DTensor further over the global `ranks`; None if there is none."""
     strange = [p for p in param.placements if type(p) not in (Replicate, Shard)]
     if strange:
         return f"its placement {strange[0]!r} is neither Shard nor Replicate"
@@ -208,7 +209,7 @@ def _unsupported_spmd(param: DTensor, spmd: Spmd) -> str | None:
 def _part(
     shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and offsets of this rank's part: mesh dims cut in order, as `torch.chunk` does."""
+    """The shape and offsets of this rank's part: each mesh dim cuts in turn, as `torch.chunk`."""
     sizes, offsets = list(shape), [0] * len(shape)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
@@ -221,7 +222,7 @@ def _part(
 
 
 def restore_ties(modules: Sequence[torch.nn.Module]) -> None:
-    """Give modules that hold a DTensor which an inner unit took the parameter it became.
+    """Replace DTensors that inner units have sharded by their ShardTensors, in all modules.
 
     A plain parameter stays the same object when it is sharded; a DTensor cannot.
     """
@@ -235,7 +236,10 @@ def restore_ties(modules: Sequence[torch.nn.Module]) -> None:
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Refuse a step with DTensors that the optimizer was made with: they would never be trained."""
+    """Refuse a step of an optimizer made with DTensors that `fully_shard` replaced since.
+
+    Such an optimizer would never train the parameters of the model.
+    """
     for param in compat.params_of(optimizer):
         if hasattr(param, "_shardc_became"):
             raise RuntimeError(

@@ -1,10 +1,9 @@
-"""WholeValue: a statistic of sharded tensors, plain and equal on all ranks.
+"""A WholeValue holds a statistic of sharded tensors, plain and equal on all ranks.
 
-Code that is written for DTensors calls `.full_tensor()` on the result of `clip_grad_norm_` or
-`param.norm()`, one number; here that is the value itself. Where a gradient flows through it, each
-rank has that of its own loss: they are averaged where the value is first used, before any formula
-spreads them over the parts. Left out: `to_local`, which would be a share of the statistic to add up
-over ranks.
+Code for DTensors calls `.full_tensor()` on the result of `clip_grad_norm_` or `param.norm()`, one
+number; here the call gives the value itself. In a backward, each rank has the gradient of its own
+loss. These gradients are averaged where the value is first used, before any formula spreads them
+over the parts. Left out: `to_local`. It would give a rank's share, for ranks to add up.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +18,10 @@ from shardc.runtime.tensor.shard_spec import ShardSpec, mean_over_ranks
 
 
 class WholeValue(Tensor):
-    """A plain tensor with `full_tensor()`; ops on it and on others of its kind give one again."""
+    """A plain tensor with `full_tensor()`; 0-dim results of ops on WholeValues are WholeValues."""
 
     _spec_of_ranks: ShardSpec | None = None
-    """The spec by which its gradient is still to be averaged."""
+    """The spec over which the gradient is still to be averaged; None if there is nothing to do."""
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The value, plain: every rank has it."""
@@ -55,7 +54,7 @@ class WholeValue(Tensor):
 
     @_is_param.setter
     def _is_param(self, flag: bool) -> None:
-        """`nn.Parameter(value)` sets it: the parameter is an ordinary one."""
+        """Make the value an ordinary parameter; `nn.Parameter(value)` sets this flag."""
         compat.become_parameter(self)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -72,7 +71,7 @@ class WholeValue(Tensor):
 
 
 def _are_whole(values: Sequence[object]) -> bool:
-    """Whether no plain tensor is among `values`; one of a list may be, such as an ignored norm."""
+    """Whether no plain tensor is among `values`; a list may have one, such as an ignored norm."""
     return all(type(value) is not Tensor for value in values)
 
 
@@ -83,7 +82,7 @@ def _average_gradient(value: WholeValue) -> None:
 
 
 def as_whole(value: Tensor, spec: ShardSpec, trained: bool) -> Tensor:
-    """A statistic of tensors that lie as `spec` says; `trained`: a gradient may flow back."""
+    """Make a statistic of tensors with a spec a WholeValue; `trained`: a gradient may flow back."""
     if type(value) is not Tensor or (value.dim() and not trained):  # while tracing
         return value
     whole: WholeValue = compat.as_class(value, WholeValue)
