@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardc import ShardTensor, fully_shard, report
-from shardc.runtime.tensor.shard_gathers import gathers
+from shardc.runtime.tensor.shard_gathers import gather_counts
 from shardc.runtime.tensor.whole_value import WholeValue
 
 # The first is cut inside rows of all dims on 2 and on 3 ranks: intervals of several rectangles.
@@ -75,7 +75,7 @@ def dims_of(tensor: Tensor) -> list[dict]:
 @on_ranks(2, 3)
 def test_statistics(mesh):
     params, want = filled(mesh)
-    before = +gathers.counts
+    before = +gather_counts.counts
     for label, call in STATISTICS.items():
         for name, p in params.items():
             q = want[name]
@@ -91,7 +91,7 @@ def test_statistics(mesh):
                 torch.testing.assert_close(
                     got, expected, equal_nan=True, msg=lambda m, t=tell: f"{t}: {m}"
                 )
-    assert +gathers.counts == before, "a statistic gathered"
+    assert +gather_counts.counts == before, "a statistic gathered"
 
 
 @on_ranks(3)
@@ -201,9 +201,9 @@ def test_ops_that_need_the_whole_tensor(mesh):
         assert got.shape == expected.shape and got.dtype == expected.dtype, label
         torch.testing.assert_close(as_full(got), expected, msg=lambda m, t=label: f"{t}: {m}")
     for label in ("row", "column", "its mean row"):  # cut, not gathered
-        before = +gathers.counts
+        before = +gather_counts.counts
         assert type(OPS[label](params["matrix"])) is ShardTensor
-        assert +gathers.counts == before
+        assert +gather_counts.counts == before
     assert params["scalar"].item() == want["scalar"].item()
     assert float(params["scalar"]) == float(want["scalar"])
     assert params["matrix"].t()[0].tolist() == want["matrix"].t()[0].tolist()
@@ -279,8 +279,8 @@ def test_gathers_are_counted_and_warned_of(mesh):
     p = sharded(mesh)["matrix"]
     optimizer = torch.optim.SGD([p], lr=0.0)
     with (
-        mock.patch.object(gathers, "counts", type(gathers.counts)()),
-        mock.patch.object(gathers, "_seen", {}),
+        mock.patch.object(gather_counts, "counts", type(gather_counts.counts)()),
+        mock.patch.object(gather_counts, "_seen", {}),
         mock.patch.object(logging.getLogger("shardc"), "debug") as debug,
         mock.patch.object(logging.getLogger("shardc"), "isEnabledFor", lambda level: True),
         warnings.catch_warnings(record=True) as told,
@@ -291,7 +291,7 @@ def test_gathers_are_counted_and_warned_of(mesh):
                 p.detach().mm(torch.ones(37, 1))
             assert len(told) == (step >= 2)  # once, in the third step
             optimizer.step()
-        assert gathers.counts == {"aten.mm.default": 10}
+        assert gather_counts.counts == {"aten.mm.default": 10}
         assert debug.call_count == 10
     said = r"aten\.mm\.default gathers .* in every step.*test_whole_tensors\.py:"
     assert re.search(said, str(told[0].message))
@@ -301,7 +301,7 @@ def test_gathers_are_counted_and_warned_of(mesh):
 def test_report_counts_gathers(mesh):
     model = fully_shard(nn.Linear(4, 4), mesh=mesh)
     call = compiled(model)
-    with mock.patch.object(gathers, "counts", type(gathers.counts)()):
+    with mock.patch.object(gather_counts, "counts", type(gather_counts.counts)()):
         call(torch.ones(2, 4)).sum().backward()
         assert not any(f.kind == "gathered for an op" for f in report(call).findings)
         with torch.no_grad():

@@ -33,7 +33,7 @@ from shardc.runtime.modules.parameters import (
 from shardc.runtime.modules.summon import summon_full_params
 from shardc.runtime.modules.ties import buckets_of, holders_of, note_shared, refuse_summoned, tie
 from shardc.runtime.tensor.shard_tensor import ShardTensor
-from shardc.runtime.tensor.tensor_parallel import as_parameter
+from shardc.runtime.tensor.tensor_parallel import dtensor_as_parameter
 from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.unit.eager import begin_call, end_call, open_in_forward
 from shardc.runtime.unit.params import SlotRef, adopt, allocate_unwritten, convert
@@ -331,7 +331,7 @@ def _parameter(name: str) -> property:
             return unshard_extended(bucket.segment, signature, index, extras)
         full = torch.ops.shardc.unshard_slot(bucket.segment, signature, index, extras)
         placed = bucket.placed[index]
-        return full if placed is None else as_parameter(placed.wrap(full))
+        return full if placed is None else dtensor_as_parameter(placed.wrap(full))
 
     return property(compat.inline_only(read))
 

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardc.runtime import compat
 from shardc.runtime.checks.words import plural
 from shardc.runtime.layout.spec import intern_object
-from shardc.runtime.tensor.packing import Packing, on_device, rows_of
+from shardc.runtime.tensor.packing import Packing, first_rows, on_device
 
 HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
@@ -190,7 +190,7 @@ class Extension:
         else:
             attribute, packing = "", _packing(param)
             parts: tuple[compat.Subclass, compat.Subclass] = (
-                rows_of(param, mesh.size()),
+                first_rows(param, mesh.size()),
                 param.detach(),
             )
             context, whole = (value.__tensor_flatten__()[1] for value in parts)

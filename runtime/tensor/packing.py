@@ -101,15 +101,15 @@ def on_device(context: compat.Context, device: torch.device) -> compat.Context:
     return context
 
 
-def rows_of(weight: Tensor, count: int) -> compat.Subclass:
+def first_rows(weight: Tensor, count: int) -> compat.Subclass:
     """The first of `count` equal parts of a weight along dim 0."""
     return torch.chunk(weight.detach(), count)[0]
 
 
 def _first(weight: Tensor, count: int) -> compat.Subclass:
-    """The result of `rows_of`; None if the subclass cannot split the weight."""
+    """The result of `first_rows`; None if the subclass cannot split the weight."""
     try:
-        return rows_of(weight, count)
+        return first_rows(weight, count)
     except (AssertionError, NotImplementedError, RuntimeError, TypeError):
         return None
 

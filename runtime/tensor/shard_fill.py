@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardc.runtime import compat
 from shardc.runtime.tensor.shard_gathers import refuse
-from shardc.runtime.tensor.shard_operands import bump, cut, empty_full, has_shards, store
+from shardc.runtime.tensor.shard_operands import bump, empty_full, has_shards, interval_like, store
 from shardc.runtime.tensor.sharded import Sharded
 
 RANDOM: tuple[str, ...] = (
@@ -35,7 +35,7 @@ def draw_like(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Shar
     if not isinstance(like, Sharded) or "out" in kwargs:
         refuse(func)
     full = func(empty_full(like), *args[1:], **kwargs)
-    return Sharded.make(cut(full, like).clone(), like.shape, like._shard_spec)
+    return Sharded.make(interval_like(full, like).clone(), like.shape, like._shard_spec)
 
 
 def fill_out(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Sharded:

@@ -28,7 +28,7 @@ NEEDS_WHOLE = "it needs more than this rank's part"
 _USER_NAMES = {"aten._local_scalar_dense.default": ".item()"}
 
 
-class Gathers:
+class GatherCounts:
     """The ops of this process that gathered.
 
     Attributes:
@@ -70,7 +70,7 @@ class Gathers:
         self.steps += 1
 
 
-gathers = Gathers()
+gather_counts = GatherCounts()
 
 
 @checked
@@ -81,7 +81,7 @@ def strict(on: bool = True) -> None:
     allows them again. The error names the op, its caller and a way out. All ranks must have the
     same setting.
     """
-    gathers.strict = on
+    gather_counts.strict = on
 
 
 def refuse(func: compat.Op, why: str = NEEDS_WHOLE) -> NoReturn:
@@ -100,9 +100,9 @@ def gathered(func: compat.Op, tensor: Sharded, why: str = NEEDS_WHOLE) -> Tensor
         NotImplementedError: `strict` is on, the local part is no plain tensor (as in a trace), or
             the caller is a library that would go wrong with whole values.
     """
-    if gathers.strict or type(tensor._local) is not Tensor or is_refused_to_caller():
+    if gather_counts.strict or type(tensor._local) is not Tensor or is_refused_to_caller():
         refuse(func, why)
-    gathers.note(func, tensor)
+    gather_counts.note(func, tensor)
     with torch.no_grad():
         return tensor._gathered()
 
@@ -121,7 +121,7 @@ def plain(func: compat.Op, operand: Tensor, like: Sharded | None = None) -> Tens
     tp = None if like is None else like._shard_spec.tp
     if tp is not None and tp.lies_as(operand):
         return operand
-    if gathers.strict:
+    if gather_counts.strict:
         refuse(func, f"an operand is a DTensor, placed otherwise: {operand.placements}")
     parts = compat.dtensor_parts(operand)
     assert parts is not None

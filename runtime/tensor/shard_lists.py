@@ -15,9 +15,9 @@ from shardc.runtime.tensor.shard_gathers import refuse
 from shardc.runtime.tensor.shard_operands import (
     PLAIN_TARGET,
     NeedsWhole,
+    as_shard,
     bump,
     local_part,
-    wrap,
     written_operands,
 )
 from shardc.runtime.tensor.sharded import Sharded
@@ -60,7 +60,8 @@ def run_lists(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> list
     if result is None:
         return None
     return [
-        out if ref is None else wrap(func, out, ref) for out, ref in zip(result, like, strict=True)
+        out if ref is None else as_shard(func, out, ref)
+        for out, ref in zip(result, like, strict=True)
     ]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardc.runtime import compat
 from shardc.runtime.checks.refusal import is_called_by_autograd
-from shardc.runtime.tensor.shard_gathers import gathered, gathers, plain, refuse
+from shardc.runtime.tensor.shard_gathers import gather_counts, gathered, plain, refuse
 from shardc.runtime.tensor.shard_spec import part_of, whole_gradient
 from shardc.runtime.tensor.sharded import Sharded
 
@@ -56,11 +56,11 @@ def local_part(func: compat.Op, operand: Tensor, like: Sharded) -> Tensor:
         if func is aten.add.Tensor and is_called_by_autograd():
             # One use of a parameter gave a part of the mean, another use a whole gradient.
             return whole_gradient(operand, like._shard_spec)
-        return cut(operand, like)
+        return interval_like(operand, like)
     if operand.numel() == 1 and operand.dim() <= like.dim():
         return operand.reshape(1)
     why = f"{tuple(like.shape)} (sharded) with {tuple(operand.shape)} (plain) broadcasts"
-    if gathers.strict:
+    if gather_counts.strict:
         refuse(func, why)
     if not _broadcasts(operand, like):
         raise NeedsWhole(why)
@@ -85,18 +85,18 @@ def _broadcast_part(operand: Tensor, like: Sharded) -> Tensor:
     return torch.cat([part.reshape(-1) for part in parts]) if parts else operand.new_empty(0)
 
 
-def cut(full: Tensor, like: Sharded) -> Tensor:
+def interval_like(full: Tensor, like: Sharded) -> Tensor:
     """Cut this rank's interval from `full`, a whole tensor of the shape of `like`: 1-D."""
     return part_of(full, like._shard_spec)
 
 
 def store(target: Sharded, full: Tensor) -> None:
     """Write this rank's interval of `full` into `target`."""
-    target._local.copy_(cut(full, target))
+    target._local.copy_(interval_like(full, target))
     bump([target._local])
 
 
-def wrap(func: compat.Op, local: Tensor, like: Sharded) -> Sharded:
+def as_shard(func: compat.Op, local: Tensor, like: Sharded) -> Sharded:
     """Wrap a result on local parts as a ShardTensor; refuse `func` if it changed their length."""
     if local.shape != like._local.shape:
         refuse(func)

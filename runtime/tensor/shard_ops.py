@@ -17,15 +17,15 @@ from torch import Tensor
 
 from shardc.runtime import compat
 from shardc.runtime.tensor import shard_fill, shard_lists, shard_norms, shard_stats
-from shardc.runtime.tensor.shard_gathers import gathers, refuse
+from shardc.runtime.tensor.shard_gathers import gather_counts, refuse
 from shardc.runtime.tensor.shard_operands import (
     PLAIN_TARGET,
     NeedsWhole,
+    as_shard,
     bump,
     has_shards,
     local_part,
     view_local,
-    wrap,
     written_operands,
 )
 from shardc.runtime.tensor.shard_whole import run_whole, view_whole
@@ -59,7 +59,7 @@ def rule_of(func: compat.Op) -> Rule:
     if name in _TABLE:
         return _TABLE[name]
     if shard_stats.is_known(func, name):
-        return shard_stats.run
+        return shard_stats.run_statistic
     if shard_lists.is_list_op(func, name):
         return shard_lists.run_lists
     if torch.Tag.nondeterministic_seeded in func.tags:
@@ -71,7 +71,7 @@ def rule_of(func: compat.Op) -> Rule:
 
 def _fill_out(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
     """Run an op that writes to `out`, on whole tensors if another operand is sharded."""
-    if gathers.strict or not has_shards(args):
+    if gather_counts.strict or not has_shards(args):
         return shard_fill.fill_out(func, args, kwargs)
     return run_whole(func, args, kwargs)
 
@@ -114,12 +114,12 @@ def run_elementwise(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -
         bump([target._local for target in written])
         return written[0] if len(written) == 1 else tuple(written)
     if isinstance(result, Tensor):
-        return wrap(func, result, like)
-    return tuple(wrap(func, part, like) for part in result)
+        return as_shard(func, result, like)
+    return tuple(as_shard(func, part, like) for part in result)
 
 
 def _run_whole(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs, why: str) -> object:
-    if gathers.strict:
+    if gather_counts.strict:
         refuse(func, why)
     return run_whole(func, args, kwargs)
 

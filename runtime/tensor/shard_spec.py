@@ -205,6 +205,6 @@ def placements_of(spec: ShardSpec) -> tuple[Placement, ...]:
     return (*(Replicate() for _ in range(copies)), FlatShard(spec), *around)
 
 
-def dtensor_spec(shape: torch.Size, dtype: torch.dtype, spec: ShardSpec) -> compat.DTensorSpec:
+def spec_as_dtensor(shape: torch.Size, dtype: torch.dtype, spec: ShardSpec) -> compat.DTensorSpec:
     """The mesh and placements of `spec` as torch's spec of a DTensor of `shape`."""
     return compat.dtensor_spec(mesh_of(spec), placements_of(spec), shape, dtype)

@@ -21,7 +21,7 @@ from shardc.runtime import compat
 from shardc.runtime.comm.collectives import all_reduce
 from shardc.runtime.tensor import shard_norms
 from shardc.runtime.tensor.shard_gathers import expect_plain_gradient, plain
-from shardc.runtime.tensor.shard_operands import cut
+from shardc.runtime.tensor.shard_operands import interval_like
 from shardc.runtime.tensor.shard_whole import run_whole
 from shardc.runtime.tensor.sharded import Sharded
 from shardc.runtime.tensor.whole_value import as_whole
@@ -73,7 +73,7 @@ _SPREADS = ("var", "std")
 
 
 def is_known(func: compat.Op, name: str) -> bool:
-    """Whether `run` knows the op. `max` along a dim gives indices too, and needs a whole tensor."""
+    """Whether `run_statistic` knows the op; `max` along a dim gives indices, and needs all values."""
     if func._overloadname.endswith("out") or "names" in func._overloadname:
         return False
     if name in ("max", "min"):
@@ -83,7 +83,7 @@ def is_known(func: compat.Op, name: str) -> bool:
     return name in _STATISTICS or name in _NORMS or name == "equal"
 
 
-def run(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
+def run_statistic(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
     """Run `func`: all ranks get one result. Every rank that holds a part must make this call."""
     tensor, name = args[0], func._schema.name.removeprefix("aten::")
     if name == "equal":
@@ -221,7 +221,7 @@ def _equal(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
     shards = [x for x in (a, b) if isinstance(x, Sharded)]
     if type(like._local) is not Tensor or any(x._shard_spec != like._shard_spec for x in shards):
         return run_whole(func, args, kwargs)
-    a, b = (x._local if isinstance(x, Sharded) else cut(x, like) for x in (a, b))
+    a, b = (x._local if isinstance(x, Sharded) else interval_like(x, like) for x in (a, b))
     same = torch.tensor(func(a, b), dtype=torch.int32, device=like.device)
     for group in like._shard_spec.groups:
         same = all_reduce(same, "min", group)

@@ -30,7 +30,7 @@ from typing_extensions import Self
 from shardc.runtime import compat
 from shardc.runtime.comm.collectives import all_gather
 from shardc.runtime.layout.interval_boxes import Box, boxes_of
-from shardc.runtime.tensor.shard_spec import ShardSpec, dtensor_spec, mesh_of, placements_of
+from shardc.runtime.tensor.shard_spec import ShardSpec, mesh_of, placements_of, spec_as_dtensor
 
 _TRACING = compat.TRACING
 _is_excluded, _DISPATCHED = compat.WHILE_DISPATCHING  # looked up once: this runs for each op
@@ -133,7 +133,7 @@ class Sharded(Tensor):
 
     @property
     def _spec(self) -> compat.DTensorSpec:
-        return dtensor_spec(self.shape, self.dtype, self._shard_spec)
+        return spec_as_dtensor(self.shape, self.dtype, self._shard_spec)
 
     @property
     def device_mesh(self) -> DeviceMesh:

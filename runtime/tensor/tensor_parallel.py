@@ -162,7 +162,7 @@ def _wrap_spmd(local: Tensor, key: str) -> DTensor:
 
 
 @compat.allow_in_graph
-def as_parameter(value: Tensor) -> Tensor:
+def dtensor_as_parameter(value: Tensor) -> Tensor:
     """Make a DTensor an `nn.Parameter` for `isinstance`, also in a trace; gives the DTensor."""
     return compat.as_parameter(value)
 

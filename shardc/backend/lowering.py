@@ -6,8 +6,8 @@ AOT autograd calls back, in this order:
     Finish.halves    forward and backward, together
     Finish.graph     the forward, then the backward                and then lowers each
 
-Bodies of blocks that repeat are traced before (`CompilePlan.trace_bodies`). A graph that is loaded from
-the cache goes through none of this: `CompileCache` takes over the decisions kept with it.
+Bodies of blocks that repeat are traced before (`CompilePlan.trace_bodies`). A graph that is loaded
+from the cache goes through none of this: `CompileCache` takes over the decisions kept with it.
 Inductor's own cache is asked after `Finish.graph`, so no pass is ever skipped on one rank alone.
 """
 

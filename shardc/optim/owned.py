@@ -25,7 +25,7 @@ from shardc.optim.exchange import Route, routes_of
 from shardc.optim.owners import owners_of
 from shardc.runtime.checks.words import plural
 from shardc.runtime.comm.collectives import all_reduce
-from shardc.runtime.tensor.shard_operands import bump, cut
+from shardc.runtime.tensor.shard_operands import bump, interval_like
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
 Receive = Callable[[], None]
@@ -258,4 +258,4 @@ def _local_gradient(param: ShardTensor) -> Tensor:
     grad = param.grad
     if grad is None:  # another rank has one
         return torch.zeros_like(param._local)
-    return grad._local if isinstance(grad, ShardTensor) else cut(grad, param)
+    return grad._local if isinstance(grad, ShardTensor) else interval_like(grad, param)

@@ -16,7 +16,7 @@ from shardc.reports.findings import find, find_breaks, find_gathered, find_recom
 from shardc.reports.formulas import rank_formulas
 from shardc.reports.graph import GraphRows, read_graph
 from shardc.reports.report import Report
-from shardc.runtime.tensor.shard_gathers import gathers
+from shardc.runtime.tensor.shard_gathers import gather_counts
 from shardc.runtime.unit.bucket import Bucket
 from shardc.sharding.units import check_sharded, units_of
 
@@ -69,7 +69,7 @@ def report_of(
         *find_recompiles(compiles),
         *find(planned, profile),
         *find_unused(_unused(model, graphs)),
-        *find_gathered(gathers.counts),
+        *find_gathered(gather_counts.counts),
     )
     return replace(planned, findings=findings, formulas=rank_formulas(planned, profile))
 

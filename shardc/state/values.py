@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardc.runtime import compat
 from shardc.runtime.checks.words import plural
-from shardc.runtime.tensor.shard_operands import cut
+from shardc.runtime.tensor.shard_operands import interval_like
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.watch.entering import entering
 from shardc.state.ranks import ModelRanks
@@ -230,5 +230,5 @@ def part_like(param: Tensor, value: Any) -> Any:
     if isinstance(value, ShardTensor) and value._shard_spec == param._shard_spec:
         return value
     full = whole(value, param.device)
-    part = cut(full, param).to(param.device, copy=True)
+    part = interval_like(full, param).to(param.device, copy=True)
     return ShardTensor(part, tuple(param.shape), param._shard_spec)
