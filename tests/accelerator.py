@@ -33,12 +33,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from shardc.extending import DeviceType, register_device
+
 _NAME = "sim_accelerator"
 _SOURCE = Path(__file__).with_name("accelerator.cpp")
 
 
 def load() -> None:
-    """Make the device "sim", the module `torch.sim` and the backend "simccl" known to torch."""
+    """Make the device "sim", the module `torch.sim` and the backend "simccl" known to torch, and the
+    device to shardc."""
     if _NAME in sys.modules:
         return
     spec = importlib.util.spec_from_file_location(_NAME, _build())
@@ -50,6 +53,7 @@ def load() -> None:
     torch._register_device_module("sim", sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend()
     dist.Backend.register_backend("simccl", _new_backend, extended_api=True, devices=["sim"])
+    register_device(DeviceType("sim", backend="simccl", profile="cpu"))
 
 
 def _build() -> Path:

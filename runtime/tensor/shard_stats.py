@@ -73,7 +73,7 @@ _SPREADS = ("var", "std")
 
 
 def is_known(func: compat.Op, name: str) -> bool:
-    """Whether `run_statistic` knows the op; `max` along a dim gives indices, and needs all values."""
+    """Whether `run_statistic` knows the op; `max` along a dim gives indices, of all values."""
     if func._overloadname.endswith("out") or "names" in func._overloadname:
         return False
     if name in ("max", "min"):
