@@ -40,8 +40,8 @@ _SOURCE = Path(__file__).with_name("accelerator.cpp")
 
 
 def load() -> None:
-    """Make the device "sim", the module `torch.sim` and the backend "simccl" known to torch, and the
-    device to shardc."""
+    """Make the device "sim", the module `torch.sim` and the backend "simccl" known to torch; the
+    device to shardc, too."""
     if _NAME in sys.modules:
         return
     spec = importlib.util.spec_from_file_location(_NAME, _build())
