@@ -72,10 +72,16 @@ def test_rooms_are_entered_one_way(path):
             assert _room(top, there) <= _room(top, parts), f"{path} imports {module}"
 
 
-def test_docstrings_begin_with_a_noun_or_a_verb(tmp_path):
+def test_prose_names_things(tmp_path):
     wrong = tmp_path / "wrong.py"
-    wrong.write_text('"""What it does."""\ndef f():\n    """Have it done."""\n')
-    assert len(list(prose.refused(wrong))) == 2
+    wrong.write_text('''"""Those that do it."""
+what = "a name"  # it holds what is there
+def f():
+    """Have it done,
+    whatever it takes."""
+    return "what a message may say"
+''')
+    assert [line.split(":")[1] for line in prose.refused(wrong)] == ["1", "4", "5", "2"]
     assert [line for path in FILES for line in prose.refused(path)] == []
 
 
