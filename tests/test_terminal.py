@@ -217,7 +217,7 @@ def test_the_line_is_shown_on_a_terminal_where_it_takes_long(tmp_path):
 import sys, time
 from shardc.commands import progress_line
 progress_line.DELAY = float(sys.argv[1])
-with progress_line.showing_progress(progress_line.Progress("fit")) as progress:
+with progress_line.showing_progress(progress_line.ProgressLine("fit")) as progress:
     progress("building the model")
     time.sleep(0.4)
 print("done")

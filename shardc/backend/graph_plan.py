@@ -93,7 +93,7 @@ class CompilePlan:
         self.references = {position: weakref.ref(bucket) for position, bucket in buckets.items()}
         first = next(iter(buckets.values()), None)
         self.everyone = "" if first is None else first.ranks.everyone
-        self.device = "cpu" if first is None else first.device.type
+        self.device = "cpu" if first is None else _device_type(first)
         planned = any(bucket.settings.host_is_apart for bucket in buckets.values())
         self._has_link = self.device != "cpu" or planned
         self._for_other_hardware = planned
@@ -302,6 +302,12 @@ def _static_bytes(buckets: Collection[Bucket], options: Options) -> int:
         for bucket in buckets
         if not is_elsewhere(bucket)
     )
+
+
+def _device_type(bucket: Bucket) -> str:
+    """The type of device that computes a bucket, which may have no memory yet."""
+    computes = bucket.owner.device if bucket.device.type == "meta" else bucket.device
+    return computes.type
 
 
 def _numbers_of(wanted: Iterable[Unit], numbers: Mapping[Unit, int]) -> tuple[int, ...]:
