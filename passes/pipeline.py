@@ -83,7 +83,7 @@ def check() -> None:
     check_order(stages())
 
 
-def is_own() -> bool:
-    """Whether all passes are shardc's own: the version of the code then covers them."""
-    steps = (step for stage in stages() for step in stage)
+def is_own(*lists: Sequence[AnyPass]) -> bool:
+    """Whether all passes, or those of `lists`, are shardc's own: its version then covers them."""
+    steps = (step for passes in lists or stages() for step in passes)
     return all(str(getattr(step, "__module__", "")).startswith("shardc.") for step in steps)
