@@ -35,7 +35,7 @@ class Turn(enum.IntEnum):
     REPLACED: refuses DTensors that sharding has replaced (`runtime/tensor/tensor_parallel.py`).
     LATE: refuses parameters that came after `fully_shard` (`runtime/modules/late_params.py`).
     FIRST: refuses or warns of values and dtypes in a first step (`runtime/modules/first_step.py`).
-    UNREDUCED: refuses gradients that wait for a reduction (`runtime/eager/accumulate.py`).
+    UNREDUCED: refuses gradients that wait for a reduction (`runtime/unit/accumulate.py`).
     QUANTISED: shards quantised state (`runtime/tensor/quantised_state.py`).
     ON_HOST: brings state back from the host (`runtime/tensor/state_on_host.py`).
     COUNTED: counts the steps in which ops gather (`runtime/tensor/shard_gathers.py`).

@@ -4,6 +4,7 @@ All code that depends on a type of device reads the facts here; streams, copies 
 `torch.accelerator`. `fully_shard` refuses a type without an entry.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,13 +50,17 @@ def device_named(name: str) -> DeviceType:
         NotImplementedError: the type has no entry.
     """
     if name not in DEVICES:
-        known = " and ".join(map(repr, DEVICES))
         raise NotImplementedError(
-            f"shardc runs on devices of the types {known}, got '{name}': describe it to "
+            f"shardc runs on devices of the types {named_devices()}, got '{name}': describe it to "
             f"shardc.extending.register_device(DeviceType('{name}', backend=..., profile=...)) "
             "first"
         )
     return DEVICES[name]
+
+
+def named_devices(having: Callable[[DeviceType], bool] = lambda device: True) -> str:
+    """The names of the types that have a fact, in words: "'cpu' and 'cuda'"."""
+    return " and ".join(f"'{device.name}'" for device in DEVICES.values() if having(device))
 
 
 def device_board(device_type: str) -> str:

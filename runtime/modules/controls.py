@@ -18,7 +18,7 @@ from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, Must, Positive, check_value, checked, shown
 from shardc.runtime.checks.telling import warn
 from shardc.runtime.comm.reduce_functions import leave_out_gather, leave_out_reduce
-from shardc.runtime.groups.devices import DEVICES, device_named
+from shardc.runtime.groups.devices import device_named, named_devices
 from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.unit.settings import Communicator
 from shardc.runtime.unit.unit import Unit
@@ -258,10 +258,10 @@ class Controls:
         """
         for unit in _own_units(self, recurse):
             if not device_named(unit.device.type).has_symmetric_memory:
-                known = (f"'{each.name}'" for each in DEVICES.values() if each.has_symmetric_memory)
+                known = named_devices(lambda each: each.has_symmetric_memory)
                 raise NotImplementedError(
                     "set_symm_mem_for_comm: torch has symmetric memory for "
-                    f"{' and '.join(known)} devices only, and {unit.name or 'the root'} is sharded "
+                    f"{known} devices only, and {unit.name or 'the root'} is sharded "
                     f"over '{unit.device.type}'"
                 )
         self._change_allocator(recurse, memory="symmetric")

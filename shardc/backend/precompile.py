@@ -22,7 +22,7 @@ from shardc.backend.options import Options
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, checked
 from shardc.runtime.groups.backends import fake_group_as_on
-from shardc.runtime.groups.devices import DEVICES, device_named
+from shardc.runtime.groups.devices import device_named, named_devices
 from shardc.runtime.tensor.extension import extends_gather
 from shardc.runtime.unit.precision import map_tensors
 from shardc.sharding.units import units_of
@@ -93,7 +93,7 @@ def precompile(
     compat.forget_compiled()
     device = _device_type(device_type, model, mesh)
     if not device_named(device).compiles_ahead:
-        known = " and ".join(f"'{each.name}'" for each in DEVICES.values() if each.compiles_ahead)
+        known = named_devices(lambda each: each.compiles_ahead)
         raise NotImplementedError(
             f"precompile compiles for {known}, not for '{device}': leave it to the job's first "
             "start, where one rank compiles for all"
