@@ -332,6 +332,66 @@ def test_two_forwards_before_the_backwards_add_what_waits_once(mesh):
         late.backward()
 
 
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("between", ["eager", None])
+@pytest.mark.parametrize("later", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+@on_ranks(4)
+def test_a_gradient_that_waits_after_a_forward_took_those_before_it(mesh, later, between, late):
+    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    plain, model = seeded(Stack), sharded(seeded(Stack), grid)
+    call = compiled(model, "eager")
+    getattr(model, later)(False)
+    _loss(call, 100, mesh).backward()
+    waiting = _loss(compiled(model, between) if between else model, 200, mesh)
+    getattr(model, later)(True)
+    took = _loss(call, 300, mesh)
+    getattr(model, later)(False)
+    waiting.backward()
+    if not late:
+        getattr(model, later)(True)
+    took.backward()
+    getattr(model, later)(True)
+    _loss(call, 400, mesh).backward()
+    for seed in (100, 200, 300, 400):
+        _loss(plain, seed, mesh).backward()
+    _check_and_drop_gradients(plain, model, mesh)
+
+
+SETTERS_OF_REDUCTIONS = {
+    "set_requires_all_reduce": (True, False),
+    "set_gradient_divide_factor": (4.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("setter", SETTERS_OF_REDUCTIONS)
+@on_ranks(4)
+def test_a_graph_finishes_its_reduction_as_its_forward_was_set(mesh, setter):
+    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    plain, model = seeded(Stack), sharded(seeded(Stack), grid)
+    call, change = compiled(model), functools.partial(getattr(model, setter), recurse=True)
+    before, after = SETTERS_OF_REDUCTIONS[setter]
+    change(before)
+    loss = _loss(call, 100, mesh)
+    change(after)
+    loss.backward()
+    _loss(plain, 100, mesh).backward()
+    _check_and_drop_gradients(plain, model, mesh)
+    first = _loss(call, 100, mesh)
+    change(before)
+    with pytest.raises(RuntimeError, match="one backward differentiates two forwards"):
+        (first + _loss(call, 200, mesh)).backward()
+
+
+@on_ranks(2)
+def test_backwards_of_frozen_units_leave_nothing(mesh):
+    model = sharded(seeded(Stack), mesh)
+    model.layers.requires_grad_(False)
+    call = compiled(model)
+    for seed in (100, 200):
+        _loss(call, seed, mesh).backward()
+    assert all(not b.gradients._expected for b in model.layers[0]._shardc_unit.buckets)
+
+
 @pytest.mark.parametrize("executor", ["eager", None])
 @on_ranks(4)
 def test_reductions_over_copies_can_wait(mesh, executor):

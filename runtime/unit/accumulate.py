@@ -57,20 +57,31 @@ class Accumulated:
         self.bucket.end_backward()
 
     def keep_partial(self, part: Tensor) -> None:
-        """Add `part: (S,)` to the sum that waits for the all-reduce over copies."""
-        self.partial = part if self.partial is None else self.partial + part
+        """Add `part: (S,)` to the sum that waits for the all-reduce over copies.
+
+        The addition is in place: a forward that was given the sum reduces `part` too.
+        """
+        if self.partial is None:
+            self.partial = part
+        elif self.partial.dtype == part.dtype:
+            self.partial.data.add_(part)  # `.data`: a graph that saved the sum may still read it
+        else:
+            self.partial = self.partial + part
         _watch(self)
         _waiting.add(id(self))
         self.bucket.key.refresh()
 
     def add(self, flat: Tensor, used: Iterable[int]) -> None:
-        """Set `flat: (W*S,)` as the unreduced gradient of an eager backward that used slots `used`.
+        """Add `flat: (W*S,)`, the unreduced gradient of an eager backward that used slots `used`.
 
-        `flat` includes the unreduced gradients that waited before.
+        Unless a forward was given the sums, `flat` includes the gradients that waited before.
         """
         assert self.sink is not None
         self.bucket.gathered.hide_gradients()
-        self.sink.grad = flat
+        if self.taken and self.sink.grad is not None:
+            self.sink.grad.add_(flat)  # in place: the forward reduces `flat` too
+        else:
+            self.sink.grad = flat
         _waiting.add(id(self))
         self.used.update(used)
         self.bucket.end_backward()

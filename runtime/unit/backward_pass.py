@@ -58,8 +58,8 @@ class _Reduction:
         self.bucket, self.used, self.elsewhere = bucket, used, elsewhere
         self._dtype = dtype
         self._steps = steps
-        r = bucket.key.code.reduction
-        self._kinds = r.kinds
+        self._reduction = bucket.key.code.reduction
+        self._kinds = self._reduction.kinds
         with naming(bucket.ranks.everyone), self._label():
             self._started = next(steps)
 
@@ -79,7 +79,8 @@ class _Reduction:
                     self._started = self._steps.send(value)
             return True
         except StopIteration as done:
-            self.bucket.gradients.deliver(done.value, self.used, self.elsewhere, eager=True)
+            gradients = self.bucket.gradients
+            gradients.deliver(done.value, self._reduction, self.used, self.elsewhere, eager=True)
             self.bucket.end_backward()
             return False
 
@@ -114,7 +115,8 @@ class BackwardPass:
         flush_when_done([bucket])
         bucket.gathered.end_backward()
         if not spec.reduction.sync:
-            waiting.add(pack_gradients(grads, spec, waiting.pending), used)
+            before = None if waiting.taken else waiting.pending
+            waiting.add(pack_gradients(grads, spec, before), used)
             return
         pending = partial = None
         elsewhere: set[int] = set()

@@ -152,16 +152,15 @@ def _reduction(bucket: "Bucket", groups: BucketGroups, dtype: torch.dtype) -> Re
     _, memory = _memory(bucket)
     own = settings.reduce_function or settings.reduce_scatter or memory
     op, before, after = settings.division(ranks.world_size * ranks.copies, dtype, groups.mean_op)
-    later = after if last else 1.0
-    if not settings.sync:  # the backward of an earlier forward may still reduce, and divide later
-        return Reduction(dtype=dtype, sync=not any(bucket.trainable), divide_later=later)
+    if not settings.sync:
+        return Reduction(dtype=dtype, sync=not any(bucket.trainable))
     return Reduction(
         op=op,
         dtype=dtype,
         group=groups.reduce,
         predivide=before,
         postdivide=1.0 if last else after,
-        divide_later=later,
+        divide_later=after if last else 1.0,
         replicas=ranks.replicas,
         copies=ranks.copies,
         all_reduce=settings.all_reduce or ranks.replicas is None,

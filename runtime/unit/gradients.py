@@ -7,6 +7,7 @@ it.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from shardc.runtime import compat
 from shardc.runtime.checks.telling import warn
 from shardc.runtime.comm import host_copies
 from shardc.runtime.comm.unshard import reduce, split_full
+from shardc.runtime.layout.spec import Reduction
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import wrapped
 from shardc.runtime.unit.accumulate import Accumulated
@@ -26,30 +28,86 @@ if TYPE_CHECKING:
     from shardc.runtime.unit.bucket import Bucket
 
 
+@dataclass
+class _Expected:
+    """The gradient that a running backward will compute, by the code of its forward.
+
+    Attributes:
+        reduction: the reduction in that code.
+        used, elsewhere: the slots that the backward differentiates, here, and on other ranks only.
+    """
+
+    reduction: Reduction
+    used: set[int] = field(default_factory=set)
+    elsewhere: set[int] = field(default_factory=set)
+
+
 class Gradients:
     """The way of one bucket's gradient from a backward to the parameters.
 
     Attributes:
         waiting: gradients that wait to be reduced.
-        used: by the number of a backward, the slots that it differentiates, here and on other
-            ranks: a reentrant checkpoint runs one backward inside another.
         delivers: whether parameters are given their gradients now.
     """
 
     def __init__(self, bucket: "Bucket") -> None:
         self.bucket = bucket
         self.waiting = Accumulated(bucket)
-        self.used: dict[int, tuple[set[int], set[int]]] = {}
+        # By the number of a backward: a reentrant checkpoint runs one backward inside another.
+        self._expected: dict[int, _Expected] = {}
         self.delivers = False
         self._warned = False
 
-    def begin_backward(self, taken: Sequence[Tensor | None]) -> None:
-        """Begin the backward of a forward that was given `taken`, (pending, partial)."""
+    def begin_backward(
+        self,
+        slots: Iterable[int],
+        elsewhere: Iterable[int],
+        reduction: Reduction,
+        taken: Sequence[Tensor | None],
+    ) -> None:
+        """Note the slots that the backward of a graph differentiates, before the backward runs.
+
+        Args:
+            slots, elsewhere: the slots that the graph reads, here, and on other ranks only.
+            reduction: the reduction in the graph.
+            taken: the sums that the graph was given, (pending, partial).
+
+        Raises:
+            RuntimeError: the sums were reduced or discarded since; or a graph of the same backward
+                reduces gradients in another way.
+        """
+        waiting = self.waiting
+        used, others = set(slots), set(elsewhere)
         if any(value is not None for value in taken):
-            waiting = self.waiting
-            used, elsewhere = waiting.used, waiting.elsewhere
+            used, others = used | waiting.used, others | waiting.elsewhere
             waiting.release(*taken)
-            self.note_used(used, elsewhere, sync=True)
+        used, others = ({i for i in each if is_selected(self.bucket, i)} for each in (used, others))
+        if not reduction.sync:
+            waiting.used |= used
+            waiting.elsewhere |= others
+        elif used or others:
+            expected = self._expect(reduction)
+            expected.used |= used
+            expected.elsewhere |= others
+
+    def _expect(self, reduction: Reduction) -> _Expected:
+        number = compat.backward_number()
+        expected = self._expected.get(number)
+        if expected is None:
+            expected = self._expected[number] = _Expected(reduction)
+
+            def forget() -> None:  # `receive` is not called for a segment without gradient
+                self._expected.pop(number, None)
+
+            compat.when_backward_ends(forget)
+        elif _completion(expected.reduction) != _completion(reduction):
+            raise RuntimeError(
+                f"one backward differentiates two forwards of bucket {self.bucket.label!r}, and "
+                "set_requires_all_reduce or set_gradient_divide_factor was called between the "
+                "forwards: their gradients would be added up and reduced in one way. Call backward "
+                "for each loss, or call the setter before both forwards"
+            )
+        return expected
 
     def lend(self) -> tuple[Tensor | None, Tensor | None]:
         """Lend gradients that wait, (pending, partial), to the running forward and to no other."""
@@ -64,15 +122,6 @@ class Gradients:
         if reduction.pending or reduction.partial:
             waiting.take()
         return lent
-
-    def note_used(self, slots: Iterable[int], elsewhere: Iterable[int], *, sync: bool) -> None:
-        """Note the slots that a backward about to run differentiates: `slots` on this rank,
-        `elsewhere` on other ranks. With `sync` the backward reduces gradients."""
-        into = (self.waiting.used, self.waiting.elsewhere)
-        if sync:
-            into = self.used.setdefault(compat.backward_number(), (set(), set()))
-        for noted, given in zip(into, (slots, elsewhere), strict=True):
-            noted.update(slot for slot in given if is_selected(self.bucket, slot))
 
     def unreduced(self, index: int, dtype: torch.dtype) -> Tensor | None:
         """The unreduced gradient of the full parameter `index`, in this dtype; None if none waits.
@@ -105,27 +154,34 @@ class Gradients:
             return
         used, elsewhere = waiting.used, waiting.elsewhere
         waiting.clear()
-        self.deliver(part, used, elsewhere)
+        self.deliver(part, spec.reduction, used, elsewhere)
 
     @torch.no_grad()
     def receive(self, segment: Tensor) -> None:
         """Take the gradient that a backward computed: the hook of the segment."""
         part, segment.grad = segment.grad, None
-        used, elsewhere = self.used.pop(compat.backward_number(), (set(), set()))
+        expected = self._expected.pop(compat.backward_number(), None)
+        if expected is None:  # nobody noted a graph: the user differentiates the segment
+            expected = _Expected(self.bucket.key.code.reduction)
         if part is not None:  # None: read, but not differentiated
-            self.deliver(part, used, elsewhere)
+            self.deliver(part, expected.reduction, expected.used, expected.elsewhere)
             self.bucket.end_backward()
 
     def deliver(
-        self, part: Tensor, used: set[int], elsewhere: set[int], eager: bool = False
+        self,
+        part: Tensor,
+        reduction: Reduction,
+        used: set[int],
+        elsewhere: set[int],
+        eager: bool = False,
     ) -> None:
-        """Deal a reduced gradient, `(S,)`, out to the parameters that a rank used.
+        """Deal the result of a reduction, `(S,)`, out to the parameters that a rank used.
 
         A gradient on its way to the host is dealt out when the backward ends.
         """
         arriving = host_copies.arriving(self.bucket.segment, part)
         if not arriving:
-            self._deal_out(part, used, elsewhere, eager)
+            self._deal_out(part, reduction, used, elsewhere, eager)
             return
 
         def deal_out() -> None:
@@ -133,28 +189,34 @@ class Gradients:
             for other in others:
                 first.add_(other)
             with torch.no_grad():
-                self._deal_out(first, used, elsewhere, eager)
+                self._deal_out(first, reduction, used, elsewhere, eager)
 
         if compat.in_backward():
             compat.when_backward_ends(deal_out)
         else:
             deal_out()
 
-    def _deal_out(self, part: Tensor, used: set[int], elsewhere: set[int], eager: bool) -> None:
+    def _deal_out(
+        self,
+        part: Tensor,
+        reduction: Reduction,
+        used: set[int],
+        elsewhere: set[int],
+        eager: bool,
+    ) -> None:
         """Deal out a gradient whose values are there, or keep it for an all-reduce over copies.
 
         In an eager backward ranks do not exchange the slots that they used: if the gradient of a
         slot that this rank did not use is not zero, another rank used the slot.
         """
         bucket, settings = self.bucket, self.bucket.settings
-        if not settings.all_reduce and bucket.ranks.replicas is not None:
+        if not reduction.all_reduce:
             self.waiting.used |= used
             self.waiting.elsewhere |= elsewhere
             self.waiting.keep_partial(part)
             return
-        factor = bucket.key.code.reduction.divide_later
-        if factor != 1:
-            part.div_(factor)
+        if reduction.divide_later != 1:
+            part.div_(reduction.divide_later)
         if settings.precision.keep_low_precision_grads:
             _, reduced = settings.dtypes(bucket.segment.dtype, evaluating=False)
             part = part.to(reduced)
@@ -205,8 +267,13 @@ class Gradients:
 
     def reset(self) -> None:
         """Forget an interrupted backward."""
-        self.used.clear()
+        self._expected.clear()
         self.waiting.clear()
+
+
+def _completion(reduction: Reduction) -> tuple[bool, float]:
+    """The work that the bucket does once a graph has reduced a gradient."""
+    return reduction.all_reduce, reduction.divide_later
 
 
 def _not_zero(grads: dict[int, ShardTensor]) -> set[int]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from shardc.backend.graph_plan import CompilePlan, distinct_labels
 from shardc.backend.recomputed import note_readings
 from shardc.runtime import compat
+from shardc.runtime.layout.spec import Reduction
 from shardc.runtime.unit.accumulate import flush_when_done
 from shardc.runtime.unit.bucket import Bucket, bucket_of
 from shardc.runtime.watch.agreement import Statement, rounds
@@ -106,6 +107,7 @@ def telling_buckets(compiled: Callable[..., Any], reads: list[Read]) -> Callable
         names = _other_names(buckets)
         progress.next_names = names
         updates = [bucket.updates() for bucket, _ in buckets]
+        reductions = [read_from.key.reading_code().reduction for read_from, _ in buckets]
         note_readings(read_from.key for read_from, _ in buckets)
         for read_from in dict.fromkeys(read_from for read_from, _ in buckets):
             read_from.owner.await_updates()
@@ -115,8 +117,8 @@ def telling_buckets(compiled: Callable[..., Any], reads: list[Read]) -> Callable
         if torch.is_grad_enabled():
             nodes = {out.grad_fn for out in outputs if isinstance(out, Tensor)}
             lent = [read_from.gradients.lend() for read_from, _ in buckets]
-            sync = [read_from.settings.sync for read_from, _ in buckets]
-            begin = functools.partial(_begin_backward, [], names, buckets, updates, lent, sync)
+            state = list(zip(buckets, updates, reductions, lent, strict=True))
+            begin = functools.partial(_begin_backward, [], names, state)
             for node in nodes:
                 if node is not None:
                     node.register_prehook(begin)
@@ -125,34 +127,35 @@ def telling_buckets(compiled: Callable[..., Any], reads: list[Read]) -> Callable
     return run
 
 
+_Lent = tuple[Tensor | None, Tensor | None]
+
+
 @torch.compiler.disable  # compiled autograd would trace it
 def _begin_backward(
     begun: list[bool],
     names: dict[str, str],
-    buckets: list[tuple[Bucket, Read]],
-    updates: list[int],
-    lent: list[tuple[Tensor | None, Tensor | None]],
-    sync: list[bool],
+    state: list[tuple[tuple[Bucket, Read], int, Reduction, _Lent]],
     grads: Any,
 ) -> None:
     """Tell the buckets of a graph, before the first node of its outputs is differentiated.
 
     Args:
         begun: not empty once the backward has begun.
-        names, buckets, updates, lent, sync: the reads and their state in the graph's forward.
+        names: the labels of the buckets, by the labels in the graph.
+        state: each read of the graph's forward; the number of updates of the bucket before it, the
+            reduction in the graph, and the sums that the graph was given.
         grads: the gradients of the node's outputs.
     """
     if begun:
         return
     begun.append(True)
     compat.when_backward_ends(begun.clear)
-    flush_when_done([bucket for (bucket, _), syncs in zip(buckets, sync, strict=True) if syncs])
+    flush_when_done([bucket for (bucket, _), _, reduction, _ in state if reduction.sync])
     progress.next_names = names
-    for (bucket, read), before, taken, syncs in zip(buckets, updates, lent, sync, strict=True):
-        bucket.gradients.begin_backward(taken)
+    for (bucket, read), before, reduction, taken in state:
+        bucket.gradients.begin_backward(read.slots, read.elsewhere, reduction, taken)
         if bucket.updates() != before:  # a backward that saved the segment must fail
             torch.autograd.graph.increment_version(bucket.segment)
-        bucket.gradients.note_used(read.slots, read.elsewhere, sync=syncs)
 
 
 def _other_names(buckets: list[tuple[Bucket, Read]]) -> dict[str, str]:
