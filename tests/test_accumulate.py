@@ -328,8 +328,10 @@ def test_two_forwards_before_the_backwards_add_what_waits_once(mesh):
         _loss(call, 100, mesh).backward()
     late = _loss(call, 200, mesh)
     model.zero_grad()
-    with pytest.raises(RuntimeError, match="have been reduced or discarded since"):
-        late.backward()
+    plain.zero_grad()
+    late.backward()
+    _loss(plain, 200, mesh).backward()
+    _check_and_drop_gradients(plain, model, mesh)
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -353,6 +355,55 @@ def test_a_gradient_that_waits_after_a_forward_took_those_before_it(mesh, later,
     getattr(model, later)(True)
     _loss(call, 400, mesh).backward()
     for seed in (100, 200, 300, 400):
+        _loss(plain, seed, mesh).backward()
+    _check_and_drop_gradients(plain, model, mesh)
+
+
+def _reduced(model, call, took, mesh):
+    loss = _loss(model, 300, mesh)  # uncompiled: it is not given the sums
+    loss.backward()
+    took.backward()
+    return [100, 200, 300]
+
+
+def _twice(model, call, took, mesh):
+    took.backward(retain_graph=True)
+    took.backward()
+    return [100, 200, 200]
+
+
+def _later_first(model, call, took, mesh):
+    later = _loss(call, 300, mesh)
+    later.backward()
+    took.backward()
+    return [100, 200, 300]
+
+
+def _discarded(model, call, took, mesh):
+    model.zero_grad()
+    _loss(call, 300, mesh).backward()
+    took.backward()
+    return [200, 300]
+
+
+def _abandoned(model, call, took, mesh):
+    del took
+    _loss(call, 300, mesh).backward()
+    return [100, 300]
+
+
+@pytest.mark.parametrize("shape", [(2,), (1, 2), (2, 1)])
+@pytest.mark.parametrize("then", [_reduced, _twice, _later_first, _discarded, _abandoned])
+@pytest.mark.parametrize("later", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+@on_ranks(2)
+def test_sums_that_a_forward_was_given_and_that_do_not_wait_any_more(mesh, later, then, shape):
+    grid = mesh_of("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    plain, model = seeded(Stack), sharded(seeded(Stack), grid)
+    call = compiled(model)
+    getattr(model, later)(False)
+    _loss(call, 100, mesh).backward()
+    getattr(model, later)(True)
+    for seed in then(model, call, _loss(call, 200, mesh), mesh):
         _loss(plain, seed, mesh).backward()
     _check_and_drop_gradients(plain, model, mesh)
 

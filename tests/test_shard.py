@@ -250,6 +250,31 @@ def test_convert_a_sharded_module(mesh):
 
 
 @on_ranks(2)
+def test_a_parameter_in_a_live_graph_is_not_converted(mesh):
+    model = shard_all(seeded(Stack), mesh)
+    garbage = [sum(p.square().sum() for p in model.parameters())]
+    garbage.append(garbage)
+    del garbage  # a cycle holds the graph by chance
+    model.double()
+    penalty = sum(p.square().sum() for p in model.parameters())
+    model.to("cpu", torch.float64)  # nothing to do
+    segments = [bucket.segment for bucket in model._shardc_unit.buckets]
+    for convert in (lambda t: t.float(), lambda t: t.mul_(2)):
+        with pytest.raises(RuntimeError, match=r"'\S+' cannot be converted or moved: an autograd"):
+            model._apply(convert)
+    assert all(b.segment is s for b, s in zip(model._shardc_unit.buckets, segments, strict=True))
+    with pytest.raises(RuntimeError, match="cannot become a parameter that an autograd graph"):
+        given = nn.Parameter(torch.zeros(model.embed.weight.shape, dtype=torch.float64))
+        held = given.sum()
+        model.embed.weight = given
+    penalty.backward()
+    assert all(torch.equal(p.grad.full_tensor(), 2 * full(p)) for p in model.parameters())
+    del penalty, held
+    model.embed.weight = given
+    model.float()
+
+
+@on_ranks(2)
 def test_materialise_a_meta_model(mesh):
     with torch.device("meta"):
         model = Stack()

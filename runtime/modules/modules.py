@@ -36,7 +36,13 @@ from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import dtensor_as_parameter
 from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.unit.eager import begin_call, end_call, open_in_forward
-from shardc.runtime.unit.params import SlotRef, adopt, allocate_unwritten, convert
+from shardc.runtime.unit.params import (
+    SlotRef,
+    adopt,
+    allocate_unwritten,
+    convert,
+    is_in_live_graph,
+)
 from shardc.runtime.unit.unit import Unit
 
 if TYPE_CHECKING:  # the class that follows the mixins among the bases
@@ -217,6 +223,11 @@ def _check_assigned(
         raise RuntimeError(f"{label} is sharded and cannot be assigned inside a forward")
     if param.is_meta and not hasattr(param, "_slot"):
         raise RuntimeError(f"{label} is sharded and cannot become a parameter on the meta device")
+    if not isinstance(param, DTensor) and is_in_live_graph(param):
+        raise RuntimeError(
+            f"{label} is sharded and cannot become a parameter that an autograd graph leads to: "
+            "drop the outputs of the graph first"
+        )
 
 
 def _check_shared(module: ShardedParameters, name: str, slot: SlotRef) -> None:
@@ -399,6 +410,7 @@ def apply_to_segments(
 
     Raises:
         NotImplementedError: `module` is only part of a unit, whose bucket has one dtype and device.
+        RuntimeError: an autograd graph leads to a parameter that would be replaced.
     """
     conversion = fn if isinstance(fn, _Conversion) else _Conversion(fn, emptied_on)
     _apply_to_buckets(module, conversion, recurse)
@@ -428,6 +440,7 @@ def _apply_to_buckets(module: ShardedParameters, conversion: _Conversion, recurs
             )
     for bucket in todo:
         _check_dtype(bucket, conversion)
+        _check_graphs(bucket, conversion)
     for bucket in todo:
         done.add(bucket)
         convert(bucket, conversion)
@@ -442,6 +455,20 @@ def _stays(bucket: Bucket, conversion: _Conversion) -> bool:
     made = conversion(one.clone())
     is_alike = made.dtype == one.dtype and made.device == one.device
     return is_alike and (one.is_meta or torch.equal(made, one))
+
+
+def _check_graphs(bucket: Bucket, conversion: _Conversion) -> None:
+    """Raise where a conversion would replace a parameter that a live autograd graph leads to."""
+    held = [i for i, param in enumerate(bucket.params) if is_in_live_graph(param)]
+    if not held:
+        return
+    probe = torch.empty(0, dtype=bucket.segment.dtype, device=bucket.segment.device)
+    version = probe._version
+    if conversion(probe) is not probe or probe._version != version:
+        raise RuntimeError(
+            f"parameter '{bucket.layout.slots[held[0]].name}' cannot be converted or moved: an "
+            "autograd graph leads to it. Drop the outputs of the graph (a loss, say) first"
+        )
 
 
 def _check_dtype(bucket: Bucket, conversion: _Conversion) -> None:

@@ -57,31 +57,20 @@ class Accumulated:
         self.bucket.end_backward()
 
     def keep_partial(self, part: Tensor) -> None:
-        """Add `part: (S,)` to the sum that waits for the all-reduce over copies.
-
-        The addition is in place: a forward that was given the sum reduces `part` too.
-        """
-        if self.partial is None:
-            self.partial = part
-        elif self.partial.dtype == part.dtype:
-            self.partial.data.add_(part)  # `.data`: a graph that saved the sum may still read it
-        else:
-            self.partial = self.partial + part
+        """Add `part: (S,)` to the sum that waits for the all-reduce over copies."""
+        self.partial = part if self.partial is None else self.partial + part
         _watch(self)
         _waiting.add(id(self))
         self.bucket.key.refresh()
 
     def add(self, flat: Tensor, used: Iterable[int]) -> None:
-        """Add `flat: (W*S,)`, the unreduced gradient of an eager backward that used slots `used`.
+        """Set `flat: (W*S,)` as the unreduced gradient of an eager backward that used slots `used`.
 
-        Unless a forward was given the sums, `flat` includes the gradients that waited before.
+        `flat` includes the unreduced gradients that waited before.
         """
         assert self.sink is not None
         self.bucket.gathered.hide_gradients()
-        if self.taken and self.sink.grad is not None:
-            self.sink.grad.add_(flat)  # in place: the forward reduces `flat` too
-        else:
-            self.sink.grad = flat
+        self.sink.grad = flat
         _waiting.add(id(self))
         self.used.update(used)
         self.bucket.end_backward()
@@ -108,28 +97,45 @@ class Accumulated:
         self.taken = taken
         self.bucket.key.refresh()
 
-    def release(self, pending: Tensor | None, partial: Tensor | None) -> None:
-        """Clear the sums when the backward of the forward that took them begins.
+    def hand_over(self, *lent: Tensor | None) -> tuple[set[int], set[int]]:
+        """Leave the sums to the backward, about to run, of the forward that was given `lent`.
 
-        Raises:
-            RuntimeError: other sums wait now.
+        Sums that do not wait any more become zeros for that backward: they were reduced, discarded
+        or added to a later sum, or an earlier backward through the same forward took them.
+
+        Args:
+            lent: (pending, partial) when the forward ran.
+
+        Returns:
+            The slots with a gradient in the sums that waited, here, and on other ranks only.
         """
-        if (pending is not None and pending is not self.pending) or partial is not self.partial:
-            raise RuntimeError(
-                "the gradients that were accumulated without sync when this forward ran have been "
-                "reduced or discarded since: run its backward before, or run the forward again"
-            )
-        self.clear()
+        wait = [
+            each is not None and each is now
+            for each, now in zip(lent, (self.pending, self.partial), strict=True)
+        ]
+        for each, waits in zip(lent, wait, strict=True):
+            if each is not None and not waits:
+                each.data.zero_()  # `.data`: the graph saved the sum, and autograd sees no write
+        if not any(wait):
+            return set(), set()
+        used, elsewhere = set(self.used), set(self.elsewhere)
+        self._drop(*wait)
+        return used, elsewhere
 
     def clear(self) -> None:
         """Drop the sums: no gradient waits any more."""
-        if self.sink is not None:
+        self._drop(pending=True, partial=True)
+
+    def _drop(self, pending: bool, partial: bool) -> None:
+        if pending and self.sink is not None:
             self.bucket.gathered.hide_gradients()
             self.sink.grad = None
-        _waiting.discard(id(self))
-        self.partial, self.taken = None, False
-        self.used, self.elsewhere = set(), set()
-        self.bucket.key.refresh()
+        if partial:
+            self.partial = None
+        if self.is_empty:
+            _waiting.discard(id(self))
+            self.used, self.elsewhere = set(), set()
+        self.take(False)
 
 
 _accumulating: "weakref.WeakSet[Accumulated]" = weakref.WeakSet()

@@ -115,8 +115,7 @@ class BackwardPass:
         flush_when_done([bucket])
         bucket.gathered.end_backward()
         if not spec.reduction.sync:
-            before = None if waiting.taken else waiting.pending
-            waiting.add(pack_gradients(grads, spec, before), used)
+            waiting.add(pack_gradients(grads, spec, waiting.pending), used)
             return
         pending = partial = None
         elsewhere: set[int] = set()

@@ -63,25 +63,22 @@ class Gradients:
         slots: Iterable[int],
         elsewhere: Iterable[int],
         reduction: Reduction,
-        taken: Sequence[Tensor | None],
+        lent: Sequence[Tensor | None],
     ) -> None:
         """Note the slots that the backward of a graph differentiates, before the backward runs.
 
         Args:
             slots, elsewhere: the slots that the graph reads, here, and on other ranks only.
             reduction: the reduction in the graph.
-            taken: the sums that the graph was given, (pending, partial).
+            lent: the sums that the graph was given, (pending, partial).
 
         Raises:
-            RuntimeError: the sums were reduced or discarded since; or a graph of the same backward
-                reduces gradients in another way.
+            RuntimeError: a graph of the same backward reduces gradients in another way.
         """
         waiting = self.waiting
-        used, others = set(slots), set(elsewhere)
-        if any(value is not None for value in taken):
-            used, others = used | waiting.used, others | waiting.elsewhere
-            waiting.release(*taken)
-        used, others = ({i for i in each if is_selected(self.bucket, i)} for each in (used, others))
+        before, others_before = waiting.hand_over(*lent)
+        both = before.union(slots), others_before.union(elsewhere)
+        used, others = ({i for i in each if is_selected(self.bucket, i)} for each in both)
         if not reduction.sync:
             waiting.used |= used
             waiting.elsewhere |= others
@@ -141,10 +138,12 @@ class Gradients:
         waiting, layout = self.waiting, self.bucket.layout
         if waiting.is_empty or not self.bucket.settings.sync:
             return
+        is_lent = waiting.taken
         waiting.take(False)
         spec = self.bucket.key.code
         if waiting.pending is not None:
-            part = reduce(waiting.pending, spec, waiting.partial, self.bucket.segment)
+            flat = waiting.pending.clone() if is_lent else waiting.pending  # `hand_over` writes
+            part = reduce(flat, spec, waiting.partial, self.bucket.segment)
         elif spec.reduction.all_reduce:
             nothing = torch.zeros(
                 layout.numel, dtype=spec.reduction.dtype, device=self.bucket.device

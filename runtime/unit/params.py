@@ -4,6 +4,7 @@ A user's `nn.Parameter` becomes a ShardTensor and stays the same object, so that
 modules keep holding it. A DTensor cannot become a ShardTensor: a new parameter takes its place.
 """
 
+import gc
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -94,20 +95,38 @@ def take(bucket: "Bucket", params: Sequence[nn.Parameter], filled: bool = False)
 
 @torch.no_grad()
 def convert(bucket: "Bucket", fn: Callable[[Tensor], Tensor]) -> None:
-    """Convert the segment (dtype, device), and make the parameters views of the new segment."""
-    segment, is_first = fn(bucket.segment.detach()), bucket.is_as_sharded
+    """Convert the segment (dtype, device), and make the parameters views of the new segment.
+
+    Parameters stay the same views if `fn` returns the segment unwritten.
+    """
+    before, is_first = bucket.segment.detach(), bucket.is_as_sharded
+    version = before._version
+    segment = fn(before)
+    if segment is before and before._version == version:
+        for param in bucket.params:
+            param.grad = _converted(param.grad, fn)
+        return
     if bucket.segment.is_meta and not segment.is_meta:  # no value yet, so no padding either
         segment.fill_(padding_value(segment.dtype))
     bucket.set_segment(segment)
     for index, param in enumerate(bucket.params):
-        grad = param.grad
-        if isinstance(grad, ShardTensor):
-            grad = ShardTensor(fn(grad._local), tuple(grad.shape), grad._shard_spec)
-        elif grad is not None:  # full: code around the step assigned it
-            grad = fn(grad)
-        _point(bucket, index, param, grad)
+        _point(bucket, index, param, _converted(param.grad, fn))
     if is_first:
         bucket.note_first()
+
+
+def _converted(grad: Tensor | None, fn: Callable[[Tensor], Tensor]) -> Tensor | None:
+    if isinstance(grad, ShardTensor):
+        return ShardTensor(fn(grad._local), tuple(grad.shape), grad._shard_spec)
+    return None if grad is None else fn(grad)  # full: code around the step assigned it
+
+
+def is_in_live_graph(param: Tensor) -> bool:
+    """Whether an autograd graph leads to `param`, other than a graph that is garbage by chance."""
+    if not compat.is_in_graph(param):
+        return False
+    gc.collect()
+    return compat.is_in_graph(param)
 
 
 def allocate(bucket: "Bucket", device: torch.device | None = None) -> None:

@@ -152,8 +152,8 @@ def _begin_backward(
     compat.when_backward_ends(begun.clear)
     flush_when_done([bucket for (bucket, _), _, reduction, _ in state if reduction.sync])
     progress.next_names = names
-    for (bucket, read), before, reduction, taken in state:
-        bucket.gradients.begin_backward(read.slots, read.elsewhere, reduction, taken)
+    for (bucket, read), before, reduction, sums in state:
+        bucket.gradients.begin_backward(read.slots, read.elsewhere, reduction, sums)
         if bucket.updates() != before:  # a backward that saved the segment must fail
             torch.autograd.graph.increment_version(bucket.segment)
 

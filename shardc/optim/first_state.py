@@ -26,8 +26,9 @@ class FirstState(NamedTuple):
 def first_state(optimizer: Optimizer) -> FirstState:
     """The state of an optimizer after a step with zero gradients, its step counts set to zero.
 
-    The optimizer keeps no state. Its gradients and the settings of its groups are restored. Every
-    rank must call it.
+    The step has no weight decay: the decay would enter a momentum, and SGD counts no steps by which
+    a load could tell. The optimizer keeps no state. Its gradients and the settings of its groups
+    are restored. Every rank must call it.
     """
     params = parameters_of(optimizer)
     grads = [param.grad for param in params]
@@ -42,6 +43,8 @@ def first_state(optimizer: Optimizer) -> FirstState:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             if rate is not None:
                 group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+            if "weight_decay" in group:
+                group["weight_decay"] = group["weight_decay"] * 0
         type(optimizer).step(optimizer)
         made = {key: state for key, state in optimizer.state.items() if state}
         added = [
