@@ -232,6 +232,10 @@ print("done")
     assert b"fit: building the model [00:00]" in shown["0.01"] and b"fit" not in shown["9"]
     quiet = subprocess.run([*call[:-1], "0"], capture_output=True, check=True)
     assert quiet.stderr == b""
+    logged = code.replace("progress_line.DELAY", "progress_line.LOG_INTERVAL")
+    log = subprocess.run([sys.executable, "-c", logged, "0.15"], capture_output=True, check=True)
+    lines = log.stderr.splitlines()
+    assert lines and all(line.startswith(b"fit: building the model [00:0") for line in lines)
 
 
 def _readable(descriptor):

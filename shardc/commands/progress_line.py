@@ -1,9 +1,11 @@
 """A line on the terminal with the stage of a command, the time passed, and the estimated time left.
 
-The line appears if a command takes long, and on terminals only. The time left is estimated when a
+The line appears if a command takes long. Where stderr is not a terminal, a log say, the command
+writes the line every half minute. The time left is estimated when a
 stage begins, from the time of the stages before it and their share of the whole.
 """
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +15,8 @@ from tqdm import tqdm
 
 DELAY = 2.0
 """Seconds before the line appears."""
+LOG_INTERVAL = 30.0
+"""Seconds between lines where stderr is not a terminal."""
 _LEAST_DONE = 0.1
 """The time left is not estimated before this share of the whole is done."""
 
@@ -82,12 +86,17 @@ def showing_progress(progress: ProgressLine) -> Iterator[ProgressLine]:
     """Show the line inside, with the time that has passed."""
     done = threading.Event()
     bar = tqdm(bar_format="{desc} [{elapsed}]", leave=False, disable=None, delay=DELAY)
+    began = time.monotonic()
 
     def tick() -> None:
-        wait = DELAY
+        wait = LOG_INTERVAL if bar.disable else DELAY
         while not done.wait(wait):
-            bar.set_description_str(progress.line())
-            wait = 0.5
+            if bar.disable:
+                passed = tqdm.format_interval(time.monotonic() - began)
+                print(f"{progress.line()} [{passed}]", file=sys.stderr, flush=True)
+            else:
+                bar.set_description_str(progress.line())
+                wait = 0.5
 
     ticker = threading.Thread(target=tick, daemon=True)
     ticker.start()
