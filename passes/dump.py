@@ -25,7 +25,7 @@ from shardc.runtime import compat
 from shardc.runtime.checks.words import plural
 
 INDEX = "index.txt"
-_FIRST_LINES = "What this run wrote, in order. Files that are not listed are older.\n\n"
+_FIRST_LINES = "The files of this run, in order. Files that are not listed are older.\n\n"
 FREES = re.compile(r";  [\w = ]+ = None")
 """The text in generated code after the last read of a value. Diffs leave this text out, because it
 moves with every reader."""

@@ -186,7 +186,7 @@ def test_what_differs_is_said_the_same_way_on_all_ranks(mesh):
     cases = [
         (["a", "b"] if rank == 1 else ["a", "c"], "entry 1: rank 0 has «c», rank 1 has «b»"),
         (["a"] if rank == 1 else ["a", "c"],
-         "rank 0 has 2 entries, rank 1 has 1. Those they both have are the same; "
+         "rank 0 has 2 entries, rank 1 has 1. The entries that both have are the same; "
          "rank 0 goes on with «c»"),
         (["a", "c"] if rank == 1 else ["a"], "rank 1 goes on with «c»"),
         (long, "They differ in slot12[12x12] against slot12[12x13]"),

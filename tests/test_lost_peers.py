@@ -102,7 +102,7 @@ def test_a_rank_that_does_not_come_is_named_on_all_others(behaviour, executor):
             assert "Rank 1 is silent and never came to it" in text, text
         else:
             where = (
-                r"at what follows the [-a-z]+ of \S+ in the backward \(called from test_lost_peer"
+                r"at the work after the [-a-z]+ of \S+ in the backward \(called from test_lost_peer"
             )
             assert re.search(rf"Rank 1 is elsewhere: {where}", text), text
         assert f"Rank {2 - rank} is at the same collective" in text, text
@@ -155,6 +155,6 @@ def test_what_others_do_in_words():
 def test_gloos_flight_record_is_written_where_the_user_said():
     with tempfile.TemporaryDirectory() as folder:
         text = _errors(2, "eager", 1, "dies", TORCH_FR_DUMP_TEMP_FILE=f"{folder}/trace_")[0]
-        assert f"What it had under way is in {folder}/trace_0" in text, text
+        assert f"Its collectives under way are in {folder}/trace_0" in text, text
         entries = pickle.loads(Path(folder, "trace_0").read_bytes())["entries"]
     assert "gloo:all_gather" in entries[-1]["profiling_name"], entries[-1]

@@ -112,7 +112,7 @@ def _as_agreed(gm: GraphModule, ctx: PassContext, agreed: Kept, budget: Budget) 
 
         more = recompute_more(gm, ctx, agreed, kinds, again, budget.room)
         if more is None:
-            said = "memory_budget: a graph may hold %s with what ranks agreed on, not %s"
+            said = "memory_budget: a graph may hold %s with the choices of all ranks, not %s"
             log.warning(said, budget.shown(trial.peak + budget.static), budget)
         elif more.peak > budget.room:
             raise BudgetTooSmall(_grown(budget, more), budget.needed(more.peak))
@@ -259,8 +259,8 @@ def _grown(budget: Budget, trial: Trial) -> str:
     kept = plural(len(trial.kept.positions), "bucket")
     return (
         f"memory_budget of {budget} is too small for sizes that have grown: a step needs at least "
-        f"{budget.shown(budget.needed(trial.peak))} with what ranks agreed on when they compiled "
-        f"for smaller ones (kept gathered: {kept}; gathered ahead: "
+        f"{budget.shown(budget.needed(trial.peak))} with the choices that ranks agreed on when "
+        f"they compiled for smaller ones (kept gathered: {kept}; gathered ahead: "
         f"{plural(trial.kept.ahead, 'unit')}), and computed again what can be; compile for the "
         "largest sizes first (`shardc.warmup`), or use smaller ones"
     )

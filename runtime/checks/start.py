@@ -39,7 +39,7 @@ def check_start(units: Iterable[StartedUnit]) -> None:
         if unit.lacks_values:
             raise RuntimeError(
                 f"parameters of '{unit.name}' had values on some ranks and were on the meta device "
-                "on others when fully_shard was called, and none were loaded since: load a state "
+                "on others when fully_shard was called, and nothing was loaded since: load a state "
                 "dict on all ranks (set_model_state_dict with full_state_dict=True and "
                 "broadcast_from_rank0=True), or give fully_shard sync_module_states=True, to start "
                 "from those of rank 0"

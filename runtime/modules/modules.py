@@ -130,8 +130,8 @@ class ShardedParameters(_Mixed):
     def _refuse_gathered(self, name: str) -> NoReturn:
         raise NotImplementedError(
             f"'{name}' of {self._shardc_class.__name__} was assigned a full parameter, which is a "
-            "temporary of a forward or of unshard(). Assign what parameters() gives outside of "
-            "both (to tie), or a copy (.detach().clone())"
+            "temporary of a forward or of unshard(). Assign a parameter of parameters(), outside "
+            "of both (to tie), or a copy (.detach().clone())"
         )
 
     @compat.inline_only

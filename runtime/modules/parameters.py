@@ -121,7 +121,7 @@ class Parameters(dict[str, nn.Parameter | None]):
             compat.stop_compiling(
                 f"'{name}' of {self._shardc_class.__name__} is shared by several modules, and "
                 "compiled code that walks through parameters() would take it for several: read it "
-                "by its attribute, or walk outside of what is compiled"
+                "by its attribute, or walk outside of compiled code"
             )
         return self[name]
 
@@ -135,7 +135,7 @@ class Parameters(dict[str, nn.Parameter | None]):
             raise NotImplementedError(
                 f"'{name}' of {self._shardc_class.__name__} is sharded and cannot be put into "
                 "_parameters by compiled code: call torch.func.functional_call(module, values, "
-                "args), outside of what is compiled"
+                "args), outside of compiled code"
             )
         own = slot if isinstance(slot, SlotRef) else slot.slot
         if own.gives(value):

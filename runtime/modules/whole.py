@@ -22,7 +22,7 @@ def as_read(given: Tensor, bucket: Bucket) -> Tensor:
     if isinstance(given, ShardTensor) and torch.compiler.is_dynamo_compiling():
         raise NotImplementedError(
             "functional_call inside of compiled code takes no sharded tensors: call it outside of "
-            "what is compiled, or give it whole tensors (.full_tensor())"
+            "compiled code, or give it whole tensors (.full_tensor())"
         )
     low = None if bucket.owner.summoned else bucket.key.reading_code().param_dtype
     value = _whole(given) if isinstance(given, ShardTensor) else given

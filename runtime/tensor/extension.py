@@ -94,7 +94,7 @@ def _why_not_packed(tensor: Tensor, world_size: int) -> str | None:
         return "it is made of several tensors, which are sharded only frozen: requires_grad_(False)"
     if packing.groups % world_size:
         return (
-            "it is made of several tensors, whose blocks end with every "
+            "it is made of several tensors, with blocks that end with every "
             f"{plural(packing.rows, 'row')}: {plural(world_size, 'rank')} do not "
             f"divide {packing.groups} times as many; {alone}"
         )

@@ -158,9 +158,9 @@ def _warn_of_what_stays(segment: Tensor) -> None:
         if kept or getattr(optimizer, "inners", None):
             _known[optimizer] = True
             log.warning(
-                "memory_budget: planned with the optimizer's state on the host, but what %s keeps "
-                "cannot leave the device: a step may hold more than the budget. Compile with the "
-                "option 'offload_optimizer_state' False",
+                "memory_budget: planned with the optimizer's state on the host, but the state of "
+                "%s cannot leave the device: a step may hold more than the budget. Compile with "
+                "the option 'offload_optimizer_state' False",
                 type(optimizer).__name__,
             )
 

@@ -135,9 +135,9 @@ def _refuse_written(bucket: "Bucket") -> NoReturn:
     The error takes the place of autograd's own error for an op after the write.
     """
     raise RuntimeError(
-        f"a forward updates a sharded parameter of {bucket.label} in place, and what it wrote is "
-        "lost: it is a gathered copy. Update parameters outside of the forward: those of "
-        "parameters(), or full ones inside summon_full_params(module)"
+        f"a forward updates a sharded parameter of {bucket.label} in place, and the write is "
+        "lost: it went to a gathered copy. Update parameters outside of the forward: sharded "
+        "ones of parameters(), or full ones inside summon_full_params(module)"
     )
 
 

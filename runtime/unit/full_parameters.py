@@ -335,8 +335,8 @@ class Gathered:
         if is_lost:
             raise RuntimeError(
                 f"parameters of {self.bucket.label} were written while a module gave full ones, "
-                "because they stayed gathered after a forward: what was written is lost. Write to "
-                "those of parameters(), or inside summon_full_params(module), or call "
+                "because they stayed gathered after a forward: the writes are lost. Write to "
+                "parameters(), or inside summon_full_params(module), or call "
                 "module.reshard() first. What gives them another shape (as resize_token_embeddings "
                 "does) comes before fully_shard"
             )

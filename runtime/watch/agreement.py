@@ -240,7 +240,7 @@ def _difference(what: str, rank: int, mine: list[str], reference: list[str]) -> 
     """The verdict on two texts: it names the comparison and the first line that differs."""
     if mine[0] != reference[0]:
         return (
-            f"ranks disagree on what comes next: rank 0 compares {reference[0]}, "
+            f"ranks disagree on the next comparison: rank 0 compares {reference[0]}, "
             f"rank {rank} compares {mine[0]}"
         )
     for number, (own, other) in enumerate(zip(mine[1:], reference[1:], strict=False)):
@@ -253,7 +253,7 @@ def _difference(what: str, rank: int, mine: list[str], reference: list[str]) -> 
     longer, more = (0, reference) if len(reference) > len(mine) else (rank, mine)
     return (
         f"ranks disagree on {what}: rank 0 has {plural(len(reference) - 1, 'entry', 'entries')}, "
-        f"rank {rank} has {len(mine) - 1}. Those they both have are the same; "
+        f"rank {rank} has {len(mine) - 1}. The entries that both have are the same; "
         f"rank {longer} goes on with «{more[number + 1]}»"
     )
 

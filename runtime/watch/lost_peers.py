@@ -190,7 +190,7 @@ def line_of(members: dist.ProcessGroup) -> Line:
         label = label.renamed()
         at = f"the wait for {label}" if label.waits else f"the start of {label}"
     else:
-        at = f"what follows {progress.last}" if progress.last else "what comes first"
+        at = f"the work after {progress.last}" if progress.last else "the first work"
         at = f"{own}, a collective of the program's own" if own else at
     return {
         "rank": _ranks(members)[members.rank()],
@@ -317,4 +317,4 @@ def _quoted(error: Exception) -> str:
 
 def _flight_record(members: dist.ProcessGroup) -> list[str]:
     path = flight_record(members)
-    return [f"What it had under way is in {path} (read it with torchfrtrace)."] if path else []
+    return [f"Its collectives under way are in {path} (read it with torchfrtrace)."] if path else []

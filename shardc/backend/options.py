@@ -122,7 +122,7 @@ def _check_order(inductor: dict[str, Any]) -> None:
             raise ValueError(
                 f"options={{'inductor': {{'{name}': {inductor[name]!r}}}}} would have Inductor "
                 "leave out the passes of shardc, or move or merge the collectives that all ranks "
-                f"have agreed on: leave it at {value!r}. What shardc plans with are the options "
+                f"have agreed on: leave it at {value!r}. shardc's own options for this are "
                 "'prefetch', 'coalesce' and 'profile'"
             )
 

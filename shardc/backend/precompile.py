@@ -144,8 +144,8 @@ def _check_kept(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if extends_gather(param):
             raise ValueError(
-                f"parameter '{name}' is a {type(param.data).__name__}, which says itself what is "
-                "gathered of it: graphs with its code are not kept on disk, so there is nothing "
+                f"parameter '{name}' is a {type(param.data).__name__}, which has its own code for "
+                "gathers: graphs with that code are not kept on disk, so there is nothing "
                 "to precompile. The job compiles them at its start; shardc.explain shows its plan"
             )
 
@@ -159,7 +159,7 @@ def _steps(model: nn.Module, accumulation: bool, evaluate: bool) -> Iterator[tup
                 stack.enter_context(unit.no_sync())
             yield "a step without gradient sync", True
         with _gradients_waiting(model):
-            yield "a step that reduces what was accumulated", True
+            yield "a step that reduces accumulated gradients", True
     if evaluate:
         yield "an evaluation", False
 

@@ -69,7 +69,7 @@ def _check(model: nn.Module) -> nn.Module:
     if not compat.is_compiled(model):
         raise ValueError(
             f"warmup takes a compiled model, got {type(model).__name__}: call "
-            'model.compile(backend="shardc") first, or give what torch.compile(model, ...) returns'
+            'model.compile(backend="shardc") first, or give the result of torch.compile(model, ...)'
         )
     taken = [name for name, param in sharded.named_parameters() if param.grad is not None]
     if taken:

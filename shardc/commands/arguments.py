@@ -25,7 +25,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("target", help=f"package.module:function, for example {EXAMPLE}")
     add("--world-size", type=count, default=8, metavar="W", help="ranks that share the model; "
-        "with copies of it (HSDP), those of one copy (default 8)")  # fmt: skip
+        "with copies of it (HSDP), ranks of one copy (default 8)")  # fmt: skip
 
 
 def add_copies(parser: argparse.ArgumentParser) -> None:
@@ -56,8 +56,8 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--mp", choices=sorted(_DTYPES), help="param_dtype of mixed precision: the dtype that "
         "parameters are gathered in (default: as they are stored)")  # fmt: skip
-    add("--wire", choices=sorted(_WIRE), help="what parameters are gathered in, in blocks that "
-        "share a scale; gradients are sent in int8 then (default: nothing is quantised)"
+    add("--wire", choices=sorted(_WIRE), help="gather parameters in this dtype, in blocks "
+        "that share a scale; gradients are sent in int8 then (default: nothing is quantised)"
     )  # fmt: skip
 
 
@@ -102,10 +102,9 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--reshard", type=_reshard, metavar="WHEN", help="reshard_after_forward: yes, no, or a "
         "number of ranks (default: all units but the outermost)")  # fmt: skip
-    add("--memory-budget", "--memory", type=_amount_or_curve, metavar="BYTES", help="what a step "
-        "may use, such as 70GB, or 0.9 for that share of the device: "
-        "the fastest step that fits is chosen; or 'curve', to see step time against memory "
-        "(default: no budget)")  # fmt: skip
+    add("--memory-budget", "--memory", type=_amount_or_curve, metavar="BYTES", help="memory that a "
+        "step may use, such as 70GB, or 0.9 for that share of the device: the fastest step that "
+        "fits is chosen; or 'curve', to see step time against memory (default: none)")  # fmt: skip
     add("--offload", action="store_true", help="keep segments, gradients and optimizer state on "
         "the host (CPUOffloadPolicy)")  # fmt: skip
 

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     add_copies(parser)
     add_precision(parser)
-    add("--cache", metavar="DIR", help="the folder for what is compiled; the job has it in "
+    add("--cache", metavar="DIR", help="the folder for compiled graphs; the job has it in "
         "TORCHINDUCTOR_CACHE_DIR (default: that variable, else torch's own)")  # fmt: skip
     add("--device", choices=["cpu", "cuda"], help="where the job computes (default: on GPUs where "
         "there is one, which compiling for them needs)")  # fmt: skip
@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "CPUs is made for (default 1, as torchrun sets OMP_NUM_THREADS)")  # fmt: skip
     add("--wrapped", action="store_true", help="the job calls torch.compile(model, ...) and not "
         "model.compile(...)")  # fmt: skip
-    add("--accumulation", action="store_true", help="compile steps under no_sync, too, and the one "
-        "that reduces what they added up")  # fmt: skip
+    add("--accumulation", action="store_true", help="compile steps under no_sync too, and the step "
+        "that reduces their sum")  # fmt: skip
     add("--json", action="store_true", help="print JSON: folder, compiled, found")
 
 

@@ -134,8 +134,8 @@ class FabricStrategy(_Sharding, FabricModelParallel):
         full = not self._save_distributed_checkpoint
         if filter and not full:
             raise NotImplementedError(
-                "FabricStrategy cannot filter a sharded checkpoint: filter what is saved as one "
-                "file, with save_distributed_checkpoint=False"
+                "FabricStrategy cannot filter a sharded checkpoint: to filter, save one file, "
+                "with save_distributed_checkpoint=False"
             )
         model, options = model_of(state)[1], saving(full)
         tensors, rest = dict[str, Any](), dict[str, Any]()

@@ -125,12 +125,12 @@ def _exposed(record: Record) -> Iterator[Finding]:
     elif _is_first(worst, record.collectives):
         advice = (
             "nothing can be computed before the first gather of a phase: make it smaller, with a "
-            "unit of its own for what is needed first"
+            "unit of its own for the modules that run first"
         )
     elif _is_last(worst, record.collectives):
         advice = (
-            "nothing is left to compute behind the last reduction: make it smaller, with a unit of "
-            "its own for what comes first in the model"
+            "nothing is left to compute behind the last reduction: make it smaller, with a unit "
+            "of its own for the first modules of the model"
         )
     else:
         advice = (
@@ -160,7 +160,7 @@ def _wire_format(record: Record, profile: Profile) -> Iterator[Finding]:
         f"in int8, {what} would send {format_bytes(quantised.sent_bytes)} "
         f"instead of {format_bytes(record.sent_bytes)}, and the step would take about "
         f"{format_seconds(quantised.step_seconds)} instead of {format_seconds(step)}",
-        f"MixedPrecisionPolicy({fields}): what arrives is off by at most {FORM.error:.2%} of "
+        f"MixedPrecisionPolicy({fields}): values arrive off by at most {FORM.error:.2%} of "
         f"the largest value of its block of {FORM.block}, so compare the loss of a run",
     )
 

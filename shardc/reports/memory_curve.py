@@ -58,7 +58,7 @@ def curve_table(record: Record, width: int | None = None) -> str:
     if not record.curve:
         return ""
     parts = [
-        "Step time against memory: what memory_budget= would begin with",
+        "Step time against memory: the plans that memory_budget= starts from",
         _table(record.curve, width),
     ]
     if record.kinds:

@@ -86,7 +86,7 @@ def rekey_optimizer_state_dict(
         if entry not in state_dict:
             raise ValueError(
                 f"rekey_optimizer_state_dict: state_dict has no '{entry}', got "
-                f"{shown(list(state_dict))}: give what optimizer.state_dict() returns"
+                f"{shown(list(state_dict))}: give the result of optimizer.state_dict()"
             )
     if keys == ("ids" if is_keyed_by_id(state_dict) else "names"):
         return rekeyed(state_dict, _Same())

@@ -224,7 +224,7 @@ def _to_initialise(model: nn.Module, missing: list[str]) -> dict[nn.Module, Call
             raise ValueError(
                 f"load_pretrained: '{name}' is on meta, the files do not have it, and "
                 f"{_class_of(module)} has no reset_parameters() that computes it: define it, or "
-                "build what is not in the files off meta"
+                "build modules that are not in the files off meta"
             )
         found[module] = init
     return found
