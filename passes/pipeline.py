@@ -59,7 +59,9 @@ JOINT_PASSES: list[Pass] = [
     tag_reshard,
     tag_recomputed,
 ]
-HALVES_PASSES: list[PairPass] = [offload_saved, offload_state]
+HOST_PASSES: list[PairPass] = [offload_saved, offload_state]
+"""Passes over both halves that do nothing unless the memory budget may use the host."""
+HALVES_PASSES: list[PairPass] = [*HOST_PASSES]
 GRAPH_PASSES: list[Pass] = [
     wait_once,
     drop_second_gathers,
@@ -83,7 +85,7 @@ def check() -> None:
     check_order(stages())
 
 
-def is_own(*lists: Sequence[AnyPass]) -> bool:
-    """Whether all passes, or those of `lists`, are shardc's own: its version then covers them."""
-    steps = (step for passes in lists or stages() for step in passes)
+def is_own() -> bool:
+    """Whether all passes are shardc's own: shardc's version then covers them."""
+    steps = (step for passes in stages() for step in passes)
     return all(str(getattr(step, "__module__", "")).startswith("shardc.") for step in steps)

@@ -1,7 +1,9 @@
 """The torch.compile backend: from a captured graph to code that runs.
 
-`_compile` is the whole compile, stage by stage; `passes.pipeline` lists the passes of each stage.
-Between stages, ranks agree on the buckets that they read and on the collectives that they send.
+`_compile` is the compile up to the lowering, stage by stage; `passes.pipeline` lists the passes of
+each stage. `lowering` cuts the graph in two, and folds blocks that repeat. Between stages, ranks
+agree on the buckets that they read and on the collectives that they send; inside `choose_kept` and
+`schedule` they agree on choices and times.
 """
 
 from collections.abc import Callable, Sequence

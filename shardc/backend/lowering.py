@@ -100,7 +100,7 @@ def with_inductor(
         repr([name_of(step) for step in pipeline.JOINT_PASSES]),
         patches.get(compat.JOINT_PASS),
     )
-    if plan.uses_host or not pipeline.is_own(pipeline.HALVES_PASSES):
+    if plan.uses_host or pipeline.HALVES_PASSES != pipeline.HOST_PASSES:
         patches[compat.PARTITIONER] = compat.partitioner(
             finish.halves,
             repr([name_of(step) for step in pipeline.HALVES_PASSES]),
