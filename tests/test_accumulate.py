@@ -386,6 +386,18 @@ def _discarded(model, call, took, mesh):
     return [200, 300]
 
 
+def _copied(model, call, took, mesh):
+    model.zero_grad()
+    with model.no_sync():
+        _loss(call, 100, mesh).backward()
+        waiting = _loss(call, 200, mesh)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        took = _loss(call, 300, mesh)
+    waiting.backward()
+    took.backward()
+    return [100, 200, 300]
+
+
 def _abandoned(model, call, took, mesh):
     del took
     _loss(call, 300, mesh).backward()
@@ -405,7 +417,7 @@ def test_sums_that_a_forward_was_given_and_that_do_not_wait_any_more(mesh, later
     grid = mesh_of("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     plain, model = seeded(Stack), sharded(seeded(Stack), grid)
     call = compiled(model)
-    for then in (_reduced, _twice, _later_first, _discarded, _abandoned):
+    for then in (_reduced, _twice, _later_first, _discarded, _copied, _abandoned):
         getattr(model, later)(False)
         _loss(call, 100, mesh).backward()
         getattr(model, later)(True)

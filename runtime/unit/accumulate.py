@@ -161,6 +161,15 @@ def accumulating() -> list[Accumulated]:
     return sorted(_accumulating, key=lambda each: (each.bucket.ranks.everyone, each.bucket.serial))
 
 
+def waiting_sums(buckets: Iterable["Bucket"]) -> list[Tensor]:
+    """The sums that wait in `buckets`."""
+    if not _waiting:
+        return []
+    waiting = [bucket.gradients.waiting for bucket in buckets]
+    sums = [(each.pending, each.partial) for each in waiting]
+    return [value for pair in sums for value in pair if value is not None]
+
+
 def flush_when_done(used: Iterable["Bucket"]) -> None:
     """Reduce the gradients that wait in the models of `used` when the current backward ends.
 

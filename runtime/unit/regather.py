@@ -12,6 +12,8 @@ backward.
 """
 
 import weakref
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -277,6 +279,27 @@ def _handing_on(pack: compat.PackHook, unpack: compat.UnpackHook) -> compat.Save
 
     own_pack.saves_handles = True  # type: ignore[attr-defined]
     return own_pack, own_unpack
+
+
+def saving_themselves(tensors: Collection[Tensor]) -> AbstractContextManager[object]:
+    """Inside, autograd saves `tensors` themselves, and other tensors by the hooks in force.
+
+    Hooks that copy, such as `save_on_cpu`, would miss a later write to a tensor.
+    """
+    looked_for = tensors and compat.saved_tensors_hooks_allowed()
+    outer = compat.top_saved_tensors_hooks() if looked_for else None
+    if outer is None or compat.is_checkpoint_hook(outer[0]):  # a checkpoint copies nothing
+        return nullcontext()
+    pack, unpack = outer
+    own = {id(tensor) for tensor in tensors}
+
+    def own_pack(tensor: Tensor) -> Tensor | tuple[object]:
+        return tensor if id(tensor) in own else (pack(tensor),)
+
+    def own_unpack(packed: Tensor | tuple[object]) -> Tensor:
+        return packed if isinstance(packed, Tensor) else unpack(packed[0])
+
+    return torch.autograd.graph.saved_tensors_hooks(own_pack, own_unpack)
 
 
 def _handle(tensor: Tensor) -> Packed | None:

@@ -15,8 +15,9 @@ from shardc.backend.graph_plan import CompilePlan, distinct_labels
 from shardc.backend.recomputed import note_readings
 from shardc.runtime import compat
 from shardc.runtime.layout.spec import Reduction
-from shardc.runtime.unit.accumulate import flush_when_done
+from shardc.runtime.unit.accumulate import flush_when_done, waiting_sums
 from shardc.runtime.unit.bucket import Bucket, bucket_of
+from shardc.runtime.unit.regather import saving_themselves
 from shardc.runtime.watch.agreement import Statement, rounds
 from shardc.runtime.watch.progress import progress
 
@@ -113,7 +114,8 @@ def telling_buckets(compiled: Callable[..., Any], reads: list[Read]) -> Callable
             read_from.owner.await_updates()
             read_from.gathered.renew()
             read_from.gathered.note_graph()
-        outputs = compiled(*args)
+        with saving_themselves(waiting_sums(read_from for read_from, _ in buckets)):
+            outputs = compiled(*args)
         if torch.is_grad_enabled():
             nodes = {out.grad_fn for out in outputs if isinstance(out, Tensor)}
             lent = [read_from.gradients.lend() for read_from, _ in buckets]
