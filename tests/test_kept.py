@@ -262,7 +262,7 @@ def test_a_write_to_what_stays_is_an_error(mesh):
             nn.init.zeros_(model.head.weight)
         else:
             model.head.weight.data = torch.zeros(31, 18)
-        with pytest.raises(RuntimeError, match=r"parameters of Stack were written .* is lost"):
+        with pytest.raises(RuntimeError, match=r"parameters of Stack were written .* are lost"):
             loss.backward() if then == "backward" else model.reshard()
         model.zero_grad()
         _loss(model).backward()

@@ -119,7 +119,9 @@ def _differing(before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
     """The fields in which two specs differ, the fields of their reductions included."""
     for field in fields(before):
         old, new = getattr(before, field.name), getattr(after, field.name)
-        if isinstance(old, Reduction):
+        if isinstance(old, Reduction) and old.sync != new.sync:
+            yield "sync", old.sync, new.sync  # the other fields follow from it
+        elif isinstance(old, Reduction):
             yield from _differing(old, new)
         elif old != new:
             yield field.name, old, new

@@ -160,7 +160,7 @@ def _wire_format(record: Record, profile: Profile) -> Iterator[Finding]:
         f"in int8, {what} would send {format_bytes(quantised.sent_bytes)} "
         f"instead of {format_bytes(record.sent_bytes)}, and the step would take about "
         f"{format_seconds(quantised.step_seconds)} instead of {format_seconds(step)}",
-        f"MixedPrecisionPolicy({fields}): values arrive off by at most {FORM.error:.2%} of "
+        f"MixedPrecisionPolicy({fields}): a value arrives off by at most {FORM.error:.2%} of "
         f"the largest value of its block of {FORM.block}, so compare the loss of a run",
     )
 
