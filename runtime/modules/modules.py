@@ -459,15 +459,16 @@ def _stays(bucket: Bucket, conversion: _Conversion) -> bool:
 
 def _check_graphs(bucket: Bucket, conversion: _Conversion) -> None:
     """Raise where a conversion would replace a parameter that a live autograd graph leads to."""
-    held = [i for i, param in enumerate(bucket.params) if is_in_live_graph(param)]
-    if not held:
-        return
     probe = torch.empty(0, dtype=bucket.segment.dtype, device=bucket.segment.device)
     version = probe._version
-    if conversion(probe) is not probe or probe._version != version:
+    if conversion(probe) is probe and probe._version == version:
+        return  # it leaves the parameters as they are
+    slots = zip(bucket.layout.slots, bucket.params, strict=True)
+    name = next((slot.name for slot, param in slots if is_in_live_graph(param)), None)
+    if name is not None:
         raise RuntimeError(
-            f"parameter '{bucket.layout.slots[held[0]].name}' cannot be converted or moved: an "
-            "autograd graph leads to it. Drop the outputs of the graph (a loss, say) first"
+            f"parameter '{name}' cannot be converted or moved: an autograd graph leads to it. "
+            "Drop the outputs of the graph (a loss, say) first"
         )
 
 
