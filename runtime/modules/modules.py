@@ -459,6 +459,8 @@ def _stays(bucket: Bucket, conversion: _Conversion) -> bool:
 
 def _check_graphs(bucket: Bucket, conversion: _Conversion) -> None:
     """Raise where a conversion would replace a parameter that a live autograd graph leads to."""
+    if not any(map(compat.is_in_graph, bucket.params)):
+        return
     probe = torch.empty(0, dtype=bucket.segment.dtype, device=bucket.segment.device)
     version = probe._version
     if conversion(probe) is probe and probe._version == version:

@@ -1,8 +1,8 @@
 """A line on the terminal with the stage of a command, the time passed, and the estimated time left.
 
 The line appears if a command takes long. Where stderr is not a terminal, a log say, the command
-writes the line every half minute. The time left is estimated when a
-stage begins, from the time of the stages before it and their share of the whole.
+writes the line every half minute. The time left is estimated when a stage begins, from the time of
+the stages before it and their share of the whole.
 """
 
 import sys
