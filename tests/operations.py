@@ -171,9 +171,9 @@ def _assign_parameter(side: Side) -> None:
 def _write(side: Side) -> None:
     with torch.no_grad():
         for p in side.model.parameters():
-            p.copy_(torch.arange(p.numel()).view(p.shape) / p.numel())
-        side.model.head.weight[2:5] = 1.0
-        side.model.head.weight[:, 1] = 2.0
+            p.copy_(torch.arange(p.numel()).view(p.shape) / p.numel() / WIDTH)
+        side.model.head.weight[2:5] = 0.1
+        side.model.head.weight[:, 1] = 0.2
 
 
 def _swap(side: Side) -> None:

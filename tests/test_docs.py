@@ -146,8 +146,10 @@ def run_page(mesh, path, folder):
         for title in titles:  # a block may import another
             stack.callback(sys.modules.pop, Path(title).stem, None)
         for fence in python_of(page):
-            if fence.title:
-                Path(folder, fence.title).write_text(fence.text)
+            if fence.title:  # at once: the other rank may be importing it
+                whole = Path(folder, f"{fence.title}.{os.getpid()}")
+                whole.write_text(fence.text)
+                whole.replace(Path(folder, fence.title))
             blank = "\n" * (fence.line - 1)  # so that a traceback has the page's lines
             exec(compile(blank + fence.text, path, "exec"), names)
 
