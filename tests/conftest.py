@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 def pytest_collection_finish(session: Any) -> None:
     import ranks
 
-    ranks.collect_garbage_less()
+    ranks.compile_sooner()
     ranks.start_for(session.items)
 
 

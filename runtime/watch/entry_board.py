@@ -33,6 +33,10 @@ def word_of(count: int, chain: int) -> int:
     return (count % (1 << COUNT_BITS)) << _CHAIN_BITS | chain % (1 << _CHAIN_BITS)
 
 
+def _is_at(word: int, count: int) -> bool:
+    return word != 0 and word >> _CHAIN_BITS == count % (1 << COUNT_BITS)
+
+
 class Board:
     """The entries of the ranks of this host; this rank is `rank` of `world`."""
 
@@ -89,17 +93,22 @@ class Board:
 
     def left(self) -> dict[int, tuple[int, str]]:
         """By rank that left, the number of its entries and the reason."""
-        found = {rank: self._read(rank, RING) for rank in self._words[1 : 1 + self._words[0]]}
+        found = {rank: self._read(rank, RING) for rank in self._here()}
         return {rank: entry for rank, entry in found.items() if entry[0]}
 
     def at(self, count: int) -> dict[int, tuple[int, str]]:
         """By rank with an entry at this place, the word and the text of the entry."""
-        found = {}
-        for rank in self._words[1 : 1 + self._words[0]]:
-            word, text = self._read(rank, count % RING)
-            if word >> _CHAIN_BITS == count % (1 << COUNT_BITS) and word:
-                found[rank] = word, text
-        return found
+        found = {rank: self._read(rank, count % RING) for rank in self._here()}
+        return {rank: entry for rank, entry in found.items() if _is_at(entry[0], count)}
+
+    def words_at(self, count: int) -> set[int]:
+        """The words of all entries at this place: one where ranks have not parted."""
+        first, words = self._start + count % RING * _ENTRY, self._words
+        found = {words[(first + rank * _RANK) // _WORD] for rank in self._here()}
+        return {word for word in found if _is_at(word, count)}
+
+    def _here(self) -> memoryview:
+        return self._words[1 : 1 + self._words[0]]
 
     def _read(self, rank: int, index: int) -> tuple[int, str]:
         start = self._start + rank * _RANK + index * _ENTRY

@@ -104,9 +104,9 @@ class History:
 
     def _difference(self, count: int) -> str | None:
         assert self._board is not None
-        found = self._board.at(count)
-        if len({word for word, _ in found.values()}) < 2:
+        if len(self._board.words_at(count)) < 2:
             return None
+        found = self._board.at(count)
         return say_parted(count, {self.ranks[rank]: text for rank, (_, text) in found.items()})
 
     def differs_from(self, rank: int, theirs: Sequence[Entry]) -> str | None:
