@@ -83,7 +83,7 @@ def test_an_operation(mesh, way, name):
     before = seeded(Model).head.weight
     assert not torch.equal(want[-2].to(before.dtype), before), "nothing was trained"
     largest = max(b.abs().max().item() for b in want)
-    assert largest < 1e5, f"{name} diverges to {largest}: on other CPUs it would round otherwise"
+    assert largest < 1e3, f"{name} diverges to {largest}: on other CPUs it would round otherwise"
     for index, (a, b) in enumerate(zip(got, want, strict=True)):
         torch.testing.assert_close(a, b, msg=lambda m, i=index: f"{name}, value {i}: {m}")
 
