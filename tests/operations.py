@@ -3,8 +3,9 @@
     PYTHONPATH=tests python -m operations          # prints the page docs/guides/around_a_step.md
     PYTHONPATH=tests python -m operations --write  # writes it
 
-An operation runs between two steps, on a plain model and on a sharded one. Both must give the same
-losses, gradients and parameters; or the sharded side must refuse it in the words of the row.
+The operations of a group run between the steps of a plain model and of a sharded one. Both must give
+the same gradients and parameters; or the sharded side must refuse it in the words of the row, and
+train on as if it had not been asked.
 """
 
 import copy
@@ -99,6 +100,7 @@ class Operation:
         note: one sentence for the page.
         beside: what the model's forward adds, for operations inside of it.
         early: whether it comes before the first step.
+        last: whether the model is of no use after it.
     """
 
     group: str
@@ -108,6 +110,7 @@ class Operation:
     note: str = ""
     beside: Callable[[nn.Module, Tensor], Tensor] | None = None
     early: bool = False
+    last: bool = False
 
 
 # -- copying ---------------------------------------------------------------------------------------
@@ -208,10 +211,10 @@ def _save_and_load(side: Side) -> None:
 def _load(make: Callable[[Tensor, Tensor], Tensor], assign: bool) -> Run:
     def run(side: Side) -> None:
         state = side.model.state_dict()
-        halves = {name: full(value) / 2 for name, value in state.items()}
+        values = {name: full(value) * 0.8 for name, value in state.items()}
         made = {
             name: make(value, state[name]) if side.is_sharded else value
-            for name, value in halves.items()
+            for name, value in values.items()
         }
         side.model.load_state_dict(made, assign=assign)
         side.restart()
@@ -267,12 +270,8 @@ def _clip(side: Side) -> None:
 def _statistics(side: Side) -> None:
     for p in side.model.parameters():
         side.seen += [
-            p.sum(),
-            p.detach().norm(),
-            p.abs().max(),
-            p.mean(0),
-            p.reshape(-1)[1:3].sum(),
-        ]
+            p.sum(), p.detach().norm(), p.abs().max(), p.mean(0), p.reshape(-1)[1:3].sum(),
+        ]  # fmt: skip
 
 
 def _redistribute(side: Side) -> None:
@@ -473,6 +472,7 @@ OPERATIONS = [
         _replace,
         r"'twin\.weight' came into the sharded Model after fully_shard",
         "Call `fully_shard` on the new one.",
+        last=True,
     ),
     Operation("Modules", "a submodule that is shared", _share, early=True),
     Operation(
