@@ -3,9 +3,9 @@
     PYTHONPATH=tests python -m operations          # prints the page docs/guides/around_a_step.md
     PYTHONPATH=tests python -m operations --write  # writes it
 
-The operations of a group run between the steps of a plain model and of a sharded one. Both must give
-the same gradients and parameters; or the sharded side must refuse it in the words of the row, and
-train on as if it had not been asked.
+The operations of a group run between the steps of a plain model and of a sharded one. Both must
+give the same gradients and parameters; or the sharded side must refuse it in the words of the row,
+and train on as if it had not been asked.
 """
 
 import copy

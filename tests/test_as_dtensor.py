@@ -5,6 +5,7 @@ import io
 import pickle
 import tempfile
 import warnings
+from functools import partial
 
 import numpy
 import pytest
@@ -41,10 +42,6 @@ class Heads(nn.Module):
         return self.head(self.body(x).relu())
 
 
-def _values(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
 # -- what it says of itself ------------------------------------------------------------------------
 
 
@@ -66,18 +63,10 @@ def test_it_passes_as_a_dtensor(mesh):
         assert len(set(ranks)) == 1
         assert p._spec.placements == p.placements and p._spec.tensor_meta.shape == p.shape
         assert hash(p._spec) == hash(p.detach()._spec) and p._spec == p.detach()._spec
-
-
-@on_ranks(2)
-def test_what_would_part_it_from_its_bucket_is_refused(mesh):
-    model = fully_shard(Heads(), mesh=mesh)
-    weight, before = model.head.weight, model.head.weight.full_tensor().detach()
-    with pytest.raises(RuntimeError, match="local part of a sharded parameter is a view"):
-        weight._local_tensor = torch.zeros(3)
-    with pytest.raises(RuntimeError, match=r"swap_tensors of parameter 'head.weight'.*copy_"):
-        torch.utils.swap_tensors(weight, nn.Parameter(torch.zeros(7, 5)))
-    assert type(weight) is ShardTensor and weight is model.head.weight
-    assert torch.equal(weight.full_tensor(), before)
+        with pytest.raises(RuntimeError, match="local part of a sharded parameter is a view"):
+            p._local_tensor = torch.zeros(3)
+        storage = p.detach().untyped_storage()
+        assert storage.data_ptr() == p._local_tensor.untyped_storage().data_ptr()
 
 
 def _hybrid(mesh):
@@ -213,24 +202,13 @@ def test_isinstance_in_traced_code(mesh):
 # -- code that was written for DTensors ------------------------------------------------------------
 
 
-def _norm_of_parts(model):
-    """As codebases take it by hand: parts of DTensors, added up over the ranks."""
-    grads = [p.grad for p in model.parameters()]
-    parts = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-    total = torch.as_tensor(float(sum(part.square().sum() for part in parts)))
-    dist.all_reduce(total)
-    return total.sqrt()
-
-
 @on_ranks(2)
-def test_a_norm_by_hand(mesh):
+def test_a_total_norm_is_like_a_tensor(mesh):
     plain = seeded(Heads)
     model = fully_shard(copy.deepcopy(plain), mesh=mesh)
-    x = torch.ones(2, 6)
-    plain(x).square().sum().backward()
-    model(x).square().sum().backward()
+    for each in (plain, model):
+        each(torch.ones(2, 6)).square().sum().backward()
     want = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
-    torch.testing.assert_close(_norm_of_parts(model), want)
     total = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     torch.testing.assert_close(total.full_tensor(), want)
     assert not isinstance(total, DTensor) and type(total.full_tensor()) is Tensor
@@ -238,26 +216,6 @@ def test_a_norm_by_hand(mesh):
     assert type(pickle.loads(pickle.dumps(total))) is Tensor
     assert type(copy.deepcopy(total)) is Tensor
     assert not hasattr(total, "to_local")  # a share of it would be added up
-
-
-@pytest.mark.parametrize("asks", ["hasattr", "isinstance"])
-@on_ranks(2)
-def test_an_export_by_hand(mesh, asks):
-    plain = seeded(Heads)
-    model = fully_shard(copy.deepcopy(plain), mesh=mesh)
-    whole = {}
-    for name, p in model.state_dict().items():
-        placed = hasattr(p, "_local_tensor") if asks == "hasattr" else isinstance(p, DTensor)
-        value = p.full_tensor() if placed else p
-        if mesh.get_local_rank() == 0:
-            whole[name] = value.cpu()
-    if mesh.get_local_rank() == 0:
-        file = io.BytesIO()
-        torch.save(whole, file)
-        file.seek(0)
-        other = Heads()
-        other.load_state_dict(torch.load(file))
-        assert all(map(torch.equal, other.parameters(), plain.parameters()))
 
 
 @pytest.mark.parametrize("copies", [1, 2])
@@ -281,44 +239,30 @@ def test_state_that_was_pickled_lies_where_it_lay(mesh, copies):
     dcp.save(optimizer.state_dict(), checkpoint_id=tempfile.mkdtemp())
 
 
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+@pytest.mark.parametrize(
+    ("placement", "assign"),
+    [(None, True), (Shard(0), True), (Replicate(), True), (Replicate(), False)],
+    ids=str,
+)
 @on_ranks(2)
-def test_load_state_dict_of_dtensors(mesh, assign, placement):
+def test_load_state_dict_of_dtensors(mesh, placement, assign):
+    """Each value is distributed as what it goes to, or in a way of torch."""
     plain = seeded(Heads)
     with torch.device("meta" if assign else "cpu"):
         model = fully_shard(Heads(), mesh=mesh)
-    values = {
-        name: nn.Parameter(distribute_tensor(value, mesh, [placement]))
-        for name, value in _values(plain).items()
-    }
+    values = {}
+    for name, p in model.state_dict().items():
+        placements = [placement] if placement else p.placements
+        value = distribute_tensor(plain.state_dict()[name].clone(), p.device_mesh, placements)
+        values[name] = nn.Parameter(value)
     model.load_state_dict(values, assign=assign)
     x = torch.ones(2, 6)
     torch.testing.assert_close(model(x), plain(x))
     plain(x).sum().backward()
     model(x).sum().backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(full(p.grad), q.grad)
-
-
-@pytest.mark.parametrize("assign", [False, True])
-@on_ranks(2)
-def test_loading_as_codebases_of_dtensors_do(mesh, assign):
-    """Each whole value is distributed by the mesh and the placements of what it goes to."""
-    plain = seeded(Heads)
-    with torch.device("meta" if assign else "cpu"):
-        model = fully_shard(Heads(), mesh=mesh)
-    state = {
-        name: nn.Parameter(
-            distribute_tensor(_values(plain)[name], p.device_mesh, p.placements)
-            if hasattr(p, "device_mesh")
-            else _values(plain)[name]
-        )
-        for name, p in model.state_dict().items()
-    }
-    model.load_state_dict(state, assign=assign)
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert type(p) is ShardTensor and torch.equal(full(p), q.detach())
+        torch.testing.assert_close(full(p.grad), q.grad)
 
 
 @pytest.mark.parametrize("placement", [None, Shard(0)], ids=str)
@@ -417,29 +361,28 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("executor", ["uncompiled", "eager"])
 @on_ranks(2)
-def test_values_read_beside_the_forward(mesh, beside, executor):
+def test_values_read_beside_the_forward(mesh, executor):
     """A loss that takes parameters outside of a forward, times something of each rank's batch."""
     plain = seeded(Heads)
     model = fully_shard(copy.deepcopy(plain), mesh=mesh)
     if executor != "uncompiled":
         model.compile(backend="shardc", options={"executor": executor})
-
-    def loss(module, x):
-        return module(x).square().mean() + x.mean() * BESIDE[beside](module, x)
-
     batches = [torch.full((4, 6), 1.0 + rank) + torch.arange(6) for rank in range(mesh.size())]
-    grads = []
-    for x in batches:
-        plain.zero_grad()
-        loss(plain, x).backward()
-        grads.append([p.grad.clone() for p in plain.parameters()])
-    assert not torch.allclose(grads[0][-1], grads[1][-1])
-    loss(model, batches[mesh.get_local_rank()]).backward()
-    for p, *each in zip(model.parameters(), *grads, strict=True):
-        torch.testing.assert_close(full(p.grad), torch.stack(each).mean(0))
+
+    def gradients(module, x, beside):
+        module.zero_grad()
+        (module(x).square().mean() + x.mean() * beside(module, x)).backward()
+        return [full(p.grad) for p in module.parameters()]
+
+    for name, beside in BESIDE.items():
+        want = [gradients(plain, x, beside) for x in batches]
+        assert not torch.allclose(want[0][-1], want[1][-1])
+        got = gradients(model, batches[mesh.get_local_rank()], beside)
+        for found, *each in zip(got, *want, strict=True):
+            tell = partial("{}: {}".format, name)
+            torch.testing.assert_close(found, torch.stack(each).mean(0), msg=tell)
 
 
 @pytest.mark.parametrize(
@@ -563,21 +506,6 @@ def test_a_part_that_is_pickled_is_told(mesh, way):
     for text in told:
         assert f"from {__file__}" in text or f"at {__file__}" in text
         assert "has the part of rank 0 of 2 alone" in text and "full_state_dict=True" in text
-
-
-@on_ranks(2)
-def test_storages_are_those_of_the_part(mesh):
-    model = fully_shard(Heads(), mesh=mesh)
-    for value in model.state_dict().values():
-        storage = value.untyped_storage()
-        assert storage.data_ptr() == value._local_tensor.untyped_storage().data_ptr()
-
-
-@on_ranks(2)
-def test_a_traced_call_is_refused(mesh):
-    model = fully_shard(Heads(), mesh=mesh)
-    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace cannot trace the sharded"):
-        torch.jit.trace(model, torch.ones(1, 6))
 
 
 @on_ranks(2)

@@ -101,23 +101,19 @@ def load(mesh, path: str, kind: str, odd: bool) -> None:
 
 
 ROUTES = [
-    ("shardc", 2, "shardc", 3), ("shardc", 3, "shardc", 2), ("shardc", 3, "shardc", 3),
-    ("shardc", 3, "plain", 1), ("plain", 1, "shardc", 3), ("shardc", 1, "shardc", 2),
+    ("shardc", 3, "shardc", 2), ("shardc", 1, "shardc", 2), ("shardc", 3, "plain", 1),
+    ("plain", 1, "shardc", 3), ("shardc", 3, "fsdp2", 2), ("fsdp2", 2, "shardc", 3),
 ]  # fmt: skip
-FSDP2_ROUTES = [("shardc", 3, "fsdp2", 2), ("fsdp2", 2, "shardc", 3), ("shardc", 2, "fsdp2", 2)]
 
 
-@pytest.mark.parametrize(
-    ("source", "saved_on", "target", "loaded_on", "odd"),
-    [(*route, True) for route in ROUTES] + [(*route, False) for route in FSDP2_ROUTES],
-)
+@pytest.mark.parametrize(("source", "saved_on", "target", "loaded_on"), ROUTES)
 def test_checkpoint(
-    tmp_path: Path, source: str, saved_on: int, target: str, loaded_on: int, odd: bool
+    tmp_path: Path, source: str, saved_on: int, target: str, loaded_on: int
 ) -> None:
-    run = {"path": str(tmp_path), "odd": odd}
+    run = {"path": str(tmp_path), "odd": "fsdp2" not in (source, target)}
     boxes = run_on_ranks(saved_on, "test_checkpoint", "save", {"kind": source, **run})
     if source == "shardc" and saved_on > 1:
-        assert max(boxes) == {2: 3, 3: 6}[saved_on], "nothing is cut inside its rows"
+        assert max(boxes) == 6, "nothing is cut inside its rows"
     run_on_ranks(loaded_on, "test_checkpoint", "load", {"kind": target, **run})
 
 

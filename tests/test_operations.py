@@ -1,6 +1,5 @@
 """Operations around a step: each row of `operations` is equal to plain torch, or refused."""
 
-import copy
 import warnings
 
 import pytest

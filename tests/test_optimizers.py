@@ -121,7 +121,7 @@ def forms(name: str) -> Iterator[dict[str, Any]]:
         yield {"fused": True}
 
 
-@on_ranks(2, 3)
+@on_ranks(2)
 def test_every_elementwise_optimizer(mesh):
     for name, make in OPTIMIZERS.items():
         for form in forms(name):
@@ -143,7 +143,7 @@ def test_every_elementwise_optimizer(mesh):
 
 @on_ranks(2)
 def test_of_a_whole_gradient_the_part_counts(mesh):
-    for name in ("Adagrad", "Adam", "AdamW"):
+    for name in ("Adagrad", "AdamW"):
         for form in forms(name):
             plain, sharded = pair(mesh)
             optimizers = [OPTIMIZERS[name](m.parameters(), **form) for m in (plain, sharded)]

@@ -5,7 +5,6 @@ import pickle
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import torch
@@ -398,15 +397,12 @@ def test_refuses_other_ops_by_name(mesh):
     for call in (float, bool, int, Tensor.item):
         with strictly(), pytest.raises(NotImplementedError, match=r"^\.item\(\) is not support"):
             call(scalar)
-    for call in (
-        lambda: t.numpy(),
-        lambda: t.tolist(),
-        lambda: list(t[:, 0]),
-        lambda: t @ whole.t(),
-    ):
+    for call in (t.numpy, t.tolist, lambda: list(t[:, 0]), lambda: t @ whole.t()):
         with strictly(), pytest.raises((RuntimeError, NotImplementedError)):
             call()
-    assert torch.equal(t.full_tensor(), whole)
+    with strictly():
+        assert torch.equal(t.sum(), whole.sum())  # no gather
+    assert torch.equal(t.t() + 0, whole.t())
 
 
 @on_ranks(2)
@@ -464,10 +460,6 @@ def _updates() -> dict[str, Callable[[list[nn.Parameter]], object]]:
     }
 
 
-def _compiled_step(backend: str, ps: list[nn.Parameter]) -> None:
-    torch.compile(torch.optim.SGD(ps).step, backend=backend)()
-
-
 @on_ranks(2)
 def test_backward_refuses_weights_updated_since_the_forward(mesh):
     _check_updates_are_seen(mesh, _updates())
@@ -475,8 +467,10 @@ def test_backward_refuses_weights_updated_since_the_forward(mesh):
 
 @on_ranks(2)
 def test_backward_refuses_weights_that_a_compiled_step_updated(mesh):
-    backends = ("eager", "aot_eager", "inductor")
-    _check_updates_are_seen(mesh, {b: partial(_compiled_step, b) for b in backends})
+    def step(ps):
+        torch.compile(torch.optim.SGD(ps).step, backend="aot_eager")()
+
+    _check_updates_are_seen(mesh, {"compiled": step})
 
 
 def _check_updates_are_seen(mesh, updates: dict[str, Callable[[list[nn.Parameter]], object]]):

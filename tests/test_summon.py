@@ -31,12 +31,11 @@ def _locals(model):
     return [p.to_local().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("build", [Stack, TIED])
 @pytest.mark.parametrize("shape", [(2,), (2, 1)])
 @on_ranks(2)
-def test_inside_are_ordinary_parameters(mesh, build, shape):
+def test_inside_are_ordinary_parameters(mesh, shape):
     mesh = mesh_of("cpu", shape)
-    plain, model = seeded(build), sharded(seeded(build), mesh)
+    plain, model = seeded(TIED), sharded(seeded(TIED), mesh)
     names, before = dict(model.named_parameters()), list(model.parameters())
     if shape == (2,):
         assert sum(p.to_local().numel() for p in before) < sum(p.numel() for p in before)
@@ -48,8 +47,7 @@ def test_inside_are_ordinary_parameters(mesh, build, shape):
             assert torch.equal(p, q), name
         assert model.layers[0].up.weight is inside["layers.0.up.weight"]
         assert model.state_dict()["head.weight"].shape == plain.head.weight.shape
-        if build is TIED:
-            assert model.head.weight is model.embed.weight
+        assert model.head.weight is model.embed.weight
     assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
 
 

@@ -12,7 +12,7 @@ import torch
 from models import compiled
 from ranks import on_ranks
 from test_optimizers import collectives_issued
-from test_shard_tensor import assert_whole, plain, sharded, strictly
+from test_shard_tensor import assert_whole, plain, sharded
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -308,21 +308,6 @@ def test_report_counts_gathers(mesh):
             model.weight @ model.weight
         found = [f for f in report(call).findings if f.kind == "gathered for an op"]
     assert len(found) == 1 and "aten.mm.default once" in found[0].what, found
-
-
-@on_ranks(2)
-def test_strict(mesh):
-    want = plain()["matrix"].detach()
-    p = sharded(mesh)["matrix"].detach()
-    with strictly():
-        for call in (
-            lambda: p.t(), lambda: p[::2], lambda: p @ p, lambda: p * torch.ones(37),
-            lambda: torch.ones(61, 37).add_(p),
-        ):  # fmt: skip
-            with pytest.raises(NotImplementedError, match="is not supported on a ShardTensor"):
-                call()
-        assert torch.equal(p.sum(), want.sum())  # no gather
-    assert torch.equal(p.t() + 0, want.t())
 
 
 @on_ranks(2)
