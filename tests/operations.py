@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.func import functional_call
 from torch.nn.utils import parametrize, weight_norm
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "around_a_step.md"
 WIDTH = 8
@@ -125,11 +125,12 @@ def _deepcopy(side: Side) -> None:
 
 
 def _average(side: Side) -> None:
-    averaged = AveragedModel(side.model)
-    with torch.no_grad():
-        for p in side.model.parameters():
-            p.mul_(0.5)
-    averaged.update_parameters(side.model)
+    averaged = AveragedModel(side.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for _ in range(2):
+        averaged.update_parameters(side.model)
+        with torch.no_grad():
+            for p in side.model.parameters():
+                p.mul_(0.5)
     with torch.no_grad():
         side.seen.append(averaged(side.x))
 

@@ -1,6 +1,5 @@
 """Stock optimizers, clipping and GradScaler on ShardTensors equal the unsharded ones."""
 
-import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -226,41 +225,6 @@ def test_optimizer_built_before_fully_shard(mesh):
         with pytest.raises(NotImplementedError, match="a plain tensor cannot be updated with a pa"):
             adagrad.step()
         strict(False)
-
-
-@on_ranks(2)
-def test_state_dict_round_trip(mesh):
-    plain, sharded = pair(mesh)
-    reference, optimizer = Adam(plain.parameters(), lr=0.1), Adam(sharded.parameters(), lr=0.1)
-    for seed in range(2):
-        for model, opt in ((plain, reference), (sharded, optimizer)):
-            set_gradients(model, seed)
-            opt.step()
-    saved = optimizer.state_dict()
-    before = full(saved["state"][0]["exp_avg"])
-    fresh = Adam(sharded.parameters(), lr=0.5)
-    fresh.load_state_dict(copy.deepcopy(saved))
-    assert fresh.param_groups[0]["lr"] == 0.1
-    for model, opt in ((plain, reference), (sharded, fresh)):
-        set_gradients(model, 2)
-        opt.step()
-    assert_equal_models(plain, sharded)
-    assert_equal_states(reference, fresh)
-    assert torch.equal(full(saved["state"][0]["exp_avg"]), before)
-
-
-@on_ranks(2)
-def test_add_param_group(mesh):
-    plain, sharded = pair(mesh)
-    for model in (plain, sharded):
-        optimizer = SGD([model.matrix], lr=0.1, foreach=True)
-        optimizer.add_param_group({"params": [model.bias, model.scalar], "lr": 0.3})
-        with pytest.raises(ValueError, match="more than one parameter group"):
-            optimizer.add_param_group({"params": [model.bias]})
-        set_gradients(model, 0)
-        optimizer.step()
-    assert_equal_models(plain, sharded)
-    assert torch.equal(full(sharded.short), Odd().short.detach())
 
 
 # -- clipping -------------------------------------------------------------------------------------

@@ -329,16 +329,6 @@ def test_what_does_not_fit_is_named_on_all_ranks_before_anything_changes(mesh):
         set_model_state_dict(empty, seeded(Stack).state_dict())
 
 
-@on_ranks(2)
-def test_assign_adopts_what_is_loaded(mesh):
-    model, plain = fully_shard(seeded(Stack), mesh=mesh), seeded(Stack, 1)
-    model.load_state_dict(plain.state_dict(), assign=True)
-    check_equal(model, plain)
-    other = fully_shard(seeded(Stack, 2), mesh=mesh)
-    model.load_state_dict(other.state_dict(), assign=True)  # sharded alike
-    check_equal(model, seeded(Stack, 2))
-
-
 @pytest.mark.parametrize(("pieces", "offload"), [(False, False), (True, True)])
 @on_ranks(2, device="sim")
 def test_assign_to_a_model_on_meta(mesh, offload, pieces):
