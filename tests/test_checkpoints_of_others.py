@@ -83,17 +83,13 @@ def load_safetensors(mesh, path: str) -> None:
         check_holds(model.state_dict(), 1)
 
 
-@pytest.mark.parametrize(
-    ("saved_on", "loaded_on", "mapped", "pending"),
-    [(2, 3, False, False), (3, 2, True, False), (3, 1, False, True), (1, 2, False, False)],
-)
+@pytest.mark.parametrize(("mapped", "pending", "loaded_on"), [(True, False, 2), (False, True, 1)])
 def test_safetensors_of_dcp_are_exact_for_any_cut(
-    tmp_path: Path, saved_on: int, loaded_on: int, mapped: bool, pending: bool
+    tmp_path: Path, mapped: bool, pending: bool, loaded_on: int
 ) -> None:
     run = {"path": str(tmp_path), "mapped": mapped, "pending": pending}
     name = "test_checkpoints_of_others"
-    found = run_on_ranks(saved_on, name, "save_safetensors", run)
-    assert saved_on == 1 or max(found) > 2, "nothing is cut inside its rows"
+    assert max(run_on_ranks(3, name, "save_safetensors", run)) > 2, "nothing is cut inside its rows"
     run_on_ranks(loaded_on, name, "load_safetensors", {"path": str(tmp_path)})
     files = sorted(Path(tmp_path, "True").glob("model-*.safetensors"))
     assert len(files) == (2 if mapped else 1)

@@ -1,15 +1,13 @@
 """Optimizer state by name: sharded and full, against the unsharded optimizer's and FSDP2's."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as theirs
 from fsdp2 import fsdp2
 from models import Stack, full, seeded
-from ranks import on_ranks, run_on_ranks
+from ranks import on_ranks
 from scripts import load
 from test_state_dict import FROM_RANK_0, FULL, LOCAL, ON_RANK_0, Everything, everything
 from torch import nn
@@ -242,53 +240,18 @@ def test_into_an_unsharded_optimizer_and_fsdp2(mesh):
     model, optimizer = trained(fully_shard(seeded(Stack), mesh=mesh))
     state = get_optimizer_state_dict(model, optimizer, options=FULL)
     plain, peer = seeded(Stack), fsdp2(seeded(Stack), mesh)
-    for other in (plain, peer):
-        other.load_state_dict(
-            {n: full(p) for n, p in model.named_parameters()}
-            if other is plain
-            else {
-                n: torch.distributed.tensor.distribute_tensor(full(p), q.device_mesh, q.placements)
-                for (n, p), q in zip(model.named_parameters(), peer.parameters(), strict=True)
-            }
-        )
+    values = {n: full(p) for n, p in model.named_parameters()}
+    plain.load_state_dict(values)
+    whole = theirs.StateDictOptions(full_state_dict=True)
+    theirs.set_model_state_dict(peer, values, options=whole)
     reference, torchs = adamw(plain), adamw(peer)
     reference.load_state_dict(rekey_optimizer_state_dict(state, "ids", plain, reference))
-    theirs.set_optimizer_state_dict(
-        peer,
-        torchs,
-        copy.deepcopy(state),  # both take tensors over as they are
-        options=theirs.StateDictOptions(full_state_dict=True),
-    )
+    state = copy.deepcopy(state)  # both take tensors over as they are
+    theirs.set_optimizer_state_dict(peer, torchs, state, options=whole)
     for each, opt in ((model, optimizer), (plain, reference), (peer, torchs)):
         step(each, opt, 5)
     check_models(model, plain)
     check_models(peer, plain)
-
-
-def save_checkpoint(mesh, path: str) -> None:
-    model, optimizer = trained(everything(mesh, 0))
-    state = get_optimizer_state_dict(model, optimizer)
-    dcp.save({"optimizer": state}, checkpoint_id=path)
-
-
-def load_checkpoint(mesh, path: str) -> None:
-    plain, reference = trained(seeded(Everything))
-    model = everything(mesh, 1)
-    optimizer = adamw(model)
-    state = get_optimizer_state_dict(model, optimizer)
-    assert state["state"]["square"]["step"].item() == 0
-    dcp.load({"optimizer": state}, checkpoint_id=path)
-    set_optimizer_state_dict(model, optimizer, state)
-    model.load_state_dict(plain.state_dict())
-    for each, opt in ((model, optimizer), (plain, reference)):
-        step(each, opt, 2)
-    check_models(model, plain)
-
-
-def test_to_another_world_size(tmp_path: Path) -> None:
-    run_on_ranks(2, "test_optimizer_state", "save_checkpoint", {"path": str(tmp_path)})
-    for world in (3, 1):
-        run_on_ranks(world, "test_optimizer_state", "load_checkpoint", {"path": str(tmp_path)})
 
 
 @on_ranks(2)

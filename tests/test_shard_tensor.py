@@ -119,7 +119,7 @@ def test_refuses_what_would_part_it_from_its_segment(mesh):
 # -- views, copies, arithmetic --------------------------------------------------------------------
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_elementwise(mesh):
     params, want = sharded(mesh), plain()
     with torch.no_grad():
@@ -168,7 +168,7 @@ def test_types_promote_as_unsharded(mesh):
             assert_whole(p.detach() * number, want[name].detach() * number, name)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_views(mesh):
     p, q = sharded(mesh, CUT)["conv"].detach(), plain(CUT)["conv"].detach()
     assert 0 < p.to_local().numel() < 432
@@ -191,7 +191,7 @@ def test_views(mesh):
     assert embedding.weight.full_tensor().sum(1)[4] == 0
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_assignment(mesh):
     p, q = sharded(mesh, CUT)["conv"], plain(CUT)["conv"]
     mask = torch.rand(q.shape) > 0.5
