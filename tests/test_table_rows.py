@@ -206,7 +206,7 @@ def test_an_id_that_is_no_row(mesh):
             call(ids, ids.clamp(0, VOCAB - 1))
 
 
-@on_ranks(2)
+@on_ranks(4)
 def test_the_wire_decides(mesh):
     """Few rows of a large table are fetched; where a table is small, or all of it is read, not."""
     wire = replace(QUICK, inside=Link(1e-7, 1e5), across=Link(1e-7, 1e5))
