@@ -609,8 +609,8 @@ def test_a_graph_of_dynamic_sizes_is_compiled_anew_before_it_would_hold_too_much
     step = torch.compile(model, backend="shardc", options=options, dynamic=True)
     compiles = []
     with noting:
-        for rows in (8, 16, 64, 256, 512, 16):
+        for rows in (8, 64, 512, 16):
             assert _held(step, model, torch.randn(rows, 256)) <= 13.5e6, rows
             compiles.append(len(kept))
-    assert compiles == [1, 1, 1, 1, 2, 2]
+    assert compiles == [1, 1, 2, 2]
     assert kept[1].recomputes and kept[1].positions == kept[0].positions
