@@ -42,7 +42,7 @@ from shardc.backend.graph_plan import graph_plans
 from shardc.backend.options import Options
 from shardc.passes import pipeline
 from shardc.passes.contract import contract
-from shardc.passes.nodes import is_all_gather, is_collective, moved_by
+from shardc.passes.nodes import is_all_gather, is_collective, is_wait, moved_by
 from shardc.passes.rewrite.reshard import tag_reshard
 from shardc.passes.rewrite.used_slots import SEGMENT
 from shardc.runtime import compat
@@ -92,41 +92,37 @@ class Graphs:
 GATHER, REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor"
 
 
-@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@pytest.mark.parametrize(("reshard", "again"), [(True, 3), (False, 0), (None, 2)])
 @on_ranks(2)
-def test_collectives_reshard(mesh, executor):
-    model = shard_all(seeded(Stack), mesh, reshard_after_forward=True)
-    with Graphs() as graphs:
-        compiled(model, executor, fullgraph=True)(**_batch(0)).backward()
+def test_collectives_reshard(mesh, reshard, again):
+    """None reshards all but the outermost unit. Dynamo traces a read in few functions: each costs
+    a start about a millisecond."""
+    model = shard_all(seeded(Stack), mesh, reshard_after_forward=reshard)
+    traced, inline = [], InliningInstructionTranslator.inline_call_
+
+    def counted(*args):
+        traced.extend(arg.f_code.co_filename for arg in args if hasattr(arg, "f_code"))
+        return inline(*args)
+
+    inlined = mock.patch.object(InliningInstructionTranslator, "inline_call_", counted)
+    with Graphs() as graphs, inlined:
+        compiled(model, fullgraph=True)(**_batch(0)).backward()
     assert graphs.collectives("forward") == [GATHER] * 3
     # last block, first block, root; a bucket is gathered again where the backward needs its values
-    assert sorted(graphs.collectives("backward")) == [GATHER] * 3 + [REDUCE] * 3
-    placeholders = {n for _, gm in graphs.seen for n in gm.graph.nodes if n.op == "placeholder"}
-    largest = max(u._shardc_unit.buckets[0].layout.numel for u in shardc.units_of(model).values())
-    for node in graphs.saved():
-        assert node in placeholders or node.meta["val"].numel() < largest // 2, node
-
-
-@on_ranks(2)
-def test_collectives_keep_gathered(mesh):
-    model = shard_all(seeded(Stack), mesh, reshard_after_forward=False)
-    with Graphs() as graphs:
-        compiled(model)(**_batch(0)).backward()
-    assert graphs.collectives("forward") == [GATHER] * 3
-    assert graphs.collectives("backward") == [REDUCE] * 3
-    gathers = [
-        n for k, gm in graphs.seen if k == "forward" for n in gm.graph.nodes if is_all_gather(n)
-    ]
-    waits = {next(iter(g.users)) for g in gathers}
-    assert waits <= set(graphs.saved()), (waits, graphs.saved())
-
-
-@on_ranks(2)
-def test_none_reshards_all_but_the_outermost_unit(mesh):
-    model = shard_all(seeded(Stack), mesh)
-    with Graphs() as graphs:
-        compiled(model)(**_batch(0)).backward()
-    assert sorted(graphs.collectives("backward")) == [GATHER] * 2 + [REDUCE] * 3
+    assert sorted(graphs.collectives("backward")) == [GATHER] * again + [REDUCE] * 3
+    nodes = [(phase, node) for phase, gm in graphs.seen for node in gm.graph.nodes]
+    units = shardc.units_of(model).values()
+    if reshard:
+        placeholders = {node for _, node in nodes if node.op == "placeholder"}
+        largest = max(unit._shardc_unit.buckets[0].layout.numel for unit in units)
+        for node in graphs.saved():
+            assert node in placeholders or node.meta["val"].numel() < largest // 2, node
+    elif reshard is False:
+        waits = {node for phase, node in nodes if phase == "forward" and is_wait(node)}
+        assert waits and waits <= set(graphs.saved()), (waits, graphs.saved())
+    ours = sum("runtime" in file for file in traced)
+    reads = len(list(model.parameters()))
+    assert 2 * reads <= ours <= 2 * reads + 4 * len(units)
 
 
 @on_ranks(2)
@@ -187,10 +183,11 @@ def test_sequence_length_changes_without_recompiling(mesh):
     plain, model = seeded(Stack), shard_all(seeded(Stack), mesh)
     step = compiled(model, dynamic=True, fullgraph=True)
     counters.clear()
-    for length in (5, 8, 11, 6):
+    for length in (5, 8, 6):
         x = tokens(length, (2, length))
-        torch.testing.assert_close(step(x, x), plain(x, x))
-        step(x, x).backward()
+        loss = step(x, x)
+        torch.testing.assert_close(loss, plain(x, x))
+        loss.backward()
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -223,8 +220,6 @@ def _rows(seed):
     "options",
     [
         {"executor": "eager"},
-        {"executor": "eager", "embedding_rows": True},
-        {"executor": "eager", "memory_budget": 60_000},
         {"executor": "inductor", "memory_budget": 60_000, "embedding_rows": True},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
@@ -273,20 +268,13 @@ class Broken(Stack):
 
 @on_ranks(2)
 def test_graph_breaks(mesh):
+    """Dynamo looks at every frame between graphs, also at those of hooks that autograd calls."""
     plain, model = seeded(Broken), shard_all(seeded(Broken), mesh)
+    for layer in model.layers:  # the rest of the block runs uncompiled
+        layer.up.register_forward_hook(lambda *_: torch._dynamo.graph_break())
     check_parity(plain, model, compiled(model), _batch, mesh)
     buckets = [b for u in shardc.units_of(model).values() for b in u._shardc_unit.buckets]
     assert all(b.gathered.depth == 0 and b.gathered.current is None for b in buckets)
-
-
-@on_ranks(2)
-def test_what_is_saved_between_graphs_is_not_traced(mesh):
-    """Dynamo looks at every frame there, also at those of hooks that autograd calls."""
-    model = shard_all(seeded(Broken), mesh)
-    for layer in model.layers:  # the rest of the block runs uncompiled
-        layer.up.register_forward_hook(lambda *_: torch._dynamo.graph_break())
-    step = compiled(model)
-    step(**_batch(0)).backward()
     for function in (regather._handle, regather._pack, regather._unpack):
         assert not _debug_get_cache_entry_list(inspect.unwrap(function).__code__)
 
@@ -314,23 +302,6 @@ def test_calls_of_the_user_and_hooks_are_traced(mesh):
     for step in (compiled, lambda model: model):
         model = shard_all(copy.deepcopy(plain), mesh)
         check_parity(copy.deepcopy(plain), model, step(model), _batch, mesh)
-
-
-@on_ranks(2)
-def test_dynamo_traces_a_read_in_few_functions(mesh):
-    """Each costs a start about a millisecond."""
-    traced, inline = [], InliningInstructionTranslator.inline_call_
-
-    def counted(*args):
-        traced.extend(arg.f_code.co_filename for arg in args if hasattr(arg, "f_code"))
-        return inline(*args)
-
-    model = shard_all(seeded(Stack), mesh)
-    with mock.patch.object(InliningInstructionTranslator, "inline_call_", counted):
-        compiled(model)(**_batch(0))
-    ours = sum("runtime" in file for file in traced)
-    reads, units = len(list(model.parameters())), len(shardc.units_of(model))
-    assert 2 * reads <= ours <= 2 * reads + 4 * units
 
 
 class _Scale(torch.autograd.Function):
@@ -368,23 +339,14 @@ def _noise(seed):
     return torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(seed))
 
 
-class Normalised(nn.Module):
-    """Its weight is computed from parameters alone, by an op with several results."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = weight_norm(nn.Linear(4, 4))
-
-    def forward(self, x):
-        return self.linear(x).square().mean()
-
-
 @pytest.mark.parametrize("reshard", [False, True])
 @on_ranks(2)
 def test_a_weight_that_is_computed_by_an_op_with_several_results(mesh, reshard):
-    plain, model = seeded(Normalised), seeded(Normalised)
+    """From parameters alone."""
+    plain, model = (seeded(lambda: nn.Sequential(weight_norm(nn.Linear(4, 4)))) for _ in range(2))
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-    check_parity(plain, model, compiled(model), lambda seed: {"x": _noise(seed)}, mesh)
+    loss = {"loss_of": lambda out: out.square().mean()}
+    check_parity(plain, model, compiled(model), lambda seed: {"input": _noise(seed)}, mesh, **loss)
 
 
 class Added(nn.Module):
@@ -398,15 +360,14 @@ class Added(nn.Module):
         return (self.tokens(ids) + self.segments(ids)).square().mean()
 
 
-@pytest.mark.parametrize("executor", ["eager", "inductor"])
 @on_ranks(1, 2)
-def test_equal_gradients_are_not_one(mesh, executor):
+def test_equal_gradients_are_not_one(mesh):
     plain, model = seeded(Added), seeded(Added)
     for unit in (model.tokens, model.segments, model):
         fully_shard(unit, mesh=mesh)
-    call = compiled(model, executor)
+    call = compiled(model, "inductor" if mesh.size() == 2 else "eager")
     check_parity(plain, model, call, lambda seed: {"ids": tokens(seed, vocab=5)}, mesh)
-    call(torch.arange(5)).backward()
+    call(tokens(9, vocab=5)).backward()
     model.tokens.weight.grad.mul_(0)
     assert full(model.segments.weight.grad).any()
 
@@ -445,7 +406,7 @@ class Mixed(nn.Module):
         return (y * self.phase).abs().pow(2).mean()
 
 
-@on_ranks(2, 3)
+@on_ranks(2)
 def test_several_dtypes_scalar_empty_and_integer_parameters(mesh):
     plain, model = seeded(Mixed), fully_shard(seeded(Mixed), mesh=mesh)
     assert len(model._shardc_unit.buckets) == 6
@@ -486,10 +447,10 @@ def warned_on_all_ranks(run):
     return [message for messages in told for message in messages]
 
 
-@pytest.mark.parametrize("reason", BROKEN)
 @on_ranks(2)
-def test_falls_back_to_the_eager_executor(mesh, reason):
+def test_falls_back_to_the_eager_executor(mesh):
     plain, model = seeded(Block), fully_shard(seeded(Block), mesh=mesh)
+    reason = "no code for this op"
     broken = {**BROKEN[reason], "force_disable_caches": True}
     step = torch.compile(model, backend="shardc", options={"inductor": broken})
     x = torch.randn(3, 18)
@@ -555,7 +516,6 @@ def _gathers(everywhere=None, **inductor):
 
 def test_passes_of_the_user_on_joint_graphs_run_beside_ours():
     mine, other = Pass(), Pass()
-    assert _gathers() == (3, 3)
     assert _gathers(joint_custom_post_pass=mine) == (3, 3)
     assert _gathers(everywhere={"joint_custom_post_pass": other}) == (3, 3)
     assert (mine.calls, other.calls) == (1, 1)
@@ -604,10 +564,8 @@ class Counting(nn.Module):
 def test_a_buffer_that_is_changed_before_it_is_used(mesh, executor):
     plain, sharded = seeded(Counting), fully_shard(seeded(Counting), mesh=mesh)
 
-    def batch(seed):
-        return {"x": torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))}
-
-    check_parity(plain, sharded, compiled(sharded, executor), batch, mesh)
+    call = compiled(sharded, executor)
+    check_parity(plain, sharded, call, lambda seed: {"x": _noise(seed)}, mesh)
 
 
 def test_verify_notices_that_tags_are_lost():
@@ -669,13 +627,6 @@ def test_a_graph_without_any_op():
     assert torch.equal(step(x), x) and not step(x).requires_grad
 
 
-def test_unknown_option():
-    with pytest.raises(ValueError, match="'excutor'; did you mean 'executor'"):
-        Options.parse({"excutor": "eager"})
-    with pytest.raises(ValueError, match="'inductor' or 'eager', got 'fast'"):
-        Options.parse({"executor": "fast"})
-
-
 def test_nothing_sharded_warns_once_and_compiles():
     script = """
         import torch, warnings
@@ -693,17 +644,14 @@ def test_nothing_sharded_warns_once_and_compiles():
     assert done.stdout.strip() == "1"
 
 
+@pytest.mark.parametrize("in_place", [True, False])
 @on_ranks(2)
-def test_a_container_of_torch_is_one_graph_however_it_is_compiled(mesh):
-    for compile_in_place in (True, False):
-        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 1))
-        fully_shard(model, mesh=mesh, units="auto")
-        graph_plans.clear()
-        if compile_in_place:
-            model.compile(backend="shardc", options={"executor": "eager"})
-            step = model
-        else:
-            step = compiled(model)
-        step(torch.randn(2, 8)).sum().backward()
-        assert [plan.phase for plan in graph_plans] == ["forward", "backward"]
-        assert len(graph_plans[0].collectives) == 4
+def test_a_container_of_torch_is_one_graph_however_it_is_compiled(mesh, in_place):
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 1))
+    fully_shard(model, mesh=mesh, units="auto")
+    graph_plans.clear()
+    if in_place:
+        model.compile(backend="shardc", options={"executor": "eager"})
+    (model if in_place else compiled(model))(torch.randn(2, 8)).sum().backward()
+    assert [plan.phase for plan in graph_plans] == ["forward", "backward"]
+    assert len(graph_plans[0].collectives) == 4

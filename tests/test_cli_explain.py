@@ -60,13 +60,8 @@ def test_explain_prints_a_report_and_saves_files(capsys, tmp_path):
 
 
 def test_explain_in_a_process_of_its_own(tmp_path):
-    command = [
-        Path(sys.executable).parent / "shardc",
-        "explain",
-        "user_model:built",
-        "--mp",
-        "bf16",
-    ]
+    shardc = Path(sys.executable).parent / "shardc"
+    command = [shardc, "explain", "user_model:built", "--mp", "bf16"]
     env = {**os.environ, "SHARDC_DUMP": "dump"}
     env.pop("COLUMNS", None)
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
@@ -86,7 +81,8 @@ def test_explain_as_json_with_every_option(capsys):
     assert code == 0 and (values["world_size"], values["copies"]) == (4, 2)
     assert values["settings"] == {"reshard_after_forward": "2"}
     assert values["profile"] == "a100-nvlink" and "FLOPs" in values["formulas"]
-    assert any(row["kind"] == "all_reduce" for row in values["collectives"])
+    kinds = [row["kind"] for row in values["collectives"]]
+    assert kinds.count("all_reduce") == kinds.count("reduce_scatter") > 0
     # What the backward gathers among two ranks is known by name, too.
     assert all("?" not in row["buckets"] and row["buckets"] for row in values["collectives"])
 
@@ -112,11 +108,11 @@ def test_compare_takes_ranks_and_files(capsys, tmp_path):
 
 
 def test_a_model_that_does_not_fit_is_a_problem(capsys):
-    code, out, _ = ended(capsys, "explain", "user_model:huge", "--world-size", "1")
+    call = ["explain", "user_model:huge", "--profile", "a100-nvlink", "--world-size"]
+    code, out, _ = ended(capsys, *call, "1")
     assert code == 1 and "- memory: the step needs" in out
-    code, out, _ = ended(
-        capsys, "explain", "user_model:huge", "--world-size", "8", "--offload", "--json"
-    )
+    assert "a100-nvlink has 74.51 GiB" in " ".join(out.split())
+    code, out, _ = ended(capsys, *call, "8", "--offload", "--json")
     values = json.loads(out)
     assert values["settings"] == {"offload": "cpu"}
     assert values["summary"]["peak_parts"]["segments"] == 0
@@ -126,24 +122,14 @@ def test_a_model_that_does_not_fit_is_a_problem(capsys):
     ("arguments", "code", "message"),
     [
         (["explain", "user_model:alone"], 2, "returns a model only, and a step needs inputs"),
-        (
-            ["explain", "user_model:wrong"],
-            1,
-            "user_model:wrong cannot be explained: TorchRuntimeError: ",
-        ),
+        (["explain", "user_model:wrong"], 1, "user_model:wrong cannot be explained: TorchRuntime"),
         (["explain", "user_model:built", "--world-size", "20000"], 2, "at most 16,384 ranks"),
         (["explain", "user_model:built", "--memory", "much"], 2, "must be bytes such as 70GB"),
         (["explain", "user_model:built", "--reshard", "3"], 2, "a divisor of the 8 ranks"),
-        (
-            ["explain", "user_model:built", "--hierarchical", "--world-size", "12"],
-            2,
-            "12 ranks cannot be split into nodes of 8",
-        ),
-        (
-            ["explain", "user_model:built", "--save", "step.txt"],
-            2,
-            "written as .html, .trace.json, .json",
-        ),
+        (["explain", "user_model:built", "--hierarchical", "--world-size", "12"], 2,
+         "12 ranks cannot be split into nodes of 8"),
+        (["explain", "user_model:built", "--save", "step.txt"], 2,
+         "written as .html, .trace.json, .json"),
         (["explain", "user_model:built", "--save", "no/step.json"], 2, "there is no folder 'no'"),
         (["explain", "user_model:built", "--reshard", "maybe"], 2, "must be yes, no or a number"),
         (["explain", "user_model:built", "--memory-budget", "1KB"], 1, "is too small"),
@@ -151,7 +137,7 @@ def test_a_model_that_does_not_fit_is_a_problem(capsys):
         (["compare", "user_model:built"], 2, "there is one report only"),
         (["compare", "step.html", "step.html"], 2, "step.html cannot be compared: give the .json"),
     ],
-)
+)  # fmt: skip
 def test_what_goes_wrong_is_said(capsys, arguments, code, message):
     got, out, err = ended(capsys, *arguments)
     assert (got, out) == (code, "") and message in err
@@ -163,7 +149,6 @@ def test_what_goes_wrong_is_said(capsys, arguments, code, message):
     ("given", "said", "least", "unit"),
     [
         ("1KB", "1KB", r"67\.\d+", "MB"),
-        ("16KiB", "16KiB", r"64\.\d+", "MiB"),
         ("0.0001", r"0\.0001 \(7\.63 MiB\)", r"64\.\d+", "MiB"),
         ("1000", "1,000 bytes", r"67,\d{3},\d{3}", "bytes"),
     ],

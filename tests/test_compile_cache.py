@@ -49,19 +49,15 @@ class Net(nn.Module):
         return self.down(self.up(x)).sum()
 
 
-def _sharded(width, mesh, **settings):
-    model = seeded(lambda: Net(width))
-    fully_shard(model.up, mesh=mesh, **settings)
-    return fully_shard(model, mesh=mesh, **settings)
-
-
 def _start(width, mesh, batch=3, own_groups=False, reshard_after_forward=True, **options):
     """What a process does after its start: the model, its loss and gradients, hits and misses."""
     torch._dynamo.reset()
     forget_agreements()
     counters.clear()
     graph_plans.clear()
-    model = _sharded(width, mesh, reshard_after_forward=reshard_after_forward)
+    model = seeded(lambda: Net(width))
+    for unit in (model.up, model):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
     if own_groups:
         model.set_separate_all_gather_group()
         model.set_separate_reduce_scatter_group()
@@ -92,14 +88,19 @@ def _gathered(value):
     return values
 
 
-@on_ranks(3)
+def _one_compiles(*found):
+    """Whether one rank has compiled a graph that all others have loaded."""
+    return sorted(_gathered(found)) == [(0, 1)] + [(1, 0)] * (dist.get_world_size() - 1)
+
+
+@on_ranks(2)
 def test_one_rank_compiles_and_all_load_at_the_next_start(mesh, folder):
     with _in(folder):
         before = _known(mesh)
         _, first, hit, miss = _start(6, mesh)
         compiled = [(p.phase, p.collectives, p.order, p.peak, rows_of(p)) for p in graph_plans]
         entered = _known(mesh) - before
-        assert sorted(_gathered((hit, miss))) == [(0, 1), (1, 0), (1, 0)]
+        assert _one_compiles(hit, miss)
         before = _known(mesh)
         step, second, *found = _start(6, mesh)
     assert found == [1, 0]
@@ -112,18 +113,14 @@ def test_one_rank_compiles_and_all_load_at_the_next_start(mesh, folder):
 
 
 @pytest.mark.parametrize(
-    ("shape", "settings"),
-    [
-        ((2, 2), {"own_groups": True}),
-        ((4,), {"reshard_after_forward": 2}),
-    ],
+    ("shape", "settings"), [((2, 2), {"own_groups": True}), ((4,), {"reshard_after_forward": 2})]
 )
 @on_ranks(4)
 def test_one_rank_compiles_for_groups_of_other_ranks(mesh, folder, shape, settings):
     own = mesh_of("cpu", shape)
     with _in(folder):
         _, _, hit, miss = _start(5, own, **settings)
-        assert sorted(_gathered((hit, miss))) == [(0, 1), (1, 0), (1, 0), (1, 0)]
+        assert _one_compiles(hit, miss)
         step, _, *found = _start(5, own, **settings)
         assert found == [1, 0]
         model = step._orig_mod
@@ -217,20 +214,8 @@ def test_another_graph_of_equal_buckets(mesh, folder, differentiated):
 
 @on_ranks(2)
 def test_what_is_loaded_trains_as_unsharded(mesh, folder):
-    hits = []
-    with _in(folder):
-        for _ in range(2):
-            torch._dynamo.reset()
-            counters.clear()
-            plain, model = seeded(lambda: Net(5)), _sharded(5, mesh)
-            step = torch.compile(model, backend="shardc")
-            check_parity(plain, model, step, _batch, mesh, steps=2)
-            hits.append(counters["aot_autograd"]["autograd_cache_hit"])
-    assert hits[1] == 1 and sorted(_gathered(hits[0])) == [0, 1]
+    """Its blocks are traced once."""
 
-
-@on_ranks(2)
-def test_blocks_that_are_traced_once_are_kept_and_loaded(mesh, folder):
     class Repeated(nn.Module):
         def __init__(self, scale):
             super().__init__()
@@ -316,24 +301,10 @@ def test_ranks_with_shapes_of_their_own_compile_and_load_their_own(mesh, folder)
 @on_ranks(2)
 def test_what_the_passes_look_at_is_part_of_the_key(mesh, folder):
     with _in(folder):
-        for options in ({}, {"prefetch": 0}, {"memory_budget": "1GB"}, {"coalesce": True}):
-            _, _, hit, miss = _start(6, mesh, **options)
-            assert sorted(_gathered((hit, miss))) == [(0, 1), (1, 0)], options
+        for options in ({}, {"prefetch": 0}):
+            assert _one_compiles(*_start(6, mesh, **options)[2:]), options
         with mock.patch.object(compile_cache, "_version", lambda: "other code"):
-            _, _, hit, miss = _start(6, mesh)
-        assert sorted(_gathered((hit, miss))) == [(0, 1), (1, 0)]
-
-
-@on_ranks(2)
-def test_folders_that_ranks_do_not_share(mesh, folder):
-    own = Path(folder, str(mesh.get_local_rank()))
-    with _in(own), mock.patch.object(hand_over, "_CHUNK", 1000):
-        _, _, hit, miss = _start(6, mesh)
-        assert sorted(_gathered((hit, miss))) == [(0, 1), (1, 0)]
-        assert len(list(own.glob("aotautograd/*/*"))) == 1
-        _, _, *found = _start(6, mesh)
-        assert found == [1, 0]
-    compile_cache._folder.cache_clear()
+            assert _one_compiles(*_start(6, mesh)[2:])
 
 
 @on_ranks(2)
@@ -352,9 +323,11 @@ def test_kernels_travel_with_their_graph(mesh, folder):
         return results, found, [name for name in built if "main" in name or "gch" in name]
 
     own = Path(folder, str(mesh.get_local_rank()))
-    with _in(own), mock.patch.object(CppBuilder, "build", noting):
+    in_chunks = mock.patch.object(hand_over, "_CHUNK", 1000)
+    with _in(own), in_chunks, mock.patch.object(CppBuilder, "build", noting):
         first, (hit, miss), compiled = start()
-        assert hit + miss == 1 and bool(compiled) == bool(miss), (hit, compiled)
+        assert _one_compiles(hit, miss) and bool(compiled) == bool(miss), (hit, compiled)
+        assert len(list(own.glob("aotautograd/*/*"))) == 1
         second, found, compiled = start()
         assert found == [1, 0] and not compiled, compiled
     compile_cache._folder.cache_clear()
@@ -371,6 +344,7 @@ def test_a_library_that_loads_is_tried_once(tmp_path):
 
 @on_ranks(2)
 def test_a_damaged_entry_is_compiled_anew(mesh, folder):
+    """And where one rank cannot load, by all."""
     with _in(folder):
         _start(6, mesh)
         dist.barrier()
@@ -378,14 +352,7 @@ def test_a_damaged_entry_is_compiled_anew(mesh, folder):
             (entry,) = Path(folder).glob("aotautograd/*/*")
             entry.write_bytes(entry.read_bytes()[:1000])
         dist.barrier()
-        _, _, hit, miss = _start(6, mesh)
-        assert sorted(_gathered((hit, miss))) == [(0, 1), (1, 0)]
-
-
-@on_ranks(2)
-def test_a_rank_that_cannot_load_has_all_compile(mesh, folder):
-    with _in(folder):
-        _start(6, mesh)
+        assert _one_compiles(*_start(6, mesh)[2:])
         dumps = {"SHARDC_DUMP": f"{folder}/dumps"} if mesh.get_local_rank() == 1 else {}
         with mock.patch.dict(os.environ, dumps):
             _, _, hit, _ = _start(6, mesh)
@@ -564,28 +531,19 @@ def test_what_cannot_be_precompiled():
         shardc.precompile(model, torch.ones(2, 3), world_size=2)
 
 
-class Rows(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(6, 6, bias=False)
-
-    def forward(self, x):
-        return self.up(x)
-
-
 @on_ranks(2)
 def test_a_loaded_graph_with_dynamic_sizes_takes_gradients_of_its_outputs(mesh, folder):
     with _in(folder):
         for _ in range(2):
             torch._dynamo.reset()
             counters.clear()
-            model = fully_shard(seeded(Rows), mesh=mesh)
+            model = fully_shard(seeded(lambda: nn.Linear(6, 6, bias=False)), mesh=mesh)
             step = torch.compile(model, backend="shardc", dynamic=True)
             x = torch.ones(3, 6)
             step(x).backward(torch.ones(3, 6))
             hit = counters["aot_autograd"]["autograd_cache_hit"]
     assert hit == 1
-    grad = model.up.weight.grad.to_local()
+    grad = model.weight.grad.to_local()
     assert torch.equal(grad, torch.full_like(grad, 3))
 
 

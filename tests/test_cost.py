@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import sympy
 import torch
+import torch.nn.functional as F
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -95,6 +96,11 @@ def test_an_all_reduce_goes_around_twice():
     assert transfer_seconds(sent["all_reduce"], 2, FLAT) == 2 + twice
 
 
+def _calls(fn, *args):
+    gm = make_fx(fn, tracing_mode="fake")(*args)
+    return [node for node in gm.graph.nodes if node.op == "call_function"]
+
+
 def _node(fn, *shapes, target, dynamic=False):
     mode = "symbolic" if dynamic else "fake"
     gm = make_fx(fn, tracing_mode=mode)(*(torch.empty(shape) for shape in shapes))
@@ -142,8 +148,7 @@ def test_a_matmul_needs_its_operands_stored():
 
 def test_an_embedding_reads_rows_only():
     table, rows = torch.empty(1000, 8), torch.zeros(3, dtype=torch.long)
-    gm = make_fx(aten.embedding, tracing_mode="fake")(table, rows)
-    (node,) = (n for n in gm.graph.nodes if n.target is aten.embedding.default)
+    (node,) = _calls(aten.embedding, table, rows)
     assert node_bytes(node, fused=True) == 2 * 3 * 8 * 4
 
 
@@ -160,23 +165,17 @@ def test_one_formula_serves_a_symbol_and_its_hint():
 
 def test_attention_of_every_device_has_a_formula():
     q = torch.empty(1, 2, 8, 16)
-    gm = make_fx(torch.nn.functional.scaled_dot_product_attention, tracing_mode="fake")(q, q, q)
-    assert (
-        sum(node_flops(n) for n in gm.graph.nodes if n.op == "call_function") >= 4 * 2 * 8 * 8 * 16
-    )
+    assert sum(map(node_flops, _calls(F.scaled_dot_product_attention, q, q, q))) >= 8 * 8 * 8 * 16
 
 
 def test_attention_that_skips_nothing_takes_twice_as_long():
     q = torch.empty(1, 2, 64, 16)
 
     def seconds(is_causal):
-        attend = functools.partial(
-            torch.nn.functional.scaled_dot_product_attention, is_causal=is_causal
-        )
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            gm = make_fx(attend, tracing_mode="fake")(q, q, q)
+        attend = functools.partial(F.scaled_dot_product_attention, is_causal=is_causal)
         profile = replace(FLAT, overhead=0.0, memory_bandwidth=1e30)
-        return sum(node_seconds(n, profile) for n in gm.graph.nodes if n.op == "call_function")
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return sum(node_seconds(node, profile) for node in _calls(attend, q, q, q))
 
     assert seconds(False) == 2 * seconds(True) > 0
 
@@ -186,13 +185,11 @@ def test_shared_keys_count_for_every_head_that_reads_them():
 
     def both(keys, **kwargs):
         def step(q, k):
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, k, **kwargs)
+            out = F.scaled_dot_product_attention(q, k, k, **kwargs)
             return torch.autograd.grad(out.sum(), q)
 
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            gm = make_fx(step, tracing_mode="fake")(q, keys)
-        named = [n for n in gm.graph.nodes if "attention" in str(n.target)]
-        return [node_flops(n) for n in named]
+            return [node_flops(n) for n in _calls(step, q, keys) if "attention" in str(n.target)]
 
     forward, backward = both(few, enable_gqa=True)
     assert [forward, backward] == both(few.repeat_interleave(2, 1))
@@ -203,8 +200,7 @@ def test_rows_of_experts_count_once():
     bf16 = torch.bfloat16
     rows, matrices = torch.empty(32, 16, dtype=bf16), torch.empty(4, 16, 24, dtype=bf16)
     offsets = torch.arange(8, 40, 8, dtype=torch.int32)
-    gm = make_fx(aten._grouped_mm, tracing_mode="fake")(rows, matrices, offsets)
-    assert sum(node_flops(n) for n in gm.graph.nodes if n.op == "call_function") == 2 * 32 * 16 * 24
+    assert sum(map(node_flops, _calls(aten._grouped_mm, rows, matrices, offsets))) == 64 * 16 * 24
 
 
 def test_grain_grows_with_the_latency():

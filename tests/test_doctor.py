@@ -27,6 +27,8 @@ def _no_calibration_kept(monkeypatch, tmp_path):
     # What is measured here is not of interest.
     monkeypatch.setitem(MODULE._PROBES, "cpu", replace(MODULE._PROBES["cpu"], matmul=64))
     monkeypatch.setattr(MODULE, "_ROUNDS", 1)
+    yield
+    set_profile(None)
 
 
 # -- doctor --------------------------------------------------------------------------------------
@@ -110,22 +112,19 @@ def test_probes_that_fail_say_why():
 
 
 def test_calibrate_alone_measures_the_device(capsys, tmp_path):
-    try:
-        code, out, _ = ended(capsys, "calibrate", "--device", "cpu", "--json")
-        report = json.loads(out)
-        file = Path(report["file"])
-        assert code == 0 and report["measured_now"] and report["world_size"] == 1
-        assert file.parent == tmp_path / "cache" / "shardc" and file.exists()
-        assert report["profile"]["memory_bandwidth"] > 1e6
-        assert not torch.distributed.is_initialized()
-        code, out, _ = ended(capsys, "calibrate", "--device", "cpu")
-        assert code == 0 and "kept from an earlier run" in out and str(file) in out
-        file.write_text("damaged")
-        code, out, _ = ended(capsys, "calibrate", "--device", "cpu")
-        assert code == 0 and "measured now" in out and "links" in out
-        assert [path.name for path in file.parent.iterdir()] == [file.name]  # nothing half done
-    finally:
-        set_profile(None)
+    code, out, _ = ended(capsys, "calibrate", "--device", "cpu", "--json")
+    report = json.loads(out)
+    file = Path(report["file"])
+    assert code == 0 and report["measured_now"] and report["world_size"] == 1
+    assert file.parent == tmp_path / "cache" / "shardc" and file.exists()
+    assert report["profile"]["memory_bandwidth"] > 1e6
+    assert not torch.distributed.is_initialized()
+    code, out, _ = ended(capsys, "calibrate", "--device", "cpu")
+    assert code == 0 and "kept from an earlier run" in out and str(file) in out
+    file.write_text("damaged")
+    code, out, _ = ended(capsys, "calibrate", "--device", "cpu")
+    assert code == 0 and "measured now" in out and "links" in out
+    assert [path.name for path in file.parent.iterdir()] == [file.name]  # nothing half done
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -136,16 +135,13 @@ def test_calibrate_says_that_there_is_no_gpu(capsys):
 
 def test_what_no_measurement_gives_is_measured_again(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(MODULE, "_measure", lambda *_: [0.5] * 9)
-    try:
-        for wrong in ([0.0] * 9, [math.nan] * 9, [0.5] * 8 + [-1.0], [0.5] * 8 + [math.inf], [0.5]):
-            ended(capsys, "calibrate", "--device", "cpu")
-            (file,) = (tmp_path / "cache" / "shardc").iterdir()  # nothing half done beside it
-            file.write_text(json.dumps(wrong))
-            code, out, _ = ended(capsys, "calibrate", "--device", "cpu")
-            assert code == 0 and "measured now" in out
-            assert json.loads(file.read_text()) == [0.5] * 9
-    finally:
-        set_profile(None)
+    for wrong in ([0.0] * 9, [math.nan] * 9, [0.5] * 8 + [-1.0], [0.5] * 8 + [math.inf], [0.5]):
+        ended(capsys, "calibrate", "--device", "cpu")
+        (file,) = (tmp_path / "cache" / "shardc").iterdir()  # nothing half done beside it
+        file.write_text(json.dumps(wrong))
+        code, out, _ = ended(capsys, "calibrate", "--device", "cpu")
+        assert code == 0 and "measured now" in out
+        assert json.loads(file.read_text()) == [0.5] * 9
 
 
 def test_a_slow_probe_is_measured_until_that_is_enough(monkeypatch):
@@ -172,12 +168,9 @@ def test_a_slow_probe_is_measured_until_that_is_enough(monkeypatch):
 def test_calibrate_says_where_it_cannot_write(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(MODULE, "_measure", lambda *_: [0.5] * 9)
     (tmp_path / "cache").write_text("a file, no folder")
-    try:
-        with pytest.warns(UserWarning, match="cannot be kept in .*cache.*plans with it"):
-            code, _, err = ended(capsys, "calibrate", "--device", "cpu")
-        assert current_profile("cpu").source == "calibrate()"  # a training script goes on with it
-    finally:
-        set_profile(None)
+    with pytest.warns(UserWarning, match="cannot be kept in .*cache.*plans with it"):
+        code, _, err = ended(capsys, "calibrate", "--device", "cpu")
+    assert current_profile("cpu").source == "calibrate()"  # a training script goes on with it
     assert code == 1 and "set XDG_CACHE_HOME to a folder that can be written" in err
 
 

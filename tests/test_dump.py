@@ -104,13 +104,12 @@ def _two_gathers():
 
     starts = []
     segments = [node(graph.placeholder(f"primals_{i + 1}"), 4 * (i + 1)) for i in range(2)]
-    for segment in segments:
+    for number, (segment, name) in enumerate(zip(segments, "ab", strict=True)):
         size = 2 * segment.meta["val"].numel()
         start = graph.call_function(c10d.all_gather_into_tensor.default, (segment, 2, "0"))
         spec = UnshardSpec(torch.float32, 2, "0", ((size, 0),), ((size,),), (True,))
-        set_moved(node(start, size), [Moved(intern_spec(spec), len(starts), "ab"[len(starts)])])
+        set_moved(node(start, size), [Moved(intern_spec(spec), number, name)])
         starts.append(start)
-
     first = node(graph.call_function(c10d.wait_tensor.default, (starts[0],)), 8)
     product = node(graph.call_function(aten.mul.Tensor, (first, 2)), 8)
     second = node(graph.call_function(c10d.wait_tensor.default, (starts[1],)), 16)
@@ -216,8 +215,7 @@ def test_the_plan_has_buckets_schedule_and_memory(written):
     assert [row.split()[0] for row in buckets[2:5]] == ["Stack", "layers.0", "layers.1"]
     assert buckets[-1] == "within the budget, kept gathered: Stack, layers.0, layers.1"
     rows = [re.split(r"\s{2,}", row.strip())[1:4] for row in schedule[2:]]
-    names = ["Stack", "layers.0", "layers.1"]
-    assert rows == [["forward", "all-gather", name] for name in names]
+    assert rows == [["forward", "all-gather", f] for f in ("Stack", "layers.0", "layers.1")]
     assert memory[-1].startswith("peak with all of these")
 
 
@@ -243,11 +241,8 @@ def test_logs_by_level(written):
     said = [line.split("] ", 2) for line in (written / "log").read_text().splitlines()]
     said = [(where, *rest) for where, *rest in said if re.match(r"\[rank0\]:[IV]", where)]
     info = [rest[-1] for where, *rest in said if where.startswith("[rank0]:I")]
-    assert [re.sub(r" graph \d+.*", "", line) for line in info] == [
-        "forward",
-        "backward",
-        "compiled",
-    ]
+    kinds = [re.sub(r" graph \d+.*", "", line) for line in info]
+    assert kinds == ["forward", "backward", "compiled"]
     debug = [rest[-1] for where, *rest in said if where.startswith("[rank0]:V")]
     for start in (
         r"compiling graph 0/0$",

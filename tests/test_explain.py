@@ -2,7 +2,10 @@
 
 import copy
 import json
+import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from shardc.reports.report import Report
 from shardc.runtime import compat
 
 INPUTS = (tokens(0), tokens(1))
+NVLINK = "h100-nvlink"
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +56,8 @@ def test_explain_changes_nothing():
 
 
 def test_every_bucket_is_gathered_twice_and_reduced_once(stack_report):
-    counts: dict[tuple[str, str, str], int] = {}
-    for row in stack_report.collectives:
-        for bucket in row.buckets:
-            key = (row.phase, row.kind, bucket)
-            counts[key] = counts.get(key, 0) + 1
+    rows = stack_report.collectives
+    counts = Counter((row.phase, row.kind, bucket) for row in rows for bucket in row.buckets)
     blocks = [f"layers.{index}" for index in range(6)]
     expected = {("forward", "all_gather", name): 1 for name in ["Stack", *blocks]}
     expected |= {("backward", "all_gather", name): 1 for name in blocks}  # the root is kept
@@ -128,30 +129,17 @@ def test_names_of_modules(path, name):
     assert module_of(node) == name
 
 
-def test_predictions_scale_with_ranks_and_copies():
-    few, many, hybrid = (
-        shardc.explain(Stack(2), *INPUTS, mesh=sizes) for sizes in ((4,), (16_384,), (4, 4))
-    )
-    assert few.peak.held[0] > many.peak.held[0]
-    assert few.wire_seconds < many.wire_seconds
-    assert hybrid.copies == 4 and hybrid.world_size == 4
-    kinds = [row.kind for row in hybrid.collectives]
-    assert kinds.count("all_reduce") == kinds.count("reduce_scatter") == 3
-    assert all(row.buckets != ("?",) for row in hybrid.collectives)
-
-
 def test_inference_has_no_backward():
     report = shardc.explain(Stack(2), INPUTS[0], world_size=4, train=False)
     assert {row.phase for row in report.collectives} == {"forward"}
     assert {op.phase for op in report.ops} == {"forward"}
 
 
-@pytest.mark.parametrize("executor", ["eager", "inductor"])
-def test_options_and_sharding_arguments_are_those_of_a_run(executor):
+def test_options_and_sharding_arguments_are_those_of_a_run():
     policy = shardc.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     report = shardc.explain(
         Stack(2), *INPUTS, world_size=4, mp_policy=policy, reshard_after_forward=False,
-        options={"executor": executor},
+        options={"executor": "eager"},
     )  # fmt: skip
     assert {bucket.gathered_dtype for bucket in report.buckets} == {"bfloat16"}
     assert not any(bucket.reshard for bucket in report.buckets)
@@ -293,20 +281,15 @@ def test_padding_of_a_few_vectors_is_no_finding():
     assert "padding" not in {finding.kind for finding in report.findings}
 
 
-def test_a_step_that_does_not_fit():
+def _linears(count, width, rows, dtype=torch.float32, bias=True):
+    """Layers without values, and their input."""
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(16384, 16384) for _ in range(64)))
-        inputs = torch.zeros(1, 16384)
-    report = shardc.explain(model, inputs, world_size=2, profile="a100-nvlink")
-    (memory,) = (finding for finding in report.findings if finding.kind == "memory")
-    assert "a100-nvlink has 74.51 GiB" in memory.what
-    assert report.peak.total > 80e9
+        layers = (nn.Linear(width, width, bias=bias) for _ in range(count))
+        return nn.Sequential(*layers), torch.zeros(rows, width, dtype=dtype)
 
 
 def test_nothing_to_change_is_said():
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(8)))
-        inputs = torch.zeros(65536, 4096, dtype=torch.bfloat16)
+    model, inputs = _linears(8, 4096, rows=65536, dtype=torch.bfloat16, bias=False)
     policy = shardc.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     report = shardc.explain(model, inputs, world_size=8, mp_policy=policy)
     assert report.findings == () and "Nothing to change was found." in str(report)
@@ -315,19 +298,13 @@ def test_nothing_to_change_is_said():
 
 def test_fewer_bytes_are_recommended_and_foretold():
     """What the finding says of int8 is about what a report of int8 says."""
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8)))
-        inputs = torch.zeros(1024, 4096)
-    plain, quantised = (
-        shardc.explain(
-            model,
-            inputs,
-            world_size=8,
-            profile="h100-ib",
-            mp_policy=shardc.MixedPrecisionPolicy(gather_wire_dtype=sent, reduce_wire_dtype=sent),
-        )
-        for sent in (None, torch.int8)
-    )
+    model, inputs = _linears(8, 4096, rows=1024)
+
+    def explained(sent):
+        policy = shardc.MixedPrecisionPolicy(gather_wire_dtype=sent, reduce_wire_dtype=sent)
+        return shardc.explain(model, inputs, world_size=8, profile="h100-ib", mp_policy=policy)
+
+    plain, quantised = explained(None), explained(torch.int8)
     (finding,) = (finding for finding in plain.findings if finding.kind == "wire format")
     assert "reduce_wire_dtype=torch.int8" in finding.advice and "0.40%" in finding.advice
     assert not any(finding.kind == "wire format" for finding in quantised.findings)
@@ -343,21 +320,14 @@ def test_fewer_bytes_are_recommended_and_foretold():
 def test_reductions_stay_rings_where_nodes_share_their_network():
     """An all-to-all has a rank's share of a node's cards, a ring all of them: int8 would send less
     and take longer."""
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(8)))
-        inputs = torch.zeros(256, 8192, dtype=torch.bfloat16)
-    plain, both, gathers = (
-        shardc.explain(
-            model,
-            inputs,
-            world_size=64,
-            profile="h100-nvlink",
-            mp_policy=shardc.MixedPrecisionPolicy(
-                torch.bfloat16, gather_wire_dtype=g, reduce_wire_dtype=r
-            ),
-        )
-        for g, r in ((None, None), (torch.int8, torch.int8), (torch.int8, None))
-    )
+    model, inputs = _linears(8, 8192, rows=256, dtype=torch.bfloat16)
+
+    def explained(**wires):
+        policy = shardc.MixedPrecisionPolicy(torch.bfloat16, **wires)
+        return shardc.explain(model, inputs, world_size=64, profile=NVLINK, mp_policy=policy)
+
+    plain, gathers = explained(), explained(gather_wire_dtype=torch.int8)
+    both = explained(gather_wire_dtype=torch.int8, reduce_wire_dtype=torch.int8)
     assert both.sent_bytes < gathers.sent_bytes < plain.sent_bytes
     assert gathers.step_seconds < plain.step_seconds < both.step_seconds
     (finding,) = (finding for finding in plain.findings if finding.kind == "wire format")
@@ -366,19 +336,12 @@ def test_reductions_stay_rings_where_nodes_share_their_network():
 
 def test_two_steps_are_recommended_and_foretold():
     """Where rings over many ranks are mostly latency; on few nodes they are not."""
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(8)))
-        inputs = torch.zeros(2560, 8192, dtype=torch.bfloat16)
+    model, inputs = _linears(8, 8192, rows=2560, dtype=torch.bfloat16)
+    policy = shardc.MixedPrecisionPolicy(torch.bfloat16)
 
     def explained(world_size, devices_per_node=None):
-        return shardc.explain(
-            model,
-            inputs,
-            world_size=world_size,
-            devices_per_node=devices_per_node,
-            profile="h100-nvlink",
-            mp_policy=shardc.MixedPrecisionPolicy(torch.bfloat16),
-        )
+        ranks = {"world_size": world_size, "devices_per_node": devices_per_node}
+        return shardc.explain(model, inputs, profile=NVLINK, mp_policy=policy, **ranks)
 
     def kinds(report):
         return {finding.kind for finding in report.findings}
@@ -404,6 +367,7 @@ def test_a_report_is_saved_and_compared(stack_report, tmp_path):
     again = Report.load(path)
     assert again == stack_report and str(again) == str(stack_report)
     other = shardc.explain(Stack(6), *INPUTS, world_size=32)
+    assert other.peak.held[0] < again.peak.held[0] and other.wire_seconds > again.wire_seconds
     table = again.compare(other)
     assert "W=16" in table and "W=32" in table and "peak memory" in table
     for name in ("step.html", "step.trace.json"):
@@ -457,13 +421,14 @@ def test_formulas_tell_other_ranks_and_other_batches():
         return formula_value(formulas[name], ranks=64, tokens=10 * 7)
 
     assert value("FLOPs") == other.flops
-    assert value("kept for the backward (bytes)") == pytest.approx(
-        _held_between(other)[3], rel=0.01
-    )
-    assert value("segments (bytes)") == pytest.approx(other.peak.held[0], rel=0.3)  # padding
-    assert value("sent (bytes)") == pytest.approx(other.sent_bytes, rel=0.3)
-    assert value("wire (s)") == pytest.approx(other.wire_seconds, rel=0.05)
-    assert value("compute (s)") == pytest.approx(other.compute_seconds, rel=0.05)
+    for name, wanted, off in (
+        ("kept for the backward (bytes)", _held_between(other)[3], 0.01),
+        ("segments (bytes)", other.peak.held[0], 0.3),  # padding
+        ("sent (bytes)", other.sent_bytes, 0.3),
+        ("wire (s)", other.wire_seconds, 0.05),
+        ("compute (s)", other.compute_seconds, 0.05),
+    ):
+        assert value(name) == pytest.approx(wanted, rel=off), name
     with pytest.raises(ValueError, match=r"depends on .T. too"):
         formula_value(formulas["FLOPs"], ranks=64)
     assert "wire (s)" in on(8, 4).formulas and "FLOPs" not in on(8, 4).formulas
@@ -487,42 +452,29 @@ def _collectives_that_run(model, step) -> list[str]:
     ]
 
 
-@on_ranks(4)
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
+@on_ranks(2)
 def test_the_collectives_of_the_report_are_those_that_run(mesh, executor):
-    torch.manual_seed(0)
+    """And those that `explain` foretells."""
     model = shard_all(Stack(3), mesh)
     step = compiled(model, executor)
     step(*INPUTS).backward()
     live = shardc.report(model)
-    assert live.world_size == 4 and {op.phase for op in live.ops} >= {"forward", "backward"}
+    assert live.world_size == 2 and {op.phase for op in live.ops} >= {"forward", "backward"}
     ran = _collectives_that_run(model, lambda: step(*INPUTS).backward())
     planned = [row.kind for row in live.collectives]
     full = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
     assert ran == [full[kind] for kind in planned] and len(ran) == 4 + 3 + 4
-
-
-@on_ranks(4)
-def test_explain_predicts_the_plan_of_a_real_run(mesh):
-    torch.manual_seed(0)
-    model = shard_all(Stack(3), mesh)
-    compiled(model)(*INPUTS).backward()
-    live = shardc.report(model)
-    dist_state = json.loads(json.dumps(live.to_dict()))
-    predicted = _explained_elsewhere(live.world_size)
-    for name in ("phase", "kind", "buckets", "ranks", "nbytes", "before", "needed_by"):
-        assert [row[name] for row in predicted["collectives"]] == [
-            row[name] for row in dist_state["collectives"]
-        ]
-    assert predicted["buckets"] == dist_state["buckets"]
+    if executor == "eager" and mesh.get_rank() == 0:
+        lived, foretold = json.loads(json.dumps(live.to_dict())), _explained_elsewhere(2)
+        for name in ("phase", "kind", "buckets", "ranks", "nbytes", "before", "needed_by"):
+            rows = ([row[name] for row in each["collectives"]] for each in (lived, foretold))
+            assert len(set(map(str, rows))) == 1, name
+        assert foretold["buckets"] == lived["buckets"]
 
 
 def _explained_elsewhere(world_size: int) -> dict:
     """What `explain` says in a process without a process group."""
-    import subprocess
-    import sys
-    from pathlib import Path
-
     code = (
         "import json, sys; sys.path.insert(0, sys.argv[1])\n"
         "import torch, shardc; from models import Stack, tokens\n"
@@ -531,8 +483,7 @@ def _explained_elsewhere(world_size: int) -> dict:
         "    profile='cpu', options={'executor': 'eager', 'coalesce': False})\n"
         "print(json.dumps(r.to_dict()))"
     )
-    folder = str(Path(__file__).parent)
-    command = [sys.executable, "-c", code, folder, str(world_size)]
+    command = [sys.executable, "-c", code, str(Path(__file__).parent), str(world_size)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1000)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

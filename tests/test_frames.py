@@ -3,8 +3,6 @@
 import resource
 import sys
 
-import pytest
-
 from shardc.backend.frames import with_room_for_frames
 
 ROUNDS = 500
@@ -34,15 +32,3 @@ def test_no_depth_maps_memory_in_every_round():
     assert with_room_for_frames(_most_faults)() < ROUNDS / 4
     if sys.version_info < (3, 15):
         assert _most_faults() >= ROUNDS, "else Python keeps its chunks: frames.py can go"
-
-
-def test_it_is_the_same_function():
-    @with_room_for_frames
-    def added(a: int, *, b: int = 2) -> int:
-        """A sum."""
-        return a + b
-
-    assert added(1) == 3 and added(1, b=5) == 6
-    assert added.__name__ == "added" and added.__doc__ == "A sum."
-    with pytest.raises(TypeError, match="unexpected keyword argument 'c'"):
-        added(1, c=3)

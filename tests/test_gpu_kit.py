@@ -8,9 +8,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from scripts import load
@@ -19,7 +17,7 @@ CASES = ("first", "second", "third")
 
 
 @pytest.fixture
-def kit(monkeypatch: pytest.MonkeyPatch) -> Any:
+def kit(monkeypatch):
     """The kit as a module whose parts have three cases that are never run."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     module = load("benchmarks/gpu/__main__.py")
@@ -27,13 +25,11 @@ def kit(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def _call(
-    kit: Any, folder: Path, run: Callable[[str], Any], **changed: Any
-) -> tuple[list[str], dict[str, Any], int]:
+def _call(kit, folder, run, **changed):
     """What was run, the results of a part, and how many cases are left."""
-    ran: list[str] = []
+    ran = []
 
-    def run_case(part: str, case: str, tiny: bool, seconds: float, folder: Path) -> Any:
+    def run_case(part, case, tiny, seconds, folder):
         ran.append(case)
         return run(case)
 
@@ -45,7 +41,7 @@ def _call(
     return ran, results, left
 
 
-def test_a_case_that_was_cut_off_comes_first_in_the_next_call(kit: Any, tmp_path: Path) -> None:
+def test_a_case_that_was_cut_off_comes_first_in_the_next_call(kit, tmp_path):
     cut = {"first": {"ok": 1}, "second": None}.__getitem__
     ran, results, left = _call(kit, tmp_path, cut, limit=100)  # less than a case may take
     assert ran == ["first", "second"] and list(results) == ["first"] and left == 2
@@ -54,7 +50,7 @@ def test_a_case_that_was_cut_off_comes_first_in_the_next_call(kit: Any, tmp_path
     assert _call(kit, tmp_path, lambda case: {"ok": 3})[0] == []
 
 
-def test_what_failed_is_tried_again_after_what_is_missing(kit: Any, tmp_path: Path) -> None:
+def test_what_failed_is_tried_again_after_what_is_missing(kit, tmp_path):
     outcomes = {"first": None, "second": {"error": "no"}}
     ran, results, left = _call(kit, tmp_path, outcomes.__getitem__, only="s")
     assert ran == ["first", "second"] and left == 0
@@ -63,22 +59,22 @@ def test_what_failed_is_tried_again_after_what_is_missing(kit: Any, tmp_path: Pa
     assert ran == ["third", "first", "second"] and results["second"] == {"ok": "second"}
 
 
-def test_again_runs_what_is_asked_for_and_keeps_the_rest(kit: Any, tmp_path: Path) -> None:
+def test_again_runs_what_is_asked_for_and_keeps_the_rest(kit, tmp_path):
     _call(kit, tmp_path, lambda case: {"ok": 1})
     ran, results, _ = _call(kit, tmp_path, lambda case: {"ok": 2}, again=True, only="second")
     assert ran == ["second"]
     assert [results[case]["ok"] for case in CASES] == [1, 2, 1]
 
 
-def test_no_case_starts_that_has_no_time(kit: Any, tmp_path: Path) -> None:
+def test_no_case_starts_that_has_no_time(kit, tmp_path):
     _call(kit, tmp_path, lambda case: {"ok": 1}, only="first")
     assert _call(kit, tmp_path, lambda case: {"ok": 1}, limit=10)[0] == []
 
 
-def test_cases_run_beside_each_other_but_for_those_that_are_timed(kit: Any, tmp_path: Path) -> None:
+def test_cases_run_beside_each_other_but_for_those_that_are_timed(kit, tmp_path):
     meeting = threading.Barrier(len(CASES))
 
-    def meet(case: str) -> dict[str, Any]:
+    def meet(case):
         try:
             meeting.wait(5 if together else 0.2)
         except threading.BrokenBarrierError:
@@ -91,15 +87,13 @@ def test_cases_run_beside_each_other_but_for_those_that_are_timed(kit: Any, tmp_
         assert {result["met"] for result in results.values()} == {together}
 
 
-def test_a_case_that_is_named_whole_is_alone(kit: Any, tmp_path: Path) -> None:
+def test_a_case_that_is_named_whole_is_alone(kit, tmp_path):
     kit._part = lambda name: dict.fromkeys(("step", "step, rows"))
     assert _call(kit, tmp_path, lambda case: {"ok": 1}, only="step")[0] == ["step"]
     assert _call(kit, tmp_path, lambda case: {"ok": 1}, only="ste")[0] == ["step, rows"]
 
 
-def test_what_is_lacking_is_named(
-    kit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_what_is_lacking_is_named(kit, monkeypatch, capsys, tmp_path):
     argv = ["gpu", "suite", "smoke", "--folder", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(kit, "_run", lambda *_: ({"first": {"ok": 1}}, 0))
@@ -117,14 +111,12 @@ def test_what_is_lacking_is_named(
         kit.main()
 
 
-def test_without_a_gpu_it_says_so(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_it_says_so(kit, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "finds no CUDA device" in kit._problem()
 
 
-def test_a_case_is_ended_with_its_ranks(
-    kit: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_case_is_ended_with_its_ranks(kit, monkeypatch, tmp_path):
     """Ranks that a case has started would keep the GPU's memory."""
     script = tmp_path / "__main__.py"
     script.write_text(
@@ -143,14 +135,14 @@ def test_a_case_is_ended_with_its_ranks(
     assert not _runs(child)
 
 
-def _runs(pid: int) -> bool:
+def _runs(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-def test_a_crash_is_named(kit: Any) -> None:
+def test_a_crash_is_named(kit):
     assert kit._end_of("a warning", -11) == "ended by SIGSEGV"
     assert kit._end_of("Traceback\nValueError: no\n", 1) == "ValueError: no"
     assert kit._end_of("", 1) == "no output"

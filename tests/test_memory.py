@@ -8,11 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
-from models import Live, Stack, compiled, measured_peak, tokens
+from models import Gated, Live, Stack, compiled, measured_peak, tokens
 from ranks import on_ranks
 from torch import nn
 from torch.fx import Graph, GraphModule
-from torch.fx.node import map_aggregate
 
 import shardc
 from shardc import fully_shard
@@ -31,73 +30,80 @@ from shardc.passes.nodes import is_all_gather
 from shardc.passes.repeat.store_smaller import store_smaller
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+OPS = {name: getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")} | {
+    "sum": aten.sum.dim_IntList,
+    "empty": aten.empty.memory_format,
+    "all_gather": c10d.all_gather_into_tensor.default,
+    "reduce_scatter": c10d.reduce_scatter_tensor.default,
+    "wait": c10d.wait_tensor.default,
+}
 
 
-def _graph(*calls):
-    """A graph of (name, target, operand names, value); the last is returned."""
-    graph, nodes = Graph(), {}
-    for name, target, operands, value in calls:
-        if target == "input":
-            nodes[name] = graph.placeholder(name)
-        else:
-            given = map_aggregate(operands, lambda each: nodes.get(each, each))
-            nodes[name] = graph.call_function(target, given)
-        nodes[name].meta["val"] = value
-    graph.output((nodes[name],))
-    return GraphModule(nn.Module(), graph)
+class _Graph:
+    """A graph that grows: `g.mm(g.x, g.x)` calls that op, and gives its node, of 400 bytes if no
+    value is given. The last one is returned."""
+
+    def __init__(self, device="meta", value=None):
+        self.graph, self.root = Graph(), nn.Module()
+        self.value = torch.empty(10, 10, device=device) if value is None else value
+        self.x = self.input()
+
+    def input(self, value=None):
+        node = self.graph.placeholder(f"input_{len(self.graph.nodes)}")
+        node.meta["val"] = torch.empty_like(self.value) if value is None else value
+        return node
+
+    def call(self, target, *operands, value=None):
+        self.last = self.graph.call_function(target, operands)
+        self.last.meta["val"] = self.value if value is None else value
+        return self.last
+
+    def __getattr__(self, name):
+        return functools.partial(self.call, OPS.get(name) or getattr(aten, name).default)
+
+    @functools.cached_property
+    def gm(self):
+        self.graph.output((self.last,))
+        return GraphModule(self.root, self.graph)
+
+    def measured(self, **options):
+        return measure_liveness(self.gm, **{"owns_inputs": False, "fused": True, **options})
+
+    def live(self, **options):
+        return self.measured(**options).live
 
 
-def _bytes(count, device="meta"):
-    return torch.empty(count // 4, device=device)
+def _bytes(count):
+    return torch.empty(count // 4, device="meta")
 
 
 def _gated(device="meta"):
     """A product with a gate, and the gradient of the gate in the same kernel."""
-    value = _bytes(400, device)
-    return _graph(
-        ("x", "input", (), value),
-        ("gate", aten.mm.default, ("x", "x"), value),
-        ("up", aten.mm.default, ("x", "x"), value),
-        ("hidden", aten.mul.Tensor, ("gate", "up"), value),
-        ("used", aten.mm.default, ("hidden", "hidden"), value),
-        ("tangent", aten.mm.default, ("x", "x"), value),
-        ("grad", aten.mul.Tensor, ("tangent", "gate"), value),  # with hidden
-        ("out", aten.mm.default, ("used", "grad"), value),
-    )
+    g = _Graph(device)
+    gate, up = g.mm(g.x, g.x), g.mm(g.x, g.x)
+    hidden = g.mul(gate, up)
+    used = g.mm(hidden, hidden)
+    grad = g.mul(g.mm(g.x, g.x), gate)  # with hidden
+    g.mm(used, grad)
+    return g
 
 
 def test_liveness_counts_storages_from_their_maker_to_their_last_reader():
-    gm = _graph(
-        ("x", "input", (), _bytes(400)),
-        ("a", aten.cos.default, ("x",), _bytes(400)),
-        ("view", aten.detach.default, ("a",), _bytes(400)),
-        ("b", aten.mul.Tensor, ("view", 2), _bytes(400)),
-        ("c", aten.exp.default, ("b",), _bytes(400)),
-    )
-    assert measure_liveness(gm, owns_inputs=False).live == (0, 400, 400, 800, 800)
-    owned = measure_liveness(gm, owns_inputs=True)
+    g = _Graph()
+    g.exp(g.mul(g.detach(g.cos(g.x)), 2))
+    assert g.live(fused=False) == (0, 400, 400, 800, 800)
+    owned = g.measured(owns_inputs=True, fused=False)
     assert owned.live == (400, 800, 400, 800, 800) and owned.inputs == 400 and owned.outputs == 400
     assert owned.peak == 800 and owned.peak_node == "cos_default"
-    fused = measure_liveness(gm, owns_inputs=False, fused=True)
-    assert fused.live == (0, 0, 0, 0, 400)
+    assert g.live() == (0, 0, 0, 0, 400)
 
 
 def test_matmuls_take_a_workspace_while_they_run():
-    gm = _graph(
-        ("x", "input", (), _bytes(400)),
-        ("a", aten.mm.default, ("x", "x"), _bytes(400)),
-        ("b", aten.exp.default, ("a",), _bytes(400)),
-    )
-    live = measure_liveness(gm, owns_inputs=False, workspace=1000).live
-    assert live == (0, 1400, 800)
-
-
-def test_a_workspace_is_given_back_before_a_kernel_reads_the_product():
-    gm = _gated()
-    live = measure_liveness(gm, owns_inputs=False, fused=True).live
-    assert live == (0, 400, 800, 1200, 1200, 800, 800, 1200)
-    taken = measure_liveness(gm, owns_inputs=False, fused=True, workspace=1000).live
-    assert taken == (0, 1400, 1800, 2200, 2200, 800, 800, 2200)
+    """It is given back before a kernel reads the product."""
+    g = _Graph()
+    g.exp(g.mm(g.x, g.x))
+    assert g.live(fused=False, workspace=1000) == (0, 1400, 800)
+    assert _gated().live(workspace=1000) == (0, 1400, 1800, 2200, 2200, 800, 800, 2200)
 
 
 @pytest.mark.parametrize("version", ["2.14.1", "2.15.0"])
@@ -113,119 +119,82 @@ def test_where_torch_keeps_workspaces(version, monkeypatch):
 
 
 def test_a_fused_kernel_has_what_it_reads_until_it_has_run():
-    gm = _graph(
-        ("x", "input", (), _bytes(400)),
-        ("a", aten.mm.default, ("x", "x"), _bytes(400)),
-        ("cos", aten.cos.default, ("a",), _bytes(400)),  # in a register of the kernel for c
-        ("b", aten.mm.default, ("x", "x"), _bytes(400)),
-        ("c", aten.mul.Tensor, ("cos", "b"), _bytes(400)),
-    )
-    assert measure_liveness(gm, owns_inputs=False, fused=True).live == (0, 400, 400, 800, 800)
+    g = _Graph()
+    cos = g.cos(g.mm(g.x, g.x))  # in a register of the kernel for the product
+    g.mul(cos, g.mm(g.x, g.x))
+    assert g.live() == (0, 400, 400, 800, 800)
 
 
 def test_a_fused_kernel_has_all_its_results_when_it_has_run():
-    gm = _gated()
-    live = measure_liveness(gm, owns_inputs=False).live
-    assert live == (0, 400, 800, 1200, 1200, 1200, 1600, 1200)
-    live = measure_liveness(gm, owns_inputs=False, fused=True).live
-    assert live == (0, 400, 800, 1200, 1200, 800, 800, 1200)
+    assert _gated().live(fused=False) == (0, 400, 800, 1200, 1200, 1200, 1600, 1200)
+    assert _gated().live() == (0, 400, 800, 1200, 1200, 800, 800, 1200)
 
 
 def test_a_view_of_what_moves_to_a_kernel_moves_with_it():
-    def live(operand, *view):
-        gm = _graph(
-            ("x", "input", (), _bytes(400)),
-            ("gate", aten.mm.default, ("x", "x"), _bytes(400)),
-            ("hidden", aten.mul.Tensor, ("gate", 2), _bytes(400)),
-            ("used", aten.mm.default, ("hidden", "hidden"), _bytes(400)),
-            ("tangent", aten.mm.default, ("x", "x"), _bytes(400)),
-            *view,
-            ("grad", aten.mul.Tensor, (operand, "gate"), _bytes(400)),  # with hidden
-            ("out", aten.mm.default, ("used", "grad"), _bytes(400)),
-        )
-        return measure_liveness(gm, owns_inputs=False, fused=True).live
+    def live(view):
+        g = _Graph()
+        gate = g.mm(g.x, g.x)
+        hidden = g.mul(gate, 2)
+        used, tangent = g.mm(hidden, hidden), g.mm(g.x, g.x)
+        grad = g.mul(g.view(tangent, (100,)) if view else tangent, gate)  # with hidden
+        g.mm(used, grad)
+        return g.live()
 
-    plain = live("tangent")
-    seen = live("view", ("view", aten.view.default, ("tangent", (100,)), _bytes(400)))
+    plain, seen = live(False), live(True)
     assert plain == (0, 400, 1200, 1200, 800, 800, 1200)
     assert (*seen[:5], *seen[6:]) == plain
 
 
 def test_a_kernel_waits_for_no_collective():
-    gm = _graph(
-        ("x", "input", (), _bytes(400)),
-        ("gate", aten.mm.default, ("x", "x"), _bytes(400)),
-        ("hidden", aten.cos.default, ("gate",), _bytes(400)),
-        ("used", aten.mm.default, ("hidden", "hidden"), _bytes(400)),
-        ("gather", c10d.all_gather_into_tensor.default, ("x", 1, "0"), _bytes(400)),
-        ("wait", c10d.wait_tensor.default, ("gather",), _bytes(400)),
-        ("late", aten.mul.Tensor, ("wait", "gate"), _bytes(400)),
-        ("out", aten.mm.default, ("used", "late"), _bytes(400)),
-    )
-    live = measure_liveness(gm, owns_inputs=False, fused=True).live
-    assert live == (0, 400, 800, 1200, 1200, 1200, 1200, 1200)  # late is written over the gate
+    g = _Graph()
+    gate = g.mm(g.x, g.x)
+    hidden = g.cos(gate)
+    used = g.mm(hidden, hidden)
+    late = g.mul(g.wait(g.all_gather(g.x, 1, "0")), gate)  # written over the gate
+    g.mm(used, late)
+    assert g.live() == (0, 400, 800, 1200, 1200, 1200, 1200, 1200)
 
 
 def test_a_kernel_may_read_what_a_constant_went_into():
-    gm = _graph(
-        ("x", "input", (), _bytes(400)),
-        ("cos", aten.cos.default, ("x",), _bytes(400)),
-        ("used", aten.mm.default, ("cos", "cos"), _bytes(400)),
-        ("late", aten.mm.default, ("used", "x"), _bytes(400)),
-        ("sum", aten.add.Tensor, ("x", "late"), _bytes(400)),
-    )
-    gm.weight = torch.empty(100)
-    late = gm.graph.find_nodes(op="call_function", target=aten.mm.default)[1]
-    with gm.graph.inserting_before(late):
-        late.update_arg(0, gm.graph.get_attr("weight"))
-    assert measure_liveness(gm, owns_inputs=False, fused=True).peak > 0
+    g = _Graph()
+    g.root.weight = torch.empty(100)
+    cos = g.cos(g.x)
+    g.mm(cos, cos)
+    g.add(g.x, g.mm(g.graph.get_attr("weight"), g.x))
+    assert g.measured().peak > 0
 
 
 def test_what_is_slow_and_read_twice_is_stored_on_cpus():
     def held(device):
-        value = torch.empty(100, device=device)
-        gm = _graph(
-            ("x", "input", (), value),
-            ("tanh", aten.tanh.default, ("x",), value),
-            ("a", aten.cos.default, ("tanh",), value),
-            ("m", aten.mm.default, ("a", "a"), value),
-            ("b", aten.mul.Tensor, ("tanh", "m"), value),
-            ("out", aten.mm.default, ("b", "x"), value),
-        )
-        return measure_liveness(gm, owns_inputs=False, fused=True).live
+        g = _Graph(device)
+        tanh = g.tanh(g.x)
+        a = g.cos(tanh)
+        g.mm(g.mul(tanh, g.mm(a, a)), g.x)
+        return g.live()
 
     assert held("cpu") == (0, 800, 800, 1200, 800, 800)
     assert held("meta") == (0, 0, 400, 800, 400, 800)
 
 
-@pytest.mark.parametrize(
-    "follows", [(aten.empty.memory_format, ((100,),)), (aten.exp.default, ("second",))]
-)
+@pytest.mark.parametrize("follows", ["empty", "exp"])
 def test_what_a_call_of_kernels_reads_is_held_until_it_returns_on_cpus(follows):
     """Kernels that follow each other are one call there; an empty tensor is made before it."""
 
     def held(device):
-        value = torch.empty(100, device=device)
-        gm = _graph(
-            ("second", "input", (), value),
-            ("logits", "input", (), value),
-            ("grad", aten.cos.default, ("logits",), value),
-            ("buffer", *follows, value),
-            ("used", aten.mm.default, ("grad", "buffer"), value),
-            ("again", aten.mm.default, ("used", "buffer"), value),
-            ("out", aten.mm.default, ("again", "grad"), value),
-        )
-        return measure_liveness(gm, owns_inputs=True, fused=True).live
+        g = _Graph(device)
+        grad = g.cos(g.input())  # of the logits
+        buffer = g.empty((10, 10)) if follows == "empty" else g.exp(g.x)
+        again = g.mm(g.mm(grad, buffer), buffer)
+        g.mm(again, grad)
+        return g.live(owns_inputs=True)
 
-    on_cpu, elsewhere = held("cpu"), held("meta")
-    more = [on - other for on, other in zip(on_cpu, elsewhere, strict=True)]
+    more = [on - other for on, other in zip(held("cpu"), held("meta"), strict=True)]
     assert more == [0, 0, 0, 400, 0, 0, 0]  # the logits
 
 
 def test_kernels_on_cpus_stay_between_matmuls_where_they_are_in_order():
     def held(device, in_order):
-        gm = _gated(device)
-        return measure_liveness(gm, owns_inputs=False, fused=True, in_order=in_order).live
+        return _gated(device).live(in_order=in_order)
 
     assert held("cpu", False) == (0, 400, 800, 1200, 1200, 800, 800, 1200)  # grad beside hidden
     assert held("cpu", True) == (0, 400, 800, 800, 1200, 1200, 1200, 1200)
@@ -236,208 +205,147 @@ def test_a_sum_on_a_cpu_is_computed_with_the_matmul_that_it_alone_reads():
     """The matmul comes to the sum, and what it reads is held until then."""
 
     def held(device):
-        value = torch.empty(10, 10, device=device)
-        gm = _graph(
-            ("x", "input", (), value),
-            ("left", aten.mm.default, ("x", "x"), value),
-            ("other", aten.mm.default, ("left", "x"), value),
-            ("right", aten.mm.default, ("left", "left"), value),
-            ("late", aten.mm.default, ("x", "x"), value),
-            ("sum", aten.add.Tensor, ("other", "right"), value),
-            ("out", aten.mm.default, ("sum", "late"), value),
-        )
-        return measure_liveness(gm, owns_inputs=False, fused=True).live
+        g = _Graph(device)
+        left = g.mm(g.x, g.x)
+        other, right, late = g.mm(left, g.x), g.mm(left, left), g.mm(g.x, g.x)
+        g.mm(g.add(other, right), late)
+        return g.live()
 
     assert held("cpu") == (0, 400, 800, 800, 1200, 1600, 1200)  # left, until the sum
     assert held("meta") == (0, 400, 800, 1200, 1200, 1200, 1200)  # right
 
 
 def test_what_rows_are_read_of_is_not_stored():
-    value, column = torch.empty(10, 10, device="meta"), torch.empty(10, 1, device="meta")
-    gm = _graph(
-        ("x", "input", (), value),
-        ("rows", "input", (), column.long()),
-        ("logits", aten.mm.default, ("x", "x"), value),
-        ("shifted", aten.sub.Tensor, ("logits", 1), value),
-        ("picked", aten.gather.default, ("shifted", 1, "rows"), column),
-        ("out", aten.mm.default, ("picked", "picked"), value),
-    )
-    live = measure_liveness(gm, owns_inputs=False, fused=True).live
-    assert live == (0, 0, 400, 400, 440, 440)
+    g, column = _Graph(), torch.empty(10, 1, device="meta")
+    rows = g.input(column.long())
+    shifted = g.sub(g.mm(g.x, g.x), 1)
+    picked = g.gather(shifted, 1, rows, value=column)
+    g.mm(picked, picked)
+    assert g.live() == (0, 0, 400, 400, 440, 440)
 
 
 def test_a_constant_is_not_stored_for_ops_that_are_loops():
-    value, row = torch.empty(10, 10), torch.empty(10)
-    gm = _graph(
-        ("x", "input", (), value),
-        ("zeros", aten.full.default, ([10, 10], 0.0), value),
-        ("row", aten.mm.default, ("x", "x"), row),
-        ("made", aten.select_scatter.default, ("zeros", "row", 0, 1), value),
-        ("out", aten.mm.default, ("made", "made"), value),
-    )
-    live = measure_liveness(gm, owns_inputs=False, fused=True).live
-    assert live == (0, 0, 40, 440, 800)
+    g = _Graph("cpu")
+    zeros, row = g.full([10, 10], 0.0), g.mm(g.x, g.x, value=torch.empty(10))
+    made = g.select_scatter(zeros, row, 0, 1)
+    g.mm(made, made)
+    assert g.live() == (0, 0, 40, 440, 800)
 
 
 def test_a_kernel_writes_over_what_it_has_reduced_before():
-    value, column = torch.empty(10, 10), torch.empty(10, 1)
+    def live(by_total):
+        g = _Graph("cpu")
+        made = g.mm(g.x, g.x)
+        total = g.sum(made, [1], True, value=torch.empty(10, 1))
+        shares = g.div(made, total if by_total else g.x)
+        g.mm(g.mm(shares, total), shares)
+        return g.live()
 
-    def live(last):
-        gm = _graph(
-            ("x", "input", (), value),
-            ("made", aten.mm.default, ("x", "x"), value),
-            ("total", aten.sum.dim_IntList, ("made", [1], True), column),
-            ("shares", aten.div.Tensor, ("made", last), value),
-            ("used", aten.mm.default, ("shares", "total"), value),
-            ("out", aten.mm.default, ("used", "shares"), value),
-        )
-        return measure_liveness(gm, owns_inputs=False, fused=True).live
-
-    assert live("total") == (0, 400, 440, 440, 840, 1200)
-    assert live("x") == (0, 400, 840, 840, 840, 1200)  # another reads it in the same kernel
+    assert live(True) == (0, 400, 440, 440, 840, 1200)
+    assert live(False) == (0, 400, 840, 840, 840, 1200)  # another reads it in the same kernel
 
 
 def test_what_one_kernel_computes_and_reads_is_not_stored():
-    value = torch.empty(100)
-    gm = _graph(
-        ("x", "input", (), value),
-        ("tanh", aten.tanh.default, ("x",), value),
-        ("a", aten.cos.default, ("tanh",), value),
-        ("b", aten.mul.Tensor, ("tanh", "a"), value),
-        ("out", aten.mm.default, ("b", "b"), value),
-    )
-    assert measure_liveness(gm, owns_inputs=False, fused=True).live == (0, 400, 400, 400, 800)
+    g = _Graph("cpu")
+    tanh = g.tanh(g.x)
+    product = g.mul(tanh, g.cos(tanh))
+    g.mm(product, product)
+    assert g.live() == (0, 400, 400, 400, 800)
 
 
 def test_what_one_later_kernel_reads_is_computed_there():
     """A kernel before it reads the same, but to store a value for one reader would save nothing."""
-    value = torch.empty(10, 10)
-    gm = _graph(
-        ("x", "input", (), value),
-        ("a", aten.mm.default, ("x", "x"), value),
-        ("b", aten.cos.default, ("a",), value),
-        ("gate", aten.sigmoid.default, ("a",), value),
-        ("grad", aten.mm.default, ("b", "x"), value),
-        ("product", aten.mul.Tensor, ("grad", "gate"), value),
-        ("sum", aten.add.Tensor, ("product", "gate"), value),
-        ("made", aten.mul.Tensor, ("sum", "a"), value),
-        ("out", aten.mm.default, ("made", "made"), value),
-    )
-    live = measure_liveness(gm, owns_inputs=False, fused=True).live
-    assert live == (0, 400, 400, 800, 1200, 800, 800, 800, 800)
+    g = _Graph("cpu")
+    a = g.mm(g.x, g.x)
+    b, gate = g.cos(a), g.sigmoid(a)
+    total = g.add(g.mul(g.mm(b, g.x), gate), gate)
+    made = g.mul(total, a)
+    g.mm(made, made)
+    assert g.live() == (0, 400, 400, 800, 1200, 800, 800, 800, 800)
 
 
 def test_what_one_op_reads_is_stored_when_that_op_needs_it():
     """What several read is stored at once, and so is a sum."""
-    value, column = torch.empty(10, 10), torch.empty(10, 1)
 
-    def live(target, *operands, made=value):
-        gm = _graph(
-            ("x", "input", (), value),
-            ("made", target, ("x", *operands), made),
-            ("empty", aten.empty.memory_format, ([10, 10],), value),
-            ("other", aten.mm.default, ("x", "x"), value),
-            ("read", aten.mm.default, ("other", "made"), value),
-            ("out", aten.mm.default, ("read", "empty"), value),
-        )
-        return measure_liveness(gm, owns_inputs=False, fused=True).live
+    def live(op, *operands, value=None):
+        g = _Graph("cpu")
+        made = getattr(g, op)(g.x, *operands, value=value)
+        empty, other = g.empty([10, 10]), g.mm(g.x, g.x)
+        g.mm(g.mm(other, made), empty)
+        return g.live()
 
-    assert live(aten.cos.default) == (0, 0, 400, 1200, 1600, 1200)
-    assert live(aten.sum.dim_IntList, [1], True, made=column) == (0, 40, 440, 840, 1240, 1200)
+    assert live("cos") == (0, 0, 400, 1200, 1600, 1200)
+    column = torch.empty(10, 1)
+    assert live("sum", [1], True, value=column) == (0, 40, 440, 840, 1240, 1200)
 
 
 def test_a_kernel_writes_over_what_nothing_reads_after_it():
     """Not over an input, what another op reads, or what is read in another order."""
 
-    value = torch.empty(10, 10)
+    def begun():
+        g = _Graph("cpu")
+        return g, g.mm(g.x, g.x)
 
-    def live(*calls):
-        made = ("x", "input", (), value), ("made", aten.mm.default, ("x", "x"), value)
-        gm = _graph(*made, *calls, ("out", aten.mm.default, ("scaled", "used"), value))
-        return measure_liveness(gm, owns_inputs=False, fused=True).live
-
-    scaled = ("scaled", aten.mul.Tensor, ("made", "x"), value)
-    used = ("used", aten.mm.default, ("made", "x"), value)
-    assert live(used, scaled) == (0, 400, 800, 800, 1200)
-    assert live(scaled, used) == (0, 400, 400, 800, 1200)  # it is put off until then
-    first = ("first", aten.mm.default, ("scaled", "x"), value)
-    later = ("used", aten.mm.default, ("made", "first"), value)
-    assert live(scaled, first, later) == (0, 400, 800, 1200, 1600, 1200)
-    turned = ("turned", aten.t.default, ("made",), value.t())
-    scaled = ("scaled", aten.mul.Tensor, ("turned", "x"), value)
-    assert live(used, turned, scaled) == (0, 400, 800, 800, 1200, 1200)
+    g, made = begun()
+    used = g.mm(made, g.x)
+    g.mm(g.mul(made, g.x), used)
+    assert g.live() == (0, 400, 800, 800, 1200)
+    g, made = begun()
+    g.mm(g.mul(made, g.x), g.mm(made, g.x))
+    assert g.live() == (0, 400, 400, 800, 1200)  # it is put off until then
+    g, made = begun()
+    scaled = g.mul(made, g.x)
+    g.mm(scaled, g.mm(made, g.mm(scaled, g.x)))
+    assert g.live() == (0, 400, 800, 1200, 1600, 1200)
+    g, made = begun()
+    used, turned = g.mm(made, g.x), g.t(made, value=g.value.t())
+    g.mm(g.mul(turned, g.x), used)
+    assert g.live() == (0, 400, 800, 800, 1200, 1200)
 
 
 def test_a_call_does_not_write_over_what_it_is_given():
     """Kernels outside of calls write over what was made before a collective, too."""
-    value = torch.empty(100)
 
-    def live(*between, calls=()):
-        gm = _graph(
-            ("x", "input", (), value),
-            ("made", aten.mm.default, ("x", "x"), value),
-            *between,
-            ("scaled", aten.mul.Tensor, ("made", "x"), value),
-            ("out", aten.mm.default, ("scaled", "x"), value),
-        )
-        return measure_liveness(gm, owns_inputs=False, fused=True, calls=dict(calls)).live
+    def live(sends=False, **calls):
+        g = _Graph("cpu")
+        made = g.mm(g.x, g.x)
+        if sends:
+            g.wait(g.all_gather(g.x, 2, "0", value=torch.empty(0)), value=torch.empty(0))
+        g.mm(g.mul(made, g.x), g.x)
+        return g.live(calls=calls)
 
-    sent = ("sent", c10d.all_gather_into_tensor.default, ("x", 2, "0"), torch.empty(0))
-    waited = ("waited", c10d.wait_tensor.default, ("sent",), torch.empty(0))
-    assert live() == live(calls={"mm_default": 0, "mul_tensor": 0}) == (0, 400, 400, 800)
-    assert live(sent, waited) == (0, 400, 400, 400, 400, 800)
-    given = live(sent, waited, calls={"mul_tensor": 0})
-    assert given == live(sent, waited, calls={"mm_default": 0, "mul_tensor": 1})
-    assert given == (0, 400, 400, 400, 800, 800)
+    assert live() == live(mm_default=0, mul_tensor=0) == (0, 400, 400, 800)
+    assert live(True) == (0, 400, 400, 400, 400, 800)
+    given = live(True, mul_tensor=0)
+    assert given == live(True, mm_default=0, mul_tensor=1) == (0, 400, 400, 400, 800, 800)
 
 
 def test_what_is_smaller_than_what_it_is_made_of_is_stored():
     """With a budget, where a matmul and a collective come before what reads it."""
-    value, nothing = torch.empty(10, 10), torch.empty(0)
 
-    def live(*operands, in_order=True):
-        gm = _graph(
-            ("x", "input", (), value),
-            ("left", aten.mm.default, ("x", "x"), value),
-            ("right", aten.mm.default, ("x", "x"), value),
-            ("made", aten.mul.Tensor, operands, value),
-            ("used", aten.mm.default, ("x", "x"), value),
-            ("sent", c10d.all_gather_into_tensor.default, ("x", 2, "0"), nothing),
-            ("waited", c10d.wait_tensor.default, ("sent",), nothing),
-            ("late", aten.mm.default, ("used", "x"), value),
-            ("product", aten.mul.Tensor, ("late", "made"), value),
-            ("out", aten.mm.default, ("product", "x"), value),
-        )
+    def live(of_two, in_order=True):
+        g = _Graph("cpu")
+        left, right = g.mm(g.x, g.x), g.mm(g.x, g.x)
+        made, used = g.mul(left, right if of_two else g.x), g.mm(g.x, g.x)
+        g.wait(g.all_gather(g.x, 2, "0", value=torch.empty(0)), value=torch.empty(0))
+        g.mm(g.mul(g.mm(used, g.x), made), g.x)
         options = ScheduleOptions(PROFILES["h100-nvlink"], in_order=in_order)
-        store_smaller(gm, PassContext("backward", options=options))
-        return measure_liveness(gm, owns_inputs=False, fused=True, in_order=True).live
+        store_smaller(g.gm, PassContext("backward", options=options))
+        return g.live(in_order=True)
 
-    held = live("left", "right", in_order=False)
+    held = live(True, in_order=False)
     assert held == (0, 400, 800, 800, 1200, 1200, 1200, 1600, 1200, 800)
-    assert live("left", "right") == (0, 400, 800, 800, 800, 800, 800, 1200, 800, 800)
-    assert live("left", "x") == live("left", "x", in_order=False)
+    assert live(True) == (0, 400, 800, 800, 800, 800, 800, 1200, 800, 800)
+    assert live(False) == live(False, in_order=False)
 
 
 def test_what_is_made_of_much_is_stored_where_several_read_it():
     def live(count):
-        names = [f"part{index}" for index in range(count)]
-        parts = [(name, aten.mm.default, ("x", "x"), _bytes(400)) for name in names]
-        sums = [
-            (f"sum{index}", aten.add.Tensor, (f"sum{index - 1}" if index > 1 else "part0", name),
-             _bytes(400))
-            for index, name in enumerate(names[1:], 1)
-        ]  # fmt: skip
-        last = sums[-1][0]
-        gm = _graph(
-            ("x", "input", (), _bytes(400)),
-            *parts,
-            *sums,
-            ("cos", aten.cos.default, (last,), _bytes(400)),
-            ("m", aten.mm.default, ("cos", "x"), _bytes(400)),
-            ("again", aten.mul.Tensor, (last, "m"), _bytes(400)),
-            ("out", aten.mm.default, ("again", "x"), _bytes(400)),
-        )
-        return measure_liveness(gm, owns_inputs=False, fused=True).live[-3]
+        g = _Graph()
+        total = functools.reduce(g.add, [g.mm(g.x, g.x) for _ in range(count)])
+        m = g.mm(g.cos(total), g.x)
+        g.mm(g.mul(total, m), g.x)
+        return g.live()[-3]
 
     assert live(4) == 2400 and live(5) == 1200  # when `m` is there
 
@@ -446,18 +354,12 @@ def test_a_sum_of_rows_computes_anew_what_is_not_stored_yet():
     """On CPUs: what its operand is made of lives until then."""
 
     def live(device, dims):
-        value = torch.empty(10, 10, device=device)
-        gm = _graph(
-            ("x", "input", (), value),
-            ("grad", aten.mm.default, ("x", "x"), value),
-            ("other", aten.mm.default, ("x", "x"), value),
-            ("product", aten.mul.Tensor, ("grad", "other"), value),
-            ("apart", aten.mm.default, ("x", "x"), value),
-            ("bias", aten.sum.dim_IntList, ("product", dims), value[0]),
-            ("used", aten.mm.default, ("product", "apart"), value),
-            ("out", aten.mm.default, ("used", "bias"), value),
-        )
-        return measure_liveness(gm, owns_inputs=False, fused=True).live
+        g = _Graph(device)
+        product = g.mul(g.mm(g.x, g.x), g.mm(g.x, g.x))
+        apart = g.mm(g.x, g.x)
+        bias = g.sum(product, dims, value=g.value[0])
+        g.mm(g.mm(product, apart), bias)
+        return g.live()
 
     assert live("cpu", (0,)) == (0, 400, 800, 800, 1200, 1240, 1240, 840)
     assert live("cpu", ()) == live("cpu", (1,))
@@ -466,43 +368,30 @@ def test_a_sum_of_rows_computes_anew_what_is_not_stored_yet():
 
 
 def test_a_sum_of_a_scalar_is_no_sum_of_rows():
-    scalar = torch.empty(())
-    gm = _graph(
-        ("x", "input", (), scalar),
-        ("sum", aten.sum.dim_IntList, ("x", (0,)), scalar),
-        ("out", aten.mm.default, ("sum", "sum"), scalar),
-    )
-    assert measure_liveness(gm, owns_inputs=False, fused=True).peak == 8
+    g = _Graph(value=torch.empty(()))
+    total = g.sum(g.x, (0,))
+    g.mm(total, total)
+    assert g.measured().peak == 8
 
 
 def test_the_input_of_a_collective_lives_until_its_wait():
-    gm = _graph(
-        ("x", "input", (), _bytes(800)),
-        ("flat", aten.cos.default, ("x",), _bytes(800)),
-        ("start", c10d.reduce_scatter_tensor.default, ("flat", "sum", 2, "0"), _bytes(400)),
-        ("other", aten.sin.default, ("x",), _bytes(800)),
-        ("wait", c10d.wait_tensor.default, ("start",), _bytes(400)),
-    )
-    assert measure_liveness(gm, owns_inputs=False).live == (0, 800, 1200, 2000, 1200)
-    cloned = measure_liveness(gm, owns_inputs=False, clones=True)
-    assert cloned.live == (0, 800, 2000, 2800, 2000)
+    g = _Graph(value=_bytes(800))
+    start = g.reduce_scatter(g.cos(g.x), "sum", 2, "0", value=_bytes(400))
+    g.sin(g.x)
+    g.wait(start, value=_bytes(400))
+    assert g.live(fused=False) == (0, 800, 1200, 2000, 1200)
+    assert g.live(fused=False, clones=True) == (0, 800, 2000, 2800, 2000)
 
 
 def test_what_is_gathered_together_is_freed_apart():
-    gathered = [_bytes(800), _bytes(400)]
+    g, gathered = _Graph(value=_bytes(400)), [_bytes(800), _bytes(400)]
     together = c10d.all_gather_into_tensor_coalesced.default
-    gm = _graph(
-        ("x", "input", (), _bytes(400)),
-        ("y", "input", (), _bytes(200)),
-        ("start", together, (["x", "y"], 2, "0"), gathered),
-        ("a", operator.getitem, ("start", 0), gathered[0]),
-        ("b", operator.getitem, ("start", 1), gathered[1]),
-        ("first", c10d.wait_tensor.default, ("a",), gathered[0]),
-        ("second", c10d.wait_tensor.default, ("b",), gathered[1]),
-        ("used", aten.sum.default, ("first",), _bytes(4)),
-        ("result", aten.add.Tensor, ("second", "used"), _bytes(400)),
-    )
-    measured = measure_liveness(gm, owns_inputs=False)
+    start = g.call(together, [g.x, g.input(_bytes(200))], 2, "0", value=gathered)
+    parts = [g.call(operator.getitem, start, i, value=value) for i, value in enumerate(gathered)]
+    first, second = (g.wait(part, value=part.meta["val"]) for part in parts)
+    used = g.call(aten.sum.default, first, value=_bytes(4))
+    g.add(second, used)
+    measured = g.measured(fused=False)
     assert measured.live == (0, 0, 1200, 1200, 1200, 1200, 1200, 1204, 804)
     assert measured.gathered == measured.live  # and what is made of it
 
@@ -544,11 +433,31 @@ def _gathers(gm):
     return sum(map(is_all_gather, gm.graph.nodes))
 
 
+def _explain(memory_budget, **sharding):
+    graph_plans.clear()
+    options = {"executor": "eager", "memory_budget": memory_budget}
+    shardc.explain(Stack(3), tokens(0), tokens(1), world_size=4, options=options, **sharding)
+
+
+def _trials():
+    """Has what is tried for a budget noted, in a list."""
+    tried, run = [], budget.run_trial
+    noting = mock.patch.object(budget, "run_trial", lambda *a: tried.append(run(*a)) or tried[-1])
+    return tried, noting
+
+
+@functools.cache
+def _roomy():
+    """The bytes of a step that stay, and the peak of the others with all resharded."""
+    trials, noting = _trials()
+    with noting:
+        _explain("1GB")
+    return graph_plans[0].static, trials[0].peak
+
+
 def test_a_trial_has_the_collectives_of_what_runs(monkeypatch):
     """Among others, one gather in the forward of a bucket that the backward gathers among fewer."""
-    trials, run = [], []
-    whole = budget.run_trial
-    monkeypatch.setattr(budget, "run_trial", lambda *a: trials.append(whole(*a)) or trials[-1])
+    run, (trials, noting) = [], _trials()
 
     def seen(gm, ctx):
         if ctx.number is not None:
@@ -556,53 +465,36 @@ def test_a_trial_has_the_collectives_of_what_runs(monkeypatch):
         return gm
 
     monkeypatch.setattr(pipeline, "GRAPH_PASSES", [*pipeline.GRAPH_PASSES, seen])
-    options = {"executor": "eager", "memory_budget": "1GB"}
-    shardc.explain(
-        Stack(3), tokens(0), tokens(1), world_size=4, reshard_after_forward=2, options=options
-    )
+    with noting:
+        _explain("1GB", reshard_after_forward=2)
     assert [_gathers(gm) for gm in run] == [4, 4]
     assert {(_gathers(t.forward.gm), _gathers(t.backward.gm)) for t in trials} == {(4, 4)}
 
 
 def test_a_choice_that_holds_too_much_is_not_taken(monkeypatch):
     """However little its choices are thought to hold."""
-    options = {"executor": "eager", "memory_budget": "1GB"}
-    call = functools.partial(shardc.explain, Stack(3), tokens(0), tokens(1), world_size=4)
-    graph_plans.clear()
-    call(options=options)
-    trials, whole = [], budget.run_trial
-    monkeypatch.setattr(budget, "run_trial", lambda *a: trials.append(whole(*a)) or trials[-1])
-    room = graph_plans[0].static + 1
-    call(options={**options, "memory_budget": "1GB"})
-    room += trials[0].peak
-    peak = Tradeoff.peak
+    room, peak = sum(_roomy()) + 1, Tradeoff.peak
     monkeypatch.setattr(Tradeoff, "peak", lambda self, choice: peak(self, choice) // 2)
     monkeypatch.setattr(Tradeoff, "fastest", lambda self, room: Choice(0, len(self.buckets)))
-    graph_plans.clear()
-    call(options={**options, "memory_budget": room})
+    trials, noting = _trials()
+    with noting:
+        _explain(room)
     assert len(trials) > 3 and max(plan.peak for plan in graph_plans) <= room
 
 
-def _kept(monkeypatch, share):
+def _kept(share):
     """What a budget keeps that has room for a share of the peak with all resharded."""
-    trials, whole = [], budget.run_trial
+    static, peak = _roomy()
     kept, choosing = _choices()
-    call = functools.partial(shardc.explain, Stack(3), tokens(0), tokens(1), world_size=4)
-    graph_plans.clear()
-    with monkeypatch.context() as patches, choosing:
-        patches.setattr(budget, "run_trial", lambda *a: trials.append(whole(*a)) or trials[-1])
-        call(options={"executor": "eager", "memory_budget": "1GB"})
-    room = int(trials[0].peak * share)
     with choosing:
-        options = {"executor": "eager", "memory_budget": graph_plans[0].static + room}
-        call(options=options)
+        _explain(static + int(peak * share))
     return kept[-1]
 
 
 def test_what_holds_least_is_tried_with_gathers_ahead(monkeypatch):
     """However much it is thought to hold."""
     monkeypatch.setattr(Tradeoff, "fastest", lambda self, room: Choice())
-    kept = _kept(monkeypatch, 0.7)
+    kept = _kept(0.7)
     assert kept.ahead == UNITS_IN_FLIGHT and kept.recomputed
 
 
@@ -615,32 +507,20 @@ def test_a_choice_that_holds_less_than_was_thought_is_followed_by_a_larger_one(m
 
     monkeypatch.setattr(Tradeoff, "peak", lambda self, choice: int(1.2 * peak(self, choice)))
     monkeypatch.setattr(Tradeoff, "fastest", fastest)
-    assert sum(_kept(monkeypatch, 1.1).recomputes.values()) == 2
+    assert sum(_kept(1.1).recomputes.values()) == 2
 
 
 def test_a_slow_choice_with_gathers_ahead_is_not_taken(monkeypatch):
     """However fast it is thought to be."""
     monkeypatch.setattr(Tradeoff, "least_seconds", lambda self, room: -self.trial.kept.ahead)
     monkeypatch.setattr(Trial, "seconds", property(lambda self: 1 + self.kept.ahead))
-    assert _kept(monkeypatch, 0.7).ahead == 0
-
-
-class _Deep(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(
-            *(nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=True) for _ in range(4))
-        )
-
-    def forward(self, x):
-        return self.layers(x).square().mean()
+    assert _kept(0.7).ahead == 0
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("executor", ["eager", "inductor"])
-def test_planned_peak_is_within_a_tenth_of_the_measured_one(mesh, executor, tmp_path):
-    model = fully_shard(_Deep(), mesh=mesh, units="auto")
-    step, x = compiled(model, executor), torch.randn(8, 32, 64)
+def test_planned_peak_is_within_a_tenth_of_the_measured_one(mesh, tmp_path):
+    model = fully_shard(Gated(4, 64), mesh=mesh, units="auto")
+    step, x = compiled(model), torch.randn(8, 32, 64)
     graph_plans.clear()
     step(x).backward()
     model.zero_grad()
@@ -729,8 +609,8 @@ def test_a_graph_of_dynamic_sizes_is_compiled_anew_before_it_would_hold_too_much
     step = torch.compile(model, backend="shardc", options=options, dynamic=True)
     compiles = []
     with noting:
-        for rows in (8, 16, 64, 256, 512, 16):
+        for rows in (8, 64, 512, 16):
             assert _held(step, model, torch.randn(rows, 256)) <= 13.5e6, rows
             compiles.append(len(kept))
-    assert compiles == [1, 1, 1, 1, 2, 2]
+    assert compiles == [1, 1, 2, 2]
     assert kept[1].recomputes and kept[1].positions == kept[0].positions

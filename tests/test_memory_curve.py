@@ -1,5 +1,6 @@
 """Step time against memory: the curve, usual settings beside it, what is printed and refused."""
 
+import functools
 import itertools
 
 import pytest
@@ -14,9 +15,13 @@ X = torch.empty(4, 64, 32, device="meta")
 MORE = {"world_size": 8, "profile": "cpu"}
 
 
-def test_the_curve_falls_and_lies_below_usual_settings(tmp_path):
+@pytest.fixture(scope="module")
+def report():
+    return shardc.explain(Gated(6), X, memory_budget="curve", **MORE)
+
+
+def test_the_curve_falls_and_lies_below_usual_settings(report, tmp_path):
     plain = shardc.explain(Gated(6), X, **MORE)
-    report = shardc.explain(Gated(6), X, memory_budget="curve", **MORE)
     assert not plain.curve and "Step time against memory" not in plain.text()
     points = [row for row in report.curve if not row.setting]
     settings = {row.setting: row for row in report.curve if row.setting}
@@ -36,9 +41,8 @@ def test_the_curve_falls_and_lies_below_usual_settings(tmp_path):
     assert Report.load(tmp_path / "step.json") == report
 
 
-def test_a_budget_keeps_what_the_curve_says():
-    curve = shardc.explain(Gated(6), X, memory_budget="curve", **MORE).curve
-    points = [row for row in curve if not row.setting]
+def test_a_budget_keeps_what_the_curve_says(report):
+    points = [row for row in report.curve if not row.setting]
     for row in (points[len(points) // 2], points[-1]):
         assert row.gathered
         within = shardc.explain(Gated(6), X, memory_budget=int(1.02 * row.nbytes), **MORE)
@@ -61,21 +65,16 @@ def gated():
 
 
 def test_the_command_prints_it(capsys):
-    code, printed, _ = ended(
-        capsys, "explain", f"{__name__}:gated", "--world-size", "4", "--memory", "curve"
-    )
+    call = ["explain", f"{__name__}:gated", "--world-size", "4", "--memory", "curve"]
+    code, printed, _ = ended(capsys, *call)
     assert code == 0 and "no checkpointing, resharded" in printed and "stay gathered" in printed
     assert "  1. layers.* " in printed
 
 
 def test_tables_whose_rows_are_fetched_are_no_choice():
+    step = functools.partial(shardc.explain, Stack(3), tokens(0), tokens(1), **MORE)
     rows = {"embedding_rows": True}
-    report = shardc.explain(
-        Stack(3), tokens(0), tokens(1), options=rows, memory_budget="curve", **MORE
-    )
+    report = step(options=rows, memory_budget="curve")
     assert "fetch_rows" in {row.kind for row in report.collectives} and report.curve
     budget = min(row.nbytes for row in report.curve if not row.setting) * 2
-    bound = shardc.explain(
-        Stack(3), tokens(0), tokens(1), options=rows | {"memory_budget": budget}, **MORE
-    )
-    assert bound.peak.total <= budget
+    assert step(options=rows | {"memory_budget": budget}).peak.total <= budget

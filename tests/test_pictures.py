@@ -54,12 +54,6 @@ def _hostile():
 # -- lanes ---------------------------------------------------------------------------------------
 
 
-def test_the_step_has_what_pictures_must_show():
-    assert (len(STEP.ops), len(STEP.collectives), len(STEP.buckets)) == (205, 26, 9)
-    assert [row.kind for row in stalls(STEP)] == 5 * ["all_gather"] + ["reduce_scatter"]
-    assert sum(row.exposed == 0 < row.hidden for row in STEP.collectives) == 20
-
-
 def test_spans_share_a_lane_unless_they_overlap():
     assert lanes_of([(0, 1), (1 - 1e-10, 2), (0.5, 1.5), (2, 3)]) == [0, 0, 1, 0]
     assert lanes_of([(2, 3), (0, 1)]) == [0, 0] and lanes_of([]) == []

@@ -20,6 +20,8 @@ from shardc.passes.budget import saved
 from shardc.passes.budget.tradeoff import Choice, Tradeoff
 from shardc.runtime import compat
 
+X = torch.empty(4, 64, 32, device="meta")
+
 
 def _trials(monkeypatch):
     """What is tried for a budget, in order."""
@@ -45,22 +47,9 @@ def _peak(plans):
     return max(plan.peak for plan in plans)
 
 
-def test_the_tighter_the_budget_the_more_is_computed_again(monkeypatch):
-    tried, x, before = _trials(monkeypatch), torch.empty(4, 64, 32, device="meta"), 0
-    static = _planned(Gated(6), x, "1GB")[0].static
-    assert not tried[-1].kept.recomputes
-    resharded = tried[0].peak
-    for share in (0.9, 0.75):
-        room = static + int(share * resharded)
-        assert _peak(_planned(Gated(6), x, room)) <= room
-        again = sum(tried[-1].kept.recomputes.values())
-        assert again > before
-        before = again
-
-
 def test_what_costs_least_per_byte_is_computed_again_first(monkeypatch):
     tried = _trials(monkeypatch)
-    _planned(Gated(), torch.empty(4, 64, 32, device="meta"), "1GB")
+    _planned(Gated(), X, "1GB")
     values = Tradeoff.of(tried[0]).values
     kinds = list(dict.fromkeys(value.saved.kind for value in values))
     assert kinds.index("layers.* norm: add") < kinds.index("layers.* gate: matmul"), kinds
@@ -93,24 +82,17 @@ def test_a_choice_holds_and_takes_what_it_is_thought_to(monkeypatch):
     assert len(compared) >= 3 and all(0.95 < ratio < 1.05 for ratio in compared), compared
 
 
-def test_what_the_user_checkpoints_stays_as_it_is(monkeypatch):
-    tried, model = _trials(monkeypatch), Gated()
+def test_what_is_drawn_or_checkpointed_by_the_user_stays_as_it_is(monkeypatch):
+    tried, model = _trials(monkeypatch), Gated(dropout=0.1)
     model.checkpointed = (0,)
     saving = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
-    run = model.layers[2].forward
-    model.layers[2].forward = functools.partial(
-        checkpoint, run, use_reentrant=False, context_fn=saving
-    )
-    _planned(model, torch.empty(4, 64, 32, device="meta"), "1GB")
+    again = functools.partial(checkpoint, use_reentrant=False, context_fn=saving)
+    model.layers[2].forward = functools.partial(again, model.layers[2].forward)
+    _planned(model, X, "1GB", "eager")
     values = [value.saved for value in Tradeoff.of(tried[0]).values]
+    kinds = {saved.kind for saved in values}
     assert {saved.unit for saved in values} == {"layers.1", "layers.3"}
-    assert "layers.* add" not in {saved.kind for saved in values}  # what a block returns
-
-
-def test_what_is_drawn_is_not_drawn_again(monkeypatch):
-    tried = _trials(monkeypatch)
-    _planned(Gated(dropout=0.1), torch.empty(4, 64, 32, device="meta"), "1GB", "eager")
-    kinds = {value.saved.kind for value in Tradeoff.of(tried[0]).values}
+    assert "layers.* add" not in kinds  # what a block returns
     assert "layers.* mul" in kinds and not any("dropout" in kind for kind in kinds), kinds
 
 
@@ -155,45 +137,36 @@ def test_attention_that_drops_nothing_runs_again_without_a_random_state(mesh, dr
         torch.testing.assert_close(model.qkv.weight.grad.full_tensor(), plain.qkv.weight.grad)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("executor", ["eager", "inductor"])
-def test_the_bits_are_those_of_a_step_without_a_budget(mesh, executor):
+def _equal_within_a_budget(mesh, build, executor="eager", steps=1, around=lambda model: model):
+    """Whether losses and gradients are bitwise the same within a budget, which is kept."""
     x, got, memory_budget = torch.randn(2, 64, 32), [], None
     for _ in range(2):
-        model = fully_shard(seeded(lambda: Gated(6, dropout=0.1)), mesh=mesh, units="auto")
+        model = fully_shard(seeded(build), mesh=mesh, units="auto")
         options = {"executor": executor, "memory_budget": memory_budget}
-        step = torch.compile(model, backend="shardc", options=options)
+        step = torch.compile(around(model), backend="shardc", options=options)
         graph_plans.clear()
         torch.manual_seed(1)
-        loss = step(x)
-        loss.backward()
+        losses = []
+        for _ in range(steps):
+            losses.append(step(x).square().mean())
+            losses[-1].backward()
         gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
-        got.append((_peak(graph_plans), [loss, *gradients]))
+        got.append((_peak(graph_plans), [*losses, *gradients]))
         memory_budget = memory_budget or _share(graph_plans, 0.75)
     (peak, want), (less, have) = got
     assert less <= memory_budget < peak
-    assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
+    return all(map(torch.equal, have, want))
 
 
-class _Around(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@on_ranks(2)
+def test_the_bits_are_those_of_a_step_without_a_budget(mesh, executor):
+    assert _equal_within_a_budget(mesh, lambda: Gated(6, dropout=0.1), executor)
 
 
 @on_ranks(2)
 def test_the_sharded_model_may_be_part_of_what_is_compiled(mesh):
-    x, memory_budget = torch.randn(2, 64, 32), None
-    for _ in range(2):
-        model = _Around(fully_shard(Gated(6), mesh=mesh, units="auto"))
-        options = {"executor": "eager", "memory_budget": memory_budget}
-        graph_plans.clear()
-        torch.compile(model, backend="shardc", options=options)(x).backward()
-        peak, memory_budget = _peak(graph_plans), memory_budget or _share(graph_plans, 0.75)
-    assert peak <= memory_budget
+    assert _equal_within_a_budget(mesh, lambda: Gated(6), around=nn.Sequential)
 
 
 class _Router(nn.Module):
@@ -216,8 +189,7 @@ class _Router(nn.Module):
 def test_a_choice_of_experts_is_not_made_twice(monkeypatch):
     tried = _trials(monkeypatch)
     model = nn.Sequential(*(_Router() for _ in range(4)))
-    graph_plans.clear()
-    shardc.explain(model, torch.empty(64, 32, device="meta"), memory_budget="1GB", profile="cpu")
+    shardc.explain(model, X[0], memory_budget="1GB", profile="cpu")
     nodes = {node.name: node for node in tried[0].forward.gm.graph.nodes}
     values = Tradeoff.of(tried[0]).values
     again = {str(nodes[name].target) for value in values for name in value.names}
@@ -242,29 +214,12 @@ def test_what_was_overwritten_is_computed_again_from_what_it_was(mesh):
     def build():
         return nn.Sequential(*(_Counting() for _ in range(5)))
 
-    x, got, memory_budget = torch.randn(2, 64, 32), [], None
-    for _ in range(2):
-        model = fully_shard(seeded(build), mesh=mesh, units="auto")
-        options = {"executor": "eager", "memory_budget": memory_budget}
-        step = torch.compile(model, backend="shardc", options=options)
-        graph_plans.clear()
-        for _ in range(2):
-            step(x).square().mean().backward()
-        got.append((_peak(graph_plans), [p.grad.full_tensor() for p in model.parameters()]))
-        memory_budget = memory_budget or _share(graph_plans, 0.75)
-    (peak, want), (less, have) = got
-    assert less <= memory_budget < peak
-    assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
+    assert _equal_within_a_budget(mesh, build, steps=2)
 
 
 @pytest.mark.parametrize(
     ("path", "unit"),
-    [
-        ("1.0", "1"),
-        ("1.attention.0", "1.attention"),
-        ("net.model.2.1", "2"),
-        ("net.head", None),
-    ],
+    [("1.0", "1"), ("1.attention.0", "1.attention"), ("net.model.2.1", "2"), ("net.head", None)],
 )
 def test_a_node_is_of_the_unit_whose_name_comes_first_in_its_path(path, unit, monkeypatch):
     """In whatever order a process goes through names: of "1.0" unit "0" was taken, too."""

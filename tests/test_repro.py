@@ -59,7 +59,7 @@ def test_the_script_fails_as_the_graph_did(mesh, reason):
         forward = scripts[0]
         told = re.search(r"to reproduce it alone: (\S+) \S+/rank\d/(\S+\.py)", message)
         assert told and told[1] == sys.executable, message  # of the rank that was first
-        assert told[2].endswith("_forward.py"), message
+        assert told[2].endswith("_forward.py") and reason in message, message
         assert forward.name in (own / "index.txt").read_text()
         if dist.get_rank() == 0:
             for script in scripts:

@@ -37,12 +37,11 @@ def _named(record, prefix="LlamaForCausalLM.model.layers"):
     )
     buckets = (replace(row, name=long.get(row.name, row.name)) for row in record.buckets)
     findings = find(record, PROFILES["h100-nvlink"])
-    curve = (
-        CurveRow("no checkpointing", 1 << 30, 0.1, 3, 9, 2, "21 kinds, to mlp: mul", 9, "sdpa"),
-    )
+    curve = CurveRow("no checkpointing", 1 << 30, 0.1, 3, 9, 2, "21 kinds, to mlp: mul", 9, "sdpa")
     values = {field: getattr(record, field) for field in record.__dataclass_fields__}
     values |= {"collectives": tuple(rows), "buckets": tuple(buckets), "findings": findings}
-    return Report(**values | {"curve": curve * 2, "kinds": ("mm of a layer of the model " * 9,)})
+    kinds = ("mm of a layer of the model " * 9,)
+    return Report(**values | {"curve": (curve, curve), "kinds": kinds})
 
 
 LONG = _named(STEP)
@@ -132,10 +131,7 @@ def _terminal(columns):
 def test_no_terminal_has_a_width_of_its_own(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     code = "from shardc.reports.terminal import terminal_width as w; print(w())"
-    call, env = (
-        [sys.executable, "-c", code],
-        dict(os.environ),
-    )  # readline may have put COLUMNS there
+    call, env = [sys.executable, "-c", code], dict(os.environ)  # where readline may put COLUMNS
     pipe = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "env": env, "check": True}
     assert int(subprocess.run(call, **pipe).stdout) == READABLE == 100
     inner, outer = _terminal(93)
@@ -147,11 +143,8 @@ def test_no_terminal_has_a_width_of_its_own(monkeypatch):
 
 def test_the_largest_part_of_what_is_exposed_is_said_with_its_share():
     exposed = replace(STEP.collectives[0], exposed=0.004)
-    rows = (
-        exposed,
-        *(replace(exposed, exposed=0.003, buckets=(f"layers.{n}",)) for n in range(12)),
-    )
-    record = replace(STEP, collectives=rows)
+    others = (replace(exposed, exposed=0.003, buckets=(f"layers.{n}",)) for n in range(12))
+    record = replace(STEP, collectives=(exposed, *others))
     (finding,) = (f for f in find(record, PROFILES["cpu"]) if f.kind == "exposed communication")
     share = 0.004 / record.exposed_seconds
     assert f"the largest part of it, 4 ms ({share:.0%}), is the all-gather of" in finding.what

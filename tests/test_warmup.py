@@ -152,49 +152,46 @@ class Plain(nn.Sequential):
         return super().forward(x).mean() + (1 if mode == "add" else 2) * self.limit
 
 
-X = torch.randn(4, 6)
+def _to_double(model, given):
+    model.double()
+    given["x"] = given["x"].detach().double().requires_grad_()
+
+
 AGAIN = {
-    "gradient sync was switched off": lambda m: m.set_requires_gradient_sync(False),
-    "reshard_after_forward was switched on": lambda m: m.set_reshard_after_forward(True),
-    "a unit was gathered by unshard()": lambda m: m.unshard(),
-    "parameters were frozen or unfrozen": lambda m: m[0].requires_grad_(False),
-    "the gradient divide factor was changed": lambda m: m.set_gradient_divide_factor(3.0),
-    "x has dtype Double instead of Float": lambda m: m.double(),
-    "dim 0 of x is 7 instead of 4": lambda m: {"x": torch.randn(7, 6)},
-    "x needs a gradient now": lambda m: {"x": X.clone().requires_grad_()},
-    "mode is no longer 'add'": lambda m: {"mode": "twice"},
-    "self.limit is no longer 3": lambda m: setattr(m, "limit", 4),
+    "the gradient divide factor was changed": lambda m, _: m.set_gradient_divide_factor(3.0),
+    "gradient sync was switched off": lambda m, _: m.set_requires_gradient_sync(False),
+    "reshard_after_forward was switched on": lambda m, _: m.set_reshard_after_forward(True),
+    "parameters were frozen or unfrozen": lambda m, _: m[0].requires_grad_(False),
+    "dim 0 of x is 7 instead of 4": lambda m, given: given.update(x=torch.randn(7, 6)),
+    "x needs a gradient now": lambda m, given: given["x"].requires_grad_(),
+    "mode is no longer 'add'": lambda m, given: given.update(mode="twice"),
+    "self.limit is no longer 3": lambda m, _: setattr(m, "limit", 4),
+    "x has dtype Double instead of Float": _to_double,
+    "a unit was gathered by unshard()": lambda m, _: m.unshard(),
 }
 
 
-def _compiles_of(model, calls):
-    """What is said of each compile of the calls of `model`."""
-    said = []
-    handler = logging.Handler()
+@on_ranks(2)
+def test_a_graph_compiled_again_says_why(mesh):
+    """One change after the other, each of which stays."""
+    model, given, said = fully_shard(seeded(Plain), mesh=mesh), {"x": torch.randn(4, 6)}, []
+    model.compile(backend="shardc", options={"executor": "eager"}, dynamic=False)
+    handler, log = logging.Handler(), logging.getLogger("shardc")
     handler.emit = lambda record: said.append(record.getMessage())
-    log = logging.getLogger("shardc")
     log.addHandler(handler)
     before, _ = log.level, log.setLevel(logging.INFO)
     try:
-        calls(model)
+        with torch._dynamo.config.patch(recompile_limit=20):
+            model(**given).backward()
+            model.zero_grad()
+            for change in AGAIN.values():
+                change(model, given)
+                model(**given)
     finally:
         log.removeHandler(handler)
         log.setLevel(before)
-    return [line for line in said if line.startswith("compiled graph")]
-
-
-@pytest.mark.parametrize("why", AGAIN)
-@on_ranks(2)
-def test_a_graph_compiled_again_says_why(mesh, why):
-    def train_and_change(model):
-        model(X).backward()
-        model.zero_grad()
-        changed = AGAIN[why](model)
-        given = {"x": X, **(changed if isinstance(changed, dict) else {})}
-        model(given.pop("x").to(model[0].weight.dtype), **given)
-
-    model = fully_shard(seeded(Plain), mesh=mesh)
-    model.compile(backend="shardc", options={"executor": "eager"}, dynamic=False)
-    first, again = _compiles_of(model, train_and_change)
+    first, *again = (line for line in said if line.startswith("compiled graph"))
     assert re.match(r"compiled graph \d+/0 in .* s: Dynamo ", first), first
-    assert re.match(rf"compiled graph \d+/1 \(again: {re.escape(why)}\) in", again), again
+    for number, (why, line) in enumerate(zip(AGAIN, again, strict=True), 1):
+        told = rf"compiled graph \d+/{number} \(again: {re.escape(why)}\) in"
+        assert re.match(told, line), (why, line)
