@@ -452,46 +452,40 @@ def test_on_a_sharded_model(mesh, case):
     _check(use, _sharded(mesh), error, words)
 
 
-OPTIONS = {
-    "executor": ("x", ValueError, "must be 'inductor' or 'eager', got 'x'"),
-    "excutor": ("eager", ValueError, "unknown shardc option 'excutor'; did you mean 'executor'?"),
-    "fallback": ("no", TypeError, "must be True or False, got 'no'"),
-    "fold": ("x", TypeError, "must be True or False, got 'x'"),
-    "inductor": (5, TypeError, "must be a dict of settings of torch._inductor.config, got 5"),
-    "schedule": ("off", TypeError, "must be True or False, got 'off'"),
-    "profile": (5, TypeError, f"{_PROFILE}, got 5"),
-    "prefetch": (True, TypeError, "must be 'auto' or a count of units, got True"),
-    "backward_prefetch": ("PRE", ValueError, "must be 'auto', 'pre', 'post' or None, got 'PRE'"),
-    "coalesce": ("x", TypeError, "must be True, False or None, got 'x'"),
-    "memory_budget": ([1], TypeError, "'70GB' or '16GiB', or a fraction"),
-    "optimizer_states": (-2, ValueError, "must be a number of at least 0, got -2"),
-    "agreement_timeout": (-1, ValueError, "must be a positive number of seconds or None, got -1"),
-}
+OPTIONS = [
+    ({"executor": "x"}, ValueError, "'executor' must be 'inductor' or 'eager', got 'x'"),
+    ({"excutor": "eager"}, ValueError, "option 'excutor'; did you mean 'executor'?"),
+    ({5: 1}, ValueError, "unknown shardc option 5 (known: executor, "),
+    (["fold"], TypeError, "options must be a dict or None, got ['fold']"),
+    ({"fallback": "no"}, TypeError, "'fallback' must be True or False, got 'no'"),
+    ({"fold": "x"}, TypeError, "'fold' must be True or False, got 'x'"),
+    ({"inductor": 5}, TypeError, "'inductor' must be a dict of settings of torch._inductor.config"),
+    ({"inductor": {"max_autotun": 1}}, ValueError, "did you mean 'max_autotune'?"),
+    ({"schedule": "off"}, TypeError, "'schedule' must be True or False, got 'off'"),
+    ({"profile": 5}, TypeError, f"'profile' {_PROFILE}, got 5"),
+    ({"prefetch": True}, TypeError, "'prefetch' must be 'auto' or a count of units, got True"),
+    (
+        {"backward_prefetch": "PRE"}, ValueError,
+        "'backward_prefetch' must be 'auto', 'pre', 'post' or None, got 'PRE'",
+    ),
+    ({"coalesce": "x"}, TypeError, "'coalesce' must be True, False or None, got 'x'"),
+    ({"memory_budget": [1]}, TypeError, "'70GB' or '16GiB', or a fraction"),
+    ({"memory_budget": "0GB"}, ValueError, "got '0GB'"),
+    ({"memory_budget": "10XB"}, ValueError, "got '10XB'"),
+    ({"memory_budget": True}, TypeError, "got True"),
+    ({"memory_budget": 10, "schedule": False}, ValueError, "needs schedule=True, not False"),
+    ({"optimizer_states": -2}, ValueError, "'optimizer_states' must be a number of at least 0"),
+    ({"optimizer_states": "adam"}, TypeError, "a number of at least 0, got 'adam'"),
+    (
+        {"agreement_timeout": -1}, ValueError,
+        "'agreement_timeout' must be a positive number of seconds or None, got -1",
+    ),
+    ({"agreement_timeout": "x"}, TypeError, "a positive number of seconds or None, got 'x'"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options(name):
-    value, error, words = OPTIONS[name]
-    with pytest.raises(error) as caught:
-        Options.parse({name: value})
-    assert name in str(caught.value) and words in str(caught.value), caught.value
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({5: 1}, ValueError, "unknown shardc option 5 (known: executor, "),
-        (["fold"], TypeError, "options must be a dict or None, got ['fold']"),
-        ({"optimizer_states": "adam"}, TypeError, "a number of at least 0, got 'adam'"),
-        ({"agreement_timeout": "x"}, TypeError, "a positive number of seconds or None, got 'x'"),
-        ({"inductor": {"max_autotun": 1}}, ValueError, "did you mean 'max_autotune'?"),
-        ({"memory_budget": "0GB"}, ValueError, "got '0GB'"),
-        ({"memory_budget": "10XB"}, ValueError, "got '10XB'"),
-        ({"memory_budget": True}, TypeError, "got True"),
-        ({"memory_budget": 10, "schedule": False}, ValueError, "needs schedule=True, not False"),
-    ],
-)
-def test_options_together(options, error, words):
+@pytest.mark.parametrize(("options", "error", "words"), OPTIONS)
+def test_options(options, error, words):
     with pytest.raises(error) as caught:
         Options.parse(options)
     assert words in str(caught.value), caught.value
