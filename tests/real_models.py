@@ -30,11 +30,6 @@ class Case:
     batch: Callable[[int], dict[str, Any]]
     fullgraph: bool = True
 
-    def loss(self, output: Any) -> Tensor:
-        """The loss in what the model returns."""
-        loss: Tensor = output if isinstance(output, Tensor) else output.loss
-        return loss
-
 
 # -- batches -------------------------------------------------------------------------------------
 
@@ -73,19 +68,14 @@ def _sequence(seed: int) -> dict[str, Tensor]:
 # -- transformers --------------------------------------------------------------------------------
 
 
-def gpt2(loss_type: str | None = None) -> nn.Module:
-    """Tied embeddings, weights stored transposed (Conv1D).
-
-    Breaks the graph before its loss, where it warns that it is not told which, unless it is.
-    """
+def gpt2() -> nn.Module:
+    """Tied embeddings, weights stored transposed (Conv1D); the graph breaks before its loss."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": VOCAB}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     special = {"bos_token_id": 0, "eos_token_id": 0}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, **special))
-    model.loss_type = loss_type
-    return model
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, **special))
 
 
 def llama(**kwargs: Any) -> nn.Module:

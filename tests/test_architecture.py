@@ -1,6 +1,7 @@
 """The shape of the code: imports go one way, private torch names live in one module."""
 
 import ast
+import functools
 import itertools
 import re
 from collections import Counter
@@ -29,8 +30,13 @@ ROOMS = {
 FILES = [path for folder in ORDER for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
+@functools.cache
+def _tree(path):
+    return ast.parse(path.read_text())
+
+
 def _imports(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -131,7 +137,7 @@ def _changes_torch(node):
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_torch_is_changed_by_compat_only(path):
     if path.parent.name != "compat":
-        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if _changes_torch(node)]
+        nodes = [node for node in ast.walk(_tree(path)) if _changes_torch(node)]
         assert nodes == [], [f"{path}:{node.lineno} {ast.unparse(node)}" for node in nodes]
 
 
@@ -149,7 +155,7 @@ def test_a_change_of_torch_is_seen(text):
 
 def test_few_values_of_the_runtime_are_untyped():
     """`Any` turns the type checker off: where it is needed (torch's own values), it has a name."""
-    trees = [ast.parse(path.read_text()) for path in FILES if path.is_relative_to(ROOT / "runtime")]
+    trees = [_tree(path) for path in FILES if path.is_relative_to(ROOT / "runtime")]
     nodes = (node for tree in trees for node in ast.walk(tree))
     assert sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes) < 80
 
@@ -158,7 +164,7 @@ def test_backends_of_collectives_are_told_apart_in_one_place():
     found = {
         str(path.relative_to(ROOT))
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(_tree(path))
         if isinstance(node, ast.Constant) and node.value in ("gloo", "nccl")
     }
     made_here = {f"shardc/commands/{name}.py" for name in ("calibrate", "machine", "probes")}
@@ -176,7 +182,7 @@ _COUNTED = re.compile(rf" ({_COUNTED}|times(?! (as|the)))\b")
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_one_thing_is_not_called_many(path):
     """Counts in texts are worded by `plural`."""
-    tree = ast.parse(path.read_text())
+    tree = _tree(path)
     texts = [node.values for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
     found = [
         f"{path}:{noun.lineno} {{{ast.unparse(count)}}}{noun.value}"
@@ -284,7 +290,7 @@ def test_the_table_of_state_is_complete():
     found = {
         (str(path.relative_to(ROOT)), name)
         for path in FILES
-        for name in _state(ast.parse(path.read_text()))
+        for name in _state(_tree(path))
         if name != "__all__"
     }
     assert sorted(found - table) == [] == sorted(table - found)

@@ -1,4 +1,4 @@
-"""Features together, as users combine them: five steps against FSDP2 each, every gradient."""
+"""Features together, as users combine them: three steps against FSDP2 each, every gradient."""
 
 import functools
 from dataclasses import dataclass
@@ -71,9 +71,6 @@ CASES = {
         Recomputed, (2, 2), precision=LOW_PRECISION, executor=None, tolerance=LOW
     ),
     "ZeRO-3, kept between micro-batches, no_sync": Case(reshard=True, kept=True, waits="sync"),
-    "HSDP, bf16, AdamW with clipping": Case(
-        shape=(2, 2), precision=LOW_PRECISION, clip=True, tolerance=LOW
-    ),
 }
 
 
@@ -111,4 +108,4 @@ def test_combination(mesh, name):
     adam = lambda params: torch.optim.AdamW(params, lr=1e-4, eps=1e-3)  # noqa: E731
     optimizer = {"optimizer": adam} if case.clip else {}
     step = functools.partial(_step, case)
-    check_against_fsdp2(theirs, ours, call, step, 5, case.tolerance, **optimizer)
+    check_against_fsdp2(theirs, ours, call, step, 3, case.tolerance, **optimizer)

@@ -72,12 +72,11 @@ def unsharded(steps):
     return model.state_dict()
 
 
-@pytest.mark.parametrize("backend", ["none", "eager"])
-def test_a_copy_is_killed_and_comes_back(tmp_path, backend):
+def test_a_copy_is_killed_and_comes_back(tmp_path):
     lighthouse = LighthouseServer(
         bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=2000
     )
-    options = ("--steps", str(STEPS), "--pause", "0.3", "--backend", backend)
+    options = ("--steps", str(STEPS), "--pause", "0.3", "--backend", "eager")
     copies = []
     try:
         copies += [Copy(n, lighthouse.address(), tmp_path, *options) for n in range(2)]

@@ -56,13 +56,12 @@ def test_the_backward_gathers_among_fewer(mesh):
         torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh))
 
 
-@pytest.mark.parametrize("executor", ["eager", "inductor"])
 @on_ranks(4)
-def test_copies_are_reduced_behind_the_next_reduction(mesh, executor):
+def test_copies_are_reduced_behind_the_next_reduction(mesh):
     grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(seeded(Stack), grid)
     with Graphs() as graphs:
-        compiled(model, executor, fullgraph=True)(*_batch()).backward()
+        compiled(model, fullgraph=True)(*_batch()).backward()
     order = [kind for kind, _ in _collectives(graphs, "backward") if kind != GATHER]
     assert order == [REDUCE, REDUCE, ALL_REDUCE, REDUCE, ALL_REDUCE, ALL_REDUCE], order
     groups = {n.args[-1] for _, gm in graphs.seen for n in gm.graph.nodes if kind_of(n) in
@@ -70,9 +69,10 @@ def test_copies_are_reduced_behind_the_next_reduction(mesh, executor):
     assert len(groups) == 2, "reductions over copies have no communicator of their own"
 
 
-WHOLE = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "reshard to 2": 2}
 ON_THE_WIRE = {
-    **{name: ((4,), reshard) for name, reshard in WHOLE.items()},
+    "FULL_SHARD": ((4,), True),
+    "SHARD_GRAD_OP": ((4,), False),
+    "reshard to 2": ((4,), 2),
     "HYBRID_SHARD": ((2, 2), True),
     "_HYBRID_SHARD_ZERO2": ((2, 2), False),
     "NO_SHARD": ((4, 1), True),
@@ -123,20 +123,11 @@ def test_the_default_mesh_of_nodes(mesh):
 
 
 @on_ranks(4)
-def test_a_checkpoint_of_copies_loads_without(mesh):
+def test_a_checkpoint_of_copies_loads_without(mesh, tmp_path):
     grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, other = sharded(seeded(Stack), grid), sharded(seeded(Stack, 1), mesh)
-    compiled(model)(*_batch()).backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    path = [None]
-    if dist.get_rank() == 0:
-        import tempfile
-
-        path = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(path)
-    dcp.save(model.state_dict(), checkpoint_id=path[0])
-    state = other.state_dict()
-    dcp.load(state, checkpoint_id=path[0])
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path)
+    dcp.load(other.state_dict(), checkpoint_id=tmp_path)
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(full(p), full(q))
 
@@ -172,6 +163,5 @@ def test_memory_is_in_the_order_it_should_be(mesh, tmp_path):
         # Adam's states are held besides
         peaks[name] = min(measure() for _ in range(3)) + 3 * held
         planned[name] = max(plan.peak for plan in graph_plans)
-    print({name: (peaks[name] / 1e6, planned[name] / 1e6) for name in peaks}, flush=True)
     for of in (peaks, planned):
         assert of["ZeRO-3"] < of["ZeRO-2"] < 0.6 * of["replicated"], (peaks, planned)

@@ -1,5 +1,6 @@
 """Training equals the unsharded run: loss, every gradient, every parameter."""
 
+import copy
 from unittest import mock
 
 import pytest
@@ -23,7 +24,7 @@ def test_parity(mesh, executor):
     check_parity(plain, model, compiled(model, executor, fullgraph=True), _batch, mesh)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 3)
 def test_parity_uncompiled(mesh):
     plain, model = seeded(Stack), shard_all(seeded(Stack), mesh)
     check_parity(plain, model, model, _batch, mesh)
@@ -46,10 +47,8 @@ def test_parity_where_every_rank_holds_several_parameters(mesh):
 
 @on_ranks(1, 3)
 def test_parity_tied(mesh):
-    plain, model = (
-        seeded(lambda: Stack(tied=True)),
-        shard_all(seeded(lambda: Stack(tied=True)), mesh),
-    )
+    plain = seeded(lambda: Stack(tied=True))
+    model = shard_all(copy.deepcopy(plain), mesh)
     call = compiled(model, fullgraph=True)
     check_parity(plain, model, call, _batch, mesh)
     call(**_batch(7)).backward()
@@ -74,7 +73,7 @@ def _names(unit):
     return [[slot.name for slot in bucket.layout.slots] for bucket in unit._shardc_unit.buckets]
 
 
-@pytest.mark.parametrize("way", ["uncompiled", "eager", "inductor", "blocks"])
+@pytest.mark.parametrize("way", ["uncompiled", "eager", "blocks"])
 @on_ranks(2)
 def test_parity_with_vectors_of_blocks_in_a_bucket_of_the_models(mesh, way):
     plain, model = seeded(Stack), _as_on_a_gpu(mesh, least=1)
@@ -83,8 +82,8 @@ def test_parity_with_vectors_of_blocks_in_a_bucket_of_the_models(mesh, way):
     vectors = [name for name, param in plain.named_parameters() if param.ndim < 2]
     assert len(vectors) == 6 and _names(units[""]) == [["embed.weight", "head.weight"], vectors]
     call = model
-    if way in ("eager", "inductor"):
-        call = compiled(model, way, fullgraph=True)
+    if way == "eager":
+        call = compiled(model, fullgraph=True)
     elif way == "blocks":
         for layer in model.layers:
             layer.compile(backend="shardc", options={"executor": "eager"})

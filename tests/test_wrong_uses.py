@@ -1,7 +1,5 @@
 """Wrong uses: each is refused at once, by name, value and way out, and nothing has changed."""
 
-import functools
-
 import numpy as np
 import pytest
 import safetensors.torch
@@ -69,7 +67,7 @@ def _check(use, model, error, words):
 
 
 def _with(**kwargs):
-    return lambda model, mesh: fully_shard(model, **{"mesh": mesh, **kwargs})
+    return lambda model: fully_shard(model, **kwargs)
 
 
 def _mp(**kwargs):
@@ -82,29 +80,24 @@ _UNITS = "'auto', a module class, a tuple of classes, a callable or None"
 _PROFILE = "must be a Profile, a text or None"
 
 ON_PLAIN = {
-    "nothing": (lambda m, mesh: fully_shard(None), TypeError, [_NOT_A_MODULE + "None"]),
-    "a name": (lambda m, mesh: fully_shard("model"), TypeError, [_NOT_A_MODULE + "'model'"]),
-    "a class": (
-        lambda m, mesh: fully_shard(nn.Linear), TypeError, [_NOT_A_MODULE + "the class Linear"],
-    ),
+    "a name": (lambda m: fully_shard("model"), TypeError, [_NOT_A_MODULE + "'model'"]),
+    "a class": (lambda m: fully_shard(nn.Linear), TypeError, [_NOT_A_MODULE + "the class Linear"]),
     "sparse": (
-        lambda m, mesh: fully_shard(nn.ModuleDict({"e": nn.Embedding(4, 4, sparse=True)})),
+        lambda m: fully_shard(nn.ModuleDict({"e": nn.Embedding(4, 4, sparse=True)})),
         NotImplementedError, ["'e.weight'", "Embedding", "set sparse=False", "ignored_params"],
     ),
     "sparse bag": (
-        lambda m, mesh: fully_shard(nn.EmbeddingBag(4, 4, sparse=True)), NotImplementedError,
+        lambda m: fully_shard(nn.EmbeddingBag(4, 4, sparse=True)), NotImplementedError,
         ["'weight'", "EmbeddingBag", "set sparse=False", "ignored_params"],
     ),
     "max_norm": (
-        lambda m, mesh: fully_shard(nn.Embedding(4, 4, max_norm=1.0)), NotImplementedError,
+        lambda m: fully_shard(nn.Embedding(4, 4, max_norm=1.0)), NotImplementedError,
         ["'weight'", "max_norm=1.0", "writes to the table", "ignored_params"],
     ),
-    "no modules": (lambda m, mesh: fully_shard([]), ValueError, ["module", "got []"]),
-    "mesh=str": (_with(mesh="cpu"), TypeError, ["mesh must be a DeviceMesh or None, got 'cpu'"]),
-    "mesh=int": (_with(mesh=2), TypeError, ["mesh must be a DeviceMesh", "got 2"]),
+    "no modules": (lambda m: fully_shard([]), ValueError, ["module", "got []"]),
     "mesh=group": (
-        lambda m, mesh: fully_shard(m, mesh=dist.group.WORLD), TypeError,
-        ["mesh must be a DeviceMesh", "ProcessGroup"],
+        lambda m: fully_shard(m, mesh=dist.group.WORLD), TypeError,
+        ["mesh must be a DeviceMesh or None, got", "ProcessGroup"],
     ),
     "dp_mesh_dims=str": (
         _with(dp_mesh_dims="dp"), ValueError, ["dp_mesh_dims", "DataParallelMeshDims", "'dp'"],
@@ -113,13 +106,10 @@ ON_PLAIN = {
         _with(reshard_after_forward="yes"), TypeError,
         ["reshard_after_forward must be True, False, None or a divisor", "got 'yes'"],
     ),
-    "reshard=float": (_with(reshard_after_forward=1.5), TypeError, ["reshard_", "got 1.5"]),
     "reshard=3": (_with(reshard_after_forward=3), ValueError, ["of the world size 1, got 3"]),
     "mp=dtype": (
         _with(mp_policy=torch.bfloat16), TypeError, ["mp_policy", "a MixedPrec", "torch.bfloat16"],
     ),
-    "mp=int8": (_mp(param_dtype=torch.int8), ValueError, ["param_dtype must be", "torch.int8"]),
-    "mp=str": (_mp(param_dtype="bf16"), TypeError, ["param_dtype must be", "'bf16'"]),
     "mp=complex": (_mp(reduce_dtype=torch.complex64), ValueError, ["reduce_dtype", "complex64"]),
     "mp=float8": (
         _mp(param_dtype=torch.float8_e4m3fn), ValueError,
@@ -131,9 +121,6 @@ ON_PLAIN = {
     ),
     "mp=buffers": (_mp(buffer_dtype="bf16"), TypeError, ["buffer_dtype must be", "'bf16'"]),
     "offload=True": (_with(offload_policy=True), TypeError, ["offload_policy", "got True"]),
-    "offload=class": (
-        _with(offload_policy=CPUOffloadPolicy), TypeError, ["offload_policy", "CPUOffloadPolicy"],
-    ),
     "offload pins": (
         _with(offload_policy=CPUOffloadPolicy(pin_memory="no")), TypeError, ["pin_memory", "'no'"],
     ),
@@ -155,11 +142,9 @@ ON_PLAIN = {
     "units='Auto'": (_with(units="Auto"), ValueError, ["units must be", _UNITS, "'Auto'"]),
     "units=5": (_with(units=5), TypeError, ["units must be", _UNITS, "got 5"]),
     "units=()": (_with(units=()), ValueError, ["units must be", _UNITS, "got ()"]),
-    "units=list": (_with(units=[nn.Linear]), TypeError, ["units must be", _UNITS, "Linear"]),
     "units=absent": (
         _with(units=nn.Conv2d), ValueError, ["units=the class Conv2d", "it has Linear, Sequential"],
     ),
-    "units=int": (_with(units=int), ValueError, ["units=the class int", "it has Linear"]),
     "units gives str": (_with(units=lambda m: "yes"), TypeError, ["units=", "Linear", "'yes'"]),
     "units gives option": (
         _with(units=lambda m: {"reshard": True}), ValueError, ["'reshard'; known: reshard_after"],
@@ -173,68 +158,63 @@ ON_PLAIN = {
         ["sync_module_states must be True or False, got 'no'"],
     ),
     "describe": (
-        lambda m, mesh: shardc.describe(m), ValueError, ["describe", "Sequential", "fully_shard"],
+        lambda m: shardc.describe(m), ValueError, ["describe", "Sequential", "fully_shard"],
     ),
-    "units_of": (lambda m, mesh: shardc.units_of(5), TypeError, ["model must be a Module, got 5"]),
-    "report": (lambda m, mesh: shardc.report(None), ValueError, ["report", "None", "fully_shard"]),
-    "materialize": (
-        lambda m, mesh: shardc.materialize(5), TypeError, ["model must be a Module, got 5"],
-    ),
+    "units_of": (lambda m: shardc.units_of(5), TypeError, ["model must be a Module, got 5"]),
+    "report": (lambda m: shardc.report(None), ValueError, ["report", "None", "fully_shard"]),
+    "materialize": (lambda m: shardc.materialize(5), TypeError, ["model must be a Module, got 5"]),
     "materialize by 5": (
-        lambda m, mesh: shardc.materialize(m, init_fn=5), TypeError, ["init_fn", "got 5"],
+        lambda m: shardc.materialize(m, init_fn=5), TypeError, ["init_fn", "got 5"],
     ),
     "summon": (
-        lambda m, mesh: shardc.summon_full_params(5), TypeError, ["module must be a Module, got 5"],
+        lambda m: shardc.summon_full_params(5), TypeError, ["module must be a Module, got 5"],
     ),
     "forward method": (
-        lambda m, mesh: shardc.register_fsdp_forward_method(m, "nope"), ValueError,
+        lambda m: shardc.register_fsdp_forward_method(m, "nope"), ValueError,
         ["method_name", "Sequential has no method 'nope'"],
     ),
     "same values": (
-        lambda m, mesh: shardc.check_same_values(5), TypeError, ["model must be a Module, got 5"],
+        lambda m: shardc.check_same_values(5), TypeError, ["model must be a Module, got 5"],
     ),
     "same values on": (
-        lambda m, mesh: shardc.check_same_values(m, mesh="x"), TypeError, ["mesh must be", "'x'"],
+        lambda m: shardc.check_same_values(m, mesh="x"), TypeError, ["mesh must be", "'x'"],
     ),
-    "calibrate": (lambda m, mesh: shardc.calibrate(5), TypeError, ["mesh must be", "got 5"]),
+    "calibrate": (lambda m: shardc.calibrate(5), TypeError, ["mesh must be", "got 5"]),
     "hybrid_mesh 0": (
-        lambda m, mesh: shardc.hybrid_mesh(0), ValueError, ["devices_per_node", "at least 1"],
-    ),
-    "hybrid_mesh str": (
-        lambda m, mesh: shardc.hybrid_mesh("x"), TypeError, ["devices_per_node", "got 'x'"],
+        lambda m: shardc.hybrid_mesh(0), ValueError, ["devices_per_node", "at least 1"],
     ),
     "get_profile": (
-        lambda m, mesh: shardc.get_profile(None), TypeError, ["name must be a text, got None"],
+        lambda m: shardc.get_profile(None), TypeError, ["name must be a text, got None"],
     ),
-    "set_profile": (lambda m, mesh: shardc.set_profile(5), TypeError, [_PROFILE, "got 5"]),
+    "set_profile": (lambda m: shardc.set_profile(5), TypeError, [_PROFILE, "got 5"]),
     "set_profile name": (
-        lambda m, mesh: shardc.set_profile("x"), ValueError, ["unknown profile 'x'", "h100-ib"],
+        lambda m: shardc.set_profile("x"), ValueError, ["unknown profile 'x'", "h100-ib"],
     ),
     "share_comm_ctx": (
-        lambda m, mesh: shardc.share_comm_ctx([m]), ValueError,
+        lambda m: shardc.share_comm_ctx([m]), ValueError,
         ["modules must have been given to fully_shard", "modules[0] is a Sequential module"],
     ),
     "share_comm_ctx 5": (
-        lambda m, mesh: shardc.share_comm_ctx(5), TypeError, ["share_comm_ctx: modules", "got 5"],
+        lambda m: shardc.share_comm_ctx(5), TypeError, ["share_comm_ctx: modules", "got 5"],
     ),
     "compare": (
-        lambda m, mesh: shardc.compare_with_profile(m, "x.json"), TypeError,
+        lambda m: shardc.compare_with_profile(m, "x.json"), TypeError,
         ["record must be a Record, got a Sequential module"],
     ),
-    "explain": (lambda m, mesh: shardc.explain(5), TypeError, ["model must be a Module, got 5"]),
+    "explain": (lambda m: shardc.explain(5), TypeError, ["model must be a Module, got 5"]),
     "explain on": (
-        lambda m, mesh: shardc.explain(m, world_size="4"), TypeError,
+        lambda m: shardc.explain(m, world_size="4"), TypeError,
         ["world_size must be a whole number of at least 1 or None, got '4'"],
     ),
     "model state": (
-        lambda m, mesh: shardc.get_model_state_dict(5), TypeError, ["model must be", "got 5"],
+        lambda m: shardc.get_model_state_dict(5), TypeError, ["model must be", "got 5"],
     ),
     "rekey": (
-        lambda m, mesh: shardc.rekey_optimizer_state_dict({}, "idx", m), ValueError,
+        lambda m: shardc.rekey_optimizer_state_dict({}, "idx", m), ValueError,
         ["keys must be 'names' or 'ids', got 'idx'"],
     ),
     "rekey nothing": (
-        lambda m, mesh: shardc.rekey_optimizer_state_dict({}, "ids", m), ValueError,
+        lambda m: shardc.rekey_optimizer_state_dict({}, "ids", m), ValueError,
         ["state_dict has no 'state', got []", "optimizer.state_dict()"],
     ),
 }  # fmt: skip
@@ -244,7 +224,7 @@ ON_PLAIN = {
 @on_ranks(1)
 def test_on_a_plain_model(mesh, case):
     use, error, words = ON_PLAIN[case]
-    _check(functools.partial(use, mesh=mesh), _build(), error, words)
+    _check(use, _build(), error, words)
 
 
 def _sgd(model):
@@ -271,14 +251,8 @@ ON_SHARDED = {
         lambda m: m.set_gradient_divide_factor(0), ValueError,
         ["set_gradient_divide_factor: factor must be a positive finite number, got 0"],
     ),
-    "divide nan": (
-        lambda m: m.set_gradient_divide_factor(float("nan")), ValueError, ["factor", "got nan"],
-    ),
     "divide inf": (
         lambda m: m.set_gradient_divide_factor(float("inf")), ValueError, ["factor", "got inf"],
-    ),
-    "divide str": (
-        lambda m: m.set_gradient_divide_factor("x"), TypeError, ["factor", "got 'x'"],
     ),
     "divide True": (
         lambda m: m.set_gradient_divide_factor(True), TypeError, ["factor", "got True"],
@@ -311,9 +285,6 @@ ON_SHARDED = {
     "buffers 2.5": (
         lambda m: m.set_reduce_scatter_max_input_buffers(2.5), TypeError,
         ["max_input_buffers must be a whole number of at least 1, got 2.5"],
-    ),
-    "buffers str": (
-        lambda m: m.set_reduce_scatter_max_input_buffers("x"), TypeError, ["got 'x'"],
     ),
     "hook": (
         lambda m: m.set_all_reduce_hook(5), TypeError,
@@ -368,10 +339,6 @@ ON_SHARDED = {
         lambda m: shardc.get_model_state_dict(m, options="full"), TypeError,
         ["options must be a StateDictOptions or None, got 'full'"],
     ),
-    "forward method": (
-        lambda m: shardc.register_fsdp_forward_method(m, "training"), ValueError,
-        ["Sequential has no method 'training'"],
-    ),
     "summon": (
         lambda m: shardc.summon_full_params(m, writeback="no"), TypeError,
         ["summon_full_params: writeback must be True or False, got 'no'"],
@@ -415,11 +382,6 @@ OF_PARAMETERS = {
         _strictly(lambda m: m[0].weight.median()), NotImplementedError,
         ["aten.median.default", f"(called at {__file__}:", "Call .full_tensor() (on every rank)"],
     ),
-    "einsum": (
-        _strictly(lambda m: torch.einsum("ij,kj->ik", m[0].weight, m[0].weight)),
-        NotImplementedError,
-        ["aten.permute", f"(called at {__file__}:", "Call .full_tensor()"],
-    ),
     "DDP": (
         lambda m: nn.parallel.DistributedDataParallel(m), NotImplementedError,
         ["aten.cat.default", "torch.distributed.utils._sync", _HERE, "(replicate, shard)"],
@@ -436,12 +398,9 @@ OF_PARAMETERS = {
         _strictly(lambda m: nn.utils.parameters_to_vector(m.parameters())), NotImplementedError,
         ["aten.cat", "parameters_to_vector", _HERE, "with shardc.summon_full_params(model)"],
     ),
-    "numpy": (
-        lambda m: m[0].weight.detach().numpy(), RuntimeError,
-        [".numpy() is not supported on a ShardTensor of shape (6, 4)", "Call .full_tensor()"],
-    ),
     "asarray": (
-        lambda m: np.asarray(m[0].weight.detach()), RuntimeError, [".numpy()", ".full_tensor()"],
+        lambda m: np.asarray(m[0].weight.detach()), RuntimeError,
+        [".numpy() is not supported on a ShardTensor of shape (6, 4)", "Call .full_tensor()"],
     ),
     "tolist": (
         lambda m: m[0].weight.tolist(), RuntimeError,
@@ -465,10 +424,6 @@ OF_PARAMETERS = {
         lambda m: nn.utils.parametrizations.weight_norm(m[0]), NotImplementedError,
         ["'weight' of Linear is sharded", "before fully_shard"],
     ),
-    "old weight_norm": (
-        lambda m: nn.utils.weight_norm(m[0]), NotImplementedError,
-        ["'weight' of Linear is sharded", "before fully_shard"],
-    ),
     "old spectral_norm": (
         lambda m: nn.utils.spectral_norm(m[0]), NotImplementedError,
         ["'weight' of Linear is sharded", "before fully_shard"],
@@ -490,60 +445,47 @@ OF_PARAMETERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", OF_PARAMETERS)
-@on_ranks(1)
-def test_on_sharded_parameters(mesh, case):
-    use, error, words = OF_PARAMETERS[case]
-    _check(use, _sharded(mesh), error, words)
-
-
-@pytest.mark.parametrize("case", ON_SHARDED)
+@pytest.mark.parametrize("case", [*ON_SHARDED, *OF_PARAMETERS])
 @on_ranks(1)
 def test_on_a_sharded_model(mesh, case):
-    use, error, words = ON_SHARDED[case]
+    use, error, words = (ON_SHARDED | OF_PARAMETERS)[case]
     _check(use, _sharded(mesh), error, words)
 
 
-OPTIONS = {
-    "executor": ("x", ValueError, "must be 'inductor' or 'eager', got 'x'"),
-    "excutor": ("eager", ValueError, "unknown shardc option 'excutor'; did you mean 'executor'?"),
-    "fallback": ("no", TypeError, "must be True or False, got 'no'"),
-    "fold": ("x", TypeError, "must be True or False, got 'x'"),
-    "inductor": (5, TypeError, "must be a dict of settings of torch._inductor.config, got 5"),
-    "schedule": ("off", TypeError, "must be True or False, got 'off'"),
-    "profile": (5, TypeError, f"{_PROFILE}, got 5"),
-    "prefetch": (True, TypeError, "must be 'auto' or a count of units, got True"),
-    "backward_prefetch": ("PRE", ValueError, "must be 'auto', 'pre', 'post' or None, got 'PRE'"),
-    "coalesce": ("x", TypeError, "must be True, False or None, got 'x'"),
-    "memory_budget": ([1], TypeError, "'70GB' or '16GiB', or a fraction"),
-    "optimizer_states": (-2, ValueError, "must be a number of at least 0, got -2"),
-    "agreement_timeout": (-1, ValueError, "must be a positive number of seconds or None, got -1"),
-}
+OPTIONS = [
+    ({"executor": "x"}, ValueError, "'executor' must be 'inductor' or 'eager', got 'x'"),
+    ({"excutor": "eager"}, ValueError, "option 'excutor'; did you mean 'executor'?"),
+    ({5: 1}, ValueError, "unknown shardc option 5 (known: executor, "),
+    (["fold"], TypeError, "options must be a dict or None, got ['fold']"),
+    ({"fallback": "no"}, TypeError, "'fallback' must be True or False, got 'no'"),
+    ({"fold": "x"}, TypeError, "'fold' must be True or False, got 'x'"),
+    ({"inductor": 5}, TypeError, "'inductor' must be a dict of settings of torch._inductor.config"),
+    ({"inductor": {"max_autotun": 1}}, ValueError, "did you mean 'max_autotune'?"),
+    ({"schedule": "off"}, TypeError, "'schedule' must be True or False, got 'off'"),
+    ({"profile": 5}, TypeError, f"'profile' {_PROFILE}, got 5"),
+    ({"prefetch": True}, TypeError, "'prefetch' must be 'auto' or a count of units, got True"),
+    (
+        {"backward_prefetch": "PRE"}, ValueError,
+        "'backward_prefetch' must be 'auto', 'pre', 'post' or None, got 'PRE'",
+    ),
+    ({"coalesce": "x"}, TypeError, "'coalesce' must be True, False or None, got 'x'"),
+    ({"memory_budget": [1]}, TypeError, "'70GB' or '16GiB', or a fraction"),
+    ({"memory_budget": "0GB"}, ValueError, "got '0GB'"),
+    ({"memory_budget": "10XB"}, ValueError, "got '10XB'"),
+    ({"memory_budget": True}, TypeError, "got True"),
+    ({"memory_budget": 10, "schedule": False}, ValueError, "needs schedule=True, not False"),
+    ({"optimizer_states": -2}, ValueError, "'optimizer_states' must be a number of at least 0"),
+    ({"optimizer_states": "adam"}, TypeError, "a number of at least 0, got 'adam'"),
+    (
+        {"agreement_timeout": -1}, ValueError,
+        "'agreement_timeout' must be a positive number of seconds or None, got -1",
+    ),
+    ({"agreement_timeout": "x"}, TypeError, "a positive number of seconds or None, got 'x'"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options(name):
-    value, error, words = OPTIONS[name]
-    with pytest.raises(error) as caught:
-        Options.parse({name: value})
-    assert name in str(caught.value) and words in str(caught.value), caught.value
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({5: 1}, ValueError, "unknown shardc option 5 (known: executor, "),
-        (["fold"], TypeError, "options must be a dict or None, got ['fold']"),
-        ({"optimizer_states": "adam"}, TypeError, "a number of at least 0, got 'adam'"),
-        ({"agreement_timeout": "x"}, TypeError, "a positive number of seconds or None, got 'x'"),
-        ({"inductor": {"max_autotun": 1}}, ValueError, "did you mean 'max_autotune'?"),
-        ({"memory_budget": "0GB"}, ValueError, "got '0GB'"),
-        ({"memory_budget": "10XB"}, ValueError, "got '10XB'"),
-        ({"memory_budget": True}, TypeError, "got True"),
-        ({"memory_budget": 10, "schedule": False}, ValueError, "needs schedule=True, not False"),
-    ],
-)
-def test_options_together(options, error, words):
+@pytest.mark.parametrize(("options", "error", "words"), OPTIONS)
+def test_options(options, error, words):
     with pytest.raises(error) as caught:
         Options.parse(options)
     assert words in str(caught.value), caught.value
