@@ -267,7 +267,7 @@ def test_inductor_keeps_the_copies(mesh):
     def gradients(**options):
         torch._dynamo.reset()
         graph_plans.clear()
-        model = seeded(lambda: Gated(2))
+        model = seeded(lambda: Gated(3))
         fully_shard(model, mesh=mesh, units="auto")
         options |= {"profile": PROFILE, "offload_activations": False}
         call = torch.compile(model, backend="shardc", options=options)

@@ -60,7 +60,7 @@ def _micro_batch(seed, rank):
 
 @on_ranks(2)
 def test_two_hundred_random_steps(mesh):
-    plain, model = seeded(Interrupted), sharded(seeded(Interrupted), mesh)
+    plain, model = seeded(lambda: Interrupted(3)), sharded(seeded(lambda: Interrupted(3)), mesh)
     ways, choice, rank = _ways(model), random.Random(0), mesh.get_local_rank()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (plain, model)]
     done = set()
