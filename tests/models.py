@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from shardc import ShardTensor, fully_shard
+from shardc import ShardedModule, ShardTensor, fully_shard
 from shardc.passes.estimate.hardware import Link, Profile
 from shardc.runtime import compat
 from shardc.runtime.comm import collectives, table_rows
@@ -113,6 +113,19 @@ def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """`build()` under a fixed seed."""
     torch.manual_seed(seed)
     return build()
+
+
+def on_meta(build: Callable[[], nn.Module] = Stack) -> nn.Module:
+    """`build()` without values."""
+    with torch.device("meta"):
+        return build()
+
+
+def is_unsharded(module: nn.Module) -> bool:
+    """Whether nothing of it is sharded."""
+    return not any(isinstance(p, ShardTensor) for p in module.parameters()) and not any(
+        isinstance(m, ShardedModule) for m in module.modules()
+    )
 
 
 def shard_all(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
@@ -242,6 +255,19 @@ def mean_over_ranks(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """The mean of a plain tensor over the ranks of `mesh`."""
     group = compat.group_name(mesh.get_group())
     return collectives.all_reduce(tensor.detach().contiguous(), "sum", group) / mesh.size()
+
+
+def check_gradients(
+    plain: nn.Module, sharded: nn.Module, mesh: DeviceMesh, **tolerances: float
+) -> None:
+    """Each gradient is the mean over ranks of the plain model's, and missing where that is."""
+    for (name, p), q in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(
+                full(q.grad), mean_over_ranks(p.grad, mesh),
+                msg=lambda m, name=name: f"gradient of {name}: {m}", **tolerances,
+            )  # fmt: skip
 
 
 def check_parity(

@@ -3,13 +3,14 @@
 import contextlib
 import functools
 import gc
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
 from models import Stack as TwoBlocks
-from models import Wire, compiled, full, mean_over_ranks, seeded, tokens
+from models import Wire, check_gradients, compiled, full, seeded, tokens
 from ranks import mesh_of, on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -25,11 +26,20 @@ def _loss(call, seed, mesh):
 
 
 def _check_and_drop_gradients(plain, model, mesh):
-    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
-        want = mean_over_ranks(p.grad, mesh)
-        torch.testing.assert_close(full(q.grad), want, rtol=1e-4, atol=1e-6, msg=name)
+    check_gradients(plain, model, mesh, rtol=1e-4, atol=1e-6)
     plain.zero_grad()
     model.zero_grad()
+
+
+LATER = pytest.mark.parametrize(
+    ("later", "shape"),
+    [("set_requires_gradient_sync", (2,)), ("set_requires_all_reduce", (2, 1))],
+)
+"""What makes gradients wait, and a mesh on which it does."""
+
+
+def _mesh(shape):
+    return mesh_of("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
 def _grads(model):
@@ -71,11 +81,19 @@ class Recomputing(nn.Module):
         return (x * self.shift - self.embed(targets)).square().mean()
 
 
-@pytest.mark.parametrize("later", ["set_requires_gradient_sync", "set_requires_all_reduce"])
-@pytest.mark.parametrize("executor", ["eager", "inductor", None])
+@pytest.mark.parametrize(
+    ("executor", "later"),
+    [
+        ("eager", "set_requires_gradient_sync"),
+        ("eager", "set_requires_all_reduce"),
+        ("inductor", "set_requires_all_reduce"),
+        (None, "set_requires_gradient_sync"),
+        (None, "set_requires_all_reduce"),
+    ],
+)
 @on_ranks(4)
 def test_what_waits_is_added_once_however_often_a_bucket_is_read(mesh, executor, later):
-    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    grid = _mesh((2, 2))
     plain, model = seeded(Recomputing), fully_shard(seeded(Recomputing), mesh=grid)
     call = compiled(model, executor, fullgraph=True) if executor else model
     for _ in range(2):
@@ -102,11 +120,10 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False).square().mean()
 
 
-@pytest.mark.parametrize("later", ["set_requires_gradient_sync", "set_requires_all_reduce"])
-@on_ranks(4)
-def test_a_checkpoint_around_a_block_compiled_alone(mesh, later):
-    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    plain, model = seeded(Checkpointed), fully_shard(seeded(Checkpointed), mesh=grid)
+@LATER
+@on_ranks(2)
+def test_a_checkpoint_around_a_block_compiled_alone(mesh, later, shape):
+    plain, model = seeded(Checkpointed), fully_shard(seeded(Checkpointed), mesh=_mesh(shape))
     model.block.compile(backend="shardc", options={"executor": "eager"})
     for _ in range(2):
         for seed, last in ((100, False), (200, False), (300, True), (400, True)):
@@ -128,14 +145,15 @@ class Reentrant(nn.Module):
         return checkpoint(self.second, x, use_reentrant=True).square().mean()
 
 
-@pytest.mark.parametrize("later", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+@LATER
 @pytest.mark.parametrize("executor", ["eager", None])
-@on_ranks(4)
-def test_a_reentrant_checkpoint_leaves_what_waits_to_the_backward_around_it(mesh, executor, later):
-    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+@on_ranks(2)
+def test_a_reentrant_checkpoint_leaves_what_waits_to_the_backward_around_it(
+    mesh, executor, later, shape
+):
     plain, model = seeded(Reentrant), seeded(Reentrant)
-    fully_shard(model.second, mesh=grid)
-    fully_shard(model, mesh=grid)
+    fully_shard(model.second, mesh=_mesh(shape))
+    fully_shard(model, mesh=_mesh(shape))
     for block in (model.first, model.second) if executor else ():
         block.compile(backend="shardc", options={"executor": executor})
     given = []
@@ -195,8 +213,7 @@ def test_a_bucket_that_the_last_micro_batch_does_not_use(mesh):
         call(x, False).backward()
         plain(x, True).backward()
         plain(x, False).backward()
-        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh))
+        _check_and_drop_gradients(plain, model, mesh)
 
 
 @pytest.mark.parametrize("executor", ["eager", None])
@@ -218,24 +235,6 @@ def test_what_waits_in_another_model_is_left_alone(mesh, executor):
     for seed in (1, 2):
         _loss(plain, seed, mesh).backward()
     _check_and_drop_gradients(plain, models[1], mesh)
-
-
-@pytest.mark.parametrize("executor", ["eager", "inductor"])
-@on_ranks(2)
-def test_a_backward_between_the_last_forward_and_its_own(mesh, executor):
-    """The order of a pipeline's stage, 1F1B: one forward more is under way than backwards."""
-    plain, model = seeded(Stack), fully_shard(seeded(Stack), mesh=mesh)
-    call = compiled(model, executor=executor)
-    for _ in range(2):
-        with model.no_sync():
-            _loss(call, 1, mesh).backward()
-            second = _loss(call, 2, mesh)
-        last = _loss(call, 3, mesh)
-        second.backward()
-        last.backward()
-        for seed in (1, 2, 3):
-            _loss(plain, seed, mesh).backward()
-        _check_and_drop_gradients(plain, model, mesh)
 
 
 @on_ranks(2)
@@ -322,29 +321,35 @@ def test_two_forwards_before_the_backwards_add_what_waits_once(mesh):
         loss.backward()
     for seed in (100, 200, 300):
         _loss(plain, seed, mesh).backward()
-    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh), msg=name)
+    _check_and_drop_gradients(plain, model, mesh)
     with model.no_sync():
         _loss(call, 100, mesh).backward()
     late = _loss(call, 200, mesh)
     model.zero_grad()
-    plain.zero_grad()
     late.backward()
     _loss(plain, 200, mesh).backward()
     _check_and_drop_gradients(plain, model, mesh)
+    for _ in range(2):  # of a pipeline's stage, 1F1B: a backward between a forward and its own
+        with model.no_sync():
+            _loss(call, 100, mesh).backward()
+            second = _loss(call, 200, mesh)
+        last = _loss(call, 300, mesh)
+        second.backward()
+        last.backward()
+        for seed in (100, 200, 300):
+            _loss(plain, seed, mesh).backward()
+        _check_and_drop_gradients(plain, model, mesh)
 
 
-@pytest.mark.parametrize("between", ["eager", None])
-@pytest.mark.parametrize("later", ["set_requires_gradient_sync", "set_requires_all_reduce"])
-@on_ranks(4)
-def test_a_gradient_that_waits_after_a_forward_took_those_before_it(mesh, later, between):
-    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    plain, model = seeded(Stack), sharded(seeded(Stack), grid)
-    call = compiled(model, "eager")
-    for late in (False, True):
+@LATER
+@on_ranks(2)
+def test_a_gradient_that_waits_after_a_forward_took_those_before_it(mesh, later, shape):
+    plain, model = seeded(Stack), sharded(seeded(Stack), _mesh(shape))
+    call = compiled(model)
+    for between, late in itertools.product((compiled(model), model), (False, True)):
         getattr(model, later)(False)
         _loss(call, 100, mesh).backward()
-        waiting = _loss(compiled(model, between) if between else model, 200, mesh)
+        waiting = _loss(between, 200, mesh)
         getattr(model, later)(True)
         took = _loss(call, 300, mesh)
         getattr(model, later)(False)
@@ -404,18 +409,10 @@ def _abandoned(model, call, took, mesh):
     return [100, 300]
 
 
-@pytest.mark.parametrize(
-    ("later", "shape"),
-    [
-        ("set_requires_gradient_sync", (2,)),
-        ("set_requires_gradient_sync", (2, 1)),
-        ("set_requires_all_reduce", (2, 1)),
-    ],
-)
+@LATER
 @on_ranks(2)
 def test_sums_that_a_forward_was_given_and_that_do_not_wait_any_more(mesh, later, shape):
-    grid = mesh_of("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    plain, model = seeded(Stack), sharded(seeded(Stack), grid)
+    plain, model = seeded(Stack), sharded(seeded(Stack), _mesh(shape))
     call = compiled(model)
     for then in (_reduced, _twice, _later_first, _discarded, _copied, _abandoned):
         getattr(model, later)(False)
@@ -428,15 +425,14 @@ def test_sums_that_a_forward_was_given_and_that_do_not_wait_any_more(mesh, later
 
 SETTERS_OF_REDUCTIONS = {
     "set_requires_all_reduce": (True, False),
-    "set_gradient_divide_factor": (4.0, 1.0),
+    "set_gradient_divide_factor": (2.0, 1.0),
 }
 
 
 @pytest.mark.parametrize("setter", SETTERS_OF_REDUCTIONS)
-@on_ranks(4)
+@on_ranks(2)
 def test_a_graph_finishes_its_reduction_as_its_forward_was_set(mesh, setter):
-    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    plain, model = seeded(Stack), sharded(seeded(Stack), grid)
+    plain, model = seeded(Stack), sharded(seeded(Stack), _mesh((2, 1)))
     call, change = compiled(model), functools.partial(getattr(model, setter), recurse=True)
     before, after = SETTERS_OF_REDUCTIONS[setter]
     change(before)
@@ -451,20 +447,10 @@ def test_a_graph_finishes_its_reduction_as_its_forward_was_set(mesh, setter):
         (first + _loss(call, 200, mesh)).backward()
 
 
-@on_ranks(2)
-def test_backwards_of_frozen_units_leave_nothing(mesh):
-    model = sharded(seeded(Stack), mesh)
-    model.layers.requires_grad_(False)
-    call = compiled(model)
-    for seed in (100, 200):
-        _loss(call, seed, mesh).backward()
-    assert all(not b.gradients._expected for b in model.layers[0]._shardc_unit.buckets)
-
-
 @pytest.mark.parametrize("executor", ["eager", None])
 @on_ranks(4)
 def test_reductions_over_copies_can_wait(mesh, executor):
-    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    grid = _mesh((2, 2))
     theirs, ours = fsdp2(seeded(Stack), grid), sharded(seeded(Stack), grid)
     buckets = [b for m in (ours, *ours.layers) for b in m._shardc_unit.buckets]
 
@@ -488,18 +474,16 @@ def test_reductions_over_copies_can_wait(mesh, executor):
 
 
 @pytest.mark.parametrize("executor", ["eager", None])
-@on_ranks(4)
+@on_ranks(2)
 def test_two_forwards_wait_to_be_reduced_over_copies(mesh, executor):
-    grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    plain, model = seeded(Stack), sharded(seeded(Stack), grid)
+    plain, model = seeded(Stack), sharded(seeded(Stack), _mesh((2, 1)))
     call = compiled(model, executor) if executor else model
     for run in (plain, call):
         model.set_requires_all_reduce(False)
         (_loss(run, 100, mesh) + _loss(run, 200, mesh)).backward()
         model.set_requires_all_reduce(True)
         _loss(run, 300, mesh).backward()
-    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh), msg=name)
+    _check_and_drop_gradients(plain, model, mesh)
 
 
 @pytest.mark.parametrize("sync", [True, False])

@@ -282,7 +282,7 @@ def _forget_addresses(store, rank, number):
     store.wait([f"shardc test, next {number}"])
 
 
-@pytest.mark.parametrize("executor", ["eager", "inductor", None])
+@pytest.mark.parametrize("executor", ["eager", None])
 def test_groups_one_after_the_other_on_one_store(executor):
     """As under torchrun: what ranks told each other in the first group is not read in the next."""
     results, port = FORKS.Queue(), free_port()

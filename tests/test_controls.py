@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
 from models import Stack as TwoBlocks
-from models import Wire, compiled, full, mean_over_ranks, seeded, tokens
+from models import Wire, check_gradients, compiled, full, mean_over_ranks, seeded, tokens
 from ranks import mesh_of, on_ranks
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 
 import shardc
 from shardc.runtime import compat
 from shardc.runtime.groups import communicators
 from shardc.runtime.groups.backends import backend_of
-from shardc.runtime.unit.bucket_spec import groups_for, spec_for
 
 Stack = functools.partial(TwoBlocks, 1)
 
@@ -43,9 +43,18 @@ def _units(model):
 
 @on_ranks(2)
 def test_equal_bits_with_fsdp2(mesh):
+    """And a flag costs one compile a combination."""
     theirs, ours = _both(mesh)
     call = compiled(ours, fullgraph=True)
+    counters.clear()
     check_against_fsdp2(theirs, ours, call, _step, tolerance=0)
+    assert counters["stats"]["unique_graphs"] == 1
+    for _ in range(3):
+        for sync in (False, True):
+            ours.set_requires_gradient_sync(sync)
+            _loss(call, 1).backward()
+        ours.zero_grad()
+    assert counters["stats"]["unique_graphs"] == 3  # without sync; with what waited
 
 
 @pytest.mark.parametrize("executor", ["eager", None])
@@ -136,8 +145,7 @@ def test_communication_of_ones_own(mesh, executor):
     Gather.calls = Scatter.calls = 0
     _loss(compiled(ours, executor) if executor else ours, 1).backward()
     _loss(plain, 1).backward()
-    for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh))
+    check_gradients(plain, ours, mesh)
     assert Gather.calls >= 2 and Scatter.calls == 2
 
 
@@ -163,17 +171,20 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("executor", ["eager", None])
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(
+    ("executor", "cases"),
+    [("eager", ("shape", "gather", "scatter", "hook")), (None, tuple(WRONG))],
+    ids=["eager", "None"],
+)
 @on_ranks(2)
-def test_what_objects_of_the_user_give_is_checked(mesh, wrong, executor):
-    setter, thing, message = WRONG[wrong]
-    model = sharded(seeded(Stack), mesh)
-    call = compiled(model, executor) if executor else model
-    getattr(model, setter)(thing, recurse=True)
-    with pytest.raises(Exception, match=message):
-        _loss(call, 1).backward()
-    assert all(p.grad is None for p in model.parameters())
+def test_what_objects_of_the_user_give_is_checked(mesh, executor, cases):
+    for setter, thing, message in map(WRONG.get, cases):
+        model = sharded(seeded(Stack), mesh)
+        call = compiled(model, executor) if executor else model
+        getattr(model, setter)(thing, recurse=True)
+        with pytest.raises(Exception, match=message):
+            _loss(call, 1).backward()
+        assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("executor", ["eager", None])
@@ -270,7 +281,7 @@ def test_reshard_after_forward_can_change(mesh):
     for value in (False, True):
         model.set_reshard_after_forward(value)
         assert first._shardc_unit.settings.reshard_after_forward is value
-        _loss(compiled(model), 1).backward()
+        _loss(model, 1).backward()
     first.set_reshard_after_forward(False, recurse=False)
     assert model._shardc_unit.settings.reshard_after_forward is True
     with pytest.raises(ValueError, match="divisor of the world size 2"):
@@ -298,21 +309,6 @@ def test_unshard_before_the_forward(mesh):
         model.layers[0].unshard()
         _loss(call, 1).backward()  # which frees it
         assert not any(b.gathered.is_held for b in model.layers[0]._shardc_unit.buckets)
-
-
-@on_ranks(2)
-def test_a_flag_costs_one_compile_a_combination(mesh):
-    from torch._dynamo.utils import counters
-
-    model = sharded(seeded(Stack), mesh)
-    call = compiled(model, fullgraph=True)
-    counters.clear()
-    for _ in range(3):
-        for sync in (False, True):
-            model.set_requires_gradient_sync(sync)
-            _loss(call, 1).backward()
-        model.zero_grad()
-    assert counters["stats"]["unique_graphs"] == 2  # without sync; with what waited
 
 
 @on_ranks(2)
@@ -351,28 +347,6 @@ def test_another_name_of_a_group(mesh):
 
 
 @on_ranks(2)
-def test_a_spec_is_computed_and_nothing_made(mesh):
-    model = sharded(seeded(Stack), mesh)
-    bucket = model._shardc_unit.buckets[0]
-    groups = groups_for(bucket)
-    before = spec_for(bucket, groups)
-    assert before == bucket.key.code
-    bucket.settings.sync = False  # not by a control, which also makes what the spec names
-    spec = spec_for(bucket, groups)
-    assert spec != before and spec.extras == ("sink",) and bucket.gradients.waiting.sink is None
-    model.set_requires_gradient_sync(False)
-    assert bucket.key.code == spec and bucket.gradients.waiting.sink is not None
-
-
-class _Comm:
-    def allocate(self, size, *, dtype, device):
-        raise AssertionError("it is set only")
-
-    def __call__(self, *args, **kwargs):
-        raise AssertionError("it is set only")
-
-
-@on_ranks(2)
 def test_memory_that_a_backend_has_not(mesh):
     model = sharded(seeded(Stack), mesh)
     bucket = model._shardc_unit.buckets[0]
@@ -380,9 +354,9 @@ def test_memory_that_a_backend_has_not(mesh):
     model.set_allocate_memory_from_process_group_for_comm(True, recurse=True)
     assert bucket.settings.memory == "group" and bucket.key.code == before  # gloo has no allocator
     with pytest.raises(ValueError, match="allocates its buffers by itself"):
-        model.set_custom_all_gather(_Comm())
+        model.set_custom_all_gather(Gather())
     model.set_allocate_memory_from_process_group_for_comm(False, recurse=True)
-    model.set_custom_reduce_scatter(_Comm())
+    model.set_custom_reduce_scatter(Scatter())
     with pytest.raises(ValueError, match="allocates its buffers by itself"):
         model.set_allocate_memory_from_process_group_for_comm(True)
     model.set_custom_reduce_scatter(None)
@@ -421,7 +395,7 @@ def test_every_method_of_fsdp2_is_there(mesh):
     model.set_is_last_backward(False)
     model.set_post_optim_event(torch.Event("cpu"))
     plain = seeded(Stack)
-    torch.testing.assert_close(_loss(compiled(model), 1), _loss(plain, 1))
+    torch.testing.assert_close(_loss(model, 1), _loss(plain, 1))
 
 
 @on_ranks(2)
@@ -440,8 +414,7 @@ def test_backwards_without_sync_are_finalized_by_hand(mesh):
         model.set_requires_gradient_sync(True)
         handle = model.finalize_backward(async_op=True)
         handle.wait()
-        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh))
+        check_gradients(plain, model, mesh)
     with pytest.raises(RuntimeError, match="finalize_backward\\(\\) is for the outermost"):
         model.layers[0].finalize_backward()
 
@@ -453,6 +426,8 @@ def test_a_step_that_was_interrupted(mesh):
     def stop(grad):
         raise KeyboardInterrupt
 
+    with pytest.raises(RuntimeError, match="outermost"):
+        model.layers[0].reset_iter_state()
     for call in (compiled(model), model):
         handle = model.layers[0].up.weight.register_hook(stop)
         with pytest.raises(KeyboardInterrupt):
@@ -472,5 +447,4 @@ def test_a_step_that_was_interrupted(mesh):
         plain.zero_grad()
         for run in (plain, call):
             _loss(run, 2).backward()
-        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh))
+        check_gradients(plain, model, mesh)

@@ -8,6 +8,7 @@ import time
 import warnings
 import weakref
 from dataclasses import replace
+from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ from models import (
     Choosing,
     CompiledMode,
     Stack,
+    check_gradients,
     check_parity,
     full,
     mean_over_ranks,
@@ -27,11 +29,12 @@ from models import (
 )
 from ranks import on_ranks
 from test_backend import Broken, Graphs
+from test_lifetime import Recomputed
 from test_memory import measured_peak
 from test_shard_tensor import strictly
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from shardc import fully_shard
 from shardc.runtime.comm import unshard
@@ -121,7 +124,7 @@ def test_gathered_ahead_and_again_for_the_backward(mesh):
     with Events() as events:
         for name, layer in model.layers.named_children():
             layer.register_forward_hook(lambda *_, n=name: events.log.append(("done", n)))
-        for number in range(3):
+        for number in range(2):
             events.log.clear()
             _step(model, model, number)
             assert events.of("start") == ["Stack", *UNITS, *UNITS[::-1]]
@@ -197,26 +200,6 @@ def test_a_gradient_is_dealt_out_while_the_backward_runs(mesh):
     assert "layers.2.up.weight" in seen[:begins] and "layers.0.up.weight" in seen[begins:]
 
 
-@on_ranks(2)
-def test_at_most_so_many_reductions_are_under_way(mesh):
-    model = sharded(seeded(lambda: Stack(8)), mesh)
-    reducing, under_way, most = unshard.reducing, [0], [0]
-
-    def counted(*args):
-        under_way[0] += 1
-        most[0] = max(most[0], under_way[0])
-        part = yield from reducing(*args)
-        under_way[0] -= 1
-        return part
-
-    with mock.patch("shardc.runtime.unit.backward_pass.reducing", counted):
-        for limit in (1, 2, 3, 4, 5, 8, 9, 20):
-            model.set_reduce_scatter_max_input_buffers(limit)
-            most[0] = 0
-            _step(model, model, limit)
-            assert (most[0], under_way[0]) == (min(limit, 9), 0)
-
-
 class Deep(nn.Module):
     def __init__(self):
         super().__init__()
@@ -271,11 +254,6 @@ def _compile_blocks(model):
     return model
 
 
-def _compile_one_block(model):
-    model.layers[1].compile(**OPTIONS)
-    return model
-
-
 def _wrap_blocks(model):
     model.layers = nn.ModuleList(torch.compile(layer, **OPTIONS) for layer in model.layers)
     return model
@@ -288,10 +266,8 @@ def _compile_model(model):
 
 MIXES = {
     "blocks compiled in place": (_compile_blocks, Stack),
-    "one block compiled": (_compile_one_block, Stack),
     "blocks wrapped": (_wrap_blocks, Stack),
     "breaks between blocks": (_compile_model, Broken),
-    "breaks in blocks": (_compile_model, BrokenInside),
     "breaks in compiled blocks": (_compile_blocks, BrokenInside),
 }
 
@@ -303,9 +279,10 @@ def test_a_bucket_is_gathered_once_for_all_pieces(mesh, mix):
     theirs = fsdp2(seeded(lambda: build(3)), mesh)
     ours = sharded(seeded(lambda: build(3)), mesh)
     pairs = list(zip(theirs.parameters(), ours.parameters(), strict=True))
+    counters.clear()
     prepare(ours)
     with Events() as events:
-        for number in range(4):
+        for number in range(3):
             events.log.clear()
             for model in (theirs, ours):
                 _step(model, model, number)
@@ -319,6 +296,8 @@ def test_a_bucket_is_gathered_once_for_all_pieces(mesh, mix):
                     p.sub_(0.1 * p.grad)
                     q.sub_(0.1 * q.grad)
                 p.grad = q.grad = None
+    if build is Stack:
+        assert counters["stats"]["unique_graphs"] == 1  # for all blocks
 
 
 class HalfCompiled(nn.Module):
@@ -346,15 +325,6 @@ def test_a_piece_takes_what_eager_code_has_gathered(mesh):
         check_parity(plain, model, model, lambda seed: {"x": x * (1 + seed % 7)}, mesh)
     assert [phase for phase, _ in graphs.seen] == ["forward", "backward"]
     assert not graphs.collectives("forward") + graphs.collectives("backward")
-
-
-@on_ranks(2)
-def test_blocks_compile_once(mesh):
-    counters.clear()
-    model = _compile_blocks(sharded(seeded(lambda: Stack(6)), mesh))
-    for number in range(3):
-        _step(model, model, number)
-    assert counters["stats"]["unique_graphs"] == 1
 
 
 # -- the order of gathers --------------------------------------------------------------------------
@@ -423,20 +393,6 @@ def test_a_unit_alone_or_a_part_of_one(mesh):
 
 
 @on_ranks(2)
-def test_prefetch_hints(mesh):
-    model = sharded(seeded(lambda: Stack(3)), mesh)
-    model.layers[0].set_modules_to_forward_prefetch([model.layers[1], model.layers[2]])
-    model.layers[2].set_modules_to_backward_prefetch([model.layers[1], model.layers[0]])
-    with Events() as events:
-        _step(model, model, 0)
-        log = [f"{event} {unit}" for event, unit in events.log if event != "reduce"]
-    forward, backward = log[:8], log[8:]
-    assert forward[4:6] == ["start layers.1", "start layers.2"], forward
-    assert backward == ["start layers.2", "wait layers.2", "start layers.1", "start layers.0",
-                        "wait layers.1", "wait layers.0"], backward  # fmt: skip
-
-
-@on_ranks(2)
 def test_micro_batches_that_stay_gathered(mesh):
     plain, model = seeded(lambda: Stack(3)), sharded(seeded(lambda: Stack(3)), mesh)
     model.set_reshard_after_backward(False)
@@ -446,9 +402,9 @@ def test_micro_batches_that_stay_gathered(mesh):
                 for run in (plain, model):
                     _step(run, run, micro_batch)
             assert len(events.of("start")) == (0 if micro_batch or step else 7), events.log
-        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        check_gradients(plain, model, mesh)
+        for p in plain.parameters():
             p.grad = mean_over_ranks(p.grad, mesh)
-            torch.testing.assert_close(full(q.grad), p.grad)
         for run in (plain, model):
             torch.optim.SGD(run.parameters(), lr=0.1).step()
             run.zero_grad()
@@ -469,28 +425,6 @@ class Half(Block):
         return self.up(self.norm(x)) if self.half else super().forward(x)
 
 
-@on_ranks(2)
-def test_a_parameter_that_only_another_rank_used_gets_its_gradient(mesh):
-    plain, model = seeded(Half), fully_shard(seeded(Half), mesh=mesh)
-    rank, x = mesh.get_local_rank(), torch.randn(3, 18)
-    plain.half = model.half = True
-    for run in (plain, model):
-        run(x).square().mean().backward()
-    assert model.down.weight.grad is None  # no rank used it
-    plain.half = model.half = bool(rank)
-    for p in plain.parameters():
-        p.grad = torch.zeros_like(p)
-    model.zero_grad()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for run in (plain, model):
-            run(x).square().mean().backward()
-    said = any("['down.weight'] are used on some ranks" in str(w.message) for w in caught)
-    assert said == bool(rank)
-    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh))
-
-
 class Syncs(CompiledMode):
     """Counts single values that the host reads."""
 
@@ -502,14 +436,27 @@ class Syncs(CompiledMode):
 
 
 @on_ranks(2)
-def test_the_host_does_not_wait_for_each_unused_parameter(mesh):
-    model = fully_shard(seeded(Half), mesh=mesh)
+def test_a_parameter_that_only_another_rank_used_gets_its_gradient(mesh):
+    plain, model = seeded(Half), fully_shard(seeded(Half), mesh=mesh)
+    rank, x = mesh.get_local_rank(), torch.randn(3, 18)
     model.half = True
-    loss = model(torch.randn(3, 18)).square().mean()
+    loss = model(x).square().mean()
     with Syncs() as syncs:
         loss.backward()
-    assert model.down.weight.grad is None and model.norm.weight.grad is not None
-    assert syncs.count == 0
+    assert syncs.count == 0  # the host does not wait for each parameter that is not used
+    assert model.down.weight.grad is None  # no rank used it
+    assert model.norm.weight.grad is not None
+    plain.half = model.half = bool(rank)
+    for p in plain.parameters():
+        p.grad = torch.zeros_like(p)
+    model.zero_grad()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for run in (plain, model):
+            run(x).square().mean().backward()
+    said = any("['down.weight'] are used on some ranks" in str(w.message) for w in caught)
+    assert said == bool(rank)
+    check_gradients(plain, model, mesh)
 
 
 @on_ranks(2)
@@ -534,35 +481,6 @@ def test_parameters_written_before_the_backward_are_found(mesh):
         loss.backward()
 
 
-class Recomputed(Stack):
-    def forward(self, tokens, targets):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return self.head(x).flatten(0, 1).logsumexp(-1).mean() + 0 * targets.sum()
-
-
-@on_ranks(2)
-def test_recomputation_gathers_once_more_and_ahead(mesh):
-    plain, model = seeded(lambda: Recomputed(3)), sharded(seeded(lambda: Recomputed(3)), mesh)
-    check_parity(plain, model, model, _batch, mesh)
-    with Events() as events:
-        _step(model, model, 0)
-    assert events.of("start") == ["Recomputed", *UNITS, *UNITS[::-1]]
-    first_reduce = next(i for i, (event, _) in enumerate(events.log) if event == "reduce")
-    assert events.log.index(("wait", "layers.2")) < first_reduce
-    assert ("start", "layers.1") in events.log[first_reduce - 2 : first_reduce], events.log
-    assert events.alive() == 0
-
-
-class Selective(Stack):
-    def forward(self, tokens, targets):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False, context_fn=_save_matmuls)
-        return self.head(x).flatten(0, 1).logsumexp(-1).mean() + 0 * targets.sum()
-
-
 def _save_matmuls():
     views = torch.ops.aten.view.default  # which the runtime takes too
     return create_selective_checkpoint_contexts(
@@ -570,14 +488,25 @@ def _save_matmuls():
     )
 
 
+class Selective(Recomputed):
+    """Its checkpoints do not see the runtime."""
+
+    contexts: ClassVar = {"context_fn": _save_matmuls}
+
+
+@pytest.mark.parametrize("build", [Recomputed, Selective])
 @on_ranks(2)
-def test_selective_checkpoints_do_not_see_the_runtime(mesh):
-    plain, model = seeded(lambda: Selective(3)), sharded(seeded(lambda: Selective(3)), mesh)
+def test_recomputation_gathers_once_more_and_ahead(mesh, build):
+    plain, model = seeded(lambda: build(3)), sharded(seeded(lambda: build(3)), mesh)
     check_parity(plain, model, model, _batch, mesh, steps=3)
     with Events() as events:
         _step(model, model, 0)
-    assert events.of("start") == ["Selective", *UNITS, *UNITS[::-1]]
+    assert events.of("start") == [build.__name__, *UNITS, *UNITS[::-1]]
     assert events.alive() == 0
+    if build is Recomputed:
+        first_reduce = next(i for i, (event, _) in enumerate(events.log) if event == "reduce")
+        assert events.log.index(("wait", "layers.2")) < first_reduce
+        assert ("start", "layers.1") in events.log[first_reduce - 2 : first_reduce], events.log
 
 
 @on_ranks(2)
@@ -630,19 +559,26 @@ class Failing(Stack):
         raise self.error("stop")
 
 
-@pytest.mark.parametrize("kind", ["uncompiled", "compiled blocks", "compiled"])
+WAYS_TO_STOP = [
+    ("forward", ValueError),
+    ("forward", KeyboardInterrupt),
+    ("backward", KeyboardInterrupt),
+    ("backward", ValueError),
+    ("abandoned", None),
+]
+
+
 @pytest.mark.parametrize(
-    "where, error",
+    ("kind", "ways"),
     [
-        ("forward", ValueError),
-        ("forward", KeyboardInterrupt),
-        ("backward", ValueError),
-        ("backward", KeyboardInterrupt),
-        ("abandoned", None),
+        ("uncompiled", WAYS_TO_STOP),
+        ("compiled blocks", WAYS_TO_STOP),
+        *(("compiled", [way]) for way in WAYS_TO_STOP[::2]),
     ],
+    ids=["uncompiled", "compiled blocks", *(f"compiled-{way}" for way, _ in WAYS_TO_STOP[::2])],
 )
 @on_ranks(2)
-def test_the_step_after_an_interrupted_one_is_right(mesh, where, error, kind):
+def test_the_step_after_an_interrupted_one_is_right(mesh, kind, ways):
     plain, model = seeded(Failing), sharded(seeded(Failing), mesh)
     call = model
     if kind == "compiled blocks":
@@ -650,23 +586,24 @@ def test_the_step_after_an_interrupted_one_is_right(mesh, where, error, kind):
     elif kind == "compiled":
         call = torch.compile(model, **OPTIONS)
     check_parity(plain, model, call, _batch, mesh)
-    model.where, model.error = where, error or ValueError
-    with Events() as events:
-        if where == "abandoned":
-            call(tokens(0), tokens(1))
-        else:
-            with pytest.raises(error):
-                call(tokens(0), tokens(1)).backward()
-        root = model._shardc_unit.buckets[0]  # waits for a backward, as FSDP2's
-        waits = where == "backward" or (where == "abandoned" and kind != "compiled")
-        kept = 4 * root.layout.numel if waits else 0
-        assert events.alive(kept) == kept
-        for bucket in _buckets(model):
-            assert bucket.gathered.depth == 0
-            assert bucket.gathered.is_kept == (waits and bucket is root)
-    model.where = None
-    model.zero_grad()
-    check_parity(plain, model, call, _batch, mesh)
+    root = model._shardc_unit.buckets[0]  # waits for a backward, as FSDP2's
+    for where, error in ways:
+        model.where, model.error = where, error or ValueError
+        with Events() as events:
+            if where == "abandoned":
+                call(tokens(0), tokens(1))
+            else:
+                with pytest.raises(error):
+                    call(tokens(0), tokens(1)).backward()
+            waits = where == "backward" or (where == "abandoned" and kind != "compiled")
+            kept = 4 * root.layout.numel if waits else 0
+            assert events.alive(kept) == kept, (where, error)
+            for bucket in _buckets(model):
+                assert bucket.gathered.depth == 0
+                assert bucket.gathered.is_kept == (waits and bucket is root)
+        model.where = None
+        model.zero_grad()
+        check_parity(plain, model, call, _batch, mesh, steps=1)
 
 
 def _buckets(model):
@@ -676,18 +613,18 @@ def _buckets(model):
 # -- evaluation ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @on_ranks(2)
-def test_evaluation(mesh, mode):
+def test_evaluation(mesh):
     plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
-    with mode(), Events() as events:
-        for seed in range(3):
-            assert torch.equal(model.eval()(tokens(seed)), plain(tokens(seed)))
-            assert events.alive() == 0
-        assert events.of("start") == ["Stack", "layers.0", "layers.1"] * 3
-        weight = model.head.weight
-        with strictly(), pytest.raises(NotImplementedError, match=r"full_tensor\(\)"):
-            weight @ weight.T
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), Events() as events:
+            for seed in range(2):
+                assert torch.equal(model.eval()(tokens(seed)), plain(tokens(seed)))
+                assert events.alive() == 0
+            assert events.of("start") == ["Stack", "layers.0", "layers.1"] * 2
+            weight = model.head.weight
+            with strictly(), pytest.raises(NotImplementedError, match=r"full_tensor\(\)"):
+                weight @ weight.T
     check_parity(plain, model.train(), model, _batch, mesh)
 
 

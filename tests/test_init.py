@@ -4,7 +4,18 @@ from typing import ClassVar
 
 import pytest
 import torch
-from models import Block, Live, Stack, check_parity, compiled, full, seeded, shard_all, tokens
+from models import (
+    Block,
+    Live,
+    Stack,
+    check_parity,
+    compiled,
+    full,
+    on_meta,
+    seeded,
+    shard_all,
+    tokens,
+)
 from ranks import mesh_of, on_ranks
 from torch import nn
 from torch._dynamo.utils import counters
@@ -16,11 +27,6 @@ from shardc import ShardTensor, fully_shard
 
 def _batch(seed):
     return {"tokens": tokens(seed), "targets": tokens(seed + 1)}
-
-
-def _on_meta(build=Stack):
-    with torch.device("meta"):
-        return build()
 
 
 def _to_empty_each(module):
@@ -45,7 +51,7 @@ def check_equal(model, plain):
 
 @on_ranks(2, 3)
 def test_values_are_those_of_one_process(mesh):
-    plain = _on_meta()
+    plain = on_meta()
     torch.manual_seed(7)
     shardc.materialize(plain, "cpu")
     state = torch.get_rng_state()
@@ -65,7 +71,7 @@ def test_values_are_those_of_one_process(mesh):
         return shardc.materialize(shard_all(model, mesh, offload_policy=shardc.CPUOffloadPolicy()))
 
     for make in (first_sharded, by_function, kept_on_the_host, by_argument):
-        model = _on_meta()
+        model = on_meta()
         ids = [id(p) for p in model.parameters()]
         torch.manual_seed(7)
         assert make(model) is model
@@ -78,7 +84,7 @@ def test_values_are_those_of_one_process(mesh):
 @on_ranks(2)
 def test_bottom_up_as_fsdp1(mesh):
     """Inner units first, each with its function, then the rest."""
-    model, plain = _on_meta(), _on_meta()
+    model, plain = on_meta(), on_meta()
     torch.manual_seed(3)
     for inner in plain.layers:
         shardc.materialize(inner, "cpu")
@@ -94,7 +100,7 @@ def test_bottom_up_as_fsdp1(mesh):
 @on_ranks(2)
 def test_to_empty_module_by_module(mesh):
     """A loop that FSDP2's users write: the first module of a unit allocates all of it."""
-    model, plain = shard_all(_on_meta(), mesh), _on_meta().to_empty(device="cpu")
+    model, plain = shard_all(on_meta(), mesh), on_meta().to_empty(device="cpu")
     for each in (model, plain):
         torch.manual_seed(2)
         for module in each.modules():
@@ -119,7 +125,7 @@ class Recurrent(nn.Module):
 @on_ranks(2)
 def test_recurrent_layers_move_from_meta_and_change_dtype(mesh, kind):
     plain = seeded(lambda: Recurrent(kind))
-    model = _on_meta(lambda: Recurrent(kind))
+    model = on_meta(lambda: Recurrent(kind))
     fully_shard(model.body, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu").load_state_dict(plain.state_dict())
@@ -132,17 +138,17 @@ def test_recurrent_layers_move_from_meta_and_change_dtype(mesh, kind):
 @on_ranks(4)
 def test_copies_of_the_model(mesh):
     grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    plain = _on_meta()
+    plain = on_meta()
     torch.manual_seed(1)
     shardc.materialize(plain, "cpu")
     torch.manual_seed(1)
-    check_equal(shard_all(_on_meta(), grid, param_init_fn=_to_empty_each), plain)
+    check_equal(shard_all(on_meta(), grid, param_init_fn=_to_empty_each), plain)
     torch.manual_seed(10 + mesh.get_local_rank())  # copies would drift apart
-    model = shard_all(_on_meta(), grid)
+    model = shard_all(on_meta(), grid)
     with pytest.raises(RuntimeError, match=r"ranks disagree on .*random state .*seed all ranks"):
         shardc.materialize(model)
     assert all(p.is_meta for p in model.parameters())
-    model = _on_meta()
+    model = on_meta()
     with pytest.raises(RuntimeError, match=r"ranks disagree on .*random state .*seed all ranks"):
         shard_all(model, grid, param_init_fn=_to_empty_each)
     assert not any(isinstance(p, ShardTensor) for p in model.parameters())
@@ -150,7 +156,7 @@ def test_copies_of_the_model(mesh):
         one = _to_empty_each if mesh.get_local_rank() == 1 else None
         shard_all(model, mesh, param_init_fn=one)
     assert not any(isinstance(p, ShardTensor) for p in model.parameters())
-    model = shard_all(_on_meta(), grid, param_init_fn=_to_empty_each, sync_module_states=True)
+    model = shard_all(on_meta(), grid, param_init_fn=_to_empty_each, sync_module_states=True)
     shardc.check_same_values(_whole(model), mesh)
 
 
@@ -174,13 +180,11 @@ class Wide(nn.Module):
 def test_no_rank_holds_more_than_one_full_parameter(mesh):
     each, total = 128 * 128 * 4, 16 * 128 * 128 * 4
     with Live() as whole:
-        plain = shardc.materialize(_on_meta(Wide), "cpu")
+        plain = shardc.materialize(on_meta(Wide), "cpu")
     assert total <= whole.peak < 1.1 * total and plain is not None
     for units in (None, "auto"):
         with Live(limit=total / 4 + 1.1 * each) as part:
-            model = fully_shard(
-                _on_meta(Wide), mesh=mesh, units=units, param_init_fn=_to_empty_each
-            )
+            model = fully_shard(on_meta(Wide), mesh=mesh, units=units, param_init_fn=_to_empty_each)
         assert total / 4 + each <= part.peak <= part.limit, (part.peak, total / 4, each)
         assert all(isinstance(p, ShardTensor) for p in model.parameters())
 
@@ -211,11 +215,11 @@ class Noting(nn.Linear):
 
 @on_ranks(2)
 def test_parents_first_and_each_module_once(mesh):
-    shared = _on_meta(lambda: Noting("shared"))
-    model = _on_meta(lambda: Noting("a", Noting("b", Noting("d")), Noting("c")))
+    shared = on_meta(lambda: Noting("shared"))
+    model = on_meta(lambda: Noting("a", Noting("b", Noting("d")), Noting("c")))
     model.inside[0].inside.append(shared)
     model.inside[1].inside.append(shared)
-    tied = _on_meta(lambda: Noting("tied"))  # owns nothing that c does not
+    tied = on_meta(lambda: Noting("tied"))  # owns nothing that c does not
     tied.weight, tied.bias = model.inside[1].weight, model.inside[1].bias
     model.inside.append(tied)
     ignored = Noting("ignored")
@@ -263,17 +267,17 @@ def _rotated():
 
 @on_ranks(2)
 def test_what_cannot_be_initialised_is_named(mesh):
-    model = fully_shard(_on_meta(_rotated), mesh=mesh)
+    model = fully_shard(on_meta(_rotated), mesh=mesh)
     with pytest.raises(ValueError, match=r"no reset_parameters\(\): '1' \(Angles\)\. Define it"):
         shardc.materialize(model)
     assert all(t.is_meta for t in [*model.parameters(), *model.buffers()])
     for bad in (3, "reset"):
         with pytest.raises(TypeError, match=f"param_init_fn must be a function.*{bad!r}"):
-            fully_shard(_on_meta(_rotated), mesh=mesh, param_init_fn=bad)
+            fully_shard(on_meta(_rotated), mesh=mesh, param_init_fn=bad)
         with pytest.raises(TypeError, match="init_fn must be a function"):
             shardc.materialize(model, init_fn=bad)
     with pytest.raises(RuntimeError, match=r"initialising '0' \(Linear\) by the given function"):
-        shardc.materialize(_on_meta(_rotated), "cpu", lambda module: module.no_such_method())
+        shardc.materialize(on_meta(_rotated), "cpu", lambda module: module.no_such_method())
 
     rank = mesh.get_local_rank()
     with pytest.raises((TypeError, RuntimeError), match="must be a function"):  # told by the other
@@ -292,8 +296,8 @@ def test_what_cannot_be_initialised_is_named(mesh):
 
 @on_ranks(2)
 def test_a_forward_on_meta_names_what_has_no_values(mesh):
-    theirs = torch.distributed.fsdp.fully_shard(_on_meta(_rotated), mesh=mesh)
-    model = fully_shard(_on_meta(_rotated), mesh=mesh)
+    theirs = torch.distributed.fsdp.fully_shard(on_meta(_rotated), mesh=mesh)
+    model = fully_shard(on_meta(_rotated), mesh=mesh)
     x = torch.randn(4, 3)
     with pytest.raises(RuntimeError, match="still on meta device"):
         theirs(x)
@@ -358,15 +362,20 @@ _GIVING_VALUES = {
 
 @pytest.mark.parametrize(
     ("give", "in_place"),
-    # Nobody is told of a buffer that is set by hand before `torch.compile(model)` is called.
-    [(give, in_place) for give in _GIVING_VALUES for in_place in (True, False)][:-1],
+    [
+        ("assign", True),
+        ("assign around", False),
+        ("materialize", False),
+        ("set_model_state_dict", True),
+        ("by hand", True),  # where `torch.compile(model)` follows, nobody is told of a buffer
+    ],
 )
 @on_ranks(2)
 def test_a_model_that_was_on_meta_is_compiled_once(mesh, give, in_place):
     def build():
         return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in "ab"))
 
-    plain, model = seeded(build), fully_shard(_on_meta(build), mesh=mesh, units="auto")
+    plain, model = seeded(build), fully_shard(on_meta(build), mesh=mesh, units="auto")
     torch.manual_seed(0)
     _GIVING_VALUES[give](model, plain.state_dict())
     call = model if in_place else compiled(model)
@@ -391,8 +400,8 @@ def test_transformers_model(mesh, name):
     import real_models
 
     build = getattr(real_models, name)
-    plain = shardc.materialize(_on_meta(build), "cpu", init_fn=id)  # `to_empty` would part ties
-    model = shard_all(_on_meta(build), mesh)
+    plain = shardc.materialize(on_meta(build), "cpu", init_fn=id)  # `to_empty` would part ties
+    model = shard_all(on_meta(build), mesh)
     assert all(p.is_meta for p in model.parameters())
     model.to_empty(device="cpu")
     for each in (plain, model):
@@ -401,7 +410,7 @@ def test_transformers_model(mesh, name):
     check_equal(model, plain)
     assert model.lm_head.weight is model.get_input_embeddings().weight or name == "llama"
     if name == "llama":  # no parent adjusts a child: FSDP1's order gives such a model as well
-        by_module = shard_all(_on_meta(build), mesh)
+        by_module = shard_all(on_meta(build), mesh)
         shardc.materialize(by_module, init_fn=by_module._init_weights)
         assert torch.equal(by_module.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
         assert full(by_module.model.embed_tokens.weight).std().item() == pytest.approx(
@@ -412,8 +421,8 @@ def test_transformers_model(mesh, name):
 
 
 @on_ranks(2)
-def test_ignored_parameters_stay_on_meta(mesh):
-    model = _on_meta(Block)
+def test_ignored_parameters_stayon_meta(mesh):
+    model = on_meta(Block)
     fully_shard(model, mesh=mesh, ignored_params={model.up.bias})
     shardc.materialize(model)
     assert model.up.bias.is_meta and not model.up.weight.is_meta

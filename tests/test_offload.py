@@ -42,7 +42,7 @@ def test_parity_with_accumulation_and_precision(mesh, executor):
     )
 
 
-@pytest.mark.parametrize("executor", ["eager", "inductor", None])
+@pytest.mark.parametrize("executor", ["inductor", None])
 @on_ranks(2)
 def test_the_copies_of_a_device_that_is_not_the_host(mesh, executor):
     """What an accelerator would run, here from the CPU to the CPU; `test_streams` has streams."""

@@ -179,8 +179,10 @@ def _barrier_of_another_group(group, other):
     dist.barrier(other)
 
 
-@pytest.mark.parametrize("executor", [None, "eager"])
-@pytest.mark.parametrize("own", [_barrier, _reduce, _barrier_of_another_group])
+@pytest.mark.parametrize(
+    ("own", "executor"),
+    [(_barrier, None), (_reduce, "eager"), (_barrier_of_another_group, None)],
+)
 @on_ranks(3)
 def test_a_collective_of_the_programs_own_on_one_rank(mesh, own, executor):
     other, (model, rank) = _group_of_two(), _of_two(mesh, Stack)

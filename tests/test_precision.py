@@ -6,7 +6,7 @@ from collections import namedtuple
 import pytest
 import torch
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
-from models import Stack, Wire, compiled, full, mean_over_ranks, seeded, tokens
+from models import Stack, Wire, compiled, full, seeded, tokens
 from ranks import mesh_of, on_ranks
 from real_models import language, llama
 from torch import nn
@@ -119,12 +119,11 @@ def test_a_sum_in_float16_does_not_overflow(mesh, executor):
     assert full(model.weight.grad).tolist() == [4 * [40000.0]]
 
 
-@pytest.mark.parametrize("executor", ["eager", "inductor"])
 @on_ranks(2)
-def test_float16_with_a_grad_scaler(mesh, executor):
+def test_float16_with_a_grad_scaler(mesh):
     policy = MixedPrecisionPolicy(fp16)
     theirs, ours = (make(seeded(Stack), mesh, mp_policy=policy) for make in (fsdp2, sharded))
-    call = compiled(ours, executor)
+    call = compiled(ours)
     scalers = [GradScaler("cpu", init_scale=2.0**30, growth_interval=2) for _ in range(2)]
     makers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (theirs, ours)]
     scales = []
@@ -254,7 +253,6 @@ def test_modules_without_parameters_or_inputs(mesh):
     for empty in (nn.ReLU(), nn.BatchNorm1d(3, affine=False)):
         fully_shard(empty, mesh=mesh, mp_policy=policy)
         assert compiled(empty)(torch.ones(2, 3)).shape == (2, 3)
-    mean_over_ranks(torch.ones(1), mesh)
 
 
 def test_integers_stay_integers():

@@ -236,7 +236,7 @@ def test_compiled_hints_change_what_is_gathered_ahead(mesh):
     assert backward == _line("g4 g3 g2 w4 w3 w2 g1 w1")
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3])
+@pytest.mark.parametrize("limit", [1, 3])
 @EXECUTORS
 @on_ranks(2, device="sim")
 def test_so_many_reductions_are_under_way(mesh, executor, limit):

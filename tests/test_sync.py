@@ -7,28 +7,27 @@ import accelerator
 import pytest
 import torch
 import torch.distributed as dist
-from models import Stack, Wire, check_parity, compiled, full, seeded, tokens
+from models import (
+    Stack,
+    Wire,
+    check_parity,
+    compiled,
+    full,
+    is_unsharded,
+    on_meta,
+    seeded,
+    tokens,
+)
 from ranks import mesh_of, on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardc
-from shardc import ShardedModule, ShardTensor, fully_shard, units_of
+from shardc import fully_shard, units_of
 from shardc.runtime import compat
 from shardc.runtime.checks import start
 from shardc.runtime.watch.agreement import rounds
-
-
-def _on_meta(build=Stack):
-    with torch.device("meta"):
-        return build()
-
-
-def _unchanged(module):
-    return not any(isinstance(p, ShardTensor) for p in module.parameters()) and not any(
-        isinstance(m, ShardedModule) for m in module.modules()
-    )
 
 
 class Buffered(nn.Module):
@@ -81,7 +80,7 @@ def _start_from_rank_0(mesh, rank, want, elsewhere):
     if rank == 0 or elsewhere != "meta":
         model = seeded(Buffered, 100 + rank)
     else:
-        model = _on_meta(Buffered)
+        model = on_meta(Buffered)
     if rank:
         assert model.mask.is_meta or not torch.equal(model.layers[0].weight, want.layers[0].weight)
     own = model.skip.own
@@ -130,7 +129,7 @@ def test_a_bucket_at_a_time_and_each_buffer_once(mesh):
 
         return run
 
-    model = seeded(Buffered, rank) if rank == 0 else _on_meta(Buffered)
+    model = seeded(Buffered, rank) if rank == 0 else on_meta(Buffered)
     dist.scatter, dist.broadcast = note("bucket", scatter), note("buffer", broadcast)
     try:
         for layer in model.layers:
@@ -220,24 +219,24 @@ def test_tensor_parallel_parameters_are_sent(mesh):
 @on_ranks(2)
 def test_without_values_on_rank_0(mesh):
     rank = mesh.get_local_rank()
-    for build in (lambda: _on_meta(), lambda: _on_meta() if rank == 0 else Stack()):
+    for build in (on_meta, lambda: on_meta() if rank == 0 else Stack()):
         model = build()
         with pytest.raises(ValueError, match="starts from the values of rank 0"):
             fully_shard(model, mesh=mesh, sync_module_states=True)
-        assert _unchanged(model)
+        assert is_unsharded(model)
     model = Buffered()
     if rank == 0:
         model.mask = model.mask.to("meta")
     with pytest.raises(ValueError, match="starts from the values of rank 0"):
         fully_shard(model, mesh=mesh, sync_module_states=True)
-    assert _unchanged(model)
+    assert is_unsharded(model)
     with pytest.raises(
         RuntimeError, match=r"ranks disagree on the parameters.*sync_module_states=True"
     ):
         fully_shard(model, mesh=mesh, sync_module_states=rank == 1)
-    assert _unchanged(model)
+    assert is_unsharded(model)
     torch.manual_seed(rank)  # on meta everywhere: made by the function, equal on all ranks
-    model = _on_meta(lambda: nn.BatchNorm1d(3))
+    model = on_meta(lambda: nn.BatchNorm1d(3))
     calls = []
 
     def init(module):
@@ -265,7 +264,7 @@ def test_values_on_rank_0_alone_wait_for_those_of_the_others(mesh, way):
         return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in "ab"))
 
     rank, plain = mesh.get_local_rank(), seeded(build)
-    model = _on_meta(build) if rank else seeded(build)
+    model = on_meta(build) if rank else seeded(build)
     values, x = model.state_dict(), torch.randn(3, 4)
     fully_shard(model, mesh=mesh, units="auto")
     if way == "in place":
@@ -298,7 +297,7 @@ def test_differing_values_are_named(mesh):
     model = seeded(Buffered, 3)
     shardc.check_same_values(model)
     shardc.check_same_values(model, mesh)
-    shardc.check_same_values(_on_meta(), mesh)
+    shardc.check_same_values(on_meta(), mesh)
     grid = mesh_of("cpu", (3, 1))
     for name, change in (
         ("parameter 'low'", lambda model: model.low.data[1].add_(1)),
@@ -312,7 +311,7 @@ def test_differing_values_are_named(mesh):
                 shardc.check_same_values(model, over)
         model = seeded(Buffered, 3)
     with pytest.raises(RuntimeError, match=r"'low' differs .*\d more.*\[2\]: \[3\].*on meta"):
-        shardc.check_same_values(_on_meta(Buffered) if rank == 2 else model)
+        shardc.check_same_values(on_meta(Buffered) if rank == 2 else model)
     fully_shard(model.layers[0], mesh=mesh)
     with pytest.raises(ValueError, match=r"on rank 0 parameter 'layers.0.weight' is sharded"):
         shardc.check_same_values(model)
@@ -345,8 +344,11 @@ _AFTERWARDS = {
 }
 
 
-@pytest.mark.parametrize("way", ["uncompiled", "compiled"])
-@pytest.mark.parametrize("afterwards", _AFTERWARDS)
+@pytest.mark.parametrize(
+    ("afterwards", "way"),
+    [*((afterwards, "uncompiled") for afterwards in _AFTERWARDS),
+     ("nothing", "compiled"), ("load", "compiled")],
+)  # fmt: skip
 @on_ranks(2)
 def test_ranks_that_were_seeded_differently_are_told_once(mesh, afterwards, way):
     model = seeded(Stack, mesh.get_local_rank())

@@ -44,16 +44,16 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["normal", "tiny", "huge", "mixed"])
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_the_error_is_bounded(form, kind):
-    values = _values(kind)
-    got = _arrived(values, form)
-    assert torch.equal(got[:, : form.exact], values[:, : form.exact])
-    blocks, arrived = (t[:, form.exact :].reshape(-1, form.block) for t in (values, got))
-    error = (arrived - blocks).abs() / blocks.abs().amax(-1, keepdim=True)
-    assert 0.2 * form.error < error.max() <= form.error, (error.max(), form.error)
-    assert encode(values, form).shape == (4, form.row_bytes(values.shape[1]))
+def test_the_error_is_bounded(form):
+    for kind in ("normal", "tiny", "huge", "mixed"):
+        values = _values(kind)
+        got = _arrived(values, form)
+        assert torch.equal(got[:, : form.exact], values[:, : form.exact])
+        blocks, arrived = (t[:, form.exact :].reshape(-1, form.block) for t in (values, got))
+        error = (arrived - blocks).abs() / blocks.abs().amax(-1, keepdim=True)
+        assert 0.2 * form.error < error.max() <= form.error, (kind, error.max(), form.error)
+        assert encode(values, form).shape == (4, form.row_bytes(values.shape[1]))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -134,11 +134,11 @@ def _travelled(model: nn.Module, values: list[Tensor], purpose: str) -> None:
             value.copy_(arrived[slot.start : slot.stop].view(value.shape))
 
 
-def _check(model, call, mesh, batches=((1,), (2, 3)), tolerance=2e-6, step=None) -> None:
+def _check(model, call, mesh, batches=((1,), (2, 3)), of_sums=2e-6) -> None:
     """Gradients and loss are those of the unsharded model on what arrives of its parameters.
 
     Each step has the micro-batches of one entry of `batches`, whose gradients are added up before
-    they are sent. First shows that something is quantised.
+    they are sent (`of_sums`: how far they may be off). First shows that something is quantised.
     """
     rank = torch.distributed.get_rank()
     own = seeded(lambda: _build(len(model.layers)))
@@ -174,7 +174,7 @@ def _check(model, call, mesh, batches=((1,), (2, 3)), tolerance=2e-6, step=None)
                     continue
                 # a gradient that is a little off may be rounded to the next code
                 off = (full(q.grad) - want).abs().max() / want.abs().max()
-                assert off <= tolerance, (name, off)
+                assert off <= (of_sums if len(seeds) > 1 else 2e-6), (name, off)
                 p.sub_(0.1 * full(q.grad))
                 q.sub_(0.1 * q.grad)
                 q.grad = None
@@ -193,9 +193,6 @@ def _shard(mesh, policy=BOTH, blocks: int = 2, **kwargs) -> Stack:
     return fully_shard(model, mesh=mesh, mp_policy=policy, **kwargs)
 
 
-WAYS = ["uncompiled", "eager", "inductor"]
-
-
 def _call(model, way):
     if way == "pieces":
         for layer in model.layers:
@@ -204,43 +201,34 @@ def _call(model, way):
     return model if way == "uncompiled" else compiled(model, way)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["uncompiled", "eager"])
 @on_ranks(2)
 def test_training_is_that_on_what_arrives(mesh, way):
     model = _shard(mesh)
-    _check(model, _call(model, way), mesh, tolerance=2e-6 if way != "inductor" else 1e-2)
-
-
-@pytest.mark.parametrize("way", ["uncompiled", "pieces"])
-@on_ranks(4)
-def test_training_on_four_ranks(mesh, way):
-    model = _shard(mesh)
-    _check(model, _call(model, way), mesh)
-
-
-@pytest.mark.parametrize("way", ["uncompiled", "eager"])
-@on_ranks(2)
-def test_what_is_sent(mesh, way):
-    model = _shard(mesh)
     call = _call(model, way)
-    batch = tokens(0, vocab=64), tokens(1, vocab=64)
-    call(*batch).backward()
+    _check(model, call, mesh)
     with Wire() as wire:
-        call(*batch).backward()
+        call(tokens(0, vocab=64), tokens(1, vocab=64)).backward()
     kinds = {(message.kind, message.dtype) for message in wire.sent}
     assert kinds == {("all_gather", int8), ("all_to_all", int8)}
+
+
+@on_ranks(4)
+def test_training_on_four_ranks(mesh):
+    model = _shard(mesh)
+    _check(model, _call(model, "pieces"), mesh)
 
 
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
 @on_ranks(2)
 def test_gradients_of_several_buckets_travel_together(mesh, executor):
     shardc.set_profile(QUICK)
-    model = _shard(mesh)
+    model = _shard(mesh, blocks=1)
     shardc.set_profile(None)
     assert len(model.layers[0]._shardc_unit.buckets) > 1
     options = {"executor": executor, "profile": QUICK, "coalesce": True}
     call = torch.compile(model, backend="shardc", options=options, fullgraph=True)
-    _check(model, call, mesh, ((1,), (2, 3) if executor == "eager" else (2,)))
+    _check(model, call, mesh, of_sums=2e-6 if executor == "eager" else 1e-2)
     with Wire() as wire:
         call(tokens(0, vocab=64), tokens(1, vocab=64)).backward()
     buckets = [b for unit in shardc.units_of(model).values() for b in unit._shardc_unit.buckets]
@@ -265,28 +253,36 @@ def test_collectives_of_the_users_own_send_what_they_are_given(mesh, way):
 
 @pytest.mark.parametrize("way", ["uncompiled", "eager"])
 @pytest.mark.parametrize(
-    "case",
-    ["float8", "stochastic", "kept", "fewer", "offload", "gather", "reduce", "frozen", "again"],
+    "case", ["float8 stochastic kept", "fewer", "reduce offload", "gather again", "frozen"]
 )
 @on_ranks(2)
 def test_settings(mesh, case, way):
     settings = {"gather_wire_dtype": int8, "reduce_wire_dtype": int8, "wire_block": 32}
-    more = {"float8": {"gather_wire_dtype": float8}, "stochastic": {"wire_seed": 3}}
-    more |= {"gather": {"reduce_wire_dtype": None}, "reduce": {"gather_wire_dtype": None}}
-    kwargs = {"kept": {"reshard_after_forward": False}, "fewer": {"reshard_after_forward": 1}}
-    kwargs |= {"offload": {"offload_policy": CPUOffloadPolicy()}}
-    policy = MixedPrecisionPolicy(**{**settings, **more.get(case, {})})
-    model = _shard(mesh, policy, 1, **kwargs.get(case, {}))
-    if case == "frozen":
+    kwargs = {}
+    changes = {
+        "float8": (settings, "gather_wire_dtype", float8),
+        "stochastic": (settings, "wire_seed", 3),
+        "gather": (settings, "reduce_wire_dtype", None),
+        "reduce": (settings, "gather_wire_dtype", None),
+        "kept": (kwargs, "reshard_after_forward", False),
+        "fewer": (kwargs, "reshard_after_forward", 1),
+        "offload": (kwargs, "offload_policy", CPUOffloadPolicy()),
+    }
+    for word in case.split():
+        if word in changes:
+            given, name, value = changes[word]
+            given[name] = value
+    model = _shard(mesh, MixedPrecisionPolicy(**settings), 1, **kwargs)
+    if "frozen" in case:
         model.layers[0].requires_grad_(False)
-    if case == "again":
+    if "again" in case:
         for layer in model.layers:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     batches = ((1,), (2, 3)) if way == "uncompiled" else ((2, 3),)  # a graph less
     _check(model, _call(model, way), mesh, batches)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["uncompiled", "eager"])
 @on_ranks(4)
 def test_among_copies(mesh, way):
     """Inside of a node nothing is quantised; the sums that copies send each other are."""
@@ -318,8 +314,8 @@ def test_among_copies(mesh, way):
 @on_ranks(2)
 def test_bfloat16_is_computed_from_what_is_stored(mesh, way):
     settings = {"gather_wire_dtype": int8, "reduce_wire_dtype": int8}
-    model = _shard(mesh, MixedPrecisionPolicy(torch.bfloat16, torch.float32, **settings))
-    whole = _shard(mesh, MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    model = _shard(mesh, MixedPrecisionPolicy(torch.bfloat16, torch.float32, **settings), 1)
+    whole = _shard(mesh, MixedPrecisionPolicy(torch.bfloat16, torch.float32), 1)
     results = [_call(each, way)(tokens(0, vocab=64)) for each in (model, whole)]
     for result in results:
         assert result.dtype == torch.bfloat16
@@ -335,7 +331,7 @@ def test_bfloat16_is_computed_from_what_is_stored(mesh, way):
 def test_parameters_are_those_stored(mesh):
     """Whatever is not a forward or backward sees them in full precision."""
     policy = dataclasses.replace(BOTH, full_precision_in_eval=True)
-    model, plain = _shard(mesh, policy), seeded(_build)
+    model, plain = _shard(mesh, policy, 1), seeded(lambda: _build(1))
     batch = tokens(0, vocab=64), tokens(50, vocab=64)
     with torch.no_grad():
         for call in (model, compiled(model)):
