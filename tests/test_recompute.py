@@ -82,17 +82,22 @@ def test_a_choice_holds_and_takes_what_it_is_thought_to(monkeypatch):
     assert len(compared) >= 3 and all(0.95 < ratio < 1.05 for ratio in compared), compared
 
 
-def test_what_is_drawn_or_checkpointed_by_the_user_stays_as_it_is(monkeypatch):
-    tried, model = _trials(monkeypatch), Gated(dropout=0.1)
+def test_what_the_user_checkpoints_stays_as_it_is(monkeypatch):
+    tried, model = _trials(monkeypatch), Gated()
     model.checkpointed = (0,)
     saving = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
     again = functools.partial(checkpoint, use_reentrant=False, context_fn=saving)
     model.layers[2].forward = functools.partial(again, model.layers[2].forward)
-    _planned(model, X, "1GB", "eager")
+    _planned(model, X, "1GB")
     values = [value.saved for value in Tradeoff.of(tried[0]).values]
-    kinds = {saved.kind for saved in values}
     assert {saved.unit for saved in values} == {"layers.1", "layers.3"}
-    assert "layers.* add" not in kinds  # what a block returns
+    assert "layers.* add" not in {saved.kind for saved in values}  # what a block returns
+
+
+def test_what_is_drawn_is_not_drawn_again(monkeypatch):
+    tried = _trials(monkeypatch)
+    _planned(Gated(dropout=0.1), X, "1GB", "eager")
+    kinds = {value.saved.kind for value in Tradeoff.of(tried[0]).values}
     assert "layers.* mul" in kinds and not any("dropout" in kind for kind in kinds), kinds
 
 
