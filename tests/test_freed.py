@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Block, Stack, compiled, full, seeded, shard_all, tokens
-from ranks import mesh_of, on_ranks
+from ranks import mesh_of, on_ranks, stop_all
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -26,6 +26,12 @@ from shardc.runtime import compat
 from shardc.runtime.checks import call_sites
 from shardc.runtime.comm import host_copies
 from shardc.runtime.layout import spec
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fresh_ranks():
+    """Ranks in which no test of another file has left tensors, caches and imports."""
+    stop_all()
 
 
 def _made(mesh, **options):
