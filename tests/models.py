@@ -261,6 +261,7 @@ def check_gradients(
     plain: nn.Module, sharded: nn.Module, mesh: DeviceMesh, **tolerances: float
 ) -> None:
     """Each gradient is the mean over ranks of the plain model's, and missing where that is."""
+    assert any(p.grad is not None for p in plain.parameters()), "no gradient to compare"
     for (name, p), q in zip(plain.named_parameters(), sharded.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), name
         if p.grad is not None:
@@ -303,7 +304,7 @@ def check_parity(
         torch.testing.assert_close(got.detach(), want.detach(), rtol=tolerance, atol=tolerance)
         want.backward()
         got.backward()
-        _check_gradients(plain, sharded, mesh, tolerance)
+        _average_and_compare(plain, sharded, mesh, tolerance)
         with torch.no_grad():
             for p, q in zip(plain.parameters(), sharded.parameters(), strict=True):
                 if p.grad is not None:
@@ -317,7 +318,7 @@ def check_parity(
         )  # fmt: skip
 
 
-def _check_gradients(
+def _average_and_compare(
     plain: nn.Module, sharded: nn.Module, mesh: DeviceMesh, tolerance: float
 ) -> None:
     """Average the plain gradients over ranks, in place, and compare."""

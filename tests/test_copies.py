@@ -9,7 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp2 import sharded
-from models import Stack, check_parity, compiled, full, mean_over_ranks, seeded, tokens
+from models import (
+    Stack,
+    check_gradients,
+    check_parity,
+    compiled,
+    full,
+    mean_over_ranks,
+    seeded,
+    tokens,
+)
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -314,8 +323,7 @@ def test_reads_after_unshard(mesh):
     (model.head.weight.sum() + model(**_batch())).backward()
     (plain.head.weight.sum() + plain(**_batch())).backward()
     assert isinstance(model.head.weight, ShardTensor), "not resharded after the backward"
-    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(full(q.grad), mean_over_ranks(p.grad, mesh))
+    check_gradients(plain, model, mesh)
     model.unshard()
     model.reshard()
     assert isinstance(model.head.weight, ShardTensor)

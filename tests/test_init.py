@@ -421,7 +421,7 @@ def test_transformers_model(mesh, name):
 
 
 @on_ranks(2)
-def test_ignored_parameters_stayon_meta(mesh):
+def test_ignored_parameters_stay_on_meta(mesh):
     model = on_meta(Block)
     fully_shard(model, mesh=mesh, ignored_params={model.up.bias})
     shardc.materialize(model)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from models import Stack, full, seeded
+from models import Stack, full, on_meta, seeded
 from ranks import on_ranks
 from real_models import gpt2, llama
 from safetensors.torch import save_file
@@ -24,11 +24,6 @@ def on_first(mesh, write) -> None:
     if mesh.get_rank() == 0:
         write()
     dist.barrier()
-
-
-def on_meta(build):
-    with torch.device("meta"):
-        return build()
 
 
 @pytest.mark.parametrize(("build", "shard_size"), [(gpt2, "1GB"), (llama, "20KB")])

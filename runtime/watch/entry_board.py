@@ -118,7 +118,7 @@ class Board:
 
     def _look_who_is_here(self) -> None:
         self._known = self._words[0]
-        ranks = [rank for rank in self._words[1 : 1 + self._known] if rank != self._rank]
+        ranks = [rank for rank in self._here() if rank != self._rank]
         self._peers = [self._start + rank * _RANK for rank in ranks]
 
 
