@@ -12,6 +12,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 _cache = Path(tempfile.gettempdir()) / f"shardc_test_inductor_{os.getuid()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_cache))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Each process that compiles would first try whether the C++ compiler knows this CPU's vectors, and
+# start compilers of its own beside it: seconds, in hundreds of processes.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ["COLUMNS"] = "100"  # readline, which pytest imports, puts 80 there where no terminal is
 
 

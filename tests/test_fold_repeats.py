@@ -11,6 +11,7 @@ import torch.utils.checkpoint
 from models import Stack, check_parity, full, seeded, shard_all, tokens
 from ranks import on_ranks
 from torch._dynamo.utils import counters
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -369,16 +370,27 @@ def _compiled(model, **options):
     return torch.compile(model, backend="shardc", options=options, fullgraph=True)
 
 
+def _codes(run, step):
+    """The code that Inductor writes for a step. Its kernels are not compiled, and compute nothing."""
+
+    def backward():
+        run(step).backward()
+
+    nothing = mock.patch.object(AsyncCompile, "cpp_pybinding", lambda *_: lambda *_: None)
+    with fresh_cache(), nothing:
+        _, codes = run_and_get_code(backward)
+    return codes
+
+
 def _order(gm):
     return [kind_of(n) for n in gm.graph.nodes if is_collective(n) or is_wait(n)]
 
 
-@pytest.mark.parametrize("reshard", [True, False])
 @on_ranks(2)
-def test_trains_as_unsharded(mesh, reshard):
+def test_trains_as_unsharded(mesh):
     """Gathers start before the call that hides them. The next start finds what was compiled."""
     plain = seeded(lambda: Stack(blocks=7))
-    model = shard_all(seeded(lambda: Stack(blocks=7)), mesh, reshard_after_forward=reshard)
+    model = shard_all(seeded(lambda: Stack(blocks=7)), mesh, reshard_after_forward=True)
     with Folds() as folds:
         check_parity(plain, model, _compiled(model), _batch, mesh)
         counters.clear()
@@ -397,20 +409,17 @@ def test_trains_as_unsharded(mesh, reshard):
             started = {n for n in nodes[:place] if kind_of(n) == "all_gather"}
             awaited = {n.args[0] for n in nodes[:place] if is_wait(n)}
             ahead += bool(started - awaited)
-        if reshard:  # nothing is left to gather at the end
-            assert ahead >= len(calls) - 2 > 0, (ahead, len(calls))
-        assert calls
+        assert ahead >= len(calls) - 2 > 0, (ahead, len(calls))
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_the_code_does_not_grow_with_blocks(mesh):
     lines = {}
     for fold in (True, False):
         for blocks in (7, 9):
             torch._dynamo.reset()
             model = shard_all(seeded(lambda blocks=blocks: Stack(blocks=blocks)), mesh)
-            step = _compiled(model, fold=fold)
-            _, codes = run_and_get_code(lambda step=step: step(**_batch(0)).backward())
+            codes = _codes(lambda step: step(**_batch(0)), _compiled(model, fold=fold))
             found = [re.findall(r"^ +cpp_fused_\w+\(|extern_kernels\.", c, re.M) for c in codes]
             lines[fold, blocks] = [len(kernels) for kernels in found]
     assert lines[True, 7] == lines[True, 9], lines
@@ -425,56 +434,38 @@ def test_what_calls_read_is_computed_by_one_kernel(mesh):
         num_attention_heads=4, num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
     model = shard_all(seeded(lambda: LlamaForCausalLM(config)), mesh)
-    with Folds() as folds, fresh_cache():
-        step = _compiled(model)
-        ids = torch.randint(32, (2, 16))
-        _, codes = run_and_get_code(lambda: step(ids, labels=ids).loss.backward())
+    ids = torch.randint(32, (2, 16))
+    with Folds() as folds:
+        codes = _codes(lambda step: step(ids, labels=ids).loss, _compiled(model))
     assert folds.calls("backward")
     for code in codes:
         kernels = re.findall(r"cpp_pybinding\(.*?'''\)", code, re.DOTALL)
         assert sum("sin()" in kernel or "std::sin(" in kernel for kernel in kernels) == 1
 
 
-class Dropped(Stack):
-    """Dropout in every block, drawn by Inductor's own generator."""
+class Shared(Stack):
+    """Every block drops values by Inductor's own generator, and is recomputed in the backward.
 
-    def forward(self, tokens, targets):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = F.dropout(layer(x), 0.5)
-        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
-
-
-class Checkpointed(Stack):
-    """Recomputes every block in the backward."""
-
-    def forward(self, tokens, targets):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
-        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
-
-
-class Residuals(Stack):
-    """Blocks that share tensors: a mask, a sum of all, and a view of the first."""
+    Blocks share tensors: a mask, a sum of all, and a view of the first.
+    """
 
     def forward(self, tokens, targets):
         first = x = self.embed(tokens)
         mask, total = (tokens > 9)[..., None], torch.zeros_like(x)
         for layer in self.layers:
-            x = torch.where(mask, layer(x), x) + first[:, :1]
+            inner = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+            x = torch.where(mask, F.dropout(inner, 0.5), x) + first[:, :1]
             total = total + x.transpose(0, 1).contiguous().transpose(0, 1)
         return F.cross_entropy(self.head(total).flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.parametrize("build", [Dropped, Checkpointed, Residuals])
 @on_ranks(2)
-def test_folded_is_what_it_was(mesh, build):
+def test_folded_is_what_it_was(mesh):
     """Loss and gradients with and without folding, random numbers included."""
     results = []
     for fold in (True, False):
         torch._dynamo.reset()
-        model = shard_all(seeded(lambda: build(blocks=8)), mesh, reshard_after_forward=True)
+        model = shard_all(seeded(lambda: Shared(blocks=7)), mesh, reshard_after_forward=True)
         with Folds() as folds:
             step = _compiled(model, fold=fold)
             torch.manual_seed(7)

@@ -89,7 +89,7 @@ def _held_within(model, batch, executor, shares, folder):
         yield planned, held
 
 
-@pytest.mark.parametrize("executor, cases", [("eager", 4), ("inductor", 2)])
+@pytest.mark.parametrize("executor, cases", [("eager", 2), ("inductor", 1)])
 def test_a_step_holds_what_is_planned_and_no_more_than_its_budget(
     four_ranks, executor, cases, tmp_path
 ):
