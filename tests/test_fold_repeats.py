@@ -371,7 +371,7 @@ def _compiled(model, **options):
 
 
 def _codes(run, step):
-    """The code that Inductor writes for a step. Its kernels are not compiled, and compute nothing."""
+    """Return the code that Inductor writes for a step, whose kernels are not compiled."""
 
     def backward():
         run(step).backward()
