@@ -25,7 +25,7 @@ from shardc.passes.context import PassContext
 from shardc.passes.contract import contract
 from shardc.passes.nodes import sources_of
 from shardc.passes.repeat.near_readers import move_near_readers
-from shardc.passes.repeat.repeated_stretches import Stretch, ends_no_stretch, find_repeats
+from shardc.passes.repeat.repeated_stretches import Stretch, find_repeats
 from shardc.passes.rewrite.recompute import is_checkpointed
 from shardc.passes.runner import copy_graph
 from shardc.runtime import compat
@@ -70,7 +70,6 @@ def _moved(gm: GraphModule, ctx: PassContext) -> GraphModule:
     recomputes = bool(ctx.kept.recomputed) or any(map(is_checkpointed, moved.graph.nodes))
     move_near_readers(
         moved,
-        ends_no_stretch,
         anew=ctx.phase == "backward" and recomputes,
         in_order=ctx.options is not None and ctx.options.in_order,
     )
