@@ -22,7 +22,7 @@
                       verify                    invariants
     for Inductor      fold_repeats              repeated blocks are compiled once
 
-Two lines are in no list: `shardc/backend/compile.py` calls both. `trace_once` makes calls of
+Two lines are in no list: the files of `shardc/backend/` call them. `trace_once` makes calls of
 bodies, which lie beside the graph. `choose_kept` decides and edits nothing: it runs the stages that
 follow on copies, to try its choices. A stage is read off its graph: `TAKEN` and `SLOTS` of the
 inputs of a Dynamo graph, `differentiated` of a joint graph.
