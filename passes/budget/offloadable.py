@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from shardc.passes.budget.item import Item
 from shardc.passes.budget.recomputable import Recompute
 from shardc.passes.budget.saved import Saved, SavedValues
-from shardc.passes.budget.trial import Trial
+from shardc.passes.budget.trial import Item, Trial
 from shardc.passes.estimate.cost import evaluate, host_seconds, symbol_hints, tensor_bytes
 
 _SMALL = 1 / 8

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from shardc.passes.budget.item import Item
 from shardc.passes.budget.saved import Saved, SavedValues, is_value
-from shardc.passes.budget.trial import Trial
+from shardc.passes.budget.trial import Item, Trial
 from shardc.passes.estimate.cost import evaluate, node_flops, node_seconds, symbol_hints
 from shardc.passes.nodes import is_collective, is_random, is_view, is_wait, writes
 from shardc.passes.rewrite.recompute import is_tagged

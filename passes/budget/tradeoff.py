@@ -20,11 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shardc.passes.budget.gatherable import KeepGathered, gatherable
-from shardc.passes.budget.item import Item
 from shardc.passes.budget.offloadable import Offload, offloadable
 from shardc.passes.budget.recomputable import Recompute, recomputable
 from shardc.passes.budget.saved import SavedValues
-from shardc.passes.budget.trial import Phase, Trial
+from shardc.passes.budget.trial import Item, Phase, Trial
 from shardc.passes.estimate.cost import host_seconds
 from shardc.passes.nodes import moved_by
 from shardc.passes.rewrite.offload_state import segments_of

@@ -23,6 +23,24 @@ from shardc.runtime import compat
 
 
 @dataclass(frozen=True)
+class Item:
+    """Memory during a part of a step, for time: an entry of a list that a choice takes from.
+
+    Attributes:
+        nbytes: freed; of a bucket that stays gathered, held.
+        first, end: from which place on, and before which. The places of the backward follow those
+            of the forward.
+        seconds: added to the compute, or to the link in each direction; of a bucket that stays
+            gathered, taken off the wire.
+    """
+
+    nbytes: int
+    first: int
+    end: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Phase:
     """A forward or a backward as it would be.
 
