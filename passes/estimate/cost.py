@@ -14,6 +14,7 @@ leaves out caches, and the arithmetic of elementwise ops other than tanh and sim
 """
 
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -137,14 +138,12 @@ def bucket_grain(world: int, profile: Profile) -> int:
 
 def tensor_bytes(value: Any) -> Expr:
     """Bytes of the tensors in `value`, counted as dense."""
-    total: Expr = 0
-    for leaf in (value,) if isinstance(value, Tensor) else tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            size: Expr = leaf.element_size()
-            for dim in leaf.shape:
-                size = size * compat.size_expr(dim)
-            total = total + size
-    return total
+    leaves = (value,) if isinstance(value, Tensor) else tree_leaves(value)
+    return sum(
+        math.prod(map(compat.size_expr, leaf.shape), start=leaf.element_size())
+        for leaf in leaves
+        if isinstance(leaf, Tensor)
+    )
 
 
 WRITING_MATMULS = (torch.ops.shardc.first_matmul, torch.ops.shardc.write_matmul)
@@ -569,9 +568,7 @@ def _rows_sent(node: Node) -> Expr:
     dtype, ranks = (node.args[4], node.args[5]) if back else (node.args[2], node.args[4])
     rows, width = node.args[-2:]
     looked_up = node.args[0 if back else 1].meta["val"]  # type: ignore[union-attr]
-    count = 1
-    for size in looked_up.shape[:1] if back else looked_up.shape:
-        count = count * compat.size_expr(size)
+    count = math.prod(map(compat.size_expr, looked_up.shape[:1] if back else looked_up.shape))
     return rows_bytes(count, rows, width, ranks, dtype, back)  # type: ignore[arg-type]
 
 
