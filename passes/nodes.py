@@ -61,7 +61,7 @@ def labels_of(node: Node) -> tuple[str, ...]:
 
 def set_moved(node: Node, moved: Iterable[Moved]) -> None:
     """Note on a node the buckets that it moves, for `moved_by`."""
-    _note(node, "shardc", tuple(moved))
+    note(node, "shardc", tuple(moved))
 
 
 def results_of(node: Node) -> list[Node]:
@@ -174,33 +174,25 @@ def comes_from_host(node: Node) -> bool:
 
 def state_bytes(node: Node) -> int:
     """Bytes of the optimizer's state that a node moves."""
-    return int((node.meta.get("custom") or {})[_STATE_BYTES])
+    return int((node.meta.get("custom") or {})[STATE_BYTES])
 
 
-def set_state_bytes(node: Node, nbytes: int) -> None:
-    """Note on a node the bytes of state that it moves, for `state_bytes`."""
-    _note(node, _STATE_BYTES, nbytes)
-
-
-_STATE_BYTES = "shardc_state_bytes"
+STATE_BYTES = "shardc_state_bytes"
+"""The key of `note` for the bytes of state that a node moves."""
 
 
 def unit_of_copy(node: Node) -> str:
     """The name of the unit that owns the value or the optimizer's state in a copy."""
-    return str((node.meta.get("custom") or {}).get(_COPIED_FOR, ""))
+    return str((node.meta.get("custom") or {}).get(COPIED_FOR, ""))
 
 
-def set_unit_of_copy(node: Node, unit: str) -> None:
-    """Note on a copy the name of its unit, for `unit_of_copy`."""
-    _note(node, _COPIED_FOR, unit)
+COPIED_FOR = "shardc_copied_for"
+"""The key of `note` for the name of the unit in a copy."""
 
 
-def _note(node: Node, key: str, value: object) -> None:
+def note(node: Node, key: str, value: object) -> None:
     """Note a fact on a node; copies of the graph keep the fact."""
     node.meta["custom"] = {**(node.meta.get("custom") or {}), key: value}
-
-
-_COPIED_FOR = "shardc_copied_for"
 
 
 def is_transfer(node: Node) -> bool:

@@ -220,7 +220,8 @@ def written_in_place(
     for (source, place), (*others, node) in read.items():
         is_given = calls.get(node.name) not in (None, calls.get(source.name))
         is_stored = not is_only_read_inside(source, places)
-        is_free = last.get(source) == place and is_stored and _is_made_here(source) and not is_given
+        is_made_here = is_matmul(source) or _is_loop(source)
+        is_free = last.get(source) == place and is_stored and is_made_here and not is_given
         is_free = is_free and _come_before(others, node, place, places)
         if is_free and node not in found and is_pointwise(node) and _is_alike(source, node):
             found[node] = source
@@ -237,10 +238,6 @@ def _come_before(others: Collection[Node], node: Node, place: int, places: Place
         return [each for each in given if places[each][0] <= place <= places[each][1]]
 
     return reach(inside, node).issuperset(others)
-
-
-def _is_made_here(node: Node) -> bool:
-    return is_matmul(node) or _is_loop(node)
 
 
 def _is_alike(source: Node, node: Node) -> bool:
