@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from shardc.runtime import compat
-from shardc.runtime.checks.words import plural
+from shardc.runtime.checks.words import dtype_name, plural
 from shardc.runtime.comm import (  # noqa: F401 (register their ops)
     comm_buffers,
     gradient_ops,
@@ -302,7 +302,7 @@ def describe_spec(spec: UnshardSpec) -> str:
     """A spec in one line, for the error that names a difference between ranks."""
     shapes = " ".join("x".join(map(str, shape)) or "scalar" for shape in spec.shapes)
     dtypes = dict.fromkeys([spec.dtype, spec.compute_dtype, spec.reduction.dtype or spec.dtype])
-    names = "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    names = "/".join(map(dtype_name, dtypes))
     wires = (str(wire) for wire in (spec.wire, spec.reduction.wire) if wire is not None)
     return " ".join(
         [f"{spec.numel} {names} over {plural(spec.world_size, 'rank')} ({shapes})", *wires]

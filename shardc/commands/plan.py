@@ -18,11 +18,9 @@ from shardc.commands.arguments import (
 )
 from shardc.commands.target import EXAMPLE, load_model
 from shardc.reports.terminal import Column, table, wrap
-from shardc.runtime.checks.words import format_bytes, plural
+from shardc.runtime.checks.words import dtype_name, format_bytes, plural
 
 if TYPE_CHECKING:
-    import torch
-
     from shardc.commands.planned import UnitGroup
     from shardc.sharding.unit_plan import UnitPlan
 
@@ -142,10 +140,10 @@ def _buckets(plan: "UnitPlan") -> list[dict[str, Any]]:
             {
                 "parameters": layout.used,
                 "tensors": len(layout.slots),
-                "dtype": _name(layout.dtype),
+                "dtype": dtype_name(layout.dtype),
                 "requires_grad": layout.requires_grad,
                 "bytes": layout.numel * layout.dtype.itemsize,
-                "gathered_dtype": _name(gathered),
+                "gathered_dtype": dtype_name(gathered),
                 "gathered_bytes": nbytes,
                 "wire_bytes": sent,
                 "segment_bytes": segment_bytes(layout),
@@ -153,7 +151,3 @@ def _buckets(plan: "UnitPlan") -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-def _name(dtype: "torch.dtype") -> str:
-    return str(dtype).removeprefix("torch.")
