@@ -180,12 +180,9 @@ def _least(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff) -> Trial:
 
 
 def _tighter(room: int, base: int, estimate: int, found: int) -> int:
-    """The room for the next choice, where the last one holds more than its estimate.
+    """The room for the next choice, where the last one holds more (`found`) than its estimate.
 
-    Args:
-        room: of the budget.
-        base: bytes that the choice of nothing holds.
-        estimate, found: bytes that the last choice was thought to hold, and holds.
+    `base` has the bytes that the choice of nothing holds.
     """
     if base <= room and base < estimate:  # each byte that is added counts for more
         tight = base + int((room - base) * (estimate - base) / (found - base))

@@ -44,13 +44,7 @@ class Offload(Item):
 def offloadable(
     trial: Trial, values: SavedValues, recomputes: Sequence[Recompute]
 ) -> list[Offload]:
-    """The values that may be saved on the host, best first.
-
-    Args:
-        trial: with nothing on the host.
-        values: those that its forward saves.
-        recomputes: those that may be computed again, cheapest kind first.
-    """
+    """The values that may be saved on the host, best first; `trial` has nothing there."""
     found = [each for saved in values if (each := _offload(saved, trial)) is not None]
     last = found[-1].saved.unit if found else ""
     price = {each.saved.kind: place for place, each in enumerate(recomputes)}

@@ -87,12 +87,9 @@ class _Forward:
     def recompute(
         self, members: Sequence[Saved], dropped: set[Node], again: set[Node]
     ) -> list[Recompute]:
-        """The items of those of `members` that can be computed again.
+        """The items of the values of a kind that can be computed again.
 
-        Args:
-            members: the values of a kind.
-            dropped: saved values that are not there, because they are computed again.
-            again: the nodes that are computed again for these.
+        The saved values `dropped` are not there: the nodes `again` compute them again.
         """
         without = dropped | {node for saved in members for node in saved.nodes}
         done, found = set(again), []
@@ -111,9 +108,7 @@ class _Forward:
     def _needed(self, saved: Saved, without: Collection[Node]) -> set[Node] | None:
         """The nodes that make a value from those that the backward has; None if it may not be made.
 
-        Args:
-            saved: the value.
-            without: saved values that the backward has no more.
+        The backward has no more the saved values `without`.
         """
         found, todo = set[Node](), list(saved.nodes)
         while todo:

@@ -34,15 +34,9 @@ Bytes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Choice:
-    """The number of items that are taken of each list of a `Tradeoff`.
+    """The number of items that are taken of `values`, `buckets`, `copies` and `states`.
 
     A value that is saved on the host is not computed again.
-
-    Attributes:
-        recomputed: of `values`.
-        gathered: of `buckets`.
-        offloaded: of `copies`.
-        states: of `states`.
     """
 
     recomputed: int = 0

@@ -64,10 +64,7 @@ def places_of_kernels(
 ) -> Places:
     """Place each node: a value in registers in all kernels that read it, other nodes in one.
 
-    Args:
-        nodes: the nodes of a graph, in order.
-        hints: the values of symbolic sizes.
-        in_order: whether a kernel on a CPU keeps its place between two matmuls.
+    `in_order` keeps the place of a kernel on a CPU between two matmuls.
     """
     stretch = list(itertools.accumulate(in_order and keeps_kernels(node) for node in nodes))
     index = {node: number for number, node in enumerate(nodes)}
@@ -159,10 +156,6 @@ def ends_of_calls(nodes: Sequence[Node], places: Places) -> dict[int, int]:
 
     Inductor puts consecutive kernels into one call, with only views and empty tensors between them.
     It allocates all results of the kernels before the call, and frees all operands after the call.
-
-    Args:
-        nodes: the nodes of a graph, in order.
-        places: from `places_of_kernels`.
     """
     registers = in_registers(nodes)
     loops = {n for n in nodes if _is_loop(n) and n not in registers and runs_on_cpu(n)}
@@ -205,8 +198,6 @@ def written_in_place(
     own values, not its operands.
 
     Args:
-        nodes: the nodes of a graph, in order.
-        places: from `places_of_kernels`.
         last: by the node that made a storage, the place of the last kernel that reads the storage.
         calls: by name of a node, the call of a folded body that contains it; absent outside calls.
     """

@@ -119,7 +119,6 @@ def measure_liveness(
     """The bytes that `gm` holds after each node, in its order; segments are not counted.
 
     Args:
-        gm: a forward or backward graph, scheduled.
         owns_inputs: whether inputs are freed after their last use (a backward graph).
         fused: leave out the values that Inductor keeps in registers.
         in_order: kernels on CPUs stay between the matmuls that they are between.
@@ -214,12 +213,7 @@ def _workspaces(
     over: Mapping[Node, Node],
     nbytes: int,
 ) -> Iterator[_Held]:
-    """The workspaces of matmuls, which are free before a kernel at the same place reads the
-    results.
-
-    Args:
-        over: by value that a kernel writes, the value in whose memory it is written.
-    """
+    """The workspaces of matmuls, free before a kernel at the same place reads the results."""
     if not nbytes:
         return
     kernels: dict[tuple[int, int], set[Node]] = {}
@@ -296,10 +290,7 @@ def storage_roots(
 ) -> dict[Node, Node]:
     """For every node that gives a tensor, the node that made its storage.
 
-    Args:
-        gm: a graph.
-        saved: the storages of its inputs, by name.
-        apart: each result of an op with several results has a storage of its own.
+    With `apart`, each result of an op with several results has a storage of its own.
     """
     roots: dict[Node, Node] = {}
     first: dict[str, Node] = {}

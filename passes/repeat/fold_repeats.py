@@ -79,10 +79,8 @@ def _moved(gm: GraphModule, ctx: PassContext) -> GraphModule:
 def _store_what_calls_read(graph: Graph) -> None:
     """Mark the operands of calls: Inductor stores them where they are computed.
 
-    A call needs its operands in memory. Without the mark, the blocks before and after the repeated
-    ones compute such an operand themselves (the sines of rotary embeddings). Then their kernels
-    differ from the body's. The inputs of the operand also stay live until the first call, and the
-    plan of memory does not know of that.
+    Without the mark, the blocks before and after the repeated ones compute such an operand anew
+    (the sines of rotary embeddings): other kernels, and inputs that live longer than planned.
     """
     for call in graph.find_nodes(op="call_function", target=INVOKE):
         for operand in sources_of(call):

@@ -127,12 +127,9 @@ def _on_meta(model: nn.Module) -> nn.Module:
 def give_fakes(
     model: nn.Module, fake: Callable[[Tensor], Tensor], host_is_apart: bool = False
 ) -> None:
-    """Replace the tensors of a model by fake ones: segments, unsharded parameters, buffers.
+    """Replace the tensors of a sharded model by fake ones: segments, other parameters, buffers.
 
-    Args:
-        model: a sharded model without values.
-        fake: makes a fake tensor like a given tensor.
-        host_is_apart: whether to plan for a device that is not the host.
+    With `host_is_apart`, plan for a device that is not the host.
     """
 
     def on_host(tensor: Tensor) -> Tensor:

@@ -56,14 +56,10 @@ class CompilePlan:
     Facts of buckets are read when the plan is made: compiled code outlives its buckets, and equal
     buckets run it.
 
-    Args:
-        replays: whether CUDA graphs are replayed.
-
     Attributes:
         references, slots: the bucket of each input that is a segment, and its slots that are read.
         bodies: the calls of blocks that are traced once, until the Dynamo graph is compiled.
         kept, joint: the decisions and facts of the joint graph, once it is finished.
-        graphs: the finished graphs.
         calls: by phase, the groups of the collectives, and the groups over which a CUDA graph
             replays them.
     """

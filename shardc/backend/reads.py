@@ -130,12 +130,8 @@ def _begin_backward(
 ) -> None:
     """Tell the buckets of a graph, before the first node of its outputs is differentiated.
 
-    Args:
-        begun: not empty once the backward has begun.
-        names: the labels of the buckets, by the labels in the graph.
-        state: each read of the graph's forward; the number of updates of the bucket before it, the
-            reduction in the graph, and the sums that the graph was given.
-        grads: the gradients of the node's outputs.
+    `state` has each read of the graph's forward; the number of updates of the bucket before it, the
+    reduction in the graph, and the sums that the graph was given.
     """
     if begun:
         return

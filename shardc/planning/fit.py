@@ -147,10 +147,6 @@ def largest(plan: Plan, memory: int) -> Fit:
 
     The bytes needed mostly grow linearly with the size, so two sizes that do not fit give a guess
     of the border. Where a guess leaves more than half of the interval, the middle is tried.
-
-    Args:
-        plan: plans a size of at least 1.
-        memory: bytes of the device.
     """
     tries = _Tries(plan)
     size = 1

@@ -26,9 +26,7 @@ def assemble(
     """The report of a step of `model`: forward graphs in order, backward graphs, the optimizer.
 
     Args:
-        model: a sharded model.
         graphs: the graphs compiled for one step, forward graphs in the order in which they run.
-        profile: the hardware that times are for.
         optimizer_states: copies of the parameters that the optimizer keeps.
         settings, tokens: see `Record`.
     """

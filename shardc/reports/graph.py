@@ -95,14 +95,9 @@ class _Sent:
 def read_graph(
     gm: GraphModule, phase: str, profile: Profile, liveness: Liveness, fused: bool
 ) -> GraphRows:
-    """Play a scheduled graph, and note its rows.
+    """Play a scheduled graph, in the form that is lowered, and note its rows.
 
-    Args:
-        gm: a forward or backward graph, in the form that is lowered.
-        phase: "forward" or "backward".
-        profile: the hardware that times are for.
-        liveness: of `gm`, in the order of `gm`.
-        fused: whether elementwise ops are fused.
+    `liveness` is that of `gm`, in its order. With `fused`, kernels fuse elementwise ops.
     """
     hints, known = symbol_hints(gm), Registers()
     clock = Clock()

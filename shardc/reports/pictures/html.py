@@ -35,12 +35,7 @@ def page(record: Record) -> str:
 
 
 def save_html(record: Record, path: str | os.PathLike[str]) -> None:
-    """Write the HTML file of a record.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: the record has a figure that is not finite.
-    """
+    """Write the HTML file of a record. Raises ValueError as `page`."""
     Path(path).write_text(page(record), encoding="utf-8")
 
 
