@@ -74,22 +74,18 @@ def write_text(name: str, what: str, text: str, traced: bool = True) -> None:
     """Write a file, and describe it in the index; the trace gets the same text, if `traced`."""
     if traced:
         compat.trace_artifact(f"shardc_{name}", text)
-    folder = dump_folder()
-    if folder is not None:
-        try:
-            (folder / name).write_text(text)
-        except OSError as error:
-            _give_up(error)
-        note(f"{name:<44} {what}")
+    note(f"{name:<44} {what}", name, text)
 
 
-def note(line: str) -> None:
-    """Add a line to the index; each process begins a new index."""
+def note(line: str, name: str = "", text: str = "") -> None:
+    """Add a line to the index, for a file `name` that is written first; a process begins anew."""
     folder = dump_folder()
     if folder is None:
         return
     index = folder / INDEX
     try:
+        if name:
+            (folder / name).write_text(text)
         if folder not in _begun:
             index.write_text(_FIRST_LINES)
             _begun.add(folder)

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from shardc.runtime import compat
-from shardc.runtime.checks.words import plural
+from shardc.runtime.checks.words import dtype_name, plural
 from shardc.runtime.comm import (  # noqa: F401 (register their ops)
     comm_buffers,
     gradient_ops,
@@ -61,7 +61,7 @@ def labels_of(node: Node) -> tuple[str, ...]:
 
 def set_moved(node: Node, moved: Iterable[Moved]) -> None:
     """Note on a node the buckets that it moves, for `moved_by`."""
-    _note(node, "shardc", tuple(moved))
+    note(node, "shardc", tuple(moved))
 
 
 def results_of(node: Node) -> list[Node]:
@@ -174,33 +174,25 @@ def comes_from_host(node: Node) -> bool:
 
 def state_bytes(node: Node) -> int:
     """Bytes of the optimizer's state that a node moves."""
-    return int((node.meta.get("custom") or {})[_STATE_BYTES])
+    return int((node.meta.get("custom") or {})[STATE_BYTES])
 
 
-def set_state_bytes(node: Node, nbytes: int) -> None:
-    """Note on a node the bytes of state that it moves, for `state_bytes`."""
-    _note(node, _STATE_BYTES, nbytes)
-
-
-_STATE_BYTES = "shardc_state_bytes"
+STATE_BYTES = "shardc_state_bytes"
+"""The key of `note` for the bytes of state that a node moves."""
 
 
 def unit_of_copy(node: Node) -> str:
     """The name of the unit that owns the value or the optimizer's state in a copy."""
-    return str((node.meta.get("custom") or {}).get(_COPIED_FOR, ""))
+    return str((node.meta.get("custom") or {}).get(COPIED_FOR, ""))
 
 
-def set_unit_of_copy(node: Node, unit: str) -> None:
-    """Note on a copy the name of its unit, for `unit_of_copy`."""
-    _note(node, _COPIED_FOR, unit)
+COPIED_FOR = "shardc_copied_for"
+"""The key of `note` for the name of the unit in a copy."""
 
 
-def _note(node: Node, key: str, value: object) -> None:
+def note(node: Node, key: str, value: object) -> None:
     """Note a fact on a node; copies of the graph keep the fact."""
     node.meta["custom"] = {**(node.meta.get("custom") or {}), key: value}
-
-
-_COPIED_FOR = "shardc_copied_for"
 
 
 def is_transfer(node: Node) -> bool:
@@ -310,7 +302,7 @@ def describe_spec(spec: UnshardSpec) -> str:
     """A spec in one line, for the error that names a difference between ranks."""
     shapes = " ".join("x".join(map(str, shape)) or "scalar" for shape in spec.shapes)
     dtypes = dict.fromkeys([spec.dtype, spec.compute_dtype, spec.reduction.dtype or spec.dtype])
-    names = "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    names = "/".join(map(dtype_name, dtypes))
     wires = (str(wire) for wire in (spec.wire, spec.reduction.wire) if wire is not None)
     return " ".join(
         [f"{spec.numel} {names} over {plural(spec.world_size, 'rank')} ({shapes})", *wires]

@@ -1,31 +1,10 @@
 """The pipeline: the passes of each stage, in order. `run_passes` runs them.
 
-    Dynamo graph      take_gathered             parameters that the runtime gathers are inputs
-                      insert_unshard            marks become one gather a bucket
-                      fetch_rows                embeddings fetch rows, not tables
-    (traced)          trace_once                modules that repeat are traced once
-    joint graph       choose_kept               the choice that fits the memory budget
-                      reduce_once               one reduction of a bucket that is read several times
-                      copy_overwritten          inputs that change are copied for the backward
-                      mark_segments             marks on the inputs that are segments
-                      tag_reshard               gathered weights are recomputed or saved
-                      tag_recomputed            other values that the backward computes again
-    both halves       offload_saved             values that are saved on the host
-                      offload_state             optimizer state that waits there
-    forward, backward wait_once                 one wait for a gather that is read several times
-                      drop_second_gathers       one gather in the forward, where it is cut again
-                      coalesce                  neighbours in one message where it costs nothing
-                      schedule                  collectives behind compute
-                      write_gradients           matmuls write into the reduction's input
-                      store_smaller             values that are smaller than their operands
-                      label_collectives         names for the profiler and for errors
-                      verify                    invariants
-    for Inductor      fold_repeats              repeated blocks are compiled once
-
-Two lines are in no list: `shardc/backend/compile.py` calls both. `trace_once` makes calls of
-bodies, which lie beside the graph. `choose_kept` decides and edits nothing: it runs the stages that
-follow on copies, to try its choices. A stage is read off its graph: `TAKEN` and `SLOTS` of the
-inputs of a Dynamo graph, `differentiated` of a joint graph.
+The lists below have the passes of each stage; the first line of a pass's docstring says its effect.
+The files of `shardc/backend/` call two steps that are in no list. Before AOT autograd, `trace_once`
+makes calls of bodies, which lie beside the graph. Before `JOINT_PASSES`, `choose_kept` decides and
+edits nothing: it runs the stages that follow on copies, to try its choices. A stage is read off its
+graph: `TAKEN` and `SLOTS` of the inputs of a Dynamo graph, `differentiated` of a joint graph.
 """
 
 from collections.abc import Sequence

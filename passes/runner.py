@@ -23,10 +23,8 @@ def run_passes(
     """Apply `passes` in order; lint the graph after each, and recompile the result.
 
     Args:
-        gm: the graph; passes may edit it.
         ctx: the context of all passes. A graph without a number is the graph of a trial: no lint,
             no dump.
-        passes: the passes, in order.
         done: the number of passes that the graph has gone through with this context.
     """
     if ctx.number is None:

@@ -22,6 +22,7 @@ from shardc.passes.estimate.hardware import Link, Profile, current_profile, set_
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import checked
 from shardc.runtime.checks.telling import warn
+from shardc.runtime.checks.words import dtype_name
 from shardc.runtime.comm import collectives
 from shardc.runtime.groups.backends import backend_of
 from shardc.runtime.groups.devices import device_board
@@ -138,11 +139,8 @@ def _read(path: Path) -> str:
         return ""
     counts = {probes.count for probes in _PROBES.values()}
     is_whole = isinstance(figures, list) and len(figures) in counts
-    return text if is_whole and all(map(_is_seconds, figures)) else ""
-
-
-def _is_seconds(figure: object) -> bool:
-    return isinstance(figure, float) and math.isfinite(figure) and figure > 0
+    is_whole = is_whole and all(isinstance(f, float) and 0 < f < math.inf for f in figures)
+    return text if is_whole else ""
 
 
 def _keep(figures: str, path: Path) -> None:
@@ -234,10 +232,7 @@ def _profile(name: str, figures: list[float], device_type: str, world: int) -> P
         before,
         name=name,
         source="calibrate()",
-        flops=tuple(
-            (str(dtype).removeprefix("torch."), rate)
-            for dtype, rate in zip(sizes.dtypes, rates, strict=True)
-        ),
+        flops=tuple(zip(map(dtype_name, sizes.dtypes), rates, strict=True)),
         memory_bandwidth=memory,
         node_size=world,
         inside=link,

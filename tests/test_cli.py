@@ -54,10 +54,11 @@ def test_plan_has_the_buckets_of_fully_shard(mesh, tied):
         assert settings.precision == unit.buckets[0].settings.precision
     segments = [bucket.segment for unit in units.values() for bucket in unit.buckets]
     totals = total(plans)
-    assert totals.parameter_bytes == sum(segment.nbytes for segment in segments)
-    assert totals.gradient_bytes == sum(s.nbytes for s in segments if s.requires_grad)
-    assert totals.gradient_bytes < totals.parameter_bytes and totals.buckets == len(segments)
-    assert totals.parameters == sum(p.numel() for p in same.parameters())
+    kept = totals["bytes_per_rank"]
+    assert kept["parameters"] == sum(segment.nbytes for segment in segments)
+    assert kept["gradients"] == sum(s.nbytes for s in segments if s.requires_grad)
+    assert kept["gradients"] < kept["parameters"] and totals["buckets"] == len(segments)
+    assert totals["parameters"] == sum(p.numel() for p in same.parameters())
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from shardc.passes.estimate.hardware import PROFILES
 from shardc.passes.nodes import is_collective, is_view, is_wait, kind_of
 from shardc.passes.repeat.fold_repeats import INVOKE, calls_of, fold_repeats
 from shardc.passes.repeat.near_readers import move_near_readers
-from shardc.passes.repeat.repeated_stretches import ends_no_stretch
 from shardc.runtime import compat
 
 WRITE = torch.ops.shardc.write_matmul.default
@@ -161,7 +160,7 @@ def _together(run, *args, anew=False):
     """The names of ops between the waits of a graph, after they have moved."""
     gm = _trace(run, *args)
     flat = eager_executor(gm)([arg.clone() for arg in args])
-    move_near_readers(gm, ends_no_stretch, anew)
+    move_near_readers(gm, anew)
     gm.recompile()
     moved = eager_executor(gm)([arg.clone() for arg in args])
     assert all(map(torch.equal, flat, moved))

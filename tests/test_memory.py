@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule
 
 import shardc
 from shardc import fully_shard
-from shardc.backend import compile as backend
+from shardc.backend import lowering
 from shardc.backend.graph_plan import graph_plans
 from shardc.passes import pipeline
 from shardc.passes.budget import choose as budget
@@ -540,7 +540,7 @@ def _choices():
         kept.append(choose_kept(gm, ctx))
         return kept[-1]
 
-    return kept, mock.patch.object(backend, "choose_kept", choose)
+    return kept, mock.patch.object(lowering, "choose_kept", choose)
 
 
 class _Layers(nn.Module):

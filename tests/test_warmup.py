@@ -30,13 +30,13 @@ class Noisy(nn.Module):
 
 def _count(monkeypatch):
     compiled = []
-    real = backend._compile
+    real = backend.compile_graph
 
     def counting(*args):
         compiled.append(args)
         return real(*args)
 
-    monkeypatch.setattr(backend, "_compile", counting)
+    monkeypatch.setattr(backend, "compile_graph", counting)
     return compiled
 
 

@@ -7,9 +7,9 @@ stay gathered hold memory and save the wire. The choice with the shortest step t
 If it holds more than its estimate, the next one is tried, and last the one that holds least. This
 is done for each number of units ahead, until the estimate of none is shorter.
 
-Ranks follow the one with the least room, and keep to its choice when sizes grow (`growth`). Without
-a budget nothing is decided: the user's settings say which units reshard, the partitioner which
-values are saved.
+Ranks follow the one with the least room. When sizes grow, they keep to its choice, and compute more
+values again. Without a budget nothing is decided: the user's settings say which units reshard, the
+partitioner which values are saved.
 """
 
 import functools
@@ -24,12 +24,12 @@ from typing import Any, TypeVar
 
 from torch.fx import GraphModule
 
-from shardc.passes.budget.growth import bound_sizes, dynamic_sizes, recompute_more
+from shardc.passes.budget.growth import bound_sizes, dynamic_sizes
 from shardc.passes.budget.offloadable import Offload
 from shardc.passes.budget.recomputable import Recompute
 from shardc.passes.budget.tradeoff import Choice, Tradeoff
 from shardc.passes.budget.trial import Trial, run_trial
-from shardc.passes.context import UNITS_IN_FLIGHT, Budget, Kept, PassContext
+from shardc.passes.context import UNITS_IN_FLIGHT, Budget, Kept, NotAgreed, PassContext
 from shardc.passes.nodes import describe_collective, is_all_gather, our_collectives
 from shardc.runtime.checks.words import plural
 
@@ -102,15 +102,7 @@ def _as_agreed(gm: GraphModule, ctx: PassContext, agreed: Kept, budget: Budget) 
     BudgetTooSmall."""
     trial = run_trial(gm, ctx, agreed)
     if trial.peak > budget.room:
-        tradeoff = tradeoff_of(gm, ctx, agreed.ahead)
-        values = _staying(tradeoff, agreed.offloaded)
-        kinds = Counter(value.saved.kind for value in values)
-
-        def again(kept: Kept, kind: str) -> Kept:
-            counts = Counter(kept.recomputes) | Counter({kind: kinds[kind]})
-            return replace(kept, **_recomputing(values, counts))
-
-        more = recompute_more(gm, ctx, agreed, kinds, again, budget.room)
+        more = _recompute_more(gm, ctx, agreed, budget.room)
         if more is None:
             said = "memory_budget: a graph may hold %s with the choices of all ranks, not %s"
             log.warning(said, budget.shown(trial.peak + budget.static), budget)
@@ -119,6 +111,35 @@ def _as_agreed(gm: GraphModule, ctx: PassContext, agreed: Kept, budget: Budget) 
         else:
             return more.kept
     return agreed
+
+
+def _recompute_more(gm: GraphModule, ctx: PassContext, agreed: Kept, room: int) -> Trial | None:
+    """Add kinds of values that are computed again to `agreed`, until it holds `room` bytes at most.
+
+    Ranks agreed on the choice when they compiled the graph first. A rank that compiles it anew for
+    larger sizes may be alone, so it leaves out a kind with which it would send other collectives.
+
+    Returns:
+        The trial that fits, or the one that holds least; None where ranks agreed on nothing yet.
+    """
+
+    def tried(kept: Kept) -> Trial | None:
+        try:
+            return run_trial(gm, ctx, kept, ctx.recall)
+        except NotAgreed:
+            return None
+
+    tradeoff = tradeoff_of(gm, ctx, agreed.ahead)
+    values = _staying(tradeoff, agreed.offloaded)
+    best = tried(agreed)
+    for kind, number in _kinds(values).items():
+        if best is None or best.peak <= room:
+            break
+        counts = Counter(best.kept.recomputes) | Counter({kind: number})
+        trial = tried(replace(best.kept, **_recomputing(values, counts)))
+        if trial is not None and trial.peak <= best.peak:
+            best = trial
+    return best
 
 
 def tradeoff_of(gm: GraphModule, ctx: PassContext, ahead: int) -> Tradeoff:
@@ -159,12 +180,9 @@ def _least(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff) -> Trial:
 
 
 def _tighter(room: int, base: int, estimate: int, found: int) -> int:
-    """The room for the next choice, where the last one holds more than its estimate.
+    """The room for the next choice, where the last one holds more (`found`) than its estimate.
 
-    Args:
-        room: of the budget.
-        base: bytes that the choice of nothing holds.
-        estimate, found: bytes that the last choice was thought to hold, and holds.
+    `base` has the bytes that the choice of nothing holds.
     """
     if base <= room and base < estimate:  # each byte that is added counts for more
         tight = base + int((room - base) * (estimate - base) / (found - base))

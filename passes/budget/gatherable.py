@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from shardc.passes.budget.item import Item
-from shardc.passes.budget.trial import Phase, Trial
+from shardc.passes.budget.trial import Item, Phase, Trial
 from shardc.passes.estimate.cost import collective_seconds, evaluate, symbol_hints, tensor_bytes
 from shardc.passes.nodes import is_all_gather, is_view, moved_by, reach, waits_for
 from shardc.runtime.layout.spec import Moved

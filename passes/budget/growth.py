@@ -1,13 +1,10 @@
-"""Joint graph: a plan for sizes that grow.
+"""Joint graph: a graph with dynamic sizes serves those with which it fits into its budget.
 
-Ranks agree on a choice when they compile a graph first. A rank that compiles it anew for larger
-sizes may be alone, so its collectives stay as agreed. It computes more values again, which no other
-rank sees (`recompute_more`). A graph with dynamic sizes serves those with which it fits into its
-budget. For larger ones it is compiled anew (`bound_sizes`).
+For larger ones, guards let Dynamo compile it anew (`bound_sizes`).
 """
 
 import bisect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -15,48 +12,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from shardc.passes.budget.trial import Trial, run_trial
-from shardc.passes.context import Kept, NotAgreed, PassContext
+from shardc.passes.budget.trial import Trial
 from shardc.passes.estimate.cost import symbol_hints
 from shardc.runtime import compat
 
 _STEPS, _FURTHEST = 16, 64
 """Sizes grow in steps of a sixteenth, up to so many times as large."""
-
-
-def recompute_more(
-    gm: GraphModule,
-    ctx: PassContext,
-    agreed: Kept,
-    kinds: Iterable[str],
-    again: Callable[[Kept, str], Kept],
-    room: int,
-) -> Trial | None:
-    """Add kinds of values that are computed again to `agreed`, until it holds `room` bytes at most.
-
-    Args:
-        kinds: in the order in which they are added. A kind is left out with which this rank would
-            send other collectives than ranks agreed on.
-        again: adds a kind to a choice.
-
-    Returns:
-        The trial that fits, or the one that holds least; None where ranks agreed on nothing yet.
-    """
-    best = _tried(gm, ctx, agreed)
-    for kind in kinds:
-        if best is None or best.peak <= room:
-            break
-        trial = _tried(gm, ctx, again(best.kept, kind))
-        if trial is not None and trial.peak <= best.peak:
-            best = trial
-    return best
-
-
-def _tried(gm: GraphModule, ctx: PassContext, kept: Kept) -> Trial | None:
-    try:
-        return run_trial(gm, ctx, kept, ctx.recall)
-    except NotAgreed:
-        return None
 
 
 def bound_sizes(trial: Trial, room: int) -> None:

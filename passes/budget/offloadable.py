@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from shardc.passes.budget.item import Item
 from shardc.passes.budget.recomputable import Recompute
 from shardc.passes.budget.saved import Saved, SavedValues
-from shardc.passes.budget.trial import Trial
+from shardc.passes.budget.trial import Item, Trial
 from shardc.passes.estimate.cost import evaluate, host_seconds, symbol_hints, tensor_bytes
 
 _SMALL = 1 / 8
@@ -45,13 +44,7 @@ class Offload(Item):
 def offloadable(
     trial: Trial, values: SavedValues, recomputes: Sequence[Recompute]
 ) -> list[Offload]:
-    """The values that may be saved on the host, best first.
-
-    Args:
-        trial: with nothing on the host.
-        values: those that its forward saves.
-        recomputes: those that may be computed again, cheapest kind first.
-    """
+    """The values that may be saved on the host, best first; `trial` has nothing there."""
     found = [each for saved in values if (each := _offload(saved, trial)) is not None]
     last = found[-1].saved.unit if found else ""
     price = {each.saved.kind: place for place, each in enumerate(recomputes)}

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from shardc.passes.budget.item import Item
 from shardc.passes.budget.saved import Saved, SavedValues, is_value
-from shardc.passes.budget.trial import Trial
+from shardc.passes.budget.trial import Item, Trial
 from shardc.passes.estimate.cost import evaluate, node_flops, node_seconds, symbol_hints
 from shardc.passes.nodes import is_collective, is_random, is_view, is_wait, writes
 from shardc.passes.rewrite.recompute import is_tagged
@@ -88,12 +87,9 @@ class _Forward:
     def recompute(
         self, members: Sequence[Saved], dropped: set[Node], again: set[Node]
     ) -> list[Recompute]:
-        """The items of those of `members` that can be computed again.
+        """The items of the values of a kind that can be computed again.
 
-        Args:
-            members: the values of a kind.
-            dropped: saved values that are not there, because they are computed again.
-            again: the nodes that are computed again for these.
+        The saved values `dropped` are not there: the nodes `again` compute them again.
         """
         without = dropped | {node for saved in members for node in saved.nodes}
         done, found = set(again), []
@@ -112,9 +108,7 @@ class _Forward:
     def _needed(self, saved: Saved, without: Collection[Node]) -> set[Node] | None:
         """The nodes that make a value from those that the backward has; None if it may not be made.
 
-        Args:
-            saved: the value.
-            without: saved values that the backward has no more.
+        The backward has no more the saved values `without`.
         """
         found, todo = set[Node](), list(saved.nodes)
         while todo:

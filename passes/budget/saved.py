@@ -7,7 +7,7 @@ checkpoint of the user.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from shardc.passes.budget.trial import Trial
+from shardc.passes.budget.trial import Phase, Trial
 from shardc.passes.estimate.cost import evaluate, symbol_hints, tensor_bytes
 from shardc.passes.estimate.memory import storage_roots
 from shardc.passes.nodes import labels_of, module_of, our_collectives, returned_and_saved
@@ -53,13 +53,21 @@ class SavedValues:
         self._unit_by_path: dict[str, str | None] = {}
 
     def __iter__(self) -> Iterator[Saved]:
-        forward = self._trial.forward
-        hints, counts = symbol_hints(forward.gm), defaultdict[str, int](int)
-        for root, nodes in self._by_root.items():
+        return iter(self._values)
+
+    @cached_property
+    def _values(self) -> list[Saved]:
+        forward, backward = self._trial.forward, self._trial.backward
+        hints, counts, found = symbol_hints(forward.gm), defaultdict[str, int](int), list[Saved]()
+        roots, aliases = storage_roots(forward.gm), defaultdict[Node, list[Node]](list)
+        for node, root in roots.items():
+            aliases[root].append(node)
+        given = {node.name: node for node in backward.gm.graph.find_nodes(op="placeholder")}
+        for root, nodes in _saved_by_root(forward, roots).items():
             unit = self.unit_of(root)
-            if unit is None or not _is_computed(root):
+            if unit is None or not is_value(root) or is_tagged(root):
                 continue
-            users = {user for node in self._aliases[root] for user in node.users}
+            users = {user for node in aliases[root] for user in node.users}
             places = [forward.places[user] for user in users if user in forward.places]
             is_inside = all(self.unit_of(user) == unit for user in users if user.op != "output")
             kind = _kind(root, unit)
@@ -69,8 +77,11 @@ class SavedValues:
             nbytes = int(evaluate(tensor_bytes(root.meta["val"]), hints))
             if nbytes:
                 first = max(places, default=forward.places[root]) + 1
-                end = self._trial.border + self._first_reader(nodes)
-                yield Saved(kind, unit, tuple(nodes), nbytes, first, end, is_inside)
+                readers = [u for n in nodes if n.name in given for u in given[n.name].users]
+                read = min((backward.places[u] for u in readers if u in backward.places), default=0)
+                end = self._trial.border + read
+                found.append(Saved(kind, unit, tuple(nodes), nbytes, first, end, is_inside))
+        return found
 
     def unit_of(self, node: Node) -> str | None:
         """The name of the unit that a node belongs to; None if it is outside of all."""
@@ -79,42 +90,17 @@ class SavedValues:
             self._unit_by_path[path] = _unit_at(path, self._units)
         return self._unit_by_path[path]
 
-    @cached_property
-    def _roots(self) -> dict[Node, Node]:
-        return storage_roots(self._trial.forward.gm)
 
-    @cached_property
-    def _aliases(self) -> dict[Node, list[Node]]:
-        """The nodes that share the memory of a node."""
-        found: dict[Node, list[Node]] = defaultdict(list)
-        for node, root in self._roots.items():
-            found[root].append(node)
-        return found
-
-    @cached_property
-    def _by_root(self) -> dict[Node, list[Node]]:
-        """The nodes that are saved and not returned to the caller, by the node that made their
-        memory."""
-        forward, roots = self._trial.forward, self._roots
-        results, saved = returned_and_saved(forward.gm, forward.ctx.results)
-        returned = {roots[node] for node in results if node in roots}
-        found: dict[Node, list[Node]] = defaultdict(list)
-        for node in saved:
-            if node in roots and roots[node] not in returned:
-                found[roots[node]].append(node)
-        return found
-
-    @cached_property
-    def _given(self) -> dict[str, Node]:
-        """The inputs of the backward, by name."""
-        graph = self._trial.backward.gm.graph
-        return {node.name: node for node in graph.find_nodes(op="placeholder")}
-
-    def _first_reader(self, nodes: list[Node]) -> int:
-        """The first place of the backward that reads one of `nodes`."""
-        places = self._trial.backward.places
-        given = [self._given[node.name] for node in nodes if node.name in self._given]
-        return min((places[u] for node in given for u in node.users if u in places), default=0)
+def _saved_by_root(forward: Phase, roots: Mapping[Node, Node]) -> dict[Node, list[Node]]:
+    """The nodes that are saved and not returned to the caller, by the node that made their
+    memory."""
+    results, saved = returned_and_saved(forward.gm, forward.ctx.results)
+    returned = {roots[node] for node in results if node in roots}
+    found: dict[Node, list[Node]] = defaultdict(list)
+    for node in saved:
+        if node in roots and roots[node] not in returned:
+            found[roots[node]].append(node)
+    return found
 
 
 def _unit_at(path: str, units: Sequence[str]) -> str | None:
@@ -133,14 +119,11 @@ def is_value(node: Node) -> bool:
     return node.op == "call_function" and any(tensors)
 
 
-def _is_computed(node: Node) -> bool:
-    return is_value(node) and not is_tagged(node)
-
-
 def _kind(node: Node, unit: str) -> str:
     module = module_of(node)
     where = module.rpartition(unit)[2].strip(".") if unit else module
-    return f"{_starred(unit)} {where}: {_in_words(node)}".replace(" :", "")
+    starred = re.sub(r"\d+", "*", unit)
+    return f"{starred} {where}: {_in_words(node)}".replace(" :", "")
 
 
 def _in_words(node: Node) -> str:
@@ -153,7 +136,3 @@ def _in_words(node: Node) -> str:
 def _unit_names(gm: GraphModule) -> set[str]:
     labels = {label for node in our_collectives(gm) for label in labels_of(node)}
     return {re.sub(r"\[\d+\]$", "", label) for label in labels}
-
-
-def _starred(name: str) -> str:
-    return re.sub(r"\d+", "*", name)

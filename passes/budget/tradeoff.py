@@ -20,11 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shardc.passes.budget.gatherable import KeepGathered, gatherable
-from shardc.passes.budget.item import Item
 from shardc.passes.budget.offloadable import Offload, offloadable
 from shardc.passes.budget.recomputable import Recompute, recomputable
 from shardc.passes.budget.saved import SavedValues
-from shardc.passes.budget.trial import Phase, Trial
+from shardc.passes.budget.trial import Item, Phase, Trial
 from shardc.passes.estimate.cost import host_seconds
 from shardc.passes.nodes import moved_by
 from shardc.passes.rewrite.offload_state import segments_of
@@ -35,15 +34,9 @@ Bytes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Choice:
-    """The number of items that are taken of each list of a `Tradeoff`.
+    """The number of items that are taken of `values`, `buckets`, `copies` and `states`.
 
     A value that is saved on the host is not computed again.
-
-    Attributes:
-        recomputed: of `values`.
-        gathered: of `buckets`.
-        offloaded: of `copies`.
-        states: of `states`.
     """
 
     recomputed: int = 0

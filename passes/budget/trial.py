@@ -3,7 +3,7 @@
 Ranks agree on nothing meanwhile: a trial is this rank's own. It may follow agreements of before.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,24 @@ from shardc.runtime import compat
 
 
 @dataclass(frozen=True)
+class Item:
+    """Memory during a part of a step, for time: an entry of a list that a choice takes from.
+
+    Attributes:
+        nbytes: freed; of a bucket that stays gathered, held.
+        first, end: from which place on, and before which. The places of the backward follow those
+            of the forward.
+        seconds: added to the compute, or to the link in each direction; of a bucket that stays
+            gathered, taken off the wire.
+    """
+
+    nbytes: int
+    first: int
+    end: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Phase:
     """A forward or a backward as it would be.
 
@@ -30,11 +48,13 @@ class Phase:
         gm: its graph, scheduled.
         ctx: the context of its passes.
         saved: of a backward, the storages that its forward saves.
+        gathered: of a backward, the names of gathered buckets that its forward saves.
     """
 
     gm: GraphModule
     ctx: PassContext
     saved: Storages | None = None
+    gathered: Collection[str] = ()
 
     @cached_property
     def liveness(self) -> Liveness:
@@ -58,14 +78,15 @@ class Phase:
 
     def liveness_for(self, sizes: Mapping[Any, int]) -> Liveness:
         """The memory that the graph would hold with these values of its symbols."""
-        options, owns = self.ctx.options, self.ctx.phase == "backward"
+        options = self.ctx.options
         assert options is not None
         return measure_liveness(
             self.gm,
-            owns_inputs=owns,
+            owns_inputs=self.ctx.phase == "backward",
             fused=options.fused,
             in_order=options.in_order,
-            clones=owns and options.clones,
+            clones=options.clones,
+            gathered=self.gathered,
             hints=sizes,
             saved=self.saved,
             calls=self.calls,

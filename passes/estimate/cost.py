@@ -14,6 +14,7 @@ leaves out caches, and the arithmetic of elementwise ops other than tanh and sim
 """
 
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -137,14 +138,12 @@ def bucket_grain(world: int, profile: Profile) -> int:
 
 def tensor_bytes(value: Any) -> Expr:
     """Bytes of the tensors in `value`, counted as dense."""
-    total: Expr = 0
-    for leaf in (value,) if isinstance(value, Tensor) else tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            size: Expr = leaf.element_size()
-            for dim in leaf.shape:
-                size = size * compat.size_expr(dim)
-            total = total + size
-    return total
+    leaves = (value,) if isinstance(value, Tensor) else tree_leaves(value)
+    return sum(
+        math.prod(map(compat.size_expr, leaf.shape), start=leaf.element_size())
+        for leaf in leaves
+        if isinstance(leaf, Tensor)
+    )
 
 
 WRITING_MATMULS = (torch.ops.shardc.first_matmul, torch.ops.shardc.write_matmul)
@@ -174,15 +173,10 @@ def node_flops(node: Node) -> Expr:
 
 
 def _grouped_matmul_flops(left: Any, right: Any, *others: Any, out_val: Any, **kwargs: Any) -> Any:
-    """FLOPs of a grouped matmul, by torch's op or by transformers' op.
+    """FLOPs of a grouped matmul: each row by one of several matrices; a backward has two products.
 
-    The op multiplies each row by one of several matrices.
-
-    Args:
-        left: (rows, K), or (K, rows) for the gradient of the matrices.
-        right: (matrices, K, N), or (rows, N).
-        others: offsets, and in a backward the gradient; a backward computes two such products.
-        out_val: the result or results.
+    Shapes: `left` (rows, K), or (K, rows) for the gradient of the matrices; `right` (matrices, K,
+    N), or (rows, N).
     """
     products = 2 if isinstance(out_val, (tuple, list)) else 1
     return products * 2 * left.numel() * right.shape[-1]
@@ -273,9 +267,6 @@ def in_registers(nodes: Iterable[Node]) -> dict[Node, set[Node]]:
     """Map each value that Inductor never stores to the stored values that it is computed from.
 
     Inductor stores a value with several readers if it is computed from over `MOST_READ` values.
-
-    Args:
-        nodes: the nodes of a graph, in order.
     """
     reads: dict[Node, set[Node]] = {}
     for node in nodes:
@@ -413,11 +404,7 @@ def node_seconds(
 ) -> Expr:
     """Seconds that a compute node takes: 0 for a view, the arithmetic for a value in registers.
 
-    Args:
-        node: a node of a graph.
-        profile: the device.
-        fused: whether Inductor fuses elementwise ops.
-        known: a cache for calls with nodes of one graph; valid while nobody changes the graph.
+    `known` is a cache for calls with nodes of one graph, valid while nobody changes the graph.
     """
     known = {} if known is None else known
     if node.op != "call_function" or is_view(node) or is_empty(node):
@@ -555,9 +542,7 @@ def rows_bytes(
 ) -> Expr:
     """Bytes that every rank sends to fetch `count` rows of a table, or to return gradients.
 
-    Args:
-        rows, width: the shape of the table.
-        dtype: the dtype of rows, or of their gradients, on the wire.
+    The table has the shape (`rows`, `width`); `dtype` is that of rows or gradients on the wire.
     """
     dealt = -(-rows // ranks)
     return (dealt + _shorter(count, rows)) * width * dtype.itemsize + (0 if back else rows)
@@ -569,9 +554,7 @@ def _rows_sent(node: Node) -> Expr:
     dtype, ranks = (node.args[4], node.args[5]) if back else (node.args[2], node.args[4])
     rows, width = node.args[-2:]
     looked_up = node.args[0 if back else 1].meta["val"]  # type: ignore[union-attr]
-    count = 1
-    for size in looked_up.shape[:1] if back else looked_up.shape:
-        count = count * compat.size_expr(size)
+    count = math.prod(map(compat.size_expr, looked_up.shape[:1] if back else looked_up.shape))
     return rows_bytes(count, rows, width, ranks, dtype, back)  # type: ignore[arg-type]
 
 

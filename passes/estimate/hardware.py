@@ -20,6 +20,7 @@ import torch
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Must, checked, shown
 from shardc.runtime.checks.values import read_amount
+from shardc.runtime.checks.words import dtype_name
 from shardc.runtime.groups.devices import device_board, device_named
 
 
@@ -78,7 +79,7 @@ class Profile:
 
     def peak(self, dtype: torch.dtype) -> float:
         """FLOP/s that a real matmul in `dtype` reaches."""
-        return self.matmul_efficiency * self.rate(str(dtype).removeprefix("torch."))
+        return self.matmul_efficiency * self.rate(dtype_name(dtype))
 
     def rate(self, dtype: str) -> float:
         """Nominal FLOP/s of a matmul in `dtype`; float32 is TF32 if the program allows TF32."""

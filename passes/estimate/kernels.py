@@ -64,10 +64,7 @@ def places_of_kernels(
 ) -> Places:
     """Place each node: a value in registers in all kernels that read it, other nodes in one.
 
-    Args:
-        nodes: the nodes of a graph, in order.
-        hints: the values of symbolic sizes.
-        in_order: whether a kernel on a CPU keeps its place between two matmuls.
+    `in_order` keeps the place of a kernel on a CPU between two matmuls.
     """
     stretch = list(itertools.accumulate(in_order and keeps_kernels(node) for node in nodes))
     index = {node: number for number, node in enumerate(nodes)}
@@ -159,10 +156,6 @@ def ends_of_calls(nodes: Sequence[Node], places: Places) -> dict[int, int]:
 
     Inductor puts consecutive kernels into one call, with only views and empty tensors between them.
     It allocates all results of the kernels before the call, and frees all operands after the call.
-
-    Args:
-        nodes: the nodes of a graph, in order.
-        places: from `places_of_kernels`.
     """
     registers = in_registers(nodes)
     loops = {n for n in nodes if _is_loop(n) and n not in registers and runs_on_cpu(n)}
@@ -205,8 +198,6 @@ def written_in_place(
     own values, not its operands.
 
     Args:
-        nodes: the nodes of a graph, in order.
-        places: from `places_of_kernels`.
         last: by the node that made a storage, the place of the last kernel that reads the storage.
         calls: by name of a node, the call of a folded body that contains it; absent outside calls.
     """
@@ -220,7 +211,8 @@ def written_in_place(
     for (source, place), (*others, node) in read.items():
         is_given = calls.get(node.name) not in (None, calls.get(source.name))
         is_stored = not is_only_read_inside(source, places)
-        is_free = last.get(source) == place and is_stored and _is_made_here(source) and not is_given
+        is_made_here = is_matmul(source) or _is_loop(source)
+        is_free = last.get(source) == place and is_stored and is_made_here and not is_given
         is_free = is_free and _come_before(others, node, place, places)
         if is_free and node not in found and is_pointwise(node) and _is_alike(source, node):
             found[node] = source
@@ -237,10 +229,6 @@ def _come_before(others: Collection[Node], node: Node, place: int, places: Place
         return [each for each in given if places[each][0] <= place <= places[each][1]]
 
     return reach(inside, node).issuperset(others)
-
-
-def _is_made_here(node: Node) -> bool:
-    return is_matmul(node) or _is_loop(node)
 
 
 def _is_alike(source: Node, node: Node) -> bool:

@@ -119,7 +119,6 @@ def measure_liveness(
     """The bytes that `gm` holds after each node, in its order; segments are not counted.
 
     Args:
-        gm: a forward or backward graph, scheduled.
         owns_inputs: whether inputs are freed after their last use (a backward graph).
         fused: leave out the values that Inductor keeps in registers.
         in_order: kernels on CPUs stay between the matmuls that they are between.
@@ -158,7 +157,10 @@ def measure_liveness(
     counted = sizes if owns_inputs else {r: s for r, s in sizes.items() if r not in inputs}
     kinds = _kinds(gm, roots, gathered)
     changes = [
-        *_lifetimes(counted, last, kinds, places),
+        *(
+            (kinds.get(root, _OTHER), size, 0 if root in inputs else places[root][0], last[root])
+            for root, size in counted.items()
+        ),
         *_clones(nodes, roots, sizes, every=clones),
         *_messages_of_rows(nodes, hints),
         *_workspaces(nodes, places, sizes, over, workspace),
@@ -180,26 +182,8 @@ def measure_liveness(
     )
 
 
-@dataclass(frozen=True)
-class _Held:
-    """Bytes of one kind, held from the `first` to the `last` node."""
-
-    kind: str
-    nbytes: int
-    first: int
-    last: int
-
-
-def _lifetimes(
-    sizes: Mapping[Node, int],
-    last: Mapping[Node, int],
-    kinds: Mapping[Node, str],
-    places: Mapping[Node, tuple[int, int]],
-) -> Iterator[_Held]:
-    """The storages of values; those of inputs are held from the start."""
-    for root, size in sizes.items():
-        first = 0 if root.op == "placeholder" else places[root][0]
-        yield _Held(kinds.get(root, _OTHER), size, first, last[root])
+_Held = tuple[str, int, int, int]
+"""The kind and number of bytes that are held, from the first to the last node, by index."""
 
 
 def _clones(
@@ -211,7 +195,7 @@ def _clones(
         if (every or node.target is _COPIES) and kind_of(node) == "reduce_scatter":
             size = sum(sizes.get(roots[i], 0) for i in node.all_input_nodes if i in roots)
             end = max((index[wait] for wait in waits_for(node)), default=len(nodes))
-            yield _Held(_GRADIENTS, size, index[node], end)
+            yield _GRADIENTS, size, index[node], end
 
 
 def _messages_of_rows(nodes: Sequence[Node], hints: Mapping[Any, int]) -> Iterator[_Held]:
@@ -219,7 +203,7 @@ def _messages_of_rows(nodes: Sequence[Node], hints: Mapping[Any, int]) -> Iterat
     for index, node in enumerate(nodes):
         if node.target in (FETCH, RETURN):
             nbytes = 2 * int(evaluate(transfer_bytes(node), hints))
-            yield _Held(_OTHER, nbytes, index, index)
+            yield _OTHER, nbytes, index, index
 
 
 def _workspaces(
@@ -229,12 +213,7 @@ def _workspaces(
     over: Mapping[Node, Node],
     nbytes: int,
 ) -> Iterator[_Held]:
-    """The workspaces of matmuls, which are free before a kernel at the same place reads the
-    results.
-
-    Args:
-        over: by value that a kernel writes, the value in whose memory it is written.
-    """
+    """The workspaces of matmuls, free before a kernel at the same place reads the results."""
     if not nbytes:
         return
     kernels: dict[tuple[int, int], set[Node]] = {}
@@ -246,7 +225,7 @@ def _workspaces(
         if not kernel.isdisjoint(readers_of(matmul)):
             before = sum(sizes.get(over[node], 0) for node in kernel & over.keys())
             more = sum(sizes.get(node, 0) for node in kernel) - before
-        yield _Held(_OTHER, max(0, nbytes - more), place, place)
+        yield _OTHER, max(0, nbytes - more), place, place
 
 
 def _away(nodes: Sequence[Node]) -> Iterator[_Held]:
@@ -254,19 +233,19 @@ def _away(nodes: Sequence[Node]) -> Iterator[_Held]:
     forward, until its way back in a backward."""
     for index, node in enumerate(nodes):
         if node.target is WAIT_STATE:
-            yield _Held(_AWAY, -state_bytes(node), index, len(nodes))
+            yield _AWAY, -state_bytes(node), index, len(nodes)
         elif node.target is FETCH_STATE and index:
-            yield _Held(_AWAY, -state_bytes(node), 0, index - 1)
+            yield _AWAY, -state_bytes(node), 0, index - 1
 
 
 def _held(kind: str, held: Iterable[_Held], length: int) -> list[int]:
     """The bytes of a kind that are held after each of `length` nodes."""
     steps = [0] * (length + 1)
-    for each in held:
-        if each.kind == kind:
-            steps[each.first] += each.nbytes
-            if each.last < length:
-                steps[each.last + 1] -= each.nbytes
+    for held_kind, nbytes, first, last in held:
+        if held_kind == kind:
+            steps[first] += nbytes
+            if last < length:
+                steps[last + 1] -= nbytes
     return list(itertools.accumulate(steps[:length]))
 
 
@@ -311,10 +290,7 @@ def storage_roots(
 ) -> dict[Node, Node]:
     """For every node that gives a tensor, the node that made its storage.
 
-    Args:
-        gm: a graph.
-        saved: the storages of its inputs, by name.
-        apart: each result of an op with several results has a storage of its own.
+    With `apart`, each result of an op with several results has a storage of its own.
     """
     roots: dict[Node, Node] = {}
     first: dict[str, Node] = {}

@@ -25,7 +25,7 @@ from shardc.passes.context import PassContext
 from shardc.passes.contract import contract
 from shardc.passes.nodes import sources_of
 from shardc.passes.repeat.near_readers import move_near_readers
-from shardc.passes.repeat.repeated_stretches import Stretch, ends_no_stretch, find_repeats
+from shardc.passes.repeat.repeated_stretches import Stretch, find_repeats
 from shardc.passes.rewrite.recompute import is_checkpointed
 from shardc.passes.runner import copy_graph
 from shardc.runtime import compat
@@ -70,7 +70,6 @@ def _moved(gm: GraphModule, ctx: PassContext) -> GraphModule:
     recomputes = bool(ctx.kept.recomputed) or any(map(is_checkpointed, moved.graph.nodes))
     move_near_readers(
         moved,
-        ends_no_stretch,
         anew=ctx.phase == "backward" and recomputes,
         in_order=ctx.options is not None and ctx.options.in_order,
     )
@@ -80,10 +79,8 @@ def _moved(gm: GraphModule, ctx: PassContext) -> GraphModule:
 def _store_what_calls_read(graph: Graph) -> None:
     """Mark the operands of calls: Inductor stores them where they are computed.
 
-    A call needs its operands in memory. Without the mark, the blocks before and after the repeated
-    ones compute such an operand themselves (the sines of rotary embeddings). Then their kernels
-    differ from the body's. The inputs of the operand also stay live until the first call, and the
-    plan of memory does not know of that.
+    Without the mark, the blocks before and after the repeated ones compute such an operand anew
+    (the sines of rotary embeddings): other kernels, and inputs that live longer than planned.
     """
     for call in graph.find_nodes(op="call_function", target=INVOKE):
         for operand in sources_of(call):

@@ -18,7 +18,7 @@ earlier. Both would be so without folding. No op moves further than `FURTHEST`.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -45,26 +45,22 @@ from shardc.passes.nodes import (
     sources_of,
     writes,
 )
+from shardc.passes.repeat.repeated_stretches import ends_no_stretch
 from shardc.passes.schedule.reorder import reorder
 
 FURTHEST = 4
 """The most places that an op may move: past two borders and the run between them."""
 
 
-def move_near_readers(
-    gm: GraphModule,
-    is_foldable: Callable[[Node], bool],
-    anew: bool = False,
-    in_order: bool = False,
-) -> None:
-    """Reorder `gm`; runs of nodes that are not `is_foldable` are the borders of calls.
+def move_near_readers(gm: GraphModule, anew: bool = False, in_order: bool = False) -> None:
+    """Reorder `gm`; runs of nodes that end a stretch are the borders of calls.
 
     Args:
         anew: whether each run computes the values in registers that it reads. Blocks with runs that
             read different values are then no longer equal.
         in_order: whether a kernel on a CPU keeps its place between two matmuls.
     """
-    places = _near_readers(gm, is_foldable, in_order)
+    places = Places(gm, in_order)
     places.repeat_constants()
     if anew:
         places.compute_anew()
@@ -72,39 +68,15 @@ def move_near_readers(
     reorder(gm, {node: (place,) for node, place in places.of.items()})
 
 
-def smaller_than_held(
-    gm: GraphModule, is_foldable: Callable[[Node], bool], in_order: bool = False
-) -> list[Node]:
-    """The values in registers that a later run reads, if it would hold larger operands for them.
-
-    `move_near_readers` has the same arguments.
-    """
-    return _near_readers(gm, is_foldable, in_order).smaller_than_held()
-
-
-def _near_readers(
-    gm: GraphModule, is_foldable: Callable[[Node], bool], in_order: bool
-) -> "_Places":
-    """Place each op near its readers; `gm` stays as it is."""
-    places = _Places(gm, is_foldable)
-    if in_order:
-        places.keep_between_calls()
-    for place in range(2, places.end, 2):
-        places.hoist(place)
-    for place in range(0, places.end, 2):
-        places.sink(place)
-    return places
-
-
-class _Places:
-    """The places of nodes: runs of compute have even numbers, the borders between runs odd numbers.
+class Places:
+    """The places of nodes, near their readers: runs of compute have even numbers, borders odd ones.
 
     Attributes:
         of: the place of every node that calls an op.
         end: the place behind all others, where the output of the graph reads.
     """
 
-    def __init__(self, gm: GraphModule, is_foldable: Callable[[Node], bool]) -> None:
+    def __init__(self, gm: GraphModule, in_order: bool) -> None:
         self.of: dict[Node, int] = {}
         self._movable: dict[int, list[Node]] = defaultdict(list)
         self._closed: set[int] = set()
@@ -113,7 +85,7 @@ class _Places:
         self._ahead: set[Node] = set()
         place = 0
         for node in filter(lambda n: n.op == "call_function", gm.graph.nodes):
-            foldable = is_foldable(node)
+            foldable = ends_no_stretch(node)
             if is_view(node) and place % 2:  # a view of an earlier value, or of one at the border
                 within = any(self.of.get(given) == place for given in node.all_input_nodes)
                 self.of[node] = place if within else place - 1
@@ -125,8 +97,14 @@ class _Places:
             elif not foldable and not _writes_to_its_own(node):
                 self._closed.add(place)
         self.end = place + 2 - place % 2
+        if in_order:
+            self._keep_between_calls()
+        for place in range(2, self.end, 2):
+            self._hoist(place)
+        for place in range(0, self.end, 2):
+            self._sink(place)
 
-    def keep_between_calls(self) -> None:
+    def _keep_between_calls(self) -> None:
         """Keep each op before or after the matmuls, and similar calls, of its place."""
         for nodes, kept in ((self.of, self._behind), (reversed(self.of), self._ahead)):
             called = set[int]()
@@ -136,7 +114,7 @@ class _Places:
                 elif self.of[node] in called:
                     kept.add(node)
 
-    def sink(self, place: int) -> None:
+    def _sink(self, place: int) -> None:
         """Move ops from `place` down to their first reader, if Inductor could fuse both."""
         # If a hoisted op sank again, the kernel that it joined would store its operands.
         stay = self._hoisted | self._ahead
@@ -179,7 +157,7 @@ class _Places:
         starts = [reader for reader in readers if not is_fusible(reader)]
         return reach(lambda n: (u for u in readers_of(n) if self.of.get(u) == place), *starts)
 
-    def hoist(self, place: int) -> None:
+    def _hoist(self, place: int) -> None:
         """Move ops up from `place` to ops of the same size that read or make their operands.
 
         An op crosses two borders only if the move frees a gathered bucket.
@@ -187,9 +165,9 @@ class _Places:
         for above in range(place - 2, max(place - FURTHEST, 0) - 1, -2):
             if not self._is_open(above, place):
                 break
-            self._hoist(place, above)
+            self._hoist_to(above, place)
 
-    def _hoist(self, place: int, to: int) -> None:
+    def _hoist_to(self, to: int, place: int) -> None:
         above = {pair for n in self._movable[to] for pair in _in_size(n, (n, *sources_of(n)))}
         here = frozenset(self._movable[place]) - self._behind
         todo = set(here)

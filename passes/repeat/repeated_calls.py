@@ -10,8 +10,8 @@ autocast, or on a body of its own (activation checkpointing). It also leaves out
 operand or result of symbolic size. A write to an operand shows when the body is traced.
 """
 
-import hashlib
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,11 +54,6 @@ class Call:
     buckets: tuple[Moved, ...]
     text: str
 
-    @property
-    def digest(self) -> str:
-        """A hash of `text`."""
-        return hashlib.sha256(self.text.encode()).hexdigest()
-
 
 def find_calls(gm: GraphModule) -> list[list[Call]]:
     """Repeated calls of the outermost modules, in graph order: one list for each text.
@@ -66,50 +61,41 @@ def find_calls(gm: GraphModule) -> list[list[Call]]:
     No call lies inside a call of another list.
     """
     nodes = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
-    stacks = _stacks(nodes)
-    return list(_within(nodes, stacks, 0))
+    return list(_within(nodes, _stacks(nodes), 0))
 
 
-def _within(nodes: list[Node], stacks: list[list[str]], depth: int) -> Iterator[list[Call]]:
+def _within(
+    nodes: Iterable[Node], stacks: Mapping[Node, list[str]], depth: int
+) -> Iterator[list[Call]]:
     """Repeated calls at a depth of modules, and inside the calls that do not repeat there."""
     groups: dict[str, list[Call]] = {}
-    left: list[tuple[list[Node], list[list[str]]]] = []
-    for start, stop in _runs(stacks, depth):
-        run = nodes[start:stop]
-        call = read_call(run)
-        if call is not None:
-            groups.setdefault(call.text, []).append(call)
-        left.append((run, stacks[start:stop]))
-    taken = {id(call.nodes[0]) for g in groups.values() if len(g) >= FEWEST_CALLS for call in g}
-    yield from (group for group in groups.values() if len(group) >= FEWEST_CALLS)
-    inside = [(run, own) for run, own in left if id(run[0]) not in taken]
-    if inside:
-        nodes = [node for run, _ in inside for node in run]
-        yield from _within(nodes, [stack for _, own in inside for stack in own], depth + 1)
+    inside: list[Node] = []
+    for path, run in itertools.groupby(nodes, lambda node: stacks[node][: depth + 1]):
+        if len(path) > depth:
+            within = list(run)
+            inside += within
+            if call := read_call(within):
+                groups.setdefault(call.text, []).append(call)
+    repeated = [group for group in groups.values() if len(group) >= FEWEST_CALLS]
+    yield from repeated
+    taken = {node for group in repeated for call in group for node in call.nodes}
+    left = [node for node in inside if node not in taken]
+    if left:
+        yield from _within(left, stacks, depth + 1)
 
 
-def _runs(stacks: list[list[str]], depth: int) -> Iterator[tuple[int, int]]:
-    """The runs of nodes that lie in one module at a depth."""
-    start = 0
-    for stop in range(1, len(stacks) + 1):
-        if stop == len(stacks) or stacks[stop][: depth + 1] != stacks[start][: depth + 1]:
-            if len(stacks[start]) > depth:
-                yield start, stop
-            start = stop
-
-
-def _stacks(nodes: list[Node]) -> list[list[str]]:
+def _stacks(nodes: list[Node]) -> dict[Node, list[str]]:
     """The modules that each node lies in, outermost first.
 
     A node that a pass added has no modules, and gets the modules of the next node.
     """
-    stacks: list[list[str]] = []
+    stacks: dict[Node, list[str]] = {}
     following: list[str] = []
     for node in reversed(nodes):
         known = node.meta.get("nn_module_stack")
         if known:
             following = [str(path) for path, _ in known.values()]
-        stacks.insert(0, following)
+        stacks[node] = following
     return stacks
 
 
@@ -175,7 +161,9 @@ def _text(
     lines = [f"{names[operand]} = {_value(operand)}" for operand in operands]
     try:
         for node in nodes:
-            arguments = tree_map(say, (node.args, node.kwargs), is_leaf=_is_moved)
+            arguments = tree_map(
+                say, (node.args, node.kwargs), is_leaf=lambda a: isinstance(a, Moved)
+            )
             lines.append(f"{names[node]} = {_target(node)}{arguments!r} -> {_value(node)}")
     except _Unknown:
         return None
@@ -187,10 +175,6 @@ class Name(str):
 
     def __repr__(self) -> str:
         return str(self)
-
-
-def _is_moved(argument: object) -> bool:
-    return isinstance(argument, Moved)
 
 
 def _target(node: Node) -> str:

@@ -62,33 +62,28 @@ def find_repeats(gm: GraphModule) -> list[list[Stretch]]:
     """Repeated stretches, in graph order: one list for each text."""
     groups: dict[str, list[Stretch]] = {}
     for nodes in _runs(gm):
-        stretch = _read(nodes)
-        if stretch is not None:
+        is_large = sum(not is_view(node) for node in nodes) >= SMALLEST
+        if is_large and (stretch := _read(nodes)) is not None:
             groups.setdefault(stretch.text, []).append(stretch)
     return [group for group in groups.values() if len(group) >= FEWEST_REPEATS]
 
 
 def _runs(gm: GraphModule) -> Iterator[list[Node]]:
-    """The maximal runs of nodes that a call can express, if they are large enough."""
+    """The maximal runs of nodes that a call can express."""
     run: list[Node] = []
     for node in gm.graph.nodes:
         if _is_foldable(node):
             run.append(node)
         elif not compat.is_random_seed(node):
-            yield from _worth_folding(run)
+            yield run
             run = []
-    yield from _worth_folding(run)
+    yield run
 
 
 def ends_no_stretch(node: Node) -> bool:
     """Whether a stretch may go on after a node."""
     # A node that picks a seed reads an input only: it may as well come earlier.
     return _is_foldable(node) or compat.is_random_seed(node)
-
-
-def _worth_folding(run: list[Node]) -> Iterator[list[Node]]:
-    if sum(not is_view(node) for node in run) >= SMALLEST:
-        yield run
 
 
 def _is_foldable(node: Node) -> bool:

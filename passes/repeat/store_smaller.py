@@ -16,8 +16,7 @@ from torch.fx import GraphModule
 
 from shardc.passes.context import PassContext
 from shardc.passes.contract import contract
-from shardc.passes.repeat.near_readers import smaller_than_held
-from shardc.passes.repeat.repeated_stretches import ends_no_stretch
+from shardc.passes.repeat.near_readers import Places
 from shardc.runtime import compat
 
 
@@ -26,6 +25,6 @@ def store_smaller(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Mark the values of `gm` to store, if it has a memory budget and Inductor runs it."""
     options = ctx.options
     if options is not None and options.fused and options.in_order:
-        for node in smaller_than_held(gm, ends_no_stretch, in_order=True):
+        for node in Places(gm, in_order=True).smaller_than_held():
             compat.store_at_once(node)
     return gm

@@ -8,16 +8,15 @@
 `Calls.trace` traces the bodies. `Calls.inline` puts a body's nodes in the place of each call, in
 the forward and in the backward, before any pass of shardc looks at the joint graph. So passes,
 schedules and reports see the same graph as without bodies. To trace an op takes milliseconds, to
-copy a node takes microseconds.
+copy a node takes microseconds. Dynamo's own trace is as long as before.
 
 Inductor's passes over joint graphs see a body once, and then the graph with calls in it. If that
-makes a difference for a body, the body is inlined before these passes (`JointBody.finished`).
-
-If a call cannot be a body (`repeated_calls`), its nodes stay in the graph. If a body writes to its
-operands, its runs of nodes go back into the graph. Dynamo's own trace is as long as before.
+makes a difference for a body, the body is inlined before these passes (`JointBody.finished`). If a
+body writes to its operands, its runs of nodes go back into the graph.
 """
 
 import functools
+import hashlib
 import itertools
 import logging
 import operator
@@ -41,10 +40,9 @@ aten = torch.ops.aten
 
 @dataclass(eq=False)
 class _Kind:
-    """Calls of equal text.
+    """Calls of equal text: the `first` is traced.
 
     Attributes:
-        first: the call whose nodes are traced.
         nodes: the nodes of `first`, as a graph of their own.
         inductor: Inductor's settings, if Inductor lowers the graph.
         body: the joint graph that AOT autograd traced; None before the trace, or without one.
@@ -65,24 +63,11 @@ class _Kind:
 
 @dataclass(eq=False)
 class _Traced:
-    """A call, and the body that stands for it.
+    """A call with its nodes, as a graph of their own, and the calls of equal text."""
 
-    Attributes:
-        name: the name of the call in the graph that is traced.
-        call: the call as `find_calls` read it.
-        nodes: the nodes of the call, as a graph of their own.
-        kind: the calls of equal text.
-    """
-
-    name: str
     call: Call
     nodes: Graph
     kind: _Kind
-
-    @property
-    def first(self) -> Call:
-        """The call whose nodes were traced."""
-        return self.kind.first
 
     @property
     def body(self) -> compat.JointBody:
@@ -93,51 +78,36 @@ class _Traced:
     @functools.cached_property
     def buckets(self) -> dict[Moved, Moved]:
         """The bucket of this call for each bucket of the body."""
-        return dict(zip(self.first.buckets, self.call.buckets, strict=True))
+        return dict(zip(self.kind.first.buckets, self.call.buckets, strict=True))
 
     @functools.cached_property
     def modules(self) -> dict[tuple[Any, ...], Any]:
         """The module of this call for each module of the body, by the stacks of their nodes."""
         stacks = (
             [node.meta.get("nn_module_stack") for node in call.nodes]
-            for call in (self.first, self.call)
+            for call in (self.kind.first, self.call)
         )
         pairs = zip(*stacks, strict=True)
         return {tuple(body.items()): own for body, own in pairs if body and own}
 
 
-class Calls:
-    """The calls of bodies in one Dynamo graph; its joint graph inlines them."""
-
-    def __init__(self) -> None:
-        self._calls: dict[str, _Traced] = {}
-
-    def add(self, call: Call, nodes: Graph, kind: _Kind) -> str:
-        """Add a call, and return its name."""
-        name = f"{len(self._calls)} {call.digest}"
-        self._calls[name] = _traced[name] = _Traced(name, call, nodes, kind)
-        return name
-
-    def __len__(self) -> int:
-        return len(self._calls)
+class Calls(dict[str, _Traced]):
+    """The calls of bodies in one Dynamo graph, by name; its joint graph inlines them."""
 
     def trace(self, gm: GraphModule) -> None:
         """Trace a body of each kind; a call without a body becomes a run of nodes again in `gm`."""
-        for kind in dict.fromkeys(each.kind for each in self._calls.values()):
+        for kind in dict.fromkeys(each.kind for each in self.values()):
             kind.trace()
         for node in gm.graph.find_nodes(op="call_function", target=_call):
-            traced = self._calls[node.args[0]]
-            if traced.kind.body is None:
-                _put_back(gm.graph, node, traced)
-                del self._calls[traced.name]
+            name = node.args[0]
+            if self[name].kind.body is None:
+                _put_back(gm.graph, node, self.pop(name))
         gm.recompile()
         log.debug("%d calls of modules are traced once each kind", len(self))
 
     def inline_unfinished(self, gm: GraphModule) -> None:
         """`inline` the bodies that Inductor's passes have not run over."""
-        calls = Calls()
-        calls._calls = {n: each for n, each in self._calls.items() if not each.body.finished}
-        calls.inline(gm)
+        Calls((name, each) for name, each in self.items() if not each.body.finished).inline(gm)
 
     def inline(self, gm: GraphModule) -> None:
         """Replace the calls in `gm`, a joint graph or a graph for inference, by their bodies."""
@@ -145,10 +115,10 @@ class Calls:
         memories: dict[str, compat.Memories] = {}
         for node in list(gm.graph.nodes):
             name = str(node.args[0]) if node.target in (_call, _call_backward) else ""
-            if name not in self._calls:
+            if name not in self:
                 continue
-            traced = self._calls[name]
-            known, memory = inlined.setdefault(name, {}), memories.setdefault(name, _memory())
+            traced, known = self[name], inlined.setdefault(name, {})
+            memory = memories.setdefault(name, compat.Memories())
             if node.target is _call:
                 _inline_forward(gm.graph, node, traced, known, memory)
             else:
@@ -156,10 +126,8 @@ class Calls:
         if inlined:
             gm.graph.eliminate_dead_code()
             gm.recompile()
-            self._calls.clear()
+            self.clear()
 
-
-_memory = compat.Memories
 
 _traced: weakref.WeakValueDictionary[str, _Traced] = weakref.WeakValueDictionary()
 """The calls of all graphs that are compiled now, by name: the ops get only the name."""
@@ -171,9 +139,7 @@ _traced: weakref.WeakValueDictionary[str, _Traced] = weakref.WeakValueDictionary
 def call_once(gm: GraphModule, inductor: Mapping[str, object] | None) -> Calls:
     """Replace repeated calls of modules in a Dynamo graph, in place; empty if none repeat.
 
-    Args:
-        gm: the graph.
-        inductor: Inductor's settings, if Inductor lowers the graph.
+    `inductor` has Inductor's settings, if Inductor lowers the graph.
     """
     calls = Calls()
     settings = None if inductor is None else compat.settings_of_bodies(inductor)
@@ -183,7 +149,9 @@ def call_once(gm: GraphModule, inductor: Mapping[str, object] | None) -> Calls:
     for group, graphs in zip(groups, apart, strict=True):
         kind = _Kind(group[0], graphs[0], settings)
         for call, nodes in zip(group, graphs, strict=True):
-            twins |= _replace(gm.graph, call, calls.add(call, nodes, kind), twins)
+            name = f"{len(calls)} {hashlib.sha256(call.text.encode()).hexdigest()}"
+            calls[name] = _traced[name] = _Traced(call, nodes, kind)
+            twins |= _replace(gm.graph, call, name, twins)
     return calls
 
 
@@ -284,9 +252,9 @@ def _as_traced(graph: Graph, tangent: Any, wanted: Tensor) -> Node:
         empty = graph.call_function(
             aten.new_empty_strided.default, (tangent, wanted.shape, strides)
         )
-        empty.meta["val"] = _memory().copy(wanted)
+        empty.meta["val"] = compat.Memories().copy(wanted)
         made = graph.call_function(aten.copy.default, (empty, tangent))
-    made.meta["val"] = _memory().copy(wanted)
+    made.meta["val"] = compat.Memories().copy(wanted)
     return made
 
 

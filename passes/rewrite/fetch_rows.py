@@ -13,10 +13,11 @@ on the wire. All ranks fetch, or none.
 
 import inspect
 import json
+import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
@@ -44,26 +45,17 @@ class _Lookup:
     Attributes:
         call, ids: the node of the call, and the node of the ids.
         padding: the row without a gradient, or -1.
-        read: the node of the parameter; its first operand gathers the bucket.
+        read, gather: the node of the parameter, and the node that gathers its bucket.
+        moved, slot: the bucket, and the place of the parameter in it.
     """
 
     call: Node
     ids: Node
     padding: int
     read: Node
-
-    @property
-    def gather(self) -> Node:
-        return self.read.all_input_nodes[0]
-
-    @property
-    def moved(self) -> Moved:
-        moved: Moved = self.gather.args[1]  # type: ignore[assignment]
-        return moved
-
-    @property
-    def slot(self) -> int:
-        return int(self.read.args[1])  # type: ignore[arg-type]
+    gather: Node
+    moved: Moved
+    slot: int
 
     def seconds(self, profile: Profile, count: float) -> float:
         """Seconds to fetch `count` rows and to return their gradients."""
@@ -119,15 +111,15 @@ def _lookups(gm: GraphModule) -> Iterator[_Lookup]:
             continue
         if hasattr(ids.meta["example_value"], "__tensor_flatten__"):
             continue  # jagged tensors and DTensors: no op of shardc takes a subclass
-        gather, slot = read.args
+        gather, slot = read.args[0], cast(int, read.args[1])
         if not isinstance(gather, Node) or gather.target is not unshard:
             continue
-        spec: UnshardSpec = gather.args[1].spec  # type: ignore[union-attr]
-        rows = spec.shapes[slot][0]  # type: ignore[index]
+        moved = cast(Moved, gather.args[1])
+        rows = moved.spec.shapes[slot][0]
         padding = -1 if padding is None else padding % rows
         before = reach(lambda node: node.all_input_nodes, ids)
-        if _can_fetch(spec, slot) and not any(node.target is unshard for node in before):
-            yield _Lookup(call, ids, padding, read)
+        if _can_fetch(moved.spec, slot) and not any(node.target is unshard for node in before):
+            yield _Lookup(call, ids, padding, read, gather, moved, slot)
 
 
 def _can_fetch(spec: UnshardSpec, slot: Any) -> bool:
@@ -157,11 +149,8 @@ def _wins(lookup: _Lookup, count: float, ctx: PassContext) -> bool:
 
 
 def _count(ids: Node) -> float:
-    value = ids.meta["example_value"]
-    total: Any = 1
-    for size in value.shape:
-        total = total * evaluate(compat.size_expr(size), compat.symbol_values(size))
-    return float(total)
+    sizes = ids.meta["example_value"].shape
+    return float(math.prod(evaluate(compat.size_expr(s), compat.symbol_values(s)) for s in sizes))
 
 
 def _replace(lookup: _Lookup) -> None:

@@ -24,16 +24,11 @@ from shardc.runtime.watch.progress import OFFLOAD, Label, set_label
 @contract(needs="gathers", gives="labels")
 def label_collectives(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Give every collective and host copy in `gm`, and each of their waits, its label."""
-    for node in our_collectives(gm):
-        kind, buckets = kind_of(node), labels_of(node)
-        set_label(node, Label(kind, buckets, ctx.phase))
+    for node in (*our_collectives(gm), *filter(is_host_copy, gm.graph.nodes)):
+        names = (unit_of_copy(node),) if is_host_copy(node) else labels_of(node)
+        set_label(node, Label(kind_of(node), names, ctx.phase))
         for wait in waits_for(node):
-            set_label(wait, Label(kind, buckets, ctx.phase, waits=True))
+            set_label(wait, Label(kind_of(node), names, ctx.phase, waits=True))
     for copy in gm.graph.find_nodes(op="call_function", target=torch.ops.shardc.to_host.default):
         set_label(copy, Label(OFFLOAD, labels_of(copy), ctx.phase))
-    for copy in filter(is_host_copy, gm.graph.nodes):
-        kind, unit = kind_of(copy), (unit_of_copy(copy),)
-        set_label(copy, Label(kind, unit, ctx.phase))
-        for wait in waits_for(copy):
-            set_label(wait, Label(kind, unit, ctx.phase, waits=True))
     return gm

@@ -15,12 +15,13 @@ from torch.fx import Graph, GraphModule, Node
 from shardc.passes.context import PassContext
 from shardc.passes.contract import contract
 from shardc.passes.nodes import (
+    COPIED_FOR,
     LOAD,
     SAVE,
     WAIT_SAVED,
     c10d,
+    note,
     returned_and_saved,
-    set_unit_of_copy,
 )
 
 _SUFFIX = "_on_host"
@@ -53,7 +54,7 @@ def _save(graph: Graph, node: Node, unit: str) -> Node:
     for each in (start, wait):
         each.meta = {key: node.meta[key] for key in _FACTS if key in node.meta}
         each.meta["val"] = SAVE(node.meta["val"])
-    set_unit_of_copy(start, unit)
+    note(start, COPIED_FOR, unit)
     output.replace_input_with(node, wait)
     return wait
 
@@ -70,7 +71,7 @@ def _load(graph: Graph, given: Node, host: Node, device: torch.device, unit: str
     for each in (start, wait):
         each.meta = {key: given.meta[key] for key in _FACTS if key in given.meta}
         each.meta["val"] = given.meta["val"]
-    set_unit_of_copy(start, unit)
+    note(start, COPIED_FOR, unit)
     given.replace_all_uses_with(wait)
     graph.erase_node(given)
 

@@ -15,15 +15,16 @@ from torch.fx import GraphModule, Node
 from shardc.passes.context import PassContext
 from shardc.passes.contract import contract
 from shardc.passes.nodes import (
+    COPIED_FOR,
     FETCH_STATE,
     SEND_STATE,
+    STATE_BYTES,
     WAIT_STATE,
     is_all_gather,
     moved_by,
+    note,
     our_collectives,
     returned_and_saved,
-    set_state_bytes,
-    set_unit_of_copy,
 )
 
 _SUFFIX = "_state"
@@ -54,8 +55,8 @@ def offload_state(forward: GraphModule, backward: GraphModule, ctx: PassContext)
         for node in (send, wait, saved):
             node.meta["val"] = SEND_STATE(segment.meta["val"])
         for node in (send, wait, fetch):
-            set_state_bytes(node, nbytes)
-            set_unit_of_copy(node, label)
+            note(node, STATE_BYTES, nbytes)
+            note(node, COPIED_FOR, label)
         _save(forward, wait, first[0], ctx)
     if ctx.kept.states:
         forward.recompile()

@@ -51,12 +51,8 @@ def _to_sum(pack: Node, others: set[Node], partial: bool) -> list[Node]:
         chain.append(user)
         if user.target is aten.add.Tensor and operands:
             sums.append(len(chain))
-            if _come_of(operands, others):
+            if not others.isdisjoint(reach(lambda node: node.all_input_nodes, *operands)):
                 return chain[: sums[partial]]
-
-
-def _come_of(nodes: Sequence[Node], sources: set[Node]) -> bool:
-    return not reach(lambda node: node.all_input_nodes, *nodes).isdisjoint(sources)
 
 
 def _take_in(last: Node, others: Sequence[Node]) -> None:

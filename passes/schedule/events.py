@@ -125,7 +125,8 @@ def read_events(gm: GraphModule) -> Events:
         if kind in BRINGS:
             step = _first_reader(after, steps, index)
         else:
-            step = _first_behind([start, *before], index)
+            read = {operand for node in (start, *before) for operand in node.all_input_nodes}
+            step = max((index[node] for node in read if node in index), default=-1) + 1
         unit = unit_of_copy(start) if is_host_copy(start) else moved_by(start)[0].unit
         transfers.append(Moving(kind, start, tuple(before), tuple(after), step, unit))
     transfers.sort(key=lambda t: t.step)
@@ -144,14 +145,6 @@ def _first_reader(results: Iterable[Node], steps: Sequence[Node], index: Mapping
     while step and not _computes(steps[step - 1]):
         step -= 1
     return step
-
-
-def _first_behind(nodes: Iterable[Node], index: Mapping[Node, int]) -> int:
-    """The first step behind those that `nodes` read."""
-    read = (
-        index[operand] for node in nodes for operand in node.all_input_nodes if operand in index
-    )
-    return max(read, default=-1) + 1
 
 
 def kind_of_transfer(start: Node) -> Kind:
@@ -183,7 +176,8 @@ def _preparation(start: Node) -> list[Node]:
     todo = list(start.all_input_nodes)
     while todo:
         node = todo.pop()
-        movable = brings_parameters(start) or _is_pack(node) or is_view(node)
+        is_pack = node.target is torch.ops.shardc.pack.default
+        movable = brings_parameters(start) or is_pack or is_view(node)
         movable = movable and node.op == "call_function" and not is_wait(node)
         if movable and all(user is start or user in found for user in node.users):
             found.insert(0, node)
@@ -256,10 +250,6 @@ def _depth(start: Node, fed_by: dict[Node, set[Node]]) -> int:
 def _tail(start: Node) -> list[Node]:
     """The nodes that depend on a reduction (its wait, casts, divisions): they lead to outputs."""
     return sorted(reach(lambda n: n.users, start) - {start, start.graph.output_node()})
-
-
-def _is_pack(node: Node) -> bool:
-    return node.target is torch.ops.shardc.pack.default
 
 
 def _result(start: Node) -> list[Node]:

@@ -6,9 +6,7 @@ Copies to and from the host move in the same way.
     after:   ag0 ag1 wait0 block0 wait1 block1 ... grad1 pack1 rs1 ... wait_rs1
 
 The compute keeps the order in which it was traced, so results are bitwise those of the unscheduled
-graph. `read_events` reads the graph as a line of events, `plan_timeline` decides, and one priority
-toposort puts the decision into the graph. Inductor then keeps that order, as long as its own
-memory-driven reordering is off.
+graph. Inductor then keeps the order, as long as its own memory-driven reordering is off.
 """
 
 from torch.fx import GraphModule

@@ -173,9 +173,7 @@ def _starts(queue: Sequence[Transfer], latest: Sequence[int], limit: float) -> l
 def _latest(transfers: Sequence[Transfer], passed: Sequence[float]) -> dict[int, int]:
     """The latest start of each transfer that brings, by its place, to be in time on its wire.
 
-    Args:
-        transfers: all of them; those on one wire may delay each other.
-        passed: the seconds of compute before each event, and before the end.
+    Transfers on one wire may delay each other. `passed` are seconds of compute before each event.
     """
     latest: dict[int, int] = {}
     for wire in ("wire", "from host"):
@@ -256,11 +254,7 @@ class Clock:
     ) -> float:
         """Send a transfer behind those on its wire; when the wire begins to carry it.
 
-        Args:
-            transfer: names it.
-            seconds: on its wire.
-            wire: which one that is.
-            then: seconds on that of gathers inside of nodes, afterwards.
+        Afterwards it takes `then` seconds on the wire of gathers inside of nodes.
         """
         begin = max(self._free[wire], self.now)
         end = self._free[wire] = begin + seconds

@@ -5,16 +5,9 @@ import re
 MAX_WORLD = 16384
 """The largest number of ranks that can be planned for."""
 HARDWARE = (
-    "a100-ib",
-    "a100-nvlink",
-    "b200-ib",
-    "b200-nvlink",
-    "cpu",
-    "h100-ib",
-    "h100-nvlink",
-    "h200-ib",
+    "a100-ib", "a100-nvlink", "b200-ib", "b200-nvlink", "cpu", "h100-ib", "h100-nvlink", "h200-ib",
     "h200-nvlink",
-)
+)  # fmt: skip
 """The names of the profiles that are built in."""
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 

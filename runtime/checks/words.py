@@ -54,3 +54,8 @@ def bytes_like(count: int, given: object) -> str:
     power = min(int(math.log(max(count, 1), base)), len(names) - 1)
     digit = 10.0 ** (3 - int(math.log10(max(count / base**power, 1))))
     return f"{math.ceil(count / base**power * digit) / digit:g} {names[power]}"
+
+
+def dtype_name(dtype: object) -> str:
+    """The name of a dtype: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")

@@ -1,14 +1,13 @@
 """The torch.compile backend: from a captured graph to code that runs.
 
-`_compile` is the compile up to the lowering, stage by stage; `passes.pipeline` lists the passes of
-each stage. `lowering` cuts the graph in two, and folds blocks that repeat. Between stages, ranks
-agree on the buckets that they read and on the collectives that they send; inside `choose_kept` and
-`schedule` they agree on choices and times.
+`compile_graph` is the compile, stage by stage; `passes.pipeline` lists the passes of each stage.
+`lowering` runs the passes over the graphs that AOT autograd makes, and folds blocks that repeat.
+Between stages, ranks agree on the buckets that they read and on the collectives that they send;
+inside `choose_kept` and `schedule` they agree on choices and times.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -20,13 +19,10 @@ from shardc.backend.graph_plan import (
     CompilePlan,
     buckets_by_input,
     distinct_labels,
-    joint_listeners,
     number_units,
 )
 from shardc.backend.lowering import (
-    Finish,
     Run,
-    naming_ranks,
     run_eagerly,
     settings_of_plan,
     with_executor,
@@ -38,15 +34,12 @@ from shardc.backend.recompiled import why_again
 from shardc.backend.regional import buckets_of_the_runtime, giving, with_taken
 from shardc.backend.stages import PASSES, Stages
 from shardc.passes import pipeline
-from shardc.passes.budget.choose import choose_kept
 from shardc.passes.context import PassContext
 from shardc.passes.dump import is_wanted
-from shardc.passes.nodes import groups_in
 from shardc.passes.repeat.trace_once import Calls, call_once
 from shardc.passes.rewrite.insert_unshard import slots_read
 from shardc.passes.rewrite.take_gathered import taken_by
-from shardc.passes.rewrite.used_slots import differentiated
-from shardc.passes.runner import run_on_halves, run_passes
+from shardc.passes.runner import run_passes
 from shardc.runtime import compat
 from shardc.runtime.checks.start import check_start
 from shardc.runtime.checks.telling import warn_once
@@ -83,109 +76,57 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with checked options; `run` takes the place of the executor."""
     with Stages(_is_first_of_job(), why_again(compat.recompile_reason(), gm)) as stages:
-        return _compile(gm, example_inputs, parsed, mode, run, stages)
+        pipeline.check()
+        compat.forget_classes(gm)
+        _warn_if_nothing_is_sharded()
 
+        # The Dynamo graph: one gather a bucket, or full parameters as inputs.
+        buckets = buckets_by_input(gm)
+        check_start(dict.fromkeys(bucket.owner for bucket in buckets.values()))
+        numbers, labels = number_units(buckets), distinct_labels(buckets)
+        named = {at: (labels[at], numbers[bucket.owner]) for at, bucket in buckets.items()}
+        first = PassContext("dynamo", named, buckets_of_the_runtime(gm, buckets))
+        with stages.stage(PASSES):
+            gm = run_passes(gm, first, pipeline.DYNAMO_PASSES)
+        slots, taken = slots_read(gm), taken_by(gm)
 
-def _compile(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    parsed: Options,
-    mode: str | None,
-    run: Run | None,
-    stages: Stages,
-) -> Callable[..., Any]:
-    pipeline.check()
-    compat.forget_classes(gm)
-    _warn_if_nothing_is_sharded()
+        # Ranks agree on the buckets that the graph reads; it may fetch rows in place of tables.
+        replays = compat.replays(parsed.inductor, mode)
+        read_here = {at: buckets[at] for at in slots}
+        plan = CompilePlan(parsed, read_here, slots, numbers, stages, replays)
+        reads, together, alone = agree_on_reads(plan)
+        with stages.stage(PASSES):
+            if not replays:
+                ctx = replace(plan.context("dynamo"), number=first.number)
+                done = len(pipeline.DYNAMO_PASSES)
+                gm = run_passes(gm, ctx, pipeline.READ_PASSES, done)
 
-    # The Dynamo graph: one gather a bucket, or full parameters as inputs.
-    buckets = buckets_by_input(gm)
-    check_start(dict.fromkeys(bucket.owner for bucket in buckets.values()))
-    numbers, labels = number_units(buckets), distinct_labels(buckets)
-    named = {at: (labels[at], numbers[bucket.owner]) for at, bucket in buckets.items()}
-    first = PassContext("dynamo", named, buckets_of_the_runtime(gm, buckets))
-    with stages.stage(PASSES):
-        gm = run_passes(gm, first, pipeline.DYNAMO_PASSES)
-    slots, taken = slots_read(gm), taken_by(gm)
+            # Blocks that repeat become calls, which AOT autograd traces once.
+            if parsed.fold:
+                lowered = parsed.executor == "inductor"
+                plan.bodies = call_once(gm, settings_of_plan(plan, mode) if lowered else None)
 
-    # Ranks agree on the buckets that the graph reads; it may fetch rows in place of tables.
-    replays = compat.replays(parsed.inductor, mode)
-    plan = CompilePlan(parsed, {at: buckets[at] for at in slots}, slots, numbers, stages, replays)
-    agreed = agree_on_reads(plan)
-    with stages.stage(PASSES):
-        if not replays:
-            ctx = replace(plan.context("dynamo"), number=first.number)
-            done = len(pipeline.DYNAMO_PASSES)
-            gm = run_passes(gm, ctx, pipeline.READ_PASSES, done)
+        # AOT autograd makes the joint graph, and a forward and a backward, which are lowered.
+        inputs = with_taken(example_inputs, taken)
+        if parsed.executor == "eager":
+            compiled = with_executor(gm, inputs, plan, run or run_eagerly)
+        elif run is not None:
+            compiled = with_inductor(gm, inputs, plan, mode, run)
+        else:
+            cache = CompileCache(plan, together, alone, _hints(inputs))
+            wanted = _can_cache(plan)
+            if not wanted:
+                cache.bypassed()
+            with cache.waited_for():
+                compiled = with_inductor(gm, inputs, plan, mode, cache=cache if wanted else None)
+        plan.bodies = Calls()  # a loaded graph has not inlined the bodies
 
-        # Blocks that repeat become calls, which AOT autograd traces once.
-        if parsed.fold:
-            lowered = parsed.executor == "inductor"
-            plan.bodies = call_once(gm, settings_of_plan(plan, mode) if lowered else None)
-
-    # AOT autograd makes the joint graph, and a forward and a backward, which are lowered.
-    inputs = with_taken(example_inputs, taken)
-    finish = Finish(
-        partial(_finish_joint, plan),
-        partial(_finish_halves, plan),
-        partial(_finish_graph, plan),
-    )
-    if parsed.executor == "eager":
-        compiled = with_executor(gm, inputs, plan, finish, run or run_eagerly)
-    elif run is not None:
-        compiled = with_inductor(gm, inputs, plan, finish, mode, run)
-    else:
-        cache = CompileCache(plan, agreed.together, agreed.alone, _hints(inputs), naming_ranks)
-        wanted = _can_cache(plan)
-        if not wanted:
-            cache.bypassed()
-        with cache.waited_for():
-            compiled = with_inductor(
-                gm, inputs, plan, finish, mode, cache=cache if wanted else None
-            )
-    plan.bodies = Calls()  # a loaded graph has not inlined the bodies
-
-    # Each call reads the buckets, and its backward tells them the slots that it differentiates. The
-    # joint graph, this one or the one that a loaded graph was made of, knows these slots.
-    reads = agreed.reads
-    if plan.joint is not None:
-        slots_of = plan.joint.slots_of
-        reads = [replace(read, slots=slots_of(read.position, read.slots)) for read in reads]
-    return telling_buckets(giving(compiled, taken), reads)
-
-
-# -- the graphs that AOT autograd makes ----------------------------------------------------------
-
-
-def _finish_joint(plan: CompilePlan, gm: GraphModule) -> GraphModule:
-    """Choose a step within the memory budget, and run the passes over the joint graph."""
-    with plan.stages.stage(PASSES):
-        plan.bodies.inline(gm)
-        plan.joint = differentiated(gm)
-        ctx = plan.context("joint")
-        for look in joint_listeners:
-            look(gm, ctx, plan)
-        plan.kept = choose_kept(gm, ctx)
-        return run_passes(gm, replace(ctx, kept=plan.kept), pipeline.JOINT_PASSES)
-
-
-def _finish_halves(plan: CompilePlan, forward: GraphModule, backward: GraphModule) -> None:
-    """Run the passes over forward and backward together, right after the cut."""
-    with plan.stages.stage(PASSES):
-        run_on_halves(forward, backward, plan.context("joint"), pipeline.HALVES_PASSES)
-
-
-def _finish_graph(
-    plan: CompilePlan, gm: GraphModule, phase: str
-) -> tuple[GraphModule, PassContext]:
-    """Run the last passes over a forward or backward graph, agree on its collectives, and record
-    its plan."""
-    ctx = plan.context(phase)
-    with plan.stages.stage(PASSES):
-        gm = run_passes(gm, ctx, pipeline.GRAPH_PASSES)
-    plan.agreements.collectives(gm, ctx.phase, groups_in(gm))
-    plan.record(gm, ctx)
-    return gm, ctx
+        # Each call reads the buckets, and its backward tells them the slots that it differentiates.
+        # The joint graph, this one or that of a loaded graph, knows these slots.
+        if plan.joint is not None:
+            slots_of = plan.joint.slots_of
+            reads = [replace(read, slots=slots_of(read.position, read.slots)) for read in reads]
+        return telling_buckets(giving(compiled, taken), reads)
 
 
 # -- the cache -----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import os
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,8 @@ from shardc.passes.context import Kept
 from shardc.passes.rewrite.used_slots import Differentiated
 from shardc.runtime import compat
 from shardc.runtime.watch.agreement import Statement
+from shardc.runtime.watch.entering import naming_failures
 from shardc.runtime.watch.hand_over import HandOver
-
-Wrap = Callable[[Any, list[str], list[str]], Any]
-"""Wraps the compiled code of a graph, so that the error of a collective names the missing ranks.
-The other arguments are the groups of the collectives, and the groups over which a CUDA graph
-replays them."""
 
 
 @dataclass(frozen=True)
@@ -63,56 +59,46 @@ _NOT_KEPT = "-"
 """The note of a rank with a graph that cannot be kept, in place of a key."""
 
 
+@dataclass(eq=False)
 class CompileCache:
     """The guest of AOT autograd's cache for one Dynamo graph.
 
-    Args:
+    Attributes:
         plan: the plan of the graph.
         group: the ranks that come to the graph together; None where they are not one group.
         alone: whether this rank may be the only one to come to the graph.
         hints: the dynamic sizes of the inputs, on which the schedule depends.
-        wrap: wraps the graphs that are loaded.
     """
 
-    def __init__(
-        self,
-        plan: CompilePlan,
-        group: dist.ProcessGroup | None,
-        alone: bool,
-        hints: str,
-        wrap: Wrap,
-    ) -> None:
-        self._plan = plan
-        self._hints = hints
-        self._group = group
-        self._alone = alone
-        self._wrap = wrap
-        self._key = ""
-        self._find: Callable[[str], compat.Found] = lambda key: None
-        self._hand_over: HandOver | None = None
-        self.loaded = False
+    plan: CompilePlan
+    group: dist.ProcessGroup | None
+    alone: bool
+    hints: str
+    _key: str = field(default="", init=False)
+    _find: Callable[[str], compat.Found] = field(init=False)
+    _hand_over: HandOver | None = field(default=None, init=False)
 
     def look(self, key: str, find: Callable[[str], compat.Found]) -> compat.Found:
         """The entry for a graph, from this rank or another; None: this rank compiles the graph."""
-        key = _digest(key, _version(), self._plan.facts(), self._hints)
+        key = _digest(key, _version(), self.plan.facts(), self.hints)
         self._find = find
-        found = find(key) if self._group is not None else None
+        found = find(key) if self.group is not None else None
         keys = self._compare(f"{key} {found is not None} {_folder()}")
         known = {note.split(" ")[0] for note in keys}
-        everyone = self._plan.everyone
+        everyone = self.plan.everyone
         if everyone and compat.is_fake_group(compat.resolve_group(everyone)):
-            self._plan.agreements.settled = True  # all ranks are this one (`precompile`)
+            self.plan.agreements.settled = True  # all ranks are this one (`precompile`)
         if _NOT_KEPT in known:
             return None
-        if self._group is None or len(known) > 1:
+        if self.group is None or len(known) > 1:
             self._key = _digest(key, *sorted(known)) if len(known) > 1 else key
             found = find(self._key)
-            if found is None and self._alone:
+            if found is None and self.alone:
                 found = self._from_first()
             return self._use(found)
         self._key = key
-        self._plan.agreements.settled = True
-        self._hand_over = HandOver(self._group, key)
+        self.plan.agreements.settled = True
+        self._hand_over = HandOver(self.group, key)
         folders = {note.split(" ")[2] for note in keys}
         if all(note.split(" ")[1] == "True" for note in keys):
             return self._use(found)
@@ -137,11 +123,11 @@ class CompileCache:
             return self._find(self._key)
         self._hand_over = first
         first.begin(())
-        self._plan.agreements.before_comparing = lambda: first.give(None)
+        self.plan.agreements.before_comparing = lambda: first.give(None)
         return None
 
     def _taken(self, hand_over: HandOver) -> bytes | None:
-        with self._plan.stages.stage(RANKS):
+        with self.plan.stages.stage(RANKS):
             return hand_over.take()
 
     def bypassed(self) -> None:
@@ -150,13 +136,13 @@ class CompileCache:
 
     def missed(self, gm: GraphModule) -> None:
         """Trace the bodies that the graph calls, because this rank compiles the graph."""
-        self._plan.trace_bodies(gm)
+        self.plan.trace_bodies(gm)
 
     def keep(self, entry: Any, save: Callable[[str], None]) -> None:
         """Keep the entry of a compiled graph, and hand it over to the ranks that wait."""
         if not self._key:
             return
-        plan = self._plan
+        plan = self.plan
         graphs = tuple(replace(each, buckets=(), options=Options()) for each in plan.graphs)
         entry.shardc = Decided(
             tuple(plan.agreements.made), plan.joint, plan.kept, graphs, plan.calls
@@ -180,11 +166,11 @@ class CompileCache:
 
     def _compare(self, note: str) -> frozenset[str]:
         """The notes of all ranks that come to the graph together."""
-        if self._group is None:
+        if self.group is None:
             return frozenset([note])
-        name = compat.group_name(self._group)
+        name = compat.group_name(self.group)
         stated = Statement("which compiled graphs exist", note=note)
-        return self._plan.agreements.agree(name, stated, every_time=True)
+        return self.plan.agreements.agree(name, stated, every_time=True)
 
     def _use(self, found: compat.Found) -> compat.Found:
         """The entry, if ranks agree on its facts again; the plan then takes over its decisions."""
@@ -192,18 +178,21 @@ class CompileCache:
             return None
         entry, _ = found
         decided = entry.shardc
-        if not self._plan.agreements.again(decided.agreed):
+        if not self.plan.agreements.again(decided.agreed):
             return None  # other ranks have other shapes now, so the schedule differs
-        self._plan.load(decided.joint, decided.kept, decided.graphs)
-        wraps = [self._wrap_of(decided, phase) for phase in ("forward", "backward")]
+        self.plan.load(decided.joint, decided.kept, decided.graphs)
+        calls = [decided.calls.get(phase, ([], [])) for phase in ("forward", "backward")]
+        wraps = (functools.partial(naming_ranks, groups=g, replayed=r) for g, r in calls)
         compat.wrap_entry(entry, *wraps)
-        self._plan.stages.load()
-        self.loaded = True
+        self.plan.stages.load()
         return found
 
-    def _wrap_of(self, decided: Decided, phase: str) -> Callable[[Any], Any]:
-        groups, replayed = decided.calls.get(phase, ([], []))
-        return lambda compiled: self._wrap(compiled, groups, replayed)
+
+def naming_ranks(compiled: Any, groups: list[str], replayed: list[str]) -> Any:
+    """Wrap Inductor's code of a graph: a collective that fails is named with the missing ranks."""
+    if not groups:
+        return compiled
+    return compat.wrap_compiled(compiled, lambda call: naming_failures(call, groups, replayed))
 
 
 @functools.cache

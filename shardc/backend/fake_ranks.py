@@ -41,14 +41,12 @@ def sizes_of(
         raise ValueError(
             "the model is sharded already: leave out world_size, mesh and arguments of fully_shard"
         )
+    if mesh is not None and world_size is not None:
+        raise ValueError("give world_size or mesh, not both")
     if sharded or isinstance(mesh, DeviceMesh):
         if not dist.is_initialized():
             raise ValueError("a mesh needs its process group, which is gone")
-        if world_size is not None:
-            raise ValueError("give world_size or mesh, not both")
         return None
-    if mesh is not None and world_size is not None:
-        raise ValueError("give world_size or mesh, not both")
     sizes = tuple(mesh) if mesh is not None else (8 if world_size is None else world_size,)
     whole = all(isinstance(size, int) and size >= 1 for size in sizes)
     if not whole or len(sizes) not in (1, 2):
@@ -129,12 +127,9 @@ def _on_meta(model: nn.Module) -> nn.Module:
 def give_fakes(
     model: nn.Module, fake: Callable[[Tensor], Tensor], host_is_apart: bool = False
 ) -> None:
-    """Replace the tensors of a model by fake ones: segments, unsharded parameters, buffers.
+    """Replace the tensors of a sharded model by fake ones: segments, other parameters, buffers.
 
-    Args:
-        model: a sharded model without values.
-        fake: makes a fake tensor like a given tensor.
-        host_is_apart: whether to plan for a device that is not the host.
+    With `host_is_apart`, plan for a device that is not the host.
     """
 
     def on_host(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from shardc.backend.agreements import Agreements, recall_collectives, recall_seconds
 from shardc.backend.options import Options
 from shardc.backend.stages import PASSES, Stages
+from shardc.passes.budget.trial import Phase
 from shardc.passes.context import (
     MARGIN,
     MARGIN_OF_DEVICES,
@@ -29,12 +30,10 @@ from shardc.passes.estimate.hardware import (
     budget_bytes,
     current_profile,
     host_bytes,
-    matmul_bytes,
     workspace_bytes,
 )
-from shardc.passes.estimate.memory import Liveness, Storages, measure_liveness
+from shardc.passes.estimate.memory import Liveness, Storages
 from shardc.passes.nodes import groups_in, is_collective, is_host_copy, is_wait, kind_of
-from shardc.passes.repeat.fold_repeats import calls_of
 from shardc.passes.repeat.trace_once import Calls
 from shardc.passes.rewrite.used_slots import Differentiated
 from shardc.passes.rewrite.verify import collective_sequence
@@ -56,14 +55,10 @@ class CompilePlan:
     Facts of buckets are read when the plan is made: compiled code outlives its buckets, and equal
     buckets run it.
 
-    Args:
-        replays: whether CUDA graphs are replayed.
-
     Attributes:
         references, slots: the bucket of each input that is a segment, and its slots that are read.
         bodies: the calls of blocks that are traced once, until the Dynamo graph is compiled.
         kept, joint: the decisions and facts of the joint graph, once it is finished.
-        graphs: the finished graphs.
         calls: by phase, the groups of the collectives, and the groups over which a CUDA graph
             replays them.
     """
@@ -208,17 +203,8 @@ class CompilePlan:
 
     def record(self, gm: GraphModule, ctx: PassContext) -> None:
         """Add the plan of a finished graph to `graph_plans`, and call the `listeners`."""
-        liveness = measure_liveness(
-            gm,
-            owns_inputs=ctx.phase == "backward",
-            fused=self._schedule.fused,
-            in_order=self._schedule.in_order,
-            clones=self._clones,
-            gathered=self._saved,
-            saved=self._storages,
-            calls=calls_of(gm, ctx),
-            workspace=matmul_bytes(self.profile),
-        )
+        measured = replace(ctx, options=self._schedule)  # also where the graph is not scheduled
+        liveness = Phase(gm, measured, self._storages, self._saved).liveness
         if ctx.phase == "forward":
             self._saved, self._storages = liveness.kept, liveness.storages
         order = [

@@ -2,35 +2,37 @@
 
 AOT autograd calls back, in this order:
 
-    Finish.joint     the joint graph, traced                       then it cuts it in two
-    Finish.halves    forward and backward, together
-    Finish.graph     the forward, then the backward                and then lowers each
+    _finish_joint     the joint graph, traced                       then it cuts it in two
+    _finish_halves    forward and backward, together
+    _finish_graph     the forward, then the backward                and then lowers each
 
 Bodies of blocks that repeat are traced before (`CompilePlan.trace_bodies`). A graph that is loaded
 from the cache goes through none of this: `CompileCache` takes over the decisions kept with it.
-Inductor's own cache is asked after `Finish.graph`, so no pass is ever skipped on one rank alone.
+Inductor's own cache is asked after `_finish_graph`, so no pass is ever skipped on one rank alone.
 """
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch.fx import GraphModule
 
-from shardc.backend.compile_cache import CompileCache
+from shardc.backend.compile_cache import CompileCache, naming_ranks
 from shardc.backend.executor import eager_executor
-from shardc.backend.graph_plan import CompilePlan
+from shardc.backend.graph_plan import CompilePlan, joint_listeners
 from shardc.backend.repro import write_repro
-from shardc.backend.stages import INDUCTOR
+from shardc.backend.stages import INDUCTOR, PASSES
 from shardc.passes import pipeline
+from shardc.passes.budget.choose import choose_kept
 from shardc.passes.context import PassContext
 from shardc.passes.contract import name_of
 from shardc.passes.dump import dump_code
 from shardc.passes.nodes import groups_in, groups_named_in
+from shardc.passes.rewrite.used_slots import differentiated
 from shardc.passes.rewrite.verify import check_collectives, collective_sequence
-from shardc.passes.runner import copy_graph, run_passes
+from shardc.passes.runner import copy_graph, run_on_halves, run_passes
 from shardc.runtime import compat
 from shardc.runtime.checks.telling import is_first_to_tell, warn_once
 from shardc.runtime.watch.entering import BoxedGraph, naming_failures
@@ -42,50 +44,29 @@ Run = Callable[[GraphModule], BoxedGraph]
 """Makes a finished graph callable."""
 
 
-@dataclass(frozen=True)
-class Finish:
-    """The passes over the graphs that AOT autograd makes.
-
-    Attributes:
-        joint: runs the passes over the joint graph.
-        halves: runs the passes over forward and backward together, right after the cut.
-        graph: runs the passes over a forward or backward graph, given with its phase; returns the
-            graph and the context of its passes.
-    """
-
-    joint: Callable[[GraphModule], GraphModule]
-    halves: Callable[[GraphModule, GraphModule], None]
-    graph: Callable[[GraphModule, str], tuple[GraphModule, PassContext]]
-
-
 def with_executor(
-    gm: GraphModule, inputs: Sequence[Any], plan: CompilePlan, finish: Finish, run: Run
+    gm: GraphModule, inputs: Sequence[Any], plan: CompilePlan, run: Run
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph without Inductor; `run` makes its forward and backward callable."""
 
-    def compile_phase(phase: str) -> Callable[[GraphModule, Sequence[Any]], Any]:
-        def compile_one(graph: GraphModule, _: Sequence[Any]) -> Any:
-            plan.bodies.inline(graph)
-            return run(finish.graph(graph, phase)[0])
-
-        return compile_one
+    def compile_one(phase: str, graph: GraphModule, _: Sequence[Any]) -> Any:
+        plan.bodies.inline(graph)
+        return run(_finish_graph(plan, graph, phase)[0])
 
     def partition(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
-        graphs = compat.min_cut_partition(finish.joint(graph), *args, **kwargs)
-        finish.halves(*graphs)
+        graphs = compat.min_cut_partition(_finish_joint(plan, graph), *args, **kwargs)
+        _finish_halves(plan, *graphs)
         return graphs
 
     plan.trace_bodies(gm)
-    return compat.compile_aot(
-        gm, inputs, compile_phase("forward"), compile_phase("backward"), partition
-    )
+    forward, backward = (partial(compile_one, phase) for phase in ("forward", "backward"))
+    return compat.compile_aot(gm, inputs, forward, backward, partition)
 
 
 def with_inductor(
     gm: GraphModule,
     inputs: Sequence[Any],
     plan: CompilePlan,
-    finish: Finish,
     mode: str | None,
     run: Run | None = None,
     cache: CompileCache | None = None,
@@ -96,13 +77,13 @@ def with_inductor(
     """
     patches = settings_of_plan(plan, mode)
     patches[compat.JOINT_PASS] = compat.joint_pass(
-        finish.joint,
+        partial(_finish_joint, plan),
         repr([name_of(step) for step in pipeline.JOINT_PASSES]),
         patches.get(compat.JOINT_PASS),
     )
     if plan.uses_host or pipeline.HALVES_PASSES != pipeline.HOST_PASSES:
         patches[compat.PARTITIONER] = compat.partitioner(
-            finish.halves,
+            partial(_finish_halves, plan),
             repr([name_of(step) for step in pipeline.HALVES_PASSES]),
             patches.get(compat.PARTITIONER),
         )
@@ -112,7 +93,8 @@ def with_inductor(
         plan.trace_bodies(gm)
 
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        graph, ctx = finish.graph(graph, "backward" if kwargs.get("is_backward") else "forward")
+        phase = "backward" if kwargs.get("is_backward") else "forward"
+        graph, ctx = _finish_graph(plan, graph, phase)
         if run is not None:
             return run(graph)
         replayed = groups_named_in(graph) if kwargs.get("cudagraphs") else []
@@ -131,6 +113,43 @@ def with_inductor(
         return naming_ranks(compiled, *plan.calls[ctx.phase])
 
     return compat.compile_fx(gm, inputs, inner_compile, patches, cache)
+
+
+# -- the graphs that AOT autograd makes ----------------------------------------------------------
+
+
+def _finish_joint(plan: CompilePlan, gm: GraphModule) -> GraphModule:
+    """Choose a step within the memory budget, and run the passes over the joint graph."""
+    with plan.stages.stage(PASSES):
+        plan.bodies.inline(gm)
+        plan.joint = differentiated(gm)
+        ctx = plan.context("joint")
+        for look in joint_listeners:
+            look(gm, ctx, plan)
+        plan.kept = choose_kept(gm, ctx)
+        return run_passes(gm, replace(ctx, kept=plan.kept), pipeline.JOINT_PASSES)
+
+
+def _finish_halves(plan: CompilePlan, forward: GraphModule, backward: GraphModule) -> None:
+    """Run the passes over forward and backward together, right after the cut."""
+    with plan.stages.stage(PASSES):
+        run_on_halves(forward, backward, plan.context("joint"), pipeline.HALVES_PASSES)
+
+
+def _finish_graph(
+    plan: CompilePlan, gm: GraphModule, phase: str
+) -> tuple[GraphModule, PassContext]:
+    """Run the last passes over a forward or backward graph, agree on its collectives, and record
+    its plan."""
+    ctx = plan.context(phase)
+    with plan.stages.stage(PASSES):
+        gm = run_passes(gm, ctx, pipeline.GRAPH_PASSES)
+    plan.agreements.collectives(gm, ctx.phase, groups_in(gm))
+    plan.record(gm, ctx)
+    return gm, ctx
+
+
+# -- lower a graph -------------------------------------------------------------------------------
 
 
 def settings_of_plan(plan: CompilePlan, mode: str | None) -> dict[str, object]:
@@ -156,7 +175,7 @@ def _compile(
 
     Inductor edits the copy. A graph on which Inductor fails is written down and runs without it.
     """
-    check = functools.partial(check_collectives, collective_sequence(graph))
+    check = partial(check_collectives, collective_sequence(graph))
     if plan.options.fold and compat.takes_nested_graphs(kwargs):
         folded = run_passes(graph, ctx, pipeline.FOLD_PASSES, done=len(pipeline.GRAPH_PASSES))
         if folded is not graph:
@@ -174,13 +193,6 @@ def run_eagerly(graph: GraphModule) -> BoxedGraph:
     """Run a finished graph by the eager executor; errors of collectives name missing ranks."""
     run, groups = eager_executor(graph), groups_in(graph)
     return naming_failures(run, groups) if groups else run
-
-
-def naming_ranks(compiled: Any, groups: list[str], replayed: list[str]) -> Any:
-    """Wrap Inductor's code of a graph: a collective that fails is named with the missing ranks."""
-    if not groups:
-        return compiled
-    return compat.wrap_compiled(compiled, lambda call: naming_failures(call, groups, replayed))
 
 
 def _warn_fallback(phase: str, error: Exception, where: str) -> None:

@@ -36,29 +36,18 @@ class Read:
     elsewhere: frozenset[int]
 
 
-@dataclass(frozen=True)
-class AgreedReads:
-    """The reads of a graph, as ranks agreed on them.
-
-    Attributes:
-        reads: the reads of this rank.
-        together: the group whose ranks compared now and so compile together; None where none did,
-            or where the buckets are of several groups.
-        alone: whether this rank may be the only one that compiles: no group compared now.
-    """
-
-    reads: list[Read]
-    together: dist.ProcessGroup | None
-    alone: bool
-
-
-def agree_on_reads(plan: CompilePlan) -> AgreedReads:
+def agree_on_reads(plan: CompilePlan) -> tuple[list[Read], dist.ProcessGroup | None, bool]:
     """Agree on the buckets that a graph reads, and their order; slots may differ and are united.
 
     The same buckets read in another mode (gradients wait, no gradients) make another graph, and all
     ranks come to it together. Equal buckets of equal modules make the same graph: where equal
     blocks, or copies of a model, run one graph, a rank may compile it anew while the others do not.
     The union of the slots counts for all of these blocks.
+
+    Returns:
+        The reads of this rank; the group whose ranks compared now and so compile together, or None
+        where none did, or where the buckets are of several groups; and whether this rank may be the
+        only one that compiles, because no group compared now.
     """
     by_group: dict[str, list[tuple[int, Bucket, frozenset[int]]]] = {}
     for position, bucket in plan.buckets.items():
@@ -80,7 +69,7 @@ def agree_on_reads(plan: CompilePlan) -> AgreedReads:
         if rounds(ranks) > before:
             together.add(ranks)
     one = next(iter(together)) if len(together) == len(by_group) == 1 else None
-    return AgreedReads(reads, one, alone=not together)
+    return reads, one, not together
 
 
 def _reading(bucket: Bucket, place: int | None = None) -> str:
@@ -141,12 +130,8 @@ def _begin_backward(
 ) -> None:
     """Tell the buckets of a graph, before the first node of its outputs is differentiated.
 
-    Args:
-        begun: not empty once the backward has begun.
-        names: the labels of the buckets, by the labels in the graph.
-        state: each read of the graph's forward; the number of updates of the bucket before it, the
-            reduction in the graph, and the sums that the graph was given.
-        grads: the gradients of the node's outputs.
+    `state` has each read of the graph's forward; the number of updates of the bucket before it, the
+    reduction in the graph, and the sums that the graph was given.
     """
     if begun:
         return

@@ -53,10 +53,8 @@ def write_repro(
     """Write a script into `SHARDC_DUMP` or a temporary folder; returns a sentence with its path.
 
     Args:
-        gm: the graph that Inductor was given.
-        stem: the beginning of the names of its dumps.
+        stem: the beginning of the names of the graph's dumps.
         arguments: the arguments of Inductor beside the graph and its inputs.
-        error: the error that Inductor raised.
         folded: whether Inductor was given the graph after `fold_repeats`.
     """
     try:
@@ -252,12 +250,7 @@ def find(module: str, name: str) -> Any:
 
 
 def needs(op: str, place: str) -> None:
-    """End the script with a message where an op of the user is not registered.
-
-    Args:
-        op: the name of the op, such as "mine::double".
-        place: the module or file that defined the op.
-    """
+    """End the script with a message where an op of the user ("mine::double") is not registered."""
     space, _, name = op.partition("::")
     if not hasattr(getattr(torch.ops, space), name):
         sys.exit(
@@ -280,12 +273,9 @@ def reproduce(
 
     Args:
         graph: a module class with the graph as its forward.
-        constants: the tensors that the graph holds, by name.
-        inputs: the tensors and sizes that the graph is given (`Input`).
         groups: rank and size of each process group that the graph names, by name.
         settings: settings of Inductor, beside those that shardc always gives.
         arguments: the arguments of Inductor beside the graph and its inputs.
-        folded: whether `fold_repeats` runs first.
     """
     compat.make_fake_groups(groups)
     with torch.no_grad():

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from types import TracebackType
 
 from tqdm import tqdm
 
@@ -50,17 +49,13 @@ class Stages:
             threading.Thread(target=self._show, name="shardc compiles", daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._count()
         self._done.set()
         if kind is None:
             log.info("%s", self)
-            if self._shown and self._is_long() and not log.isEnabledFor(logging.INFO):
+            is_long = time.monotonic() - self._began > _LONG
+            if self._shown and is_long and not log.isEnabledFor(logging.INFO):
                 print(f"shardc: {self}", file=sys.stderr)
 
     @contextlib.contextmanager
@@ -83,9 +78,6 @@ class Stages:
         now, name = time.monotonic(), self._open[-1]
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
         self._since = now
-
-    def _is_long(self) -> bool:
-        return time.monotonic() - self._began > _LONG
 
     def __str__(self) -> str:
         verb = "loaded" if self._open[0] == LOADING else "compiled"

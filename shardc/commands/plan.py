@@ -6,7 +6,7 @@ Figures of the compiled graphs (activations, when buckets are gathered, seconds)
 
 import argparse
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardc.commands.arguments import (
@@ -18,13 +18,10 @@ from shardc.commands.arguments import (
 )
 from shardc.commands.target import EXAMPLE, load_model
 from shardc.reports.terminal import Column, table, wrap
-from shardc.runtime.checks.words import format_bytes, plural
+from shardc.runtime.checks.words import dtype_name, format_bytes, plural
 
 if TYPE_CHECKING:
-    import torch
-
-    from shardc.commands.planned import Totals, UnitGroup
-    from shardc.runtime.layout.layout import BucketLayout
+    from shardc.commands.planned import UnitGroup
     from shardc.sharding.unit_plan import UnitPlan
 
 NAME = "plan"
@@ -67,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
     groups, totals = group_units(model, plans), total(plans)
     if args.json:
         head = {"model": args.target, "world_size": args.world_size, "profile": profile.name}
-        units = [_group_record(group) for group in groups]
-        print(json.dumps({**head, "units": units, "totals": _total_record(totals)}, indent=2))
+        units = [{"names": group.names, "buckets": _buckets(group.plan)} for group in groups]
+        print(json.dumps({**head, "units": units, "totals": totals}, indent=2))
     else:
         ranks = plural(args.world_size, "rank")
         print(wrap(f"{args.target} over {ranks}, buckets split for {profile.name}") + "\n")
@@ -95,93 +92,62 @@ _COLUMNS = (
 
 
 def _table(groups: Sequence["UnitGroup"], without: Collection[Column]) -> str:
-    from shardc.commands.planned import segment_bytes
-
     rows = []
     for group in groups:
-        for index, layout in enumerate(group.plan.layouts):
+        for index, bucket in enumerate(_buckets(group.plan)):
             cells = (
                 "" if index else group.label,
-                f"{layout.used:,}",
-                _name(layout.dtype) + ("" if layout.requires_grad else ", frozen"),
-                format_bytes(layout.numel * layout.dtype.itemsize),
-                format_bytes(_gathered_bytes(group.plan, layout)),
-                format_bytes(_sent(group.plan, layout)),
-                format_bytes(segment_bytes(layout)),
-                f"{100 * layout.padding_fraction:.3f}",
+                f"{bucket['parameters']:,}",
+                bucket["dtype"] + ("" if bucket["requires_grad"] else ", frozen"),
+                format_bytes(bucket["bytes"]),
+                format_bytes(bucket["gathered_bytes"]),
+                format_bytes(bucket["wire_bytes"]),
+                format_bytes(bucket["segment_bytes"]),
+                f"{100 * bucket['padding_fraction']:.3f}",
             )
             pairs = zip(_COLUMNS, cells, strict=True)
             rows.append([cell for column, cell in pairs if column not in without])
     return table([c for c in _COLUMNS if c not in without], rows, elsewhere="--json")
 
 
-def _summary(totals: "Totals") -> str:
-    state = (totals.parameter_bytes, totals.gradient_bytes, totals.adam_bytes)
+def _summary(totals: Mapping[str, Any]) -> str:
+    sizes = totals["bytes_per_rank"].values()
     names = ("parameters", "gradients", "Adam's state")
     kept = ", ".join(
-        f"{name} {format_bytes(size)}" for name, size in zip(names, state, strict=True)
+        f"{name} {format_bytes(size)}" for name, size in zip(names, sizes, strict=True)
     )
-    alone = totals.units == 1
+    alone = totals["units"] == 1
     lines = (
         "One row a bucket; the figures are those of each unit of a row.",
         *(["No blocks repeat: the whole model is one unit and is gathered at once."] * alone),
-        f"{plural(totals.parameters, 'parameter')}; units: {totals.units}, buckets: "
-        f"{totals.buckets}, padding: {100 * totals.padding_fraction:.3f}%",
-        f"a rank keeps: {kept}; together {format_bytes(sum(state))}",
+        f"{plural(totals['parameters'], 'parameter')}; units: {totals['units']}, buckets: "
+        f"{totals['buckets']}, padding: {100 * totals['padding_fraction']:.3f}%",
+        f"a rank keeps: {kept}; together {format_bytes(sum(sizes))}",
     )
     return "\n".join(map(wrap, lines))
 
 
-def _group_record(group: "UnitGroup") -> dict[str, Any]:
+def _buckets(plan: "UnitPlan") -> list[dict[str, Any]]:
+    """The figures of each bucket of a unit; `wire_bytes` counts the messages of all ranks."""
     from shardc.commands.planned import segment_bytes
 
-    buckets = [
-        {
-            "parameters": layout.used,
-            "tensors": len(layout.slots),
-            "dtype": _name(layout.dtype),
-            "requires_grad": layout.requires_grad,
-            "bytes": layout.numel * layout.dtype.itemsize,
-            "gathered_dtype": _name(_gathered(group.plan, layout)),
-            "gathered_bytes": _gathered_bytes(group.plan, layout),
-            "wire_bytes": _sent(group.plan, layout),
-            "segment_bytes": segment_bytes(layout),
-            "padding_fraction": layout.padding_fraction,
-        }
-        for layout in group.plan.layouts
-    ]
-    return {"names": group.names, "buckets": buckets}
-
-
-def _total_record(totals: "Totals") -> dict[str, Any]:
-    return {
-        "parameters": totals.parameters,
-        "units": totals.units,
-        "buckets": totals.buckets,
-        "padding_fraction": totals.padding_fraction,
-        "bytes_per_rank": {
-            "parameters": totals.parameter_bytes,
-            "gradients": totals.gradient_bytes,
-            "adam": totals.adam_bytes,
-        },
-    }
-
-
-def _gathered(plan: "UnitPlan", layout: "BucketLayout") -> "torch.dtype":
-    return plan.settings.dtypes(layout.dtype, evaluating=False)[0]
-
-
-def _gathered_bytes(plan: "UnitPlan", layout: "BucketLayout") -> int:
-    return layout.numel * _gathered(plan, layout).itemsize
-
-
-def _sent(plan: "UnitPlan", layout: "BucketLayout") -> int:
-    """Bytes of the messages of all ranks in a gather."""
-    form = plan.settings.wire_format(layout, "gather")
-    if form is None:
-        return _gathered_bytes(plan, layout)
-    return layout.world_size * form.row_bytes(layout.segment)
-
-
-def _name(dtype: "torch.dtype") -> str:
-    return str(dtype).removeprefix("torch.")
+    found = []
+    for layout in plan.layouts:
+        gathered = plan.settings.dtypes(layout.dtype, evaluating=False)[0]
+        nbytes, form = layout.numel * gathered.itemsize, plan.settings.wire_format(layout, "gather")
+        sent = layout.world_size * form.row_bytes(layout.segment) if form is not None else nbytes
+        found.append(
+            {
+                "parameters": layout.used,
+                "tensors": len(layout.slots),
+                "dtype": dtype_name(layout.dtype),
+                "requires_grad": layout.requires_grad,
+                "bytes": layout.numel * layout.dtype.itemsize,
+                "gathered_dtype": dtype_name(gathered),
+                "gathered_bytes": nbytes,
+                "wire_bytes": sent,
+                "segment_bytes": segment_bytes(layout),
+                "padding_fraction": layout.padding_fraction,
+            }
+        )
+    return found

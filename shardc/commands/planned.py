@@ -73,36 +73,26 @@ def group_units(model: nn.Module, plans: Iterable[UnitPlan]) -> list[UnitGroup]:
     return [UnitGroup(tuple(name for name, _ in group), group[0][1]) for group in groups.values()]
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Totals of a model: counts, and the most bytes that a rank keeps, padding included."""
+def total(plans: Sequence[UnitPlan]) -> dict[str, Any]:
+    """The sums over all buckets: counts, and the most bytes that a rank keeps, padding included.
 
-    parameters: int
-    units: int
-    buckets: int
-    padding_fraction: float
-    parameter_bytes: int
-    gradient_bytes: int
-
-    @property
-    def adam_bytes(self) -> int:
-        """Bytes of Adam's two moments, in the dtype of the parameters."""
-        return ADAM_STATES * self.gradient_bytes
-
-
-def total(plans: Sequence[UnitPlan]) -> Totals:
-    """The sums over all buckets; frozen parameters have no gradient."""
+    Frozen parameters have no gradient. Adam's two moments have the dtype of the parameters.
+    """
     layouts = [layout for plan in plans for layout in plan.layouts]
     used = sum(layout.used for layout in layouts)
     numel = sum(layout.numel for layout in layouts)
-    return Totals(
-        parameters=used,
-        units=len(plans),
-        buckets=len(layouts),
-        padding_fraction=(numel - used) / numel if numel else 0.0,
-        parameter_bytes=sum(segment_bytes(layout) for layout in layouts),
-        gradient_bytes=sum(segment_bytes(layout) for layout in layouts if layout.requires_grad),
-    )
+    gradients = sum(segment_bytes(layout) for layout in layouts if layout.requires_grad)
+    return {
+        "parameters": used,
+        "units": len(plans),
+        "buckets": len(layouts),
+        "padding_fraction": (numel - used) / numel if numel else 0.0,
+        "bytes_per_rank": {
+            "parameters": sum(segment_bytes(layout) for layout in layouts),
+            "gradients": gradients,
+            "adam": ADAM_STATES * gradients,
+        },
+    }
 
 
 def segment_bytes(layout: BucketLayout) -> int:

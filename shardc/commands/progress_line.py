@@ -25,12 +25,10 @@ class ProgressLine:
     """The stages that have begun, and the time left.
 
     Args:
-        title: the beginning of the line.
         parts: how many times the stages of `before` run; without `before`, about how many stages
             there are.
         before: the share of a part's time that lies before each stage. A stage with a smaller
             share than the stage before it begins the next part.
-        clock: returns the time in seconds.
     """
 
     def __init__(

@@ -61,7 +61,8 @@ def find_target(target: str) -> Callable[[], Any]:
         )
     module = _import(name, target)
     if not hasattr(module, attribute):
-        known = [key for key, value in vars(module).items() if _is_defined_in(value, name)]
+        functions = ((k, f) for k, f in vars(module).items() if inspect.isfunction(f))
+        known = [k for k, f in functions if f.__module__ == name and f.__name__[0] != "_"]
         raise UsageError(
             f"module '{name}' has no '{attribute}'; its functions: {', '.join(known) or 'none'}"
         )
@@ -105,11 +106,3 @@ def _import(name: str, target: str) -> ModuleType:
         raise FoundProblem(
             f"importing '{name}' raised {type(error).__name__} (traceback above): {error}"
         ) from None
-
-
-def _is_defined_in(value: Any, module: str) -> bool:
-    return (
-        inspect.isfunction(value)
-        and value.__module__ == module
-        and not value.__name__.startswith("_")
-    )

@@ -24,14 +24,14 @@ from torch.utils._pytree import tree_leaves
 from shardc.backend.fake_ranks import fake_ranks, give_fakes, sharded_copy, sizes_of
 from shardc.backend.graph_plan import CompilePlan, joint_listeners
 from shardc.backend.options import Options
-from shardc.passes.budget.curve import Curve, memory_curve
 from shardc.passes.context import PassContext
 from shardc.passes.estimate.hardware import Amount, Profile, as_profile, planning_for
 from shardc.planning.plan_step import plan_step
 from shardc.reports import plan_text  # noqa: F401 (it listens for finished plans)
 from shardc.reports.formulas import token_formulas
 from shardc.reports.live import report_of
-from shardc.reports.memory_curve import curve_rows
+from shardc.reports.memory_curve import memory_curve
+from shardc.reports.record import CurveRow
 from shardc.reports.report import Report
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, checked
@@ -130,17 +130,19 @@ def _collecting_nothing() -> Iterator[None]:
 # -- the curve -----------------------------------------------------------------------------------
 
 
+_Curve = tuple[tuple[CurveRow, ...], tuple[str, ...]]
+"""The rows of a joint graph, and the kinds of values that may be computed again."""
+
+
 @contextmanager
-def _drawing_curves(
-    wanted: bool, progress: Callable[[str], object]
-) -> Iterator[list[tuple[Curve, int]]]:
-    """A context in which each joint graph, if `wanted`, adds its curve and plan's static bytes."""
-    curves: list[tuple[Curve, int]] = []
+def _drawing_curves(wanted: bool, progress: Callable[[str], object]) -> Iterator[list[_Curve]]:
+    """A context in which each joint graph, if `wanted`, adds its curve."""
+    curves: list[_Curve] = []
 
     def draw(gm: GraphModule, ctx: PassContext, plan: CompilePlan) -> None:
         progress("weighing memory against time")
         if ctx.options is not None and ctx.results is not None:
-            curves.append((memory_curve(gm, ctx), plan.static_bytes))
+            curves.append(memory_curve(gm, ctx, plan.static_bytes))
 
     if wanted:
         joint_listeners.append(draw)
@@ -151,7 +153,7 @@ def _drawing_curves(
             joint_listeners.remove(draw)
 
 
-def _with_curve(report: Report, curves: list[tuple[Curve, int]]) -> Report:
+def _with_curve(report: Report, curves: list[_Curve]) -> Report:
     """The report with its curve.
 
     Raises:
@@ -162,9 +164,10 @@ def _with_curve(report: Report, curves: list[tuple[Curve, int]]) -> Report:
             f"memory_budget='curve' needs a step of one graph with a backward, got {len(curves)}: "
             "see report.findings of explain() without it for why the graph breaks"
         )
-    ((curve, static),) = curves
+    ((rows, kinds),) = curves
     optimizer = sum(op.seconds for op in report.ops if op.phase == "optimizer")
-    return replace(report, curve=curve_rows(curve, static, optimizer), kinds=curve.kinds)
+    curve = tuple(replace(row, seconds=row.seconds + optimizer) for row in rows)
+    return replace(report, curve=curve, kinds=kinds)
 
 
 def _tokens(inputs: Any) -> int:

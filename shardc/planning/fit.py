@@ -122,7 +122,10 @@ def fewest_ranks(
     planned = functools.partial(
         explain, model, profile=profile, options=options, memory_budget=nbytes, **sharding
     )
-    found = _bisect(plan, len(sizes))
+    tries = _Tries(plan, len(sizes) + 1)
+    while tries.border - tries.size > 1 and tries.planned <= len(sizes):
+        tries.fits((tries.size + tries.border) // 2)
+    found = tries.found()
     return Fit(sizes[-found.size] if found.size else 0, found.report, found.least, found.planned)
 
 
@@ -144,10 +147,6 @@ def largest(plan: Plan, memory: int) -> Fit:
 
     The bytes needed mostly grow linearly with the size, so two sizes that do not fit give a guess
     of the border. Where a guess leaves more than half of the interval, the middle is tried.
-
-    Args:
-        plan: plans a size of at least 1.
-        memory: bytes of the device.
     """
     tries = _Tries(plan)
     size = 1
@@ -164,14 +163,6 @@ def largest(plan: Plan, memory: int) -> Fit:
             guess = near - (its - memory) * (far - near) / max(others - its, 1)
         tries.fits(math.floor(min(max(guess, tries.size + 1), tries.border - 1)))
         guessed = 2 * (tries.border - tries.size) <= between  # else halve the interval
-    return tries.found()
-
-
-def _bisect(plan: Plan, sizes: int) -> Fit:
-    """The largest size of 1 to `sizes` that fits."""
-    tries = _Tries(plan, sizes + 1)
-    while tries.border - tries.size > 1 and tries.planned <= sizes:
-        tries.fits((tries.size + tries.border) // 2)
     return tries.found()
 
 

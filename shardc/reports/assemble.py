@@ -9,6 +9,7 @@ from shardc.passes.estimate.hardware import PROFILES, Profile, workspace_bytes
 from shardc.reports.graph import GraphRows
 from shardc.reports.record import BucketRow, MemoryPoint, Op
 from shardc.reports.report import Report
+from shardc.runtime.checks.words import dtype_name
 from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.unit.bucket_spec import is_elsewhere
 from shardc.sharding.units import units_of
@@ -25,9 +26,7 @@ def assemble(
     """The report of a step of `model`: forward graphs in order, backward graphs, the optimizer.
 
     Args:
-        model: a sharded model.
         graphs: the graphs compiled for one step, forward graphs in the order in which they run.
-        profile: the hardware that times are for.
         optimizer_states: copies of the parameters that the optimizer keeps.
         settings, tokens: see `Record`.
     """
@@ -37,10 +36,16 @@ def assemble(
     kept = (sum(b.segment.nbytes for b in here), int(optimizer_states * trained))
     workspaces = workspace_bytes(profile)
     clock, rows = 0.0, []
-    for graph in _in_order(graphs):
+    forward = [graph for graph in graphs if graph.phase == "forward"]
+    backward = [graph for graph in reversed(graphs) if graph.phase == "backward"]
+    for graph in forward + backward:
         rows.append(graph.after(clock))
         clock += graph.seconds
-    memory = [_with_static(point, kept, workspaces) for graph in rows for point in graph.memory]
+    memory = [
+        replace(point, held=(kept[0], kept[1] + point.held[1], *point.held[2:-1], workspaces))
+        for graph in rows
+        for point in graph.memory
+    ]
     ops = [op for graph in rows for op in graph.ops]
     if any(graph.phase == "backward" for graph in rows):
         on_host = _trained(buckets) - trained
@@ -78,8 +83,8 @@ def bucket_row(bucket: Bucket, kept: Collection[str] = ()) -> BucketRow:
         unit=bucket.owner.name or "(root)",
         tensors=len(layout.slots),
         parameters=layout.used,
-        dtype=_dtype(bucket.segment.dtype),
-        gathered_dtype=_dtype(code.compute_dtype),
+        dtype=dtype_name(bucket.segment.dtype),
+        gathered_dtype=dtype_name(code.compute_dtype),
         nbytes=layout.numel * code.compute_dtype.itemsize,
         padding=layout.padding_fraction,
         segment=bucket.segment.nbytes,
@@ -94,22 +99,6 @@ def _peak(profile: Profile, flops: dict[str, float]) -> float:
     if not flops:
         return 0.0
     return profile.rate(max(flops, key=flops.__getitem__))
-
-
-def _dtype(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _in_order(graphs: Iterable[GraphRows]) -> list[GraphRows]:
-    """Forward graphs in their order, then backward graphs in reverse order."""
-    graphs = list(graphs)
-    forward = [graph for graph in graphs if graph.phase == "forward"]
-    return forward + [graph for graph in reversed(graphs) if graph.phase == "backward"]
-
-
-def _with_static(point: MemoryPoint, kept: tuple[int, int], workspaces: int) -> MemoryPoint:
-    segments, states = kept
-    return replace(point, held=(segments, states + point.held[1], *point.held[2:-1], workspaces))
 
 
 def _trained(buckets: Iterable[Bucket]) -> int:

@@ -30,14 +30,11 @@ LARGE_SHARE = 0.5
 
 def find(record: Record, profile: Profile) -> tuple[Finding, ...]:
     """All findings, the costliest kinds first."""
-    checks = (
-        _memory(record, profile),
-        _exposed(record),
-        _wire_format(record, profile),
-        _nodes(record, profile),
-        _units(record, profile),
-        _padding(record),
-    )
+    checks = [_memory(record, profile)]
+    step = record.step_seconds
+    if step and record.exposed_seconds >= EXPOSED_SHARE * step:
+        checks += [_exposed(record), _wire_format(record, profile), _nodes(record, profile)]
+    checks += [_units(record, profile), _padding(record)]
     return tuple(finding for check in checks for finding in check)
 
 
@@ -109,9 +106,9 @@ def _memory(record: Record, profile: Profile) -> Iterator[Finding]:
 
 def _exposed(record: Record) -> Iterator[Finding]:
     step, exposed = record.step_seconds, record.exposed_seconds
-    if not step or exposed < EXPOSED_SHARE * step:
-        return
     worst = max(record.collectives, key=lambda c: c.exposed)
+    gathers = [c for c in record.collectives if c.phase == worst.phase and c.brings_parameters]
+    reductions = [c for c in record.collectives if not c.brings_parameters]
     what = (
         f"communication adds {format_seconds(exposed)} to the step ({exposed / step:.0%}); "
         f"the largest part of it, {format_seconds(worst.exposed)} ({worst.exposed / exposed:.0%}), "
@@ -122,12 +119,12 @@ def _exposed(record: Record) -> Iterator[Finding]:
             f"the wire ({format_seconds(record.wire_seconds)}) needs longer than compute "
             f"({format_seconds(record.compute_seconds)}): {', '.join(_less_wire(record))}"
         )
-    elif _is_first(worst, record.collectives):
+    elif worst in gathers[:2]:
         advice = (
             "nothing can be computed before the first gather of a phase: make it smaller, with a "
             "unit of its own for the modules that run first"
         )
-    elif _is_last(worst, record.collectives):
+    elif worst in reductions[-2:]:
         advice = (
             "nothing is left to compute behind the last reduction: make it smaller, with a unit "
             "of its own for the first modules of the model"
@@ -143,8 +140,6 @@ def _exposed(record: Record) -> Iterator[Finding]:
 def _wire_format(record: Record, profile: Profile) -> Iterator[Finding]:
     """A finding where messages of one byte an element would shorten the step."""
     step = record.step_seconds
-    if not step or record.exposed_seconds < EXPOSED_SHARE * step:
-        return
     ways = {
         ("parameters and gradients", _BOTH): if_quantised(record, profile),
         ("parameters", _GATHERS): if_quantised(record, profile, reduced=False),
@@ -168,8 +163,6 @@ def _wire_format(record: Record, profile: Profile) -> Iterator[Finding]:
 def _nodes(record: Record, profile: Profile) -> Iterator[Finding]:
     """A finding where collectives in two steps would make the step shorter."""
     step = record.step_seconds
-    if not step or record.exposed_seconds < EXPOSED_SHARE * step:
-        return
     hierarchical = if_hierarchical(record, profile)
     if hierarchical is not None and hierarchical <= LESS_SHARE * step:
         yield Finding(
@@ -199,16 +192,6 @@ def _less_wire(record: Record) -> Iterator[str]:
 def _words(collective: CollectiveRow) -> str:
     kind = collective.kind.replace("_", "-")
     return f"the {kind} of {listed(collective.buckets)} in the {collective.phase}"
-
-
-def _is_first(worst: CollectiveRow, rows: tuple[CollectiveRow, ...]) -> bool:
-    gathers = [row for row in rows if row.phase == worst.phase and row.brings_parameters]
-    return worst in gathers[:2]
-
-
-def _is_last(worst: CollectiveRow, rows: tuple[CollectiveRow, ...]) -> bool:
-    reduces = [row for row in rows if not row.brings_parameters]
-    return worst in reduces[-2:]
 
 
 def _units(record: Record, profile: Profile) -> Iterator[Finding]:

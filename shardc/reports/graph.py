@@ -38,6 +38,7 @@ from shardc.passes.nodes import (
 from shardc.passes.schedule.events import in_numbers
 from shardc.passes.schedule.timeline import Clock
 from shardc.reports.record import CollectiveRow, MemoryPoint, Op
+from shardc.runtime.checks.words import dtype_name
 
 
 @dataclass(frozen=True)
@@ -63,20 +64,17 @@ class GraphRows:
 
     def after(self, seconds: float) -> "GraphRows":
         """The rows of the graph if it starts `seconds` later."""
+
+        def later(row: Any, *times: str) -> Any:
+            return replace(row, **{name: getattr(row, name) + seconds for name in times})
+
         return replace(
             self,
             collectives=tuple(
-                replace(
-                    row,
-                    issued=row.issued + seconds,
-                    start=row.start + seconds,
-                    end=row.end + seconds,
-                    waited=row.waited + seconds,
-                )
-                for row in self.collectives
+                later(row, "issued", "start", "end", "waited") for row in self.collectives
             ),
-            ops=tuple(replace(row, start=row.start + seconds) for row in self.ops),
-            memory=tuple(replace(row, seconds=row.seconds + seconds) for row in self.memory),
+            ops=tuple(later(row, "start") for row in self.ops),
+            memory=tuple(later(row, "seconds") for row in self.memory),
         )
 
 
@@ -97,14 +95,9 @@ class _Sent:
 def read_graph(
     gm: GraphModule, phase: str, profile: Profile, liveness: Liveness, fused: bool
 ) -> GraphRows:
-    """Play a scheduled graph, and note its rows.
+    """Play a scheduled graph, in the form that is lowered, and note its rows.
 
-    Args:
-        gm: a forward or backward graph, in the form that is lowered.
-        phase: "forward" or "backward".
-        profile: the hardware that times are for.
-        liveness: of `gm`, in the order of `gm`.
-        fused: whether elementwise ops are fused.
+    `liveness` is that of `gm`, in its order. With `fused`, kernels fuse elementwise ops.
     """
     hints, known = symbol_hints(gm), Registers()
     clock = Clock()
@@ -205,7 +198,7 @@ def _steps_of(points: list[MemoryPoint]) -> tuple[MemoryPoint, ...]:
 def dtype_of(node: Node) -> str:
     """The dtype of a node's first result."""
     value = first_made(node)
-    return "" if value is None else str(value.dtype).removeprefix("torch.")
+    return "" if value is None else dtype_name(value.dtype)
 
 
 def _in_words(node: Node) -> str:

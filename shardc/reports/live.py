@@ -16,6 +16,7 @@ from shardc.reports.findings import find, find_breaks, find_gathered, find_recom
 from shardc.reports.formulas import rank_formulas
 from shardc.reports.graph import GraphRows, read_graph
 from shardc.reports.report import Report
+from shardc.runtime.checks.words import dtype_name
 from shardc.runtime.tensor.shard_gathers import gather_counts
 from shardc.runtime.unit.bucket import Bucket
 from shardc.sharding.units import check_sharded, units_of
@@ -129,12 +130,13 @@ def _settings(model: nn.Module, options: Options) -> dict[str, str]:
     settings = {}
     if any(bucket.ranks.hierarchy is not None for bucket in unit.buckets):
         settings["mesh"] = "hierarchical"
-    if unit.settings.precision.param_dtype is not None:
-        settings["mp"] = str(unit.settings.precision.param_dtype).removeprefix("torch.")
-    for name in ("gather_wire_dtype", "reduce_wire_dtype"):
-        dtype = getattr(unit.settings.precision, name)
-        if dtype is not None:
-            settings[name.removesuffix("_dtype")] = str(dtype).removeprefix("torch.")
+    precision = unit.settings.precision
+    dtypes = {
+        "mp": precision.param_dtype,
+        "gather_wire": precision.gather_wire_dtype,
+        "reduce_wire": precision.reduce_wire_dtype,
+    }
+    settings |= {name: dtype_name(dtype) for name, dtype in dtypes.items() if dtype is not None}
     if unit.settings.offloaded:
         settings["offload"] = "cpu"
     if unit.asked_reshard is not None:

@@ -1,44 +1,102 @@
-"""The curve of step time against memory: its rows, and its printed table."""
+"""The curve of step time against memory: its rows, and its printed table.
 
-from collections.abc import Iterable
+Every row is a choice of `tradeoff`, with which a memory budget of that size would begin.
+"""
 
-from shardc.passes.budget.curve import Curve, KindsTaken, Point
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from torch.fx import GraphModule
+
+from shardc.passes.budget.choose import tradeoff_of
+from shardc.passes.budget.offloadable import Offload
+from shardc.passes.budget.recomputable import Recompute
+from shardc.passes.budget.tradeoff import Choice, Tradeoff
+from shardc.passes.context import UNITS_IN_FLIGHT, PassContext
 from shardc.reports.record import CurveRow, Record
 from shardc.reports.terminal import PAGE, Column, table, wrap
 from shardc.runtime.checks.words import format_bytes, format_seconds, plural
 
+POINTS = 16
+"""A curve has so many points at most for each number of units that are gathered ahead."""
 
-def curve_rows(curve: Curve, static: int, optimizer: float) -> tuple[CurveRow, ...]:
-    """The rows of a report for a curve.
+
+def memory_curve(
+    gm: GraphModule, ctx: PassContext, static: int
+) -> tuple[tuple[CurveRow, ...], tuple[str, ...]]:
+    """The rows of a joint graph, and the kinds of values that may be computed again.
 
     Args:
-        curve: of the step's joint graph.
         static: bytes of segments, optimizer state and workspaces.
-        optimizer: seconds of the optimizer's step.
+
+    Returns:
+        Rows of the curve, from the least memory to the shortest step: no row is worse than another
+        in both. Rows of usual settings follow. The kinds are the cheapest per byte first.
     """
-
-    def row(point: Point) -> CurveRow:
-        return CurveRow(
-            point.setting,
-            point.nbytes + static,
-            point.seconds + optimizer,
-            *point.gathered,
-            point.ahead,
-            _in_words(point.recomputed),
-            point.on_host,
-            _in_words(point.offloaded),
-            point.states_on_host,
-        )
-
-    return tuple(map(row, (*curve.points, *curve.settings)))
+    assert ctx.options is not None
+    ctx = replace(ctx, options=replace(ctx.options, in_order=True))  # as with a budget
+    tradeoffs = [tradeoff_of(gm, ctx, ahead) for ahead in range(UNITS_IN_FLIGHT, -1, -1)]
+    found = [row for each in tradeoffs for row in _points(each, static)]
+    points: list[CurveRow] = []
+    for row in sorted(found, key=lambda row: (row.nbytes, row.seconds)):
+        if not points or row.seconds < points[-1].seconds:
+            points.append(row)
+    kinds = dict.fromkeys(value.saved.kind for value in tradeoffs[0].values)
+    return (*points, *_settings(tradeoffs[0], static)), tuple(kinds)
 
 
-def _in_words(taken: KindsTaken) -> str:
-    if not taken.kinds:
+def _points(tradeoff: Tradeoff, static: int) -> Iterator[CurveRow]:
+    least = min(map(tradeoff.peak, tradeoff.leanest))
+    most = max(least, tradeoff.peak(Choice(0, len(tradeoff.buckets))))
+    for number in range(POINTS):
+        room = least + (most - least) * number // (POINTS - 1)
+        choice = tradeoff.fastest(room)
+        if choice is not None:
+            yield _row("", tradeoff, choice, static)
+
+
+def _settings(tradeoff: Tradeoff, static: int) -> Iterator[CurveRow]:
+    """The rows of settings that people choose by hand: checkpointing, and resharding."""
+    cheap = next(
+        (n for n, value in enumerate(tradeoff.values) if value.is_heavy), len(tradeoff.values)
+    )
+    for gathered, ending in ((0, "resharded"), (len(tradeoff.buckets), "kept gathered")):
+        for recomputed, name in (
+            (0, "no checkpointing"),
+            (cheap, "selective checkpointing"),
+            (len(tradeoff.values), "full checkpointing"),
+        ):
+            yield _row(f"{name}, {ending}", tradeoff, Choice(recomputed, gathered), static)
+
+
+def _row(setting: str, tradeoff: Tradeoff, choice: Choice, static: int) -> CurveRow:
+    """The row of a choice. Its seconds are those of forward and backward."""
+    copies = tradeoff.copies[: choice.offloaded]
+    return CurveRow(
+        setting=setting,
+        nbytes=tradeoff.peak(choice) + static,
+        seconds=tradeoff.seconds(choice),
+        gathered=choice.gathered,
+        buckets=len(tradeoff.buckets),
+        ahead=tradeoff.trial.kept.ahead,
+        again=_in_words(tradeoff.computed_again(choice), tradeoff.values),
+        on_host=sum(copy.nbytes for copy in copies),
+        copied=_in_words(copies, tradeoff.copies),
+        states_on_host=sum(nbytes for _, nbytes in tradeoff.states[: choice.states]),
+    )
+
+
+def _in_words(
+    chosen: Sequence[Recompute] | Sequence[Offload], among: Sequence[Recompute] | Sequence[Offload]
+) -> str:
+    """The kinds of the values `chosen`, which are the first ones `among` all."""
+    kinds = [value.saved.kind for value in chosen]
+    if not kinds:
         return "nothing"
-    some, of = taken.units
-    until = taken.last + (f" in {some} of {of}" if some < of else "")
-    return until if taken.kinds == 1 else f"{plural(taken.kinds, 'kind')}, to {until}"
+    some, of = (each.count(kinds[-1]) for each in (kinds, [value.saved.kind for value in among]))
+    until = kinds[-1] + (f" in {some} of {of}" if some < of else "")
+    count = len(set(kinds))
+    return until if count == 1 else f"{plural(count, 'kind')}, to {until}"
 
 
 _COLUMNS = (

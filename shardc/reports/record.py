@@ -183,6 +183,17 @@ class CurveRow:
     states_on_host: int = 0
 
 
+ROWS: dict[str, type[Any]] = {
+    "buckets": BucketRow,
+    "collectives": CollectiveRow,
+    "ops": Op,
+    "memory": MemoryPoint,
+    "findings": Finding,
+    "curve": CurveRow,
+}
+"""The class of the rows in each field of a record that has rows."""
+
+
 @dataclass(frozen=True)
 class Record:
     """A step: its settings, its plan, and its costs.
@@ -288,18 +299,10 @@ class Record:
         Raises:
             ValueError: `values` is no result of `to_dict`.
         """
-        rows: dict[str, Any] = {
-            "buckets": BucketRow,
-            "collectives": CollectiveRow,
-            "ops": Op,
-            "memory": MemoryPoint,
-            "findings": Finding,
-            "curve": CurveRow,
-        }
         try:
             given = {f.name: values[f.name] for f in dataclasses.fields(cls)}
             given["kinds"] = tuple(given["kinds"])
-            for name, row in rows.items():
+            for name, row in ROWS.items():
                 given[name] = tuple(row(**_tuples(entry)) for entry in given[name])
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a report of shardc: {error}") from error

@@ -15,13 +15,7 @@ _ENDS = 2
 
 
 def report_text(record: Record, every_row: bool = False, width: int | None = None) -> str:
-    """The printed text of a report.
-
-    Args:
-        record: the report.
-        every_row: show all rows that repeat from block to block, not only the first and last.
-        width: columns of characters for the text; default: the terminal's.
-    """
+    """The printed text of a report; arguments as for `Report.text`."""
     parts = [
         wrap(_heading(record), width),
         pairs(summary_rows(record), width),

@@ -15,16 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardc.reports.pictures.lanes import SLACK, lanes_of, op_indices
-from shardc.reports.record import (
-    KINDS,
-    BucketRow,
-    CollectiveRow,
-    CurveRow,
-    Finding,
-    MemoryPoint,
-    Op,
-    Record,
-)
+from shardc.reports.record import KINDS, ROWS, Record
 
 
 def page(record: Record) -> str:
@@ -44,12 +35,7 @@ def page(record: Record) -> str:
 
 
 def save_html(record: Record, path: str | os.PathLike[str]) -> None:
-    """Write the HTML file of a record.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: the record has a figure that is not finite.
-    """
+    """Write the HTML file of a record. Raises ValueError as `page`."""
     Path(path).write_text(page(record), encoding="utf-8")
 
 
@@ -61,24 +47,15 @@ def _json(record: Record) -> str:
 
 def _data(record: Record) -> dict[str, Any]:
     """The data that the scripts read; `record.js` makes objects of it."""
-    collectives = record.collectives
+    names = ("model", "world_size", "copies", "profile", "settings", "tokens")
+    more = {"collectives": ("seconds", "hidden")}
     return {
-        "model": record.model,
-        "world_size": record.world_size,
-        "copies": record.copies,
-        "profile": record.profile,
-        "settings": record.settings,
-        "tokens": record.tokens,
+        **{name: getattr(record, name) for name in names},
         "summary": record.summary(),
         "kinds": KINDS,
         "slack": SLACK,
-        "buckets": _table(BucketRow, record.buckets),
-        "collectives": _table(CollectiveRow, collectives, "seconds", "hidden"),
-        "ops": _table(Op, record.ops),
-        "memory": _table(MemoryPoint, record.memory),
-        "findings": _table(Finding, record.findings),
-        "curve": _table(CurveRow, record.curve),
-        "lanes": lanes_of((row.start, row.end) for row in collectives),
+        **{n: _table(row, getattr(record, n), *more.get(n, ())) for n, row in ROWS.items()},
+        "lanes": lanes_of((row.start, row.end) for row in record.collectives),
         "readers": op_indices(record),
     }
 

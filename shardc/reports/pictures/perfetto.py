@@ -44,12 +44,7 @@ def trace_events(record: Record) -> dict[str, Any]:
 
 
 def save_trace(record: Record, path: str | os.PathLike[str]) -> None:
-    """Write the trace as JSON.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: the record has a time that is not finite.
-    """
+    """Write the trace as JSON. Raises ValueError where a time is not finite."""
     Path(path).write_text(json.dumps(trace_events(record), allow_nan=False) + "\n")
 
 
