@@ -40,6 +40,12 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join([*filter(None, [", ".join(names[:-1])]), *names[-1:]])
 
 
+def some(names: Sequence[object], most: int) -> str:
+    """The first names, and the number of others: "a, b and 3 more"."""
+    more = len(names) - most
+    return ", ".join(map(str, names[:most])) + (f" and {more} more" if more > 0 else "")
+
+
 def bytes_like(count: int, given: object) -> str:
     """`count` bytes in the style of the amount `given`, rounded up.
 

@@ -246,8 +246,8 @@ class Recorded(NamedTuple):
     is_done: bool
 
 
-def recorded_collectives(last: int = 64) -> dict[str, list[Recorded]]:
-    """The last collectives that this process gave to gloo, by group name.
+def recorded_collectives() -> dict[str, list[Recorded]]:
+    """The last 64 collectives that this process gave to gloo in each group, by the group's name.
 
     The program's own collectives are included. Empty where torch keeps no flight record.
     """
@@ -259,7 +259,7 @@ def recorded_collectives(last: int = 64) -> dict[str, list[Recorded]]:
             number, name = entry["collective_seq_id"], entry["profiling_name"]
             record = Recorded(number, name, entry["retired"])
             found.setdefault(entry["process_group"][0], []).append(record)
-    return {group: records[-last:] for group, records in found.items()}
+    return {group: records[-64:] for group, records in found.items()}
 
 
 def ranks_of(name: str) -> list[int]:
@@ -379,10 +379,11 @@ def join_fake_group(world_size: int) -> None:
 
 def has_real_group() -> bool:
     """Whether this process has joined a process group with peers."""
-    return dist.is_initialized() and not is_fake_group(_default_group())
+    return dist.is_initialized() and not is_fake_group(default_group())
 
 
-def _default_group() -> dist.ProcessGroup:
+def default_group() -> dist.ProcessGroup:
+    """The group of all ranks."""
     group = dist.distributed_c10d.GroupMember.WORLD
     assert group is not None
     return group

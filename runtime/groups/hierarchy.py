@@ -20,8 +20,7 @@ def hierarchical_group(local: int) -> dist.ProcessGroup:
 
     The group is made at first use; every rank must call the function.
     """
-    world = dist.distributed_c10d.GroupMember.WORLD
-    assert world is not None
+    world = compat.default_group()
     return kept_with(world, ("hierarchical", local), partial(_make, world, local))
 
 

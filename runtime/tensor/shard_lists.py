@@ -55,8 +55,10 @@ def run_lists(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> list
         refuse(func, str(error))
     result = func(*parts, **kwargs)
     bump(written)
-    if name == _UNSCALE:
-        _agree_on_found_inf(args[1], like)
+    if name == _UNSCALE:  # all ranks skip the step if one rank has a non-finite gradient
+        specs = [ref._shard_spec for ref in like if ref is not None]
+        for group in dict.fromkeys(group for spec in specs for group in spec.groups):
+            args[1].copy_(all_reduce(args[1], "max", group))
     if result is None:
         return None
     return [
@@ -102,10 +104,3 @@ def _note_written(
 def _is_step(func: compat.Op, item: Tensor) -> bool:
     """Whether `item` is a step counter, which `func` writes by its schema."""
     return func._schema.name == "aten::_fused_adagrad_" and not item.dim()
-
-
-def _agree_on_found_inf(found: Tensor, like: Refs) -> None:
-    """Make all ranks skip the step if one rank has a non-finite gradient."""
-    specs = [ref._shard_spec for ref in like if ref is not None]
-    for group in dict.fromkeys(group for spec in specs for group in spec.groups):
-        found.copy_(all_reduce(found, "max", group))

@@ -132,14 +132,6 @@ def _detach(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Sharde
     return Sharded.make(source._local, source.shape, source._shard_spec)
 
 
-def _detach_in_place(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Sharded:
-    return args[0]  # autograd has detached it
-
-
-def _ask_local(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
-    return func(args[0]._local, *args[1:], **kwargs)
-
-
 def _view(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
     """View consecutive elements: a part of the interval, under the view's shape.
 
@@ -201,8 +193,8 @@ def _new(func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> Tensor:
 _TABLE: dict[str, Rule] = {
     "alias": _detach,
     "detach": _detach,
-    "detach_": _detach_in_place,
-    "is_pinned": _ask_local,
+    "detach_": lambda func, args, kwargs: args[0],  # autograd has detached it
+    "is_pinned": lambda func, args, kwargs: func(args[0]._local, *args[1:], **kwargs),
     "view_as_real": _view_as_real,
     **dict.fromkeys(_VIEWS, _view),
     **dict.fromkeys(_NEW, _new),

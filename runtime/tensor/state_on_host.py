@@ -107,7 +107,7 @@ _known: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
 
 def _remember(optimizer: Optimizer, *_: object) -> None:
     """Remember an optimizer that has taken a step: it may keep state of its sharded parameters."""
-    if _is_captured():
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return  # the graph has the addresses of the state
     for param in _sharded(optimizer):
         users = _users.setdefault(param._local.untyped_storage(), weakref.WeakKeyDictionary())
@@ -115,11 +115,6 @@ def _remember(optimizer: Optimizer, *_: object) -> None:
     if optimizer not in _known:
         _known[optimizer] = False
         optimizer.register_state_dict_pre_hook(_bring_back_all)
-
-
-def _is_captured() -> bool:
-    """Whether the current stream captures a CUDA graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _sharded(optimizer: Optimizer) -> Iterator[ShardTensor]:

@@ -43,8 +43,8 @@ class WholeValue(Tensor):
                 _average_gradient(value)
         with compat.without_functions_of_subclasses():
             result = func(*args, **(kwargs or {}))
-        if type(result) is not Tensor or not _are_whole(values):
-            return result
+        if type(result) is not Tensor or any(type(value) is Tensor for value in values):
+            return result  # a list may have a plain tensor, such as an ignored norm
         stays = not result.dim() or func in (torch.stack, Tensor.detach)
         return result.as_subclass(cls) if stays else result
 
@@ -68,11 +68,6 @@ class WholeValue(Tensor):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         return compat.as_plain(self).__reduce_ex__(protocol)
-
-
-def _are_whole(values: Sequence[object]) -> bool:
-    """Whether no plain tensor is among `values`; a list may have one, such as an ignored norm."""
-    return all(type(value) is not Tensor for value in values)
 
 
 def _average_gradient(value: WholeValue) -> None:

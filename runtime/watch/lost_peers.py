@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from shardc.runtime import compat
 from shardc.runtime.checks.call_sites import own_collective_of, place_of_thread
-from shardc.runtime.checks.words import plural
+from shardc.runtime.checks.words import plural, some
 from shardc.runtime.groups.backends import BACKENDS, end_waits, flight_record
 from shardc.runtime.groups.store import store_of
 from shardc.runtime.watch.entry_board import RING
@@ -298,8 +298,7 @@ def compare_lines(
 
 
 def _named(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" * (len(ranks) > 16))
-    return f"Rank {shown} is" if len(ranks) == 1 else f"Ranks {shown} are"
+    return f"Rank {ranks[0]} is" if len(ranks) == 1 else f"Ranks {some(ranks, 16)} are"
 
 
 def store_holder() -> str:

@@ -86,7 +86,7 @@ class StateOfModels:
     plain_load: Callable[..., Any]
     saving: bool = False
     step: int | None = None
-    optimizers: list[Any] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
 
     @classmethod
     def take_over(cls, accelerator: Accelerator) -> None:
@@ -124,7 +124,7 @@ class StateOfModels:
     def _own_optimizers_aside(self) -> Iterator[None]:
         """Hide the optimizers of sharded models from accelerate inside."""
         everything = self.accelerator._optimizers
-        self.optimizers = [each for each in everything if _is_sharded(each)]
+        self.optimizers = [plain_optimizer(each) for each in everything if _is_sharded(each)]
         self.accelerator._optimizers = [each for each in everything if not _is_sharded(each)]
         self.saving, self.step = True, None
         try:
@@ -135,16 +135,14 @@ class StateOfModels:
     def _write(self, models: list[Any], weights: list[Any], folder: str) -> None:
         sharded = self._take_sharded(models, weights)
         if sharded is not None:
-            optimizers = [plain_optimizer(each) for each in self.optimizers]
-            save_sharded(folder, sharded, optimizers, step=self.accelerator.step)
+            save_sharded(folder, sharded, self.optimizers, step=self.accelerator.step)
 
     def _read(self, models: list[Any], folder: str) -> None:
         sharded = self._take_sharded(models, models)
         if sharded is not None:
             load_sharded_model(folder, sharded)
             if self.optimizers:
-                optimizers = [plain_optimizer(each) for each in self.optimizers]
-                load_sharded_optimizers(folder, sharded, optimizers)
+                load_sharded_optimizers(folder, sharded, self.optimizers)
             state = {"step": 0}  # also of ranks without a file of their own
             dcp.load(state, checkpoint_id=Path(folder, FOLDER))
             self.step = state["step"]

@@ -36,6 +36,7 @@ from shardc.runtime.modules.forward_method import register_fsdp_forward_method
 from shardc.runtime.modules.modules import ShardedModule
 from shardc.sharding.materialize import materialize
 from shardc.sharding.shard import fully_shard
+from shardc.sharding.units import units_of
 from shardc.state.names import rekey_optimizer_state_dict
 from shardc.state.state_dict import (
     get_model_state_dict,
@@ -60,9 +61,8 @@ class _Sharding:
 
     def _size_mesh(self) -> None:
         """Set the size of data parallelism: all ranks divided by the size of tensor parallelism."""
-        self._data_parallel_size = (
-            self.num_nodes * self.num_processes // int(self._tensor_parallel_size)
-        )
+        ranks = self.num_nodes * self.num_processes
+        self._data_parallel_size = ranks // int(self._tensor_parallel_size)
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Shard `model` unless it is sharded, and initialise its parameters and buffers on meta."""
@@ -223,7 +223,8 @@ class TrainerStrategy(_Sharding, TrainerModelParallel):
         model: nn.Module = self.lightning_module
         self.accelerator.setup(trainer)
         fresh = not holds_units(model)
-        self.model = model = self._shard(self.precision_plugin.convert_module(model), self._mesh)
+        model = self._shard(self.precision_plugin.convert_module(model), self.device_mesh)
+        self.model = model
         for name in _STEPS if isinstance(model, ShardedModule) else ():
             register_fsdp_forward_method(model, name)
         if fresh and self._compile_options is not None:
@@ -234,22 +235,16 @@ class TrainerStrategy(_Sharding, TrainerModelParallel):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    @property
-    def _mesh(self) -> DeviceMesh:
-        return self.device_mesh
-
     def _shard_all(self, model: nn.Module, mesh: DeviceMesh) -> None:
         for part in parts_of(model):
             fully_shard(part, mesh=mesh, **self._options)
         if any(True for _ in model.parameters(recurse=False)):
             fully_shard(model, mesh=mesh, **{**self._options, "units": None})
 
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:
         """Leave gradients unreduced inside: for the micro-batches before the last."""
         assert self.model is not None
-        with _no_sync(self.model):
-            yield
+        return _no_sync(self.model)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state, sharded, or full on rank 0."""
@@ -295,9 +290,8 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
 @contextlib.contextmanager
 def _no_sync(model: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, ShardedModule) and module._shardc_unit.is_root:
-                stack.enter_context(module.no_sync())
+        for module in units_of(model, root_only=True).values():
+            stack.enter_context(module.no_sync())
         yield
 
 

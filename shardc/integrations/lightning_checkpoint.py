@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim import Optimizer
 
-from shardc.runtime.modules.modules import ShardedModule
+from shardc.sharding.units import units_of
 from shardc.state.names import rekey_optimizer_state_dict
 from shardc.state.state_dict import (
     StateDictOptions,
@@ -31,9 +31,7 @@ META = "meta.pt"
 
 def holds_units(model: object) -> bool:
     """Whether `fully_shard` was called on the module or on a module inside."""
-    return isinstance(model, nn.Module) and any(
-        isinstance(module, ShardedModule) for module in model.modules()
-    )
+    return isinstance(model, nn.Module) and bool(units_of(model))
 
 
 def saving(full: bool) -> StateDictOptions:

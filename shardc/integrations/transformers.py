@@ -222,12 +222,11 @@ def _given_whole(make: type[Optimizer]) -> type[Optimizer]:
 
 
 def _initialise(model: nn.Module) -> None:
-    """Initialise a sharded model on meta by `init_weights`, or else each module by itself."""
+    """Initialise a sharded model on meta by `init_weights`, or else each module by itself.
+
+    With `init_weights`, `materialize` only allocates memory.
+    """
     own = getattr(model, "init_weights", None)
-    materialize(model, init_fn=None if own is None else _leave)
+    materialize(model, init_fn=None if own is None else lambda module: None)
     if own is not None:
         own()
-
-
-def _leave(module: nn.Module) -> None:
-    """Initialise nothing: `materialize` then only allocates memory."""

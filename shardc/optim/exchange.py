@@ -59,11 +59,9 @@ class Route:
     ) -> Callable[[], list[Tensor]]:
         """Start to send intervals; gives a function that waits for the whole tensors of this rank.
 
-        The whole tensors come in the order of `rows`. The last argument names the intervals in a
-        text that is equal on all ranks.
-
-        Args:
-            rows: (position of the parameter, this rank's interval of it or of its gradient).
+        The whole tensors come in the order of `rows`: (position of the parameter, this rank's
+        interval of it or of its gradient). The last argument names the intervals in a text that is
+        equal on all ranks.
         """
         mine = [index for index, _ in rows if self.owners[index] == self.rank]
         sent = [part for o in range(self.world_size) for i, part in rows if self.owners[i] == o]

@@ -1,6 +1,7 @@
 """The first state of an optimizer that has not stepped, found by a step with zero gradients."""
 
 import copy
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -63,3 +64,14 @@ def first_state(optimizer: Optimizer) -> FirstState:
         if isinstance(entries, dict) and "step" in entries:
             entries["step"] = entries["step"] * 0
     return FirstState(made, added)
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with `fn` applied to each leaf: each value that is no dict, list or tuple."""
+    if isinstance(tree, Mapping):
+        return {key: map_leaves(fn, value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_leaves(fn, value) for value in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_leaves(fn, value) for value in tree)
+    return fn(tree)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardc.optim.given import OWN
+
 log = logging.getLogger("shardc")
 
 SIDE = 6
@@ -28,13 +30,9 @@ Make = Callable[[dict[int, nn.Parameter]], Optimizer]
 
 
 def is_independent(make: Make, shapes: Sequence[Sequence[int]], groups: Sequence[int]) -> bool:
-    """Whether an optimizer may update parameters apart.
+    """Whether an optimizer may update parameters apart; not where it fails on small tensors.
 
-    False, too, where the optimizer fails on small tensors.
-
-    Args:
-        shapes: the shapes of all parameters.
-        groups: the parameter group of each.
+    `shapes` and `groups` are the shape and the parameter group of each parameter.
     """
     chosen = _chosen(shapes, groups)
     try:
@@ -88,12 +86,11 @@ def _run(make: Make, indices: list[int], shapes: Sequence[Sequence[int]]) -> dic
             param.grad = _noise(param.shape, 1000 * (step + 1) + index)
         optimizer.step()
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    own = ("params", "param_names")
     return {
         index: (
             param.detach(),
             optimizer.state.get(param, {}),
-            {key: value for key, value in group_of[param].items() if key not in own},
+            {key: value for key, value in group_of[param].items() if key not in OWN},
         )
         for index, param in params.items()
     }

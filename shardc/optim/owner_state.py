@@ -6,7 +6,7 @@ element and values that are no tensors are small, and every rank gets them.
 """
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardc.optim.first_state import first_state
+from shardc.optim.first_state import first_state, map_leaves
 from shardc.optim.given import OWN
 from shardc.optim.owners import on_owner
 from shardc.runtime import compat
@@ -54,31 +54,23 @@ class OwnerState:
     def states(self, first: bool) -> tuple[dict[Tensor, Any], dict[int, dict[str, Any]]]:
         """The state by parameter, and the settings that a first step adds, by number of a group.
 
-        Every rank must call it.
-
-        Args:
-            first: if there is no state yet, give the state that a first step makes.
+        Every rank must call it. With `first`, and no state yet: the state that a first step makes.
         """
         mine = self._of_params([inner.state for inner, _ in self.inners])
-        shown = self._from_all(_told(mine))
+        shown = self._from_all(mine)
         added: dict[int, dict[str, Any]] = {}
         if first and not shown:
             made = [first_state(inner) for inner, _ in self.inners]
             mine = self._of_params([each.state for each in made])
             for each, (_, numbers) in zip(made, self.inners, strict=True):
                 added |= dict(zip(numbers, each.settings, strict=True))
-            shown = self._from_all(_told(mine))
-            added = {**self._from_all(_told(added)), **added}
+            shown = self._from_all(mine)
+            added = {**self._from_all(added), **added}
         return self._by_param(mine, shown), added
 
     def _by_param(self, mine: Mapping[int, Any], shown: Mapping[int, Any]) -> dict[Tensor, Any]:
-        found = {}
-        for number, param in enumerate(self.params):
-            if number in mine:
-                found[param] = self._placed(param, mine[number])
-            elif number in shown:
-                found[param] = self._placed(param, shown[number])
-        return found
+        states = {**shown, **mine}
+        return {p: self._placed(p, states[n]) for n, p in enumerate(self.params) if n in states}
 
     def settings_of_all(self) -> dict[int, dict[str, Any]]:
         """The settings of each group from a rank that updates it, by number of the group.
@@ -90,13 +82,13 @@ class OwnerState:
             for inner, numbers in self.inners
             for number, group in zip(numbers, inner.param_groups, strict=True)
         }
-        return {**self._from_all(_told(own)), **own}
+        return {**self._from_all(own), **own}
 
     def taken(self, given: Mapping[Tensor, Any]) -> dict[Tensor, Any]:
         """This rank's share of the given state, as plain tensors. Every rank must call it."""
         local: dict[Tensor, Any] = {}
         for param, tree in given.items():
-            value = _map(partial(self._unplaced, param), tree)
+            value = map_leaves(partial(self._unplaced, param), tree)
             if param in self.whole:
                 local[param] = value
         return local
@@ -111,15 +103,16 @@ class OwnerState:
         return found
 
     def _from_all(self, mine: Mapping[int, Any]) -> dict[int, Any]:
-        """The entries of all ranks, merged."""
+        """The entries of all ranks, merged, in the form in which ranks get them."""
+        told = {number: map_leaves(_small, tree) for number, tree in mine.items()}
         merged: dict[int, Any] = {}
         for group in self.groups:
             everyone: list[Any] = [None] * group.size()
             with entering("the entries of an optimizer's state", compat.group_name(group)):
-                dist.all_gather_object(everyone, dict(mine), group=group)
-            for told in reversed(everyone):
-                merged.update(told)
-        return merged or dict(mine)
+                dist.all_gather_object(everyone, told, group=group)
+            for each in reversed(everyone):
+                merged.update(each)
+        return merged or told
 
     def _placed(self, param: Tensor, tree: Any) -> Any:
         """The state of `param` as every rank shows it; a plain parameter's state is unchanged."""
@@ -128,34 +121,25 @@ class OwnerState:
 
         def place(value: Any) -> Any:
             if isinstance(value, Tensor) and value.numel() > 1:
-                return on_owner(
-                    value.detach(), value.shape, self.owners[param], param, value.new_empty(0)
-                )
-            if isinstance(value, _Held):
+                part = value.detach()
+            elif isinstance(value, _Held):
                 kind = param.device if value.device == param.device.type else value.device
-                empty = torch.empty(0, dtype=value.dtype, device=kind)
-                return on_owner(None, value.shape, self.owners[param], param, empty)
-            return value
+                part = torch.empty(0, dtype=value.dtype, device=kind)
+            else:
+                return value
+            return on_owner(part, value.shape, self.owners[param], param)
 
-        return _map(place, tree)
+        return map_leaves(place, tree)
 
     def _unplaced(self, param: Tensor, value: Any) -> Any:
         if not isinstance(value, ShardTensor):
             return value
         if isinstance(param, ShardTensor):
             owner, spec = self.owners[param], value._shard_spec
-            if all(r == owner or not _size(spec.interval(r)) for r in range(spec.world_size)):
+            parts = map(spec.interval, range(spec.world_size))
+            if all(rank == owner or start == stop for rank, (start, stop) in enumerate(parts)):
                 return value._local.view(value.shape) if param in self.whole else None
         return value.full_tensor()
-
-
-def _size(interval: tuple[int, int]) -> int:
-    return interval[1] - interval[0]
-
-
-def _told(trees: Mapping[int, Any]) -> dict[int, Any]:
-    """The entries in the form in which other ranks get them."""
-    return {number: _map(_small, tree) for number, tree in trees.items()}
 
 
 def _small(value: Any) -> Any:
@@ -164,14 +148,3 @@ def _small(value: Any) -> Any:
     if value.numel() > 1:
         return _Held(tuple(value.shape), value.dtype, value.device.type)
     return value.detach().cpu()
-
-
-def _map(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree` with `fn` applied to each leaf: each value that is no dict, list or tuple."""
-    if isinstance(tree, Mapping):
-        return {key: _map(fn, value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_map(fn, value) for value in tree))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_map(fn, value) for value in tree)
-    return fn(tree)

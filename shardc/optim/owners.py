@@ -24,8 +24,7 @@ def owners_of(
 ) -> list[int]:
     """An owner for each tensor; ranks get about equal work and about equal state.
 
-    Args:
-        state: bytes of each tensor's state; None: proportional to the tensor's elements.
+    `state` has the bytes of each tensor's state; None: proportional to the tensor's elements.
     """
     held = [math.prod(shape) for shape in shapes] if state is None else state
     return _dealt(
@@ -38,9 +37,6 @@ def _dealt(costs: Sequence[Sequence[int]], count: int) -> list[int]:
 
     The costliest item is dealt first. An item goes to the pile with the least cost, the item
     included: the cost of a pile is its largest share of a kind.
-
-    Args:
-        costs: the costs of each item, of one or more kinds.
     """
     totals = [max(sum(way), 1) for way in zip(*costs, strict=True)]
     shares = [[cost / total for cost, total in zip(c, totals, strict=True)] for c in costs]
@@ -62,12 +58,7 @@ at once.
 
 
 def stages_of(nbytes: Sequence[int], owners: Sequence[int], world_size: int) -> list[list[int]]:
-    """The positions of parameters by stage; each owner has about as many bytes in every stage.
-
-    Args:
-        nbytes: the bytes of each parameter.
-        owners: the owner of each parameter.
-    """
+    """The positions of parameters by stage; each owner has about as many bytes in every stage."""
     count = min(max(sum(nbytes) // world_size // LEAST_BYTES, 1), MOST_STAGES)
     stages: list[list[int]] = [[] for _ in range(count)]
     for rank in range(world_size):
@@ -77,17 +68,12 @@ def stages_of(nbytes: Sequence[int], owners: Sequence[int], world_size: int) -> 
     return [sorted(stage) for stage in stages if stage]
 
 
-def on_owner(
-    value: Tensor | None, shape: Sequence[int], owner: int, like: ShardTensor, empty: Tensor
-) -> ShardTensor:
+def on_owner(part: Tensor, shape: Sequence[int], owner: int, like: ShardTensor) -> ShardTensor:
     """A tensor that `owner` holds as a whole, as a ShardTensor over the ranks of `like`.
 
-    Args:
-        value: the tensor, on the owner; other ranks give None.
-        empty: a tensor of no elements, with the dtype and device of the other ranks' parts.
+    `part` is the tensor on the owner, and a tensor of no elements on other ranks.
     """
-    numel = math.prod(shape)
-    spec = like._shard_spec
+    numel, spec = math.prod(shape), like._shard_spec
     ranks = (spec.rank, spec.world_size, spec.group)
     whole = ShardSpec(owner * numel, numel, numel, *ranks, mesh=spec.mesh)
-    return ShardTensor(empty if value is None else value.reshape(-1), shape, whole)
+    return ShardTensor(part.reshape(-1), shape, whole)

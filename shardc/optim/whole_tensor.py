@@ -72,7 +72,8 @@ class WholeTensorOptimizer(Optimizer):
             for group in template.param_groups
         ]
         super().__init__(groups, template.defaults)
-        self._asks_closure = _needs_closure(template)
+        asked = inspect.signature(type(template).step).parameters.get("closure")
+        self._asks_closure = asked is not None and asked.default is inspect.Parameter.empty
         self.together = self._must_be_together(given) if together is None else together
         self.owned = Owned(self.together)
         state = {param: param.nbytes for param in stand_ins}
@@ -140,7 +141,8 @@ class WholeTensorOptimizer(Optimizer):
         """
         if self._asks_closure:
             if closure is None:
-                raise TypeError(f"{self._title()} needs a closure: step(closure)")
+                name = getattr(self._make, "__name__", type(self).__name__)
+                raise TypeError(f"{name} needs a closure: step(closure)")
             return self._step_with(closure)
         loss = None
         if closure is not None:
@@ -287,14 +289,6 @@ class WholeTensorOptimizer(Optimizer):
             number = {param: index for index, param in enumerate(parameters_of(inner))}
             own = {number[w]: local[p] for p, w in self._own(local).items() if w in number}
             inner.load_state_dict({**inner.state_dict(), "state": own})
-
-    def _title(self) -> str:
-        return getattr(self._make, "__name__", type(self).__name__)
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def _copied(value: Any) -> Any:

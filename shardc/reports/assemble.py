@@ -67,7 +67,7 @@ def assemble(
         settings=settings,
         tokens=tokens,
         flops=sum(flops.values()),
-        peak_flops=_peak(profile, flops),
+        peak_flops=profile.rate(max(flops, key=flops.__getitem__)) if flops else 0.0,
         buckets=tuple(replace(row, used=row.name in used) for row in rows_of_buckets),
         collectives=tuple(row for graph in rows for row in graph.collectives),
         ops=tuple(ops),
@@ -92,13 +92,6 @@ def bucket_row(bucket: Bucket, kept: Collection[str] = ()) -> BucketRow:
         reshard=code.reshard_after_forward and bucket.label not in kept,
         extended=bucket.extension is not None,
     )
-
-
-def _peak(profile: Profile, flops: dict[str, float]) -> float:
-    """FLOP/s of the device in the dtype with the most operations; 0 without operations."""
-    if not flops:
-        return 0.0
-    return profile.rate(max(flops, key=flops.__getitem__))
 
 
 def _trained(buckets: Iterable[Bucket]) -> int:

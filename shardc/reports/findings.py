@@ -12,7 +12,7 @@ from shardc.passes.estimate.hardware import Profile
 from shardc.reports.if_hierarchical import if_hierarchical
 from shardc.reports.if_quantised import FORM, if_quantised
 from shardc.reports.record import BucketRow, CollectiveRow, Finding, Record
-from shardc.runtime.checks.words import format_bytes, format_seconds, listed, plural
+from shardc.runtime.checks.words import format_bytes, format_seconds, listed, plural, some
 
 EXPOSED_SHARE = 0.03
 """Communication that adds less than this share to a step is not reported."""
@@ -66,10 +66,9 @@ def find_unused(names: Iterable[str]) -> Iterator[Finding]:
     """A finding about parameters that no graph reads."""
     names = list(names)
     if names:
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         yield Finding(
             "unused parameters",
-            f"{plural(len(names), 'parameter')} never used: {shown}",
+            f"{plural(len(names), 'parameter')} never used: {some(names, 5)}",
             "they are kept, and gathered with their unit, for nothing: remove them, freeze them, "
             "or give them to fully_shard(ignored_params=...)",
         )
@@ -84,7 +83,7 @@ def find_gathered(counts: Mapping[str, int]) -> Iterator[Finding]:
         ]
         yield Finding(
             "gathered for an op",
-            f"outside of forwards and backwards, ops gathered whole parameters: {_some(each)}",
+            f"outside of forwards and backwards, ops gathered whole parameters: {some(each, 3)}",
             "TORCH_LOGS=+shardc says where, shardc.strict(True) refuses such ops; for an optimizer "
             "take shardc.WholeTensorOptimizer",
         )
@@ -212,7 +211,7 @@ def _units(record: Record, profile: Profile) -> Iterator[Finding]:
         yield Finding(
             "small units",
             f"{plural(len(small), 'unit')} so small that a gather is mostly latency "
-            f"({format_seconds(fixed)} of it is fixed latency): {_some(small)}",
+            f"({format_seconds(fixed)} of it is fixed latency): {some(small, 3)}",
             "put several blocks into one unit: fully_shard([a, b]), or units= of a larger class",
         )
     large = [name for name, size in sizes.items() if size > LARGE_SHARE * total]
@@ -243,11 +242,7 @@ def _padding(record: Record) -> Iterator[Finding]:
         yield Finding(
             "padding",
             f"{plural(len(padded), 'bucket')} with more than {PADDING_SHARE:.0%} padding, the "
-            f"worst {worst.name} with {worst.padding:.1%}: {_some([b.name for b in padded])}",
+            f"worst {worst.name} with {worst.padding:.1%}: {some([b.name for b in padded], 3)}",
             "small parameters over many ranks: put them into a larger unit, shard over fewer "
             "ranks (HSDP), or leave them alone (ignored_params=)",
         )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -206,7 +206,7 @@ class Record:
         settings: other settings that differ from their defaults, in words by name.
         tokens: tokens of a step on one rank (elements of the first integer input); 0 if unknown.
         flops: floating-point operations of a step on one rank, in matmuls and ops like them.
-        peak_flops: operations that the device could do in a second.
+        peak_flops: operations a second of the device, in the dtype of most operations.
         buckets, collectives, ops, memory, findings: rows; see the class of each.
         curve: step time against memory if the user asked for it, least memory first; then usual
             settings.

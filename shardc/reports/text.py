@@ -92,17 +92,13 @@ def bucket_table(
             format_bytes(bucket.nbytes),
             f"{100 * bucket.padding:.3f}",
             format_bytes(bucket.segment),
-            _fate(bucket),
+            ("resharded" if bucket.reshard else "kept") if bucket.used else "not gathered",
         ]
         for bucket in buckets
     ]
     keys = [_pattern(bucket.name) for bucket in buckets]
     shown = rows if every_row else list(_ends(rows, keys))
     return table(_BUCKET_COLUMNS, shown, width, elsewhere)
-
-
-def _fate(bucket: BucketRow) -> str:
-    return ("resharded" if bucket.reshard else "kept") if bucket.used else "not gathered"
 
 
 def _together(buckets: Sequence[str]) -> str:

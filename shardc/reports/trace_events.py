@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardc.reports.record import Record
+from shardc.reports.record import ROW_KINDS, Record
 from shardc.runtime.groups.backends import BACKENDS
 from shardc.runtime.watch.progress import COPIES, read_name
 
@@ -110,11 +110,8 @@ def stalls_in(
         if each and not left:
             for i, label in enumerate(started):
                 stalls[label] = sum(w.seconds for w in found[i * each : (i + 1) * each])
-                stalls[label] += label.seconds if key[0] in _ROWS else 0.0
+                stalls[label] += label.seconds if key[0] in ROW_KINDS else 0.0
     return stalls
-
-
-_ROWS = ("fetch_rows", "return_rows")
 
 
 _AT_ONCE = 2e-5

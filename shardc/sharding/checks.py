@@ -194,9 +194,7 @@ def check_model(
 ) -> None:
     """Raise where parameters cannot be cut, or something else holds them.
 
-    Args:
-        ranks: the ranks' numbers in the whole job, copies included.
-        world_size: how many ranks share a parameter.
+    `ranks` are numbers in the whole job, copies included; `world_size` of them share a parameter.
     """
     names = {p: n for root in modules for n, p in root.named_parameters(remove_duplicate=False)}
     known = {
@@ -207,21 +205,16 @@ def check_model(
     }
     for param in params:
         _check_parameter(names[param], param, ranks, world_size, spmd)
-        if _is_held(param, known) and _is_held_after_collection(param, known):
-            raise ValueError(
-                f"parameter '{names[param]}' is in use by an autograd graph, a weak reference or a "
-                "compiled function: shard before the model's first forward, or drop its outputs"
-            )
-    _check_tables(modules, names, set(params))
-    managed: dict[int, nn.Parameter] = {}
-    for param in params:
-        managed.setdefault(compat.storage_id(param) or -1, param)
-    for root in modules:
-        for prefix, module in root.named_modules():
-            for attribute, tensor, registered in _held_tensors(module):
-                _check_sole_owner(
-                    f"{prefix}.{attribute}".lstrip("."), tensor, registered, managed, names
+        if _is_held(param, known):
+            gc.collect()  # garbage may hold it by chance
+            if _is_held(param, known):
+                raise ValueError(
+                    f"parameter '{names[param]}' is in use by an autograd graph, a weak reference "
+                    "or a compiled function: shard before the model's first forward, or drop its "
+                    "outputs"
                 )
+    _check_tables(modules, names, set(params))
+    _check_sole_owners(modules, params, names)
 
 
 def _is_held(param: nn.Parameter, known: Collection[int]) -> bool:
@@ -230,77 +223,65 @@ def _is_held(param: nn.Parameter, known: Collection[int]) -> bool:
     return bool(foreign) or compat.is_in_graph(param)
 
 
-def _is_held_after_collection(param: nn.Parameter, known: Collection[int]) -> bool:
-    """Whether `param` is held after a collection: without one, garbage may hold it by chance."""
-    gc.collect()
-    return _is_held(param, known)
-
-
-def _check_sole_owner(
-    name: str,
-    tensor: Tensor,
-    registered: bool,
-    managed: dict[int, nn.Parameter],
-    names: dict[nn.Parameter, str],
+def _check_sole_owners(
+    modules: tuple[nn.Module, ...], params: list[nn.Parameter], names: dict[nn.Parameter, str]
 ) -> None:
-    storage = compat.storage_id(tensor)
-    param = managed.get(storage) if storage is not None else None
-    if param is None:
-        return
-    if param is not tensor:
-        raise ValueError(
-            f"'{name}' shares its storage with parameter '{names[param]}': sharding would part "
-            "them. Register one of them only, or clone it"
-        )
-    if not registered:
-        raise ValueError(
-            f"'{name}' keeps a reference to parameter '{names[param]}' outside the module's "
-            "parameters, which would not see gathered values: read it from its module instead"
-        )
+    managed: dict[int, nn.Parameter] = {}
+    for param in params:
+        managed.setdefault(compat.storage_id(param) or -1, param)
+    for name, tensor, registered in _held_tensors(modules):
+        storage = compat.storage_id(tensor)
+        owner = managed.get(storage) if storage is not None else None
+        if owner is not None and owner is not tensor:
+            raise ValueError(
+                f"'{name}' shares its storage with parameter '{names[owner]}': sharding would part "
+                "them. Register one of them only, or clone it"
+            )
+        if owner is not None and not registered:
+            raise ValueError(
+                f"'{name}' keeps a reference to parameter '{names[owner]}' outside the module's "
+                "parameters, which would not see gathered values: read it from its module instead"
+            )
 
 
 def _check_parameter(
     name: str, param: nn.Parameter, ranks: Sequence[int], world_size: int, spmd: Spmd | None
 ) -> None:
     kind = type(param.data).__name__
+    why: str | None = None
     if compat.is_dtensor(param):
-        why = unsupported(param, ranks, spmd)
-        if why is not None:
-            raise NotImplementedError(
-                f"parameter '{name}' is a {kind} and cannot be sharded: {why}"
-            )
+        reason = unsupported(param, ranks, spmd)
+        why = reason and f"is a {kind} and cannot be sharded: {reason}"
     elif extends_gather(param) and spmd is None:
-        why = why_not_extended(param, world_size)
-        if why is not None:
-            raise NotImplementedError(
-                f"parameter '{name}' is a {kind} and cannot be sharded: {why}"
-            )
+        reason = why_not_extended(param, world_size)
+        why = reason and f"is a {kind} and cannot be sharded: {reason}"
     elif type(param).__module__.startswith("bitsandbytes."):
-        raise NotImplementedError(
-            f"parameter '{name}' is a {type(param).__name__} of bitsandbytes: packed bytes, whose "
-            "scales lie beside them. Name it in ignored_params: every rank keeps it whole"
+        why = (
+            f"is a {type(param).__name__} of bitsandbytes: packed bytes, whose scales lie beside "
+            "them. Name it in ignored_params: every rank keeps it whole"
         )
     elif type(param.data) is not Tensor:
-        raise NotImplementedError(
-            f"parameter '{name}' is a {kind}; shardc shards plain tensors, DTensors and "
-            "subclasses with fsdp_pre_all_gather and fsdp_post_all_gather: name it in "
-            "ignored_params"
+        why = (
+            f"is a {kind}; shardc shards plain tensors, DTensors and subclasses with "
+            "fsdp_pre_all_gather and fsdp_post_all_gather: name it in ignored_params"
         )
     elif spmd is not None:
         raise ValueError(
             f"parameter '{name}' is a plain tensor; with dp_mesh_dims all must be DTensors on the "
             "whole mesh: use torch.distributed.tensor.distribute_module"
         )
-    if param.layout != torch.strided:
-        raise NotImplementedError(
-            f"parameter '{name}' has the layout {param.layout}; shardc shards torch.strided ones: "
-            "name it in ignored_params"
+    if why is None and param.layout != torch.strided:
+        why = (
+            f"has the layout {param.layout}; shardc shards torch.strided ones: name it in "
+            "ignored_params"
         )
-    if not param.is_contiguous():
-        raise NotImplementedError(
-            f"parameter '{name}' is not contiguous (stride {tuple(param.stride())}); make it so: "
+    elif why is None and not param.is_contiguous():
+        why = (
+            f"is not contiguous (stride {tuple(param.stride())}); make it so: "
             "param.data = param.data.contiguous()"
         )
+    if why is not None:
+        raise NotImplementedError(f"parameter '{name}' {why}")
 
 
 def _check_tables(
@@ -332,17 +313,19 @@ def _check_tables(
             )
 
 
-def _held_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor, bool]]:
+def _held_tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor, bool]]:
     """The parameters, buffers and tensors in attributes: (name, tensor, whether registered)."""
-    for name, param in module.named_parameters(recurse=False):
-        yield name, param, True
-    for name, buffer in module.named_buffers(recurse=False):
-        yield name, buffer, True
-    if isinstance(module, nn.RNNBase):  # its `_flat_weights` becomes a property
-        return
-    for name, value in vars(module).items():
-        if name not in ("_parameters", "_buffers"):
-            yield from ((name, tensor, False) for tensor in _tensors_in(value, set()))
+    for prefix, module in (named for root in modules for named in root.named_modules()):
+        start = prefix and f"{prefix}."
+        for name, param in module.named_parameters(recurse=False):
+            yield start + name, param, True
+        for name, buffer in module.named_buffers(recurse=False):
+            yield start + name, buffer, True
+        if isinstance(module, nn.RNNBase):  # its `_flat_weights` becomes a property
+            continue
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers"):
+                yield from ((start + name, tensor, False) for tensor in _tensors_in(value, set()))
 
 
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:

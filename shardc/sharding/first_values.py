@@ -79,7 +79,9 @@ def compare_values(notes: Iterable[str], plans: Sequence[UnitPlan]) -> FirstValu
         for copy in {each["copy"] for each in said}:
             there = [s for s in said if s["copy"] == copy and s["kinds"][place] == "v"]
             if len({each["ends"][index] for each in there}) > 1:
-                differing.setdefault(place, _named(group))
+                name, *others = group
+                more = f" or one of the {len(others)} behind it" if others else ""
+                differing.setdefault(place, f"'{name}'{more}")
     return FirstValues(mixed, differing)
 
 
@@ -108,19 +110,12 @@ def _groups(plans: Sequence[UnitPlan]) -> list[tuple[int, dict[str, nn.Parameter
     return found
 
 
-def _named(group: Iterable[str]) -> str:
-    first, *others = group
-    return f"'{first}'" + (f" or one of the {len(others)} behind it" if others else "")
-
-
 @torch.no_grad()
 def _digest(params: Iterable[nn.Parameter]) -> str:
     """The digest of the first, middle and last elements of parameters that are not on meta."""
     ends = [_ends(local_value(param)) for param in params if not param.is_meta]
-    digest = hashlib.sha256()
-    if ends:
-        digest.update(torch.cat(ends).cpu().numpy().tobytes())
-    return digest.hexdigest()[:6]
+    data = torch.cat(ends).cpu().numpy().tobytes() if ends else b""
+    return hashlib.sha256(data).hexdigest()[:6]
 
 
 def _ends(value: Tensor) -> Tensor:

@@ -104,9 +104,8 @@ class _Owner:
     states: dict[str, Tensor]
 
     def __str__(self) -> str:
-        return (
-            f"'{self.name}' ({getattr(self.module, '_shardc_class', type(self.module)).__name__})"
-        )
+        kind = getattr(self.module, "_shardc_class", type(self.module))
+        return f"'{self.name}' ({kind.__name__})"
 
 
 def _owners_of_meta(modules: Sequence[nn.Module], units: list[Unit]) -> Iterator[_Owner]:

@@ -29,9 +29,7 @@ MeshDims = Annotated[
 def data_parallel_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
     """The mesh (shard) or (replicate, shard) to shard over, by default all ranks.
 
-    Args:
-        mesh: the mesh that the user gave.
-        dims: None, or torch's `DataParallelMeshDims`: the dims of `mesh` that are data-parallel.
+    `dims` is None, or torch's `DataParallelMeshDims`: the dims of `mesh` that are data-parallel.
 
     Raises:
         RuntimeError: no process group.
@@ -43,9 +41,7 @@ def data_parallel_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
             "torch.distributed.init_process_group() first"
         )
     if mesh is None:
-        world = dist.distributed_c10d.GroupMember.WORLD
-        assert world is not None
-        mesh = kept_with(world, "mesh", _all_ranks)
+        mesh = kept_with(compat.default_group(), "mesh", _all_ranks)
     if spmd_of(mesh, dims) is not None:
         mesh = _named_dims(mesh, tuple(dims.replicate_names), tuple(dims.shard_names))
     if mesh.ndim > 2:
@@ -157,8 +153,7 @@ def _all_ranks() -> DeviceMesh:
 def _default_device_type() -> str:
     """The type of the accelerator if the group has a backend that works there, else the CPU."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    world = dist.distributed_c10d.GroupMember.WORLD
-    assert world is not None
+    world = compat.default_group()
     if device is None or device.type not in compat.group_backends(world):
         return "cpu"
     return "cpu" if backend_of(world, device.type).on_host else device.type

@@ -102,14 +102,11 @@ def move_buffers(
     Plain buffers stay the same objects, so tied buffers stay tied.
     """
     left_alone = set(skipped)
-    for root in modules:
-        for module in root.modules():
-            if module in left_alone:
+    for module in (m for root in modules for m in root.modules() if m not in left_alone):
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta or buffer.device == device:
                 continue
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_meta or buffer.device == device:
-                    continue
-                if type(buffer) is Tensor:
-                    buffer.data = buffer.to(device)
-                else:  # a subclass, whose inner tensors must move too
-                    setattr(module, name, buffer.to(device))
+            if type(buffer) is Tensor:
+                buffer.data = buffer.to(device)
+            else:  # a subclass, whose inner tensors must move too
+                setattr(module, name, buffer.to(device))

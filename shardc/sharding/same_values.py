@@ -34,8 +34,11 @@ def check_same_values(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
     if not dist.is_initialized():
         raise RuntimeError("check_same_values needs a process group: call init_process_group()")
     mine = _digests(model)
-    ranks = None if mesh is None else group_over(mesh.mesh.flatten().tolist(), mesh.get_group(0))
-    _compare(mine, None if ranks is None else compat.resolve_group(ranks))
+    group = compat.default_group()
+    if mesh is not None:
+        ranks = mesh.mesh.flatten().tolist()
+        group = compat.resolve_group(group_over(ranks, mesh.get_group(0)))
+    _compare(mine, group)
 
 
 def _digests(model: nn.Module) -> dict[str, str]:
@@ -62,14 +65,11 @@ def _digest(tensor: Tensor) -> str:
     return f"{about}, sha256 {digest.hexdigest()[:8]}"
 
 
-def _compare(mine: dict[str, str], group: dist.ProcessGroup | None) -> None:
-    world = dist.get_world_size(group)
-    everyone: list[dict[str, str]] = [{} for _ in range(world)]
-    members = group or dist.group.WORLD
-    assert members is not None
-    with entering("a comparison of values", compat.group_name(members)):
-        dist.all_gather_object(everyone, mine, group=members)
-    ranks = dist.get_process_group_ranks(members)
+def _compare(mine: dict[str, str], group: dist.ProcessGroup) -> None:
+    everyone: list[dict[str, str]] = [{} for _ in range(group.size())]
+    with entering("a comparison of values", compat.group_name(group)):
+        dist.all_gather_object(everyone, mine, group=group)
+    ranks = dist.get_process_group_ranks(group)
     for rank, theirs in zip(ranks, everyone, strict=True):
         if "error" in theirs:
             raise ValueError(

@@ -25,12 +25,7 @@ from shardc.runtime.unit.params import take
 from shardc.runtime.unit.precision import keep_buffers_in
 from shardc.runtime.unit.unit import Unit
 from shardc.runtime.watch.agreement import Statement, agree, decline
-from shardc.sharding.checks import (
-    LeftAlone,
-    check_ignored,
-    check_model,
-    check_modules,
-)
+from shardc.sharding.checks import LeftAlone, check_ignored, check_model, check_modules
 from shardc.sharding.first_values import FirstValues, compare_values, values_note
 from shardc.sharding.materialize import InitFn, initialise
 from shardc.sharding.mesh import MeshDims, data_parallel_mesh, spmd_of
@@ -45,7 +40,7 @@ from shardc.sharding.sync import (
     what_has_values,
 )
 from shardc.sharding.unit_plan import UnitPlan, plan_units
-from shardc.sharding.units import UnitPolicy
+from shardc.sharding.units import UNIT_OPTIONS, UnitPolicy
 
 
 def fully_shard(
@@ -112,11 +107,7 @@ def fully_shard(
     """
     arguments = dict(locals())
     check_arguments(fully_shard, arguments, only=("mesh", "dp_mesh_dims"))
-    given = {
-        "reshard_after_forward": reshard_after_forward,
-        "mp_policy": mp_policy,
-        "offload_policy": offload_policy,
-    }
+    given = {name: arguments[name] for name in UNIT_OPTIONS}
     spmd = spmd_of(mesh, dp_mesh_dims)
     mesh = data_parallel_mesh(mesh, dp_mesh_dims)
     ranks, what = mesh_ranks(mesh), "the parameters given to fully_shard"
@@ -143,19 +134,10 @@ def fully_shard(
     scatter = sync and can_scatter(notes)
     first = FirstValues() if sync else compare_values(notes, plans)
     shard_quantised_state()
-    made = [
-        _apply(
-            plan,
-            mesh,
-            ranks,
-            alone,
-            spmd,
-            scatter,
-            mixed=place in first.mixed,
-            differs=first.differing.get(place, ""),
-        )
-        for place, plan in enumerate(plans)
-    ]
+    made = []
+    for place, plan in enumerate(plans):
+        mixed, differs = place in first.mixed, first.differing.get(place, "")
+        made.append(_apply(plan, mesh, ranks, alone, spmd, scatter, mixed, differs))
     if init and not scatter:
         initialise(modules, param_init_fn, seeds_may_differ=sync)
     if sync:
@@ -237,8 +219,8 @@ def _apply(
         plan.reshard_after_forward,
         plan.settings,
         device,
-        frozenset(alone.params),
-        frozenset(alone.modules),
+        alone.params,
+        alone.modules,
         mixed=mixed,
         differs=differs,
     )

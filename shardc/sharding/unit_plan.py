@@ -4,7 +4,7 @@
 options, the number of ranks and a hardware profile only. So it needs no mesh and no process group.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,7 @@ from shardc.runtime.unit.precision import MixedPrecisionPolicy as Precision
 from shardc.runtime.unit.settings import Settings
 from shardc.sharding.checks import LeftAlone, check_initialized, check_policies
 from shardc.sharding.rows import PlacementFn, is_cut_by_rows
-from shardc.sharding.units import (
-    Owner,
-    UnitPolicy,
-    UnitRequest,
-    find_inner_units,
-    owned_parameters,
-)
+from shardc.sharding.units import UnitPolicy, UnitRequest, find_inner_units, owned_parameters
 
 
 @dataclass(frozen=True)
@@ -59,10 +53,8 @@ def plan_units(
     gradients and, often, activations, so a tensor fits the memory that another tensor leaves.
 
     Args:
-        modules: the modules given to `fully_shard`.
         units: chooses the inner modules that become units.
-        options: `reshard_after_forward`, `mp_policy` and `offload_policy` of the call.
-        alone: parameters and modules that stay as they are.
+        options: the `UNIT_OPTIONS` of the call.
         world_size: ranks that share each bucket.
         profile: the hardware; its links bound the size of the buckets from below.
         placement_fn: chooses the parameters that are cut by rows.
@@ -99,7 +91,14 @@ def plan_units(
             params = {name: param for name, param in params.items() if param not in left}
         taken |= set(params.values())
         described = [
-            _described(name, param, owned[param], placement_fn, apart=param in left)
+            Param(
+                name,
+                *stored_as(param),
+                param.requires_grad,
+                by_rows=is_cut_by_rows(name, param, placement_fn),
+                is_table=any(isinstance(each.module, nn.Embedding) for each in owned[param]),
+                apart=param in left,
+            )
             for name, param in params.items()
         ]
         precision = Precision.of(mp)
@@ -120,24 +119,6 @@ def plan_units(
 def _policy(asked: Any, default: type) -> Any:
     """The policy of a call; None is the default policy, as in FSDP2."""
     return default() if asked is None else asked
-
-
-def _described(
-    name: str,
-    param: nn.Parameter,
-    owners: Iterable[Owner],
-    placement_fn: PlacementFn | None,
-    apart: bool,
-) -> Param:
-    """The description of a parameter for `plan_buckets`."""
-    return Param(
-        name,
-        *stored_as(param),
-        param.requires_grad,
-        by_rows=is_cut_by_rows(name, param, placement_fn),
-        is_table=any(isinstance(each.module, nn.Embedding) for each in owners),
-        apart=apart,
-    )
 
 
 _LARGE = 2**19

@@ -49,7 +49,7 @@ def find_inner_units(
         return []
     choose = _chooser(root, policy)
     found = []
-    for module in _post_order(root):
+    for module in _post_order(root, set()):
         if module is root or module in skip:
             continue
         chosen = choose(module)
@@ -96,17 +96,12 @@ def _repeated_blocks(root: nn.Module) -> Iterator[nn.Module]:
                 yield from (child for child in children if any(True for _ in child.parameters()))
 
 
-def _post_order(root: nn.Module) -> Iterator[nn.Module]:
-    seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module) -> Iterator[nn.Module]:
-        if module not in seen:
-            seen.add(module)
-            for child in module.children():
-                yield from visit(child)
-            yield module
-
-    yield from visit(root)
+def _post_order(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    if module not in seen:
+        seen.add(module)
+        for child in module.children():
+            yield from _post_order(child, seen)
+        yield module
 
 
 @dataclass(frozen=True)
@@ -114,7 +109,6 @@ class Owner:
     """One place where a module holds a parameter."""
 
     module: nn.Module
-    attribute: str
     name: str
 
 
@@ -133,8 +127,8 @@ def owned_parameters(
         if module in skipped or module in seen:
             return
         seen.add(module)
-        for attribute, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            found.setdefault(param, []).append(Owner(module, attribute, prefix + attribute))
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(param, []).append(Owner(module, prefix + name))
         for name, child in module.named_children():
             visit(child, f"{prefix}{name}.")
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardc.runtime import compat
+from shardc.runtime.checks.words import some
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.state.names import canonical_name, parameter_names
 from shardc.state.values import Announced, Values, write_value
@@ -68,8 +69,8 @@ class ModelLoad:
                     " (the dict is empty; if rank 0 has it, use full_state_dict=True and "
                     "broadcast_from_rank0=True)"
                 )
-            found += [f"missing: {_listing(missing)}{hint}"] if missing else []
-            found += [f"unknown: {_listing(unknown)} (strict=False skips them)"] if unknown else []
+            found += [f"missing: {listing(missing)}{hint}"] if missing else []
+            found += [f"unknown: {listing(unknown)} (strict=False skips them)"] if unknown else []
         for name, key in self.keys.items():
             target = self.own[key]
             if name in given and isinstance(target, Tensor) and not _is_extra(name):
@@ -135,9 +136,9 @@ def raise_for(what: str, problems: list[str]) -> None:
         raise RuntimeError(f"{what}: " + "\n    ".join(lines))
 
 
-def _listing(names: list[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
-    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+def listing(names: list[str]) -> str:
+    """The first names in quotes, and the number of others."""
+    return some([f"'{name}'" for name in names], _SHOWN)
 
 
 def _is_extra(name: str) -> bool:

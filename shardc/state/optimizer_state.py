@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardc.optim.first_state import first_state, parameters_of
+from shardc.optim.first_state import first_state, map_leaves, parameters_of
+from shardc.optim.given import OWN
 from shardc.optim.whole_tensor import WholeTensorOptimizer
 from shardc.runtime.checks.words import plural
 from shardc.runtime.tensor.shard_tensor import ShardTensor
@@ -26,11 +27,7 @@ from shardc.state.names import (
     rekeyed,
     unflattened,
 )
-from shardc.state.values import Values, map_leaves, part_like, whole, write_value
-
-_OWN = ("params", "param_names")
-"""Entries of a parameter group about its parameters; the rest are hyperparameters."""
-
+from shardc.state.values import Values, part_like, whole, write_value
 
 # -- get -----------------------------------------------------------------------------------------
 
@@ -177,7 +174,7 @@ class OptimizerLoad:
             for key, value in source.items():
                 first = sources[0].get(key)
                 plain = not isinstance(value, Tensor) and not isinstance(first, Tensor)
-                if key not in _OWN and plain and value != first:
+                if key not in OWN and plain and value != first:
                     return [
                         f"parameter group {number} takes parameters from groups with {key}={first} "
                         f"('{sources[0]['params'][0]}') and {key}={value} "
@@ -227,10 +224,10 @@ class OptimizerLoad:
         index = {param: number for number, param in enumerate(self.params)}
         groups = []
         for group in self.optimizer.param_groups:
-            new = {key: value for key, value in group.items() if key not in _OWN}
+            new = {key: value for key, value in group.items() if key not in OWN}
             for source in self._sources(group)[:1]:
                 for key, value in source.items():
-                    if key not in _OWN:
+                    if key not in OWN:
                         value = map_leaves(self.values.fetch, value)
                         like = new.get(key)
                         if isinstance(like, Tensor) and isinstance(value, Tensor):
@@ -252,8 +249,7 @@ class OptimizerLoad:
         return part_like(param, value)
 
     def _written(self, existing: Tensor, value: Tensor) -> Tensor:
-        sharded = isinstance(existing, (ShardTensor, DTensor))
-        if not sharded:
+        if not isinstance(existing, (ShardTensor, DTensor)):
             value = whole(value, existing.device)
             if value.shape != existing.shape or value.dtype != existing.dtype:
                 return value.to(existing.device, copy=True)

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from shardc.runtime.checks.arguments import checked
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.sharding.materialize import materialize
-from shardc.state.model_state import model_state, raise_for
+from shardc.state.model_state import listing, model_state, raise_for
 from shardc.state.names import canonical_name, parameter_names
 from shardc.state.ranks import ModelRanks
 from shardc.state.values import write_value
 
 _NAMES = ("model.safetensors.index.json", "model.safetensors")
-_SHOWN = 8
 
 
 class LoadedKeys(NamedTuple):
@@ -77,7 +76,8 @@ def load_pretrained(
     ranks.agree(error)
     assert plan is not None
     if any(state.is_meta for state in (*model.parameters(), *model.buffers())):
-        materialize(model, init_fn=lambda module: inits.get(module, _nothing)())
+        # Files fill the modules that are not in `inits`.
+        materialize(model, init_fn=lambda module: inits[module]() if module in inits else None)
     state = model_state(model)
     for path in dict.fromkeys(source.path for source in plan.sources.values()):
         with _opened(path) as file:
@@ -85,10 +85,6 @@ def load_pretrained(
                 if source.path == path:
                     _fill(state[name], file, source)
     return plan.keys
-
-
-def _nothing() -> None:
-    """Initialise nothing: files fill the module."""
 
 
 # -- tensors in the files --------------------------------------------------------------------------
@@ -158,17 +154,12 @@ def _planned(model: nn.Module, files: dict[str, _Source], strict: bool) -> _Plan
     missing = [name for name in state if first.get(name, name) not in sources]
     unexpected = [name for name in files if name not in state]
     if strict and missing:
-        problems.append(f"missing in the files: {_listing(missing)}")
+        problems.append(f"missing in the files: {listing(missing)}")
     if strict and unexpected:
-        problems.append(f"unexpected in the files: {_listing(unexpected)}")
+        problems.append(f"unexpected in the files: {listing(unexpected)}")
     hint = "" if not strict else "; strict=False passes over names, rename= maps them"
     raise_for(f"load_pretrained into a {_class_of(model)}{hint}", problems)
     return _Plan(sources, LoadedKeys(missing, unexpected))
-
-
-def _listing(names: list[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
-    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _class_of(module: nn.Module) -> str:
@@ -188,10 +179,7 @@ def _fill(target: Tensor, file: Any, source: _Source) -> None:
     local, (start, _) = target._local, target._shard_spec.interval()
     for box in target._boxes():
         if box.numel:
-            at = tuple(
-                slice(offset, offset + size)
-                for offset, size in zip(box.offsets, box.sizes, strict=True)
-            )
+            at = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
             place = local[box.start - start : box.start - start + box.numel]
             place.copy_(read_box(file, source.name, at).reshape(-1))
 

@@ -6,7 +6,7 @@ The sum needs exactly one full tensor on the device, however unevenly the parts 
 twice as many bytes as an all-gather.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from shardc.optim.first_state import map_leaves
 from shardc.runtime import compat
 from shardc.runtime.checks.words import plural
 from shardc.runtime.tensor.shard_operands import interval_like
@@ -26,17 +27,6 @@ Tree = Any
 """Dicts, lists and tuples of values."""
 
 CPU = torch.device("cpu")
-
-
-def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
-    """`tree` with `fn` applied to each leaf: each value that is no dict, list or tuple."""
-    if isinstance(tree, Mapping):
-        return {key: map_leaves(fn, value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_leaves(fn, value) for value in tree))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map_leaves(fn, value) for value in tree)
-    return fn(tree)
 
 
 def _each_once(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -142,7 +132,10 @@ class Values:
         values = cls({}, ranks)
         skeleton: Any = None
         if ranks.is_first:
-            skeleton = _failing(lambda: map_leaves(values._announce, tree))
+            try:
+                skeleton = map_leaves(values._announce, tree)
+            except ValueError as error:
+                skeleton = error
         values.tree = ranks.broadcast_object(skeleton)
         if isinstance(values.tree, Exception):
             raise values.tree
@@ -173,14 +166,6 @@ class Values:
         return tensor
 
 
-def _failing(call: Callable[[], Any]) -> Any:
-    """The result of `call`, or the ValueError it raises."""
-    try:
-        return call()
-    except ValueError as error:
-        return error
-
-
 # -- into the model ------------------------------------------------------------------------------
 
 
@@ -207,10 +192,8 @@ def _same_form(target: Tensor, value: Tensor) -> bool:
         if isinstance(value, ShardTensor):
             return value._shard_spec == target._shard_spec
         return not compat.is_dtensor(value)  # copy_ cuts a full tensor
-    return type(target) is type(value) if compat.is_dtensor(target) else _is_plain(value)
-
-
-def _is_plain(value: Tensor) -> bool:
+    if compat.is_dtensor(target):
+        return type(target) is type(value)
     return not isinstance(value, (ShardTensor, DTensor))
 
 
