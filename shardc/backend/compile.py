@@ -48,7 +48,7 @@ from shardc.passes.rewrite.take_gathered import taken_by
 from shardc.passes.rewrite.used_slots import differentiated
 from shardc.passes.runner import run_on_halves, run_passes
 from shardc.runtime import compat
-from shardc.runtime.checks.start import check_start
+from shardc.runtime.checks.meta import check_start
 from shardc.runtime.checks.telling import warn_once
 from shardc.runtime.layout.spec import any_spec
 
