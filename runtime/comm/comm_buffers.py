@@ -23,6 +23,7 @@ from torch import Tensor
 from shardc.runtime import compat
 from shardc.runtime.comm import collectives
 from shardc.runtime.comm.host_copies import copy_in, stream_of
+from shardc.runtime.comm.ops import define_op
 from shardc.runtime.groups.backends import backend_of
 
 
@@ -105,35 +106,24 @@ def _reduce_scatter(flat: Tensor, op: str, ranks: int, group: str, memory: str |
     return part
 
 
-_library = torch.library.Library("shardc", "FRAGMENT")
-_library.define(
+define_op(
     "all_gather(Tensor segment, ScalarType dtype, Device device, int ranks, str group, "
-    "str? memory) -> Tensor"
-)
-_library.define(
-    "all_gather_in_steps(Tensor segment, ScalarType dtype, Device device, int nodes, str across, "
-    "int local, str inside) -> Tensor"
-)
-_library.define("reduce_scatter(Tensor flat, str op, int ranks, str group, str? memory) -> Tensor")
-_library.impl("all_gather", _all_gather, "CompositeExplicitAutograd")
-_library.impl("all_gather_in_steps", _all_gather_in_steps, "CompositeExplicitAutograd")
-_library.impl("reduce_scatter", _reduce_scatter, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "shardc::all_gather",
-    lambda segment, dtype, device, ranks, group, memory: segment.new_empty(
+    "str? memory) -> Tensor",
+    _all_gather,
+    lambda segment, dtype, device, ranks, *_: segment.new_empty(
         ranks * segment.numel(), dtype=dtype, device=device
     ),
-    lib=_library,
 )
-torch.library.register_fake(
-    "shardc::all_gather_in_steps",
+define_op(
+    "all_gather_in_steps(Tensor segment, ScalarType dtype, Device device, int nodes, str across, "
+    "int local, str inside) -> Tensor",
+    _all_gather_in_steps,
     lambda segment, dtype, device, nodes, across, local, inside: segment.new_empty(
         local * nodes * segment.numel(), dtype=dtype, device=device
     ),
-    lib=_library,
 )
-torch.library.register_fake(
-    "shardc::reduce_scatter",
-    lambda flat, op, ranks, group, memory: flat.new_empty(flat.numel() // ranks),
-    lib=_library,
+define_op(
+    "reduce_scatter(Tensor flat, str op, int ranks, str group, str? memory) -> Tensor",
+    _reduce_scatter,
+    lambda flat, op, ranks, *_: flat.new_empty(flat.numel() // ranks),
 )

@@ -18,6 +18,7 @@ from torch import Tensor
 from shardc.runtime import compat
 from shardc.runtime.comm import collectives
 from shardc.runtime.comm.host_copies import stream_of
+from shardc.runtime.comm.ops import define_op
 
 
 def _save_on_host(value: Tensor) -> Tensor:
@@ -56,21 +57,18 @@ def _copy(target: Tensor, source: Tensor, device: torch.device, direction: str) 
     )
 
 
-_library = torch.library.Library("shardc", "FRAGMENT")
-_library.define("save_on_host(Tensor value) -> Tensor")
-_library.define("wait_until_saved(Tensor(a) host, Tensor value) -> Tensor(a)")
-_library.define("load_from_host(Tensor host, Device device) -> Tensor")
-_library.impl("save_on_host", _save_on_host, "CompositeExplicitAutograd")
-_library.impl("wait_until_saved", _wait_until_saved, "CompositeExplicitAutograd")
-_library.impl("load_from_host", _load_from_host, "CompositeExplicitAutograd")
-
-
 def _like(value: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
 
 
-torch.library.register_fake(
-    "shardc::save_on_host", lambda value: _like(value, torch.device("cpu")), lib=_library
+define_op(
+    "save_on_host(Tensor value) -> Tensor",
+    _save_on_host,
+    lambda value: _like(value, torch.device("cpu")),
 )
-torch.library.register_fake("shardc::wait_until_saved", lambda host, value: host, lib=_library)
-torch.library.register_fake("shardc::load_from_host", _like, lib=_library)
+define_op(
+    "wait_until_saved(Tensor(a) host, Tensor value) -> Tensor(a)",
+    _wait_until_saved,
+    lambda host, value: host,
+)
+define_op("load_from_host(Tensor host, Device device) -> Tensor", _load_from_host, _like)

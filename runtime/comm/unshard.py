@@ -27,6 +27,7 @@ from shardc.runtime.comm import (
 )
 from shardc.runtime.comm.collectives import Started
 from shardc.runtime.comm.extended_gather import start_extended
+from shardc.runtime.comm.ops import define_op
 from shardc.runtime.comm.quantise import decode, encode
 from shardc.runtime.layout.spec import Moved, Reduction, UnshardSpec, object_of, spec_of
 from shardc.runtime.layout.wire_format import WireFormat
@@ -370,21 +371,16 @@ class _LookUp(torch.autograd.Function):
         return part, None, None, None, None
 
 
-_library = torch.library.Library("shardc", "FRAGMENT")
-_library.define("recut(Tensor full, int ranks, str group) -> Tensor")
-
-
 def recut(full: Tensor, ranks: int, group: str) -> Tensor:
     """This rank's part of a gathered bucket among the `ranks` of `group`, as a copy."""
     size = full.numel() // ranks
     return full.narrow(0, compat.resolve_group(group).rank() * size, size).clone()
 
 
-_library.impl("recut", recut, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "shardc::recut",
-    lambda full, ranks, group: full.new_empty(full.numel() // ranks),
-    lib=_library,
+define_op(
+    "recut(Tensor full, int ranks, str group) -> Tensor",
+    recut,
+    lambda full, ranks, _: full.new_empty(full.numel() // ranks),
 )
 
 

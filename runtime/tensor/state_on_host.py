@@ -30,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardc.runtime import compat
 from shardc.runtime.checks.optimizer_hooks import Turn, after_steps, before_steps
 from shardc.runtime.comm.host_copies import stream_of
+from shardc.runtime.comm.ops import define_op
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
 log = logging.getLogger("shardc")
@@ -244,14 +245,12 @@ def _bring_back_all(optimizer: Optimizer, *_: object) -> None:
             _arrive(memory, away)
 
 
-_library = torch.library.Library("shardc", "FRAGMENT")
-_library.define("send_state(Tensor segment) -> Tensor")
-_library.define("wait_until_state_sent(Tensor(a) sent) -> Tensor(a)")
-_library.define("fetch_state(Tensor(a!) sent) -> ()")  # `!`: no pass removes it as dead code
-for _name, _implementation, _fake in (
-    ("send_state", _send_state, lambda _: torch.empty((), dtype=torch.int64, device="cpu")),
-    ("wait_until_state_sent", _wait_until_state_sent, lambda sent: sent),
-    ("fetch_state", _fetch_state, lambda sent: None),
-):
-    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardc::{_name}", _fake, lib=_library)
+define_op(
+    "send_state(Tensor segment) -> Tensor",
+    _send_state,
+    lambda _: torch.empty((), dtype=torch.int64, device="cpu"),
+)
+define_op(
+    "wait_until_state_sent(Tensor(a) sent) -> Tensor(a)", _wait_until_state_sent, lambda sent: sent
+)
+define_op("fetch_state(Tensor(a!) sent) -> ()", _fetch_state)  # `!`: it is not dead code
