@@ -253,4 +253,4 @@ define_op(
 define_op(
     "wait_until_state_sent(Tensor(a) sent) -> Tensor(a)", _wait_until_state_sent, lambda sent: sent
 )
-define_op("fetch_state(Tensor(a!) sent) -> ()", _fetch_state)  # `!`: it is not dead code
+define_op("fetch_state(Tensor(a!) sent) -> ()", _fetch_state)  # `!`: no dead code to passes
