@@ -133,18 +133,7 @@ class FlatShard(Placement):
     def __init__(self, spec: ShardSpec) -> None:
         super().__init__()
         self.spec = spec
-
-    @property
-    def offset(self) -> int:
-        return self.spec.offset
-
-    @property
-    def segment(self) -> int:
-        return self.spec.segment
-
-    @property
-    def numel(self) -> int:
-        return self.spec.numel
+        self.offset, self.segment, self.numel = spec.offset, spec.segment, spec.numel
 
     def _cut(self) -> tuple[int, ...]:
         return self.offset, self.segment, self.numel, self.spec.world_size
