@@ -16,14 +16,16 @@ from torch import nn
 from shardc.runtime.checks.telling import warn_once
 
 
-def is_unit(module: nn.Module) -> bool:
-    """Whether `fully_shard` was called on a module."""
-    return "_shardc_unit" in vars(module)
+def units_in(module: Any, recurse: bool = True) -> list[Any]:
+    """The units of `module` and, with `recurse`, of the modules below it, each once."""
+    inside = module.modules() if recurse else [module]
+    units = (vars(each).get("_shardc_unit") for each in inside)
+    return list(dict.fromkeys(unit for unit in units if unit is not None))
 
 
 def states_on_meta(module: nn.Module) -> list[str]:
     """The names of parameters and buffers below `module` that are on meta and not ignored."""
-    units = [vars(m)["_shardc_unit"] for m in module.modules() if is_unit(m)]
+    units = units_in(module)
     ignored = {id(param) for unit in units for param in unit.ignored}
     skipped = {id(m) for unit in units for m in unit.skipped}
     found = []
@@ -46,7 +48,7 @@ def require_values(module: nn.Module) -> None:
     names = states_on_meta(module)
     if names:
         refuse_meta(names)
-    units = [vars(child)["_shardc_unit"] for child in module.modules() if is_unit(child)]
+    units = units_in(module)
     if not torch.compiler.is_compiling():  # else the backend checks
         check_start(units)
     for unit in units:

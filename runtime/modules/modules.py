@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardc.runtime import compat
-from shardc.runtime.checks.meta import note_loaded, require_values
+from shardc.runtime.checks.meta import note_loaded, require_values, units_in
 from shardc.runtime.comm.unshard import unshard_extended
 from shardc.runtime.modules.controls import Controls
 from shardc.runtime.modules.copying import Copying, copied, copy_sharded
@@ -417,7 +417,7 @@ def apply_to_segments(
     with compat.without_parameters(module, module._shardc_slots):
         super(ShardedParameters, module)._apply(conversion, recurse)
     if conversion is not fn:
-        for unit in {m._shardc_unit for m in module.modules() if isinstance(m, ShardedModule)}:
+        for unit in units_in(module):
             unit.note_meta()
     return module
 

@@ -50,10 +50,11 @@ def _tell_that_it_is_a_part(spec: ShardSpec) -> None:
 
 def rebuild_part(local: Tensor, shape: tuple[int, ...], place: tuple[Any, ...]) -> Sharded:
     """Rebuild a ShardTensor from the values that `reduced` gave."""
-    *cut, group, everyone, ranks, ranks_of_everyone = place
+    offset, numel, segment, rank, world_size, group, everyone, ranks, ranks_of_everyone = place
     if not group or (_ranks_of(group), _ranks_of(everyone)) != (ranks, ranks_of_everyone):
         group = everyone = ""
-    return Sharded.make(local, shape, ShardSpec(*cut, group, everyone=everyone))
+    spec = ShardSpec(offset, numel, segment, rank, world_size, group, everyone=everyone)
+    return Sharded.make(local, shape, spec)
 
 
 def _ranks_of(group: str) -> list[int]:
