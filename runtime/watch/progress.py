@@ -221,26 +221,17 @@ class AwaitedCall(Label):
 
     def waiting(self) -> "CallWait":
         """The wait for the collective, where it was only started inside."""
-        return CallWait(self.text)
+        return CallWait(self.what, self.text)
 
 
-class CallWait(Label):
+class CallWait(AwaitedCall):
     """The wait for the collective of an `AwaitedCall`; others may have been entered since."""
 
-    __slots__ = ("text",)
+    __slots__ = ()
 
-    def __init__(self, text: str) -> None:
-        super().__init__("call", (), "", waits=True)
-        self.text = text
-
-    def renamed(self) -> Label:
-        return self
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __enter__(self) -> None:
+    def __enter__(self) -> "CallWait":  # type: ignore[override]
         self._note()
+        return self
 
 
 def in_short(buckets: Sequence[str]) -> str:
