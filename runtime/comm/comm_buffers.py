@@ -38,6 +38,14 @@ def _allocate(
     return torch.empty(numel, dtype=dtype, device=device)
 
 
+def _fill(part: Tensor, segment: Tensor) -> AbstractContextManager[object]:
+    """Start to copy `segment` to its part of a buffer; work queued inside follows the copy."""
+    if segment.device.type != part.device.type:
+        return copy_in(segment, part)
+    part.copy_(segment)
+    return nullcontext()
+
+
 def _all_gather(
     segment: Tensor,
     dtype: torch.dtype,
@@ -50,11 +58,7 @@ def _all_gather(
     size, rank = segment.numel(), compat.resolve_group(group).rank()
     full = _allocate(ranks * size, dtype, device, group, memory)
     part = full.narrow(0, rank * size, size)
-    behind: AbstractContextManager[object] = nullcontext()
-    if segment.device.type == device.type:
-        part.copy_(segment)
-    else:
-        behind = copy_in(segment, part)
+    behind = _fill(part, segment)
     if ranks > 1:
         with behind:
             collectives.start_all_gather_into(full, part, ranks, group)
@@ -75,12 +79,7 @@ def _all_gather_in_steps(
     full = torch.empty(local * nodes * size, dtype=dtype, device=device)
     column = full.view(local, -1)[compat.resolve_group(inside).rank()]
     part = column.view(nodes, -1)[compat.resolve_group(across).rank()]
-    behind: AbstractContextManager[object] = nullcontext()
-    if segment.device.type == device.type:
-        part.copy_(segment)
-    else:
-        behind = copy_in(segment, part)
-    with behind:
+    with _fill(part, segment):
         collectives.start_all_gather_into(column, part, nodes, across)
 
     def follow() -> None:
