@@ -92,7 +92,7 @@ Over = Literal["mean", "sum", "own"]
 
 
 def over_ranks(value: Tensor, spec: ShardSpec, over: Over = "mean") -> Tensor:
-    """The mean or sum over all ranks that train a parameter, copies too; each must make this call."""
+    """The mean or sum over all ranks that train a parameter, copies included; each must call it."""
     group = spec.everyone or spec.group
     total = all_reduce(value.contiguous(), "sum", group)
     return total / len(compat.ranks_of(group)) if over == "mean" else total

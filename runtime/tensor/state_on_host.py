@@ -155,8 +155,9 @@ def _warn_of_what_stays(segment: Tensor) -> None:
     for optimizer, param in _users_of(segment):
         if _known[optimizer]:
             continue
-        kept = [value for value in optimizer.state.get(param, {}).values() if _is_large(value)]
-        if kept or getattr(optimizer, "inners", None):
+        state = optimizer.state.get(param, {}).values()
+        is_kept = any(isinstance(value, Tensor) and value.nbytes >= _SMALL for value in state)
+        if is_kept or getattr(optimizer, "inners", None):
             _known[optimizer] = True
             log.warning(
                 "memory_budget: planned with the optimizer's state on the host, but the state of "
@@ -164,10 +165,6 @@ def _warn_of_what_stays(segment: Tensor) -> None:
                 "the option 'offload_optimizer_state' False",
                 type(optimizer).__name__,
             )
-
-
-def _is_large(value: object) -> bool:
-    return isinstance(value, Tensor) and value.numel() * value.element_size() >= _SMALL
 
 
 # -- there and back ------------------------------------------------------------------------------
