@@ -22,6 +22,7 @@ from shardc.runtime import compat
 from shardc.runtime.checks.arguments import checked
 from shardc.runtime.checks.telling import warn
 from shardc.runtime.comm import collectives
+from shardc.runtime.modules.ties import slots_below
 from shardc.runtime.tensor.extension import inner_value, shape_and_dtype
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import wrapped
@@ -196,12 +197,8 @@ def _gather_gradients(bucket: Bucket) -> list[Tensor | None]:
 
 def _holders(bucket: Bucket, module: nn.Module) -> list[tuple[nn.Module, str, int]]:
     """The modules inside `module` that hold a parameter of the bucket, with its name and index."""
-    return [
-        (owner, name, slot.index)
-        for owner in module.modules()
-        for name, slot in vars(owner).get("_shardc_slots", {}).items()
-        if slot.bucket is bucket
-    ]
+    below = slots_below([module])
+    return [(owner, name, slot.index) for owner, name, slot in below if slot.bucket is bucket]
 
 
 @torch.no_grad()
