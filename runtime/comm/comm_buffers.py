@@ -1,9 +1,5 @@
 """Collectives with a choice of memory: for a segment on the host, or for buffers of the group.
 
-    shardc::all_gather(segment, dtype, device, ranks, group, memory)
-    shardc::all_gather_in_steps(segment, dtype, device, nodes, across, local, inside)
-    shardc::reduce_scatter(flat, op, ranks, group, memory)
-
 These ops start a collective, and are waited for like torch's functional collectives; in a graph the
 passes move both alike. The gather is in place: the segment is copied, from the host or the device,
 to its part of the result. `memory` names the source of buffers: "group", the process group's own

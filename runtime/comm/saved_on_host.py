@@ -1,15 +1,11 @@
 """Values that a forward saves for its backward on the host, and not on the device.
 
-    shardc::save_on_host(value) -> host                 # in the forward
-    shardc::wait_until_saved(host, value) -> host
-    shardc::load_from_host(host, device) -> value       # in the backward
-
-Copies are started on streams of their own (`host_copies.stream_of`). The stream that computes
-waits for the copies, the host does not. A save holds `value` until its wait, so the device's memory
-is free again at a known place of the graph. The wait takes `value` as an input: a compiler would
-else let another kernel write to its memory. A loaded value is waited for like a collective, by
-`wait_tensor`. The host's memory is pinned, and comes from torch's cache of pinned memory. Sizes and
-strides stay.
+The forward saves, and waits until the values are saved; the backward loads. Copies are started on
+streams of their own (`host_copies.stream_of`). The stream that computes waits for the copies, the
+host does not. A save holds `value` until its wait, so the device's memory is free again at a known
+place of the graph. The wait takes `value` as an input: a compiler would else let another kernel
+write to its memory. A loaded value is waited for like a collective, by `wait_tensor`. The host's
+memory is pinned, and comes from torch's cache of pinned memory. Sizes and strides stay.
 """
 
 import torch

@@ -1,10 +1,5 @@
 """Rows of a table: ranks fetch them from each other, and send their gradients back.
 
-    shardc::fetch_rows(segment, ids, dtype, device, ranks, group, start, rows, width)
-        -> (values, places, asked, counts)
-    shardc::return_rows(grads, places, asked, counts, dtype, ranks, group, size, start, rows, width)
-        -> part
-
 A rank looks up a few thousand rows of a table of `(rows, width)`, which lies in a bucket from
 element `start` on. The rank fetches each of these rows once, even if it looks a row up often, from
 the rank that serves the row, and sends one gradient for the row back. Frequent words have small

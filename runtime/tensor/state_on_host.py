@@ -1,14 +1,11 @@
 """The host holds the optimizer state of a bucket's parameters while forward and backward run.
 
-    shardc::send_state(segment) -> sent                  # in the forward
-    shardc::wait_until_state_sent(sent) -> sent
-    shardc::fetch_state(sent)                            # in the backward
-
-`sent: ()` holds a number, by which the backward finds the state that the forward sent. Copies run
-on streams of their own (`host_copies.stream_of`), into and from pinned memory. The wait frees the
-state's memory on the device: state tensors stay the same objects, with an empty storage. The
-backward allocates the memory again, and at the backward's end compute waits for the values. If
-several forwards come before their backwards, the last backward brings the state back.
+The forward sends the state, and waits until it is sent; the backward fetches it. `sent: ()` holds a
+number, by which the backward finds the state that the forward sent. Copies run on streams of their
+own (`host_copies.stream_of`), into and from pinned memory. The wait frees the state's memory on the
+device: state tensors stay the same objects, with an empty storage. The backward allocates the
+memory again, and at the backward's end compute waits for the values. If several forwards come
+before their backwards, the last backward brings the state back.
 
 The state comes from the optimizers that have taken a step with a parameter of the segment. A step
 and `state_dict` bring back any state that is still on the host. Small tensors (step counts), parts

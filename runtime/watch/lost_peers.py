@@ -1,8 +1,7 @@
 """Errors of failed collectives: they name the collective, its unit and the missing ranks.
 
-Ranks that part from each other find out as they enter a collective (`history`). Ranks on different
-hosts find out in a long wait, when they show each other their histories in the store. A rank that
-finds out raises, and the waits of the others end.
+Ranks that part from each other find out as they enter a collective (`history`), or in a long wait
+(`long_waits`). A rank that finds out raises, and the waits of the others end.
 
 A rank whose collective fails adds a line to a list in the group's store: its wait, and the number
 of collectives it has started. Ranks that still wait see the list and add their own line: a thread

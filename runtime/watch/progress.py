@@ -1,10 +1,5 @@
 """The progress of this process with collectives: their names in the profiler and in errors.
 
-    with Label("all_gather", ("layers.3",), "forward"): ...               # start it
-    with Label("all_gather", ("layers.3",), "forward", waits=True): ...   # wait for it
-    with Call("an all-reduce of 3 numbers") as call: ...                  # both, for a user's call
-    with call.waiting(): ...                                              # where the wait is later
-
 A label costs less than a microsecond where no profiler runs, so every collective of a graph has its
 own. The label of a failed collective is not taken back: `progress` then names the wait of this
 rank. A started collective enters the history of its group, which raises where ranks part.
