@@ -83,7 +83,12 @@ def _all_gather_in_steps(
         collectives.start_all_gather_into(full, column, local, inside)
 
     if device.type == "cpu" or backend_of(across, device.type).on_host:
-        compat.follow_when_waited_for(full, follow)
+
+        def follow_and_wait() -> None:
+            follow()
+            collectives.ops.wait_tensor(full)
+
+        compat.call_when_waited_for(full, follow_and_wait)
     else:
         with stream_of(device, "steps"):
             follow()
