@@ -371,7 +371,7 @@ def _compiled(model, **options):
 
 
 def _codes(run, step):
-    """The code that Inductor writes for a step. Its kernels are not compiled, and compute nothing."""
+    """The code that Inductor writes for a step. No kernel is compiled, and none computes."""
 
     def backward():
         run(step).backward()
