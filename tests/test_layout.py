@@ -32,6 +32,12 @@ params_of_one_dtype = st.tuples(
 worlds = st.integers(1, 40)
 
 
+def held_part(layout: BucketLayout, index: int, rank: int) -> tuple[int, int]:
+    """The interval of a flattened parameter that a rank holds."""
+    slot = layout.slots[index]
+    return interval(slot.start, slot.numel, layout.segment, rank)
+
+
 def cut_rows(layout: BucketLayout) -> list[str]:
     """Names of the parameters of which some rank holds a part of a row."""
     return [
@@ -41,7 +47,7 @@ def cut_rows(layout: BucketLayout) -> list[str]:
         if any(
             edge % row
             for rank in range(layout.world_size)
-            for edge in layout.interval(index, rank)
+            for edge in held_part(layout, index, rank)
             if edge not in (0, slot.numel)
         )
     ]
@@ -63,7 +69,7 @@ def test_every_element_is_in_one_place(params, world):
         segment = owner[rank * layout.segment : (rank + 1) * layout.segment]
         expected = []
         for index, slot in enumerate(layout.slots):
-            start, stop = layout.interval(index, rank)
+            start, stop = held_part(layout, index, rank)
             assert 0 <= start <= stop <= slot.numel
             expected += [(slot.name, element) for element in range(start, stop)]
         assert [place for place in segment if place is not None] == expected
@@ -78,7 +84,7 @@ def test_segments_reassemble_to_the_parameters(params, world):
     segments = [torch.zeros(layout.segment, dtype=torch.int64) for _ in range(world)]
     for rank, segment in enumerate(segments):
         for index, (slot, value) in enumerate(zip(layout.slots, full, strict=True)):
-            start, stop = layout.interval(index, rank)
+            start, stop = held_part(layout, index, rank)
             first = slot.start + start - rank * layout.segment
             if stop > start:
                 segment[first : first + stop - start] = value.reshape(-1)[start:stop]
@@ -135,8 +141,8 @@ def test_exact_plan():
     assert layout.padding_fraction == 11 / 32
     pieces = [(15, 0), (1, None), (5, 1), (3, None), (1, 2), (7, None), (0, 3)]
     assert list(layout.split_sizes()) == pieces
-    assert [layout.interval(i, 0) for i in range(4)] == [(0, 15), (0, 0), (0, 0), (0, 0)]
-    assert [layout.interval(i, 1) for i in range(4)] == [(15, 15), (0, 5), (0, 1), (0, 0)]
+    assert [held_part(layout, i, 0) for i in range(4)] == [(0, 15), (0, 0), (0, 0), (0, 0)]
+    assert [held_part(layout, i, 1) for i in range(4)] == [(15, 15), (0, 5), (0, 1), (0, 0)]
 
 
 @given(st.lists(st.integers(1, 9), max_size=9), st.integers(0, 30))
@@ -177,7 +183,7 @@ def test_only_empty_parameters():
 def test_more_ranks_than_elements():
     layout = plan_bucket([Param("a", (3, 2))], 64)
     assert (layout.segment, layout.numel) == (8, 512)
-    assert [layout.interval(0, rank) for rank in range(64)] == [(0, 6)] + [(6, 6)] * 63
+    assert [held_part(layout, 0, rank) for rank in range(64)] == [(0, 6)] + [(6, 6)] * 63
 
 
 def test_refuses_world_size_zero():

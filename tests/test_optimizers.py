@@ -30,8 +30,8 @@ from torch.optim import (
 )
 
 from shardc import ShardTensor, fully_shard, strict, units_of
+from shardc.runtime.checks import telling
 from shardc.runtime.comm import collectives
-from shardc.runtime.modules import first_step
 from shardc.runtime.tensor.whole_value import WholeValue
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -517,7 +517,7 @@ _IN_16_BITS: dict[str, tuple[Any, torch.dtype, bool]] = {
 def test_updates_that_are_lost_by_rounding_are_told_once(mesh, case):
     make, dtype, is_told = _IN_16_BITS[case]
     model = fully_shard(nn.Linear(4, 4).to(dtype), mesh=mesh)
-    first_step._told.clear()
+    telling._warned.clear()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for optimizer in (make(model.parameters()), make(model.parameters())):

@@ -306,7 +306,7 @@ def test_where_every_parameter_lies(mesh):
                 found.append(f"{unit}.{slot.name}".lstrip("."))
                 whole = plain.get_parameter(found[-1])
                 assert slot.shape == whole.shape and slot.start * 4 % 16 == 0
-                start, stop = bucket.layout.interval(index, rank)
+                start, stop = bucket.specs[index].interval(rank)
                 part = whole.detach().flatten()[start:stop]
                 assert torch.equal(model.get_parameter(found[-1]).to_local(), part)
                 first = slot.start + start - rank * bucket.layout.segment

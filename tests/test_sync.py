@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import shardc
 from shardc import fully_shard, units_of
 from shardc.runtime import compat
-from shardc.runtime.checks import start
+from shardc.runtime.checks import telling
 from shardc.runtime.watch.agreement import rounds
 
 
@@ -319,7 +319,7 @@ def test_differing_values_are_named(mesh):
 
 def _warnings_of(step):
     """Those of all ranks of a job that has been told nothing before."""
-    start._told.clear()
+    telling._warned.clear()
     if dist.get_rank() == 0:
         compat.group_store(dist.group.WORLD).delete_key("shardc/told/first values")
     dist.barrier()

@@ -1,26 +1,31 @@
-"""Models built on the meta device: states that have no values yet, and the error that names them.
+"""First values: errors for states that are still on meta, a warning where ranks had other values.
 
-A sharded module looks for such states before a forward only while a flag of its unit says that some
-may be on meta, so a model with values pays for the flag only.
+A sharded module looks for states on meta before a forward only while a flag of its unit says that
+some may be there, so a model with values pays for the flag only.
+
+`fully_shard` notes on a unit how the first values of the ranks differ. A model with values that
+were loaded or written afterwards is not checked: each bucket knows whether it was written since.
 """
 
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from shardc.runtime.checks.start import check_start
+from shardc.runtime.checks.telling import warn_once
 
 
-def is_unit(module: nn.Module) -> bool:
-    """Whether `fully_shard` was called on a module."""
-    return "_shardc_unit" in vars(module)
+def units_in(module: Any, recurse: bool = True) -> list[Any]:
+    """The units of `module` and, with `recurse`, of the modules below it, each once."""
+    inside = module.modules() if recurse else [module]
+    units = (vars(each).get("_shardc_unit") for each in inside)
+    return list(dict.fromkeys(unit for unit in units if unit is not None))
 
 
 def states_on_meta(module: nn.Module) -> list[str]:
     """The names of parameters and buffers below `module` that are on meta and not ignored."""
-    units = [vars(m)["_shardc_unit"] for m in module.modules() if is_unit(m)]
+    units = units_in(module)
     ignored = {id(param) for unit in units for param in unit.ignored}
     skipped = {id(m) for unit in units for m in unit.skipped}
     found = []
@@ -43,7 +48,7 @@ def require_values(module: nn.Module) -> None:
     names = states_on_meta(module)
     if names:
         refuse_meta(names)
-    units = [vars(child)["_shardc_unit"] for child in module.modules() if is_unit(child)]
+    units = units_in(module)
     if not torch.compiler.is_compiling():  # else the backend checks
         check_start(units)
     for unit in units:
@@ -59,6 +64,34 @@ def note_loaded(module: nn.Module, incompatible: object) -> None:
     unit = vars(module)["_shardc_unit"]
     if unit.on_meta:
         unit.note_meta()
+
+
+def check_start(units: Iterable[Any]) -> None:
+    """Raise for units that have values on some ranks only; warn once of units that differ.
+
+    `units`: see `runtime/unit/unit.py`.
+
+    Raises:
+        RuntimeError: names the unit, and the ways to give it values.
+    """
+    for unit in sorted(units, key=lambda unit: unit.number):
+        if unit.lacks_values:
+            raise RuntimeError(
+                f"parameters of '{unit.name}' had values on some ranks and were on the meta device "
+                "on others when fully_shard was called, and nothing was loaded since: load a state "
+                "dict on all ranks (set_model_state_dict with full_state_dict=True and "
+                "broadcast_from_rank0=True), or give fully_shard sync_module_states=True, to start "
+                "from those of rank 0"
+            )
+        if unit.differs and unit.is_as_sharded:
+            text = (
+                f"ranks had different values in {unit.differs} of {unit.name} "
+                "when fully_shard was called, and none were loaded since: each rank has kept its "
+                "part of its own, so the model is a patchwork. Seed all ranks alike before the "
+                "model is built, give fully_shard sync_module_states=True, or load a checkpoint "
+                "before the first step"
+            )
+            warn_once("first values", text, by_one_rank=True)
 
 
 def refuse_meta(names: Iterable[str]) -> NoReturn:

@@ -6,7 +6,6 @@ runs the two steps apart itself. Groups are given by name, because a graph can c
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -57,16 +56,8 @@ def start_all_gather(segment: Tensor, world_size: int, group: str) -> Started:
     """Start to concatenate the segments of all ranks: `(S,)` -> `(world_size * S,)`."""
     if world_size == 1:
         return Started(segment.clone(), done=True)
-    if segment.is_complex():
-        started = start_all_gather(torch.view_as_real(segment).flatten(), world_size, group)
-        return Started(started.raw, lambda raw: _as_complex(started.then(raw)))
-    if segment.dtype not in _CARRIED_AS_IS:
-        started, dtype = (
-            start_all_gather(segment.view(torch.uint8), world_size, group),
-            segment.dtype,
-        )
-        return Started(started.raw, lambda raw: started.then(raw).view(dtype))
-    return Started(ops.all_gather_into_tensor(segment, world_size, group))
+    sent, _, back = _carried(segment)
+    return Started(ops.all_gather_into_tensor(sent, world_size, group), back)
 
 
 def start_reduce_scatter(flat: Tensor, op: str, world_size: int, group: str) -> Started:
@@ -87,10 +78,7 @@ def start_all_to_all(flat: Tensor, world_size: int, group: str) -> Started:
 
 def start_all_gather_into(full: Tensor, part: Tensor, world_size: int, group: str) -> None:
     """Start to gather in place: `part: (S,)` is this rank's part of `full: (world_size * S,)`."""
-    if part.is_complex():
-        full, part = (torch.view_as_real(value).flatten() for value in (full, part))
-    elif part.dtype not in _CARRIED_AS_IS:
-        full, part = full.view(torch.uint8), part.view(torch.uint8)
+    full, part = (_carried(value)[0] for value in (full, part))
     ops.all_gather_into_tensor_out(part, world_size, group, out=full)
 
 
@@ -106,6 +94,20 @@ def start_reduce_scatter_into(
 def start_all_reduce(value: Tensor, op: str, group: str) -> Started:
     """Start to reduce `value` over ranks; the input does not change."""
     return Started(ops.all_reduce(value, op, group))
+
+
+def _carried(flat: Tensor) -> tuple[Tensor, int, Callable[[Tensor], Tensor]]:
+    """A flat tensor of a dtype that all backends carry, for a `flat` that is not summed.
+
+    Returns:
+        The tensor to send, the number of its elements for one of `flat`, and the way back.
+    """
+    dtype = flat.dtype
+    if flat.is_complex():
+        return torch.view_as_real(flat).flatten(), 2, _as_complex
+    if dtype not in _CARRIED_AS_IS:
+        return flat.view(torch.uint8), flat.element_size(), lambda raw: raw.view(dtype)
+    return flat, 1, _same
 
 
 def _as_complex(real: Tensor) -> Tensor:
@@ -164,18 +166,6 @@ def start_exchange(
 def _start_exchange(flat: Tensor, out_sizes: list[int], in_sizes: list[int], group: str) -> Started:
     if len(in_sizes) == 1:
         return Started(flat.clone(), done=True)
-    if flat.is_complex():
-        out, into = ([2 * size for size in sizes] for sizes in (out_sizes, in_sizes))
-        started = _start_exchange(torch.view_as_real(flat).flatten(), out, into, group)
-        return Started(started.raw, lambda raw: _as_complex(started.then(raw)))
-    if flat.dtype not in _CARRIED_AS_IS:
-        item, dtype = flat.element_size(), flat.dtype
-        out, into = ([item * size for size in sizes] for sizes in (out_sizes, in_sizes))
-        started = _start_exchange(flat.view(torch.uint8), out, into, group)
-        return Started(started.raw, lambda raw: started.then(raw).view(dtype))
-    return Started(ops.all_to_all_single(flat, out_sizes, in_sizes, group))
-
-
-def labelled(name: str) -> AbstractContextManager[object]:
-    """Show the code that runs inside under `name` in the PyTorch profiler."""
-    return torch.profiler.record_function(name)
+    sent, each, back = _carried(flat)
+    out, into = ([each * size for size in sizes] for sizes in (out_sizes, in_sizes))
+    return Started(ops.all_to_all_single(sent, out, into, group), back)

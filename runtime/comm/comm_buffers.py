@@ -1,9 +1,5 @@
 """Collectives with a choice of memory: for a segment on the host, or for buffers of the group.
 
-    shardc::all_gather(segment, dtype, device, ranks, group, memory)
-    shardc::all_gather_in_steps(segment, dtype, device, nodes, across, local, inside)
-    shardc::reduce_scatter(flat, op, ranks, group, memory)
-
 These ops start a collective, and are waited for like torch's functional collectives; in a graph the
 passes move both alike. The gather is in place: the segment is copied, from the host or the device,
 to its part of the result. `memory` names the source of buffers: "group", the process group's own
@@ -23,6 +19,7 @@ from torch import Tensor
 from shardc.runtime import compat
 from shardc.runtime.comm import collectives
 from shardc.runtime.comm.host_copies import copy_in, stream_of
+from shardc.runtime.comm.ops import define_op
 from shardc.runtime.groups.backends import backend_of
 
 
@@ -37,6 +34,14 @@ def _allocate(
     return torch.empty(numel, dtype=dtype, device=device)
 
 
+def _fill(part: Tensor, segment: Tensor) -> AbstractContextManager[object]:
+    """Start to copy `segment` to its part of a buffer; work queued inside follows the copy."""
+    if segment.device.type != part.device.type:
+        return copy_in(segment, part)
+    part.copy_(segment)
+    return nullcontext()
+
+
 def _all_gather(
     segment: Tensor,
     dtype: torch.dtype,
@@ -49,11 +54,7 @@ def _all_gather(
     size, rank = segment.numel(), compat.resolve_group(group).rank()
     full = _allocate(ranks * size, dtype, device, group, memory)
     part = full.narrow(0, rank * size, size)
-    behind: AbstractContextManager[object] = nullcontext()
-    if segment.device.type == device.type:
-        part.copy_(segment)
-    else:
-        behind = copy_in(segment, part)
+    behind = _fill(part, segment)
     if ranks > 1:
         with behind:
             collectives.start_all_gather_into(full, part, ranks, group)
@@ -74,12 +75,7 @@ def _all_gather_in_steps(
     full = torch.empty(local * nodes * size, dtype=dtype, device=device)
     column = full.view(local, -1)[compat.resolve_group(inside).rank()]
     part = column.view(nodes, -1)[compat.resolve_group(across).rank()]
-    behind: AbstractContextManager[object] = nullcontext()
-    if segment.device.type == device.type:
-        part.copy_(segment)
-    else:
-        behind = copy_in(segment, part)
-    with behind:
+    with _fill(part, segment):
         collectives.start_all_gather_into(column, part, nodes, across)
 
     def follow() -> None:
@@ -87,7 +83,12 @@ def _all_gather_in_steps(
         collectives.start_all_gather_into(full, column, local, inside)
 
     if device.type == "cpu" or backend_of(across, device.type).on_host:
-        compat.follow_when_waited_for(full, follow)
+
+        def follow_and_wait() -> None:
+            follow()
+            collectives.ops.wait_tensor(full)
+
+        compat.call_when_waited_for(full, follow_and_wait)
     else:
         with stream_of(device, "steps"):
             follow()
@@ -105,35 +106,24 @@ def _reduce_scatter(flat: Tensor, op: str, ranks: int, group: str, memory: str |
     return part
 
 
-_library = torch.library.Library("shardc", "FRAGMENT")
-_library.define(
+define_op(
     "all_gather(Tensor segment, ScalarType dtype, Device device, int ranks, str group, "
-    "str? memory) -> Tensor"
-)
-_library.define(
-    "all_gather_in_steps(Tensor segment, ScalarType dtype, Device device, int nodes, str across, "
-    "int local, str inside) -> Tensor"
-)
-_library.define("reduce_scatter(Tensor flat, str op, int ranks, str group, str? memory) -> Tensor")
-_library.impl("all_gather", _all_gather, "CompositeExplicitAutograd")
-_library.impl("all_gather_in_steps", _all_gather_in_steps, "CompositeExplicitAutograd")
-_library.impl("reduce_scatter", _reduce_scatter, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "shardc::all_gather",
-    lambda segment, dtype, device, ranks, group, memory: segment.new_empty(
+    "str? memory) -> Tensor",
+    _all_gather,
+    lambda segment, dtype, device, ranks, *_: segment.new_empty(
         ranks * segment.numel(), dtype=dtype, device=device
     ),
-    lib=_library,
 )
-torch.library.register_fake(
-    "shardc::all_gather_in_steps",
+define_op(
+    "all_gather_in_steps(Tensor segment, ScalarType dtype, Device device, int nodes, str across, "
+    "int local, str inside) -> Tensor",
+    _all_gather_in_steps,
     lambda segment, dtype, device, nodes, across, local, inside: segment.new_empty(
         local * nodes * segment.numel(), dtype=dtype, device=device
     ),
-    lib=_library,
 )
-torch.library.register_fake(
-    "shardc::reduce_scatter",
-    lambda flat, op, ranks, group, memory: flat.new_empty(flat.numel() // ranks),
-    lib=_library,
+define_op(
+    "reduce_scatter(Tensor flat, str op, int ranks, str group, str? memory) -> Tensor",
+    _reduce_scatter,
+    lambda flat, op, ranks, *_: flat.new_empty(flat.numel() // ranks),
 )

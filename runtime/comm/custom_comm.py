@@ -9,14 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardc.runtime import compat
+from shardc.runtime.comm.ops import define_op
 from shardc.runtime.layout.spec import name_of_object, object_of
-
-_library = torch.library.Library("shardc", "FRAGMENT")
-_library.define("custom_all_gather(Tensor segment, int ranks, str group, str key) -> Tensor")
-_library.define(
-    "custom_reduce_scatter(Tensor flat, str op, int ranks, str group, str key) -> Tensor"
-)
-_library.define("call_hook(Tensor part, str key) -> Tensor")
 
 
 def _custom_all_gather(segment: Tensor, ranks: int, group: str, key: str) -> Tensor:
@@ -82,18 +76,16 @@ def _wait(work: dist.Work | None) -> None:
         work.wait()
 
 
-for _name, _implementation, _fake in (
-    (
-        "custom_all_gather",
-        _custom_all_gather,
-        lambda segment, ranks, group, key: segment.new_empty(ranks * segment.numel()),
-    ),
-    (
-        "custom_reduce_scatter",
-        _custom_reduce_scatter,
-        lambda flat, op, ranks, group, key: flat.new_empty(flat.numel() // ranks),
-    ),
-    ("call_hook", _call_hook, lambda part, key: torch.empty_like(part)),
-):
-    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardc::{_name}", _fake, lib=_library)
+define_op(
+    "custom_all_gather(Tensor segment, int ranks, str group, str key) -> Tensor",
+    _custom_all_gather,
+    lambda segment, ranks, *_: segment.new_empty(ranks * segment.numel()),
+)
+define_op(
+    "custom_reduce_scatter(Tensor flat, str op, int ranks, str group, str key) -> Tensor",
+    _custom_reduce_scatter,
+    lambda flat, op, ranks, *_: flat.new_empty(flat.numel() // ranks),
+)
+define_op(
+    "call_hook(Tensor part, str key) -> Tensor", _call_hook, lambda part, _: torch.empty_like(part)
+)

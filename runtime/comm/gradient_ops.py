@@ -9,10 +9,7 @@ import itertools
 import torch
 from torch import Tensor
 
-_library = torch.library.Library("shardc", "FRAGMENT")
-_library.define(
-    "pack(Tensor?[] parts, int[] sizes, ScalarType dtype, Tensor? pending=None) -> Tensor"
-)
+from shardc.runtime.comm.ops import define_op
 
 
 def _pack(
@@ -41,13 +38,11 @@ def _pack_fake(
     return like.new_empty(sum(sizes), dtype=dtype)
 
 
-_library.impl("pack", _pack, "CompositeExplicitAutograd")
-torch.library.register_fake("shardc::pack", _pack_fake, lib=_library)
-
-
-_library.define("first_matmul(Tensor left, Tensor right, int numel, int start) -> Tensor")
-_library.define("write_matmul(Tensor(a!) buffer, Tensor left, Tensor right, int start) -> ()")
-_library.define("write_parts(Tensor(a!) buffer, Tensor[] parts, int[] starts, int[] gaps) -> ()")
+define_op(
+    "pack(Tensor?[] parts, int[] sizes, ScalarType dtype, Tensor? pending=None) -> Tensor",
+    _pack,
+    _pack_fake,
+)
 
 
 def _first_matmul(left: Tensor, right: Tensor, numel: int, start: int) -> Tensor:
@@ -59,10 +54,6 @@ def _first_matmul(left: Tensor, right: Tensor, numel: int, start: int) -> Tensor
     buffer = left.new_empty(numel)
     _write_matmul(buffer, left, right, start)
     return buffer
-
-
-def _first_matmul_fake(left: Tensor, right: Tensor, numel: int, start: int) -> Tensor:
-    return left.new_empty(numel)
 
 
 def _write_matmul(buffer: Tensor, left: Tensor, right: Tensor, start: int) -> None:
@@ -84,9 +75,14 @@ def _write_parts(buffer: Tensor, parts: list[Tensor], starts: list[int], gaps: l
         buffer[start : start + size].zero_()
 
 
-_library.impl("first_matmul", _first_matmul, "CompositeExplicitAutograd")
-_library.impl("write_matmul", _write_matmul, "CompositeExplicitAutograd")
-_library.impl("write_parts", _write_parts, "CompositeExplicitAutograd")
-torch.library.register_fake("shardc::first_matmul", _first_matmul_fake, lib=_library)
-torch.library.register_fake("shardc::write_matmul", lambda *_: None, lib=_library)
-torch.library.register_fake("shardc::write_parts", lambda *_: None, lib=_library)
+define_op(
+    "first_matmul(Tensor left, Tensor right, int numel, int start) -> Tensor",
+    _first_matmul,
+    lambda left, right, numel, _: left.new_empty(numel),
+)
+define_op(
+    "write_matmul(Tensor(a!) buffer, Tensor left, Tensor right, int start) -> ()", _write_matmul
+)
+define_op(
+    "write_parts(Tensor(a!) buffer, Tensor[] parts, int[] starts, int[] gaps) -> ()", _write_parts
+)

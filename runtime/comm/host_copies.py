@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardc.runtime import compat
+from shardc.runtime.comm.ops import define_op
 
 _streams: dict[tuple[torch.device, str], torch.Stream] = {}
 
@@ -101,10 +102,6 @@ def _keep(segment: Tensor, arrivals: list[Arrival]) -> None:
         _arriving.pop(storage, None)
 
 
-_library = torch.library.Library("shardc", "FRAGMENT")
-_library.define("to_host(Tensor part, Tensor segment) -> Tensor")
-
-
 def _to_host(part: Tensor, segment: Tensor) -> Tensor:
     """Start to copy the gradient of a `segment` on the host there: `part: (S,)` -> `(S,)`.
 
@@ -129,9 +126,8 @@ def _to_host(part: Tensor, segment: Tensor) -> Tensor:
     return host
 
 
-_library.impl("to_host", _to_host, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "shardc::to_host",
+define_op(
+    "to_host(Tensor part, Tensor segment) -> Tensor",
+    _to_host,
     lambda part, segment: torch.empty_like(part, dtype=segment.dtype, device="cpu"),
-    lib=_library,
 )

@@ -1,15 +1,11 @@
 """Values that a forward saves for its backward on the host, and not on the device.
 
-    shardc::save_on_host(value) -> host                 # in the forward
-    shardc::wait_until_saved(host, value) -> host
-    shardc::load_from_host(host, device) -> value       # in the backward
-
-Copies are started on streams of their own (`host_copies.stream_of`). The stream that computes
-waits for the copies, the host does not. A save holds `value` until its wait, so the device's memory
-is free again at a known place of the graph. The wait takes `value` as an input: a compiler would
-else let another kernel write to its memory. A loaded value is waited for like a collective, by
-`wait_tensor`. The host's memory is pinned, and comes from torch's cache of pinned memory. Sizes and
-strides stay.
+The forward saves, and waits until the values are saved; the backward loads. Copies are started on
+streams of their own (`host_copies.stream_of`). The stream that computes waits for the copies, the
+host does not. A save holds `value` until its wait, so the device's memory is free again at a known
+place of the graph. The wait takes `value` as an input: a compiler would else let another kernel
+write to its memory. A loaded value is waited for like a collective, by `wait_tensor`. The host's
+memory is pinned, and comes from torch's cache of pinned memory. Sizes and strides stay.
 """
 
 import torch
@@ -18,6 +14,7 @@ from torch import Tensor
 from shardc.runtime import compat
 from shardc.runtime.comm import collectives
 from shardc.runtime.comm.host_copies import stream_of
+from shardc.runtime.comm.ops import define_op
 
 
 def _save_on_host(value: Tensor) -> Tensor:
@@ -56,21 +53,18 @@ def _copy(target: Tensor, source: Tensor, device: torch.device, direction: str) 
     )
 
 
-_library = torch.library.Library("shardc", "FRAGMENT")
-_library.define("save_on_host(Tensor value) -> Tensor")
-_library.define("wait_until_saved(Tensor(a) host, Tensor value) -> Tensor(a)")
-_library.define("load_from_host(Tensor host, Device device) -> Tensor")
-_library.impl("save_on_host", _save_on_host, "CompositeExplicitAutograd")
-_library.impl("wait_until_saved", _wait_until_saved, "CompositeExplicitAutograd")
-_library.impl("load_from_host", _load_from_host, "CompositeExplicitAutograd")
-
-
 def _like(value: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
 
 
-torch.library.register_fake(
-    "shardc::save_on_host", lambda value: _like(value, torch.device("cpu")), lib=_library
+define_op(
+    "save_on_host(Tensor value) -> Tensor",
+    _save_on_host,
+    lambda value: _like(value, torch.device("cpu")),
 )
-torch.library.register_fake("shardc::wait_until_saved", lambda host, value: host, lib=_library)
-torch.library.register_fake("shardc::load_from_host", _like, lib=_library)
+define_op(
+    "wait_until_saved(Tensor(a) host, Tensor value) -> Tensor(a)",
+    _wait_until_saved,
+    lambda host, value: host,
+)
+define_op("load_from_host(Tensor host, Device device) -> Tensor", _load_from_host, _like)

@@ -1,10 +1,5 @@
 """Rows of a table: ranks fetch them from each other, and send their gradients back.
 
-    shardc::fetch_rows(segment, ids, dtype, device, ranks, group, start, rows, width)
-        -> (values, places, asked, counts)
-    shardc::return_rows(grads, places, asked, counts, dtype, ranks, group, size, start, rows, width)
-        -> part
-
 A rank looks up a few thousand rows of a table of `(rows, width)`, which lies in a bucket from
 element `start` on. The rank fetches each of these rows once, even if it looks a row up often, from
 the rank that serves the row, and sends one gradient for the row back. Frequent words have small
@@ -28,6 +23,7 @@ from torch import Tensor
 from shardc.runtime import compat
 from shardc.runtime.checks.words import plural
 from shardc.runtime.comm.collectives import Started, start_all_to_all
+from shardc.runtime.comm.ops import define_op
 from shardc.runtime.layout.layout import interval
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -193,30 +189,16 @@ def _start_exchange(rows: Tensor, given: list[int], taken: list[int], group: str
     return Started(c10d.all_to_all_single(rows.reshape(-1), out, sent, group))
 
 
-_library = torch.library.Library("shardc", "FRAGMENT")
-_library.define(
-    "fetch_rows(Tensor segment, Tensor ids, ScalarType dtype, Device? device, int ranks, "
-    "str group, int start, int rows, int width) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-_library.define(
-    "return_rows(Tensor grads, Tensor places, Tensor asked, Tensor counts, ScalarType dtype, "
-    "int ranks, str group, int size, int start, int rows, int width) -> Tensor"
-)
-_library.impl("fetch_rows", fetch_rows, "CompositeExplicitAutograd")
-_library.impl("return_rows", return_rows, "CompositeExplicitAutograd")
-
-
 def _shapes_of_fetch(
     segment: Tensor,
     ids: Tensor,
     dtype: torch.dtype,
-    device: torch.device | None,
+    device: object,
     ranks: int,
     group: str,
-    start: int,
-    rows: int,
-    width: int,
+    *table: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _start, rows, width = table
     spots = ids.new_empty(ids.numel(), dtype=torch.int64)
     return (
         ids.new_empty(*ids.shape, width, dtype=dtype),
@@ -226,11 +208,17 @@ def _shapes_of_fetch(
     )
 
 
-torch.library.register_fake("shardc::fetch_rows", _shapes_of_fetch, lib=_library)
-torch.library.register_fake(
-    "shardc::return_rows",
-    lambda grads, places, asked, counts, dtype, ranks, group, size, *table: grads.new_empty(
+define_op(
+    "fetch_rows(Tensor segment, Tensor ids, ScalarType dtype, Device? device, int ranks, "
+    "str group, int start, int rows, int width) -> (Tensor, Tensor, Tensor, Tensor)",
+    fetch_rows,
+    _shapes_of_fetch,
+)
+define_op(
+    "return_rows(Tensor grads, Tensor places, Tensor asked, Tensor counts, ScalarType dtype, "
+    "int ranks, str group, int size, int start, int rows, int width) -> Tensor",
+    return_rows,
+    lambda grads, places, asked, counts, dtype, ranks, group, size, *_: grads.new_empty(
         size, dtype=dtype
     ),
-    lib=_library,
 )

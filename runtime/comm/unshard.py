@@ -15,6 +15,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.fx.traceback import annotate
 
 from shardc.runtime import compat
 from shardc.runtime.comm import (
@@ -27,6 +28,7 @@ from shardc.runtime.comm import (
 )
 from shardc.runtime.comm.collectives import Started
 from shardc.runtime.comm.extended_gather import start_extended
+from shardc.runtime.comm.ops import define_op
 from shardc.runtime.comm.quantise import decode, encode
 from shardc.runtime.layout.spec import Moved, Reduction, UnshardSpec, object_of, spec_of
 from shardc.runtime.layout.wire_format import WireFormat
@@ -282,7 +284,7 @@ class _Unshard(torch.autograd.Function):
         ctx.saved = [name for name in ("pending", "partial", "segment") if name in given]
         ctx.save_for_backward(*(given[name] for name in ctx.saved))
         ctx.set_materialize_grads(False)
-        with compat.annotate({"shardc": (moved,)}):
+        with annotate({"shardc": (moved,)}):
             full = given["full"] if spec.held else gather(segment, spec)
         ordered = full_parameters(full, spec)
         ctx.mark_non_differentiable(
@@ -295,7 +297,7 @@ class _Unshard(torch.autograd.Function):
     def backward(ctx: compat.FunctionContext, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         spec = ctx.moved.spec
         added = dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
-        with compat.annotate({"shardc": (ctx.moved,)}):
+        with annotate({"shardc": (ctx.moved,)}):
             flat = pack_gradients(grads, spec, added.get("pending"))
             if not spec.reduction.sync:
                 return None, None, *(flat if name == "sink" else None for name in spec.extras)
@@ -327,7 +329,7 @@ class _LookUp(torch.autograd.Function):
         ctx.moved, ctx.slot, ctx.padding = moved, slot, padding
         device = None if spec.device is None else torch.device(spec.device)
         table = spec.table(slot)
-        with compat.annotate({"shardc": (moved,)}):
+        with annotate({"shardc": (moved,)}):
             fetched = torch.ops.shardc.fetch_rows(
                 segment, ids, spec.compute_dtype, device, spec.world_size, spec.group, *table
             )
@@ -349,7 +351,7 @@ class _LookUp(torch.autograd.Function):
         segment = None if spec.device is None else given[-1]
         if r.predivide != 1:
             grad = grad / r.predivide
-        with compat.annotate({"shardc": (moved,)}):
+        with annotate({"shardc": (moved,)}):
             group, size = r.group or spec.group, spec.numel // spec.world_size
             part = collectives.ops.wait_tensor(
                 torch.ops.shardc.return_rows(
@@ -370,21 +372,16 @@ class _LookUp(torch.autograd.Function):
         return part, None, None, None, None
 
 
-_library = torch.library.Library("shardc", "FRAGMENT")
-_library.define("recut(Tensor full, int ranks, str group) -> Tensor")
-
-
 def recut(full: Tensor, ranks: int, group: str) -> Tensor:
     """This rank's part of a gathered bucket among the `ranks` of `group`, as a copy."""
     size = full.numel() // ranks
     return full.narrow(0, compat.resolve_group(group).rank() * size, size).clone()
 
 
-_library.impl("recut", recut, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "shardc::recut",
-    lambda full, ranks, group: full.new_empty(full.numel() // ranks),
-    lib=_library,
+define_op(
+    "recut(Tensor full, int ranks, str group) -> Tensor",
+    recut,
+    lambda full, ranks, _: full.new_empty(full.numel() // ranks),
 )
 
 

@@ -131,12 +131,10 @@ def aot_cache(guest: Guest | None) -> Iterator[None]:
         contextlib.ExitStack() as stack,
     ):
         for name, ours in zip(names, (try_load, lookup, make_entry, save), strict=True):
-            setattr(AOTAutogradCache, name, staticmethod(cast(Compiled, ours)))
-        try:
-            yield
-        finally:
-            for name, function in theirs.items():
-                setattr(AOTAutogradCache, name, staticmethod(function))
+            stack.enter_context(
+                mock.patch.object(AOTAutogradCache, name, staticmethod(cast(Compiled, ours)))
+            )
+        yield
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -139,22 +139,6 @@ def is_checkpoint_hook(pack: PackHook) -> bool:
     return pack.__module__ == "torch.utils.checkpoint"
 
 
-def hidden_from_checkpoints() -> AbstractContextManager[object]:
-    """Inside, selective checkpoints see no ops, as they see no ops of Inductor's code.
-
-    Selective checkpoints save or recompute op by op, in order. The recomputation may run a graph
-    that was compiled for other sizes after the forward, and has other ops.
-    """
-    from torch.utils import _python_dispatch as dispatch
-    from torch.utils import checkpoint
-
-    selective = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
-    modes = dispatch._get_current_dispatch_mode_stack()
-    if any(isinstance(mode, selective) for mode in modes):
-        return dispatch._disable_current_modes()
-    return nullcontext()
-
-
 def checkpoint_frames() -> list[Any]:
     """The checkpoints with a running forward, innermost first; `recompute_fn` recomputes one.
 
@@ -187,7 +171,8 @@ def outside_function_transforms() -> AbstractContextManager[object]:
 def outside_selective_checkpoints() -> Iterator[None]:
     """Inside, selective activation checkpoints around the caller see no op.
 
-    Selective checkpoints count the ops of a forward, and its recomputation must run the same ops.
+    Selective checkpoints save or recompute op by op, in order. The recomputation may run other ops:
+    a gather that the forward did not need, or a graph that was compiled for other sizes since.
     """
     from torch.utils import _python_dispatch as dispatch
     from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode

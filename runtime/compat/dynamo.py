@@ -4,7 +4,6 @@ import functools
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -12,11 +11,6 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 F = TypeVar("F", bound=Callable[..., object])
-
-
-def annotate(facts: dict[str, object]) -> AbstractContextManager[None]:
-    """Put `facts` under `meta["custom"]` of the nodes that are traced inside."""
-    return torch.fx.traceback.annotate(facts)
 
 
 def inline_only(fn: F) -> F:

@@ -164,16 +164,6 @@ def groups_within(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
     return [one for one, ranks in list(groups.items()) if len(ranks) > 1 and own.issuperset(ranks)]
 
 
-def follow_when_waited_for(value: Tensor, start: Callable[[], object]) -> None:
-    """At the wait for `value`, call `start`, and wait for its collective into `value`."""
-
-    def follow() -> None:
-        start()
-        torch.ops._c10d_functional.wait_tensor(value)
-
-    call_when_waited_for(value, follow)
-
-
 def call_when_waited_for(value: Tensor, wait: Callable[[], object]) -> None:
     """Call `wait` once, at the wait for `value`."""
     c10d: Any = torch._C._distributed_c10d  # the stubs lack it

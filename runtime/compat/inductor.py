@@ -405,6 +405,7 @@ def _keep_between_calls(nodes: Sequence[Kernel]) -> None:
     waits are no such calls: kernels may be fused across them.
     """
     from torch._inductor.dependencies import WeakDep
+    from torch._inductor.scheduler import NopKernelSchedulerNode
     from torch._inductor.utils import is_collective, is_wait
 
     def follow(node: Kernel, others: Sequence[str]) -> None:
@@ -425,16 +426,9 @@ def _keep_between_calls(nodes: Sequence[Kernel]) -> None:
         if node.is_extern() or node.is_template():
             follow(node, [*call, *kernels])
             call, kernels = names, []
-        elif _is_kernel(node):
+        elif not isinstance(node, NopKernelSchedulerNode):  # no code runs for an empty tensor
             follow(node, call)
             kernels += names
-
-
-def _is_kernel(node: Kernel) -> bool:
-    """Whether code runs for a node of the scheduler; none runs for an empty tensor."""
-    from torch._inductor.scheduler import NopKernelSchedulerNode
-
-    return not isinstance(node, NopKernelSchedulerNode)
 
 
 def _label_of_kernel(kernel: Kernel, label_of: LabelOf) -> object:

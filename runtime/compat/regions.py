@@ -3,8 +3,9 @@
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TypeAlias, cast
+from unittest import mock
 
 import torch
 from torch import nn
@@ -33,23 +34,15 @@ def as_regions(classes: Iterable[type[nn.Module]]) -> Iterator[None]:
     Args:
         classes: classes of the modules; a class is left out if its `forward` is no plain function.
     """
-    before: dict[type[nn.Module], Forward | None] = {}
     regions: dict[types.FunctionType, Forward] = {}
-    try:
+    with ExitStack() as stack:
         for cls in classes:
             forward = cls.forward
             if isinstance(forward, types.FunctionType):
                 if forward not in regions:
                     regions[forward] = _region(forward)
-                before[cls] = vars(cls).get("forward")
-                cls.forward = regions[forward]
+                stack.enter_context(mock.patch.object(cls, "forward", regions[forward]))
         yield
-    finally:
-        for cls, own in before.items():
-            if own is None:
-                del cls.forward
-            else:
-                cls.forward = own
 
 
 def _region(forward: types.FunctionType) -> Forward:

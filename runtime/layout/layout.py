@@ -122,11 +122,6 @@ class BucketLayout:
         """Padding as a share of the whole bucket (0 for an empty one)."""
         return self.padding / self.numel if self.numel else 0.0
 
-    def interval(self, slot: int, rank: int) -> tuple[int, int]:
-        """`[start, stop)` of the flattened parameter that `rank` holds; empty is `(k, k)`."""
-        place = self.slots[slot]
-        return interval(place.start, place.numel, self.segment, rank)
-
     def split_sizes(self) -> Iterator[tuple[int, int | None]]:
         """The bucket as consecutive pieces: (elements, slot index, or None for padding)."""
         cursor = 0

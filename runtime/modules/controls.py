@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, Must, Positive, check_value, checked, shown
+from shardc.runtime.checks.meta import units_in
 from shardc.runtime.checks.telling import warn
 from shardc.runtime.comm.reduce_functions import leave_out_gather, leave_out_reduce
 from shardc.runtime.groups.devices import device_named, named_devices
@@ -73,7 +74,7 @@ class Controls:
                 "no_sync() is for the outermost sharded module; for one inside use "
                 "set_requires_gradient_sync(False)"
             )
-        before = [(unit, unit.settings.sync) for unit in _own_units(self, recurse=True)]
+        before = [(unit, unit.settings.sync) for unit in units_in(self)]
         self.set_requires_gradient_sync(False)
         try:
             yield
@@ -215,12 +216,12 @@ class Controls:
         self._change_allocator(recurse, memory="group" if enable else None)
 
     def _change(self, recurse: bool, **settings: object) -> None:
-        for unit in _own_units(self, recurse):
+        for unit in units_in(self, recurse):
             unit.change(**settings)
 
     def _change_allocator(self, recurse: bool, **setting: object) -> None:
         """Change the allocator of buffers; raise ValueError where there would be two."""
-        for unit in _own_units(self, recurse):
+        for unit in units_in(self, recurse):
             now = {name: getattr(unit.settings, name) for name in _ALLOCATORS} | setting
             memory, *comms = now.values()
             if None not in setting.values() and memory is not None and any(comms):
@@ -256,7 +257,7 @@ class Controls:
             ValueError: another backend, or a custom all-gather or reduce-scatter is set.
             NotImplementedError: torch has no symmetric memory for the mesh's devices.
         """
-        for unit in _own_units(self, recurse):
+        for unit in units_in(self, recurse):
             if not device_named(unit.device.type).has_symmetric_memory:
                 known = named_devices(lambda each: each.has_symmetric_memory)
                 raise NotImplementedError(
@@ -278,7 +279,7 @@ class Controls:
         Raises:
             TypeError, ValueError: neither None, a bool nor a divisor of the number of ranks.
         """
-        units = _own_units(self, recurse)
+        units = units_in(self, recurse)
         worlds = [unit.mesh.size(unit.mesh.ndim - 1) for unit in units]
         asked = [check_reshard(reshard_after_forward, world) for world in worlds]
         for unit, value in zip(units, asked, strict=True):
@@ -327,7 +328,7 @@ class Controls:
             RuntimeError: the module is not the outermost unit.
         """
         self._require_root("reset_iter_state")
-        for unit in _own_units(self, recurse=True):
+        for unit in units_in(self):
             for bucket in unit.buckets:
                 bucket.reset()
 
@@ -351,7 +352,7 @@ class Controls:
             RuntimeError: the module is not the outermost unit.
         """
         self._require_root("finalize_backward")
-        for unit in _own_units(self, recurse=True):
+        for unit in units_in(self):
             for bucket in unit.buckets:
                 bucket.gradients.flush()
         return ReductionHandle() if async_op else None
@@ -365,7 +366,7 @@ class Controls:
         """Make the gathers of the next forward wait for `event`, recorded after an optimizer step
         on another stream; work queued before the gathers does not wait. None removes the event."""
         after = None if event is None else functools.cache(event.wait)
-        for unit in _own_units(self, recurse=True):
+        for unit in units_in(self):
             unit.before_gathers = after
 
     # -- hints for the schedule ----------------------------------------------------------------
@@ -472,7 +473,7 @@ def share_comm_ctx(modules: Sequence[Controls]) -> None:
         return
     first = units[0]
     groups, settings = {bucket.ranks.shard for bucket in first.buckets}, first.settings
-    for unit in [unit for module in modules for unit in _own_units(module, recurse=True)]:
+    for unit in [unit for module in modules for unit in units_in(module)]:
         if any(bucket.ranks.shard in groups for bucket in unit.buckets):
             unit.change(gathers_on=settings.gathers_on, reduces_on=settings.reduces_on)
         unit.change(reduce_buffers=settings.reduce_buffers)
@@ -488,9 +489,3 @@ def _units(where: str, modules: "Iterable[Controls]") -> tuple[Unit, ...]:
                 f"{shown(module)} that was not"
             )
     return tuple(module._shardc_unit for module in given)
-
-
-def _own_units(module: Any, recurse: bool) -> list[Unit]:
-    inside = module.modules() if recurse else [module]
-    found = [m._shardc_unit for m in inside if isinstance(m, Controls)]
-    return list(dict.fromkeys(found))

@@ -10,17 +10,13 @@ updates are smaller than half of the last digit of such a parameter, and are los
 import re
 from collections.abc import Iterator
 
-import torch
 from torch.optim import Optimizer
 
 from shardc.runtime import compat
+from shardc.runtime.checks.meta import check_start
 from shardc.runtime.checks.optimizer_hooks import Turn, after_steps, before_steps
-from shardc.runtime.checks.start import check_start
-from shardc.runtime.checks.telling import warn
+from shardc.runtime.checks.telling import warn_once
 from shardc.runtime.tensor.shard_tensor import ShardTensor
-
-_told: list[torch.dtype] = []
-"""The dtype that the warning named; a process gives one such warning."""
 
 _KEEPS_MORE = re.compile("master|kahan|compensat|stochastic|fp32|float32")
 """Words in the names of states and settings of optimizers that lose no small updates."""
@@ -40,15 +36,15 @@ def _after(optimizer: Optimizer, *_: object) -> None:
     low = next(
         (p for p in _trained(optimizer) if p.dtype.itemsize < 4 and p.is_floating_point()), None
     )
-    if low is None or _told or _keeps_more(optimizer, low):
+    if low is None or _keeps_more(optimizer, low):
         return
-    _told.append(low.dtype)
-    warn(
+    text = (
         f"{type(optimizer).__name__} trains '{low._slot.name}' and others in {low.dtype}, in which "  # type: ignore[attr-defined]
         "most updates are lost by rounding, and keeps no float32 copy: keep parameters in float32 "
         "(model.float() before fully_shard) and give fully_shard "
         f"mp_policy=MixedPrecisionPolicy(param_dtype={low.dtype}) to gather and compute in that"
     )
+    warn_once("dtype of a first step", text)
 
 
 def _trained(optimizer: Optimizer) -> Iterator[ShardTensor]:

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from torch import nn
 
+from shardc.runtime.checks.meta import units_in
 from shardc.runtime.unit.unit import Unit
 
 
@@ -22,8 +23,7 @@ class FSDPNames:
         """The module's unit; with `inner`, also the units inside, each once."""
         module = self._module()
         assert module is not None
-        found = (vars(m).get("_shardc_unit") for m in (module.modules() if inner else [module]))
-        return list(dict.fromkeys(unit for unit in found if unit is not None))
+        return units_in(module, inner)
 
     @property
     def _state_ctx(self) -> "FSDPNames":
@@ -34,9 +34,7 @@ class FSDPNames:
         """A state for the module's unit and for each unit inside."""
         return [FSDPNames(unit.modules[0]) for unit in self._units(inner=True)]
 
-    @property
-    def _fsdp_param_group(self) -> "FSDPNames":
-        return self
+    _fsdp_param_group = _state_ctx
 
     @property
     def _fsdp_param_groups(self) -> list["FSDPNames"]:

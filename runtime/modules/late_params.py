@@ -12,6 +12,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardc.runtime import compat
+from shardc.runtime.checks.meta import units_in
 from shardc.runtime.checks.optimizer_hooks import Turn, before_steps
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.unit.unit import Unit
@@ -50,8 +51,7 @@ def _refuse_late(optimizer: torch.optim.Optimizer, *_: object) -> None:
 def _late(unit: Unit, plain: set[int]) -> Iterator[str]:
     """The names of the parameters with ids in `plain` below a root unit, unless left alone."""
     for root in unit.modules:
-        units = (vars(module).get("_shardc_unit") for module in root.modules())
-        inner: set[Unit] = {inner for inner in units if inner is not None}
+        inner = units_in(root)
         alone = {below for each in inner for module in each.skipped for below in module.modules()}
         wanted = plain - {id(param) for each in inner for param in each.ignored}
         for prefix, module in root.named_modules():

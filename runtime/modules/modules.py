@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardc.runtime import compat
-from shardc.runtime.checks.meta import note_loaded, require_values
+from shardc.runtime.checks.meta import note_loaded, require_values, units_in
 from shardc.runtime.comm.unshard import unshard_extended
 from shardc.runtime.modules.controls import Controls
 from shardc.runtime.modules.copying import Copying, copied, copy_sharded
@@ -181,7 +181,7 @@ class ShardedParameters(_Mixed):
             self,
             lambda tensor: torch.empty_like(tensor, device=device),
             recurse,
-            emptied_on=torch.device(device),
+            empties=True,
         )
 
 
@@ -393,7 +393,7 @@ class _Conversion:
     """The function that `_apply` gives to all modules inside, and the buckets converted so far."""
 
     fn: Callable[[Tensor], Tensor]
-    emptied_on: torch.device | None
+    empties: bool
     done: set[Bucket] = field(default_factory=set)
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -404,7 +404,7 @@ def apply_to_segments(
     module: Sharded,
     fn: Callable[[Tensor], Tensor],
     recurse: bool,
-    emptied_on: torch.device | None = None,
+    empties: bool = False,
 ) -> Sharded:
     """Run `module._apply(fn)` with segments in the place of the parameters that view them.
 
@@ -412,18 +412,18 @@ def apply_to_segments(
         NotImplementedError: `module` is only part of a unit, whose bucket has one dtype and device.
         RuntimeError: an autograd graph leads to a parameter that would be replaced.
     """
-    conversion = fn if isinstance(fn, _Conversion) else _Conversion(fn, emptied_on)
+    conversion = fn if isinstance(fn, _Conversion) else _Conversion(fn, empties)
     _apply_to_buckets(module, conversion, recurse)
     with compat.without_parameters(module, module._shardc_slots):
         super(ShardedParameters, module)._apply(conversion, recurse)
     if conversion is not fn:
-        for unit in {m._shardc_unit for m in module.modules() if isinstance(m, ShardedModule)}:
+        for unit in units_in(module):
             unit.note_meta()
     return module
 
 
 def _apply_to_buckets(module: ShardedParameters, conversion: _Conversion, recurse: bool) -> None:
-    done, emptied_on = conversion.done, conversion.emptied_on
+    done = conversion.done
     inside = dict.fromkeys(module.modules() if recurse else [module])  # in a fixed order
     buckets = dict.fromkeys(
         bucket for m in inside if isinstance(m, ShardedParameters) for bucket in m._shardc_buckets
@@ -433,7 +433,7 @@ def _apply_to_buckets(module: ShardedParameters, conversion: _Conversion, recurs
     for bucket in [b for b in todo if is_part or inside.keys().isdisjoint(b.owner.modules)]:
         if _stays(bucket, conversion):  # e.g. the unit of a tied weight was converted before
             todo.remove(bucket)
-        elif emptied_on is None or not bucket.segment.is_meta:
+        elif not (conversion.empties and bucket.segment.is_meta):
             raise NotImplementedError(
                 f"{module._shardc_class.__name__} is part of a sharded unit whose parameters "
                 "share one dtype and device: convert the unit's module instead"
@@ -448,13 +448,10 @@ def _apply_to_buckets(module: ShardedParameters, conversion: _Conversion, recurs
 
 def _stays(bucket: Bucket, conversion: _Conversion) -> bool:
     """Whether a conversion leaves the device, the dtype and the values of a bucket as they are."""
-    segment = bucket.segment
-    if conversion.emptied_on is not None:
-        return torch.empty(0, device=conversion.emptied_on).device == segment.device
-    one = torch.ones(1, dtype=segment.dtype, device=segment.device)
+    one = torch.ones(1, dtype=bucket.segment.dtype, device=bucket.segment.device)
     made = conversion(one.clone())
     is_alike = made.dtype == one.dtype and made.device == one.device
-    return is_alike and (one.is_meta or torch.equal(made, one))
+    return is_alike and (conversion.empties or one.is_meta or torch.equal(made, one))
 
 
 def _check_graphs(bucket: Bucket, conversion: _Conversion) -> None:

@@ -17,10 +17,33 @@ import torch
 from torch import Tensor, nn
 
 from shardc.runtime import compat
-from shardc.runtime.modules.whole import as_read
 from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.tensor.tensor_parallel import wrapped
+from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.unit.eager import suspends_gradients
 from shardc.runtime.unit.params import SlotRef
+
+
+@compat.inline_only
+def as_read(given: Tensor, bucket: Bucket) -> Tensor:
+    """Convert `given`, in the place of a parameter of `bucket`: full, in the forward's dtype.
+
+    A sharded value is gathered now, by every rank, so graphs and uncompiled code read a plain
+    tensor. Its gradient is averaged over the ranks, as the parameter's gradient would be.
+    """
+    if isinstance(given, ShardTensor) and torch.compiler.is_dynamo_compiling():
+        raise NotImplementedError(
+            "functional_call inside of compiled code takes no sharded tensors: call it outside of "
+            "compiled code, or give it whole tensors (.full_tensor())"
+        )
+    low = None if bucket.owner.summoned else bucket.key.reading_code().param_dtype
+    value = _whole(given) if isinstance(given, ShardTensor) else given
+    return value if low is None or not value.is_floating_point() else value.to(low)
+
+
+def _whole(sharded: ShardTensor) -> Tensor:
+    full, tp = sharded.full_tensor(), sharded._shard_spec.tp
+    return full if tp is None else wrapped(tp.local_of(full), tp)
 
 
 class GivenValue:
@@ -178,18 +201,15 @@ class Parameters(dict[str, nn.Parameter | None]):
             return before
         if isinstance(value, ShardTensor) and compat.is_fake(value):
             refuse_exporting(self._shardc_class)
-        if value is not None and isinstance(compat.inside_transforms(value), ShardTensor):
-            self._refuse_transforms(name, value)
-        self._shardc_slots[name] = own if own.gives(value) else GivenValue(own, value)
-        return before
-
-    def _refuse_transforms(self, name: str, value: Tensor) -> None:
-        if not isinstance(value, ShardTensor):
+        inside = None if value is None else compat.inside_transforms(value)
+        if isinstance(inside, ShardTensor) and not isinstance(value, ShardTensor):
             raise NotImplementedError(
                 f"torch.func transforms cannot differentiate or map sharded tensors, and '{name}' "
                 f"of {self._shardc_class.__name__} was given one: give functional_call whole "
                 "tensors (.full_tensor(), on every rank)"
             )
+        self._shardc_slots[name] = own if own.gives(value) else GivenValue(own, value)
+        return before
 
     def __deepcopy__(self, memo: compat.Memo) -> "Parameters":
         params = [(name, copy.deepcopy(param, memo)) for name, param in dict.items(self)]

@@ -12,7 +12,6 @@ Semantics and refusals follow FSDP1's `summon_full_params`
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from shardc.runtime import compat
 from shardc.runtime.checks.arguments import checked
 from shardc.runtime.checks.telling import warn
 from shardc.runtime.comm import collectives
+from shardc.runtime.modules.ties import slots_below
 from shardc.runtime.tensor.extension import inner_value, shape_and_dtype
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import wrapped
@@ -137,15 +137,6 @@ def _is_first(unit: Unit) -> bool:
 # -- one bucket ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Held:
-    """A module that holds a parameter of the bucket, under a name."""
-
-    owner: nn.Module
-    name: str
-    index: int
-
-
 @contextlib.contextmanager
 def _summoned_bucket(
     bucket: Bucket, module: nn.Module, device: torch.device, writeback: bool, with_grads: bool
@@ -159,14 +150,14 @@ def _summoned_bucket(
     for param, grad in zip(full, grads, strict=True):
         param.grad = grad
     holders = _holders(bucket, module)
-    for held in holders:
-        compat.put_parameter(held.owner, held.name, full[held.index])
+    for owner, name, index in holders:
+        compat.put_parameter(owner, name, full[index])
     try:
         yield
     finally:
-        found = [(held, held.owner._parameters.get(held.name)) for held in reversed(holders)]
-        for held in holders:
-            compat.put_parameter(held.owner, held.name, bucket.params[held.index])
+        found = [(index, owner._parameters.get(name)) for owner, name, index in reversed(holders)]
+        for owner, name, index in holders:
+            compat.put_parameter(owner, name, bucket.params[index])
         if writeback:
             _write_back(bucket, found, full, with_grads)
 
@@ -204,30 +195,23 @@ def _gather_gradients(bucket: Bucket) -> list[Tensor | None]:
     return [grad if flag else None for grad, flag in zip(grads, some, strict=True)]
 
 
-def _holders(bucket: Bucket, module: nn.Module) -> list[_Held]:
-    """The modules inside `module` that hold a parameter of the bucket."""
-    return [
-        _Held(owner, name, slot.index)
-        for owner in module.modules()
-        for name, slot in vars(owner).get("_shardc_slots", {}).items()
-        if slot.bucket is bucket
-    ]
+def _holders(bucket: Bucket, module: nn.Module) -> list[tuple[nn.Module, str, int]]:
+    """The modules inside `module` that hold a parameter of the bucket, with its name and index."""
+    below = slots_below([module])
+    return [(owner, name, slot.index) for owner, name, slot in below if slot.bucket is bucket]
 
 
 @torch.no_grad()
 def _write_back(
-    bucket: Bucket,
-    found: list[tuple[_Held, Any]],
-    full: list[nn.Parameter],
-    with_grads: bool,
+    bucket: Bucket, found: list[tuple[int, Any]], full: list[nn.Parameter], with_grads: bool
 ) -> None:
-    """Keep this rank's part of the parameters that are registered now.
+    """Keep this rank's part of the parameters that are registered now (`found`, by index).
 
     Raises:
         ValueError: a registered parameter has another shape, or was removed.
     """
     now = dict(enumerate(full))
-    now |= {held.index: value for held, value in found if value is not full[held.index]}
+    now |= {index: value for index, value in found if value is not full[index]}
     for index, value in now.items():
         name, param = bucket.layout.slots[index].name, bucket.params[index]
         if not isinstance(value, Tensor) or shape_and_dtype(value)[0] != tuple(param.shape):

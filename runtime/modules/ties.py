@@ -5,8 +5,8 @@ of the replaced parameter stays in its bucket, where no module reads it: the gra
 memory is kept.
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -25,13 +25,16 @@ def holders_of(slot: SlotRef) -> set[tuple[nn.Module, str]]:
 
     The modules are searched below the outermost unit.
     """
-    return {
-        (holder, name)
-        for root in slot.bucket.owner.outermost.modules
-        for holder in root.modules()
-        for name, other in vars(holder).get("_shardc_slots", {}).items()
-        if _lead_to_one(other, slot)
-    }
+    below = slots_below(slot.bucket.owner.outermost.modules)
+    return {(holder, name) for holder, name, other in below if _lead_to_one(other, slot)}
+
+
+def slots_below(roots: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Any]]:
+    """The slots of modules and of the modules below, each with its holder and its name there."""
+    for root in roots:
+        for holder in root.modules():
+            for name, slot in vars(holder).get("_shardc_slots", {}).items():
+                yield holder, name, slot
 
 
 def _lead_to_one(slot: SlotRef | GivenValue, other: SlotRef) -> bool:
@@ -41,25 +44,22 @@ def _lead_to_one(slot: SlotRef | GivenValue, other: SlotRef) -> bool:
 def note_shared(root: nn.Module) -> None:
     """Mark the slots of sharded parameters below `root` that have several holders."""
     seen = set[SlotRef]()
-    for module in root.modules():
-        for slot in vars(module).get("_shardc_slots", {}).values():
-            slot.is_shared |= slot in seen
-            seen.add(slot)
+    for _, _, slot in slots_below([root]):
+        slot.is_shared |= slot in seen
+        seen.add(slot)
 
 
 def refuse_summoned(module: "ShardedParameters", name: str, param: nn.Parameter) -> None:
     """Raise where `param` is the summoned form of another parameter: values would be copied."""
     slot = module._shardc_slots[name]
     own = slot.slot if isinstance(slot, GivenValue) else slot
-    for root in own.bucket.owner.outermost.modules:
-        for holder in root.modules():
-            for other in vars(holder).get("_shardc_slots", {}).values():
-                given = isinstance(other, GivenValue) and other.given is param
-                if given and not _lead_to_one(other.slot, own):
-                    raise NotImplementedError(
-                        f"'{name}' of {module._shardc_class.__name__}: tie it to "
-                        f"'{other.slot.name}' outside of summon_full_params, which would copy"
-                    )
+    for _, _, other in slots_below(own.bucket.owner.outermost.modules):
+        given = isinstance(other, GivenValue) and other.given is param
+        if given and not _lead_to_one(other.slot, own):
+            raise NotImplementedError(
+                f"'{name}' of {module._shardc_class.__name__}: tie it to "
+                f"'{other.slot.name}' outside of summon_full_params, which would copy"
+            )
 
 
 def buckets_of(slots: Mapping[str, SlotRef | GivenValue], own: Unit | None) -> tuple[Bucket, ...]:

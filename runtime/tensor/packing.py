@@ -8,7 +8,6 @@ any stretch of groups is a weight again, on any number of ranks.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
@@ -51,12 +50,14 @@ class Packing:
         inner = {name: getattr(weight, name) for name in names}
         if any(type(value) not in (Tensor, nn.Parameter) for value in inner.values()):
             return None
-        firsts = (_first(weight, count) for count in _primes(weight.shape[0]))
+        rows = weight.shape[0]
+        counts = (count for count in range(2, rows + 1) if rows % count == 0)
+        firsts = (_first(weight, count) for count in counts)
         first = next((found for found in firsts if found is not None), None)
         if first is None:
             return None
         along = [name for name in names if getattr(first, name).shape != inner[name].shape]
-        groups = math.gcd(weight.shape[0], *(inner[name].shape[0] for name in along))
+        groups = math.gcd(rows, *(inner[name].shape[0] for name in along))
         if not along or _first(weight, groups) is None:
             return None
         parts = []
@@ -64,7 +65,7 @@ class Packing:
             share = value.shape[0] // groups if name in along else 0
             shape = (share, *value.shape[1:]) if name in along else tuple(value.shape)
             parts.append(Part(name, value.dtype, shape, name in along))
-        return cls(groups, weight.shape[0] // groups, tuple(parts))
+        return cls(groups, rows // groups, tuple(parts))
 
     def pack(self, weight: compat.Subclass) -> Tensor:
         """Pack the weight into `(groups, bytes)` of uint8."""
@@ -112,14 +113,3 @@ def _first(weight: Tensor, count: int) -> compat.Subclass:
         return first_rows(weight, count)
     except (AssertionError, NotImplementedError, RuntimeError, TypeError):
         return None
-
-
-def _primes(number: int) -> Iterator[int]:
-    """The prime factors of a number, each once."""
-    factor = 2
-    while factor <= number:
-        if number % factor == 0:
-            yield factor
-            while number % factor == 0:
-                number //= factor
-        factor += 1

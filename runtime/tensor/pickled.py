@@ -6,7 +6,7 @@ other parts. Loading finds the group by its name, if the group has the same rank
 group can be copied into a parameter with the same cut, but cannot be gathered.
 """
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,20 +17,6 @@ from shardc.runtime.checks.refusal import SAVE_WHOLE, caller_and_way_out
 from shardc.runtime.checks.telling import warn
 from shardc.runtime.tensor.shard_spec import ShardSpec
 from shardc.runtime.tensor.sharded import Sharded
-
-
-class _Place(NamedTuple):
-    """A `ShardSpec` without tensor parallelism, and the global ranks of its two groups."""
-
-    offset: int
-    numel: int
-    segment: int
-    rank: int
-    world_size: int
-    group: str
-    everyone: str
-    ranks: list[int]
-    ranks_of_everyone: list[int]
 
 
 def reduced(tensor: Sharded) -> tuple[object, ...]:
@@ -47,11 +33,9 @@ def reduced(tensor: Sharded) -> tuple[object, ...]:
         )
     if spec.rank == 0 and spec.world_size > 1:
         _tell_that_it_is_a_part(spec)
-    place = _Place(
-        spec.offset, spec.numel, spec.segment, spec.rank, spec.world_size, spec.group,
-        spec.everyone, _ranks_of(spec.group), _ranks_of(spec.everyone),
-    )  # fmt: skip
-    return rebuild_part, (tensor._local, tuple(tensor.shape), tuple(place))
+    cut = (spec.offset, spec.numel, spec.segment, spec.rank, spec.world_size)
+    place = (*cut, spec.group, spec.everyone, _ranks_of(spec.group), _ranks_of(spec.everyone))
+    return rebuild_part, (tensor._local, tuple(tensor.shape), place)
 
 
 def _tell_that_it_is_a_part(spec: ShardSpec) -> None:
@@ -64,13 +48,12 @@ def _tell_that_it_is_a_part(spec: ShardSpec) -> None:
     )
 
 
-def rebuild_part(local: Tensor, shape: tuple[int, ...], place: tuple[object, ...]) -> Sharded:
+def rebuild_part(local: Tensor, shape: tuple[int, ...], place: tuple[Any, ...]) -> Sharded:
     """Rebuild a ShardTensor from the values that `reduced` gave."""
-    at = _Place(*place)  # type: ignore[arg-type]
-    here = bool(at.group) and _ranks_of(at.group) == at.ranks
-    spec = ShardSpec(at.offset, at.numel, at.segment, at.rank, at.world_size, "")
-    if here and _ranks_of(at.everyone) == at.ranks_of_everyone:
-        spec = ShardSpec(*at[:6], everyone=at.everyone)
+    offset, numel, segment, rank, world_size, group, everyone, ranks, ranks_of_everyone = place
+    if not group or (_ranks_of(group), _ranks_of(everyone)) != (ranks, ranks_of_everyone):
+        group = everyone = ""
+    spec = ShardSpec(offset, numel, segment, rank, world_size, group, everyone=everyone)
     return Sharded.make(local, shape, spec)
 
 

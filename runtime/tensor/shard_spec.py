@@ -91,10 +91,11 @@ Over = Literal["mean", "sum", "own"]
 """The reduction of the ranks' gradients of a full tensor; "own" if the gradients are equal."""
 
 
-def mean_over_ranks(value: Tensor, spec: ShardSpec) -> Tensor:
-    """The mean over all ranks that train a parameter, copies included; each must make this call."""
+def over_ranks(value: Tensor, spec: ShardSpec, over: Over = "mean") -> Tensor:
+    """The mean or sum over all ranks that train a parameter, copies included; each must call it."""
     group = spec.everyone or spec.group
-    return all_reduce(value.contiguous(), "sum", group) / len(compat.ranks_of(group))
+    total = all_reduce(value.contiguous(), "sum", group)
+    return total / len(compat.ranks_of(group)) if over == "mean" else total
 
 
 def whole_gradient(grad: Tensor, spec: ShardSpec, over: Over = "mean") -> Tensor:
@@ -104,13 +105,7 @@ def whole_gradient(grad: Tensor, spec: ShardSpec, over: Over = "mean") -> Tensor
     """
     if over != "own":
         once = tuple(slice(None) if step else slice(0, 1) for step in grad.stride())
-        sent, shape = grad[once], grad.shape
-        group = spec.everyone or spec.group
-        grad = (
-            mean_over_ranks(sent, spec)
-            if over == "mean"
-            else all_reduce(sent.contiguous(), "sum", group)
-        ).expand(shape)
+        grad = over_ranks(grad[once], spec, over).expand(grad.shape)
     return part_of(grad, spec).clone()
 
 
@@ -133,18 +128,7 @@ class FlatShard(Placement):
     def __init__(self, spec: ShardSpec) -> None:
         super().__init__()
         self.spec = spec
-
-    @property
-    def offset(self) -> int:
-        return self.spec.offset
-
-    @property
-    def segment(self) -> int:
-        return self.spec.segment
-
-    @property
-    def numel(self) -> int:
-        return self.spec.numel
+        self.offset, self.segment, self.numel = spec.offset, spec.segment, spec.numel
 
     def _cut(self) -> tuple[int, ...]:
         return self.offset, self.segment, self.numel, self.spec.world_size

@@ -6,8 +6,7 @@ Elementwise ops run on the local part. Ranks reduce statistics. Initialisers dra
 and keep the interval. Other ops run on gathered values (`shard_ops` holds the table). So stock
 optimizers, `torch.nn.init`, clipping, GradScaler and DCP work at any world size.
 
-The base class `Sharded` has the state: the local part and an immutable spec. Ops work on `Sharded`.
-The object has no more state, because checkpoints copy `__dict__` deeply.
+The state is in `Sharded`. The object has no more state, because checkpoints copy `__dict__` deeply.
 """
 
 import hashlib

@@ -1,14 +1,11 @@
 """The host holds the optimizer state of a bucket's parameters while forward and backward run.
 
-    shardc::send_state(segment) -> sent                  # in the forward
-    shardc::wait_until_state_sent(sent) -> sent
-    shardc::fetch_state(sent)                            # in the backward
-
-`sent: ()` holds a number, by which the backward finds the state that the forward sent. Copies run
-on streams of their own (`host_copies.stream_of`), into and from pinned memory. The wait frees the
-state's memory on the device: state tensors stay the same objects, with an empty storage. The
-backward allocates the memory again, and at the backward's end compute waits for the values. If
-several forwards come before their backwards, the last backward brings the state back.
+The forward sends the state, and waits until it is sent; the backward fetches it. `sent: ()` holds a
+number, by which the backward finds the state that the forward sent. Copies run on streams of their
+own (`host_copies.stream_of`), into and from pinned memory. The wait frees the state's memory on the
+device: state tensors stay the same objects, with an empty storage. The backward allocates the
+memory again, and at the backward's end compute waits for the values. If several forwards come
+before their backwards, the last backward brings the state back.
 
 The state comes from the optimizers that have taken a step with a parameter of the segment. A step
 and `state_dict` bring back any state that is still on the host. Small tensors (step counts), parts
@@ -30,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardc.runtime import compat
 from shardc.runtime.checks.optimizer_hooks import Turn, after_steps, before_steps
 from shardc.runtime.comm.host_copies import stream_of
+from shardc.runtime.comm.ops import define_op
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 
 log = logging.getLogger("shardc")
@@ -149,8 +147,9 @@ def _warn_of_what_stays(segment: Tensor) -> None:
     for optimizer, param in _users_of(segment):
         if _known[optimizer]:
             continue
-        kept = [value for value in optimizer.state.get(param, {}).values() if _is_large(value)]
-        if kept or getattr(optimizer, "inners", None):
+        state = optimizer.state.get(param, {}).values()
+        is_kept = any(isinstance(value, Tensor) and value.nbytes >= _SMALL for value in state)
+        if is_kept or getattr(optimizer, "inners", None):
             _known[optimizer] = True
             log.warning(
                 "memory_budget: planned with the optimizer's state on the host, but the state of "
@@ -158,10 +157,6 @@ def _warn_of_what_stays(segment: Tensor) -> None:
                 "the option 'offload_optimizer_state' False",
                 type(optimizer).__name__,
             )
-
-
-def _is_large(value: object) -> bool:
-    return isinstance(value, Tensor) and value.numel() * value.element_size() >= _SMALL
 
 
 # -- there and back ------------------------------------------------------------------------------
@@ -239,14 +234,12 @@ def _bring_back_all(optimizer: Optimizer, *_: object) -> None:
             _arrive(memory, away)
 
 
-_library = torch.library.Library("shardc", "FRAGMENT")
-_library.define("send_state(Tensor segment) -> Tensor")
-_library.define("wait_until_state_sent(Tensor(a) sent) -> Tensor(a)")
-_library.define("fetch_state(Tensor(a!) sent) -> ()")  # `!`: no pass removes it as dead code
-for _name, _implementation, _fake in (
-    ("send_state", _send_state, lambda _: torch.empty((), dtype=torch.int64, device="cpu")),
-    ("wait_until_state_sent", _wait_until_state_sent, lambda sent: sent),
-    ("fetch_state", _fetch_state, lambda sent: None),
-):
-    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardc::{_name}", _fake, lib=_library)
+define_op(
+    "send_state(Tensor segment) -> Tensor",
+    _send_state,
+    lambda _: torch.empty((), dtype=torch.int64, device="cpu"),
+)
+define_op(
+    "wait_until_state_sent(Tensor(a) sent) -> Tensor(a)", _wait_until_state_sent, lambda sent: sent
+)
+define_op("fetch_state(Tensor(a!) sent) -> ()", _fetch_state)  # `!`: no dead code to passes

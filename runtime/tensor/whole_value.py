@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import Placement
 
 from shardc.runtime import compat
-from shardc.runtime.tensor.shard_spec import ShardSpec, mean_over_ranks
+from shardc.runtime.tensor.shard_spec import ShardSpec, over_ranks
 
 
 class WholeValue(Tensor):
@@ -73,7 +73,7 @@ class WholeValue(Tensor):
 def _average_gradient(value: WholeValue) -> None:
     spec, value._spec_of_ranks = value._spec_of_ranks, None
     if spec is not None and value.requires_grad:
-        value.register_hook(lambda grad: mean_over_ranks(grad, spec))
+        value.register_hook(lambda grad: over_ranks(grad, spec))
 
 
 def as_whole(value: Tensor, spec: ShardSpec, trained: bool) -> Tensor:

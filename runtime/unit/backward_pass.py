@@ -97,11 +97,11 @@ class BackwardPass:
         self.gathers = Gathers("backward")
         self.opened: list[Bucket] = []
         self._reductions: deque[_Reduction] = deque()
-        self._gathered: list[weakref.ref[Again]] = []
+        self._gathered: weakref.WeakSet[Again] = weakref.WeakSet()
 
     def gather(self, bucket: "Bucket", again: "Again") -> Tensor:
         """Gather the bucket of `again`, `(W*S,)`."""
-        self._gathered.append(weakref.ref(again))
+        self._gathered.add(again)
         full = self.gathers.gather(bucket, again)
         if not bucket.settings.reshard_after_backward:
             bucket.gathered.keep(full, again.written)
@@ -151,7 +151,5 @@ class BackwardPass:
         self.gathers.close()
         for bucket in self.opened:
             bucket.gathered.end_backward()
-        for reference in self._gathered:
-            again = reference()
-            if again is not None:
-                again.full = None
+        for again in self._gathered:
+            again.full = None

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from shardc.runtime import compat
-from shardc.runtime.comm import collectives
 from shardc.runtime.unit.backward_pass import backward_pass
 from shardc.runtime.unit.gather_order import Gathers
 from shardc.runtime.unit.precision import map_tensors
@@ -78,7 +78,7 @@ def begin_call(module: HoldsSlots) -> EagerCall:
     for bucket in buckets:
         bucket.gathered.enter()
     unit = getattr(module, "_shardc_unit", None)
-    label = collectives.labelled(f"shardc: forward {unit.name}") if unit else nullcontext()
+    label = record_function(f"shardc: forward {unit.name}") if unit else nullcontext()
     label.__enter__()
     call = EagerCall(module, buckets, hooks, label)
     _forward.calls.append(call)

@@ -82,16 +82,12 @@ class GraphKey:
             The entries that were in force before this call.
         """
         before, again = self._again, list(readings)
-        if before or any(reading != self._plain for reading in again):
+        now = self.reading()
+        plain = None if now[1] else now  # the code of a plain reading has no inputs
+        if before or any(reading != plain for reading in again):
             self._again = again
             self.refresh()
         return before
-
-    @property
-    def _plain(self) -> Reading | None:
-        """The current reading, if its code has no inputs; else None."""
-        signature, extras = self.reading()
-        return None if extras else (signature, [])
 
     def been_read(self) -> None:
         """Use up the first entry of `read_again`: a graph reads the bucket."""

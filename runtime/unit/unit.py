@@ -64,7 +64,7 @@ class Unit:
         self._modules = tuple(weakref.ref(module) for module in given)
         for bucket in self.buckets:
             bucket.unit = self
-        gathered = tuple(weakref.ref(bucket.gathered) for bucket in self.buckets)
+        gathered = weakref.WeakSet(bucket.gathered for bucket in self.buckets)
         for module in given:
             weakref.finalize(module, _forget_views, self._modules, gathered).atexit = False
 
@@ -187,14 +187,12 @@ class Unit:
 
 
 def _forget_views(
-    modules: Sequence[weakref.ref[nn.Module]], all_gathered: Sequence[weakref.ref[Gathered]]
+    modules: Sequence[weakref.ref[nn.Module]], all_gathered: weakref.WeakSet[Gathered]
 ) -> None:
     """Free the full parameters of a unit when its last module is gone: their graph holds buckets.
 
     The reference cycle goes through autograd, so the garbage collector does not see it.
     """
     if all(module() is None for module in modules):
-        for reference in all_gathered:
-            gathered = reference()
-            if gathered is not None:
-                gathered.reset()
+        for gathered in all_gathered:
+            gathered.reset()

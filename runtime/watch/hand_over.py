@@ -6,6 +6,7 @@ for a while, or is told that there is nothing to take, goes on alone.
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import threading
 import time
@@ -29,12 +30,6 @@ _SAID_AFTER, _SAID_EVERY = 5.0, 30.0
 """Seconds after which a wait is logged, and between the later lines of the log."""
 
 
-class _Rounds:
-    """The number of hand-overs that all ranks of a group came for."""
-
-    count = 0
-
-
 class HandOver:
     """Bytes that one rank of a group hands over to the others, once.
 
@@ -49,9 +44,7 @@ class HandOver:
         self._maker: int | None = None
         place = key
         if together:
-            rounds = kept_with(group, _Rounds, _Rounds)
-            rounds.count += 1
-            place = str(rounds.count)
+            place = str(next(kept_with(group, HandOver, itertools.count)))
             self._maker = int(hashlib.sha256(key.encode()).hexdigest(), 16) % group.size()
         self._store = dist.PrefixStore(f"shardc/made/{place}", store_of(group))
         self._world = group.size()

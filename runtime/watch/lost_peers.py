@@ -1,8 +1,7 @@
 """Errors of failed collectives: they name the collective, its unit and the missing ranks.
 
-Ranks that part from each other find out as they enter a collective (`history`). Ranks on different
-hosts find out in a long wait, when they show each other their histories in the store. A rank that
-finds out raises, and the waits of the others end.
+Ranks that part from each other find out as they enter a collective (`history`), or in a long wait
+(`long_waits`). A rank that finds out raises, and the waits of the others end.
 
 A rank whose collective fails adds a line to a list in the group's store: its wait, and the number
 of collectives it has started. Ranks that still wait see the list and add their own line: a thread
@@ -36,7 +35,7 @@ from shardc.runtime.groups.backends import BACKENDS, end_waits, flight_record
 from shardc.runtime.groups.store import store_of
 from shardc.runtime.watch.entry_board import RING
 from shardc.runtime.watch.history import Failed, Parted, histories, history_of
-from shardc.runtime.watch.progress import AwaitedCall, CallWait, Label, progress
+from shardc.runtime.watch.progress import AwaitedCall, Label, progress
 
 log = logging.getLogger("shardc")
 
@@ -84,7 +83,8 @@ def explain_failure(group: str, error: Exception) -> str:
     if lines is None and not left:
         others = f"Other ranks cannot be asked: the group's store does not answer. {store_holder()}"
     else:
-        others = compare_lines(line, lines or [], _ranks(members), left)
+        ranks = dist.get_process_group_ranks(members)
+        others = compare_lines(line, lines or [], ranks, left)
     return " ".join(
         [
             f"{where}: a peer died or did not take part in time (the group's timeout is "
@@ -193,7 +193,7 @@ def line_of(members: dist.ProcessGroup) -> Line:
         at = f"the work after {progress.last}" if progress.last else "the first work"
         at = f"{own}, a collective of the program's own" if own else at
     return {
-        "rank": _ranks(members)[members.rank()],
+        "rank": dist.get_process_group_ranks(members)[members.rank()],
         "at": at,
         "started": progress.started,
         "from": "" if own else _place_of(label),
@@ -211,9 +211,7 @@ def called_from(label: Label) -> str:
 
 
 def _place_of(label: Label | None) -> str:
-    return (
-        "" if isinstance(label, (AwaitedCall, CallWait)) else place_of_thread(progress.main_thread)
-    )
+    return "" if isinstance(label, AwaitedCall) else place_of_thread(progress.main_thread)
 
 
 def _called_from(line: Line) -> str:
@@ -223,10 +221,6 @@ def _called_from(line: Line) -> str:
 def append(members: dist.ProcessGroup, line: Line) -> None:
     store = store_of(members)
     store.append(FAILED, json.dumps(line) + "\n")  # type: ignore[attr-defined]
-
-
-def _ranks(members: dist.ProcessGroup) -> list[int]:
-    return dist.get_process_group_ranks(members)
 
 
 def _lines(members: dist.ProcessGroup, grace: float) -> list[Line]:

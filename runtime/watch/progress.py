@@ -1,10 +1,5 @@
 """The progress of this process with collectives: their names in the profiler and in errors.
 
-    with Label("all_gather", ("layers.3",), "forward"): ...               # start it
-    with Label("all_gather", ("layers.3",), "forward", waits=True): ...   # wait for it
-    with Call("an all-reduce of 3 numbers") as call: ...                  # both, for a user's call
-    with call.waiting(): ...                                              # where the wait is later
-
 A label costs less than a microsecond where no profiler runs, so every collective of a graph has its
 own. The label of a failed collective is not taken back: `progress` then names the wait of this
 rank. A started collective enters the history of its group, which raises where ranks part.
@@ -221,26 +216,17 @@ class AwaitedCall(Label):
 
     def waiting(self) -> "CallWait":
         """The wait for the collective, where it was only started inside."""
-        return CallWait(self.text)
+        return CallWait(self.what, self.text)
 
 
-class CallWait(Label):
+class CallWait(AwaitedCall):
     """The wait for the collective of an `AwaitedCall`; others may have been entered since."""
 
-    __slots__ = ("text",)
+    __slots__ = ()
 
-    def __init__(self, text: str) -> None:
-        super().__init__("call", (), "", waits=True)
-        self.text = text
-
-    def renamed(self) -> Label:
-        return self
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __enter__(self) -> None:
+    def __enter__(self) -> "CallWait":  # type: ignore[override]
         self._note()
+        return self
 
 
 def in_short(buckets: Sequence[str]) -> str:

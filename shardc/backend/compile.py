@@ -41,7 +41,7 @@ from shardc.passes.rewrite.insert_unshard import slots_read
 from shardc.passes.rewrite.take_gathered import taken_by
 from shardc.passes.runner import run_passes
 from shardc.runtime import compat
-from shardc.runtime.checks.start import check_start
+from shardc.runtime.checks.meta import check_start
 from shardc.runtime.checks.telling import warn_once
 from shardc.runtime.layout.spec import any_spec
 

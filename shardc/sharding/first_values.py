@@ -3,7 +3,7 @@
 As with FSDP2, each rank cuts its own values. Ranks with different seeds would train a patchwork of
 values, and a rank on meta has no values. Both are legal where values are loaded afterwards. So
 `fully_shard` notes both cases, and the first use of the model reports them
-(`runtime/checks/start.py`). The note travels with the plan of the buckets, without a message of its
+(`runtime/checks/meta.py`). The note travels with the plan of the buckets, without a message of its
 own.
 
 Ranks of one copy of the model compare the first, middle and last element of each parameter. The

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Must, check_value
-from shardc.runtime.checks.start import check_start
+from shardc.runtime.checks.meta import check_start
 from shardc.runtime.modules.modules import ShardedModule
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.unit.params import allocate, parameter_like
