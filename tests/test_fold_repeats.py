@@ -268,23 +268,23 @@ def test_what_would_have_more_held_is_stored_for_those_that_read_it_later():
     """It is made of two values that nothing else reads there."""
 
     def run(x, w, v, u):
-        total = x @ w + x @ v
+        total = x @ w - x @ v
         return [((total.cos() @ w) @ c10d.wait_tensor(u)) * total]
 
-    assert _together(run, *_of_8(4), anew=True) == [["mm", "mm", "add", "cos", "mm"], ["mm", "mul"]]
+    assert _together(run, *_of_8(4), anew=True) == [["mm", "mm", "sub", "cos", "mm"], ["mm", "mul"]]
 
 
 def test_what_a_stored_sum_is_widened_to_is_computed_wherever_it_is_read():
     convert = torch.ops.prims.convert_element_type
 
     def run(x, w, v, u):
-        wide = convert(x @ w + x @ v + x @ v, torch.float32)
+        wide = convert(x @ w - x @ v - x @ v, torch.float32)
         used = convert(wide.cos(), torch.bfloat16) @ w
         return [(used @ c10d.wait_tensor(u)) * wide]
 
     halves, widened = [each.bfloat16() for each in _of_8(4)], ["convert_element_type"]
     assert _together(run, *halves, anew=True) == [
-        ["mm", "mm", "add", "mm", "add", *widened, "cos", *widened, "mm"],
+        ["mm", "mm", "sub", "mm", "sub", *widened, "cos", *widened, "mm"],
         ["mm", *widened, "mul"],
     ]
 

@@ -326,7 +326,8 @@ def test_what_is_smaller_than_what_it_is_made_of_is_stored():
     def live(of_two, in_order=True):
         g = _Graph("cpu")
         left, right = g.mm(g.x, g.x), g.mm(g.x, g.x)
-        made, used = g.mul(left, right if of_two else g.x), g.mm(g.x, g.x)
+        made = g.mul(left, right) if of_two else g.mul(left, g.x, value=torch.empty(20, 10))
+        used = g.mm(g.x, g.x)
         g.wait(g.all_gather(g.x, 2, "0", value=torch.empty(0)), value=torch.empty(0))
         g.mm(g.mul(g.mm(used, g.x), made), g.x)
         options = ScheduleOptions(PROFILES["h100-nvlink"], in_order=in_order)
