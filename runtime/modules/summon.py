@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import checked
+from shardc.runtime.checks.meta import units_in
 from shardc.runtime.checks.telling import warn
 from shardc.runtime.comm import collectives
 from shardc.runtime.modules.ties import slots_below
@@ -61,7 +62,7 @@ def summon_full_params(
         RuntimeError: inside a forward, a backward, or another `summon_full_params`.
         ValueError: parameters are on meta; at the end, an assigned parameter has another shape.
     """
-    units = _units_in(module, recurse)
+    units = units_in(module, recurse)
     _check_arguments(units, writeback, rank0_only, offload_to_cpu, with_grads)
     for unit in units:
         check_idle(unit)
@@ -97,11 +98,6 @@ def check_idle(unit: Unit) -> None:
             raise ValueError(
                 f"{bucket} is on the meta device: call to_empty(device=...) and initialise it first"
             )
-
-
-def _units_in(module: nn.Module, recurse: bool) -> list[Unit]:
-    inside = module.modules() if recurse else [module]
-    return list(dict.fromkeys(vars(m)["_shardc_unit"] for m in inside if "_shardc_unit" in vars(m)))
 
 
 def _check_arguments(
