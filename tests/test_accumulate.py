@@ -315,7 +315,12 @@ def test_two_forwards_before_the_backwards_add_what_waits_once(mesh):
     call = compiled(model)
     with model.no_sync():
         _loss(call, 100, mesh).backward()
+    bucket = model._shardc_unit.buckets[0]
+    assert bucket.key.code.reduction.pending
     _loss(call, 700, mesh)  # abandoned
+    # No other forward is given the sums: a reduction under way may read them when the abandoned
+    # forward's backward sets them to zero.
+    assert not bucket.key.code.reduction.pending
     losses = [_loss(call, seed, mesh) for seed in (200, 300)]
     for loss in losses:
         loss.backward()

@@ -9,6 +9,7 @@ from fsdp2 import sharded
 from models import Block, Stack, check_gradients, compiled, full, mean_over_ranks, seeded, tokens
 from ranks import mesh_of, on_ranks
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from shardc import (
@@ -128,11 +129,13 @@ def test_a_forward_inside_uses_what_is_there(mesh, executor):
     plain, model = seeded(Stack), sharded(seeded(Stack), mesh, mp_policy=policy)
     call = compiled(model, executor) if executor else model
     before = call(*_batch())
+    graphs = counters["stats"]["unique_graphs"]
     with summon_full_params(model, writeback=False), torch.no_grad():
         for run in (plain, model):
             run.head.weight.mul_(2)
         assert model.head.weight.dtype == torch.float32, "not in full precision"
         torch.testing.assert_close(call(*_batch()), plain(*_batch()))
+    assert counters["stats"]["unique_graphs"] == graphs  # nothing is compiled for the time inside
     assert torch.equal(call(*_batch()), before)
 
 
