@@ -40,6 +40,27 @@ def compiled_when_called(root: GraphModule, graph: Graph) -> GraphModule:
     return _LazyGraphModule(root, graph)
 
 
+@contextmanager
+def compiling_when_called() -> Iterator[None]:
+    """Inside, modules of graphs make their Python code when they are called.
+
+    A module made or changed inside has no `code` before its first call.
+    """
+    make = GraphModule.recompile
+
+    def recompile(gm: GraphModule) -> None:
+        kind = type(gm)  # of this module alone
+
+        def forward(module: GraphModule, *args: object, **kwargs: object) -> object:
+            make(module)
+            return kind.forward(module, *args, **kwargs)
+
+        kind.forward = forward
+
+    with mock.patch.object(GraphModule, "recompile", recompile):
+        yield
+
+
 def size_expr(size: object) -> Any:
     """A size as a number, or as the sympy expression behind a SymInt."""
     if isinstance(size, torch.SymInt):

@@ -1,9 +1,11 @@
 """Dynamo: its traces, the graphs that it hands to a backend, its counters."""
 
 import functools
+import gc
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -258,6 +260,21 @@ def forget_compiled() -> None:
 
     torch._dynamo.reset()
     counters.clear()
+
+
+@contextmanager
+def collecting_nothing() -> Iterator[None]:
+    """A context without garbage collection: Python's own, and Dynamo's after each compile."""
+    from torch._dynamo import config
+
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        with config.patch(run_gc_after_compile=False):
+            yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def graph_break_reasons() -> list[str]:

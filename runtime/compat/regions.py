@@ -2,15 +2,20 @@
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 from unittest import mock
 
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import Argument
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables.base import VariableTracker
 
 Forward: TypeAlias = Callable[..., object]
 """The `forward` of a class of modules."""
@@ -42,6 +47,7 @@ def as_regions(classes: Iterable[type[nn.Module]]) -> Iterator[None]:
                 if forward not in regions:
                     regions[forward] = _region(forward)
                 stack.enter_context(mock.patch.object(cls, "forward", regions[forward]))
+        stack.enter_context(_quick_comparisons())
         yield
 
 
@@ -74,6 +80,72 @@ def _own() -> object:
     from torch._higher_order_ops.invoke_subgraph import NestedCompileRegionOptions
 
     return NestedCompileRegionOptions()
+
+
+@contextmanager
+def _quick_comparisons() -> Iterator[None]:
+    """Inside, Dynamo compares the calls of regions with a tenth of the work (2.13 to 2.15).
+
+    Dynamo interprets the Python of `pytree` to flatten the inputs of each call, and rewrites the
+    whole path of each value that it compares. Here `pytree` runs, and a part of a path is rewritten
+    once.
+    """
+    from torch import _guards
+    from torch._dynamo.variables import invoke_subgraph
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._guards import Source
+
+    slow_fingerprint = invoke_subgraph.build_fingerprint_with_pytree
+    slow_clone = _guards.ChainedSource.clone
+    rewrite: Callable[[Source], Source] | None = None
+    rewritten: dict[int, tuple[Source, Source]] = {}
+
+    def fingerprint(
+        tx: "InstructionTranslatorBase",
+        args: Sequence[VariableTracker],
+        kwargs: dict[str, VariableTracker],
+    ) -> invoke_subgraph.InputFingerprint:
+        inputs = [_content(arg) for arg in args], {k: _content(v) for k, v in kwargs.items()}
+        leaves, spec = pytree.tree_flatten(inputs)
+        tags = [invoke_subgraph.classify_vt(leaf) for leaf in leaves]
+        tagged = [(tag, leaf) for tag, leaf in zip(tags, leaves, strict=True) if tag is not None]
+        if len(tagged) < len(leaves):
+            return slow_fingerprint(tx, args, kwargs)
+        sources = [getattr(leaf, "source", None) for leaf in leaves]
+        return invoke_subgraph.InputFingerprint(tagged, sources, treespec=spec)
+
+    def clone(
+        path: _guards.ChainedSource, transform_fn: Callable[[Source], Source] | None = None
+    ) -> Source:
+        nonlocal rewrite
+        if transform_fn is not rewrite:
+            rewrite = transform_fn
+            rewritten.clear()
+        if id(path) not in rewritten:
+            rewritten[id(path)] = path, slow_clone(path, transform_fn)
+        return rewritten[id(path)][1]
+
+    with (
+        mock.patch.object(invoke_subgraph, "build_fingerprint_with_pytree", fingerprint),
+        mock.patch.object(_guards.ChainedSource, "clone", clone),
+    ):
+        yield
+
+
+def _content(variable: "VariableTracker") -> object:
+    """The tuple, list or dict behind Dynamo's variable; other variables are given back."""
+    from torch._dynamo.variables import ConstDictVariable, ListVariable, TupleVariable
+
+    kind = type(variable)
+    if kind is TupleVariable:
+        return tuple(_content(item) for item in cast(TupleVariable, variable).items)
+    if kind is ListVariable:
+        return [_content(item) for item in cast(ListVariable, variable).items]
+    if kind is ConstDictVariable:
+        items = cast(ConstDictVariable, variable)
+        if items.user_cls is dict:
+            return {k.vt.as_python_constant(): _content(v) for k, v in items.items.items()}
+    return variable
 
 
 def inline_regions(gm: GraphModule) -> None:

@@ -9,7 +9,6 @@ Left out: time that kernels lose to their neighbours, the optimizer's own choice
 assumed), and fragmentation by allocators.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -95,7 +94,9 @@ def explain(
     parsed = Options.parse(given_options)
     sizes = sizes_of("explain", model, world_size, mesh, sharding)
     named = dict(kwargs or {})
-    with fake_ranks(sizes, devices_per_node) as made, planning_for(hardware), _collecting_nothing():
+    # Graphs are large, and all stay until the end: a collection would find nothing.
+    quick = compat.collecting_nothing()
+    with fake_ranks(sizes, devices_per_node) as made, planning_for(hardware), quick:
         progress("sharding")
         sharded = sharded_copy(model, mesh if made is None else made, sharding)
 
@@ -113,18 +114,6 @@ def explain(
                 return report
             doubled = report_on(lambda tensor: torch.cat([fake(tensor)] * 2))
         return replace(report, formulas={**report.formulas, **token_formulas(report, doubled)})
-
-
-@contextmanager
-def _collecting_nothing() -> Iterator[None]:
-    """A context without garbage collection: graphs are large, and all stay until the end."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
 
 
 # -- the curve -----------------------------------------------------------------------------------

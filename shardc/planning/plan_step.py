@@ -51,7 +51,11 @@ def plan_step(
         return compile_graph(gm, inputs, options, run=shapes_only)
 
     progress("tracing")
-    with compat.compiling_backward_at_once(), torch.set_grad_enabled(train):
+    with (
+        compat.compiling_backward_at_once(),
+        compat.compiling_when_called(),
+        torch.set_grad_enabled(train),
+    ):
         model.train(train)
         if not (options.fold and _trace_once(model, args, kwargs, plan)):
             breaks = _trace(model, args, kwargs, plan)
