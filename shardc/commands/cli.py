@@ -1,6 +1,8 @@
 """The `shardc` command: parses arguments and hands over to a module of `shardc.commands`."""
 
 import argparse
+import atexit
+import gc
 import sys
 from collections.abc import Sequence
 
@@ -27,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own), and return its exit code."""
     parser = _make_parser()
     args = parser.parse_args(argv)
+    atexit.register(gc.freeze)  # graphs are large: Python would look through them for garbage
     if args.command is None:
         parser.print_help(sys.stderr)
         return 2
