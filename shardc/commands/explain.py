@@ -29,8 +29,8 @@ SUMMARY = "show what a step would do and cost on any number of ranks, without ru
 DESCRIPTION = """\
 Compile a training step of a model for any number of ranks, without a GPU or other processes, and
 show what it would do: every collective with what hides it, where memory peaks and what it is made
-of, how long a step takes, and what to change. Takes about 20 s of one CPU core for 8 billion
-parameters, 35 s with a memory budget, and some seconds for small models.
+of, how long a step takes, and what to change. Takes about 15 s of one CPU core for 8 billion
+parameters, 20 to 90 s with a memory budget, and some seconds for small models.
 
 The target names a function that takes no arguments and returns (model, example inputs); build them
 under torch.device("meta"). Inputs are a tuple, or a dict by name, of one rank's tensors.

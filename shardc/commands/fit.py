@@ -29,8 +29,8 @@ DESCRIPTION = """\
 Find the largest batch (or the longest sequence) whose step fits the memory of a device, and the
 fewest ranks that hold a step of the example inputs. Each size is planned with that memory as its
 budget: what stays gathered and what is computed again is chosen for the shortest step that fits.
-Needs no GPU. A plan takes about 35 s of one CPU core for 8 billion parameters, and about a dozen
-are made.
+Needs no GPU. About a dozen plans are made: for 8 billion parameters each takes 20 s of one CPU core,
+or up to 90 s where much must be computed again to fit.
 
 The target names a function that takes no arguments and returns (model, example inputs); the inputs
 are repeated along their first dim (the batch), or with --grow length along their second.
