@@ -29,7 +29,7 @@ DESCRIPTION = """\
 Find the largest batch (or the longest sequence) whose step fits the memory of a device, and the
 fewest ranks that hold a step of the example inputs. Each size is planned with that memory as its
 budget: what stays gathered and what is computed again is chosen for the shortest step that fits.
-Needs no GPU. About a dozen plans are made. For 8 billion parameters each takes 20 s of one CPU core,
+Needs no GPU. About a dozen plans are made. For 8 billion parameters each takes 20 s of a CPU core,
 or up to 90 s where much must be computed again to fit.
 
 The target names a function that takes no arguments and returns (model, example inputs); the inputs
