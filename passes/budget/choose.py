@@ -75,16 +75,19 @@ def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
         estimates = [(each.least_seconds(room), each) for each in tradeoffs]
         estimates.sort(key=operator.itemgetter(0))
     found: Trial | None = None
+    lean: list[Trial] = []
     for seconds, each in estimates:
         wanted = math.inf if found is None else found.seconds * (1 - _WORTH)
         if found is not None and seconds >= wanted:
             break  # so are the estimates of those that follow
         trial = _fitting(gm, ctx, each, room)
-        if trial is not None and trial.seconds < wanted:
+        if trial.peak > room:
+            lean.append(trial)
+        elif trial.seconds < wanted:
             tradeoff, found = each, trial
     if found is None:
         fewest = min((each for _, each in estimates), key=lambda each: each.trial.kept.ahead)
-        least = _least(gm, ctx, fewest)
+        least = min(lean, key=lambda each: each.peak)
         raise BudgetTooSmall(
             _too_small(budget, least) + _beside_the_host(budget, fewest), budget.needed(least.peak)
         )
@@ -147,8 +150,8 @@ def tradeoff_of(gm: GraphModule, ctx: PassContext, ahead: int) -> Tradeoff:
     return Tradeoff.of(run_trial(gm, ctx, Kept(ctx.open_positions, ahead=ahead)))
 
 
-def _fitting(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, room: int) -> Trial | None:
-    """The trial of the fastest choice that fits; None if no trial shows one."""
+def _fitting(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, room: int) -> Trial:
+    """The trial of the fastest choice that fits; the one that holds least if none fits."""
     base, tight, found = tradeoff.trial, room, None
     for _ in range(_TRIALS):
         choice = tradeoff.fastest(tight)
@@ -167,16 +170,11 @@ def _fitting(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, room: int) -
             if roomier - tight < _SPARE * room:
                 break
             tight = roomier
-    if found is not None:
-        return found
-    last = base if base.peak <= room else _least(gm, ctx, tradeoff)
-    return last if last.peak <= room else None
-
-
-def _least(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff) -> Trial:
-    """The trial that holds least, of the leanest choices."""
-    tried = [run_trial(gm, ctx, _kept(tradeoff, choice)) for choice in tradeoff.leanest]
-    return min([*tried, tradeoff.trial], key=lambda each: each.peak)
+    if found is not None or base.peak <= room:
+        return found or base
+    lean = tradeoff.leanest - {Choice()}  # of nothing: `base`
+    tried = [run_trial(gm, ctx, _kept(tradeoff, choice)) for choice in lean]
+    return min([*tried, base], key=lambda each: each.peak)
 
 
 def _tighter(room: int, base: int, estimate: int, found: int) -> int:
