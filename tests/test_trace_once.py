@@ -1,6 +1,7 @@
 """Calls of modules that repeat, traced once: the joint graph is what it is when each is traced."""
 
 import contextlib
+import copy
 from unittest import mock
 
 import pytest
@@ -132,6 +133,7 @@ def test_passes_of_the_user_see_each_call():
 
     def look(graph):
         seen.append([str(node.target) for node in graph.nodes if node.op == "call_function"])
+        assert "aten" in torch.fx.GraphModule({}, copy.deepcopy(graph)).code
 
     for fold in (True, False):
         options = {"inductor": {"joint_custom_pre_pass": look}, "fold": fold}

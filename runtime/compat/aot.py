@@ -42,11 +42,8 @@ def compiled_when_called(root: GraphModule, graph: Graph) -> GraphModule:
 
 @contextmanager
 def compiling_when_called() -> Iterator[None]:
-    """Inside, modules of graphs make their Python code when they are called.
-
-    A module made or changed inside has no `code` before its first call.
-    """
-    make = GraphModule.recompile
+    """Inside, modules of graphs make their Python code when they are called or the code is read."""
+    make, read = GraphModule.recompile, GraphModule.code
 
     def recompile(gm: GraphModule) -> None:
         kind = type(gm)  # of this module alone
@@ -57,7 +54,14 @@ def compiling_when_called() -> Iterator[None]:
 
         kind.forward = forward
 
-    with mock.patch.object(GraphModule, "recompile", recompile):
+    def code(gm: GraphModule) -> str:
+        make(gm)
+        return str(read.__get__(gm))
+
+    with (
+        mock.patch.object(GraphModule, "recompile", recompile),
+        mock.patch.object(GraphModule, "code", property(code)),
+    ):
         yield
 
 
