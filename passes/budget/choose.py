@@ -87,7 +87,7 @@ def choose_kept(gm: GraphModule, ctx: PassContext) -> Kept:
             tradeoff, found = each, trial
     if found is None:
         fewest = min((each for _, each in estimates), key=lambda each: each.trial.kept.ahead)
-        least = min(lean, key=lambda each: each.peak)
+        least = min(lean, key=lambda each: each.kept.ahead)
         raise BudgetTooSmall(
             _too_small(budget, least) + _beside_the_host(budget, fewest), budget.needed(least.peak)
         )

@@ -94,9 +94,11 @@ def explain(
     parsed = Options.parse(given_options)
     sizes = sizes_of("explain", model, world_size, mesh, sharding)
     named = dict(kwargs or {})
-    # Graphs are large, and all stay until the end: a collection would find nothing.
-    quick = compat.collecting_nothing()
-    with fake_ranks(sizes, devices_per_node) as made, planning_for(hardware), quick:
+    with (
+        fake_ranks(sizes, devices_per_node) as made,
+        planning_for(hardware),
+        compat.collecting_nothing(),  # graphs are large, and all stay until the end
+    ):
         progress("sharding")
         sharded = sharded_copy(model, mesh if made is None else made, sharding)
 
