@@ -200,6 +200,16 @@ def shardc_blocks(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Step:
     return step
 
 
+def shardc_graphs(
+    model: nn.Module, mesh: DeviceMesh, *, policy: MixedPrecisionPolicy = FULL, **options: Any
+) -> Step:
+    """This project, recorded as CUDA graphs."""
+    from shardc import fully_shard
+
+    fully_shard(model, mesh=mesh, units="auto", mp_policy=policy)
+    return torch.compile(model, backend="shardc", fullgraph=True, mode="reduce-overhead")
+
+
 def shardc_on_wire(
     model: nn.Module, mesh: DeviceMesh, *, computed: torch.dtype | None, sent: torch.dtype | None
 ) -> Step:
@@ -223,6 +233,7 @@ PEERS: dict[str, Callable[..., Step]] = {
 }
 OTHERS: dict[str, Callable[..., Step]] = {
     "shardc-gpu-layout": functools.partial(shardc, laid_out_for="h100-nvlink"),
+    "shardc-graphs": shardc_graphs,
     "shardc-tables": functools.partial(shardc, embedding_rows=False),
     "shardc-int8": functools.partial(shardc_on_wire, computed=None, sent=torch.int8),
     "shardc-float8": functools.partial(shardc_on_wire, computed=None, sent=torch.float8_e4m3fn),

@@ -3,9 +3,11 @@
 import copy
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from shardc import ShardedModule, ShardTensor, fully_shard
+from shardc import ShardedModule, ShardTensor, fully_shard, set_profile
 from shardc.passes.estimate.hardware import Link, Profile
 from shardc.runtime import compat
 from shardc.runtime.comm import collectives, table_rows
+from shardc.sharding import unit_plan
 
 
 class Block(nn.Module):
@@ -119,6 +122,17 @@ def on_meta(build: Callable[[], nn.Module] = Stack) -> nn.Module:
     """`build()` without values."""
     with torch.device("meta"):
         return build()
+
+
+@contextmanager
+def laid_out_for_gpus(least: int = 1) -> Iterator[None]:
+    """Models are sharded as for GPUs inside, where units of `least` elements are large."""
+    set_profile("h100-nvlink")
+    try:
+        with mock.patch.object(unit_plan, "_LARGE", least):
+            yield
+    finally:
+        set_profile(None)
 
 
 def is_unsharded(module: nn.Module) -> bool:

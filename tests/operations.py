@@ -10,22 +10,28 @@ and train on as if it had not been asked.
 
 import copy
 import io
+import re
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from models import full
+from models import full, seeded
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.func import functional_call
 from torch.nn.utils import parametrize, weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from shardc import fully_shard
 
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "around_a_step.md"
 WIDTH = 8
@@ -501,6 +507,108 @@ OPERATIONS = [
         early=True,
     ),
 ]
+
+
+SERIES: dict[str, list[Operation]] = {}
+"""The rows that one model goes through, a step after each: what is early or last is alone."""
+for _row in OPERATIONS:
+    SERIES.setdefault(_row.name if _row.early or _row.last else _row.group, []).append(_row)
+
+
+# -- trying ----------------------------------------------------------------------------------------
+
+
+def try_series(mesh: DeviceMesh, way: str, name: str, **tolerances: float) -> None:
+    """Train both models through the rows of `SERIES[name]`; raise where they part.
+
+    Args:
+        way: "uncompiled", "blocks", or the executor that the whole model is compiled with.
+        tolerances: `rtol` and `atol` of `torch.testing.assert_close`.
+    """
+    rows, rank = SERIES[name], mesh.get_local_rank()
+    besides = [row.beside for row in rows if row.beside]
+
+    def beside(model: nn.Module, x: Tensor) -> Tensor:
+        return torch.stack([each(model, x) for each in besides]).sum()
+
+    plain, model = (seeded(Model).to(mesh.device_type) for _ in range(2))
+    for each in (plain, model) if besides else ():
+        each.beside = beside.__get__(each)
+    _shard(model, mesh, way)
+    batches = [_batch(r).to(mesh.device_type) for r in range(mesh.size())]
+    sides = [
+        Side(m, torch.optim.SGD(m.parameters(), lr=0.1), batches[rank].clone())
+        for m in (model, plain)
+    ]
+    before = full(plain.head.weight).clone()
+    with warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=64):
+        warnings.simplefilter("ignore", UserWarning)
+        got = _run(sides[0], rows, [batches[rank]])
+        if not got:
+            return
+        want = _run(sides[1], rows, batches)
+    assert not torch.equal(want["after"][-2].to(before.dtype), before), "nothing was trained"
+    for row, values in want.items():
+        largest = max((b.abs().max().item() for b in values), default=0.0)
+        assert largest < 1e3, f"{row} diverges to {largest}: on other CPUs it would round otherwise"
+        for index, (a, b) in enumerate(zip(got[row], values, strict=True)):
+            message = partial("{}, value {}: {}".format, row, index)
+            torch.testing.assert_close(a, b, **tolerances, msg=message)
+
+
+def _batch(rank: int) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(rank)
+    return torch.randn(4, WIDTH, generator=generator, device="cpu") + rank
+
+
+def _shard(model: Model, mesh: DeviceMesh, way: str) -> None:
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if way == "blocks":
+        for layer in model.layers:
+            layer.compile(backend="shardc", options={"executor": "eager"})
+    elif way != "uncompiled":
+        model.compile(backend="shardc", options={"executor": way})
+
+
+def _step(side: Side, batches: list[Tensor]) -> list[Tensor]:
+    """A step on the mean over `batches`: every gradient."""
+    side.optimizer.zero_grad()
+    for x in batches:
+        loss = side.model(x.to(side.x.dtype))
+        (loss / len(batches)).backward()
+    grads = [p.grad for p in side.model.parameters()]
+    side.optimizer.step()
+    return [torch.zeros(()) if g is None else full(g).clone() for g in grads]
+
+
+def _run(side: Side, rows: list[Operation], batches: list[Tensor]) -> dict[str, list[Tensor]]:
+    """What each row and the steps around it give, by the row's name."""
+    found = {"before": [] if rows[0].early else _step(side, batches)}
+    for row in rows:
+        side.seen.clear()
+        if not row.refused:
+            row.run(side)
+        elif side.is_sharded:
+            _check_refusal(side, row)
+            if row.early or row.last:
+                return {}
+        found[row.name] = [full(value).detach() for value in side.seen] + _step(side, batches)
+    found["after"] = [*_step(side, batches), *side.whole().values()]
+    return found
+
+
+def _check_refusal(side: Side, row: Operation) -> None:
+    try:
+        row.run(side)
+    except (RuntimeError, NotImplementedError) as error:
+        assert re.search(row.refused, str(error)), f"{row.name}: {error}"
+        return
+    raise AssertionError(f"{row.name} is not refused")
+
+
+# -- the page --------------------------------------------------------------------------------------
 
 
 def page() -> str:

@@ -19,6 +19,7 @@ from models import (
     check_parity,
     compiled,
     full,
+    laid_out_for_gpus,
     mean_over_ranks,
     seeded,
     tokens,
@@ -160,6 +161,22 @@ def test_it_trains_as_without(mesh, executor, build, parallel):
     assert held < sum(p.numel() for p in model.parameters()) / 2, "not cut in both ways"
     step = model if executor == "uncompiled" else compiled(model, executor, fullgraph=True)
     check_parity(seeded(build), model, step, batch, grid["dp"])
+
+
+@pytest.mark.parametrize("way", ["uncompiled", "eager"])
+@pytest.mark.parametrize("parallel", [linears_parallel, sequence_parallel])
+@on_ranks(4)
+def test_vectors_that_lie_in_another_unit_than_their_matrices(mesh, way, parallel):
+    """A GPU's layout: the outermost unit shards biases of modules that an inner one has sharded."""
+    grid = grid_of()
+    with laid_out_for_gpus():
+        model = parallel(seeded(Tiny), grid["tp"])
+        fully_shard(model, mesh=grid["dp"], units="auto")
+    block = model.layers[0]
+    weight, bias = (each._slot.bucket for each in (block.up.weight, block.up.bias))
+    assert weight.owner is not bias.owner
+    step = model if way == "uncompiled" else compiled(model, way, fullgraph=True)
+    check_parity(seeded(Tiny), model, step, batch, grid["dp"])
 
 
 @on_ranks(4)

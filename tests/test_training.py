@@ -5,11 +5,20 @@ from unittest import mock
 
 import pytest
 import torch
-from models import Block, Stack, check_parity, compiled, seeded, shard_all, tokens
+from models import (
+    Block,
+    Stack,
+    check_parity,
+    compiled,
+    laid_out_for_gpus,
+    seeded,
+    shard_all,
+    tokens,
+)
 from ranks import on_ranks
 from torch import nn
 
-from shardc import ShardTensor, fully_shard, set_profile, units_of
+from shardc import ShardTensor, fully_shard, units_of
 from shardc.sharding import unit_plan
 
 
@@ -60,13 +69,8 @@ def test_parity_tied(mesh):
 
 
 def _as_on_a_gpu(mesh, least, units="auto"):
-    """Sharded as for a GPU, where units of `least` elements are large."""
-    set_profile("h100-nvlink")
-    try:
-        with mock.patch.object(unit_plan, "_LARGE", least):
-            return fully_shard(seeded(Stack), mesh=mesh, units=units)
-    finally:
-        set_profile(None)
+    with laid_out_for_gpus(least):
+        return fully_shard(seeded(Stack), mesh=mesh, units=units)
 
 
 def _names(unit):

@@ -28,7 +28,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 PROJECT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(PROJECT / "benchmarks")]
-PARTS = ("smoke", "numerics", "hazards", "speed", "memory", "profiles", "suite")
+PARTS = ("smoke", "numerics", "hazards", "around", "speed", "memory", "profiles", "suite")
 NEEDS = {"": ("torch", "numpy", "tabulate", "tqdm"), "suite": ("pytest", "hypothesis")}
 """Modules that every part imports (shardc itself does), and that one part imports beside them."""
 CASE_SECONDS = {"speed": 420, "memory": 240, "suite": 420}

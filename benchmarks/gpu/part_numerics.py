@@ -5,10 +5,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from part_smoke import BF16, check
 from torch.distributed import fsdp
 from training import Training
 
+from shardc import MixedPrecisionPolicy
+
+SENT_SHORT = MixedPrecisionPolicy(
+    torch.bfloat16, gather_wire_dtype=torch.float8_e4m3fn, reduce_wire_dtype=torch.int8
+)
 STRATEGIES = {
     "default": Training(mesh=(2,)),
     "bfloat16": Training(mesh=(2,), sharding=BF16),
@@ -19,7 +25,11 @@ STRATEGIES = {
     "reshard to 2": Training(mesh=(4,), sharding={"reshard_after_forward": 2}),
     "hsdp": Training(mesh=(2, 2)),
     "hsdp, accumulate": Training(mesh=(2, 2), accumulate=1),
+    "tensor parallel": Training(mesh=(2,), tensor_parallel=2),
+    "float8 sent": Training(mesh=(2,), sharding={"mp_policy": SENT_SHORT}),
 }
+GRAPHS = ("default", "bfloat16", "hsdp", "tensor parallel")
+"""Strategies that CUDA graphs are tried with too."""
 
 
 def check_with_either(training: Training, tiny: bool) -> dict[str, Any]:
@@ -36,5 +46,5 @@ def check_with_either(training: Training, tiny: bool) -> dict[str, Any]:
 CASES: dict[str, Callable[[bool], dict[str, Any]]] = {
     f"{name}, {way}": partial(check_with_either, replace(training, way=way))
     for name, training in STRATEGIES.items()
-    for way in ("compiled", "uncompiled", *(["graphs"] if name == "bfloat16" else []))
+    for way in ("compiled", "uncompiled", *(["graphs"] if name in GRAPHS else []))
 }

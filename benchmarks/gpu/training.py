@@ -1,5 +1,6 @@
 """What the parts share: a model, a step of it, ranks on one GPU, and a comparison of gradients."""
 
+import faulthandler
 import os
 import socket
 import time
@@ -15,6 +16,11 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from shardc import fully_shard
 
@@ -42,16 +48,23 @@ class Training:
         mesh: its shape; one dim, or (replicate, shard).
         sharding: more arguments of `fully_shard`.
         accumulate: micro-batches without a reduction before the one with it.
+        tensor_parallel: ranks that share a shard's layers, the last dim of the mesh.
     """
 
     way: str = "compiled"
     mesh: tuple[int, ...] = (1,)
     sharding: Mapping[str, Any] = field(default_factory=dict)
     accumulate: int = 0
+    tensor_parallel: int = 1
 
     @property
     def ranks(self) -> int:
         """How many there are."""
+        return torch.Size(self.mesh).numel() * self.tensor_parallel
+
+    @property
+    def sees(self) -> int:
+        """How many ranks have batches of their own."""
         return torch.Size(self.mesh).numel()
 
 
@@ -61,8 +74,14 @@ def gradients(training: Training, rank: int, shape: peers.Shape) -> dict[str, fl
     model = peers.Model(shape).cuda()
     start = time.perf_counter()
     names = ("replicate", "shard")[-len(training.mesh) :]
-    mesh = init_device_mesh("cuda", training.mesh, mesh_dim_names=names)
-    expected, loss = _unsharded(training, shape, dist.get_world_size())
+    sizes = training.mesh
+    if training.tensor_parallel > 1:
+        names, sizes = (*names, "tensor"), (*sizes, training.tensor_parallel)
+    mesh = init_device_mesh("cuda", sizes, mesh_dim_names=names)
+    if training.tensor_parallel > 1:
+        _parallelize(model, mesh["tensor"])
+        rank, mesh = rank // training.tensor_parallel, mesh[names[:-1]]
+    expected, loss = _unsharded(training, shape)
     fully_shard(model, mesh=mesh, units="auto", **training.sharding)
     call = prepare(model, training.way)
     batches = _batches(training, shape, rank)
@@ -98,26 +117,30 @@ def prepare(model: Any, way: str) -> Callable[..., Tensor]:
     return model
 
 
+def _parallelize(model: Any, mesh: DeviceMesh) -> None:
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+
+
 def _batches(training: Training, shape: peers.Shape, rank: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1 + rank)
     size = (1 + training.accumulate, shape.batch, shape.length)
     return list(torch.randint(shape.vocab, size, generator=generator).cuda())
 
 
-def _unsharded(
-    training: Training, shape: peers.Shape, ranks: int
-) -> tuple[dict[str, Tensor], Tensor]:
+def _unsharded(training: Training, shape: peers.Shape) -> tuple[dict[str, Tensor], Tensor]:
     """Gradients of the model on the data of all ranks; the mean loss of the last batches."""
     torch.manual_seed(0)
     model: nn.Module = peers.Model(shape).cuda()
     policy = training.sharding.get("mp_policy", fsdp.MixedPrecisionPolicy())
     low = policy.param_dtype or torch.float32
     losses = []
-    for rank in range(ranks):
+    for rank in range(training.sees):
         for tokens in _batches(training, shape, rank):
             copies = {n: p.to(low) for n, p in model.named_parameters()}
             loss = torch.func.functional_call(model, copies, (tokens,))
-            (loss / ranks).backward()
+            (loss / training.sees).backward()
         losses.append(loss.detach().float())
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return grads, torch.stack(losses).mean()
@@ -169,6 +192,7 @@ def _serve(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    faulthandler.dump_traceback_later(100)  # a case that hangs shows in its log where
     torch.cuda.set_device(0)
     dist.init_process_group(backend, rank=rank, world_size=count)
     answers.put((rank, work(rank, *args)))

@@ -230,7 +230,7 @@ def restore_ties(modules: Sequence[torch.nn.Module]) -> None:
         for module in root.modules():
             for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
                 if hasattr(param, "_shardc_became"):
-                    setattr(module, name, param._shardc_became)
+                    module._parameters[name] = param._shardc_became
     before_steps.call(Turn.REPLACED, _refuse_replaced, once=True, compiled=True)
     before_steps.call_again(Turn.REPLACED)
 

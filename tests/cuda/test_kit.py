@@ -16,6 +16,7 @@ FEW = {
     "smoke": "compiled bfloat16",
     "numerics": "hsdp, accumulate, uncompiled",
     "hazards": "late copies, uncompiled",
+    "around": "checkpoints, uncompiled",
     "speed": "2 x 2048",
     "memory": "8 x 4096, short, shardc, expandable True",
     "profiles": "",
