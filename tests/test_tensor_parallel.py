@@ -179,6 +179,37 @@ def test_vectors_that_lie_in_another_unit_than_their_matrices(mesh, way, paralle
     check_parity(seeded(Tiny), model, step, batch, grid["dp"])
 
 
+class Summed(Block):
+    """Its input is the same on all ranks, or a rank's part of a sum."""
+
+    def __init__(self, mesh, placement):
+        super().__init__(12, 20)
+        self.mesh, self.placement = mesh, placement
+
+    def forward(self, x):
+        placed = DTensor.from_local(x, self.mesh, [self.placement], run_check=False)
+        return super().forward(placed.redistribute(self.mesh, [Replicate()]).to_local())
+
+
+@on_ranks(2)
+def test_blocks_that_differ_in_placements_alone(mesh):
+    """They are not one body."""
+
+    def build(alike=False):
+        placements = [Replicate() if alike or index % 2 else Partial() for index in range(6)]
+        return nn.Sequential(*(Summed(mesh, each) for each in placements))
+
+    models = [fully_shard(seeded(build), mesh=mesh, units=Summed) for _ in range(2)]
+    alike, x = seeded(lambda: build(alike=True)), torch.ones(3, 12)
+    losses = [call(x).sum() for call in (models[0], compiled(models[1]), alike)]
+    assert not torch.equal(losses[0], losses[2])
+    torch.testing.assert_close(losses[1], losses[0])
+    losses[0].backward()
+    losses[1].backward()
+    for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        torch.testing.assert_close(full(ours.grad), full(theirs.grad))
+
+
 @on_ranks(4)
 def test_it_is_fsdp2_compiled(mesh):
     """The first gradients have the same bits; clipping sums its norm in another order."""

@@ -86,7 +86,8 @@ CASES: dict[str, Callable[[bool], dict[str, Any]]] = {
     **{
         f"late {late}, {way}": partial(check, way, late, OFFLOAD if late == "copies" else {})
         for late in ("nothing", "compute", "collectives", "copies")
-        for way in ("compiled", "executor", "uncompiled")
+        for way in ("compiled", "executor", "uncompiled", "graphs")
+        if (late, way) != ("copies", "graphs")
     },
     "sanitizer, uncompiled": partial(sanitize, "uncompiled"),
     "sanitizer, executor": partial(sanitize, "executor"),

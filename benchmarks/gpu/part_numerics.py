@@ -26,25 +26,31 @@ STRATEGIES = {
     "hsdp": Training(mesh=(2, 2)),
     "hsdp, accumulate": Training(mesh=(2, 2), accumulate=1),
     "tensor parallel": Training(mesh=(2,), tensor_parallel=2),
+    "own groups": Training(
+        mesh=(2,), controls=("set_separate_reduce_scatter_group", "set_separate_all_gather_group")
+    ),
+    "memory of NCCL": Training(
+        mesh=(2,), controls=("set_allocate_memory_from_process_group_for_comm",)
+    ),
     "float8 sent": Training(mesh=(2,), sharding={"mp_policy": SENT_SHORT}),
 }
-GRAPHS = ("default", "bfloat16", "hsdp", "tensor parallel")
-"""Strategies that CUDA graphs are tried with too."""
+MORE = {
+    "default": ["graphs", "rows"],
+    "bfloat16": ["graphs", "rows"],
+    "hsdp": ["graphs"],
+    "tensor parallel": ["graphs"],
+}
+"""Ways to run that some strategies are tried in too."""
 
 
-def check_with_either(training: Training, tiny: bool) -> dict[str, Any]:
-    """Over NCCL; over gloo where NCCL refuses several ranks on one GPU."""
+def check_strategy(training: Training, tiny: bool) -> dict[str, Any]:
+    """As `check`; what is offloaded is compared over gloo."""
     offloads = "offload_policy" in training.sharding
-    try:
-        backend = "cpu:gloo,cuda:nccl" if offloads else "nccl"
-        return {"backend": "nccl", **check(training, tiny, backend)}
-    except Exception as error:
-        print(error)
-        return {"backend": "gloo", **check(training, tiny, "gloo")}
+    return check(training, tiny, "cpu:gloo,cuda:nccl" if offloads else "nccl")
 
 
 CASES: dict[str, Callable[[bool], dict[str, Any]]] = {
-    f"{name}, {way}": partial(check_with_either, replace(training, way=way))
+    f"{name}, {way}": partial(check_strategy, replace(training, way=way))
     for name, training in STRATEGIES.items()
-    for way in ("compiled", "uncompiled", *(["graphs"] if name in GRAPHS else []))
+    for way in ("compiled", "uncompiled", *MORE.get(name, []))
 }

@@ -135,6 +135,7 @@ CASES: dict[str, Callable[[bool], dict[str, Any]]] = {
     "8 x 2048": partial(measure, ("shardc-tables", "fsdp2-blocks"), 8),
     "2 x 2048": partial(measure, ("shardc-tables", "fsdp2-blocks"), 2),
     "2 x 2048, graphs": partial(measure, ("shardc-tables", "shardc-graphs"), 2),
+    "8 x 2048, graphs": partial(measure, ("shardc-graphs",), 8),
     "8 x 2048, rows": partial(measure, ("shardc",), 8),
     "8 x 2048, uncompiled": partial(measure, ("shardc-eager", "fsdp2"), 8),
     "8 x 2048, blocks": partial(measure, ("shardc-blocks", "fsdp2-blocks"), 8),

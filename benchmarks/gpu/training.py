@@ -2,7 +2,7 @@
 
 import faulthandler
 import os
-import socket
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -44,11 +44,13 @@ class Training:
     """How a model is sharded and run.
 
     Attributes:
-        way: "compiled", "graphs" (CUDA's), "executor" (eager), "blocks" or "uncompiled".
+        way: "compiled", "graphs" (CUDA's), "rows" (of tables are fetched), "executor" (eager),
+            "blocks" or "uncompiled".
         mesh: its shape; one dim, or (replicate, shard).
         sharding: more arguments of `fully_shard`.
         accumulate: micro-batches without a reduction before the one with it.
         tensor_parallel: ranks that share a shard's layers, the last dim of the mesh.
+        controls: methods of the sharded model that are called with True.
     """
 
     way: str = "compiled"
@@ -56,6 +58,7 @@ class Training:
     sharding: Mapping[str, Any] = field(default_factory=dict)
     accumulate: int = 0
     tensor_parallel: int = 1
+    controls: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -83,6 +86,8 @@ def gradients(training: Training, rank: int, shape: peers.Shape) -> dict[str, fl
         rank, mesh = rank // training.tensor_parallel, mesh[names[:-1]]
     expected, loss = _unsharded(training, shape)
     fully_shard(model, mesh=mesh, units="auto", **training.sharding)
+    for name in training.controls:
+        getattr(model, name)(True, recurse=True)
     call = prepare(model, training.way)
     batches = _batches(training, shape, rank)
     times = []
@@ -109,6 +114,8 @@ def prepare(model: Any, way: str) -> Callable[..., Tensor]:
         model.compile(backend="shardc", options={"fallback": False})
     elif way == "graphs":
         model.compile(backend="shardc", mode="reduce-overhead")
+    elif way == "rows":
+        model.compile(backend="shardc", options={"fallback": False, "embedding_rows": True})
     elif way == "executor":
         model.compile(backend="shardc", options={"executor": "eager"})
     elif way == "blocks":
@@ -165,22 +172,23 @@ def on_ranks(count: int, backend: str, work: Callable[..., Any], *args: Any) -> 
     """
     context = mp.get_context("spawn")
     answers = context.SimpleQueue()
-    port = _free_port()
-    spawned = mp.spawn(
-        _serve, (count, backend, port, answers, work, args), nprocs=count, join=False
-    )
     found = {}
-    while len(found) < count:
-        while answers.empty():
-            spawned.join(timeout=0.1)  # raises what a rank raised
-        rank, answer = answers.get()
-        found[rank] = answer
-    spawned.join()
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = f"file://{folder}/store"
+        spawned = mp.spawn(
+            _serve, (count, backend, meeting, answers, work, args), nprocs=count, join=False
+        )
+        while len(found) < count:
+            while answers.empty():
+                spawned.join(timeout=0.1)  # raises what a rank raised
+            rank, answer = answers.get()
+            found[rank] = answer
+        spawned.join()
     return [found[rank] for rank in range(count)]
 
 
 def _serve(
-    rank: int, count: int, backend: str, port: int, answers: Any, work: Any, args: Any
+    rank: int, count: int, backend: str, meeting: str, answers: Any, work: Any, args: Any
 ) -> None:
     os.environ |= {
         "NCCL_HOSTID": f"rank{rank}",
@@ -189,12 +197,10 @@ def _serve(
         "NCCL_SOCKET_IFNAME": "lo",
         "GLOO_SOCKET_IFNAME": "lo",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic algorithms want it
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
     }
     faulthandler.dump_traceback_later(100)  # a case that hangs shows in its log where
     torch.cuda.set_device(0)
-    dist.init_process_group(backend, rank=rank, world_size=count)
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=count)
     answers.put((rank, work(rank, *args)))
     torch.cuda.synchronize()
     if WITHOUT_VALUES:  # NCCL waits for nobody there, and the first rank has the store
@@ -202,12 +208,6 @@ def _serve(
         os._exit(0)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def mesh_of(ranks: int) -> DeviceMesh:

@@ -13,7 +13,7 @@ operand or result of symbolic size. A write to an operand shows when the body is
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -124,13 +124,24 @@ def _is_plain(node: Node) -> bool:
         return False
     if compat.is_higher_order(node.target):
         return False
-    if callable(node.target) and _module(node.target).split(".")[0] not in _KNOWN:
-        return False  # its name does not identify the function
+    if not _is_named(node.target):
+        return False
     opens, closes = compat.region_nodes()
     switches = {compat.SET_GRAD_ENABLED, *opens, *closes, *compat.AUTOCAST}
     value = node.meta.get("example_value")
     numbers = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
     return node.target not in switches and not numbers
+
+
+def _is_named(target: object) -> bool:
+    """Whether a name identifies the target of a node; it does not identify a closure.
+
+    The Dynamo of torch 2.11 makes closures over the mesh and the placements of a DTensor.
+    """
+    if isinstance(target, str) or compat.is_op(target):
+        return True
+    name = getattr(target, "__qualname__", "")
+    return bool(name) and "<locals>" not in name and _module(target).split(".")[0] in _KNOWN
 
 
 class _Unknown(Exception):
@@ -180,7 +191,7 @@ class Name(str):
 def _target(node: Node) -> str:
     if isinstance(node.target, str) or compat.is_op(node.target):
         return f"{node.op} {node.target}"
-    return f"{node.op} {_module(node.target)}.{getattr(node.target, '__qualname__', '')}"
+    return f"{node.op} {_module(node.target)}.{cast(Any, node.target).__qualname__}"
 
 
 def _module(target: object) -> str:

@@ -71,17 +71,25 @@ def aot_cache(guest: Guest | None) -> Iterator[None]:
     together, and the libraries of their C++ kernels. The guest's keys cover the versions of our
     Python functions that graphs call.
     """
-    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+    from torch._functorch._aot_autograd import autograd_cache
     from torch._inductor import config
 
+    AOTAutogradCache = autograd_cache.AOTAutogradCache  # noqa: N806 -- a class
     if guest is None:
         with functorch_config().patch(enable_autograd_cache=False):
             yield
         return
     name_ptxas()
+    check_one = autograd_cache.check_cacheable
     names = ("try_load", "_lookup", "make_entry", "save")
     theirs = {name: getattr(AOTAutogradCache, name) for name in names}
     asked = False
+
+    def check_whole(gm: GraphModule) -> None:
+        """Also check the bodies that `gm` calls: the key does not tell meshes in them apart."""
+        for module in gm.modules():
+            if isinstance(module, GraphModule):
+                check_one(module)
 
     def try_load(mod: torch.nn.Module, *args: object, **kwargs: object) -> object:
         result = theirs["try_load"](mod, *args, **kwargs)
@@ -125,6 +133,7 @@ def aot_cache(guest: Guest | None) -> Iterator[None]:
     with (
         functorch_config().patch(enable_autograd_cache=True, bundled_autograd_cache=True),
         config.patch(cacheable),
+        mock.patch.object(autograd_cache, "check_cacheable", check_whole),
         _stable_keys(),
         remembering_probes(),
         noting_libraries(cache_folder()) as libraries,
