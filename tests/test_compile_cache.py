@@ -456,8 +456,15 @@ _JOB = """
     from torch.distributed.device_mesh import init_device_mesh
     from shardc import fully_shard
 
+    class Cut(nn.Sequential):  # in pieces, which the runtime gathers for
+        def forward(self, x):
+            x = self[0](x)
+            torch._dynamo.graph_break()
+            return self[1](x)
+
     def build():
-        model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(2)))
+        kind = Cut if "CUT" in os.environ else nn.Sequential
+        model = kind(*(nn.Linear(6, 6, bias=False) for _ in range(2)))
         return model, (torch.empty(3, 6),)
 
     def train(mesh):  # all graphs of a job; how many were found, and how many compiled
@@ -496,17 +503,20 @@ def _precompiled(folder, *options, **environment):
     return said["compiled"], said["found"]
 
 
-def test_a_precompiled_job_compiles_nothing(folder):
-    scalar = {"TORCHINDUCTOR_VEC_ISA_OK": "0"}  # or each process tries what the compiler can
-    assert _precompiled(folder, **scalar) == (2, 0)
-    assert _precompiled(folder, "--accumulation", **scalar) == (2, 2)
+@pytest.mark.parametrize("cut", [{}, {"CUT": "1"}], ids=["whole", "cut"])
+def test_a_precompiled_job_compiles_nothing(folder, cut):
+    scalar = {"TORCHINDUCTOR_VEC_ISA_OK": "0", **cut}  # or each process tries what it can
+    graphs = 4 if cut else 2
+    assert _precompiled(folder, **scalar) == (graphs, 0)
+    found = _precompiled(folder, "--accumulation", **scalar)
+    assert found[1] == graphs
     env = os.environ | {"REPORTS": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache"} | scalar
     env.pop("OMP_NUM_THREADS", None)  # torchrun sets it for the job
     job = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
            "--standalone", "--master-port=0", "job.py"]  # fmt: skip
     done = subprocess.run(job, env=env, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert [Path(folder, rank).read_text() for rank in "01"] == ["4 0"] * 2
+    assert [Path(folder, rank).read_text() for rank in "01"] == [f"{sum(found)} 0"] * 2
 
 
 @on_ranks(4)

@@ -35,6 +35,7 @@ def measure(
     if budget is not None and not tiny:
         options["memory_budget"] = budget
     call = peers.PEERS[name](model, mesh, policy=BF16, **options)
+    torch.cuda.empty_cache()  # of the whole model, before it was sharded
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.randint(shape.vocab, (shape.batch, shape.length), device="cuda")
     for step in range(4):

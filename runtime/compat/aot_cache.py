@@ -5,6 +5,7 @@ the code around them. Its key covers the graph, the inputs, the settings and the
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 from unittest import mock
@@ -154,12 +155,19 @@ def _stable_keys() -> Iterator[None]:
     an attribute "torch": the key would depend on the modules that a process has imported. A key
     holds the name alone. An entry holds the memory format, because a backward compares with it. A
     key leaves out the index of the process's own GPU; a loaded entry is moved to the own GPU.
+    A key leaves out whether shapes are dynamic, which torch infers from the first input without
+    values: `precompile` gives all inputs so, a job few. Sizes are in the key by themselves.
     """
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCachePickler as Pickler
+    from torch._functorch._aot_autograd.schemas import AOTConfig
 
     dumps = Pickler.dumps
 
     def stable_dumps(self: Any, value: object) -> bytes:
+        reduce = self.dispatch_table[AOTConfig]
+        self.dispatch_table[AOTConfig] = lambda config: reduce(
+            dataclasses.replace(config, dynamic_shapes=False)
+        )
         self.dispatch_table[torch.memory_format] = lambda known: (str, (str(known),))
         own = own_gpu()
         if own is None:

@@ -117,8 +117,8 @@ class Case:
         way: a name in `training.WAYS`.
         precision: a name in PRECISIONS.
         root: the model itself is a unit, its `reshard_after_forward` as in `Unit`.
-        made: how units are made: by "calls" of `fully_shard`, by a "policy" given to it, or by
-            its own choice ("auto").
+        made: how units are made: by "calls" of `fully_shard`, by a "policy" given to it, by its
+            own choice ("auto"), or so as for a GPU, with vectors in the outermost unit ("apart").
         start: where the sharded model's values come from: "meta" (built without, then loaded),
             "sync" (from rank 0), or "" (the same on all ranks).
         split: units are split into several buckets where they can.

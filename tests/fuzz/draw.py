@@ -35,7 +35,7 @@ def _case(chance: Choice) -> Case:
     count = chance.choice([1, 2, 2, 3, 3, 4] if not small else [1, 2])
     blocks = tuple(_block(chance, depth=0, plain=plain) for _ in range(count))
     root = None if plain and chance.random() < 0.06 else _unit(chance)
-    made = _weighted(chance, calls=70, policy=22, auto=8) if root else "calls"
+    made = _weighted(chance, calls=64, policy=20, auto=6, apart=10) if root else "calls"
     replicas = chance.choice(divisors) if chance.random() < 0.3 else 0
     return Case(
         world=world,
@@ -165,7 +165,7 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     ),
     "output_dtype of inner units, whose followers compute in param_dtype": lambda case: (
         "output" in case.precision
-        and (case.made == "auto" or _any(case, lambda b: b.unit is not None))
+        and (case.made in ("auto", "apart") or _any(case, lambda b: b.unit is not None))
     ),
     "torch: a checkpoint without states of unused parameters is not loaded": lambda case: (
         any(step.then == "reload" for step in case.steps)

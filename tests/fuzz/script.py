@@ -196,7 +196,7 @@ def _ties(case: Case) -> list[str]:
 def _is_open(used: str, user: str, case: Case) -> bool:
     """Whether the parameters of block `used` are gathered while block `user` runs uncompiled: those
     of units around it are; another unit's are not, as in FSDP2."""
-    if case.made == "auto":
+    if case.made in ("auto", "apart"):
         return False
     units = [path for path, block in paths(case.blocks) if block.unit]
     around = [path for path in units if f"{used}.".startswith(f"{path}.")]
@@ -222,14 +222,25 @@ def _shard(case: Case) -> str:
     lines = ["def shard(model, mesh):"]
     if case.hierarchical:
         lines.append("    mesh = shardc.hierarchical_mesh(2)")
-    if case.split:
-        lines.append("    shardc.set_profile(QUICK)")
+    apart = case.made == "apart"
+    if case.split or apart:
+        lines.append(f"    shardc.set_profile({'QUICK' if case.split else repr(_GPU)})")
+    if apart:
+        lines += [
+            "    unit_plan = shardc.sharding.unit_plan",
+            "    large, unit_plan._LARGE = unit_plan._LARGE, 1",
+        ]
     lines += _UNITS[case.made](case, options)
-    if case.split:
+    if apart:
+        lines.append("    unit_plan._LARGE = large")
+    if case.split or apart:
         lines.append("    shardc.set_profile(None)")
     text = "\n".join([*lines, "    return model"])
     return f"{QUICK}\n\n\n{text}" if case.split else text
 
+
+_GPU = "h100-nvlink"
+"""The profile of a device with memory of its own."""
 
 QUICK = """from shardc.passes.estimate.hardware import Link
 
@@ -279,7 +290,9 @@ def _units_by_size(case: Case, options: str) -> list[str]:
     return [f'    fully_shard(model, {options}{root}, units="auto")']
 
 
-_UNITS = {"calls": _units, "policy": _units_by_policy, "auto": _units_by_size}
+_UNITS = {
+    "calls": _units, "policy": _units_by_policy, "auto": _units_by_size, "apart": _units_by_size,
+}  # fmt: skip
 
 
 def _reshard_value(unit: Unit, case: Case) -> bool | int | None:
