@@ -75,7 +75,7 @@ def aot_cache(guest: Guest | None) -> Iterator[None]:
     from torch._functorch._aot_autograd import autograd_cache
     from torch._inductor import config
 
-    AOTAutogradCache = autograd_cache.AOTAutogradCache  # noqa: N806 -- a class
+    AOTAutogradCache = autograd_cache.AOTAutogradCache
     if guest is None:
         with functorch_config().patch(enable_autograd_cache=False):
             yield
