@@ -26,6 +26,7 @@ from models import (
 )
 from ranks import mesh_of, on_ranks
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed import fsdp
 from torch.distributed.tensor import (
     DTensor,
@@ -41,6 +42,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from shardc import ShardTensor, fully_shard, strict
 
@@ -208,6 +210,24 @@ def test_blocks_that_differ_in_placements_alone(mesh):
     losses[1].backward()
     for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
         torch.testing.assert_close(full(ours.grad), full(theirs.grad))
+
+
+class Checkpointed(Block):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@on_ranks(2)
+def test_a_graph_with_a_mesh_inside_a_checkpoint_is_not_kept(mesh):
+    """The key of a graph does not tell the meshes of ranks apart; also what is inside counts."""
+    grid = grid_of(1, 2)
+    model = seeded(lambda: nn.Sequential(Checkpointed(12, 20)))
+    parallelize_module(model, grid["tp"], {"0.up": ColwiseParallel(), "0.down": RowwiseParallel()})
+    fully_shard(model, mesh=grid["dp"])
+    counters.clear()
+    compiled(model, "inductor")(torch.ones(3, 12)).sum().backward()
+    found = counters["aot_autograd"]
+    assert (found["autograd_cache_bypass"], found["autograd_cache_saved"]) == (1, 0)
 
 
 @on_ranks(4)
