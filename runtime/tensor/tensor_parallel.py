@@ -230,7 +230,8 @@ def restore_ties(modules: Sequence[torch.nn.Module]) -> None:
         for module in root.modules():
             for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
                 if hasattr(param, "_shardc_became"):
-                    module._parameters[name] = param._shardc_became
+                    # Our own `register_parameter` refuses a parameter of another unit.
+                    torch.nn.Module.register_parameter(module, name, param._shardc_became)
     before_steps.call(Turn.REPLACED, _refuse_replaced, once=True, compiled=True)
     before_steps.call_again(Turn.REPLACED)
 
