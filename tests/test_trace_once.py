@@ -10,13 +10,15 @@ from models import Gated, Stack, check_parity, compiled, full, seeded, shard_all
 from ranks import on_ranks
 from torch import nn
 from torch._inductor.utils import fresh_cache
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
 
 from shardc import explain
 from shardc.backend import compile as backend
 from shardc.backend.graph_plan import joint_listeners
 from shardc.passes.nodes import module_of, moved_by
-from shardc.passes.repeat.repeated_calls import FEWEST_CALLS
+from shardc.passes.repeat.repeated_calls import FEWEST_CALLS, SMALLEST, read_call
 from shardc.passes.repeat.trace_once import Calls
 from shardc.planning import plan_step
 from shardc.runtime import compat
@@ -413,3 +415,29 @@ def test_regions_leave_no_trace_on_classes(monkeypatch):
     (cls,), ((forward, marks),) = classes, before
     assert "forward" not in vars(cls)
     assert cls.forward is forward and vars(forward) == marks
+
+
+def test_a_closure_is_not_known_by_its_name():
+    """Dynamo of torch 2.11 hides the mesh and the placements of a DTensor in one."""
+
+    def scaled(by):
+        def scale(x):
+            return x * by
+
+        scale.__module__ = "torch.nn"
+        return scale
+
+    def graph_of(target):
+        with FakeTensorMode():
+            value = torch.ones(3)
+        graph = Graph()
+        nodes = [graph.placeholder("x")]
+        for _ in range(SMALLEST):
+            nodes.append(graph.call_function(target, (nodes[-1],)))
+        graph.output(nodes[-1])
+        for node in nodes:
+            node.meta["example_value"] = value
+        return nodes[1:]
+
+    assert read_call(graph_of(torch.relu)) is not None
+    assert read_call(graph_of(scaled(2))) is None
