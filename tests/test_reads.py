@@ -1,6 +1,7 @@
 """Ways to read a parameter other than `self.weight`, and to give a module other values."""
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from ranks import on_ranks
 from torch import nn
 
 from shardc import MixedPrecisionPolicy, ShardTensor, fully_shard
+from shardc.backend.graph_plan import graph_plans
+from shardc.runtime import compat
 
 
 def compiled_in(way, model):
@@ -335,3 +338,31 @@ def test_function_transforms_of_a_functional_call(mesh, way):
         with pytest.raises(NotImplementedError, match="'weight' of Linear was given one: give"):
             torch.func.grad(loss)(sharded, batch(0)["x"])
     check_parity(_models(mesh, False)[0], model, model, batch, mesh)
+
+
+@on_ranks(1)
+def test_dynamo_walks_through_stored_parameters(mesh):
+    """It does in a module's forward, with torch 2.11: a gather would not be the graph's."""
+    kinds = []
+
+    def read(self, x):
+        kinds.append({type(p) for p in self.parameters()})
+        with mock.patch.object(compat, "compile_id", lambda: (0, 0)):
+            kinds.append({type(p) for p in self.parameters()})
+        return x
+
+    model = fully_shard(seeded(lambda: Model(read)), mesh=mesh)
+    model(**batch(0))
+    assert ShardTensor not in kinds[0] and kinds[1] == {ShardTensor}
+
+
+@on_ranks(2)
+def test_a_whole_graph_gathers_for_itself(mesh):
+    """It is given nothing that the runtime has gathered."""
+    model = seeded(lambda: Model(_penalty))
+    fully_shard(model.block, mesh=mesh)
+    model = compiled_in("whole", fully_shard(model, mesh=mesh))
+    graph_plans.clear()
+    model(**batch(0))
+    sent = " ".join(label for plan in graph_plans for label in plan.collectives)
+    assert "block: all_gather" in sent and "Model: all_gather" in sent, sent

@@ -129,7 +129,7 @@ class Parameters(dict[str, nn.Parameter | None]):
             return True
         for slot in self._shardc_slots.values():  # an optimizer's step walks through all modules
             bucket = slot.bucket
-            if bucket is None or (bucket.gathered.depth > 0 and not suspends_gradients()):
+            if bucket is None or (bucket.gathered.depth > 0 and not _gives_stored()):
                 return True
         return False
 
@@ -139,7 +139,7 @@ class Parameters(dict[str, nn.Parameter | None]):
         if slot is None or slot.bucket is None:
             return self[name]
         if not torch.compiler.is_dynamo_compiling():
-            return super().__getitem__(name) if suspends_gradients() else self[name]
+            return super().__getitem__(name) if _gives_stored() else self[name]
         if slot.is_shared:
             compat.stop_compiling(
                 f"'{name}' of {self._shardc_class.__name__} is shared by several modules, and "
@@ -230,6 +230,15 @@ def refuse_removing(cls: type, name: str) -> NoReturn:
     raise NotImplementedError(
         f"'{name}' of {cls.__name__} is sharded and cannot be removed; remove it before fully_shard"
     )
+
+
+def _gives_stored() -> bool:
+    """Whether a walk inside a forward gives the stored parameters.
+
+    Dynamo itself walks through a module that it traces, and needs no values: a gather would be the
+    runtime's, and the graph would take what it gathered.
+    """
+    return suspends_gradients() or compat.compile_id() is not None
 
 
 @compat.inline_only
