@@ -235,8 +235,8 @@ def refuse_removing(cls: type, name: str) -> NoReturn:
 def _gives_stored() -> bool:
     """Whether a walk inside a forward gives the stored parameters.
 
-    Dynamo itself walks through a module that it traces, and needs no values: a gather would be the
-    runtime's, and the graph would take what it gathered.
+    Dynamo itself walks through a module that it traces, and needs no values. The runtime would
+    gather for such a walk, and the graph would take the gathered parameters.
     """
     return suspends_gradients() or compat.compile_id() is not None
 
