@@ -63,7 +63,7 @@ class Training:
     @property
     def ranks(self) -> int:
         """How many there are."""
-        return torch.Size(self.mesh).numel() * self.tensor_parallel
+        return self.sees * self.tensor_parallel
 
     @property
     def sees(self) -> int:
@@ -77,13 +77,13 @@ def gradients(training: Training, rank: int, shape: peers.Shape) -> dict[str, fl
     model = peers.Model(shape).cuda()
     start = time.perf_counter()
     names = ("replicate", "shard")[-len(training.mesh) :]
-    sizes = training.mesh
-    if training.tensor_parallel > 1:
-        names, sizes = (*names, "tensor"), (*sizes, training.tensor_parallel)
-    mesh = init_device_mesh("cuda", sizes, mesh_dim_names=names)
-    if training.tensor_parallel > 1:
-        _parallelize(model, mesh["tensor"])
-        rank, mesh = rank // training.tensor_parallel, mesh[names[:-1]]
+    if training.tensor_parallel == 1:
+        mesh = init_device_mesh("cuda", training.mesh, mesh_dim_names=names)
+    else:
+        sizes = (*training.mesh, training.tensor_parallel)
+        whole = init_device_mesh("cuda", sizes, mesh_dim_names=(*names, "tensor"))
+        _parallelize(model, whole["tensor"])
+        rank, mesh = rank // training.tensor_parallel, whole[names]
     expected, loss = _unsharded(training, shape)
     fully_shard(model, mesh=mesh, units="auto", **training.sharding)
     for name in training.controls:

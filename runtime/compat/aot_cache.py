@@ -159,15 +159,13 @@ def _stable_keys() -> Iterator[None]:
     values: `precompile` gives all inputs so, a job few. Sizes are in the key by themselves.
     """
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCachePickler as Pickler
-    from torch._functorch._aot_autograd.schemas import AOTConfig
 
-    dumps = Pickler.dumps
+    dumps, reduce_config = Pickler.dumps, Pickler._reduce_aot_config
+
+    def stable_config(self: Any, config: Any) -> object:
+        return reduce_config(self, dataclasses.replace(config, dynamic_shapes=False))
 
     def stable_dumps(self: Any, value: object) -> bytes:
-        reduce = self.dispatch_table[AOTConfig]
-        self.dispatch_table[AOTConfig] = lambda config: reduce(
-            dataclasses.replace(config, dynamic_shapes=False)
-        )
         self.dispatch_table[torch.memory_format] = lambda known: (str, (str(known),))
         own = own_gpu()
         if own is None:
@@ -177,7 +175,10 @@ def _stable_keys() -> Iterator[None]:
         pickled: bytes = dumps(self, value)  # contains the code of the graph
         return with_index(pickled.decode("latin-1"), own, "own").encode("latin-1")
 
-    with mock.patch.object(Pickler, "dumps", stable_dumps):
+    with (
+        mock.patch.object(Pickler, "_reduce_aot_config", stable_config),
+        mock.patch.object(Pickler, "dumps", stable_dumps),
+    ):
         yield
 
 
