@@ -159,10 +159,11 @@ def _stable_keys() -> Iterator[None]:
     values: `precompile` gives all inputs so, a job few. Sizes are in the key by themselves.
     """
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCachePickler as Pickler
+    from torch._functorch._aot_autograd.schemas import AOTConfig
 
     dumps, reduce_config = Pickler.dumps, Pickler._reduce_aot_config
 
-    def stable_config(self: Any, config: Any) -> object:
+    def stable_config(self: Pickler, config: AOTConfig) -> object:
         return reduce_config(self, dataclasses.replace(config, dynamic_shapes=False))
 
     def stable_dumps(self: Any, value: object) -> bytes:
