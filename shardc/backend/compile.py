@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.fx import GraphModule
 
-from shardc.backend.compile_cache import CompileCache
+from shardc.backend.compile_cache import cache_of
 from shardc.backend.frames import with_room_for_frames
 from shardc.backend.graph_plan import (
     CompilePlan,
@@ -21,13 +21,7 @@ from shardc.backend.graph_plan import (
     distinct_labels,
     number_units,
 )
-from shardc.backend.lowering import (
-    Run,
-    run_eagerly,
-    settings_of_plan,
-    with_executor,
-    with_inductor,
-)
+from shardc.backend.lowering import Run, lower, settings_of_plan
 from shardc.backend.options import Options
 from shardc.backend.reads import agree_on_reads, telling_buckets
 from shardc.backend.recompiled import why_again
@@ -35,7 +29,6 @@ from shardc.backend.regional import buckets_of_the_runtime, giving, with_taken
 from shardc.backend.stages import PASSES, Stages
 from shardc.passes import pipeline
 from shardc.passes.context import PassContext
-from shardc.passes.dump import is_wanted
 from shardc.passes.repeat.trace_once import Calls, call_once
 from shardc.passes.rewrite.insert_unshard import slots_read
 from shardc.passes.rewrite.take_gathered import taken_by
@@ -108,17 +101,10 @@ def compile_graph(
 
         # AOT autograd makes the joint graph, and a forward and a backward, which are lowered.
         inputs = with_taken(example_inputs, taken)
-        if parsed.executor == "eager":
-            compiled = with_executor(gm, inputs, plan, run or run_eagerly)
-        elif run is not None:
-            compiled = with_inductor(gm, inputs, plan, mode, run)
-        else:
-            cache = CompileCache(plan, together, alone, _hints(inputs))
-            wanted = _can_cache(plan)
-            if not wanted:
-                cache.bypassed()
-            with cache.waited_for():
-                compiled = with_inductor(gm, inputs, plan, mode, cache=cache if wanted else None)
+        with cache_of(plan, run is None, together, alone, _hints(inputs)) as cache:
+            if cache is None:
+                plan.trace_bodies(gm)  # else the cache traces them, if it has no such graph
+            compiled = lower(gm, inputs, plan, mode, run, cache)
         plan.bodies = Calls()  # a loaded graph has not inlined the bodies
 
         # Each call reads the buckets, and its backward tells them the slots that it differentiates.
@@ -127,18 +113,6 @@ def compile_graph(
             slots_of = plan.joint.slots_of
             reads = [replace(read, slots=slots_of(read.position, read.slots)) for read in reads]
         return telling_buckets(giving(compiled, taken), reads)
-
-
-# -- the cache -----------------------------------------------------------------------------------
-
-
-def _can_cache(plan: CompilePlan) -> bool:
-    """Whether the graphs of a plan may come from disk: no dump is wanted, and all passes are ours.
-
-    A graph that calls objects of the user by a number of this process is compiled anew.
-    """
-    named = any(bucket.key.reading_code().names_objects for bucket in plan.buckets.values())
-    return compat.can_cache() and pipeline.is_own() and not is_wanted() and not named
 
 
 def _hints(inputs: Sequence[Any]) -> str:

@@ -29,7 +29,9 @@ from shardc.backend.agreements import Agreed
 from shardc.backend.graph_plan import CompilePlan, GraphPlan
 from shardc.backend.options import Options
 from shardc.backend.stages import RANKS
+from shardc.passes import pipeline
 from shardc.passes.context import Kept
+from shardc.passes.dump import is_wanted
 from shardc.passes.rewrite.used_slots import Differentiated
 from shardc.runtime import compat
 from shardc.runtime.watch.agreement import Statement
@@ -155,14 +157,10 @@ class CompileCache:
                 content = found and found[1]
             self._hand_over.give(content)
 
-    @contextlib.contextmanager
-    def waited_for(self) -> Iterator[None]:
-        """A context around the compile: if it ends without an entry, the ranks that wait go on."""
-        try:
-            yield
-        finally:
-            if self._hand_over is not None:
-                self._hand_over.give(None)
+    def give_up(self) -> None:
+        """Let the ranks that wait for the entry go on, if none was handed over."""
+        if self._hand_over is not None:
+            self._hand_over.give(None)
 
     def _compare(self, note: str) -> frozenset[str]:
         """The notes of all ranks that come to the graph together."""
@@ -186,6 +184,36 @@ class CompileCache:
         compat.wrap_entry(entry, *wraps)
         self.plan.stages.load()
         return found
+
+
+@contextlib.contextmanager
+def cache_of(
+    plan: CompilePlan, lowers: bool, group: dist.ProcessGroup | None, alone: bool, hints: str
+) -> Iterator[CompileCache | None]:
+    """A context around a compile: the cache to look in, or None where graphs are not kept.
+
+    Only graphs that Inductor `lowers` are kept; the other ranks are told that a graph is not kept.
+    """
+    if not lowers or plan.options.executor != "inductor":
+        yield None
+        return
+    cache = CompileCache(plan, group, alone, hints)
+    keeps = _can_keep(plan)
+    if not keeps:
+        cache.bypassed()
+    try:
+        yield cache if keeps else None
+    finally:
+        cache.give_up()
+
+
+def _can_keep(plan: CompilePlan) -> bool:
+    """Whether the graphs of a plan may come from disk: no dump is wanted, and all passes are ours.
+
+    A graph that calls objects of the user by a number of this process is compiled anew.
+    """
+    named = any(bucket.key.reading_code().names_objects for bucket in plan.buckets.values())
+    return compat.can_cache() and pipeline.is_own() and not is_wanted() and not named
 
 
 def naming_ranks(compiled: Any, groups: list[str], replayed: list[str]) -> Any:

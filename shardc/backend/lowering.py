@@ -44,11 +44,26 @@ Run = Callable[[GraphModule], BoxedGraph]
 """Makes a finished graph callable."""
 
 
-def with_executor(
+def lower(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    plan: CompilePlan,
+    mode: str | None,
+    run: Run | None = None,
+    cache: CompileCache | None = None,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph; `run`, if given, makes its forward and backward callable.
+
+    With a `cache`, AOT autograd looks for the graph there first.
+    """
+    if plan.options.executor == "eager":
+        return _with_executor(gm, inputs, plan, run or run_eagerly)
+    return _with_inductor(gm, inputs, plan, mode, run, cache)
+
+
+def _with_executor(
     gm: GraphModule, inputs: Sequence[Any], plan: CompilePlan, run: Run
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph without Inductor; `run` makes its forward and backward callable."""
-
     def compile_one(phase: str, graph: GraphModule, _: Sequence[Any]) -> Any:
         plan.bodies.inline(graph)
         return run(_finish_graph(plan, graph, phase)[0])
@@ -58,23 +73,18 @@ def with_executor(
         _finish_halves(plan, *graphs)
         return graphs
 
-    plan.trace_bodies(gm)
     forward, backward = (partial(compile_one, phase) for phase in ("forward", "backward"))
     return compat.compile_aot(gm, inputs, forward, backward, partition)
 
 
-def with_inductor(
+def _with_inductor(
     gm: GraphModule,
     inputs: Sequence[Any],
     plan: CompilePlan,
     mode: str | None,
-    run: Run | None = None,
-    cache: CompileCache | None = None,
+    run: Run | None,
+    cache: CompileCache | None,
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph by Inductor; `run`, if given, lowers the graphs in place of Inductor.
-
-    With a `cache`, AOT autograd looks for the graph there first.
-    """
     patches = settings_of_plan(plan, mode)
     patches[compat.JOINT_PASS] = compat.joint_pass(
         partial(_finish_joint, plan),
@@ -89,8 +99,6 @@ def with_inductor(
         )
     if plan.bodies:
         compat.before_joint_passes(patches, plan.bodies.inline_unfinished)
-    if cache is None:
-        plan.trace_bodies(gm)
 
     def inner_compile(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         phase = "backward" if kwargs.get("is_backward") else "forward"
