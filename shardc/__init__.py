@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardc.backend.precompile import precompile as precompile
     from shardc.backend.warmup import warmup as warmup
     from shardc.calibration import calibrate as calibrate
+    from shardc.integrations.as_fsdp2 import as_fsdp2 as as_fsdp2
     from shardc.optim.whole_tensor import WholeTensorOptimizer as WholeTensorOptimizer
     from shardc.passes.estimate.hardware import Profile as Profile
     from shardc.passes.estimate.hardware import get_profile as get_profile
@@ -66,6 +67,7 @@ _HOMES = {
     "shardc.backend.precompile": "Precompiled precompile",
     "shardc.backend.warmup": "warmup",
     "shardc.calibration": "calibrate",
+    "shardc.integrations.as_fsdp2": "as_fsdp2",
     "shardc.optim.whole_tensor": "WholeTensorOptimizer",
     "shardc.passes.estimate.hardware": "Profile get_profile set_profile",
     "shardc.planning.explain": "explain",

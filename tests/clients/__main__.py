@@ -1,0 +1,45 @@
+"""The table of docs/integrations/unchanged.md: codebases written for FSDP2, trained by shardc.
+
+PYTHONPATH=tests python -m clients            # prints it, minutes; needs the extra `test`
+PYTHONPATH=tests python -m clients --write    # puts it into the page
+PYTHONPATH=tests python -m clients TEXT ...   # the clients whose names contain a text
+"""
+
+import sys
+from pathlib import Path
+
+from tabulate import tabulate
+from tqdm import tqdm
+
+from clients import CLIENTS, Client, faults, run
+
+PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "unchanged.md"
+BEGIN, END = "<!-- python -m clients: begin -->", "<!-- python -m clients: end -->"
+
+
+def row(name: str, client: Client) -> dict[str, str]:
+    """The row of a client."""
+    if not client.is_there:
+        return {"client": name, "version": "not installed"}
+    wanted = run(client, by_shardc=False)
+    found = faults(client, run(client, by_shardc=True), wanted)
+    if client.compiles:
+        compiled = faults(client, run(client, "compiled", by_shardc=True), wanted)
+        found["the same, compiled"] = "; ".join(filter(None, compiled.values()))
+    return {"client": name, "version": client.version} | {k: v or "yes" for k, v in found.items()}
+
+
+def main(asked: list[str]) -> None:
+    texts = [each for each in asked if each != "--write"]
+    chosen = {n: c for n, c in CLIENTS.items() if not texts or any(t in n for t in texts)}
+    rows = [row(name, client) for name, client in tqdm(chosen.items(), unit="client")]
+    table = tabulate(rows, headers="keys", tablefmt="github", missingval="-")
+    if "--write" not in asked:
+        print(table)
+        return
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
