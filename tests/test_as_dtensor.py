@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardc import FlatShard, ShardTensor, fully_shard, hybrid_mesh
+from shardc import FlatShard, ShardTensor, describe, fully_shard, hybrid_mesh
 
 
 class Heads(nn.Module):
@@ -45,6 +45,32 @@ class Heads(nn.Module):
 # -- what it says of itself ------------------------------------------------------------------------
 
 
+@on_ranks(2)
+def test_a_part_is_whole_rows_unless_these_would_need_more_padding(mesh):
+    plain = seeded(lambda: nn.ModuleDict({"even": nn.Linear(16, 9), "odd": nn.Linear(331, 7)}))
+    model = copy.deepcopy(plain)
+    for module in model.values():
+        fully_shard(module, mesh=mesh)
+    even, odd = model["even"].weight, model["odd"].weight
+    for p, row in ((even, 16), (odd, 0), (model["even"].bias, 0)):
+        (placement,) = p.placements
+        assert placement.row == pickle.loads(pickle.dumps(placement)).row == row
+        assert ("rows of 16" in str(placement)) == (row == 16)
+        assert p.to_local().shape == p._local_tensor.shape == p.detach().to_local().shape
+        assert p.to_local().dim() == (2 if row else 1)
+    assert (len(even._boxes()), len(odd._boxes())) == (1, 2)
+    start, stop = (end // 16 for end in even._shard_spec.interval())
+    assert 0 < stop - start < 9 and torch.equal(even.to_local(), plain["even"].weight[start:stop])
+    (even.to_local() * 2).sum().backward()
+    assert torch.equal(even.grad.to_local(), torch.full((stop - start, 16), 2.0))
+    again = DTensor.from_local(
+        even.to_local(), mesh, even.placements, shape=even.shape, stride=even.stride()
+    )
+    assert torch.equal(again.full_tensor(), plain["even"].weight)
+    assert "cut inside rows" not in describe(model["even"])
+    assert "cut inside rows" in describe(model) and describe(model).endswith(": odd.weight.")
+
+
 @on_ranks(2, 3)
 def test_it_passes_as_a_dtensor(mesh):
     plain = seeded(Heads)
@@ -57,7 +83,8 @@ def test_it_passes_as_a_dtensor(mesh):
         assert type(flat) is FlatShard and (flat.is_shard(), flat.is_partial()) == (False, False)
         parts = [torch.empty(0)] * mesh.size()
         dist.all_gather_object(parts, p._local_tensor.detach())
-        assert torch.equal(torch.cat(parts), dict(plain.named_parameters())[name].flatten())
+        whole = dict(plain.named_parameters())[name]
+        assert torch.equal(torch.cat(parts), whole if flat.row else whole.flatten())
         ranks: list = [None] * mesh.size()
         dist.all_gather_object(ranks, pickle.dumps((flat.offset, flat.segment, flat.numel)))
         assert len(set(ranks)) == 1

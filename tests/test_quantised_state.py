@@ -124,7 +124,7 @@ def to_another_world_size(mesh, kind, path):
                 large = p.numel() >= 4096 and state.to_local().numel() > 0
                 assert isinstance(state.to_local(), BlockState) == large, name
                 assert type(wanted[key].to_local()) is torch.Tensor and want.any()
-                found = full(ShardTensor(state.to_local() + 0, state.shape, state._shard_spec))
+                found = full(ShardTensor(state._local + 0, state.shape, state._shard_spec))
                 assert (found - want).abs().max() <= ERRORS[kind] * want.abs().max(), name
             assert theirs.state[p]["step"] == 2
         set_gradients(other, model(), 3, mesh)

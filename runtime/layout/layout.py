@@ -54,8 +54,7 @@ class Param:
 
     @property
     def row(self) -> int:
-        """Elements between two neighbours along dim 0 (1 for vectors, scalars, empty tensors)."""
-        return max(1, math.prod(self.shape[1:]))
+        return row_of(self.shape)
 
 
 @dataclass(frozen=True)
@@ -122,6 +121,15 @@ class BucketLayout:
         """Padding as a share of the whole bucket (0 for an empty one)."""
         return self.padding / self.numel if self.numel else 0.0
 
+    @property
+    def cut_inside_rows(self) -> list[str]:
+        """The names of parameters that some rank boundary cuts inside a row."""
+        return [
+            slot.name
+            for slot in self.slots
+            if not has_whole_rows(slot.start, slot.numel, self.segment, row_of(slot.shape))
+        ]
+
     def split_sizes(self) -> Iterator[tuple[int, int | None]]:
         """The bucket as consecutive pieces: (elements, slot index, or None for padding)."""
         cursor = 0
@@ -132,6 +140,11 @@ class BucketLayout:
             cursor = slot.stop
         if self.numel > cursor:
             yield self.numel - cursor, None
+
+
+def row_of(shape: Sequence[int]) -> int:
+    """Elements between two neighbours along dim 0 (1 for vectors, scalars, empty tensors)."""
+    return max(1, math.prod(shape[1:]))
 
 
 def interval(start: int, numel: int, segment: int, rank: int) -> tuple[int, int]:
@@ -346,14 +359,16 @@ def _place(params: Sequence[Param], align: int, segment: int | None) -> tuple[li
 
 def _cut_rows(params: Sequence[Param], starts: Sequence[int], segment: int) -> int:
     """The number of parameters that some rank boundary cuts inside a row."""
-    cut = 0
-    for param, start in zip(params, starts, strict=True):
-        if param.row == 1 or not param.numel:
-            continue
-        first = round_up(start + 1, segment)
-        last = (start + param.numel - 1) // segment * segment
-        if first > last:
-            continue
-        misplaced = (first - start) % param.row or (first != last and segment % param.row)
-        cut += bool(misplaced)
-    return cut
+    return sum(
+        not has_whole_rows(start, param.numel, segment, param.row)
+        for param, start in zip(params, starts, strict=True)
+    )
+
+
+def has_whole_rows(start: int, numel: int, segment: int, row: int) -> bool:
+    """Whether no rank boundary cuts a parameter at bucket offset `start` inside a row."""
+    if row == 1 or not numel:
+        return True
+    first = round_up(start + 1, segment)
+    last = (start + numel - 1) // segment * segment
+    return first > last or not ((first - start) % row or (first != last and segment % row))

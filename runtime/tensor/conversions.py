@@ -40,7 +40,7 @@ def to_local(tensor: Sharded, grad_placements: Sequence[Placement] | None) -> Te
         )
     if torch.is_grad_enabled() and tensor.requires_grad:
         return _ToLocal.apply(tensor)
-    return tensor._local
+    return tensor._local_tensor
 
 
 def full_tensor(tensor: Sharded, grad_placements: Sequence[Placement] | None) -> Tensor:
@@ -121,12 +121,13 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: compat.FunctionContext, tensor: Sharded) -> Tensor:
         ctx.shape, ctx.spec = tuple(tensor.shape), tensor._shard_spec
-        return tensor._local.view_as(tensor._local)
+        local = tensor._local_tensor
+        return local.view_as(local)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: compat.FunctionContext, grad: Tensor) -> Tensor:
-        return Sharded.make(grad, ctx.shape, ctx.spec)
+        return Sharded.make(grad.reshape(-1), ctx.shape, ctx.spec)
 
 
 class _FullTensor(torch.autograd.Function):

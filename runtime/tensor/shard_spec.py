@@ -19,7 +19,7 @@ from torch.distributed.tensor import Placement, Replicate
 from shardc.runtime import compat
 from shardc.runtime.comm.collectives import all_reduce
 from shardc.runtime.groups.ranks import known_mesh
-from shardc.runtime.layout.layout import interval
+from shardc.runtime.layout.layout import has_whole_rows, interval, row_of
 from shardc.runtime.tensor.tensor_parallel import Placed
 
 
@@ -53,6 +53,15 @@ class ShardSpec:
     def interval(self, rank: int | None = None) -> tuple[int, int]:
         """The interval `[start, stop)` of the flattened tensor on `rank` (default: this rank)."""
         return interval(self.offset, self.numel, self.segment, self.rank if rank is None else rank)
+
+    def row_of(self, shape: tuple[int, ...]) -> int:
+        """Elements of a row, if each rank holds whole rows; 0 if not, and for vectors.
+
+        `shape` is that of the tensor, on a tensor-parallel mesh that of its local value.
+        """
+        row = row_of(shape)
+        whole = has_whole_rows(self.offset, self.numel, self.segment, row)
+        return row if len(shape) > 1 and self.numel and whole else 0
 
     def narrowed(self, start: int, numel: int) -> "ShardSpec":
         """The spec of elements `[start, start + numel)` of the flattened tensor."""
@@ -123,11 +132,12 @@ class FlatShard(Placement):
     Attributes:
         offset, segment: counted in elements.
         numel: the size of the flattened tensor; on a tensor-parallel mesh, of its local value.
+        row: the elements of a row, if each rank holds whole rows; 0 where rows are cut.
     """
 
-    def __init__(self, spec: ShardSpec) -> None:
+    def __init__(self, spec: ShardSpec, row: int = 0) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.row = spec, row
         self.offset, self.segment, self.numel = spec.offset, spec.segment, spec.numel
 
     def _cut(self) -> tuple[int, ...]:
@@ -140,12 +150,13 @@ class FlatShard(Placement):
         return hash(self._cut())
 
     def __repr__(self) -> str:
-        return f"FlatShard(offset={self.offset}, segment={self.segment}, numel={self.numel})"
+        rows = f", rows of {self.row}" if self.row else ""
+        return f"FlatShard(offset={self.offset}, segment={self.segment}, numel={self.numel}{rows})"
 
     __str__ = __repr__
 
     def __reduce__(self) -> tuple[object, ...]:
-        return FlatShard, (self.spec,)
+        return FlatShard, (self.spec, self.row)
 
 
 def flat_shard_in(placements: Sequence[Placement] | None) -> FlatShard | None:
@@ -181,14 +192,16 @@ def _joined(data: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
         ) from error
 
 
-def placements_of(spec: ShardSpec) -> tuple[Placement, ...]:
-    """The placement of the tensor on each dim of `mesh_of(spec)`."""
+def placements_of(spec: ShardSpec, shape: tuple[int, ...] = ()) -> tuple[Placement, ...]:
+    """The placement of a tensor of `shape` on each dim of `mesh_of(spec)`."""
     mesh = mesh_of(spec)
     around = () if spec.tp is None else spec.tp.other_placements
     copies = mesh.ndim - len(around) - 1
-    return (*(Replicate() for _ in range(copies)), FlatShard(spec), *around)
+    local_shape = shape if spec.tp is None else spec.tp.local_shape
+    row = spec.row_of(local_shape)
+    return (*(Replicate() for _ in range(copies)), FlatShard(spec, row), *around)
 
 
 def spec_as_dtensor(shape: torch.Size, dtype: torch.dtype, spec: ShardSpec) -> compat.DTensorSpec:
     """The mesh and placements of `spec` as torch's spec of a DTensor of `shape`."""
-    return compat.dtensor_spec(mesh_of(spec), placements_of(spec), shape, dtype)
+    return compat.dtensor_spec(mesh_of(spec), placements_of(spec, shape), shape, dtype)

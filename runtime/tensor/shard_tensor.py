@@ -36,7 +36,10 @@ class ShardTensor(Sharded):
     # -- methods for users -------------------------------------------------------------------
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's part, 1-D: an alias of elements `[start, stop)` of the flattened tensor.
+        """This rank's part: an alias of elements `[start, stop)` of the flattened tensor.
+
+        Its shape is `(rows, *shape[1:])` if every rank holds whole rows, as the layout of a bucket
+        prefers; otherwise the part is 1-D, and `placements` has a FlatShard whose `row` is 0.
 
         Differentiable: the gradient of the part is this rank's part of the gradient.
 

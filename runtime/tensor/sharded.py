@@ -115,7 +115,11 @@ class Sharded(Tensor):
 
     @property
     def _local_tensor(self) -> Tensor:
-        return self._local
+        """This rank's part: in rows if every rank holds whole rows, otherwise 1-D."""
+        tp = self._shard_spec.tp
+        shape = tuple(self.shape) if tp is None else tp.local_shape
+        in_rows = self._shard_spec.row_of(shape) and not compat.is_wrapper(self._local)
+        return self._local.view(-1, *shape[1:]) if in_rows else self._local
 
     @_local_tensor.setter
     def _local_tensor(self, value: Tensor) -> None:
@@ -124,12 +128,13 @@ class Sharded(Tensor):
                 "the local part of a sharded parameter is a view of its bucket and cannot be "
                 "replaced: write into it, param.to_local().copy_(value) under torch.no_grad()"
             )
-        if value.shape != self._local.shape or value.dtype != self.dtype:
+        own = self._local_tensor.shape
+        if value.shape not in (own, self._local.shape) or value.dtype != self.dtype:
             raise RuntimeError(
-                f"the local part of this ShardTensor is {self.dtype} of shape "
-                f"{tuple(self._local.shape)}; got {value.dtype} of {tuple(value.shape)}"
+                f"the local part of this ShardTensor is {self.dtype} of shape {tuple(own)}; got "
+                f"{value.dtype} of {tuple(value.shape)}"
             )
-        self._local = value
+        self._local = value.reshape(-1)
 
     @property
     def _spec(self) -> compat.DTensorSpec:
@@ -148,4 +153,4 @@ class Sharded(Tensor):
     @property
     def placements(self) -> tuple[Placement, ...]:
         """The placement on each dim of `device_mesh`: `FlatShard` on the dim of `fully_shard`."""
-        return placements_of(self._shard_spec)
+        return placements_of(self._shard_spec, self.shape)

@@ -116,7 +116,8 @@ def differences(
         ]
     shape = tuple(target.shape)
     if local and isinstance(target, (ShardTensor, DTensor)):
-        shape = tuple(target.to_local().shape)
+        own = target._local if isinstance(target, ShardTensor) else target.to_local()
+        shape = tuple(own.shape)
     if tuple(value.shape) != shape:
         part = " (this rank's part)" if local else ""
         return [f"size mismatch for '{name}': it has shape {shape}{part}, got {tuple(value.shape)}"]

@@ -94,7 +94,9 @@ def local_parts(tree: Tree) -> Tree:
     """`tree` with a plain copy of this rank's part, 1-D, for each sharded tensor."""
 
     def part(value: Tensor) -> Tensor:
-        if isinstance(value, (ShardTensor, DTensor)):
+        if isinstance(value, ShardTensor):
+            return value._local.clone()
+        if isinstance(value, DTensor):
             return value.to_local().detach().clone()
         return value
 

@@ -46,6 +46,7 @@ SECONDS = 600
 """A run of the tests of one mutant that takes longer is ended."""
 
 
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch would import the shardc that is installed
 _warm = multiprocessing.get_context("forkserver")
 _warm.set_forkserver_preload(["pytest", "torch", "torch._inductor.compile_fx", "torch.testing"])
 """A run of pytest starts from a process that has imported torch, which takes longer than a test."""
