@@ -43,6 +43,10 @@ POLICIES = {
     "int8, blocks of 128, stochastic": MixedPrecisionPolicy(
         gather_wire_dtype=INT8, reduce_wire_dtype=INT8, wire_seed=0
     ),
+    **{
+        f"gathers {name}": MixedPrecisionPolicy(gather_wire_dtype=name)
+        for name in ("mxfp8", "mxfp4", "nvfp4")
+    },
     "float8 and int8, blocks of 128": MixedPrecisionPolicy(
         gather_wire_dtype=FLOAT8, reduce_wire_dtype=INT8
     ),

@@ -11,12 +11,15 @@ from ranks import mesh_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
+from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
 import shardc
 from shardc import MixedPrecisionPolicy, fully_shard, summon_full_params
 from shardc.runtime.comm.quantise import decode, encode
 from shardc.runtime.layout.layout import Param, plan_buckets
-from shardc.runtime.layout.wire_format import WireFormat
+from shardc.runtime.layout.wire_format import MICROSCALING, WireFormat
 
 int8, float8 = torch.int8, torch.float8_e4m3fn
 BOTH = MixedPrecisionPolicy(gather_wire_dtype=int8, reduce_wire_dtype=int8, wire_block=32)
@@ -42,6 +45,11 @@ FORMS = [
     for block, exact in ((128, 64), (32, 0))
     for seed in (None, 7)
 ]
+MICRO = {
+    name: WireFormat(form.dtype, form.block, 64, scale=form.scale)
+    for name, form in MICROSCALING.items()
+}
+FORMS += MICRO.values()
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -65,6 +73,12 @@ def test_special_values_arrive_as_such(form):
         values[1, place] = value
     values[2, 256:512] = 0.0  # a block of zeros
     got = _arrived(values, form)
+    if form.scale is not None:
+        broken = ~values[:, form.exact :].view(4, -1, form.block).isfinite().all(-1)
+        arrived = got[:, form.exact :].view(4, -1, form.block)
+        assert broken.any() and arrived[broken].isnan().all() and arrived[~broken].isfinite().all()
+        assert got[2, 256:512].eq(0).all() and got[1, 3].isinf()
+        return
     for place, value in special.items():
         assert got[1, place].item() == value or (value != value and got[1, place].isnan())
     assert got[2, 256:512].eq(0).all()
@@ -75,6 +89,29 @@ def test_special_values_arrive_as_such(form):
     if form.seed is None:
         assert torch.equal(got[0], alone[0]) and torch.equal(got[3], alone[3])
         assert blocks.any()
+
+
+@pytest.mark.parametrize("name", MICRO)
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
+def test_microscaling_is_that_of_torchao(name, size):
+    form = WireFormat(*MICROSCALING[name][:2], scale=MICROSCALING[name].scale)
+    torch.manual_seed(0)
+    values = size * torch.randn(3, 4096) * torch.randn(3, 4096).mul(2).exp()
+    values[:, :64] = 0.0
+    halfway = torch.tensor([0.0, 0.25, 0.75, 1.25, 2.5, 3.5, 5.0, 6.0])
+    values[:, 64:128] = size * halfway.repeat(8)
+    for row, got in zip(values, _arrived(values, form), strict=True):  # each has its own factor
+        if name == "nvfp4":
+            factor = per_tensor_amax_to_scale(row.abs().max())
+            quantised = NVFP4Tensor.to_nvfp4(row[None], form.block, per_tensor_scale=factor)
+            wanted = quantised.dequantize(torch.float32)[0]
+        else:
+            scales, codes = to_mx(row[None], form.dtype, form.block, ScaleCalculationMode.RCEIL)
+            wanted = to_dtype(codes, scales, form.dtype, form.block, torch.float32)[0]
+        assert torch.equal(got, wanted) and not torch.equal(got, row)
+    assert encode(values, form).shape[1] == {
+        "mxfp8": 4096 + 128, "mxfp4": 2048 + 128, "nvfp4": 2048 + 256 + 4 + 12
+    }[name]  # fmt: skip
 
 
 def test_stochastic_rounding_has_the_right_mean():
@@ -104,7 +141,7 @@ def test_what_is_not_quantised_comes_first():
     layout, other = plan_buckets(params, 4, block=32)
     assert [slot.name for slot in layout.slots] == ["norm", "small", "number", "up", "down"]
     assert layout.exact == 96 and layout.block == 32 and layout.segment % 32 == 0
-    assert layout.slots[3].start < layout.exact + 16
+    assert all(slot.start % 32 == 0 for slot in layout.slots[3:])
     assert (other.block, other.exact) == (0, 0)
     bias, up = plan_buckets([params[0], Param("bias", (5000,))], 4, block=32)
     assert (bias.block, up.block, up.exact) == (0, 32, 0), "vectors would fill much of a segment"
@@ -253,7 +290,16 @@ def test_collectives_of_the_users_own_send_what_they_are_given(mesh, way):
 
 @pytest.mark.parametrize("way", ["uncompiled", "eager"])
 @pytest.mark.parametrize(
-    "case", ["float8 stochastic kept", "fewer", "reduce offload", "gather again", "frozen"]
+    "case",
+    [
+        "float8 stochastic kept",
+        "fewer",
+        "reduce offload",
+        "gather again",
+        "frozen",
+        "mxfp8 offload",
+        "nvfp4",
+    ],
 )
 @on_ranks(2)
 def test_settings(mesh, case, way):
@@ -261,6 +307,8 @@ def test_settings(mesh, case, way):
     kwargs = {}
     changes = {
         "float8": (settings, "gather_wire_dtype", float8),
+        "mxfp8": (settings, "gather_wire_dtype", "mxfp8"),
+        "nvfp4": (settings, "gather_wire_dtype", "nvfp4"),
         "stochastic": (settings, "wire_seed", 3),
         "gather": (settings, "reduce_wire_dtype", None),
         "reduce": (settings, "gather_wire_dtype", None),
@@ -358,6 +406,7 @@ def test_one_rank_sends_nothing(mesh):
     [
         ("gather_wire_dtype", torch.int16, ValueError, "must be torch.int8, torch.float8_e4m3fn"),
         ("reduce_wire_dtype", float8, ValueError, "must be torch.int8 or None"),
+        ("gather_wire_dtype", "fp8", ValueError, "'mxfp8', 'mxfp4', 'nvfp4'"),
         ("wire_block", 100, ValueError, "a multiple of 16 from 16 to 4096"),
         ("wire_block", 32.0, TypeError, "a multiple of 16"),
         ("wire_seed", -1, ValueError, "a whole number of at least 0"),
@@ -367,3 +416,10 @@ def test_one_rank_sends_nothing(mesh):
 def test_bad_policies(mesh, name, value, error, words):
     with pytest.raises(error, match=f"{name} must be .*{words}|{words}"):
         fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=MixedPrecisionPolicy(**{name: value}))
+
+
+@on_ranks(1)
+def test_a_seed_is_refused_beside_a_format_that_rounds_to_the_nearest(mesh):
+    policy = MixedPrecisionPolicy(gather_wire_dtype="mxfp8", wire_seed=3)
+    with pytest.raises(ValueError, match=r"wire_seed=3 rounds at random.*leave wire_seed out"):
+        fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=policy)

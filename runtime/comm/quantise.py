@@ -1,13 +1,14 @@
 """Messages of values in one byte each (`WireFormat`), made and read in ops that Inductor fuses.
 
 A scale is two bytes, the upper half of a float32 that is rounded up, so that no element is beyond
-the largest code. All ops but one maximum a block are elementwise: a message takes one or two
-kernels to make, and to read.
+the largest code; `microscale` has the published formats, with scales of their own. All ops but one
+maximum a block are elementwise: a message takes one or two kernels to make, and to read.
 """
 
 import torch
 from torch import Tensor
 
+from shardc.runtime.comm.microscale import decode_blocks, encode_blocks
 from shardc.runtime.layout.wire_format import LARGEST, WireFormat
 
 _INFINITE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -23,9 +24,15 @@ def encode(values: Tensor, form: WireFormat) -> Tensor:
     sizes = blocks.abs()
     finite = sizes < torch.inf  # false for NaN
     top = torch.where(finite, sizes, 0.0).amax(-1, keepdim=True)
-    high = _upper_half_rounded_up(top / LARGEST[form.dtype])
-    codes = _codes(blocks, finite, 1 / _from_upper_half(high), form)
-    parts = [codes.view(rows, -1), *_bytes(high.view(rows, count), 2)]
+    if form.scale is not None:
+        codes, scales, factor = encode_blocks(blocks, finite, top, form)
+        parts = [codes, scales]
+        if form.scale != torch.float8_e8m0fnu:
+            parts += _bytes(factor.view(torch.int32), 4)
+    else:
+        high = _upper_half_rounded_up(top / LARGEST[form.dtype])
+        codes = _codes(blocks, finite, 1 / _from_upper_half(high), form)
+        parts = [codes.view(rows, -1), *_bytes(high.view(rows, count), 2)]
     if form.exact:
         parts += _bytes(values[:, : form.exact].float().view(torch.int32), 4)
     padding = form.row_bytes(size) - sum(part.shape[1] for part in parts)
@@ -39,11 +46,15 @@ def decode(
 ) -> Tensor:
     """The values of a message: `(R, size)`, computed in float32."""
     rows, count = message.shape[0], form.blocks(size)
-    parts = [count * form.block, 2 * count, 4 * form.exact]
-    parts.append(message.shape[1] - sum(parts))
-    codes, scales, exact, _ = message.split(parts, dim=1)
-    scale = _from_upper_half(_from_bytes(scales, 2)).view(rows, count, 1)
-    values = _values(codes.view(rows, count, form.block), form) * scale
+    parts = form.parts(size)
+    codes, scales, exact, _ = message.split([*parts, message.shape[1] - sum(parts)], dim=1)
+    if form.scale is not None:
+        scales, factor = scales.split([count, parts[1] - count], dim=1)
+        times = _from_bytes(factor, 4).view(torch.float32) if factor.shape[1] else factor
+        values = decode_blocks(codes, scales, times, form)
+    else:
+        scale = _from_upper_half(_from_bytes(scales, 2)).view(rows, count, 1)
+        values = _values(codes.view(rows, count, form.block), form) * scale
     values = values.view(rows, -1).to(dtype)
     if not form.exact:
         return values

@@ -283,7 +283,7 @@ def _is_quantised(param: Param) -> bool:
 
 def _end(params: Sequence[Param], multiple: int) -> int:
     """The end of `params` at the start of a bucket, rounded up to `multiple`."""
-    end = _place(params, _align(params[0].dtype), segment=None)[1] if params else 0
+    end = _place(params, _align(params[0].dtype))[1] if params else 0
     return round_up(end, multiple)
 
 
@@ -291,7 +291,7 @@ def _plan_bucket(params: Sequence[Param], world_size: int, block: int = 1) -> Bu
     dtype, requires_grad = params[0].dtype, params[0].requires_grad
     align = _align(dtype)
     step = math.lcm(align, block)
-    tight_starts, tight_end = _place(params, align, segment=None)
+    tight_starts, tight_end = _place(params, align, block=block)
     tight = round_up(tight_end, step * world_size) // world_size
     padding = MAX_TABLE_PADDING if len(params) == 1 and params[0].is_table else MAX_ROW_PADDING
     allowed = (1 + padding) * sum(p.numel for p in params)
@@ -302,7 +302,7 @@ def _plan_bucket(params: Sequence[Param], world_size: int, block: int = 1) -> Bu
         segment = round_up(tight, grain)
         if segment * world_size > max(allowed, tight * world_size):
             continue
-        starts, end = _place(params, align, segment)
+        starts, end = _place(params, align, segment, block)
         if end <= segment * world_size:
             best = min(best, (_cut_rows(params, starts, segment), segment, starts))
     _, segment, starts = best
@@ -338,19 +338,22 @@ def _grains(params: Sequence[Param], align: int) -> list[int]:
     return sorted(rows | {math.lcm(*rows)}, reverse=True) if rows else []
 
 
-def _place(params: Sequence[Param], align: int, segment: int | None) -> tuple[list[int], int]:
-    """Starts of the parameters and the end of the last one.
+def _place(
+    params: Sequence[Param], align: int, segment: int | None = None, block: int = 1
+) -> tuple[list[int], int]:
+    """Starts of the parameters and the end of the last one; quantised ones start with a block.
 
     With a segment, a parameter that a rank boundary would cut inside a row moves up so that its
     first boundary falls between rows (so do later boundaries, if the segment is whole rows).
     """
     starts, cursor = [], 0
     for param in params:
-        start = round_up(cursor, align)
+        begins = math.lcm(align, block) if block > 1 and _is_quantised(param) else align
+        start = round_up(cursor, begins)
         if segment and param.row > 1:
             boundary = round_up(start + 1, segment)
             shift = (boundary - start) % param.row
-            if boundary < start + param.numel and shift % align == 0:
+            if boundary < start + param.numel and shift % begins == 0:
                 start += shift
         starts.append(start)
         cursor = start + param.numel

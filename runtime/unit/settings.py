@@ -8,7 +8,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from shardc.runtime.layout.layout import BucketLayout
 from shardc.runtime.layout.spec import Interned, divide_factors, intern_object
-from shardc.runtime.layout.wire_format import WireFormat
+from shardc.runtime.layout.wire_format import MICROSCALING, WireFormat
 from shardc.runtime.unit.precision import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
@@ -108,7 +108,10 @@ class Settings:
         dtype = policy.gather_wire_dtype if purpose == "gather" else policy.reduce_wire_dtype
         if dtype is None or not layout.block:
             return None
-        return WireFormat(dtype, layout.block, layout.exact, policy.wire_seed)
+        if isinstance(dtype, str):
+            form = MICROSCALING[dtype]
+            return WireFormat(form.dtype, form.block, layout.exact, scale=form.scale)
+        return WireFormat(dtype, policy.wire_block, layout.exact, policy.wire_seed)
 
     def division(self, ranks: int, dtype: torch.dtype, mean_op: str) -> tuple[str, float, float]:
         """The mean of gradients of `ranks` ranks: the op, and the divisors before and after it.

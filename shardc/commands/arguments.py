@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _WIRE = {"float8": "float8_e4m3fn", "int8": "int8"}
+_FORMATS = ("mxfp8", "mxfp4", "nvfp4")
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -56,8 +57,8 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--mp", choices=sorted(_DTYPES), help="param_dtype of mixed precision: the dtype that "
         "parameters are gathered in (default: as they are stored)")  # fmt: skip
-    add("--wire", choices=sorted(_WIRE), help="gather parameters in this dtype, in blocks "
-        "that share a scale; gradients are sent in int8 then (default: nothing is quantised)"
+    add("--wire", choices=sorted((*_WIRE, *_FORMATS)), help="gather parameters in this format, in "
+        "blocks that share a scale; gradients are sent in int8 then (default: nothing is quantised)"
     )  # fmt: skip
 
 
@@ -69,7 +70,7 @@ def read_precision(args: argparse.Namespace) -> "MixedPrecisionPolicy":
 
     return MixedPrecisionPolicy(
         param_dtype=getattr(torch, _DTYPES[args.mp]) if args.mp else None,
-        gather_wire_dtype=getattr(torch, _WIRE[args.wire]) if args.wire else None,
+        gather_wire_dtype=getattr(torch, _WIRE.get(args.wire, ""), args.wire),
         reduce_wire_dtype=torch.int8 if args.wire else None,
     )
 

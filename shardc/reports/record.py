@@ -66,7 +66,7 @@ class CollectiveRow:
         start, end: when the wire begins and ends to carry it.
         waited: when compute comes to the wait.
         exposed: how long compute stands still in the wait.
-        dtype: of the elements that it sends; int8 also stands for float8.
+        dtype: of the elements that it sends; int8 also stands for float8 and 4 bits.
         in_steps: whether it goes in two steps, or is one of the two: across nodes, inside of nodes.
     """
 

@@ -4,7 +4,7 @@ import gc
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,13 @@ def check_policies(mp: Any, offload: Any) -> None:
         for name, value in vars(given).items():
             hint = _WIRE.get(name, Dtype | None if "dtype" in name else bool)
             check_value(f"{policy}: {name}", value, hint)
+    form = getattr(mp, "gather_wire_dtype", None)
+    if isinstance(form, str) and getattr(mp, "wire_seed", None) is not None:
+        raise ValueError(
+            f"mp_policy: wire_seed={mp.wire_seed} rounds at random, and gather_wire_dtype={form!r} "
+            "is a format that rounds to the nearest: leave wire_seed out, or gather in torch.int8 "
+            "or torch.float8_e4m3fn"
+        )
 
 
 _FLOAT8 = torch.float8_e4m3fn
@@ -78,6 +85,7 @@ _WIRE: dict[str, object] = {
     "gather_wire_dtype": Annotated[
         torch.dtype, Must("torch.int8, torch.float8_e4m3fn", (torch.int8, _FLOAT8).__contains__)
     ]
+    | Literal["mxfp8", "mxfp4", "nvfp4"]
     | None,
     "reduce_wire_dtype": Annotated[torch.dtype, Must("torch.int8", (torch.int8,).__contains__)]
     | None,

@@ -102,13 +102,12 @@ def plan_units(
             for name, param in params.items()
         ]
         precision = Precision.of(mp)
-        block = precision.wire_block if precision.quantises else 0
         plans.append(
             UnitPlan(
                 request.modules,
                 params,
                 {owned[param][0].name: owned[param][0].module for param in params.values()},
-                plan_buckets(described, world_size, grain, block),
+                plan_buckets(described, world_size, grain, precision.blocks),
                 check_reshard(asked["reshard_after_forward"], world_size),
                 Settings(precision=precision, offload=offload),
             )
