@@ -154,6 +154,24 @@ def interval(start: int, numel: int, segment: int, rank: int) -> tuple[int, int]
     return first, last
 
 
+def split_of(layout: BucketLayout, rank: int) -> tuple[list[int], list[int]]:
+    """A rank's segment as consecutive pieces: their sizes, and the number of each slot's piece.
+
+    The last piece is empty: the piece of slots of which the rank holds nothing.
+    """
+    sizes, places, cursor = [], [], rank * layout.segment
+    for slot in layout.slots:
+        start, stop = interval(slot.start, slot.numel, layout.segment, rank)
+        if stop > start:
+            if slot.start + start > cursor:
+                sizes.append(slot.start + start - cursor)
+            cursor = slot.start + stop
+            sizes.append(stop - start)
+        places.append(len(sizes) - 1 if stop > start else -1)
+    rest = (rank + 1) * layout.segment - cursor
+    return [*sizes, rest, 0], places
+
+
 def plan_buckets(
     params: Sequence[Param], world_size: int, grain: int = 0, block: int = 0
 ) -> tuple[BucketLayout, ...]:

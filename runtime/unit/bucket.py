@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardc.runtime import compat
 from shardc.runtime.groups.communicators import kept_with
 from shardc.runtime.groups.ranks import Ranks
-from shardc.runtime.layout.layout import BucketLayout
+from shardc.runtime.layout.layout import BucketLayout, split_of
 from shardc.runtime.layout.padding import without_padding
 from shardc.runtime.tensor.extension import Extension
 from shardc.runtime.tensor.shard_spec import ShardSpec
@@ -42,6 +42,7 @@ class Bucket:
         segment: this rank's part, `(S,)`; the autograd leaf of the whole bucket.
         params: the ShardTensor parameters, one a slot.
         specs: for each slot, the intervals of the parameter on the ranks.
+        split: the pieces of the segment (`split_of`).
         placed: for each slot, the parameter's placement on a tensor-parallel mesh, or None.
         extension: the gather hooks of a tensor subclass, for a bucket of one such parameter.
         trainable: for each slot, whether the parameter requires a gradient.
@@ -83,6 +84,7 @@ class Bucket:
             ShardSpec(slot.start, slot.numel, *where, tp, everyone, ranks.mesh)
             for slot, tp in zip(layout.slots, self.placed, strict=True)
         )
+        self.split = split_of(layout, ranks.rank)
         self._first: object = None
         self.gathered = Gathered(self)
         self.gradients = Gradients(self)

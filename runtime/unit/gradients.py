@@ -21,7 +21,7 @@ from shardc.runtime.layout.spec import Reduction
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import wrapped
 from shardc.runtime.unit.accumulate import Accumulated
-from shardc.runtime.unit.params import cut, view
+from shardc.runtime.unit.params import cut, views
 from shardc.runtime.unit.selection import is_selected, runs_hooks
 
 if TYPE_CHECKING:
@@ -219,11 +219,12 @@ class Gradients:
         if settings.precision.keep_low_precision_grads:
             _, reduced = settings.dtypes(bucket.segment.dtype, evaluating=False)
             part = part.to(reduced)
-        grads = {
-            index: view(bucket, index, part)
-            for index, trained in enumerate(bucket.trainable)
-            if trained and is_selected(bucket, index)
-        }
+        trained = [
+            index
+            for index, is_trained in enumerate(bucket.trainable)
+            if is_trained and is_selected(bucket, index)
+        ]
+        grads = views(bucket, part, trained)
         missing = (elsewhere - used) & set(grads)
         if settings.reduce_unused:
             used = set(grads)

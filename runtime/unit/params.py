@@ -6,7 +6,7 @@ modules keep holding it. A DTensor cannot become a ShardTensor: a new parameter 
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,11 +63,23 @@ class TakenSlot(SlotRef):
 
 def view(bucket: "Bucket", index: int, flat: Tensor) -> ShardTensor:
     """Parameter `index` as a view of `flat: (S,)`, the segment or its gradient."""
-    spec, placed = bucket.specs[index], bucket.placed[index]
+    spec = bucket.specs[index]
     start, stop = spec.interval()
     first = spec.offset + start - spec.rank * spec.segment if stop > start else 0
+    return _wrapped(bucket, index, flat.detach()[first : first + stop - start])
+
+
+def views(bucket: "Bucket", flat: Tensor, indices: Iterable[int]) -> dict[int, ShardTensor]:
+    """Parameters by index as views of `flat: (S,)`, which is split at once."""
+    sizes, places = bucket.split
+    parts = flat.detach().split_with_sizes(sizes)
+    return {i: _wrapped(bucket, i, parts[places[i]]) for i in indices}
+
+
+def _wrapped(bucket: "Bucket", index: int, part: Tensor) -> ShardTensor:
+    placed = bucket.placed[index]
     shape = bucket.layout.slots[index].shape if placed is None else placed.shape
-    return ShardTensor(flat.detach()[first : first + stop - start], shape, spec)
+    return ShardTensor(part, shape, bucket.specs[index])
 
 
 def cut(bucket: "Bucket", index: int, full: Tensor) -> ShardTensor:
