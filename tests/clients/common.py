@@ -22,11 +22,11 @@ HALF, STEPS = 2, 4
 def llama(seed: int = 0, **settings: Any) -> LlamaForCausalLM:
     """A Llama of two blocks; equal on all ranks."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    sizes = dict(
         vocab_size=131, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, **settings,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
     )  # fmt: skip
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(**sizes | settings))
 
 
 def rows(count: int = 16, length: int = 9, vocabulary: int = 131) -> list[dict[str, Tensor]]:
