@@ -124,6 +124,47 @@ def _by_attribute(self, x):
     return self.inner(x * self.scale)
 
 
+def _set_items(held, values):
+    for name, value in values.items():
+        held[name] = value
+
+
+def _update(held, values):
+    held.update(values)
+
+
+def _or(held, values):
+    held |= values
+
+
+@pytest.mark.parametrize("put", [_set_items, _update, _or])
+@on_ranks(2)
+def test_a_forward_puts_values_in_the_place_of_parameters(mesh, put):
+    """As transformers 5.24 does for its experts: they compute with the local values of DTensors."""
+
+    def with_doubled(self, x):
+        own = dict(self.inner.named_parameters())
+        put(self.inner._parameters, {name: 2 * param for name, param in own.items()})
+        try:
+            return self.inner(x * self.scale)
+        finally:
+            put(self.inner._parameters, own)
+
+    plain, model = (seeded(partial(Model, with_doubled)) for _ in range(2))
+    fully_shard(model.block, mesh=mesh)
+    check_parity(plain, model, fully_shard(model, mesh=mesh), batch, mesh)
+
+
+@on_ranks(1)
+def test_parameters_of_a_sharded_module_are_not_taken_out(mesh):
+    held = fully_shard(nn.Linear(4, 4), mesh=mesh)._parameters
+    for take_out in (held.clear, held.popitem, lambda: held.pop("bias")):
+        with pytest.raises(NotImplementedError, match="of Linear is sharded and cannot be removed"):
+            take_out()
+    assert held.setdefault("weight") is held["weight"] and held.setdefault("other") is None
+    assert list(held) == ["weight", "bias", "other"]
+
+
 class Whole(Model):
     """Walks through the parameters of all units in its forward."""
 

@@ -168,6 +168,22 @@ class Parameters(dict[str, nn.Parameter | None]):
             self._shardc_slots[name] = GivenValue(own, value)
 
     @compat.inline_only
+    def update(self, *given: compat.Held, **named: compat.Held) -> None:
+        for name, value in dict(*given, **named).items():  # dict.update would not call __setitem__
+            self[name] = value
+
+    @compat.inline_only
+    def __ior__(self, given: compat.Held) -> "Parameters":  # type: ignore[override]
+        self.update(given)
+        return self
+
+    @compat.inline_only
+    def setdefault(self, name: str, default: compat.Held = None) -> compat.Held:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    @compat.inline_only
     def __delitem__(self, name: str) -> None:
         if name in self._shardc_slots:
             refuse_removing(self._shardc_class, name)
@@ -178,6 +194,17 @@ class Parameters(dict[str, nn.Parameter | None]):
         if name in self._shardc_slots:
             refuse_removing(self._shardc_class, name)
         return super().pop(name, *default)
+
+    @compat.inline_only
+    def popitem(self) -> compat.Held:
+        name = next(reversed(self))
+        return name, self.pop(name)
+
+    @compat.inline_only
+    def clear(self) -> None:
+        for name in self._shardc_slots:
+            refuse_removing(self._shardc_class, name)
+        super().clear()
 
     @compat.inline_only
     def swap(self, name: str, value: compat.Held) -> compat.Held:
