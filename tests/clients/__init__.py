@@ -50,6 +50,7 @@ class Client:
 CLIENTS = {
     "accelerate, fsdp_version=2": Client("accelerate_loop.py", "accelerate"),
     "transformers, Trainer": Client("trainer_loop.py", "transformers", compiles=True),
+    "transformers, DistributedConfig": Client("transformers_sharded_at_load.py", "transformers"),
     "TRL, SFTTrainer": Client("trl_sft.py", "trl", compiles=True),
     "TRL, GRPOTrainer": Client("trl_grpo.py", "trl"),
     "PEFT, LoRA by accelerate": Client("peft_loop.py", "peft", compiles=True),
