@@ -97,9 +97,13 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 __all__ = sorted(_HOME_OF)
+_ROOMS = ("weights",)
+"""Packages with names of their own, imported at the first use of the attribute."""
 
 
 def __getattr__(name: str) -> object:
+    if name in _ROOMS:
+        return import_module(f"shardc.{name}")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -108,4 +112,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_ROOMS})

@@ -22,7 +22,7 @@ ROOMS = {
         "compat", "checks", "layout", "groups", "watch", "comm", "tensor", "unit", "modules",
     ],
     "shardc": [
-        "", "sharding", "backend", "optim", "state", "reports", "planning", "commands",
+        "", "sharding", "backend", "optim", "state", "weights", "reports", "planning", "commands",
         "integrations",
     ],
 }  # fmt: skip

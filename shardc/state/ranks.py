@@ -62,8 +62,12 @@ class ModelRanks:
                 dist.broadcast_object_list(box, group=group, group_src=0)
         return box[0]
 
-    def agree(self, error: Exception | None) -> None:
+    def agree(self, error: Exception | None, outcome: str = "nothing was loaded") -> None:
         """Raise on every rank if one has an error: the own error, or the error of another rank.
+
+        Args:
+            error: the error of this rank.
+            outcome: the words for the state in which an error leaves the ranks.
 
         Raises:
             RuntimeError: another rank has an error, and this one has none.
@@ -79,7 +83,7 @@ class ModelRanks:
         if error is not None:
             raise error
         if told:
-            raise RuntimeError(f"nothing was loaded, because not every rank can. {told[0]}")
+            raise RuntimeError(f"{outcome}, because not every rank can. {told[0]}")
 
 
 def _groups_of(param: Tensor) -> Iterator[str]:
