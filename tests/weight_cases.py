@@ -257,4 +257,3 @@ def run_alone(case: Case, plans: list[RankPlan], most: int) -> dict[int, dict[st
 
 def planned(case: Case) -> list[RankPlan]:
     return [plan_rank(rank, case.sources, case.layouts) for rank in range(case.world)]
-

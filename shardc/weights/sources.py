@@ -81,14 +81,13 @@ def describe(model: nn.Module, merge_adapters: bool) -> Described:
     adapters = Adapters.of(model) if merge_adapters else Adapters()
     described = Described(named_tensors(model, adapters), adapters=adapters)
     rings: dict[str, int] = {}
-    first: dict[object, str] = {}
+    first: dict[int, str] = {}  # a tied tensor is one object under all of its names
     for name, value in described.values.items():
         spec = value._shard_spec if isinstance(value, ShardTensor) else None
-        key = id(value) if spec is None else (spec.group, spec, tuple(value.shape), value.dtype)
         if spec is not None and spec.group not in rings:
             rings[spec.group] = len(rings)
             described.rings.append((spec.world_size, spec.rank))
-        own_name = first.setdefault(key, name)
+        own_name = first.setdefault(id(value), name)
         shape, numel = tuple(value.shape), value.numel()
         placed = Placed.of(value) if spec is None else spec.tp
         offsets, box = (0,) * len(shape), shape

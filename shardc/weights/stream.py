@@ -18,6 +18,7 @@ from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.watch.agreement import Statement, agree
 from shardc.runtime.watch.entering import naming
 from shardc.runtime.watch.progress import AwaitedCall
+from shardc.sharding.units import units_of
 from shardc.state.ranks import ModelRanks
 from shardc.state.values import whole
 from shardc.weights.adapters import Adapters
@@ -67,8 +68,15 @@ def full_tensors(
     facts.append(f"dtype={dtype}, merge_adapters={merge_adapters}")
     for group in ranks.groups:
         agree(group, Statement("the tensors of a stream", facts), every_time=True)
-    stream = _Stream(named, dtype, torch.device(device or ranks.device), ranks.device, adapters)
-    return stream.tensors()
+    slots = {
+        _place_of(param): (bucket, index)
+        for module in units_of(model).values()
+        for bucket in module._shardc_unit.buckets
+        if bucket.extension is None
+        for index, param in enumerate(bucket.params)
+    }
+    target = torch.device(device or ranks.device)
+    return _Stream(named, slots, dtype, target, ranks.device, adapters).tensors()
 
 
 @dataclass
@@ -91,6 +99,7 @@ class _Stream:
     """The state of one iteration."""
 
     named: dict[str, Tensor]
+    slots: dict[object, tuple[Bucket, int]]
     dtype: torch.dtype | None
     device: torch.device
     computing: torch.device
@@ -100,14 +109,9 @@ class _Stream:
 
     def __post_init__(self) -> None:
         """Sort the names: by bucket and slot, or into the rest."""
-        slots: dict[object, tuple[Bucket, int]] = {}
-        for value in self.named.values():
-            slot = getattr(value, "_slot", None)
-            if slot is not None and slot.bucket.extension is None:
-                slots[_place_of(value)] = slot.bucket, slot.index
         for name, value in self.named.items():
-            bucket, index = slots.get(_place_of(value), (None, 0))
-            if bucket is None:
+            bucket, index = self.slots.get(_place_of(value), (None, 0))
+            if bucket is None or not value.numel():
                 self.rest[name] = value
             else:
                 self.names.setdefault(bucket, {}).setdefault(index, []).append(name)

@@ -1,9 +1,9 @@
 """Plans that are made once and run after each step: weights from trainers to receivers.
 
-A run has two phases (`rank_plan.py`) of a few rounds. In a round each pair of ranks exchanges at most
-one message, packed from boxes of many tensors and cast where the wire is narrower. The messages of
-a pair are cut into as many equal slices as there are rounds, so that no rank sends or receives more
-than `buffer_bytes` in a round, and all links work in every round. Rank r sends to r+1, r+2, ... and
+A run has two phases (`rank_plan.py`) of a few rounds. In a round each pair of ranks exchanges one
+message at most, packed from boxes of many tensors, and cast where the wire is narrower. A pair's
+message is cut into as many equal slices as there are rounds. So no rank sends or receives more than
+`buffer_bytes` in a round, and all links work in every round. Rank r sends to r+1, r+2, ... and
 receives from r-1, r-2, ... .
 """
 
