@@ -2,8 +2,12 @@
 
 import copy
 import itertools
-import multiprocessing as mp
+import os
+import pickle
 import random
+import subprocess
+import sys
+import weakref
 
 import pytest
 import torch
@@ -310,8 +314,6 @@ def test_a_load_holds_two_whole_tensors_at_most(mesh):
             yield f"{number}.weight", watched(torch.full((64, 64), float(number)))
 
     def watched(tensor):
-        import weakref
-
         key = id(tensor)
         alive.add(key)
         weakref.finalize(tensor, alive.discard, key)
@@ -357,32 +359,35 @@ def test_a_load_names_what_is_wrong_on_all_ranks(mesh):
 # -- engines -----------------------------------------------------------------------------------
 
 
-def _engine(pipe) -> None:
-    found = {}
-    while (shared := pipe.recv()) is not None:
-        found |= {name: value.clone() for name, value in opened(shared)}
-        pipe.send("done")
-    pipe.send({name: value.float().sum().item() for name, value in found.items()})
+ENGINE = """
+import pickle, sys
+from shardc.weights import opened
+found, answers = {}, sys.stdout.buffer
+while (shared := pickle.load(sys.stdin.buffer)) is not None:
+    found |= {name: value.float().sum().item() for name, value in opened(shared)}
+    pickle.dump("done", answers)
+    answers.flush()
+pickle.dump(found, answers)
+"""
 
 
 @on_ranks(2)
 def test_a_process_without_a_group_opens_shared_tensors(mesh):
     model = fully_shard(seeded(Stack), mesh=mesh, units="auto")
-    ours, theirs = mp.get_context("spawn").Pipe()
-    import threading
-
-    engine = threading.Thread(target=_engine, args=(theirs,))
-    engine.start()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     count = 0
-    for shared in share(full_tensors(model, dtype=torch.bfloat16), buffer_bytes=4096):
-        ours.send(shared)
-        assert ours.recv() == "done"
-        count += 1
-    ours.send(None)
-    sums = ours.recv()
-    engine.join()
+    with subprocess.Popen([sys.executable, "-c", ENGINE], **pipes) as engine:
+        for shared in share(full_tensors(model, dtype=torch.bfloat16), buffer_bytes=4096):
+            pickle.dump(shared, engine.stdin)
+            engine.stdin.flush()
+            assert pickle.load(engine.stdout) == "done"
+            count += 1
+        pickle.dump(None, engine.stdin)
+        engine.stdin.flush()
+        sums = pickle.load(engine.stdout)
     want = tensors_of(seeded(Stack).bfloat16().state_dict())
     assert count > 1 and sums == {n: v.float().sum().item() for n, v in want.items()}
+    assert not os.path.exists(shared.file[0])
 
 
 @on_ranks(2)

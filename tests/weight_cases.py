@@ -257,3 +257,52 @@ def run_alone(case: Case, plans: list[RankPlan], most: int) -> dict[int, dict[st
 
 def planned(case: Case) -> list[RankPlan]:
     return [plan_rank(rank, case.sources, case.layouts) for rank in range(case.world)]
+
+
+# -- DeepSeek-V3 ---------------------------------------------------------------------------------
+
+
+def deepseek_v3() -> dict[str, dict[str, tuple[int, ...]]]:
+    """Names and shapes by unit, from the public config (without the extra head)."""
+    units = {"embed": {"model.embed_tokens.weight": (129280, 7168)}}
+    for layer in range(61):
+        at = f"model.layers.{layer}"
+        shapes = {
+            f"{at}.self_attn.q_a_proj.weight": (1536, 7168),
+            f"{at}.self_attn.q_a_layernorm.weight": (1536,),
+            f"{at}.self_attn.q_b_proj.weight": (24576, 1536),
+            f"{at}.self_attn.kv_a_proj_with_mqa.weight": (576, 7168),
+            f"{at}.self_attn.kv_a_layernorm.weight": (512,),
+            f"{at}.self_attn.kv_b_proj.weight": (32768, 512),
+            f"{at}.self_attn.o_proj.weight": (7168, 16384),
+        }
+        mlps = {"mlp": 18432}
+        if layer >= 3:
+            mlps = {f"mlp.experts.{expert}": 2048 for expert in range(256)}
+            mlps["mlp.shared_experts"] = 2048
+            shapes[f"{at}.mlp.gate.weight"] = (256, 7168)
+            shapes[f"{at}.mlp.gate.e_score_correction_bias"] = (256,)
+        for name, inner in mlps.items():
+            for kind, shape in (
+                ("gate", (inner, 7168)), ("up", (inner, 7168)), ("down", (7168, inner)),
+            ):  # fmt: skip
+                shapes[f"{at}.{name}.{kind}_proj.weight"] = shape
+        shapes[f"{at}.input_layernorm.weight"] = (7168,)
+        shapes[f"{at}.post_attention_layernorm.weight"] = (7168,)
+        units[at] = shapes
+    units["head"] = {"model.norm.weight": (7168,), "lm_head.weight": (129280, 7168)}
+    return units
+
+
+def deepseek_case(trainers: int, receivers: int) -> tuple[dict[str, Source], dict[int, Layout]]:
+    """Trainers that shard blocks, and receivers with attention on 8 ranks and one expert group."""
+    sources, shapes = {}, {}
+    for unit in deepseek_v3().values():
+        typed = {name: (shape, torch.bfloat16) for name, shape in unit.items()}
+        sources |= sharded(typed, trainers, 1)
+        shapes |= typed
+    layouts = {}
+    for one in range(receivers):
+        builder = LayoutBuilder(shapes, tp=8, tp_rank=one % 8, ep=receivers, ep_rank=one)
+        layouts[trainers + one] = inference_layout(builder, 128, 128)
+    return sources, layouts
