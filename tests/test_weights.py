@@ -38,7 +38,6 @@ from shardc.weights import (
     full_tensors,
     inference_layout,
     load,
-    opened,
     plan,
     share,
 )
