@@ -17,7 +17,7 @@ from shardc.weights import (
 )
 
 
-@pytest.mark.parametrize("seed", range(0, 460, 20))
+@pytest.mark.parametrize("seed", range(0, 480, 20))
 def test_random_layouts_are_filled_bit_by_bit_and_each_byte_travels_once(seed, monkeypatch):
     for each in range(seed, seed + 20):
         monkeypatch.setattr(rank_plan, "RELAY_BYTES", 64 if each % 3 else 2**18)
