@@ -40,6 +40,21 @@ class FSDPNames:
     def _fsdp_param_groups(self) -> list["FSDPNames"]:
         return [self]
 
+    @property
+    def post_forward_mesh_info(self) -> bool | int | None:
+        """The unit's `reshard_after_forward`; None where parameters stay gathered.
+
+        Codebases read it and write it back, since a root of FSDP2 clears it at its first forward.
+        """
+        (unit,) = self._units(inner=False)
+        return unit.settings.reshard_after_forward or None
+
+    @post_forward_mesh_info.setter
+    def post_forward_mesh_info(self, read: bool | int | None) -> None:
+        for unit in self._units(inner=False):
+            unit.asked_reshard = read or False
+            unit.settle()
+
     def post_backward(self) -> None:
         """Reduce gradients of the unit that backwards without sync have left."""
         for unit in self._units(inner=False):
