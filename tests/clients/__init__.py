@@ -57,6 +57,10 @@ CLIENTS = {
     "Lightning, Trainer": Client("lightning_trainer.py", "lightning", compiles=True),
     "Lightning, Fabric": Client("lightning_fabric.py", "lightning", compiles=True),
     "torchao, float8": Client("torchao_float8.py", "torchao", compiles=True),
+    "torchtune, full_finetune_distributed": Client("torchtune_loop.py", "torchtune", compiles=True),
+    "litgpt, LoRA": Client("litgpt_loop.py", "litgpt"),
+    "verl, FSDP2 functions": Client("verl_loop.py", "verl"),
+    "OLMo-core, train module": Client("olmo_core_loop.py", "ai2-olmo-core", "olmo_core"),
 }
 
 

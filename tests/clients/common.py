@@ -37,9 +37,13 @@ def rows(count: int = 16, length: int = 9, vocabulary: int = 131) -> list[dict[s
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    """The whole parameters of a model; every rank must call it."""
+    """The whole parameters of a model, by the names of a checkpoint; every rank must call it."""
     return {
-        name: (param.full_tensor() if isinstance(param, DTensor) else param).detach().clone()
+        name.replace("_checkpoint_wrapped_module.", ""): (
+            param.full_tensor() if isinstance(param, DTensor) else param
+        )
+        .detach()
+        .clone()
         for name, param in model.named_parameters()
     }
 
