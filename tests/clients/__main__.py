@@ -17,10 +17,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "unchanged.md"
 BEGIN, END = "<!-- python -m clients: begin -->", "<!-- python -m clients: end -->"
 
 
+def kept() -> dict[str, dict[str, str]]:
+    """The rows of the page, by client."""
+    table = PAGE.read_text().split(BEGIN)[1].split(END)[0].strip().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    return {values[0]: dict(zip(cells[0], values, strict=True)) for values in cells[2:]}
+
+
 def row(name: str, client: Client) -> dict[str, str]:
-    """The row of a client."""
+    """The row of a client; of one that is not installed, the row of the page."""
     if not client.is_there:
-        return {"client": name, "version": "not installed"}
+        return kept().get(name, {"client": name, "version": "not installed"})
     wanted = run(client, by_shardc=False)
     found = faults(client, run(client, by_shardc=True), wanted)
     if client.compiles:
@@ -33,7 +40,7 @@ def main(asked: list[str]) -> None:
     texts = [each for each in asked if each != "--write"]
     chosen = {n: c for n, c in CLIENTS.items() if not texts or any(t in n for t in texts)}
     rows = [row(name, client) for name, client in tqdm(chosen.items(), unit="client")]
-    table = tabulate(rows, headers="keys", tablefmt="github", missingval="-")
+    table = tabulate(rows, headers="keys", tablefmt="github", missingval="-", disable_numparse=True)
     if "--write" not in asked:
         print(table)
         return
