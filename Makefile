@@ -25,7 +25,7 @@ BASE := .venv/base-done
 HAS_TORCH := $(PY) -c 'from importlib.metadata import version; \
 	assert (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) <= (2, 15)' 2> /dev/null
 
-.PHONY: help setup test test-rest test-all test-cuda gpu lint types format docs tables demo soak fuzz golden mutants dist clean FORCE
+.PHONY: help setup test test-rest test-all test-cuda gpu lint types format docs tables demo soak fuzz golden clients mutants dist clean FORCE
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,6 +98,9 @@ docs: .venv/docs-done  ## Build the documentation into build/docs
 	@rm -rf build/api && mkdir -p build/api/shardc
 	@cd build/api/shardc && ln -s ../../../shardc/* ../../../passes ../../../runtime .
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
+clients: .venv/test-done  ## Run other codebases' loops by FSDP2 and by shardc, and compare, minutes
+	PYTHONPATH=tests $(PY) -m clients $(CLIENTS_ARGS)
 
 tables: .venv/test-done  ## Write the tables of the docs, minutes
 	$(PY) benchmarks/tables.py --write
