@@ -1,8 +1,8 @@
 """The table of docs/integrations/unchanged.md: codebases written for FSDP2, trained by shardc.
 
-    PYTHONPATH=tests python -m clients            # prints it, minutes; needs the extra `test`
-    PYTHONPATH=tests python -m clients --write    # puts it into the page
-    PYTHONPATH=tests python -m clients TEXT ...   # the clients whose names contain a text
+PYTHONPATH=tests python -m clients            # prints it, minutes; needs the extra `test`
+PYTHONPATH=tests python -m clients --write    # puts it into the page
+PYTHONPATH=tests python -m clients TEXT ...   # the clients whose names contain a text
 """
 
 import sys
