@@ -7,6 +7,8 @@ from models import full, mean_over_ranks, seeded
 from ranks import mesh_of, on_ranks, run_on_ranks
 from torch import nn
 from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
+from torchao.optim.subclass_4bit import OptimState4bit
+from torchao.optim.subclass_8bit import OptimState8bit
 
 from shardc import ShardTensor, fully_shard, get_optimizer_state_dict, set_optimizer_state_dict
 from shardc.runtime.tensor.quantised_state import BlockState
@@ -132,6 +134,25 @@ def to_another_world_size(mesh, kind, path):
     assert distance(ours, other) > LR / 10
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_resumes_to_the_last_bit(mesh, kind):
+    ours, other = (fully_shard(seeded(model, seed), mesh=mesh) for seed in (0, 5))
+    with torch.compiler.set_stance("force_eager"):
+        mine, theirs = (KINDS[kind](m.parameters(), lr=LR) for m in (ours, other))
+        for number in range(3):
+            set_gradients(ours, model(), number, mesh)
+            mine.step()
+        saved = get_optimizer_state_dict(ours, mine)
+        other.load_state_dict(ours.state_dict())
+        set_optimizer_state_dict(other, theirs, saved)
+        for number in range(3, 5):
+            for m, optimizer in ((ours, mine), (other, theirs)):
+                set_gradients(m, model(), number, mesh)
+                optimizer.step()
+    assert distance(ours, other) == 0 and distance(ours, fully_shard(model(), mesh=mesh)) > LR
+
+
 @on_ranks(2)
 def test_loaded_before_a_step(mesh):
     """What torch's own `load_state_dict` leaves unquantised is quantised at the first step."""
@@ -145,3 +166,23 @@ def test_loaded_before_a_step(mesh):
     (weight,) = (p for p in (ours[0].weight, ours[2].weight) if p.to_local().numel())
     assert isinstance(second.state[weight]["exp_avg"].to_local(), BlockState)
     assert second.state[weight]["step"] == 2
+
+
+@pytest.mark.parametrize("kind", ["8bit", "4bit"])
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_state_is_restored_to_its_codes(kind, signed):
+    """Also where the largest value of a block is negative, which torchao's map does not reach."""
+    make = {"8bit": OptimState8bit, "4bit": OptimState4bit}[kind].zeros
+    torch.manual_seed(0)
+    for front, count in ((0, 128 * 400), (40, 128 * 400 - 90)):
+        values = torch.randn(count) * torch.randn(count).exp()
+        values = values if signed else values.abs()
+        first, again, twice = (
+            BlockState(make((128 * 400,), signed, 128), front, count) for _ in range(3)
+        )
+        first.quantise(values)
+        again.restore(first.dequantised())
+        assert torch.equal(again.dequantised(), first.dequantised())
+        assert torch.equal(again._inner.codes, first._inner.codes)
+        twice.quantise(first.dequantised())
+        assert torch.equal(twice.dequantised(), first.dequantised()) == (not signed)

@@ -5,9 +5,10 @@ unsharded run. So a rank keeps each block that its interval touches; zeros fill 
 last block. As in an unsharded run, the whole parameter decides whether its state is quantised.
 
 `state_dict` dequantises the state, and `load_state_dict` quantises it again. So checkpoints have
-the values of AdamW's state, and load at any world size.
+the values of AdamW's state, and load at any world size; at the same one, with the codes of then.
 """
 
+import math
 from typing import Any, cast
 
 import torch
@@ -50,8 +51,41 @@ class BlockState(Tensor):
 
     def quantise(self, values: Tensor) -> None:
         """Quantise `values: (n,)` into the state."""
+        self._inner.copy_(self._in_blocks(values))
+
+    def restore(self, values: Tensor) -> None:
+        """Quantise `values: (n,)` of an earlier `dequantised()` into the codes of then.
+
+        The largest value of a block gives its scale. In a map of codes that ends nearer to zero
+        below than above, a largest value that is negative belongs to a larger scale.
+        """
+        state = self._inner
+        values = values.to(state.device)
+        self.quantise(values)
+        lowest = -float(state.qmap[0]) if hasattr(state, "qmap") else 0.0
+        if lowest <= 0.0:
+            return
+        blocks = self._in_blocks(values).view(-1, state.block_size)
+        exact = (state.dequantize().view_as(blocks) == blocks).all(1)
+        halfway = (state.qmap[1:] + state.qmap[:-1]) / 2
+        scales = state.scale.clone()
+        codes = _unpacked(state.codes, blocks.numel()).view_as(blocks)
+        for toward in (None, 0.0, math.inf):  # the division may round to a neighbour of the scale
+            scale = blocks.abs().amax(1) / lowest
+            if toward is not None:
+                scale = scale.nextafter(torch.full_like(scale, toward))
+            found = torch.bucketize(blocks / scale[:, None].clamp_min(1e-30), halfway)
+            fits = (state.qmap[found] * scale[:, None] == blocks).all(1) & ~exact
+            scales = torch.where(fits, scale, scales)
+            codes = torch.where(fits[:, None], found.to(torch.uint8), codes)
+            exact |= fits
+        state.scale.copy_(scales)
+        state.codes.copy_(_packed(codes.view(-1), state.codes.numel()).view_as(state.codes))
+
+    def _in_blocks(self, values: Tensor) -> Tensor:
+        """`values` with zeros around them, up to whole blocks."""
         behind = self._inner.numel() - self._front - self.shape[0]
-        self._inner.copy_(F.pad(values.float(), (self._front, behind)))
+        return F.pad(values.float(), (self._front, behind))
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[int, int]]:
         return ["_inner"], (self._front, self.shape[0])
@@ -85,6 +119,20 @@ class BlockState(Tensor):
             raise NotImplementedError(f"{func} on a quantised optimizer state: write it by copy_")
         target.quantise(plain[1].expand(target.shape))
         return target
+
+
+def _unpacked(codes: Tensor, count: int) -> Tensor:
+    """`count` codes, one a byte; torchao packs two codes of 4 bits."""
+    if codes.numel() == count:
+        return codes.view(-1)
+    return torch.stack([codes >> 4, codes & 0xF], dim=-1).view(-1)
+
+
+def _packed(codes: Tensor, nbytes: int) -> Tensor:
+    if codes.numel() == nbytes:
+        return codes
+    first, second = codes.view(-1, 2).unbind(-1)
+    return (first << 4) | second
 
 
 def _same_blocks(a: object, b: object) -> bool:
@@ -134,6 +182,16 @@ def _show_values(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     return {**state_dict, "state": shown}
 
 
+def restore(target: Tensor, value: Tensor) -> None:
+    """Give a quantised `target` the codes that its `value`, a dequantised one, had."""
+    if not isinstance(target, ShardTensor) or not isinstance(value, ShardTensor):
+        return
+    own, given = target._local, value._local
+    cut_alike = target._shard_spec == value._shard_spec
+    if cut_alike and isinstance(own, BlockState) and not isinstance(given, BlockState):
+        own.restore(given)
+
+
 @torch.no_grad()
 def _quantise_again(optimizer: Optimizer) -> None:
     """Quantise the loaded state, after `load_state_dict` or before the optimizer's first step."""
@@ -145,6 +203,7 @@ def _quantise_again(optimizer: Optimizer) -> None:
                 continue
             made = _zeros(cast(compat.QuantisingOptimizer, optimizer), param, name == "exp_avg")
             state[name] = made.copy_(value)
+            restore(made, value)
 
 
 def _shard_state(optimizer: Optimizer, *_: object) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardc.optim.first_state import map_leaves
 from shardc.runtime import compat
 from shardc.runtime.checks.words import plural
+from shardc.runtime.tensor.quantised_state import restore
 from shardc.runtime.tensor.shard_operands import interval_like
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.watch.entering import entering
@@ -187,6 +188,7 @@ def write_value(target: Tensor, value: Tensor, local: bool = False) -> None:
             mesh, placements = target.device_mesh, target.placements
             value = distribute_tensor(value.to(target.device), mesh, placements, src_data_rank=None)
     target.copy_(value)
+    restore(target, value)
 
 
 def _same_form(target: Tensor, value: Tensor) -> bool:

@@ -46,7 +46,6 @@ SECONDS = 600
 """A run of the tests of one mutant that takes longer is ended."""
 
 
-os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch would import the shardc that is installed
 _warm = multiprocessing.get_context("forkserver")
 _warm.set_forkserver_preload(["pytest", "torch", "torch._inductor.compile_fx", "torch.testing"])
 """A run of pytest starts from a process that has imported torch, which takes longer than a test."""
@@ -138,6 +137,8 @@ def _run_pytest(folder: Path, arguments: list[str], output: Path) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.chdir(folder)
+    for name in [each for each in sys.modules if each.split(".")[0] == "shardc"]:
+        del sys.modules[name]  # torch imported a part of the shardc that is installed
     sys.path.insert(0, str(folder))
     os.environ |= {
         "PYTHONPATH": str(folder),
