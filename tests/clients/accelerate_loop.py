@@ -1,16 +1,12 @@
-"""accelerate's loop with `fsdp_version=2`; rank 0 alone loads (`cpu_ram_efficient_loading`).
-
-accelerate shards on accelerators only: the processes are declared to be of another device type.
-"""
+"""accelerate's loop with `fsdp_version=2`; rank 0 alone loads (`cpu_ram_efficient_loading`)."""
 
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
 from common import FOLDER, HALF, STEPS, llama, report, rows, whole
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-
-PartialState(cpu=True).distributed_type = DistributedType.MULTI_XPU
+from trainers import declare_accelerators
 
 
 def train(resumed: bool) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -44,6 +40,7 @@ def train(resumed: bool) -> tuple[nn.Module, dict[str, Tensor]]:
     return model, accelerator.get_state_dict(model)
 
 
+declare_accelerators()
 start = whole(llama())
 trained, exported = train(resumed=False)
 values = whole(trained)
