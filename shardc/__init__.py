@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from shardc.state.state_dict import set_model_state_dict as set_model_state_dict
     from shardc.state.state_dict import set_optimizer_state_dict as set_optimizer_state_dict
     from shardc.state.state_dict import set_state_dict as set_state_dict
+    from shardc.step.compile_step import compile_step as compile_step
 
 __version__ = "0.1.0"
 
@@ -90,6 +91,7 @@ _HOMES = {
     "shardc.sharding.same_values": "check_same_values",
     "shardc.sharding.shard": "fully_shard",
     "shardc.sharding.units": "units_of",
+    "shardc.step.compile_step": "compile_step",
     "shardc.state.names": "rekey_optimizer_state_dict",
     "shardc.state.pretrained": "load_pretrained",
     "shardc.state.state_dict": "StateDictOptions get_model_state_dict get_optimizer_state_dict "

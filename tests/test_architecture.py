@@ -22,8 +22,8 @@ ROOMS = {
         "compat", "checks", "layout", "groups", "watch", "comm", "tensor", "unit", "modules",
     ],
     "shardc": [
-        "", "sharding", "backend", "optim", "state", "weights", "reports", "planning", "commands",
-        "integrations",
+        "", "sharding", "backend", "optim", "state", "weights", "step", "reports", "planning",
+        "commands", "integrations",
     ],
 }  # fmt: skip
 """What is inside of each, folders and files: one imports those before it, and from itself."""

@@ -5,7 +5,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -22,6 +22,13 @@ def inline_only(fn: F) -> F:
     """
     tell_later(functools.partial(_skip_code, fn))
     return fn
+
+
+def static_shapes() -> AbstractContextManager[None]:
+    """Inside, Dynamo compiles a graph for each shape, and makes no size dynamic by itself."""
+    import torch._dynamo.config
+
+    return torch._dynamo.config.patch(automatic_dynamic_shapes=False)
 
 
 def _skip_code(fn: Callable[..., object]) -> None:

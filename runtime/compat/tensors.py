@@ -47,6 +47,33 @@ class OnesForValues(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class OpMode(TorchDispatchMode):
+    """A mode that sees ops on plain tensors, below autograd and below tensor subclasses.
+
+    Dynamo traces inside of the mode as it does outside.
+    """
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Op, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        if any(getattr(each, "__torch_dispatch__", None) is not _NO_DISPATCH for each in types):
+            return NotImplemented  # a subclass runs its own ops on plain tensors next
+        if func.namespace == "profiler":
+            return func(*args, **(kwargs or {}))
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Op, args: Args, kwargs: Kwargs) -> object:
+        """Run an op on plain tensors."""
+        raise NotImplementedError
+
+
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+
+
 def keeps_workspaces() -> bool:
     """Whether torch keeps the workspaces of cuBLAS, as 2.11 to 2.14 do.
 

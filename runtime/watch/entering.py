@@ -1,7 +1,7 @@
 """Entries of collectives: each joins its group's history, and a failure names it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from shardc.runtime import compat
 from shardc.runtime.watch import lost_peers
 from shardc.runtime.watch.history import Failed, Parted, history_of
 from shardc.runtime.watch.long_waits import watch
-from shardc.runtime.watch.progress import AwaitedCall, progress
+from shardc.runtime.watch.progress import AwaitedCall, Label, progress
 
 BoxedGraph = Callable[[list[object]], object]
 """A compiled graph: it takes its inputs as one list and empties it."""
@@ -53,6 +53,34 @@ def entering(what: str, group: str, value: Tensor | None = None) -> Iterator[Non
     else:
         with naming(group), AwaitedCall(what):
             yield
+
+
+class InGroup(AwaitedCall):
+    """The label of a collective that a graph repeats, in the history of the group it ran in.
+
+    Attributes:
+        label: the label under which the collective ran.
+        group: the name of the group.
+    """
+
+    __slots__ = ("_scopes", "group", "label")
+
+    def __init__(self, label: Label, group: str, waits: bool) -> None:
+        super().__init__(str(label), str(label))
+        is_call = isinstance(label, AwaitedCall) and waits
+        self.label = label.waiting() if is_call else label  # type: ignore[attr-defined]
+        self.group = group
+        self._scopes = list[ExitStack]()
+
+    def __enter__(self) -> "InGroup":  # type: ignore[override]
+        with ExitStack() as scope:
+            scope.enter_context(naming(self.group))
+            scope.enter_context(self.label)
+            self._scopes.append(scope.pop_all())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._scopes.pop().__exit__(*error)  # type: ignore[arg-type]
 
 
 def naming_failures(

@@ -46,6 +46,7 @@ class History:
     """The entries of one group, on this rank.
 
     Attributes:
+        name: the name of the group.
         ranks: the ranks of the group, as numbers of the whole job.
         rank: this rank, as a number of the whole job.
         entries: the last `RING` entries.
@@ -56,6 +57,7 @@ class History:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
+        self.name = compat.group_name(group)
         self.ranks = dist.get_process_group_ranks(group)
         self.rank = self.ranks[group.rank()]
         self.entries: deque[Entry] = deque(maxlen=RING)

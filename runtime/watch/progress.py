@@ -7,7 +7,7 @@ rank. A started collective enters the history of its group, which raises where r
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 
@@ -129,12 +129,13 @@ class Label:
         verb = f"wait {VERBS.get(kind, kind)}" if waits else VERBS.get(kind, kind)
         self.name = f"{_PREFIX}{verb} {in_short(self.buckets)}"
 
-    def renamed(self) -> "Label":
-        """The label with the names of the buckets that the running graph is given."""
-        if not progress.names:
+    def renamed(self, names: Mapping[str, str] | None = None) -> "Label":
+        """The label with the names of the buckets that a graph is given: the running graph."""
+        names = progress.names if names is None else names
+        if not names:
             return self
-        names = tuple(progress.names.get(name, name) for name in self.buckets)
-        return _made(self.kind, names, self.phase, self.waits)
+        buckets = tuple(names.get(name, name) for name in self.buckets)
+        return _made(self.kind, buckets, self.phase, self.waits)
 
     def __str__(self) -> str:
         kind = self.kind.replace("_", "-")
@@ -200,7 +201,7 @@ class AwaitedCall(Label):
         self.what = what
         self.text = text or f"{what} for {call_of_user()}"
 
-    def renamed(self) -> Label:
+    def renamed(self, names: Mapping[str, str] | None = None) -> Label:
         return self
 
     def __str__(self) -> str:

@@ -28,6 +28,7 @@ import shardc.runtime
 from shardc.backend.agreements import Agreed
 from shardc.backend.graph_plan import CompilePlan, GraphPlan
 from shardc.backend.options import Options
+from shardc.backend.recorder import recorded
 from shardc.backend.stages import RANKS
 from shardc.passes import pipeline
 from shardc.passes.context import Kept
@@ -35,7 +36,7 @@ from shardc.passes.dump import is_wanted
 from shardc.passes.rewrite.used_slots import Differentiated
 from shardc.runtime import compat
 from shardc.runtime.watch.agreement import Statement
-from shardc.runtime.watch.entering import naming_failures
+from shardc.runtime.watch.entering import BoxedGraph, naming_failures
 from shardc.runtime.watch.hand_over import HandOver
 
 
@@ -217,10 +218,13 @@ def _can_keep(plan: CompilePlan) -> bool:
 
 
 def naming_ranks(compiled: Any, groups: list[str], replayed: list[str]) -> Any:
-    """Wrap Inductor's code of a graph: a collective that fails is named with the missing ranks."""
-    if not groups:
-        return compiled
-    return compat.wrap_compiled(compiled, lambda call: naming_failures(call, groups, replayed))
+    """Wrap Inductor's code of a graph: a collective that fails is named with the missing ranks, and
+    a step that is recorded has the call."""
+
+    def wrap(call: BoxedGraph) -> BoxedGraph:
+        return recorded(None, naming_failures(call, groups, replayed) if groups else call)
+
+    return compat.wrap_compiled(compiled, wrap)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ Memory behaves as in eager PyTorch: inputs come in one list, and each is dropped
 """
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -12,9 +13,27 @@ from torch.fx.node import map_arg
 
 from shardc.runtime import compat
 from shardc.runtime.watch.entering import BoxedGraph
-from shardc.runtime.watch.progress import label_of
+from shardc.runtime.watch.progress import label_of, progress
 
 _UNLABELLED = nullcontext()
+
+
+@dataclass(frozen=True, eq=False)
+class BoxedCall:
+    """The target of a node that calls a compiled graph, which frees its inputs while it runs.
+
+    Attributes:
+        run: the compiled graph.
+        names: names of buckets, by the names in the compiled code.
+    """
+
+    run: BoxedGraph
+    names: dict[str, str]
+    __name__ = "compiled_graph"
+
+    def __call__(self, inputs: list[object]) -> object:
+        progress.next_names = self.names
+        return self.run(inputs)
 
 
 def eager_executor(gm: GraphModule) -> BoxedGraph:
@@ -46,6 +65,12 @@ def eager_executor(gm: GraphModule) -> BoxedGraph:
         with compat.outside_selective_checkpoints():
             for node in steps:
                 assert callable(node.target)
+                if isinstance(node.target, BoxedCall):
+                    given = list(map_arg(node.args[0], look_up))
+                    for dead in last_use.get(node, ()):
+                        del env[dead]
+                    env[node] = node.target(given)
+                    continue
                 with labels.get(node, _UNLABELLED):
                     env[node] = node.target(
                         *map_arg(node.args, look_up), **map_arg(node.kwargs, look_up)

@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 from shardc.backend.compile_cache import CompileCache, naming_ranks
 from shardc.backend.executor import eager_executor
 from shardc.backend.graph_plan import CompilePlan, joint_listeners
+from shardc.backend.recorder import recorded
 from shardc.backend.repro import write_repro
 from shardc.backend.stages import INDUCTOR, PASSES
 from shardc.passes import pipeline
@@ -66,7 +67,8 @@ def _with_executor(
 ) -> Callable[..., Any]:
     def compile_one(phase: str, graph: GraphModule, _: Sequence[Any]) -> Any:
         plan.bodies.inline(graph)
-        return run(_finish_graph(plan, graph, phase)[0])
+        finished = _finish_graph(plan, graph, phase)[0]
+        return recorded(finished, run(finished))
 
     def partition(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
         graphs = compat.min_cut_partition(_finish_joint(plan, graph), *args, **kwargs)

@@ -1,0 +1,403 @@
+"""The recorder of a training step: it runs the step as usual, and writes the ops into one graph.
+
+The recorder sees each op on plain tensors, below autograd and below ShardTensors. A compiled graph
+runs as usual, and the recorder writes the nodes of the graph in place of the call (`recorded`). So
+the graph of the step has forward, backward and update, in the order in which they ran.
+
+A value is known by its memory: two tensors over the same elements of one storage are one value. A
+tensor that no op of the step made is an input of the graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from shardc.backend.executor import BoxedCall
+from shardc.passes.nodes import groups_in, is_collective, is_wait
+from shardc.runtime import compat
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.watch.entering import BoxedGraph, InGroup
+from shardc.runtime.watch.progress import label_of, progress, set_label
+
+aten = torch.ops.aten
+GIVEN, HELD, NUMBER = "given", "held", "number"
+"""The sources of inputs: an argument of the step, a tensor that somebody holds, a number of an
+update."""
+
+
+class NotRecorded(Exception):
+    """A step has a part that no graph can have; the text names the part and the way out."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """An argument of an op, by its place among the leaves of all arguments."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op of an update.
+
+    Attributes:
+        func: the op.
+        node: its node; None for an op that the host runs before each call of the graph.
+        constants: its arguments that are neither tensors nor numbers, in order.
+        numbers: its arguments that are inputs of the graph, read anew in each call, by their places
+            among the leaves of all arguments.
+        results: its results without memory; `Given` in place of a result that is an argument.
+    """
+
+    func: compat.Op
+    node: Node | None
+    constants: tuple[object, ...] = ()
+    numbers: tuple[int, ...] = ()
+    results: object = None
+
+
+@dataclass
+class Update:
+    """One call of `optimizer.step()`.
+
+    Attributes:
+        optimizer: the optimizer.
+        grads: its parameters that had a gradient, each with the gradient, without memory.
+        scaling: the attributes that a `GradScaler` sets on a fused optimizer, without memory.
+        ops: its ops, in order.
+    """
+
+    optimizer: Optimizer
+    grads: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    scaling: dict[str, object] = field(default_factory=dict)
+    ops: list[Op] = field(default_factory=list)
+
+    def has_count(self, value: Tensor) -> bool:
+        """Whether a tensor is a step count: a number on the host, in the optimizer's state."""
+        storage = value.untyped_storage()._cdata
+        return any(
+            isinstance(own, Tensor) and compat.storage_id(own) == storage
+            for state in self.optimizer.state.values()
+            for own in state.values()
+        )
+
+
+class Recorder(compat.OpMode):
+    """A context around one training step, which it writes into `graph`.
+
+    Attributes:
+        graph: the nodes so far; without an output.
+        captured: the inputs that are no arguments of the step, each with its tensor.
+        sources: the source of each input.
+        updates: the calls of optimizers.
+        groups: for each compiled graph, the groups of its collectives.
+        reason: why the step cannot be a graph; empty where it can. The step runs to its end.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: list[list[str]] = []
+        self.reason = ""
+        self.graph = Graph()
+        self.sources: dict[Node, str] = {}
+        self.captured: dict[Node, Tensor] = {}
+        self.updates: list[Update] = []
+        self._nodes: dict[tuple[object, ...], Node] = {}
+        self._bases: dict[int, tuple[StorageWeakRef, Node]] = {}
+        self._last_input: Node | None = None
+        self._update: Update | None = None
+        self._counts: dict[int, StorageWeakRef] = {}
+        self._paused = False
+
+    # -- values --------------------------------------------------------------------------------
+
+    def add_input(self, source: str, value: object) -> Node:
+        """Add an input behind the others."""
+        name = f"{source}_{len(self.sources)}"
+        if self._last_input is None:
+            node = self.graph.placeholder(name)
+        else:
+            with self.graph.inserting_after(self._last_input):
+                node = self.graph.placeholder(name)
+        self._last_input, self.sources[node] = node, source
+        if isinstance(value, Tensor):
+            self._know(value, node)
+        return node
+
+    def _know(self, value: Tensor, node: Node) -> None:
+        storage = value.untyped_storage()
+        self._bases.setdefault(storage._cdata, (StorageWeakRef(storage), node))
+        self._nodes.setdefault(_place(value), node)
+        node.meta.setdefault("val", without_memory(value))
+
+    def knows(self, value: Tensor) -> bool:
+        """Whether the step was given a tensor, or made it."""
+        return value.untyped_storage()._cdata in self._bases
+
+    def node_of(self, value: Tensor) -> Node:
+        """The node of a tensor; a tensor that no op of the step made becomes an input."""
+        node = self._nodes.get(_place(value))
+        if node is not None:
+            return node
+        if self.knows(value):
+            base = self._bases[value.untyped_storage()._cdata][1]
+            if base.meta["val"].dtype != value.dtype:
+                raise NotRecorded(f"it reads memory of {base.meta['val'].dtype} as {value.dtype}")
+            where = list(value.shape), list(value.stride()), value.storage_offset()
+            node = self.graph.call_function(aten.as_strided.default, (base, *where))
+            self._know(value, node)
+        else:
+            node = self.add_input(HELD, value)
+            self.captured[node] = value
+        return node
+
+    def read_as(self, captured: Node, value: Tensor, whole: Tensor) -> None:
+        """Make a captured input the tensor `whole`, of which `value` is a part."""
+        if _place(value) != _place(whole):
+            where = list(value.shape), list(value.stride()), value.storage_offset()
+            with self.graph.inserting_after(self._last_input):
+                part = self.graph.call_function(aten.as_strided.default, (captured, *where))
+            part.meta["val"] = captured.meta["val"]
+            captured.replace_all_uses_with(part, lambda user: user is not part)
+            captured.meta["val"] = without_memory(whole)
+
+    # -- ops -----------------------------------------------------------------------------------
+
+    def run(self, func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
+        """Run an op, and write it."""
+        if self._paused or self.reason:
+            return func(*args, **kwargs)
+        if self._is_for_host(func, args, kwargs):
+            return self._run_on_host(func, args, kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        numbers = [place for place, leaf in enumerate(leaves) if self._is_number(leaf)]
+        try:
+            _check(func)
+            written = [
+                self.add_input(NUMBER, leaf) if place in numbers else self._argument(leaf)
+                for place, leaf in enumerate(leaves)
+            ]
+        except NotRecorded as error:
+            self.reason = str(error)
+            return func(*args, **kwargs)
+        results = func(*args, **kwargs)
+        node = self.graph.call_function(func, *tree_unflatten(written, structure))
+        self._know_results(node, results)
+        if is_collective(node) or is_wait(node):
+            _label(node)
+        if self._update is not None:
+            constants = tuple(leaf for leaf in leaves if not isinstance(leaf, (Tensor, float)))
+            shown = tree_map(lambda result: _shown(result, leaves), results)
+            self._update.ops.append(Op(func, node, constants, tuple(numbers), shown))
+        return results
+
+    def _argument(self, value: object) -> object:
+        return self.node_of(value) if isinstance(value, Tensor) else value
+
+    def _is_number(self, value: object) -> bool:
+        """Whether the host computes an argument of an update anew in each call."""
+        if self._update is None:
+            return False
+        if isinstance(value, Tensor):
+            return value.untyped_storage()._cdata in self._counts
+        return type(value) is float
+
+    def _know_results(self, node: Node, results: object) -> None:
+        if isinstance(results, Tensor):
+            self._know(results, node)
+        elif isinstance(results, (list, tuple)):
+            node.meta["val"] = tree_map(_without_memory_if_tensor, results)
+            for index, result in enumerate(results):
+                if isinstance(result, Tensor) and _place(result) not in self._nodes:
+                    self._know(result, self.graph.call_function(operator.getitem, (node, index)))
+
+    # -- updates -------------------------------------------------------------------------------
+
+    @contextmanager
+    def seeing_updates(self) -> Iterator[None]:
+        """Inside, calls of optimizers are noted."""
+        hooks = (
+            register_optimizer_step_pre_hook(lambda optimizer, *_: self._begin(optimizer)),
+            register_optimizer_step_post_hook(lambda *_: self._end()),
+        )
+        try:
+            yield
+        finally:
+            self._update = None
+            for hook in hooks:
+                hook.remove()
+
+    def _end(self) -> None:
+        self._update = None
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        self._update = Update(optimizer)
+        with self._quietly():
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        self._update.grads.append((param, _shard_without_memory(param.grad)))
+            given = {name: value for name, value in vars(optimizer).items() if name in _SCALING}
+            self._update.scaling = tree_map(_without_memory_if_tensor, given)
+        self.updates.append(self._update)
+
+    def _is_for_host(self, func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> bool:
+        """Whether an op has step counts of the optimizer only: the host runs it before the graph.
+
+        torch's optimizers read the counts as numbers there, unless they are fused or capturable.
+        """
+        if self._update is None or _counts_on_device(self._update.optimizer):
+            return False
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not tensors or any(each.dim() or each.device.type != "cpu" for each in tensors):
+            return False
+        if func is aten.lift_fresh.default:
+            return True
+        return not any(map(self.knows, tensors)) and any(map(self._is_count, tensors))
+
+    def _is_count(self, value: Tensor) -> bool:
+        assert self._update is not None
+        return value.untyped_storage()._cdata in self._counts or self._update.has_count(value)
+
+    def _run_on_host(self, func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> object:
+        assert self._update is not None
+        results = func(*args, **kwargs)
+        for result in tree_leaves(results):
+            if isinstance(result, Tensor):
+                storage = result.untyped_storage()
+                self._counts[storage._cdata] = StorageWeakRef(storage)
+        self._update.ops.append(Op(func, None))
+        return results
+
+    # -- compiled graphs -----------------------------------------------------------------------
+
+    def call(self, gm: GraphModule | None, run: BoxedGraph, inputs: list[Any]) -> Any:
+        """Run a compiled graph, and write its nodes; for None, write one call of `run`."""
+        names = dict(progress.next_names)
+        with self._quietly():
+            if self.reason:
+                return run(inputs)
+            try:
+                given = [self.node_of(x) if isinstance(x, Tensor) else x for x in inputs]
+            except NotRecorded as error:
+                self.reason = str(error)
+                return run(inputs)
+            results: Any = run(inputs)
+            if gm is not None:
+                self._write(gm, given, results, names)
+            else:
+                self._write_call(BoxedCall(run, names), given, results)
+        return results
+
+    def _write_call(self, call: BoxedCall, given: list[Any], results: Sequence[Any]) -> None:
+        node = self.graph.call_function(call, (given,))
+        for index, result in enumerate(results):
+            if isinstance(result, Tensor):
+                self._know(result, self.graph.call_function(operator.getitem, (node, index)))
+
+    def _write(
+        self, gm: GraphModule, given: Sequence[Any], results: Sequence[Any], names: dict[str, str]
+    ) -> None:
+        inputs = gm.graph.find_nodes(op="placeholder")
+        values: dict[Node, Any] = dict(zip(inputs, given, strict=True))
+        for node in gm.graph.nodes:
+            if node.op == "get_attr":
+                values[node] = self.node_of(getattr(gm, str(node.target)))
+            elif node.op == "call_function":
+                values[node] = copied = self.graph.node_copy(node, values.__getitem__)
+                if (label := label_of(node)) is not None:
+                    set_label(copied, label.renamed(names))
+        outputs: Any = gm.graph.output_node().args[0]
+        for output, result in zip(outputs, results, strict=True):
+            if isinstance(result, Tensor):
+                self._know(result, values[output])
+        self.groups.append(groups_in(gm))
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        """Inside, ops run and are not written."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+
+_SCALING = ("grad_scale", "found_inf")
+
+recorders: list[Recorder] = []
+"""The recorder of the step that is recorded now; none at other times."""
+
+
+def recorded(gm: GraphModule | None, run: BoxedGraph) -> BoxedGraph:
+    """Wrap a compiled graph: a recorded step has its nodes, or for None one call of it."""
+
+    def call(inputs: list[object]) -> object:
+        return recorders[-1].call(gm, run, inputs) if recorders else run(inputs)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def _check(func: compat.Op) -> None:
+    if func is aten._local_scalar_dense.default:
+        raise NotRecorded(
+            "it reads a value on the host, as `.item()` and `if tensor:` do. Return the value, and "
+            "read it outside of the step; give an optimizer that reads values fused=True"
+        )
+
+
+def without_memory(value: Tensor) -> Tensor:
+    """A tensor of the same shape, dtype and device, over the memory of one element."""
+    return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
+
+
+def _without_memory_if_tensor(value: object) -> object:
+    return without_memory(value) if isinstance(value, Tensor) else value
+
+
+def _shard_without_memory(grad: Tensor) -> Tensor:
+    if isinstance(grad, ShardTensor):
+        return ShardTensor(without_memory(grad._local), tuple(grad.shape), grad._shard_spec)
+    return without_memory(grad)
+
+
+def _counts_on_device(optimizer: Optimizer) -> bool:
+    """Whether an optimizer reads its step counts in kernels, and not on the host."""
+    return all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+
+
+def _place(value: Tensor) -> tuple[object, ...]:
+    """The elements of memory that a tensor has."""
+    where = value.untyped_storage()._cdata, value.storage_offset()
+    return (*where, value.dtype, value.shape, value.stride())
+
+
+def _shown(result: object, leaves: Sequence[object]) -> object:
+    if not isinstance(result, Tensor):
+        return result
+    same = (place for place, leaf in enumerate(leaves) if leaf is result)
+    place = next(same, None)
+    return without_memory(result) if place is None else Given(place)
+
+
+def _label(node: Node) -> None:
+    """Give a collective outside of compiled graphs the label under which it ran."""
+    label, history = progress.inside, progress.history
+    if label is not None and history is not None:
+        set_label(node, InGroup(label, history.name, waits=is_wait(node)))

@@ -1,0 +1,124 @@
+"""The tensors that a recorded step reads beside its arguments: who holds each of them.
+
+Parameters, buffers and the state of optimizers and scalers are looked up before each call, because
+a loaded checkpoint may have replaced them. Any other tensor is refused: the step would read the
+tensor of its first calls for ever.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardc.backend.recorder import NotRecorded, Recorder
+from shardc.runtime.tensor.shard_tensor import ShardTensor
+from shardc.runtime.unit.bucket import Bucket
+
+Held = Callable[[], Tensor]
+"""Gives a tensor, as its holder has it now."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor that is an entry of a dictionary: a buffer, or a state of an optimizer."""
+
+    where: dict[Any, Any]
+    key: object
+
+    def __call__(self) -> Tensor:
+        value: Tensor = self.where[self.key]
+        return value._local if isinstance(value, ShardTensor) else value.detach()
+
+
+def buckets_of(optimizers: list[Optimizer]) -> dict[Bucket, None]:
+    """The buckets of the models that the optimizers train, frozen buckets too."""
+    found: dict[Bucket, None] = {}
+    for module in modules_of(optimizers):
+        for param in module._parameters.values():
+            slot = getattr(param, "_slot", None)
+            if slot is not None:
+                found[slot.bucket] = None
+    return found
+
+
+def modules_of(optimizers: list[Optimizer]) -> list[nn.Module]:
+    """The modules of the models that the optimizers train."""
+    roots: dict[nn.Module, None] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                slot = getattr(param, "_slot", None)
+                if slot is not None:
+                    roots.update(dict.fromkeys(slot.bucket.owner.outermost.modules))
+    return list(dict.fromkeys(module for root in roots for module in root.modules()))
+
+
+def find_holders(step: Callable[..., object], recorder: Recorder) -> list[Held]:
+    """The holder of each captured tensor, in order; the graph reads the holder's tensor.
+
+    Raises:
+        NotRecorded: nobody that the step knows holds the tensor.
+    """
+    optimizers = [update.optimizer for update in recorder.updates]
+    holders: dict[int, tuple[Held, Tensor]] = {}
+    for held in _holders(step, optimizers):
+        value = held()
+        holders.setdefault(value.untyped_storage()._cdata, (held, value))
+    found = []
+    for node, value in recorder.captured.items():
+        known = holders.get(value.untyped_storage()._cdata)
+        if known is None:
+            raise NotRecorded(
+                f"it reads a tensor of shape {tuple(value.shape)} and {value.dtype} that is no "
+                "argument, parameter or buffer, and no state of an optimizer: "
+                "give it as an argument"
+            )
+        held, whole = known
+        recorder.read_as(node, value, whole)
+        found.append(held)
+    return found
+
+
+def _holders(step: Callable[..., object], optimizers: list[Optimizer]) -> Iterator[Held]:
+    for bucket in buckets_of(optimizers):
+        yield lambda bucket=bucket: bucket.segment.detach()  # type: ignore[misc]
+    known = list(_objects(step))
+    modules = [each for each in known if isinstance(each, nn.Module)]
+    for module in dict.fromkeys([*modules_of(optimizers), *modules]):
+        for inner in module.modules():
+            yield from _entries(inner._buffers)
+            plain = {k: v for k, v in inner._parameters.items() if not hasattr(v, "_slot")}
+            yield from (Entry(inner._parameters, key) for key, v in plain.items() if v is not None)
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            yield from _entries(state)
+        for group in optimizer.param_groups:
+            yield from _entries(group)
+    for each in known:
+        if isinstance(each, torch.amp.GradScaler):
+            yield from _entries(vars(each))
+
+
+def _entries(where: dict[Any, Any]) -> Iterator[Entry]:
+    return (Entry(where, key) for key, value in where.items() if isinstance(value, Tensor))
+
+
+def _objects(step: Callable[..., object]) -> Iterator[object]:
+    """The objects that a function knows by name, and those that its own object holds."""
+    function = inspect.unwrap(getattr(step, "__func__", step))
+    if inspect.isfunction(function):
+        names = inspect.getclosurevars(function)
+        yield from names.nonlocals.values()
+        yield from names.globals.values()
+    owner = getattr(step, "__self__", step)
+    yield from vars(owner).values() if hasattr(owner, "__dict__") else ()
+
+
+def kind_of(value: Tensor) -> tuple[object, ...]:
+    """The facts of a tensor that shape a graph."""
+    where = value.shape, value.stride(), value.storage_offset()
+    return (*where, value.dtype, value.device, value.requires_grad)

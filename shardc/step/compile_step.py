@@ -1,0 +1,258 @@
+"""`compile_step`: a training step as one graph.
+
+The first call of a step runs as usual: models are compiled, optimizers make their state. The second
+call is recorded (`backend/recorder.py`). From the third call on the graph runs, and the Python of
+the step does not run. A step that no graph can have runs as usual; a warning names the reason.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+
+from shardc.backend.lowering import run_eagerly
+from shardc.backend.recorder import (
+    GIVEN,
+    HELD,
+    NUMBER,
+    NotRecorded,
+    Recorder,
+    Update,
+    recorders,
+)
+from shardc.runtime import compat
+from shardc.runtime.checks.telling import warn_once
+from shardc.runtime.groups.devices import DEVICES
+from shardc.runtime.unit.bucket import Bucket
+from shardc.runtime.watch.entering import BoxedGraph
+from shardc.step.captured import Held, buckets_of, find_holders, kind_of
+from shardc.step.rerun import numbers_of
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def compile_step(step: Callable[_P, _R]) -> "CompiledStep[_P, _R]":
+    """Compile a training step into one graph: forward, backward, clipping, update.
+
+        @shardc.compile_step
+        def step(tokens, targets):
+            loss = model(tokens, targets)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+    The graph is recorded in the second call with arguments of the same shapes, and runs from the
+    third one on. Python values of the step are constants of the graph, as in CUDA graphs. The
+    settings of optimizers (`lr`, `betas`) and their step counts are read anew in each call, and
+    `optimizer.step()` runs again without computing, with its hooks.
+
+    Args:
+        step: a function that trains a model given to `fully_shard`, and ends with gradients of
+            None (`zero_grad`). It may call several models, optimizers and backwards.
+
+    Returns:
+        A callable with the arguments and results of `step`. Tensors in the results are detached.
+    """
+    return CompiledStep(step)
+
+
+@dataclass
+class _Graph:
+    """The graph of a step, for arguments of one kind.
+
+    Attributes:
+        module: the graph.
+        run: the graph as a callable.
+        sources: of each input: an argument, a tensor that somebody holds, or a number.
+        holders: the holders of those tensors, in order.
+        like: the kinds of those tensors when they were recorded.
+        updates: the calls of optimizers.
+        buckets: the buckets of the models that the optimizers train.
+        constants: the leaves of the step's result; `_MADE` in place of a tensor of the graph.
+        structure: the structure of the result.
+        facts: the facts that shaped the graph.
+    """
+
+    module: GraphModule
+    run: BoxedGraph
+    sources: list[str]
+    holders: list[Held]
+    like: list[tuple[object, ...]]
+    updates: list[Update]
+    buckets: list[Bucket]
+    constants: list[object]
+    structure: TreeSpec
+    facts: object
+
+    def __call__(self, given: list[Tensor], held: list[Tensor]) -> Any:
+        """Run the graph, and give the step's result."""
+        numbers = [number for update in self.updates for number in numbers_of(update)]
+        values = {GIVEN: iter(given), HELD: iter(held), NUMBER: iter(numbers)}
+        with torch.no_grad():
+            results = iter(self.run([next(values[source]) for source in self.sources]))  # type: ignore[call-overload]
+        for bucket in self.buckets:
+            torch.autograd.graph.increment_version(bucket.segment)
+        leaves = [next(results) if leaf is _MADE else leaf for leaf in self.constants]
+        return tree_unflatten(leaves, self.structure)
+
+
+@dataclass
+class _Kind:
+    """The calls with arguments of one kind.
+
+    Attributes:
+        calls: their number so far.
+        graph: the graph for them, once it is recorded.
+        reason: why they have no graph; empty if they have one, or may get one.
+    """
+
+    calls: int = 0
+    graph: _Graph | None = None
+    reason: str = ""
+
+
+class CompiledStep(Generic[_P, _R]):
+    """A training step that runs as one graph.
+
+    Attributes:
+        step: the function.
+    """
+
+    def __init__(self, step: Callable[_P, _R]) -> None:
+        functools.update_wrapper(self, step)
+        self.step = step
+        self._kinds: dict[object, _Kind] = {}
+
+    @property
+    def graphs(self) -> list[GraphModule]:
+        """The graphs, in the order in which they were recorded."""
+        return [kind.graph.module for kind in self._kinds.values() if kind.graph is not None]
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why calls run without a graph, one text for each kind of arguments that has none."""
+        return [kind.reason for kind in self._kinds.values() if kind.reason]
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        leaves, structure = tree_flatten((args, kwargs))
+        kind = self._kinds.setdefault(_kind_of(leaves, structure), _Kind())
+        kind.calls += 1
+        if kind.graph is not None:
+            held = [hold() for hold in kind.graph.holders]
+            facts = _facts(kind.graph.buckets, kind.graph.updates)
+            if facts == kind.graph.facts and [kind_of(each) for each in held] == kind.graph.like:
+                return kind.graph([x for x in leaves if isinstance(x, Tensor)], held)
+            kind.graph, kind.calls = None, 1  # a fact that shapes the graph has changed
+        if kind.calls == 2 and not kind.reason:
+            return self._record(kind, leaves, args, kwargs)
+        with compat.static_shapes():
+            return _detached(self.step(*args, **kwargs))
+
+    def _record(self, kind: _Kind, leaves: list[Any], args: Any, kwargs: Any) -> _R:
+        recorder = Recorder()
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                recorder.add_input(GIVEN, leaf)
+        with compat.static_shapes(), recorder, recorder.seeing_updates():
+            recorders.append(recorder)
+            try:
+                result = self.step(*args, **kwargs)
+            finally:
+                recorders.pop()
+        try:
+            kind.graph = _finish(self.step, recorder, result)
+        except NotRecorded as error:
+            kind.reason = str(error)
+            name = getattr(self.step, "__qualname__", type(self.step).__qualname__)
+            warn_once(f"step: {error}", f"{name} runs without a graph of the whole step: {error}")
+        return _detached(result)
+
+
+_MADE = object()
+
+
+def _finish(step: Callable[..., object], recorder: Recorder, result: object) -> _Graph:
+    """The graph of a recorded step.
+
+    Raises:
+        NotRecorded: the step has a part that no graph can have.
+    """
+    if recorder.reason:
+        raise NotRecorded(recorder.reason)
+    if not recorder.updates:
+        raise NotRecorded("it calls no optimizer")
+    optimizers = list(dict.fromkeys(update.optimizer for update in recorder.updates))
+    buckets = list(buckets_of(optimizers))
+    others = {bucket.device.type for bucket in buckets} - {"cpu"}
+    if others:
+        raise NotRecorded(f"it trains on {others.pop()}: graphs of steps have run on CPUs only")
+    for param in _params(buckets, recorder.updates):
+        if param.grad is not None:
+            raise NotRecorded(
+                "it leaves gradients: end it with optimizer.zero_grad(), which sets them to None"
+            )
+    holders = find_holders(step, recorder)
+    leaves, structure = tree_flatten(result)
+    is_made = [isinstance(leaf, Tensor) and recorder.knows(leaf) for leaf in leaves]
+    made = [recorder.node_of(leaf) for leaf, made in zip(leaves, is_made, strict=True) if made]
+    recorder.graph.output(tuple(made))
+    module = GraphModule(torch.nn.Module(), recorder.graph)
+    module.graph.lint()
+    module.recompile()
+    inputs = module.graph.find_nodes(op="placeholder")
+    return _Graph(
+        module,
+        run_eagerly(module),
+        [recorder.sources[node] for node in inputs],
+        holders,
+        [kind_of(hold()) for hold in holders],
+        recorder.updates,
+        buckets,
+        [_MADE if made else leaf for leaf, made in zip(leaves, is_made, strict=True)],
+        structure,
+        _facts(buckets, recorder.updates),
+    )
+
+
+def _params(buckets: Iterable[Bucket], updates: Iterable[Update]) -> Iterator[Tensor]:
+    """The parameters of buckets and of optimizers."""
+    for bucket in buckets:
+        yield from bucket.params
+    for update in updates:
+        for group in update.optimizer.param_groups:
+            yield from group["params"]
+
+
+def _kind_of(leaves: list[Any], structure: TreeSpec) -> object:
+    """The kind of arguments for which a graph serves."""
+    kinds = [kind_of(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves]
+    return structure, tuple(kinds), torch.is_grad_enabled(), tuple(_autocast())
+
+
+def _facts(buckets: Iterable[Bucket], updates: Iterable[Update]) -> object:
+    """Facts that shape the graph of a step, beside its arguments."""
+    buckets = list(buckets)
+    reads = [(bucket.key.reading()[0], bucket.trainable) for bucket in buckets]
+    modules = dict.fromkeys(module for bucket in buckets for module in bucket.owner.modules)
+    trains = [each.training for module in modules for each in module.modules()]
+    has_grads = [param.grad is not None for param in _params(buckets, updates)]
+    sizes = [len(g["params"]) for update in updates for g in update.optimizer.param_groups]
+    return reads, trains, has_grads, sizes
+
+
+def _autocast() -> list[object]:
+    """The state of autocast, for the devices that models compute on."""
+    types = [device for device in DEVICES if torch.is_autocast_enabled(device)]
+    return [(device, torch.get_autocast_dtype(device)) for device in types]
+
+
+def _detached(result: Any) -> Any:
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
