@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from models import Stack, full, seeded
+from models import Live, Stack, full, seeded
 from peft import LoraConfig, get_peft_model
 from ranks import mesh_of, on_ranks
 from test_state_dict import Everything, everything
@@ -96,22 +96,37 @@ def deep() -> nn.Module:
     return Stack(blocks=6)
 
 
+def bytes_of_buckets(model) -> list[int]:
+    units = {module._shardc_unit for module in shardc.units_of(model).values()}
+    return [bucket.layout.numel * 4 for unit in units for bucket in unit.buckets]
+
+
 @on_ranks(2)
 def test_a_stream_holds_two_buckets_and_gathers_ahead(mesh):
     model = fully_shard(deep(), mesh=mesh, units="auto")
-    units = {module._shardc_unit for module in shardc.units_of(model).values()}
-    largest = max(b.layout.numel * 4 for unit in units for b in unit.buckets)
-    made, starts, real, start = [], [], torch.empty, stream.start_all_gather_into
+    sizes, starts, start = bytes_of_buckets(model), [], stream.start_all_gather_into
+    own = sum(sizes) // 2  # the mode counts the segments, too
     try:
-        torch.empty = lambda *a, **k: made.append(real(*a, **k)) or made[-1]
-        stream.start_all_gather_into = lambda *a: starts.append(a[0].data_ptr()) or start(*a)
-        for seen, _ in enumerate(full_tensors(model)):
-            if seen == 0:
-                assert len(starts) == 2  # the next bucket is under way
+        stream.start_all_gather_into = lambda *a: starts.append(len(seen)) or start(*a)
+        seen = []
+        with Live(2 * max(sizes) + own) as live:
+            for name, _ in full_tensors(model):
+                seen.append(name)
     finally:
-        torch.empty, stream.start_all_gather_into = real, start
-    assert len(starts) == 7 and len(set(starts)) == 2
-    assert sum(each.untyped_storage().nbytes() for each in made) <= 2 * (largest + 16)
+        stream.start_all_gather_into = start
+    buckets = itertools.groupby(model.get_parameter(name)._slot.bucket for name in seen)
+    counts = [len(list(group)) for _, group in buckets]
+    assert len(counts) == 7  # each gather but the first starts while the bucket before is used
+    firsts = itertools.accumulate(counts[:-2], initial=0)
+    assert starts == [0, *(first + 1 for first in firsts)]
+    assert live.peak == 2 * max(sizes) + own
+
+
+@on_ranks(2)
+def test_tensors_that_a_consumer_keeps_stay_as_they_are(mesh):
+    """Writers of buffers hold many tensors before they copy them, as vLLM's `pack_tensors`."""
+    model = fully_shard(deep(), mesh=mesh, units="auto")
+    check_same(dict(full_tensors(model)), tensors_of(deep().state_dict()))
 
 
 @on_ranks(2)
@@ -168,6 +183,27 @@ def test_plans_fill_random_layouts_on_real_ranks(mesh):
         made.run(tensors)
         if layout:
             check_same(tensors, expected(layout, values))
+
+
+def whole_layout(plain, dtype) -> Layout:
+    tensors = {}
+    for name, (shape, _) in sources_of(plain).items():
+        zero = (0,) * len(shape)
+        tensors[name] = Destination(shape, dtype, (Piece(name, zero, shape, zero),))
+    return Layout(tensors)
+
+
+@on_ranks(2, 4)
+def test_a_run_holds_two_buffers(mesh):
+    """The boxes that a rank copies need no buffer, in any dtype."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model, layout = fully_shard(deep(), mesh=mesh, units="auto"), whole_layout(deep(), dtype)
+        made, tensors = plan(model, layout, buffer_bytes=512), layout.empty()
+        assert max(chunk.bytes for chunk in made.own.copies) > 512
+        with Live(2 * 512) as live:
+            made.run(tensors)
+        assert 512 < live.peak <= 2 * 512
+        check_same(tensors, expected(layout, tensors_of(deep().state_dict())))
 
 
 @on_ranks(4)

@@ -1,10 +1,16 @@
 """A stream of whole tensors: the buckets of a model gathered one after the other.
 
-Two buffers of the size of the largest bucket take turns: while the consumer uses the tensors of one
-bucket, the next one is gathered into the other buffer. An all-gather moves each byte once to each
-rank, half of the bytes of the sum in `state.values`, which in turn needs one tensor at a time.
+While the consumer uses the tensors of one bucket, the next bucket is gathered. Each bucket has
+memory of its own, which is freed when the consumer lets its tensors go: writers of buffers (vLLM's
+`pack_tensors`) hold many tensors before they copy them. A loop holds the last tensor of a bucket
+until it gets the first one of the next. So the gather of the bucket after next starts one tensor
+later, and two buckets are held at most.
+
+An all-gather moves each byte once to each rank, half of the bytes of the sum in `state.values`,
+which in turn needs one tensor at a time.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -24,9 +30,6 @@ from shardc.state.values import whole
 from shardc.weights.adapters import Adapters
 from shardc.weights.sources import named_tensors
 
-_UNIT = 16
-"""Bytes to which a buffer is rounded up, so that every dtype divides it."""
-
 
 @checked
 def full_tensors(
@@ -38,11 +41,11 @@ def full_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Stream all parameters and persistent buffers, whole, by name. Every rank must iterate.
 
-    A tensor is valid until the iterator has left its bucket: `clone()` it to keep it. Tied
-    parameters come under each of their names. The order is that of the buckets, then all tensors
-    that are not sharded. Gathered memory is two buckets at most; a tensor-parallel parameter, and a
-    tensor that is widened or moved, needs itself once more. All ranks must stop at the same tensor
-    if they stop early (`close()`).
+    Tied parameters come under each of their names. The order is that of the buckets, then all
+    tensors that are not sharded. Gathered memory is two buckets at most, and the buckets of the
+    tensors that the consumer keeps: `clone()` a tensor to keep it alone. A tensor-parallel
+    parameter, and a tensor that is widened or moved, needs itself once more. All ranks must stop at
+    the same tensor if they stop early (`close()`).
 
     Args:
         model: a model, sharded or not.
@@ -81,7 +84,7 @@ def full_tensors(
 
 @dataclass
 class _Gather:
-    """A gather of one bucket into a buffer."""
+    """A gather of one bucket."""
 
     full: Tensor
     group: str
@@ -119,23 +122,18 @@ class _Stream:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         buckets = list(self.names)
         self.adapters = self.adapters.gathered(self.computing)
-        sizes = [self._bytes(bucket) for bucket in buckets]
-        buffers = [
-            torch.empty(max(sizes, default=0), dtype=torch.uint8, device=self.computing)
-            for _ in buckets[:2]
-        ]
-        ahead = self._start(buckets[0], buffers[0]) if buckets else None
+        ahead = self._start(buckets[0]) if buckets else None
         try:
-            for number, bucket in enumerate(buckets):
+            for bucket, following in itertools.zip_longest(buckets, buckets[1:]):
                 assert ahead is not None
                 full, ahead = ahead.wait(), None
-                if number + 1 < len(buckets):
-                    ahead = self._start(buckets[number + 1], buffers[(number + 1) % 2])
-                yield from self._views(bucket, full)
+                views = self._views(bucket, full)
+                yield next(views)
+                ahead = self._start(following) if following is not None else None
+                yield from views
         finally:
             if ahead is not None:
                 ahead.wait()
-            buffers.clear()
         for name, value in self.rest.items():
             yield name, self._given(name, whole(value, self.computing).detach())
 
@@ -147,15 +145,11 @@ class _Stream:
             return own
         return own if any(name in self.adapters.pairs for name in names) else self.dtype
 
-    def _bytes(self, bucket: Bucket) -> int:
-        size = bucket.layout.numel * self._sent_as(bucket).itemsize
-        return -(-size // _UNIT) * _UNIT
-
     @torch.no_grad()
-    def _start(self, bucket: Bucket, buffer: Tensor) -> _Gather:
+    def _start(self, bucket: Bucket) -> _Gather:
         bucket.owner.await_updates()
         dtype, layout = self._sent_as(bucket), bucket.layout
-        full = buffer[: layout.numel * dtype.itemsize].view(dtype)
+        full = torch.empty(layout.numel, dtype=dtype, device=self.computing)
         part = full.narrow(0, bucket.ranks.rank * layout.segment, layout.segment)
         part.copy_(bucket.segment.detach())
         group = bucket.ranks.shard

@@ -273,7 +273,7 @@ class _Values:
     def write(self, chunk: Chunk, value: Tensor) -> None:
         """Write the box to all of its places."""
         for place in self._places(chunk):
-            place.copy_(value.to(chunk.wire).reshape(place.shape))
+            place.copy_(value.reshape(place.shape))
 
     def _places(self, chunk: Chunk) -> list[Tensor]:
         found = []
