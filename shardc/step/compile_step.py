@@ -27,7 +27,6 @@ from shardc.backend.recorder import (
 )
 from shardc.runtime import compat
 from shardc.runtime.checks.telling import warn_once
-from shardc.runtime.groups.devices import DEVICES
 from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.watch.entering import BoxedGraph
 from shardc.step.captured import Held, buckets_of, find_holders, kind_of
@@ -234,7 +233,7 @@ def _params(buckets: Iterable[Bucket], updates: Iterable[Update]) -> Iterator[Te
 def _kind_of(leaves: list[Any], structure: TreeSpec) -> object:
     """The kind of arguments for which a graph serves."""
     kinds = [kind_of(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves]
-    return structure, tuple(kinds), torch.is_grad_enabled(), tuple(_autocast())
+    return structure, tuple(kinds), torch.is_grad_enabled()
 
 
 def _facts(buckets: Iterable[Bucket], updates: Iterable[Update]) -> object:
@@ -245,12 +244,13 @@ def _facts(buckets: Iterable[Bucket], updates: Iterable[Update]) -> object:
     trains = [each.training for module in modules for each in module.modules()]
     has_grads = [param.grad is not None for param in _params(buckets, updates)]
     sizes = [len(g["params"]) for update in updates for g in update.optimizer.param_groups]
-    return reads, trains, has_grads, sizes
+    devices = {bucket.device.type for bucket in buckets}
+    return reads, trains, has_grads, sizes, _autocast(devices)
 
 
-def _autocast() -> list[object]:
-    """The state of autocast, for the devices that models compute on."""
-    types = [device for device in DEVICES if torch.is_autocast_enabled(device)]
+def _autocast(devices: Iterable[str]) -> list[object]:
+    """The state of autocast for types of devices."""
+    types = [device for device in devices if torch.is_autocast_enabled(device)]
     return [(device, torch.get_autocast_dtype(device)) for device in types]
 
 
