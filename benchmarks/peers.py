@@ -5,7 +5,7 @@ Each way takes a model and a mesh and returns what runs one forward of it.
 
 import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,10 +244,13 @@ OTHERS: dict[str, Callable[..., Step]] = {
 ALL = {**PEERS, **OTHERS}
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """`--blocks`, `--dim`, `--vocab` and `--peers`."""
+def add_model_options(
+    parser: argparse.ArgumentParser, default: Sequence[str] = (*PEERS,), more: Sequence[str] = ()
+) -> None:
+    """`--blocks`, `--dim`, `--vocab` and `--peers`, of which there are `more`."""
     parser.add_argument("--blocks", type=int, default=8, help="blocks of the model (default 8)")
     parser.add_argument("--dim", type=int, default=512, help="model width (default 512)")
     parser.add_argument("--vocab", type=int, default=512, help="rows of the table (default 512)")
-    parser.add_argument("--peers", nargs="+", choices=ALL, default=list(PEERS), metavar="PEER",
-                        help=f"of {', '.join(ALL)} (default: the first {len(PEERS)})")  # fmt: skip
+    parser.add_argument("--peers", nargs="+", choices=[*ALL, *more], default=list(default),
+                        metavar="PEER", help=f"of {', '.join([*ALL, *more])} "
+                        f"(default: {', '.join(default)})")  # fmt: skip

@@ -1,0 +1,142 @@
+"""A step with its optimizer behind an emulated wire: separate calls, one graph, and the peers.
+
+    python benchmarks/whole_step.py --world 8 --latency 0.5 --bandwidth 0.5
+
+One process a competitor, all on this machine, each alone while it is measured, in interleaved
+rounds. A step is forward, backward, fused AdamW and `zero_grad`. The optimizer of the plain step
+updates one rank's part of each parameter. `exposed ms` is the time that a step waits for messages,
+`host ms` the CPU time of the thread outside of the waits.
+"""
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import peers
+import torch
+import wire
+from kept import show
+from processes import add_round_options, interleave, median_ratio
+from step_time import measure_memory
+from torch import Tensor, nn
+
+WHOLE = "-whole"
+"""Ends the name of a competitor whose step is one graph."""
+
+
+def main() -> None:
+    """Run the rounds and print one table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--world", type=int, default=8, help="emulated ranks (default 8)")
+    parser.add_argument("--latency", type=float, default=0.5, help="ms a message (default 0.5)")
+    parser.add_argument("--bandwidth", type=float, default=0.5, help="GB/s (default 0.5)")
+    parser.add_argument("--clip", action="store_true", help="clip the gradients' norm to 1")
+    sides = ["plain", "fsdp2-blocks", "shardc", "shardc-whole"]
+    peers.add_model_options(parser, default=sides, more=[f"{name}{WHOLE}" for name in peers.ALL])
+    add_round_options(parser)
+    args = parser.parse_args()
+    started = {name: [functools.partial(prepare, name, vars(args))] for name in args.peers}
+    results = {
+        name: [figures for (figures,) in rounds]
+        for name, rounds in interleave(started, args.rounds).items()
+    }
+    rows = [_row(name, rounds, results.get("plain", rounds)) for name, rounds in results.items()]
+    headers = ["", "step ms", "step / plain", "exposed ms", "host ms", "messages", "peak MB"]
+    setting = (
+        f"W={args.world}, {args.latency} ms + {args.bandwidth} GB/s, {args.blocks} blocks of "
+        f"{args.dim}, {args.vocab} rows, fused AdamW{', clipping' * args.clip}; "
+        f"medians of {args.rounds} rounds (min to max)"
+    )
+    show(headers, rows, args.keep, setting)
+
+
+def _row(name: str, rounds: list[dict[str, Any]], floor: list[dict[str, Any]]) -> list[Any]:
+    median = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+    return [
+        name,
+        f"{1e3 * median['step']:.0f}",
+        median_ratio([each["step"] for each in rounds], [each["step"] for each in floor]),
+        f"{1e3 * median['exposed']:.1f}",
+        f"{1e3 * median['host']:.0f}",
+        rounds[0]["messages"],
+        f"{median['peak'] / 1e6:.1f}",
+    ]
+
+
+def prepare(name: str, args: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Build and warm one competitor in this process, for rounds of `--steps` steps."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # gathered weights are whatever the memory holds
+    torch.manual_seed(0)
+    line, mesh = wire.join(args["world"], 1e-3 * args["latency"], 1e9 * args["bandwidth"])
+    shape = peers.Shape(args["blocks"], args["dim"], vocab=args["vocab"])
+    model = peers.Model(shape).to(mesh.device_type)
+    forward = peers.ALL[name.removesuffix(WHOLE)](model, mesh)
+    update = _Update(model, args["world"]) if name == "plain" else _Update(model, 1)
+    tokens = torch.randint(shape.vocab, (shape.batch, shape.length), device=mesh.device_type)
+
+    def step(tokens: Tensor) -> Tensor:
+        loss: Tensor = forward(tokens)
+        loss.backward()
+        if args["clip"]:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        update()
+        model.zero_grad()
+        return loss
+
+    if name.endswith(WHOLE):
+        from shardc import compile_step
+
+        step = compile_step(step)
+
+    def run() -> dict[str, Any]:
+        line.log.clear()
+        line.stalls.clear()
+        start, busy = time.perf_counter(), time.thread_time()
+        for _ in range(args["steps"]):
+            step(tokens)
+        if mesh.device_type == "cuda":
+            torch.cuda.synchronize()
+        elapsed, host = time.perf_counter() - start, time.thread_time() - busy
+        return {
+            "step": elapsed / args["steps"],
+            "exposed": line.exposed / args["steps"],
+            "host": host / args["steps"],
+            "messages": len(line.log) // args["steps"],
+            "peak": memory,
+        }
+
+    memory = 0
+    for _ in range(2):
+        run()
+    memory = measure_memory(lambda: step(tokens), model, name)["peak"]
+    return run
+
+
+class _Update:
+    """Fused AdamW on the first of `parts` parts of each parameter."""
+
+    def __init__(self, model: nn.Module, parts: int) -> None:
+        self.given = list(model.parameters())
+        self.parts = parts
+        own = self.given
+        if parts > 1:
+            own = [nn.Parameter(self._part(param.detach())) for param in own]
+        self.optimizer = torch.optim.AdamW(own, lr=1e-4, fused=True)
+        self.own = own
+
+    def _part(self, value: Tensor) -> Tensor:
+        return value.flatten()[: -(-value.numel() // self.parts)]
+
+    def __call__(self) -> None:
+        if self.parts > 1:
+            for own, param in zip(self.own, self.given, strict=True):
+                own.grad = None if param.grad is None else self._part(param.grad)
+        self.optimizer.step()
+
+
+if __name__ == "__main__":
+    main()
