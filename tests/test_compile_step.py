@@ -3,25 +3,30 @@
 Each test shows that the graph ran: the Python of the step runs in its first two calls only.
 """
 
+import contextlib
 import functools
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from models import Stack, compiled, seeded, tokens
-from ranks import on_ranks
+from ranks import on_ranks, run_on_ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from shardc import compile_step, fully_shard
+from shardc import MixedPrecisionPolicy, WholeTensorOptimizer, compile_step, fully_shard
+from shardc.step.compile_step import MOST_CHANGES, MOST_KINDS
 
 CALLS = 6
 
 
 def _model(mesh, dtype=None):
     model = seeded(functools.partial(Stack, 3))
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def _batch(number):
@@ -30,57 +35,81 @@ def _batch(number):
 
 
 class _Run:
-    """A run of `CALLS` steps, whole or separate."""
+    """A model with its optimizers, and a step of it, whole or separate."""
 
-    def __init__(self, mesh, executor, make, whole, clip=0.0, scaled=False, parts=1, change=True):
-        self.model = _model(mesh)
-        self.optimizer = make(self.model.parameters())
+    def __init__(
+        self, mesh, executor, make, whole, *, clip=0.0, scaled=False, parts=1, no_sync=False,
+        dtype=None,
+    ):  # fmt: skip
+        self.model, self.parts = _model(mesh, dtype), parts
+        made = make(self.model.parameters())
+        self.optimizers = made if isinstance(made, list) else [made]
         call = compiled(self.model, executor) if executor else self.model
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2, enabled=scaled)
-        self.python = 0
+        self.scaler = torch.amp.GradScaler("cpu", 2.0**8, growth_interval=2, enabled=scaled)
+        self.losses, self.calls = [], []
 
         def step(*batch):
-            self.python += 1
-            for given, targets in zip(batch[::2], batch[1::2], strict=True):
-                loss = call(given, targets) / parts
-                scaler.scale(loss).backward()
+            self.calls.append(len(batch))
+            for number, (given, targets) in enumerate(zip(batch[::2], batch[1::2], strict=True)):
+                late = no_sync and number < parts - 1
+                with self.model.no_sync() if late else contextlib.nullcontext():
+                    loss = call(given, targets) / parts
+                    self.scaler.scale(loss).backward()
             if clip:
-                scaler.unscale_(self.optimizer)
+                for optimizer in self.optimizers:
+                    self.scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(self.model.parameters(), clip)
-            scaler.step(self.optimizer)
-            scaler.update()
-            self.optimizer.zero_grad()
+            for optimizer in self.optimizers:
+                self.scaler.step(optimizer)
+            self.scaler.update()
+            self.model.zero_grad()
             return loss
 
         self.step = compile_step(step) if whole else step
-        self.losses = []
-        for number in range(CALLS):
-            if number == CALLS - 2 and change:
-                for group in self.optimizer.param_groups:
-                    group["lr"] *= 0.5
-            batches = [each for part in range(parts) for each in _batch(number * parts + part)]
+
+    def train(self, numbers):
+        """Run steps of the batches of `numbers`; a learning rate follows the number."""
+        for number in numbers:
+            for group in (g for each in self.optimizers for g in each.param_groups):
+                group["lr"] = group.setdefault("first_lr", group["lr"]) / (1 + number)
+            each = range(number * self.parts, (number + 1) * self.parts)
+            batches = [tensor for part in each for tensor in _batch(part)]
             self.losses.append(self.step(*batches).item())
-        self.scale = scaler.get_scale()
+        return self
+
+    @property
+    def python(self):
+        """How often the Python of the step ran."""
+        return len(self.calls)
 
     def state(self):
         """Parameters, and the tensors of the optimizer's state, as this rank has them."""
         for name, param in self.model.named_parameters():
             yield name, param._local
-            for key, value in self.optimizer.state[param].items():
-                yield f"{name} {key}", getattr(value, "_local", value)
+        for optimizer in self.optimizers:
+            for one in getattr(optimizer, "inners", [optimizer]):
+                for number, state in enumerate(one.state.values()):
+                    for key, value in state.items():
+                        if isinstance(value, torch.Tensor):
+                            yield f"{number} {key}", getattr(value, "_local", value)
 
 
-def _check(mesh, executor, make, **how):
-    separate, whole = (_Run(mesh, executor, make, whole, **how) for whole in (False, True))
-    assert separate.python == CALLS
-    assert whole.step.reasons == []
+def _check(mesh, executor, make, *, calls=CALLS, **how):
+    separate, whole = (
+        _Run(mesh, executor, make, whole, **how).train(range(calls)) for whole in (False, True)
+    )
+    assert separate.python == calls
+    assert whole.step.reasons == [], whole.step.reasons
     assert (whole.python, len(whole.step.graphs)) == (2, 1)
     assert whole.losses == separate.losses
-    assert len(set(whole.losses)) == CALLS
-    assert whole.scale == separate.scale
+    assert len(set(whole.losses)) > calls / 2
+    assert whole.scaler.get_scale() == separate.scaler.get_scale()
+    _check_equal(separate, whole)
+
+
+def _check_equal(separate, whole):
     for (name, one), (_, other) in zip(separate.state(), whole.state(), strict=True):
         assert torch.equal(one, other), name
-    return separate, whole
 
 
 adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
@@ -90,7 +119,28 @@ OPTIMIZERS = {
     "AdamW, foreach": functools.partial(adamw, foreach=True),
     "AdamW, fused": functools.partial(adamw, fused=True),
     "RMSprop": functools.partial(torch.optim.RMSprop, lr=1e-3),
+    "Adafactor": lambda params: WholeTensorOptimizer(torch.optim.Adafactor, params, lr=0.05),
+    "Muon and AdamW": lambda params: _muon_and_adamw([*params]),
+    "reads values": lambda params: _ByItsNorm(params, lr=0.1),
 }
+
+
+def _muon_and_adamw(params):
+    return [
+        WholeTensorOptimizer(torch.optim.Muon, [p for p in params if p.dim() == 2], lr=0.02),
+        adamw([p for p in params if p.dim() != 2]),
+    ]
+
+
+class _ByItsNorm(torch.optim.SGD):
+    """SGD that divides a gradient by its norm, which it reads on the host."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(1 / (1 + param.grad._local.norm().item()))
+        return super().step(closure)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -106,12 +156,50 @@ def test_has_the_bits_of_the_separate_step(mesh, name):
         {"clip": 0.1, "scaled": True},
         {"scaled": True},
         {"parts": 2},
+        {"parts": 2, "no_sync": True},
+        {"dtype": torch.bfloat16},
     ],
     ids=str,
 )
 @on_ranks(2)
 def test_clips_scales_and_accumulates(mesh, how):
     _check(mesh, "eager", OPTIMIZERS["AdamW, fused"], **how)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(1, 2, 4)
+def test_twenty_steps(mesh, name):
+    make, fused = OPTIMIZERS[name], "fused" in name
+    _check(mesh, "eager", make, calls=20, clip=0.1, scaled=fused)
+    _check(mesh, None, make, calls=20, parts=2, no_sync=True, dtype=torch.bfloat16)
+
+
+def go_on(mesh, path, first):
+    """A checkpoint of one way goes on by the other; one that replays its graph loads it, too."""
+    ways = [_Run(mesh, "eager", adamw, whole, clip=0.1) for whole in (first, not first)]
+    state = [
+        lambda run=run: dict(enumerate(get_state_dict(run.model, run.optimizers))) for run in ways
+    ]
+    ways[0].train(range(5))
+    dcp.save(state[0](), checkpoint_id=path)
+    ways[0].train(range(5, 9))
+    ways[1].train(range(20, 24))
+    loaded = state[1]()
+    dcp.load(loaded, checkpoint_id=path)
+    set_state_dict(
+        ways[1].model,
+        ways[1].optimizers,
+        model_state_dict=loaded[0],
+        optim_state_dict=loaded[1],
+    )
+    ways[1].train(range(5, 9))
+    assert [run.python for run in ways] == ([2, 8] if first else [9, 2])
+    _check_equal(*ways)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["separate", "whole"])
+def test_checkpoints_go_both_ways(tmp_path, first):
+    run_on_ranks(2, __name__, "go_on", {"path": str(tmp_path / "saved"), "first": first})
 
 
 @on_ranks(3)
@@ -204,6 +292,73 @@ def test_a_step_that_is_no_graph_runs_as_usual(mesh, words):
     assert runs[0] == runs[1]
     assert words in call.reasons[0]
     assert call.graphs == []
+
+
+@on_ranks(2)
+def test_a_python_value_that_changes_is_seen(mesh):
+    model = _model(mesh)
+    optimizer = adamw(model.parameters())
+    python, factor = [], 1.0
+
+    @compile_step
+    def step(tokens, targets):
+        python.append(factor)
+        loss = factor * model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for factor in (1.0, 1.0, 1.0, 2.0, 2.0, 2.0):
+        assert step(*_batch(0)).item() / factor < 4
+    assert python == [1.0, 1.0, 2.0, 2.0]
+    for number in range(2 * MOST_CHANGES):
+        factor = float(number // 2)
+        step(*_batch(0))
+    assert "changed 8 times: factor" in step.reasons[0]
+
+
+@on_ranks(2)
+def test_a_step_that_counts_is_refused(mesh):
+    model = _model(mesh)
+    optimizer = adamw(model.parameters())
+    count = 0
+
+    @compile_step
+    def step(tokens, targets):
+        nonlocal count
+        count += 1
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for _ in range(4):
+        step(*_batch(0))
+    assert count == 4
+    assert "it changes count" in step.reasons[0]
+
+
+@on_ranks(2)
+def test_graphs_are_bounded(mesh):
+    model = _model(mesh)
+    optimizer = adamw(model.parameters())
+
+    @compile_step
+    def step(number, tokens, targets):
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for number in range(MOST_KINDS + 1):
+        step(number, *_batch(0))
+    assert f"more than {MOST_KINDS} kinds" in step.reasons[0]
+    for _ in range(2):
+        step(0, *_batch(0))  # an early kind still gets its graph
+    assert len(step.graphs) == 1
 
 
 @on_ranks(2)

@@ -10,8 +10,9 @@ tensor that no op of the step made is an input of the graph.
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,12 +81,14 @@ class Update:
         grads: its parameters that had a gradient, each with the gradient, without memory.
         scaling: the attributes that a `GradScaler` sets on a fused optimizer, without memory.
         ops: its ops, in order.
+        is_call: whether the graph calls `optimizer.step()`, and has none of the ops.
     """
 
     optimizer: Optimizer
     grads: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     scaling: dict[str, object] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
+    is_call: bool = False
 
     def has_count(self, value: Tensor) -> bool:
         """Whether a tensor is a step count: a number on the host, in the optimizer's state."""
@@ -95,6 +98,38 @@ class Update:
             for state in self.optimizer.state.values()
             for own in state.values()
         )
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateCall:
+    """The target of a node that calls `optimizer.step()` with gradients and scales of the graph."""
+
+    update: Update
+    __name__ = "optimizer_step"
+
+    def __call__(self, grads: list[Tensor], scaling: dict[str, Tensor]) -> None:
+        update = self.update
+        shards = (_over(like, grad) for (_, like), grad in zip(update.grads, grads, strict=True))
+        params = [param for param, _ in update.grads]
+        with stepping(update.optimizer, dict(zip(params, shards, strict=True)), scaling):
+            update.optimizer.step()
+
+
+@contextmanager
+def stepping(
+    optimizer: Optimizer, grads: dict[Tensor, Tensor], scaling: dict[str, Any]
+) -> Iterator[None]:
+    """Inside, parameters have gradients, and the optimizer has the scale of the scaler."""
+    for param, grad in grads.items():
+        param.grad = grad
+    vars(optimizer).update(scaling)
+    try:
+        yield
+    finally:
+        for param in grads:
+            param.grad = None
+        for name in scaling:
+            delattr(optimizer, name)
 
 
 class Recorder(compat.OpMode):
@@ -123,6 +158,9 @@ class Recorder(compat.OpMode):
         self._update: Update | None = None
         self._counts: dict[int, StorageWeakRef] = {}
         self._paused = False
+        self._inner = 0
+        self._before_update: Callable[[], None] = lambda: None
+        self._call: tuple[Any, ...] = ()
 
     # -- values --------------------------------------------------------------------------------
 
@@ -186,6 +224,9 @@ class Recorder(compat.OpMode):
             return self._run_on_host(func, args, kwargs)
         leaves, structure = tree_flatten((args, kwargs))
         numbers = [place for place, leaf in enumerate(leaves) if self._is_number(leaf)]
+        if func is aten._local_scalar_dense.default and self._update is not None:
+            self._take_call()
+            return func(*args, **kwargs)
         try:
             _check(func)
             written = [
@@ -238,23 +279,61 @@ class Recorder(compat.OpMode):
         try:
             yield
         finally:
-            self._update = None
+            self._update, self._inner, self._paused = None, 0, False
             for hook in hooks:
                 hook.remove()
 
-    def _end(self) -> None:
-        self._update = None
-
     def _begin(self, optimizer: Optimizer) -> None:
-        self._update = Update(optimizer)
+        if self._update is not None:  # an optimizer that calls others
+            self._inner += 1
+            self._take_call()
+            return
+        self._update = update = Update(optimizer)
+        self.updates.append(update)
         with self._quietly():
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     if param.grad is not None:
-                        self._update.grads.append((param, _shard_without_memory(param.grad)))
+                        update.grads.append((param, _shard_without_memory(param.grad)))
             given = {name: value for name, value in vars(optimizer).items() if name in _SCALING}
-            self._update.scaling = tree_map(_without_memory_if_tensor, given)
-        self.updates.append(self._update)
+            update.scaling = tree_map(_without_memory_if_tensor, given)
+            try:
+                grads = [self._argument(_memory(param.grad)) for param, _ in update.grads]
+                self._call = grads, tree_map(self._argument, given)
+            except NotRecorded as error:
+                self.reason = str(error)
+        self._before_update = self._going_back()
+        if getattr(optimizer, "calls_optimizers", False):
+            self._take_call()
+
+    def _end(self) -> None:
+        if self._inner:
+            self._inner -= 1
+            return
+        update, self._update, self._paused = self._update, None, False
+        if update is not None and update.is_call and not self.reason:
+            self.graph.call_function(UpdateCall(update), self._call)
+
+    def _take_call(self) -> None:
+        """Take back the ops of the update so far: the graph calls `optimizer.step()`."""
+        assert self._update is not None
+        if not self._update.is_call:
+            self._before_update()
+            self._update.is_call, self._update.ops, self._paused = True, [], True
+
+    def _going_back(self) -> Callable[[], None]:
+        """A function that takes back all that is written from now on."""
+        names = ("sources", "captured", "_nodes", "_bases")
+        then: dict[str, Any] = {name: copy.copy(vars(self)[name]) for name in names}
+        last, written = self._last_input, set(self.graph.nodes)
+
+        def back() -> None:
+            for node in reversed(self.graph.nodes):
+                if node not in written:
+                    self.graph.erase_node(node)
+            vars(self).update(then, _last_input=last)
+
+        return back
 
     def _is_for_host(self, func: compat.Op, args: compat.Args, kwargs: compat.Kwargs) -> bool:
         """Whether an op has step counts of the optimizer only: the host runs it before the graph.
@@ -289,9 +368,9 @@ class Recorder(compat.OpMode):
     def call(self, gm: GraphModule | None, run: BoxedGraph, inputs: list[Any]) -> Any:
         """Run a compiled graph, and write its nodes; for None, write one call of `run`."""
         names = dict(progress.next_names)
+        if self._paused or self.reason:
+            return run(inputs)
         with self._quietly():
-            if self.reason:
-                return run(inputs)
             try:
                 given = [self.node_of(x) if isinstance(x, Tensor) else x for x in inputs]
             except NotRecorded as error:
@@ -372,9 +451,19 @@ def _without_memory_if_tensor(value: object) -> object:
 
 
 def _shard_without_memory(grad: Tensor) -> Tensor:
-    if isinstance(grad, ShardTensor):
-        return ShardTensor(without_memory(grad._local), tuple(grad.shape), grad._shard_spec)
-    return without_memory(grad)
+    return _over(grad, without_memory(_memory(grad)))
+
+
+def _memory(value: Any) -> Any:
+    """The plain tensor under a gradient."""
+    return value._local if isinstance(value, ShardTensor) else value
+
+
+def _over(like: Tensor, value: Tensor) -> Tensor:
+    """A gradient over other memory."""
+    if isinstance(like, ShardTensor):
+        return ShardTensor(value, tuple(like.shape), like._shard_spec)
+    return value
 
 
 def _counts_on_device(optimizer: Optimizer) -> bool:

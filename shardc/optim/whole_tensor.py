@@ -53,6 +53,9 @@ class WholeTensorOptimizer(Optimizer):
         ValueError: `together` for parameters of several meshes, or for sharded and plain ones.
     """
 
+    calls_optimizers = True
+    """`compile_step` leaves an update as one call."""
+
     def __init__(
         self,
         make: Callable[..., Optimizer],

@@ -5,9 +5,9 @@ a loaded checkpoint may have replaced them. Any other tensor is refused: the ste
 tensor of its first calls for ever.
 """
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from shardc.backend.recorder import NotRecorded, Recorder
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.unit.bucket import Bucket
+from shardc.step.constants import names_known_to
 
 Held = Callable[[], Tensor]
 """Gives a tensor, as its holder has it now."""
@@ -64,8 +65,9 @@ def find_holders(step: Callable[..., object], recorder: Recorder) -> list[Held]:
         NotRecorded: nobody that the step knows holds the tensor.
     """
     optimizers = [update.optimizer for update in recorder.updates]
+    in_graph = [update.optimizer for update in recorder.updates if not update.is_call]
     holders: dict[int, tuple[Held, Tensor]] = {}
-    for held in _holders(step, optimizers):
+    for held in _holders(step, optimizers, in_graph):
         value = held()
         holders.setdefault(value.untyped_storage()._cdata, (held, value))
     found = []
@@ -83,9 +85,15 @@ def find_holders(step: Callable[..., object], recorder: Recorder) -> list[Held]:
     return found
 
 
-def _holders(step: Callable[..., object], optimizers: list[Optimizer]) -> Iterator[Held]:
+def _holders(
+    step: Callable[..., object], optimizers: list[Optimizer], in_graph: list[Optimizer]
+) -> Iterator[Held]:
+    """Who holds tensors; the state only of optimizers whose updates are in the graph."""
     for bucket in buckets_of(optimizers):
         yield lambda bucket=bucket: bucket.segment.detach()  # type: ignore[misc]
+        waiting = bucket.gradients.waiting
+        if waiting.sink is not None:
+            yield lambda waiting=waiting: waiting.sink.detach()  # type: ignore[misc]
     known = list(_objects(step))
     modules = [each for each in known if isinstance(each, nn.Module)]
     for module in dict.fromkeys([*modules_of(optimizers), *modules]):
@@ -93,7 +101,7 @@ def _holders(step: Callable[..., object], optimizers: list[Optimizer]) -> Iterat
             yield from _entries(inner._buffers)
             plain = {k: v for k, v in inner._parameters.items() if not hasattr(v, "_slot")}
             yield from (Entry(inner._parameters, key) for key, v in plain.items() if v is not None)
-    for optimizer in optimizers:
+    for optimizer in in_graph:
         for state in optimizer.state.values():
             yield from _entries(state)
         for group in optimizer.param_groups:
@@ -108,14 +116,19 @@ def _entries(where: dict[Any, Any]) -> Iterator[Entry]:
 
 
 def _objects(step: Callable[..., object]) -> Iterator[object]:
-    """The objects that a function knows by name, and those that its own object holds."""
-    function = inspect.unwrap(getattr(step, "__func__", step))
-    if inspect.isfunction(function):
-        names = inspect.getclosurevars(function)
-        yield from names.nonlocals.values()
-        yield from names.globals.values()
-    owner = getattr(step, "__self__", step)
-    yield from vars(owner).values() if hasattr(owner, "__dict__") else ()
+    """The objects that a function knows by name, their attributes, and elements of containers."""
+    for each in names_known_to(step).values():
+        yield each
+        yield from _parts(each)
+
+
+def _parts(value: object) -> Iterator[object]:
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, (list, tuple, set)):
+        yield from value
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType, nn.Module)):
+        yield from vars(value).values()
 
 
 def kind_of(value: Tensor) -> tuple[object, ...]:

@@ -27,9 +27,11 @@ from shardc.backend.recorder import (
 )
 from shardc.runtime import compat
 from shardc.runtime.checks.telling import warn_once
+from shardc.runtime.checks.words import plural
 from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.watch.entering import BoxedGraph
 from shardc.step.captured import Held, buckets_of, find_holders, kind_of
+from shardc.step.constants import constants_of
 from shardc.step.rerun import numbers_of
 
 _P = ParamSpec("_P")
@@ -49,9 +51,11 @@ def compile_step(step: Callable[_P, _R]) -> "CompiledStep[_P, _R]":
             return loss
 
     The graph is recorded in the second call with arguments of the same shapes, and runs from the
-    third one on. Python values of the step are constants of the graph, as in CUDA graphs. The
-    settings of optimizers (`lr`, `betas`) and their step counts are read anew in each call, and
-    `optimizer.step()` runs again without computing, with its hooks.
+    third one on. Python values of the step are constants of the graph, as in CUDA graphs; a change
+    of one that the step reads by name has the step recorded again. The settings of optimizers
+    (`lr`, `betas`) and their step counts are read anew in each call, and `optimizer.step()` runs
+    again without computing, with its hooks. An optimizer that reads values on the host, or calls
+    other optimizers, is one call in the graph.
 
     Args:
         step: a function that trains a model given to `fully_shard`, and ends with gradients of
@@ -89,11 +93,11 @@ class _Graph:
     buckets: list[Bucket]
     constants: list[object]
     structure: TreeSpec
-    facts: object
+    facts: dict[str, object]
 
     def __call__(self, given: list[Tensor], held: list[Tensor]) -> Any:
         """Run the graph, and give the step's result."""
-        numbers = [number for update in self.updates for number in numbers_of(update)]
+        numbers = [x for update in self.updates if not update.is_call for x in numbers_of(update)]
         values = {GIVEN: iter(given), HELD: iter(held), NUMBER: iter(numbers)}
         with torch.no_grad():
             results = iter(self.run([next(values[source]) for source in self.sources]))  # type: ignore[call-overload]
@@ -108,14 +112,20 @@ class _Kind:
     """The calls with arguments of one kind.
 
     Attributes:
-        calls: their number so far.
+        calls: their number so far, since a fact that shapes the graph changed.
+        changes: the number of such changes.
         graph: the graph for them, once it is recorded.
         reason: why they have no graph; empty if they have one, or may get one.
     """
 
     calls: int = 0
+    changes: int = 0
     graph: _Graph | None = None
     reason: str = ""
+
+
+MOST_KINDS, MOST_CHANGES = 16, 8
+"""The most kinds of arguments that get graphs, and the most times that one kind is recorded."""
 
 
 class CompiledStep(Generic[_P, _R]):
@@ -129,6 +139,7 @@ class CompiledStep(Generic[_P, _R]):
         functools.update_wrapper(self, step)
         self.step = step
         self._kinds: dict[object, _Kind] = {}
+        self._others = _Kind()
 
     @property
     def graphs(self) -> list[GraphModule]:
@@ -138,25 +149,54 @@ class CompiledStep(Generic[_P, _R]):
     @property
     def reasons(self) -> list[str]:
         """Why calls run without a graph, one text for each kind of arguments that has none."""
-        return [kind.reason for kind in self._kinds.values() if kind.reason]
+        kinds = [*self._kinds.values(), self._others]
+        return [kind.reason for kind in kinds if kind.reason]
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         leaves, structure = tree_flatten((args, kwargs))
-        kind = self._kinds.setdefault(_kind_of(leaves, structure), _Kind())
+        kind = self._kind(_kind_of(leaves, structure))
         kind.calls += 1
         if kind.graph is not None:
             held = [hold() for hold in kind.graph.holders]
-            facts = _facts(kind.graph.buckets, kind.graph.updates)
+            facts = _facts(self.step, kind.graph.buckets, kind.graph.updates)
             if facts == kind.graph.facts and [kind_of(each) for each in held] == kind.graph.like:
                 return kind.graph([x for x in leaves if isinstance(x, Tensor)], held)
-            kind.graph, kind.calls = None, 1  # a fact that shapes the graph has changed
+            self._forget(kind, facts)
         if kind.calls == 2 and not kind.reason:
             return self._record(kind, leaves, args, kwargs)
         with compat.static_shapes():
             return _detached(self.step(*args, **kwargs))
 
+    def _kind(self, key: object) -> _Kind:
+        if key not in self._kinds and len(self._kinds) == MOST_KINDS:
+            self._refuse(
+                self._others,
+                f"its arguments were of more than {plural(MOST_KINDS, 'kind')} (shapes, and values "
+                "that are no tensors): give values that change as tensors, and pad the tensors",
+            )
+        full = len(self._kinds) >= MOST_KINDS
+        return self._kinds.get(key, self._others) if full else self._kinds.setdefault(key, _Kind())
+
+    def _forget(self, kind: _Kind, facts: dict[str, object]) -> None:
+        """Drop a graph because a fact that shaped it has changed."""
+        assert kind.graph is not None
+        was, kind.graph, kind.calls = kind.graph.facts, None, 1
+        kind.changes += 1
+        if kind.changes == MOST_CHANGES:
+            names = [name for name, value in facts.items() if was.get(name) != value]
+            changed = ", ".join(names) or "the memory layout of a state"
+            self._refuse(
+                kind, f"what shapes its graph changed {plural(MOST_CHANGES, 'time')}: {changed}"
+            )
+
+    def _refuse(self, kind: _Kind, reason: str) -> None:
+        """Run calls of a kind as usual from now on, and tell why."""
+        kind.reason = reason
+        name = getattr(self.step, "__qualname__", type(self.step).__qualname__)
+        warn_once(f"step: {reason}", f"{name} runs without a graph of the whole step: {reason}")
+
     def _record(self, kind: _Kind, leaves: list[Any], args: Any, kwargs: Any) -> _R:
-        recorder = Recorder()
+        recorder, before = Recorder(), constants_of(self.step)
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 recorder.add_input(GIVEN, leaf)
@@ -167,12 +207,20 @@ class CompiledStep(Generic[_P, _R]):
             finally:
                 recorders.pop()
         try:
+            _check_constants(before, constants_of(self.step))
             kind.graph = _finish(self.step, recorder, result)
         except NotRecorded as error:
-            kind.reason = str(error)
-            name = getattr(self.step, "__qualname__", type(self.step).__qualname__)
-            warn_once(f"step: {error}", f"{name} runs without a graph of the whole step: {error}")
+            self._refuse(kind, str(error))
         return _detached(result)
+
+
+def _check_constants(before: dict[str, object], after: dict[str, object]) -> None:
+    changed = [name for name, value in before.items() if after.get(name) != value]
+    if changed:
+        raise NotRecorded(
+            f"it changes {', '.join(changed)}, and its Python would not run again: "
+            "do so outside of it"
+        )
 
 
 _MADE = object()
@@ -217,7 +265,7 @@ def _finish(step: Callable[..., object], recorder: Recorder, result: object) -> 
         buckets,
         [_MADE if made else leaf for leaf, made in zip(leaves, is_made, strict=True)],
         structure,
-        _facts(buckets, recorder.updates),
+        _facts(step, buckets, recorder.updates),
     )
 
 
@@ -236,16 +284,29 @@ def _kind_of(leaves: list[Any], structure: TreeSpec) -> object:
     return structure, tuple(kinds), torch.is_grad_enabled()
 
 
-def _facts(buckets: Iterable[Bucket], updates: Iterable[Update]) -> object:
-    """Facts that shape the graph of a step, beside its arguments."""
+def _facts(
+    step: Callable[..., object], buckets: Iterable[Bucket], updates: Iterable[Update]
+) -> dict[str, object]:
+    """Facts that shape the graph of a step, beside its arguments, by their names."""
     buckets = list(buckets)
-    reads = [(bucket.key.reading()[0], bucket.trainable) for bucket in buckets]
     modules = dict.fromkeys(module for bucket in buckets for module in bucket.owner.modules)
-    trains = [each.training for module in modules for each in module.modules()]
-    has_grads = [param.grad is not None for param in _params(buckets, updates)]
-    sizes = [len(g["params"]) for update in updates for g in update.optimizer.param_groups]
-    devices = {bucket.device.type for bucket in buckets}
-    return reads, trains, has_grads, sizes, _autocast(devices)
+    in_graph = [update.optimizer for update in updates if not update.is_call]
+    groups = [group for optimizer in in_graph for group in optimizer.param_groups]
+    return {
+        "settings of units": [(bucket.key.reading()[0], bucket.trainable) for bucket in buckets],
+        "train() or eval()": [each.training for module in modules for each in module.modules()],
+        "gradients": [param.grad is not None for param in _params(buckets, updates)],
+        "settings of optimizers": [tree_map(_kind_of_setting, group) for group in groups],
+        "autocast": _autocast({bucket.device.type for bucket in buckets}),
+        **constants_of(step),
+    }
+
+
+def _kind_of_setting(value: object) -> object:
+    """The part of a setting that shapes an update: 0.0 often leaves ops out."""
+    if isinstance(value, Tensor):
+        return None
+    return value != 0.0 if isinstance(value, float) else value
 
 
 def _autocast(devices: Iterable[str]) -> list[object]:

@@ -6,12 +6,11 @@ Their results have no memory either.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardc.backend.recorder import Given, Op, Update
+from shardc.backend.recorder import Given, Op, Update, stepping
 from shardc.runtime import compat
 
 
@@ -59,23 +58,9 @@ def numbers_of(update: Update) -> list[object]:
     Raises:
         OtherOps: the optimizer runs other ops than when it was recorded.
     """
-    with _gradients(update), Rerun(update) as rerun:
-        update.optimizer.step()
+    optimizer = update.optimizer
+    with stepping(optimizer, dict(update.grads), update.scaling), Rerun(update) as rerun:
+        optimizer.step()
     if not rerun.is_over():
-        raise OtherOps(f"{type(update.optimizer).__name__} runs fewer ops than before")
+        raise OtherOps(f"{type(optimizer).__name__} runs fewer ops than before")
     return rerun.numbers
-
-
-@contextmanager
-def _gradients(update: Update) -> Iterator[None]:
-    """Inside, the optimizer has the gradients, without memory, and the scale of the scaler."""
-    for param, grad in update.grads:
-        param.grad = grad
-    vars(update.optimizer).update(update.scaling)
-    try:
-        yield
-    finally:
-        for param, _ in update.grads:
-            param.grad = None
-        for name in update.scaling:
-            delattr(update.optimizer, name)
