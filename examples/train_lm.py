@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import AdamW, Optimizer
 from tqdm import tqdm
 
-from shardc import describe, fully_shard
+from shardc import compile_step, describe, fully_shard
 
 # What a resumed run must share with the one it continues, besides the number of ranks.
 FIXED = ("seed", "steps", "batch_size", "length", "dim", "layers", "lr")
@@ -59,6 +59,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--lr", type=float, default=3e-3, help="peak learning rate, reached after the warm-up")
     add("--seed", type=int, default=0, help="seed of the initial weights and of the data order")
     add("--executor", choices=("inductor", "eager"), default="inductor", help="what runs a graph")
+    add("--whole-step", action="store_true", help="run a step with its update as one graph")
     add("--log-every", type=int, default=20, help="steps between printed losses")
     add("--save-every", type=int, default=120, help="between checkpoints, and held-out losses")
     add("--checkpoint-dir", type=Path, default=Path("runs/train_lm"), help="keeps the last two")
@@ -251,6 +252,16 @@ def train(model: nn.Module, args: argparse.Namespace, device: torch.device) -> f
     forward = torch.compile(model, backend="shardc", options={"executor": args.executor})
     opt = AdamW(model.parameters(), lr=args.lr, weight_decay=0.1, fused=True)
 
+    def train_step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = forward(tokens, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    run_step = compile_step(train_step) if args.whole_step else train_step
+
     @torch.no_grad()
     def held_out_loss() -> float:
         batches = (batch(texts["held-out"], i, args, device) for i in range(HELD_OUT_BATCHES))
@@ -266,12 +277,7 @@ def train(model: nn.Module, args: argparse.Namespace, device: torch.device) -> f
     for step in tqdm(range(start + 1, args.steps + 1), unit="step", disable=hide):
         for group in opt.param_groups:
             group["lr"] = learning_rate(step, args)
-        loss = forward(*batch(texts["training"], step, args, device))
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        opt.step()
-        opt.zero_grad()
-
+        loss = run_step(*batch(texts["training"], step, args, device))
         log = step % args.log_every == 0 or step in (start + 1, args.steps)
         checkpoint = step % args.save_every == 0 or step == args.steps
         if log:

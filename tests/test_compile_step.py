@@ -3,8 +3,12 @@
 Each test shows that the graph ran: the Python of the step runs in its first two calls only.
 """
 
+import argparse
 import contextlib
 import functools
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +21,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from shardc import MixedPrecisionPolicy, WholeTensorOptimizer, compile_step, fully_shard
 from shardc.step.compile_step import MOST_CHANGES, MOST_KINDS
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import train_lm
 
 CALLS = 6
 
@@ -200,6 +207,29 @@ def go_on(mesh, path, first):
 @pytest.mark.parametrize("first", [False, True], ids=["separate", "whole"])
 def test_checkpoints_go_both_ways(tmp_path, first):
     run_on_ranks(2, __name__, "go_on", {"path": str(tmp_path / "saved"), "first": first})
+
+
+def train_text(mesh, path):
+    """`examples/train_lm.py`, whole and separate; the whole step goes on from a checkpoint."""
+    run = {"steps": 9, "length": 16, "batch_size": 2, "lr": 1e-2, "seed": 0, "dim": 32, "layers": 2}
+    run |= {"log_every": 3, "save_every": 6, "executor": "eager"}
+    held_out = {}
+    for whole in (False, True):
+        folder = Path(path, str(whole))
+        for resume in (False, True):
+            args = argparse.Namespace(**run, whole_step=whole, checkpoint_dir=folder, resume=resume)
+            torch.manual_seed(0)
+            model = train_lm.LanguageModel(args.dim, args.layers, args.length)
+            fully_shard(model, mesh=mesh)
+            held_out[whole, resume] = train_lm.train(model, args, torch.device("cpu"))
+            if dist.get_rank() == 0:
+                shutil.rmtree(folder / "step-9")  # so that the second run goes on from step 6
+            dist.barrier()
+    assert len(set(held_out.values())) == 1
+
+
+def test_the_example_prints_the_same_losses(tmp_path):
+    run_on_ranks(2, __name__, "train_text", {"path": str(tmp_path)})
 
 
 @on_ranks(3)
