@@ -9,6 +9,7 @@ import functools
 import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from shardc import MixedPrecisionPolicy, WholeTensorOptimizer, compile_step, fully_shard
+from shardc.step import rerun
 from shardc.step.compile_step import MOST_CHANGES, MOST_KINDS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -346,6 +348,19 @@ def test_a_python_value_that_changes_is_seen(mesh):
         factor = float(number // 2)
         step(*_batch(0))
     assert "changed 8 times: factor" in step.reasons[0]
+
+
+@on_ranks(2)
+def test_settings_are_read_unless_a_hook_wants_the_call(mesh):
+    run = _Run(mesh, "eager", OPTIMIZERS["AdamW, fused"], whole=True).train(range(2))
+    torch.optim.lr_scheduler.ConstantLR(run.optimizers[0])
+    with mock.patch.object(rerun, "run_again", wraps=rerun.run_again) as again:
+        run.train(range(2, 5))
+        assert again.call_count == 1  # to compare
+        seen = []
+        run.optimizers[0].register_step_post_hook(lambda *_: seen.append(1))
+        run.train(range(5, 8))
+    assert (again.call_count, len(seen), run.python) == (4, 3, 2)
 
 
 @on_ranks(2)

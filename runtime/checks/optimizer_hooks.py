@@ -76,7 +76,7 @@ class Steps:
         if any(hook.turn == turn for hook in self._hooks):
             return
         if not self._hooks:
-            self._register(self._run)
+            self._register(self.run)
         hooks = [*self._hooks, _Hook(turn, call, once, compiled)]
         self._hooks = sorted(hooks, key=lambda hook: hook.turn)
 
@@ -86,9 +86,10 @@ class Steps:
             if hook.turn == turn:
                 hook.passed.clear()
 
-    def _run(
+    def run(
         self, optimizer: Optimizer, args: compat.Args, kwargs: compat.Kwargs
     ) -> tuple[compat.Args, compat.Kwargs]:
+        """Call the parts: the hook of torch."""
         for hook in self._hooks:
             is_left_out = torch.compiler.is_compiling() and not hook.compiled
             if is_left_out or optimizer in hook.passed:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
+from torch.optim import Optimizer
 
 from shardc.runtime.compat.dynamo import inline_only
 
@@ -223,3 +224,22 @@ def rewrites_loaded_state(module: nn.Module) -> bool:
     hooks = (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
     known = "torch.distributed.algorithms."
     return not all(getattr(hook, "__module__", "").startswith(known) for hook in hooks)
+
+
+def is_watched(optimizer: Optimizer, known: Iterable[Callable[..., object]]) -> bool:
+    """Whether a call of `optimizer.step` runs a function beside torch's own and `known` hooks.
+
+    torch's schedulers wrap `step` only to see that it was called once.
+    """
+    from torch.optim import optimizer as of_torch
+
+    hooks = [
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *of_torch._global_optimizer_pre_hooks.values(),
+        *of_torch._global_optimizer_post_hooks.values(),
+    ]
+    own = vars(optimizer).get("step")
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        return True
+    return any(hook not in known for hook in hooks)

@@ -314,6 +314,15 @@ class Recorder(compat.OpMode):
         if update is not None and update.is_call and not self.reason:
             self.graph.call_function(UpdateCall(update), self._call)
 
+    def groups_of(self, optimizer: Optimizer) -> dict[Node, int]:
+        """The number of the parameter group for the node of each parameter that the step read."""
+        params = [
+            (_place(_memory(param)), number)
+            for number, group in enumerate(optimizer.param_groups)
+            for param in group["params"]
+        ]
+        return {self._nodes[place]: n for place, n in params if place in self._nodes}
+
     def _take_call(self) -> None:
         """Take back the ops of the update so far: the graph calls `optimizer.step()`."""
         assert self._update is not None

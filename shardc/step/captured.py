@@ -32,7 +32,7 @@ class Entry:
 
     def __call__(self) -> Tensor:
         value: Tensor = self.where[self.key]
-        return value._local if isinstance(value, ShardTensor) else value.detach()
+        return value._local if isinstance(value, ShardTensor) else value
 
 
 def buckets_of(optimizers: list[Optimizer]) -> dict[Bucket, None]:
@@ -90,10 +90,10 @@ def _holders(
 ) -> Iterator[Held]:
     """Who holds tensors; the state only of optimizers whose updates are in the graph."""
     for bucket in buckets_of(optimizers):
-        yield lambda bucket=bucket: bucket.segment.detach()  # type: ignore[misc]
+        yield lambda bucket=bucket: bucket.segment  # type: ignore[misc]
         waiting = bucket.gradients.waiting
         if waiting.sink is not None:
-            yield lambda waiting=waiting: waiting.sink.detach()  # type: ignore[misc]
+            yield lambda waiting=waiting: waiting.sink  # type: ignore[misc]
     known = list(_objects(step))
     modules = [each for each in known if isinstance(each, nn.Module)]
     for module in dict.fromkeys([*modules_of(optimizers), *modules]):

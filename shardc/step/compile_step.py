@@ -6,7 +6,8 @@ the step does not run. A step that no graph can have runs as usual; a warning na
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -22,7 +23,6 @@ from shardc.backend.recorder import (
     NUMBER,
     NotRecorded,
     Recorder,
-    Update,
     recorders,
 )
 from shardc.runtime import compat
@@ -32,7 +32,8 @@ from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.watch.entering import BoxedGraph
 from shardc.step.captured import Held, buckets_of, find_holders, kind_of
 from shardc.step.constants import constants_of
-from shardc.step.rerun import numbers_of
+from shardc.step.facts import Facts, params_of
+from shardc.step.rerun import Numbers
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -76,8 +77,9 @@ class _Graph:
         run: the graph as a callable.
         sources: of each input: an argument, a tensor that somebody holds, or a number.
         holders: the holders of those tensors, in order.
-        like: the kinds of those tensors when they were recorded.
-        updates: the calls of optimizers.
+        held: those tensors, as the last call had them.
+        like: their kinds when they were recorded.
+        numbers: the numbers of each update that is no call.
         buckets: the buckets of the models that the optimizers train.
         constants: the leaves of the step's result; `_MADE` in place of a tensor of the graph.
         structure: the structure of the result.
@@ -88,23 +90,37 @@ class _Graph:
     run: BoxedGraph
     sources: list[str]
     holders: list[Held]
+    held: list[Tensor]
     like: list[tuple[object, ...]]
-    updates: list[Update]
+    numbers: list[Numbers]
     buckets: list[Bucket]
     constants: list[object]
     structure: TreeSpec
-    facts: dict[str, object]
+    facts: Facts
 
-    def __call__(self, given: list[Tensor], held: list[Tensor]) -> Any:
+    def changed(self) -> list[str]:
+        """The names of facts that shaped the graph and have changed since."""
+        before, self.held = self.held, [hold() for hold in self.holders]
+        same = all(map(operator.is_, before, self.held)) and all(map(_is_like, before, self.like))
+        if not same and [kind_of(each) for each in self.held] != self.like:
+            return ["the shape, dtype or layout of a parameter, buffer or state"]
+        return self.facts.changed()
+
+    def __call__(self, given: list[Tensor]) -> Any:
         """Run the graph, and give the step's result."""
-        numbers = [x for update in self.updates if not update.is_call for x in numbers_of(update)]
-        values = {GIVEN: iter(given), HELD: iter(held), NUMBER: iter(numbers)}
+        numbers = [number for each in self.numbers for number in each()]
+        values = {GIVEN: iter(given), HELD: iter(self.held), NUMBER: iter(numbers)}
         with torch.no_grad():
             results = iter(self.run([next(values[source]) for source in self.sources]))  # type: ignore[call-overload]
         for bucket in self.buckets:
             torch.autograd.graph.increment_version(bucket.segment)
         leaves = [next(results) if leaf is _MADE else leaf for leaf in self.constants]
         return tree_unflatten(leaves, self.structure)
+
+
+def _is_like(value: Tensor, like: tuple[object, ...]) -> bool:
+    """Whether a tensor that is the object of the last call still has its shape and dtype."""
+    return value.shape == like[0] and value.dtype == like[3]
 
 
 @dataclass
@@ -157,11 +173,10 @@ class CompiledStep(Generic[_P, _R]):
         kind = self._kind(_kind_of(leaves, structure))
         kind.calls += 1
         if kind.graph is not None:
-            held = [hold() for hold in kind.graph.holders]
-            facts = _facts(self.step, kind.graph.buckets, kind.graph.updates)
-            if facts == kind.graph.facts and [kind_of(each) for each in held] == kind.graph.like:
-                return kind.graph([x for x in leaves if isinstance(x, Tensor)], held)
-            self._forget(kind, facts)
+            changed = kind.graph.changed()
+            if not changed:
+                return kind.graph([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+            self._forget(kind, changed)
         if kind.calls == 2 and not kind.reason:
             return self._record(kind, leaves, args, kwargs)
         with compat.static_shapes():
@@ -177,17 +192,13 @@ class CompiledStep(Generic[_P, _R]):
         full = len(self._kinds) >= MOST_KINDS
         return self._kinds.get(key, self._others) if full else self._kinds.setdefault(key, _Kind())
 
-    def _forget(self, kind: _Kind, facts: dict[str, object]) -> None:
-        """Drop a graph because a fact that shaped it has changed."""
-        assert kind.graph is not None
-        was, kind.graph, kind.calls = kind.graph.facts, None, 1
+    def _forget(self, kind: _Kind, changed: list[str]) -> None:
+        """Drop a graph because facts that shaped it have changed."""
+        kind.graph, kind.calls = None, 1
         kind.changes += 1
         if kind.changes == MOST_CHANGES:
-            names = [name for name, value in facts.items() if was.get(name) != value]
-            changed = ", ".join(names) or "the memory layout of a state"
-            self._refuse(
-                kind, f"what shapes its graph changed {plural(MOST_CHANGES, 'time')}: {changed}"
-            )
+            times, names = plural(MOST_CHANGES, "time"), ", ".join(changed)
+            self._refuse(kind, f"what shapes its graph changed {times}: {names}")
 
     def _refuse(self, kind: _Kind, reason: str) -> None:
         """Run calls of a kind as usual from now on, and tell why."""
@@ -241,12 +252,18 @@ def _finish(step: Callable[..., object], recorder: Recorder, result: object) -> 
     others = {bucket.device.type for bucket in buckets} - {"cpu"}
     if others:
         raise NotRecorded(f"it trains on {others.pop()}: graphs of steps have run on CPUs only")
-    for param in _params(buckets, recorder.updates):
+    for param in params_of(buckets, recorder.updates):
         if param.grad is not None:
             raise NotRecorded(
                 "it leaves gradients: end it with optimizer.zero_grad(), which sets them to None"
             )
+    numbers = [
+        Numbers(update, recorder.groups_of(update.optimizer))
+        for update in recorder.updates
+        if not update.is_call
+    ]
     holders = find_holders(step, recorder)
+    held = [hold() for hold in holders]
     leaves, structure = tree_flatten(result)
     is_made = [isinstance(leaf, Tensor) and recorder.knows(leaf) for leaf in leaves]
     made = [recorder.node_of(leaf) for leaf, made in zip(leaves, is_made, strict=True) if made]
@@ -260,59 +277,20 @@ def _finish(step: Callable[..., object], recorder: Recorder, result: object) -> 
         run_eagerly(module),
         [recorder.sources[node] for node in inputs],
         holders,
-        [kind_of(hold()) for hold in holders],
-        recorder.updates,
+        held,
+        [kind_of(each) for each in held],
+        numbers,
         buckets,
         [_MADE if made else leaf for leaf, made in zip(leaves, is_made, strict=True)],
         structure,
-        _facts(step, buckets, recorder.updates),
+        Facts(step, buckets, recorder.updates),
     )
-
-
-def _params(buckets: Iterable[Bucket], updates: Iterable[Update]) -> Iterator[Tensor]:
-    """The parameters of buckets and of optimizers."""
-    for bucket in buckets:
-        yield from bucket.params
-    for update in updates:
-        for group in update.optimizer.param_groups:
-            yield from group["params"]
 
 
 def _kind_of(leaves: list[Any], structure: TreeSpec) -> object:
     """The kind of arguments for which a graph serves."""
     kinds = [kind_of(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves]
     return structure, tuple(kinds), torch.is_grad_enabled()
-
-
-def _facts(
-    step: Callable[..., object], buckets: Iterable[Bucket], updates: Iterable[Update]
-) -> dict[str, object]:
-    """Facts that shape the graph of a step, beside its arguments, by their names."""
-    buckets = list(buckets)
-    modules = dict.fromkeys(module for bucket in buckets for module in bucket.owner.modules)
-    in_graph = [update.optimizer for update in updates if not update.is_call]
-    groups = [group for optimizer in in_graph for group in optimizer.param_groups]
-    return {
-        "settings of units": [(bucket.key.reading()[0], bucket.trainable) for bucket in buckets],
-        "train() or eval()": [each.training for module in modules for each in module.modules()],
-        "gradients": [param.grad is not None for param in _params(buckets, updates)],
-        "settings of optimizers": [tree_map(_kind_of_setting, group) for group in groups],
-        "autocast": _autocast({bucket.device.type for bucket in buckets}),
-        **constants_of(step),
-    }
-
-
-def _kind_of_setting(value: object) -> object:
-    """The part of a setting that shapes an update: 0.0 often leaves ops out."""
-    if isinstance(value, Tensor):
-        return None
-    return value != 0.0 if isinstance(value, float) else value
-
-
-def _autocast(devices: Iterable[str]) -> list[object]:
-    """The state of autocast for types of devices."""
-    types = [device for device in devices if torch.is_autocast_enabled(device)]
-    return [(device, torch.get_autocast_dtype(device)) for device in types]
 
 
 def _detached(result: Any) -> Any:

@@ -2,16 +2,22 @@
 
 torch's optimizers compute the numbers of their ops in Python. `optimizer.step()` runs again with
 gradients that have no memory: ops on step counts run, of all other ops only the numbers are read.
-Their results have no memory either.
+Their results have no memory either. Where each number is a setting, as in torch's fused optimizers,
+and no hook waits for the call, the settings are read instead.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
+from torch.fx import Node
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardc.backend.recorder import Given, Op, Update, stepping
 from shardc.runtime import compat
+from shardc.runtime.checks.optimizer_hooks import after_steps, before_steps
 
 
 class OtherOps(RuntimeError):
@@ -52,15 +58,72 @@ class Rerun(compat.OpMode):
         return next(self._ops, None) is None
 
 
-def numbers_of(update: Update) -> list[object]:
-    """The numbers that the next `optimizer.step()` computes with; its step counts go on.
+class Numbers:
+    """The numbers that the next `optimizer.step()` computes with."""
 
-    Raises:
-        OtherOps: the optimizer runs other ops than when it was recorded.
-    """
+    def __init__(self, update: Update, groups: dict[Node, int]) -> None:
+        """`groups` has the number of the parameter group for the node of each parameter."""
+        self._update = update
+        self._settings = settings_of(update, groups)
+        self._is_checked = False
+
+    def __call__(self) -> list[object]:
+        """Give the numbers; the optimizer's step counts go on.
+
+        Raises:
+            OtherOps: the optimizer runs other ops than when it was recorded.
+        """
+        optimizer, settings = self._update.optimizer, self._settings
+        if settings is None or compat.is_watched(optimizer, (before_steps.run, after_steps.run)):
+            return run_again(self._update)
+        read: list[object] = [setting(optimizer) for setting in settings]
+        if not self._is_checked:
+            self._is_checked, computed = True, run_again(self._update)
+            if read != computed:
+                self._settings = None
+            return computed
+        return read
+
+
+def run_again(update: Update) -> list[object]:
+    """Run `optimizer.step()` without computing, and give its numbers."""
     optimizer = update.optimizer
     with stepping(optimizer, dict(update.grads), update.scaling), Rerun(update) as rerun:
         optimizer.step()
     if not rerun.is_over():
         raise OtherOps(f"{type(optimizer).__name__} runs fewer ops than before")
     return rerun.numbers
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of a parameter group: `lr`, or an element of `betas`."""
+
+    group: int
+    name: str
+
+    def __call__(self, optimizer: Optimizer) -> float:
+        group = optimizer.param_groups[self.group]
+        if self.name in ("beta1", "beta2"):
+            value: float = group["betas"][self.name == "beta2"]
+        else:
+            value = group[self.name]
+        return value
+
+
+def settings_of(update: Update, groups: dict[Node, int]) -> list[Setting] | None:
+    """The setting of each number, by its name in the op; None if a number is no setting."""
+    found = []
+    for op in update.ops:
+        if not op.numbers:
+            continue
+        if op.node is None or op.func.name() not in _FUSED:
+            return None
+        first: Any = op.node.args[0]
+        names = {value: name for name, value in op.node.kwargs.items() if isinstance(value, Node)}
+        leaves = tree_leaves((op.node.args, op.node.kwargs))
+        found += [Setting(groups[first[0]], names[leaves[place]]) for place in op.numbers]
+    return found
+
+
+_FUSED = {f"aten::_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad")}
