@@ -26,14 +26,18 @@ class Facts:
 
     def now(self) -> dict[str, object]:
         """The facts, by the words that a warning has for them."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return {
             "settings of units": [(b.key.reading()[0], b.trainable) for b in self._buckets],
             "train() or eval()": [module.training for module in self._modules],
+            "parameters": [
+                len(group["params"]) for each in self._optimizers for group in each.param_groups
+            ],
             "gradients": [param.grad is None for param in self._params],
             "gradients that wait": [b.gradients.waiting.is_empty for b in self._buckets],
             "settings of optimizers": [
-                {name: _shape_of(value) for name, value in group.items()} for group in groups
+                {name: _shape_of(value) for name, value in group.items() if name in each.defaults}
+                for each in self._optimizers
+                for group in each.param_groups
             ],
             "autocast": list(_autocast(self._devices)),
             **constants_of(self._step),
