@@ -249,9 +249,13 @@ def _finish(step: Callable[..., object], recorder: Recorder, result: object) -> 
         raise NotRecorded("it calls no optimizer")
     optimizers = list(dict.fromkeys(update.optimizer for update in recorder.updates))
     buckets = list(buckets_of(optimizers))
-    others = {bucket.device.type for bucket in buckets} - {"cpu"}
-    if others:
-        raise NotRecorded(f"it trains on {others.pop()}: graphs of steps have run on CPUs only")
+    for bucket in buckets:
+        if bucket.device.type not in ("cpu", "cuda"):
+            raise NotRecorded(
+                f"it trains on {bucket.device.type}: graphs of steps are for CPUs and CUDA"
+            )
+        if bucket.device != bucket.segment.device:
+            raise NotRecorded("its parameters lie on the host (CPUOffloadPolicy)")
     for param in params_of(buckets, recorder.updates):
         if param.grad is not None:
             raise NotRecorded(

@@ -236,6 +236,7 @@ class _Rehearsal:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=fused)
         self.scaler = torch.amp.GradScaler("cuda", enabled=self.has("scaler"))
         self.side = torch.cuda.Stream()
+        self.whole = shardc.compile_step(self.train)
         _leave_out(setup.faults)
 
     def has(self, feature: str) -> bool:
@@ -321,7 +322,15 @@ class _Rehearsal:
             return loss
 
     def step(self) -> None:
-        """One step of training."""
+        """One step of training; with "whole", as one graph."""
+        if not self.has("whole"):
+            self.train(self.tokens)
+            return
+        note("phase whole")
+        self.whole(self.tokens)
+
+    def train(self, tokens: Tensor) -> None:
+        """Forwards, backwards and the update of one step; `tokens` are those of the batch."""
         if self.has("accumulate"):
             sync = self.model.no_sync() if self.setup.who == "shardc" else nullcontext()
             with sync:
@@ -395,6 +404,9 @@ class _Rehearsal:
                 if self.has("summon") or self.has("state dicts"):
                     self.between(STEPS)
                 self.step()
+        if self.has("whole"):
+            assert not self.whole.reasons, self.whole.reasons
+            assert len(self.whole.graphs) == 1
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         segments = torch.cuda.memory_snapshot()
         assert any(each["is_expandable"] for each in segments) == self.setup.expandable

@@ -61,6 +61,12 @@ CASES: dict[str, dict[str, Any]] = {
     "offload": with_features("offload"),
     "offload, accumulate": with_features("offload", "accumulate"),
     "rows of tables": {"options": {"embedding_rows": True}},
+    "whole": with_features("whole"),
+    "whole, clip": with_features("whole", "clip"),
+    "whole, accumulate": with_features("whole", "accumulate"),
+    "whole, hsdp": with_features("whole", "hsdp"),
+    "whole, symmetric memory": with_features("whole", "symmetric memory"),
+    "whole, float16 with scaler": with_features("whole", "scaler", "clip", param_dtype="float16"),
     "float16 with scaler": with_features("scaler", "clip", param_dtype="float16"),
 }
 BY_MODE: dict[str, dict[str, Any]] = {
@@ -129,6 +135,9 @@ def _check(setup: Setup, folder: Path) -> None:
         assert len(trace.syncs) == 1, trace.syncs
     if "cudnn" in setup.features:
         assert trace.names["forward", "cudnn"] == setup.blocks
+    if "whole" in setup.features and not setup.features & {"clip", "accumulate", "hsdp"}:
+        (order,) = (order for phase, order in trace.order if phase == "whole")
+        assert order.count("reduce_scatter") and order.count("all_gather")
     if setup.way == "compiled":
         assert found.kernels
         for phase, order in trace.order:
