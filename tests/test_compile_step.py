@@ -363,6 +363,28 @@ def test_settings_are_read_unless_a_hook_wants_the_call(mesh):
     assert (again.call_count, len(seen), run.python) == (4, 3, 2)
 
 
+@on_ranks(1)
+def test_no_cuda_graph_reads_tensors_of_the_host(mesh):
+    model = _model(mesh)
+    optimizer = adamw(model.parameters())
+
+    @compile_step(mode="reduce-overhead")
+    def step(tokens, targets):
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step(*_batch(0))
+    with pytest.warns(UserWarning, match=r"without a CUDA graph: it reads a tensor of shape .*cpu"):
+        step(*_batch(0))
+    step(*_batch(0))
+    assert (len(step.graphs), step.captures) == (1, 0)
+    with pytest.raises(ValueError, match=r"'reduce-overhead' or None, got 'fast'"):
+        compile_step(mode="fast")
+
+
 @on_ranks(2)
 def test_a_step_that_counts_is_refused(mesh):
     model = _model(mesh)

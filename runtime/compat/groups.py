@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from unittest import mock
 
 import torch
@@ -204,6 +204,22 @@ def free_cuda_graphs_before(groups: Iterable[str]) -> None:
 _captured: set[str] = set()
 
 
+class HasCudaGraph(Protocol):
+    """An object with a CUDA graph that may hold communicators."""
+
+    def free(self) -> None:
+        """Free the CUDA graph."""
+
+
+def free_before_shutdowns(holder: HasCudaGraph) -> None:
+    """Call `holder.free()` before any group is shut down."""
+    _watch_shutdowns()
+    _holders.add(holder)
+
+
+_holders: "weakref.WeakSet[HasCudaGraph]" = weakref.WeakSet()
+
+
 @functools.cache
 def _watch_shutdowns() -> None:
     shutdown = dist.ProcessGroup.shutdown
@@ -216,6 +232,9 @@ def _watch_shutdowns() -> None:
             torch.cuda.synchronize()
             reset_cudagraph_trees()
             _captured.discard(group.group_name)
+        for holder in list(_holders):
+            torch.cuda.synchronize()
+            holder.free()
         shutdown(group)
 
     dist.ProcessGroup.shutdown = free_and_shut_down  # type: ignore[method-assign, assignment]

@@ -222,7 +222,8 @@ def naming_ranks(compiled: Any, groups: list[str], replayed: list[str]) -> Any:
     a step that is recorded has the call."""
 
     def wrap(call: BoxedGraph) -> BoxedGraph:
-        return recorded(None, naming_failures(call, groups, replayed) if groups else call)
+        named = naming_failures(call, groups, replayed) if groups else call
+        return recorded(None, named, groups)
 
     return compat.wrap_compiled(compiled, wrap)
 

@@ -25,10 +25,12 @@ class BoxedCall:
     Attributes:
         run: the compiled graph.
         names: names of buckets, by the names in the compiled code.
+        groups: the groups of its collectives.
     """
 
     run: BoxedGraph
     names: dict[str, str]
+    groups: tuple[str, ...]
     __name__ = "compiled_graph"
 
     def __call__(self, inputs: list[object]) -> object:

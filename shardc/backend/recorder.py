@@ -29,7 +29,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shardc.backend.executor import BoxedCall
-from shardc.passes.nodes import groups_in, is_collective, is_wait
+from shardc.passes.nodes import is_collective, is_wait
 from shardc.runtime import compat
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.watch.entering import BoxedGraph, InGroup
@@ -140,13 +140,11 @@ class Recorder(compat.OpMode):
         captured: the inputs that are no arguments of the step, each with its tensor.
         sources: the source of each input.
         updates: the calls of optimizers.
-        groups: for each compiled graph, the groups of its collectives.
         reason: why the step cannot be a graph; empty where it can. The step runs to its end.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.groups: list[list[str]] = []
         self.reason = ""
         self.graph = Graph()
         self.sources: dict[Node, str] = {}
@@ -374,7 +372,9 @@ class Recorder(compat.OpMode):
 
     # -- compiled graphs -----------------------------------------------------------------------
 
-    def call(self, gm: GraphModule | None, run: BoxedGraph, inputs: list[Any]) -> Any:
+    def call(
+        self, gm: GraphModule | None, run: BoxedGraph, groups: Sequence[str], inputs: list[Any]
+    ) -> Any:
         """Run a compiled graph, and write its nodes; for None, write one call of `run`."""
         names = dict(progress.next_names)
         if self._paused or self.reason:
@@ -389,7 +389,7 @@ class Recorder(compat.OpMode):
             if gm is not None:
                 self._write(gm, given, results, names)
             else:
-                self._write_call(BoxedCall(run, names), given, results)
+                self._write_call(BoxedCall(run, names, tuple(groups)), given, results)
         return results
 
     def _write_call(self, call: BoxedCall, given: list[Any], results: Sequence[Any]) -> None:
@@ -414,7 +414,6 @@ class Recorder(compat.OpMode):
         for output, result in zip(outputs, results, strict=True):
             if isinstance(result, Tensor):
                 self._know(result, values[output])
-        self.groups.append(groups_in(gm))
 
     @contextmanager
     def _quietly(self) -> Iterator[None]:
@@ -432,11 +431,12 @@ recorders: list[Recorder] = []
 """The recorder of the step that is recorded now; none at other times."""
 
 
-def recorded(gm: GraphModule | None, run: BoxedGraph) -> BoxedGraph:
-    """Wrap a compiled graph: a recorded step has its nodes, or for None one call of it."""
+def recorded(gm: GraphModule | None, run: BoxedGraph, groups: Sequence[str] = ()) -> BoxedGraph:
+    """Wrap a compiled graph: a recorded step has its nodes, or for None one call of it, with
+    collectives over `groups`."""
 
     def call(inputs: list[object]) -> object:
-        return recorders[-1].call(gm, run, inputs) if recorders else run(inputs)
+        return recorders[-1].call(gm, run, groups, inputs) if recorders else run(inputs)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

@@ -7,15 +7,16 @@ the step does not run. A step that no graph can have runs as usual; a warning na
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
+from shardc.backend.executor import BoxedCall
 from shardc.backend.lowering import run_eagerly
 from shardc.backend.recorder import (
     GIVEN,
@@ -25,6 +26,7 @@ from shardc.backend.recorder import (
     Recorder,
     recorders,
 )
+from shardc.passes.nodes import groups_in, groups_named_in
 from shardc.runtime import compat
 from shardc.runtime.checks.telling import warn_once
 from shardc.runtime.checks.words import plural
@@ -32,6 +34,7 @@ from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.watch.entering import BoxedGraph
 from shardc.step.captured import Held, buckets_of, find_holders, kind_of
 from shardc.step.constants import constants_of
+from shardc.step.cuda_graph import MOST_CAPTURES, Replayed, check_capturable
 from shardc.step.facts import Facts, params_of
 from shardc.step.rerun import Numbers
 
@@ -39,7 +42,13 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def compile_step(step: Callable[_P, _R]) -> "CompiledStep[_P, _R]":
+@overload
+def compile_step(step: Callable[_P, _R], *, mode: str | None = None) -> "CompiledStep[_P, _R]": ...
+@overload
+def compile_step(
+    *, mode: str | None = None
+) -> Callable[[Callable[_P, _R]], "CompiledStep[_P, _R]"]: ...
+def compile_step(step: Callable[..., Any] | None = None, *, mode: str | None = None) -> Any:
     """Compile a training step into one graph: forward, backward, clipping, update.
 
         @shardc.compile_step
@@ -61,11 +70,20 @@ def compile_step(step: Callable[_P, _R]) -> "CompiledStep[_P, _R]":
     Args:
         step: a function that trains a model given to `fully_shard`, and ends with gradients of
             None (`zero_grad`). It may call several models, optimizers and backwards.
+        mode: "reduce-overhead" has the graph captured as one CUDA graph, with its collectives. Give
+            learning rates that change as tensors on the GPU.
 
     Returns:
         A callable with the arguments and results of `step`. Tensors in the results are detached.
+
+    Raises:
+        ValueError: another mode.
     """
-    return CompiledStep(step)
+    if mode not in (None, "reduce-overhead"):
+        raise ValueError(f"mode: 'reduce-overhead' or None, got {mode!r}")
+    if step is None:
+        return functools.partial(CompiledStep, mode=mode)
+    return CompiledStep(step, mode)
 
 
 @dataclass
@@ -84,6 +102,7 @@ class _Graph:
         constants: the leaves of the step's result; `_MADE` in place of a tensor of the graph.
         structure: the structure of the result.
         facts: the facts that shaped the graph.
+        replayed: the graph as a CUDA graph, if it is one.
     """
 
     module: GraphModule
@@ -97,6 +116,16 @@ class _Graph:
     constants: list[object]
     structure: TreeSpec
     facts: Facts
+    replayed: Replayed | None = None
+
+    def capture(self, given: list[Tensor]) -> None:
+        """Run the graph as a CUDA graph from the next call on.
+
+        Raises:
+            NotRecorded: no CUDA graph can have it.
+        """
+        check_capturable(self.module, [*given, *self.held])
+        self.replayed = Replayed(self.run, self.sources, _groups_in(self.module))
 
     def changed(self) -> list[str]:
         """The names of facts that shaped the graph and have changed since."""
@@ -109,13 +138,26 @@ class _Graph:
     def __call__(self, given: list[Tensor]) -> Any:
         """Run the graph, and give the step's result."""
         numbers = [number for each in self.numbers for number in each()]
-        values = {GIVEN: iter(given), HELD: iter(self.held), NUMBER: iter(numbers)}
         with torch.no_grad():
-            results = iter(self.run([next(values[source]) for source in self.sources]))  # type: ignore[call-overload]
+            results = iter(self._results(given, numbers))
         for bucket in self.buckets:
             torch.autograd.graph.increment_version(bucket.segment)
         leaves = [next(results) if leaf is _MADE else leaf for leaf in self.constants]
         return tree_unflatten(leaves, self.structure)
+
+    def _results(self, given: list[Tensor], numbers: list[object]) -> Iterable[Any]:
+        if self.replayed is not None:
+            results = self.replayed(given, self.held, numbers)
+            if results is not None:
+                return results
+            self.replayed = None
+            warn_once(
+                "captures",
+                f"A step was captured {plural(MOST_CAPTURES, 'time')}, and runs without a CUDA "
+                "graph from now on: give learning rates that change as tensors on the GPU",
+            )
+        values = {GIVEN: iter(given), HELD: iter(self.held), NUMBER: iter(numbers)}
+        return self.run([next(values[source]) for source in self.sources])  # type: ignore[return-value]
 
 
 def _is_like(value: Tensor, like: tuple[object, ...]) -> bool:
@@ -149,18 +191,26 @@ class CompiledStep(Generic[_P, _R]):
 
     Attributes:
         step: the function.
+        mode: "reduce-overhead" for CUDA graphs, or None.
     """
 
-    def __init__(self, step: Callable[_P, _R]) -> None:
+    def __init__(self, step: Callable[_P, _R], mode: str | None = None) -> None:
         functools.update_wrapper(self, step)
-        self.step = step
+        self.step, self.mode = step, mode
         self._kinds: dict[object, _Kind] = {}
         self._others = _Kind()
+        self._name = getattr(step, "__qualname__", type(step).__qualname__)
 
     @property
     def graphs(self) -> list[GraphModule]:
         """The graphs, in the order in which they were recorded."""
         return [kind.graph.module for kind in self._kinds.values() if kind.graph is not None]
+
+    @property
+    def captures(self) -> int:
+        """The number of times that the graphs were captured as CUDA graphs."""
+        graphs = [kind.graph for kind in self._kinds.values() if kind.graph is not None]
+        return sum(graph.replayed.captures for graph in graphs if graph.replayed is not None)
 
     @property
     def reasons(self) -> list[str]:
@@ -203,14 +253,15 @@ class CompiledStep(Generic[_P, _R]):
     def _refuse(self, kind: _Kind, reason: str) -> None:
         """Run calls of a kind as usual from now on, and tell why."""
         kind.reason = reason
-        name = getattr(self.step, "__qualname__", type(self.step).__qualname__)
-        warn_once(f"step: {reason}", f"{name} runs without a graph of the whole step: {reason}")
+        warn_once(
+            f"step: {reason}", f"{self._name} runs without a graph of the whole step: {reason}"
+        )
 
     def _record(self, kind: _Kind, leaves: list[Any], args: Any, kwargs: Any) -> _R:
         recorder, before = Recorder(), constants_of(self.step)
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                recorder.add_input(GIVEN, leaf)
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for tensor in given:
+            recorder.add_input(GIVEN, tensor)
         with compat.static_shapes(), recorder, recorder.seeing_updates():
             recorders.append(recorder)
             try:
@@ -220,8 +271,13 @@ class CompiledStep(Generic[_P, _R]):
         try:
             _check_constants(before, constants_of(self.step))
             kind.graph = _finish(self.step, recorder, result)
+            if self.mode is not None:
+                kind.graph.capture(given)
         except NotRecorded as error:
-            self._refuse(kind, str(error))
+            if kind.graph is None:
+                self._refuse(kind, str(error))
+            else:
+                warn_once(f"capture: {error}", f"{self._name} runs without a CUDA graph: {error}")
         return _detached(result)
 
 
@@ -275,11 +331,11 @@ def _finish(step: Callable[..., object], recorder: Recorder, result: object) -> 
     module = GraphModule(torch.nn.Module(), recorder.graph)
     module.graph.lint()
     module.recompile()
-    inputs = module.graph.find_nodes(op="placeholder")
+    sources = [recorder.sources[node] for node in module.graph.find_nodes(op="placeholder")]
     return _Graph(
         module,
         run_eagerly(module),
-        [recorder.sources[node] for node in inputs],
+        sources,
         holders,
         held,
         [kind_of(each) for each in held],
@@ -289,6 +345,13 @@ def _finish(step: Callable[..., object], recorder: Recorder, result: object) -> 
         structure,
         Facts(step, buckets, recorder.updates),
     )
+
+
+def _groups_in(module: GraphModule) -> list[str]:
+    """The groups of the collectives of a step."""
+    targets = [node.target for node in module.graph.nodes]
+    calls = [group for each in targets if isinstance(each, BoxedCall) for group in each.groups]
+    return list(dict.fromkeys([*groups_in(module), *groups_named_in(module), *calls]))
 
 
 def _kind_of(leaves: list[Any], structure: TreeSpec) -> object:

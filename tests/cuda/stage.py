@@ -236,7 +236,8 @@ class _Rehearsal:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=fused)
         self.scaler = torch.amp.GradScaler("cuda", enabled=self.has("scaler"))
         self.side = torch.cuda.Stream()
-        self.whole = shardc.compile_step(self.train)
+        captured = "reduce-overhead" if self.has("captured") else None
+        self.whole = shardc.compile_step(self.train, mode=captured)
         _leave_out(setup.faults)
 
     def has(self, feature: str) -> bool:
@@ -371,6 +372,8 @@ class _Rehearsal:
 
     def between(self, step: int) -> None:
         """What happens between two steps."""
+        if self.has("lr"):
+            self.optimizer.param_groups[0]["lr"] *= 0.5
         if self.has("dynamic"):
             shape = (self.setup.batch, self.setup.length + 16 * (step + 1))
             self.tokens = self.tokens.new_zeros(shape)
@@ -390,7 +393,7 @@ class _Rehearsal:
         """Three steps, the last with a trace; bytes held before it and the most during it."""
         with NotedOps() if self.setup.way != "compiled" else nullcontext():
             self.tune()
-            for step in range(STEPS - 1):
+            for step in range(STEPS - 1 + self.has("captured")):
                 self.step()
                 self.between(step)
             torch.cuda.synchronize()
@@ -407,6 +410,7 @@ class _Rehearsal:
         if self.has("whole"):
             assert not self.whole.reasons, self.whole.reasons
             assert len(self.whole.graphs) == 1
+            assert self.whole.captures == self.has("captured") + self.has("lr")
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         segments = torch.cuda.memory_snapshot()
         assert any(each["is_expandable"] for each in segments) == self.setup.expandable

@@ -98,6 +98,24 @@ def test_cuda_graphs(tmp_path: Path) -> None:
     assert not trace.races and not trace.syncs
 
 
+@pytest.mark.parametrize("also", [(), ("clip",), ("hsdp",), ("ends",)], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_is_one_cuda_graph(way: str, also: tuple[str, ...], tmp_path: Path) -> None:
+    """A replay launches the graph, the copy of the batch and the copy of the loss, and no more."""
+    found = rehearse(Setup(way=way, features=frozenset({"whole", "captured", *also})), tmp_path)
+    assert not found.error, found.error
+    trace = read_trace(found.trace)
+    assert trace.count("replay") == 1, trace.launches
+    assert sum(trace.launches.values()) <= 3, trace.launches
+    assert not trace.races and not trace.syncs and not trace.sent
+
+
+def test_a_learning_rate_that_changes_captures_a_step_again(tmp_path: Path) -> None:
+    found = rehearse(Setup(features=frozenset({"whole", "captured", "lr"})), tmp_path)
+    assert not found.error, found.error
+    assert read_trace(found.trace).count("replay") == 1
+
+
 @pytest.mark.parametrize("mesh", ["flat", "hsdp"])
 def test_groups_end_though_cuda_graphs_hold_them(mesh: str, tmp_path: Path) -> None:
     """NCCL waits for graphs that have captured a communicator before it destroys that."""

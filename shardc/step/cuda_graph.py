@@ -1,0 +1,98 @@
+"""The graph of a step, captured as one CUDA graph with its collectives.
+
+A replay reads and writes the memory of the capture: arguments are copied there, and results are
+copied from there. Numbers of updates and addresses of parameters and state are constants of a
+capture; the step is captured again where one has changed.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from shardc.backend.recorder import GIVEN, HELD, NUMBER, NotRecorded, UpdateCall
+from shardc.runtime import compat
+from shardc.runtime.watch.entering import BoxedGraph, naming_failures
+
+MOST_CAPTURES = 8
+"""The most times that one graph is captured."""
+
+
+class Replayed:
+    """A graph of a step as a CUDA graph.
+
+    Attributes:
+        captures: the number of captures so far.
+    """
+
+    def __init__(self, run: BoxedGraph, sources: Sequence[str], groups: Sequence[str]) -> None:
+        self._run, self._sources = run, sources
+        self._key: object = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._given: list[Tensor] = []
+        self._results: list[Any] = []
+        self._replay: BoxedGraph = self._replay_graph
+        if groups:
+            self._replay = naming_failures(self._replay_graph, groups, groups)
+        self.captures = 0
+
+    def __call__(
+        self, given: list[Tensor], held: list[Tensor], numbers: list[object]
+    ) -> list[Any] | None:
+        """The results of the step; None if the step was captured too often."""
+        key = [value.data_ptr() for value in held], numbers
+        if key != self._key:
+            if self.captures == MOST_CAPTURES:
+                return None
+            self._capture(given, held, numbers)
+            self._key = key
+        for static, value in zip(self._given, given, strict=True):
+            static.copy_(value)
+        self._replay([])
+        return [each.clone() if isinstance(each, Tensor) else each for each in self._results]
+
+    def _capture(self, given: list[Tensor], held: list[Tensor], numbers: list[object]) -> None:
+        """Capture the step; nothing is computed."""
+        self.free()
+        self.captures += 1
+        self._given = [_like(value) for value in given]
+        values = {GIVEN: iter(self._given), HELD: iter(held), NUMBER: iter(numbers)}
+        self._graph = torch.cuda.CUDAGraph()
+        compat.free_before_shutdowns(self)
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._results = list(self._run([next(values[each]) for each in self._sources]))  # type: ignore[call-overload]
+
+    def free(self) -> None:
+        """Free the CUDA graph; the next call captures the step again."""
+        if self._graph is not None:
+            self._graph.reset()
+        self._key, self._graph, self._given, self._results = None, None, [], []
+
+    def _replay_graph(self, _: list[object]) -> None:
+        assert self._graph is not None
+        self._graph.replay()
+
+
+def _like(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def check_capturable(module: GraphModule, tensors: Sequence[Tensor]) -> None:
+    """Refuse a graph that no CUDA graph can have.
+
+    Raises:
+        NotRecorded: an update is a call, or the graph reads a tensor on the host.
+    """
+    for node in module.graph.nodes:
+        if isinstance(node.target, UpdateCall):
+            name = type(node.target.update.optimizer).__name__
+            raise NotRecorded(f"{name} runs on the host in each step: no CUDA graph has its update")
+    for value in tensors:
+        if value.device.type != "cuda":
+            raise NotRecorded(
+                f"it reads a tensor of shape {tuple(value.shape)} on {value.device}: a CUDA graph "
+                "reads tensors on the GPU. Give arguments on the GPU, and optimizers fused=True or "
+                "capturable=True"
+            )
