@@ -5,7 +5,7 @@
 One process a competitor, all on this machine, each alone while it is measured, in interleaved
 rounds. A step is forward, backward, fused AdamW and `zero_grad`. The optimizer of the plain step
 updates one rank's part of each parameter. `exposed ms` is the time that a step waits for messages,
-`host ms` the CPU time of the thread outside of the waits.
+`host ms` the CPU time of the process.
 """
 
 import argparse
@@ -22,9 +22,10 @@ from kept import show
 from processes import add_round_options, interleave, median_ratio
 from step_time import measure_memory
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-WHOLE = "-whole"
-"""Ends the name of a competitor whose step is one graph."""
+MODES = {"-whole": None, "-captured": "reduce-overhead"}
+"""Ends of the names of competitors whose step is one graph, with its mode."""
 
 
 def main() -> None:
@@ -34,8 +35,12 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=0.5, help="ms a message (default 0.5)")
     parser.add_argument("--bandwidth", type=float, default=0.5, help="GB/s (default 0.5)")
     parser.add_argument("--clip", action="store_true", help="clip the gradients' norm to 1")
+    parser.add_argument("--batch", type=int, default=4, help="sequences a rank (default 4)")
+    parser.add_argument("--length", type=int, default=128, help="tokens of each (default 128)")
+    parser.add_argument("--bf16", action="store_true", help="compute and gather in bfloat16")
     sides = ["plain", "fsdp2-blocks", "shardc", "shardc-whole"]
-    peers.add_model_options(parser, default=sides, more=[f"{name}{WHOLE}" for name in peers.ALL])
+    more = [f"{name}{end}" for name in peers.ALL for end in MODES]
+    peers.add_model_options(parser, default=sides, more=more)
     add_round_options(parser)
     args = parser.parse_args()
     started = {name: [functools.partial(prepare, name, vars(args))] for name in args.peers}
@@ -47,7 +52,8 @@ def main() -> None:
     headers = ["", "step ms", "step / plain", "exposed ms", "host ms", "messages", "peak MB"]
     setting = (
         f"W={args.world}, {args.latency} ms + {args.bandwidth} GB/s, {args.blocks} blocks of "
-        f"{args.dim}, {args.vocab} rows, fused AdamW{', clipping' * args.clip}; "
+        f"{args.dim}, {args.batch} x {args.length} tokens, {args.vocab} rows, "
+        f"fused AdamW{', clipping' * args.clip}{', bfloat16' * args.bf16}; "
         f"medians of {args.rounds} rounds (min to max)"
     )
     show(headers, rows, args.keep, setting)
@@ -57,10 +63,10 @@ def _row(name: str, rounds: list[dict[str, Any]], floor: list[dict[str, Any]]) -
     median = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
     return [
         name,
-        f"{1e3 * median['step']:.0f}",
+        f"{1e3 * median['step']:.1f}",
         median_ratio([each["step"] for each in rounds], [each["step"] for each in floor]),
         f"{1e3 * median['exposed']:.1f}",
-        f"{1e3 * median['host']:.0f}",
+        f"{1e3 * median['host']:.1f}",
         rounds[0]["messages"],
         f"{median['peak'] / 1e6:.1f}",
     ]
@@ -72,9 +78,13 @@ def prepare(name: str, args: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     torch.set_flush_denormal(True)  # gathered weights are whatever the memory holds
     torch.manual_seed(0)
     line, mesh = wire.join(args["world"], 1e-3 * args["latency"], 1e9 * args["bandwidth"])
-    shape = peers.Shape(args["blocks"], args["dim"], vocab=args["vocab"])
-    model = peers.Model(shape).to(mesh.device_type)
-    forward = peers.ALL[name.removesuffix(WHOLE)](model, mesh)
+    size = {key: args[key] for key in ("blocks", "dim", "vocab", "batch", "length")}
+    shape = peers.Shape(**size, heads=max(8, args["dim"] // 64))
+    with torch.device(mesh.device_type):
+        model = peers.Model(shape)
+    end = next((end for end in MODES if name.endswith(end)), "")
+    policy = MixedPrecisionPolicy(torch.bfloat16) if args["bf16"] else peers.FULL
+    forward = peers.ALL[name.removesuffix(end)](model, mesh, policy=policy)
     update = _Update(model, args["world"]) if name == "plain" else _Update(model, 1)
     tokens = torch.randint(shape.vocab, (shape.batch, shape.length), device=mesh.device_type)
 
@@ -87,20 +97,20 @@ def prepare(name: str, args: dict[str, Any]) -> Callable[[], dict[str, Any]]:
         model.zero_grad()
         return loss
 
-    if name.endswith(WHOLE):
+    if end:
         from shardc import compile_step
 
-        step = compile_step(step)
+        step = compile_step(step, mode=MODES[end])
 
     def run() -> dict[str, Any]:
         line.log.clear()
         line.stalls.clear()
-        start, busy = time.perf_counter(), time.thread_time()
+        start, busy = time.perf_counter(), time.process_time()
         for _ in range(args["steps"]):
             step(tokens)
         if mesh.device_type == "cuda":
             torch.cuda.synchronize()
-        elapsed, host = time.perf_counter() - start, time.thread_time() - busy
+        elapsed, host = time.perf_counter() - start, time.process_time() - busy
         return {
             "step": elapsed / args["steps"],
             "exposed": line.exposed / args["steps"],
