@@ -34,7 +34,7 @@ from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.watch.entering import BoxedGraph
 from shardc.step.captured import Held, buckets_of, find_holders, kind_of
 from shardc.step.constants import constants_of
-from shardc.step.cuda_graph import MOST_CAPTURES, Replayed, check_capturable
+from shardc.step.cuda_graph import Replayed, check_capturable
 from shardc.step.facts import Facts, params_of
 from shardc.step.rerun import Numbers
 
@@ -147,15 +147,11 @@ class _Graph:
 
     def _results(self, given: list[Tensor], numbers: list[object]) -> Iterable[Any]:
         if self.replayed is not None:
-            results = self.replayed(given, self.held, numbers)
-            if results is not None:
-                return results
-            self.replayed = None
-            warn_once(
-                "captures",
-                f"A step was captured {plural(MOST_CAPTURES, 'time')}, and runs without a CUDA "
-                "graph from now on: give learning rates that change as tensors on the GPU",
-            )
+            try:
+                return self.replayed(given, self.held, numbers)
+            except NotRecorded as error:
+                self.replayed = None
+                warn_once(f"capture: {error}", f"A step runs without a CUDA graph: {error}")
         values = {GIVEN: iter(given), HELD: iter(self.held), NUMBER: iter(numbers)}
         return self.run([next(values[source]) for source in self.sources])  # type: ignore[return-value]
 

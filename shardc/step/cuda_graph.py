@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from shardc.backend.recorder import GIVEN, HELD, NUMBER, NotRecorded, UpdateCall
 from shardc.runtime import compat
+from shardc.runtime.checks.words import plural
 from shardc.runtime.watch.entering import BoxedGraph, naming_failures
 
 MOST_CAPTURES = 8
@@ -38,14 +39,21 @@ class Replayed:
             self._replay = naming_failures(self._replay_graph, groups, groups)
         self.captures = 0
 
-    def __call__(
-        self, given: list[Tensor], held: list[Tensor], numbers: list[object]
-    ) -> list[Any] | None:
-        """The results of the step; None if the step was captured too often."""
+    def __call__(self, given: list[Tensor], held: list[Tensor], numbers: list[object]) -> list[Any]:
+        """The results of the step.
+
+        Raises:
+            NotRecorded: the step was captured too often, or the capture failed; nothing was
+                computed.
+        """
         key = [value.data_ptr() for value in held], numbers
         if key != self._key:
             if self.captures == MOST_CAPTURES:
-                return None
+                times = plural(MOST_CAPTURES, "time")
+                raise NotRecorded(
+                    f"it was captured {times}. Give learning rates that change as tensors on "
+                    "the GPU"
+                )
             self._capture(given, held, numbers)
             self._key = key
         for static, value in zip(self._given, given, strict=True):
@@ -61,8 +69,14 @@ class Replayed:
         values = {GIVEN: iter(self._given), HELD: iter(held), NUMBER: iter(numbers)}
         self._graph = torch.cuda.CUDAGraph()
         compat.free_before_shutdowns(self)
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._results = list(self._run([next(values[each]) for each in self._sources]))  # type: ignore[call-overload]
+        try:
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._results = list(self._run([next(values[each]) for each in self._sources]))  # type: ignore[call-overload]
+        except RuntimeError as error:
+            self._graph = None  # it has nothing to reset
+            self.free()
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise NotRecorded(f"the capture failed: {first}") from error
 
     def free(self) -> None:
         """Free the CUDA graph; the next call captures the step again."""

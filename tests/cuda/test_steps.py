@@ -110,6 +110,17 @@ def test_a_step_is_one_cuda_graph(way: str, also: tuple[str, ...], tmp_path: Pat
     assert not trace.races and not trace.syncs and not trace.sent
 
 
+def test_a_step_that_no_capture_takes_runs_without_one(tmp_path: Path) -> None:
+    """Rows of tables are counted by the host, which a capture refuses."""
+    options = {"embedding_rows": True}
+    features = frozenset({"whole", "captured", "refused"})
+    found = rehearse(Setup(features=features, options=options), tmp_path)
+    assert not found.error, found.error
+    trace = read_trace(found.trace)
+    assert trace.count("gemm") and not trace.count("replay") and not trace.races
+    assert "runs without a CUDA graph: the capture failed" in found.log.read_text()
+
+
 def test_a_learning_rate_that_changes_captures_a_step_again(tmp_path: Path) -> None:
     found = rehearse(Setup(features=frozenset({"whole", "captured", "lr"})), tmp_path)
     assert not found.error, found.error
