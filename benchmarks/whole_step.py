@@ -22,6 +22,7 @@ from kept import show
 from processes import add_round_options, interleave, median_ratio
 from step_time import measure_memory
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 MODES = {"-whole": None, "-captured": "reduce-overhead"}
@@ -76,31 +77,13 @@ def prepare(name: str, args: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     """Build and warm one competitor in this process, for rounds of `--steps` steps."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # gathered weights are whatever the memory holds
-    torch.manual_seed(0)
     line, mesh = wire.join(args["world"], 1e-3 * args["latency"], 1e9 * args["bandwidth"])
+    device = mesh.device_type
     size = {key: args[key] for key in ("blocks", "dim", "vocab", "batch", "length")}
     shape = peers.Shape(**size, heads=max(8, args["dim"] // 64))
-    with torch.device(mesh.device_type):
-        model = peers.Model(shape)
-    end = next((end for end in MODES if name.endswith(end)), "")
     policy = MixedPrecisionPolicy(torch.bfloat16) if args["bf16"] else peers.FULL
-    forward = peers.ALL[name.removesuffix(end)](model, mesh, policy=policy)
-    update = _Update(model, args["world"]) if name == "plain" else _Update(model, 1)
-    tokens = torch.randint(shape.vocab, (shape.batch, shape.length), device=mesh.device_type)
-
-    def step(tokens: Tensor) -> Tensor:
-        loss: Tensor = forward(tokens)
-        loss.backward()
-        if args["clip"]:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        update()
-        model.zero_grad()
-        return loss
-
-    if end:
-        from shardc import compile_step
-
-        step = compile_step(step, mode=MODES[end])
+    model, step = build(name, shape, mesh, policy, args["clip"])
+    tokens = torch.randint(shape.vocab, (shape.batch, shape.length), device=device)
 
     def run() -> dict[str, Any]:
         line.log.clear()
@@ -108,7 +91,7 @@ def prepare(name: str, args: dict[str, Any]) -> Callable[[], dict[str, Any]]:
         start, busy = time.perf_counter(), time.process_time()
         for _ in range(args["steps"]):
             step(tokens)
-        if mesh.device_type == "cuda":
+        if device == "cuda":
             torch.cuda.synchronize()
         elapsed, host = time.perf_counter() - start, time.process_time() - busy
         return {
@@ -124,6 +107,33 @@ def prepare(name: str, args: dict[str, Any]) -> Callable[[], dict[str, Any]]:
         run()
     memory = measure_memory(lambda: step(tokens), model, name)["peak"]
     return run
+
+
+def build(
+    name: str, shape: peers.Shape, mesh: DeviceMesh, policy: MixedPrecisionPolicy, clip: bool
+) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    """A competitor's model, and one training step of it; `clip` clips the gradients' norm to 1."""
+    torch.manual_seed(0)
+    with torch.device(mesh.device_type):
+        model = peers.Model(shape)
+    end = next((end for end in MODES if name.endswith(end)), "")
+    forward = peers.ALL[name.removesuffix(end)](model, mesh, policy=policy)
+    update = _Update(model, mesh.size() if name == "plain" else 1)
+
+    def step(tokens: Tensor) -> Tensor:
+        loss: Tensor = forward(tokens)
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        update()
+        model.zero_grad()
+        return loss
+
+    if end:
+        from shardc import compile_step
+
+        return model, compile_step(step, mode=MODES[end])
+    return model, step
 
 
 class _Update:

@@ -363,6 +363,30 @@ def test_settings_are_read_unless_a_hook_wants_the_call(mesh):
     assert (again.call_count, len(seen), run.python) == (4, 3, 2)
 
 
+@on_ranks(2)
+def test_batches_are_parts_of_one_tensor(mesh):
+    """The arguments lie at different places of their memory, and the step reads a part of them."""
+    batches = torch.stack([torch.stack(_batch(number)) for number in range(CALLS)])
+    runs = []
+    for whole in (False, True):
+        model = _model(mesh)
+        optimizer = adamw(model.parameters())
+        python = []
+
+        def step(both, model=model, optimizer=optimizer, python=python):
+            python.append(1)
+            loss = model(both[0], both[1])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        call = compile_step(step) if whole else step
+        runs.append([call(batches[number]).item() for number in range(CALLS)])
+    assert runs[0] == runs[1]
+    assert len(python) == 2
+
+
 @on_ranks(1)
 def test_no_cuda_graph_reads_tensors_of_the_host(mesh):
     model = _model(mesh)

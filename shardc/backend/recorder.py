@@ -151,7 +151,7 @@ class Recorder(compat.OpMode):
         self.captured: dict[Node, Tensor] = {}
         self.updates: list[Update] = []
         self._nodes: dict[tuple[object, ...], Node] = {}
-        self._bases: dict[int, tuple[StorageWeakRef, Node]] = {}
+        self._bases: dict[int, tuple[StorageWeakRef, Node, int]] = {}
         self._last_input: Node | None = None
         self._update: Update | None = None
         self._counts: dict[int, StorageWeakRef] = {}
@@ -177,7 +177,8 @@ class Recorder(compat.OpMode):
 
     def _know(self, value: Tensor, node: Node) -> None:
         storage = value.untyped_storage()
-        self._bases.setdefault(storage._cdata, (StorageWeakRef(storage), node))
+        base = StorageWeakRef(storage), node, int(value.storage_offset())
+        self._bases.setdefault(storage._cdata, base)
         self._nodes.setdefault(_place(value), node)
         node.meta.setdefault("val", without_memory(value))
 
@@ -191,11 +192,11 @@ class Recorder(compat.OpMode):
         if node is not None:
             return node
         if self.knows(value):
-            base = self._bases[value.untyped_storage()._cdata][1]
+            _, base, offset = self._bases[value.untyped_storage()._cdata]
             if base.meta["val"].dtype != value.dtype:
                 raise NotRecorded(f"it reads memory of {base.meta['val'].dtype} as {value.dtype}")
-            where = list(value.shape), list(value.stride()), value.storage_offset()
-            node = self.graph.call_function(aten.as_strided.default, (base, *where))
+            where = list(value.shape), list(value.stride()), value.storage_offset() - offset
+            node = self.graph.call_function(part_of, (base, *where))
             self._know(value, node)
         else:
             node = self.add_input(HELD, value)
@@ -205,9 +206,10 @@ class Recorder(compat.OpMode):
     def read_as(self, captured: Node, value: Tensor, whole: Tensor) -> None:
         """Make a captured input the tensor `whole`, of which `value` is a part."""
         if _place(value) != _place(whole):
-            where = list(value.shape), list(value.stride()), value.storage_offset()
+            offset = value.storage_offset() - whole.storage_offset()
+            where = list(value.shape), list(value.stride()), offset
             with self.graph.inserting_after(self._last_input):
-                part = self.graph.call_function(aten.as_strided.default, (captured, *where))
+                part = self.graph.call_function(part_of, (captured, *where))
             part.meta["val"] = captured.meta["val"]
             captured.replace_all_uses_with(part, lambda user: user is not part)
             captured.meta["val"] = without_memory(whole)
@@ -448,6 +450,11 @@ def _check(func: compat.Op) -> None:
             "it reads a value on the host, as `.item()` and `if tensor:` do. Return the value, and "
             "read it outside of the step; give an optimizer that reads values fused=True"
         )
+
+
+def part_of(value: Tensor, shape: list[int], stride: list[int], offset: int) -> Tensor:
+    """A view of the memory of `value`, from `offset` elements behind its first on."""
+    return value.as_strided(shape, stride, value.storage_offset() + offset)
 
 
 def without_memory(value: Tensor) -> Tensor:

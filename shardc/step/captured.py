@@ -133,5 +133,4 @@ def _parts(value: object) -> Iterator[object]:
 
 def kind_of(value: Tensor) -> tuple[object, ...]:
     """The facts of a tensor that shape a graph."""
-    where = value.shape, value.stride(), value.storage_offset()
-    return (*where, value.dtype, value.device, value.requires_grad)
+    return value.shape, value.dtype, value.stride(), value.device, value.requires_grad

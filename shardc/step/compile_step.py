@@ -158,7 +158,7 @@ class _Graph:
 
 def _is_like(value: Tensor, like: tuple[object, ...]) -> bool:
     """Whether a tensor that is the object of the last call still has its shape and dtype."""
-    return value.shape == like[0] and value.dtype == like[3]
+    return value.shape == like[0] and value.dtype == like[1]
 
 
 @dataclass

@@ -17,6 +17,7 @@ FEW = {
     "numerics": "hsdp, accumulate, uncompiled",
     "hazards": "late copies, uncompiled",
     "around": "checkpoints, uncompiled",
+    "whole": "compiled",
     "speed": "2 x 2048",
     "memory": "8 x 4096, short, shardc, expandable True",
     "profiles": "",
