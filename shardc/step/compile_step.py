@@ -24,9 +24,10 @@ from shardc.backend.recorder import (
     NUMBER,
     NotRecorded,
     Recorder,
+    part_of,
     recorders,
 )
-from shardc.passes.nodes import groups_in, groups_named_in
+from shardc.passes.nodes import groups_in, groups_named_in, is_view
 from shardc.runtime import compat
 from shardc.runtime.checks.telling import warn_once
 from shardc.runtime.checks.words import plural
@@ -324,6 +325,9 @@ def _finish(step: Callable[..., object], recorder: Recorder, result: object) -> 
     is_made = [isinstance(leaf, Tensor) and recorder.knows(leaf) for leaf in leaves]
     made = [recorder.node_of(leaf) for leaf, made in zip(leaves, is_made, strict=True) if made]
     recorder.graph.output(tuple(made))
+    for node in reversed(recorder.graph.nodes):
+        if not node.users and (node.target in (operator.getitem, part_of) or is_view(node)):
+            recorder.graph.erase_node(node)
     module = GraphModule(torch.nn.Module(), recorder.graph)
     module.graph.lint()
     module.recompile()
