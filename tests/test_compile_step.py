@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from shardc import MixedPrecisionPolicy, WholeTensorOptimizer, compile_step, fully_shard
+from shardc.backend.recorder import part_of
 from shardc.step import rerun
 from shardc.step.compile_step import MOST_CHANGES, MOST_KINDS
 
@@ -148,6 +149,7 @@ class _ByItsNorm(torch.optim.SGD):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
+                    param.grad.mul_(0.5)
                     param.grad.mul_(1 / (1 + param.grad._local.norm().item()))
         return super().step(closure)
 
@@ -363,6 +365,10 @@ def test_settings_are_read_unless_a_hook_wants_the_call(mesh):
     assert (again.call_count, len(seen), run.python) == (4, 3, 2)
 
 
+def test_a_part_is_counted_from_its_tensor():
+    assert part_of(torch.arange(10)[4:], [2], [1], 1).tolist() == [5, 6]
+
+
 @on_ranks(2)
 def test_batches_are_parts_of_one_tensor(mesh):
     """The arguments lie at different places of their memory, and the step reads a part of them."""
@@ -385,6 +391,19 @@ def test_batches_are_parts_of_one_tensor(mesh):
         runs.append([call(batches[number]).item() for number in range(CALLS)])
     assert runs[0] == runs[1]
     assert len(python) == 2
+
+
+@on_ranks(2)
+def test_gradients_that_wait_outside_are_added(mesh):
+    """Of a micro-batch before one call of the step: that call runs as usual."""
+    runs = []
+    for whole in (False, True):
+        run = _Run(mesh, "eager", adamw, whole).train(range(4))
+        with run.model.no_sync():
+            run.model(*_batch(9)).backward()
+        runs.append(run.train(range(4, CALLS)))
+    assert runs[1].python == 4
+    _check_equal(*runs)
 
 
 @on_ranks(1)

@@ -33,7 +33,6 @@ class Facts:
                 len(group["params"]) for each in self._optimizers for group in each.param_groups
             ],
             "gradients": [param.grad is None for param in self._params],
-            "gradients that wait": [b.gradients.waiting.is_empty for b in self._buckets],
             "settings of optimizers": [
                 {name: _shape_of(value) for name, value in group.items() if name in each.defaults}
                 for each in self._optimizers
