@@ -15,10 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from models import Stack, compiled, seeded, tokens
 from ranks import on_ranks, run_on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.utils.checkpoint import checkpoint
 
 from shardc import MixedPrecisionPolicy, WholeTensorOptimizer, compile_step, fully_shard
 from shardc.backend.recorder import part_of
@@ -303,7 +305,75 @@ def _calls_no_optimizer(model, optimizer, batch):
     return loss
 
 
+class _Dropped(nn.Module):
+    """A stack whose layers are recomputed, with the dropout of the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(lambda x, layer=layer: F.dropout(layer(x), 0.5), x, use_reentrant=False)
+        return x.square().mean()
+
+
+def _recomputes_dropout(model, optimizer, batch):
+    loss = model(batch[0])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def _seeds(model, optimizer, batch):
+    torch.manual_seed(7)
+    return _recomputes_dropout(model, optimizer, [F.dropout(batch[0], 0.5)])
+
+
+@pytest.mark.parametrize("step", [_recomputes_dropout, _seeds])
+@on_ranks(2)
+def test_random_numbers_that_a_graph_would_draw_anew_are_refused(mesh, step):
+    runs = []
+    for whole in (False, True):
+        model = fully_shard(seeded(_Dropped), mesh=mesh)
+        optimizer = adamw(model.parameters())
+
+        def run(x, model=model, optimizer=optimizer):
+            return step(model, optimizer, [x])
+
+        call = compile_step(run) if whole else run
+        torch.manual_seed(3)
+        losses = [call(torch.ones(4, 8)).item() for _ in range(5)]
+        runs.append((losses, [param._local.clone() for param in model.parameters()]))
+    assert "random numbers" in call.reasons[0]
+    assert runs[0][0] == runs[1][0]
+    assert all(map(torch.equal, runs[0][1], runs[1][1]))
+
+
+def _selects(model, optimizer, batch):
+    loss = model(*batch)
+    chosen = batch[0][batch[0] > 4]
+    (loss * chosen.float().mean()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def _replaces_a_buffer(model, optimizer, batch):
+    if "seen" not in model._buffers:
+        model.register_buffer("seen", None)
+    loss = model(*batch)
+    loss.backward()
+    model.seen = loss.detach() * 2
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 REFUSED = {
+    "replaces the tensor 'seen'": _replaces_a_buffer,
+    "depends on values": _selects,
     "on the host": _reads_a_value,
     "leaves gradients": _leaves_gradients,
     "calls no optimizer": _calls_no_optimizer,

@@ -157,6 +157,7 @@ class Recorder(compat.OpMode):
         self._counts: dict[int, StorageWeakRef] = {}
         self._paused = False
         self._inner = 0
+        self._random = _RandomNumbers()
         self._before_update: Callable[[], None] = lambda: None
         self._call: tuple[Any, ...] = ()
 
@@ -185,6 +186,11 @@ class Recorder(compat.OpMode):
     def knows(self, value: Tensor) -> bool:
         """Whether the step was given a tensor, or made it."""
         return value.untyped_storage()._cdata in self._bases
+
+    def made(self, value: Tensor) -> bool:
+        """Whether an op of the step made the memory of a tensor."""
+        base = self._bases.get(value.untyped_storage()._cdata)
+        return base is not None and base[1] not in self.sources
 
     def node_of(self, value: Tensor) -> Node:
         """The node of a tensor; a tensor that no op of the step made becomes an input."""
@@ -222,13 +228,16 @@ class Recorder(compat.OpMode):
             return func(*args, **kwargs)
         if self._is_for_host(func, args, kwargs):
             return self._run_on_host(func, args, kwargs)
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
         leaves, structure = tree_flatten((args, kwargs))
         numbers = [place for place, leaf in enumerate(leaves) if self._is_number(leaf)]
         if func is aten._local_scalar_dense.default and self._update is not None:
             self._take_call()
             return func(*args, **kwargs)
         try:
-            _check(func)
+            _check(func, args)
+            if is_random:
+                self._random.check()
             written = [
                 self.add_input(NUMBER, leaf) if place in numbers else self._argument(leaf)
                 for place, leaf in enumerate(leaves)
@@ -237,6 +246,8 @@ class Recorder(compat.OpMode):
             self.reason = str(error)
             return func(*args, **kwargs)
         results = func(*args, **kwargs)
+        if is_random:
+            self._random.note()
         node = self.graph.call_function(func, *tree_unflatten(written, structure))
         self._know_results(node, results)
         if is_collective(node) or is_wait(node):
@@ -311,6 +322,7 @@ class Recorder(compat.OpMode):
             self._inner -= 1
             return
         update, self._update, self._paused = self._update, None, False
+        self._random.note()
         if update is not None and update.is_call and not self.reason:
             self.graph.call_function(UpdateCall(update), self._call)
 
@@ -383,11 +395,13 @@ class Recorder(compat.OpMode):
             return run(inputs)
         with self._quietly():
             try:
+                self._random.check()
                 given = [self.node_of(x) if isinstance(x, Tensor) else x for x in inputs]
             except NotRecorded as error:
                 self.reason = str(error)
                 return run(inputs)
             results: Any = run(inputs)
+            self._random.note()
             if gm is not None:
                 self._write(gm, given, results, names)
             else:
@@ -444,12 +458,48 @@ def recorded(gm: GraphModule | None, run: BoxedGraph, groups: Sequence[str] = ()
     return call
 
 
-def _check(func: compat.Op) -> None:
+class _RandomNumbers:
+    """The states of the default generators, as the last random op of the step left them."""
+
+    def __init__(self) -> None:
+        self._generators = [torch.default_generator]
+        if torch.cuda.is_initialized():
+            self._generators += torch.cuda.default_generators
+        self.note()
+
+    def note(self) -> None:
+        """Note the states after an op."""
+        self._states = [generator.get_state() for generator in self._generators]
+
+    def check(self) -> None:
+        """Refuse a state that no op left: the graph would draw other numbers.
+
+        Raises:
+            NotRecorded: somebody has set the state.
+        """
+        now = (generator.get_state() for generator in self._generators)
+        if not all(map(torch.equal, now, self._states)):
+            raise NotRecorded(
+                "it sets the state of random numbers, as manual_seed does, and a checkpoint around "
+                "dropout in an uncompiled model: compile the model, and set seeds outside"
+            )
+
+
+def _check(func: compat.Op, args: compat.Args) -> None:
     if func is aten._local_scalar_dense.default:
         raise NotRecorded(
             "it reads a value on the host, as `.item()` and `if tensor:` do. Return the value, and "
             "read it outside of the step; give an optimizer that reads values fused=True"
         )
+    if torch.Tag.dynamic_output_shape in func.tags:
+        by_number = func is aten.index.Tensor and not any(
+            each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]
+        )
+        if not by_number:
+            raise NotRecorded(
+                f"the shape of a result of {func} depends on values: keep the shape, as "
+                "torch.where does"
+            )
 
 
 def part_of(value: Tensor, shape: list[int], stride: list[int], offset: int) -> Tensor:

@@ -69,6 +69,11 @@ def find_holders(step: Callable[..., object], recorder: Recorder) -> list[Held]:
     holders: dict[int, tuple[Held, Tensor]] = {}
     for held in _holders(step, optimizers, in_graph):
         value = held()
+        if recorder.made(value):
+            name = f" {held.key!r}" if isinstance(held, Entry) else ""
+            raise NotRecorded(
+                f"it replaces the tensor{name} of a module or optimizer: write to it in place (copy_)"
+            )
         holders.setdefault(value.untyped_storage()._cdata, (held, value))
     found = []
     for node, value in recorder.captured.items():

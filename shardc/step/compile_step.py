@@ -158,8 +158,8 @@ class _Graph:
 
 
 def _is_like(value: Tensor, like: tuple[object, ...]) -> bool:
-    """Whether a tensor that is the object of the last call still has its shape and dtype."""
-    return value.shape == like[0] and value.dtype == like[1]
+    """Whether a tensor that is the object of the last call is as it was then."""
+    return (value.shape, value.dtype, value.requires_grad) == (like[0], like[1], like[-1])
 
 
 @dataclass
