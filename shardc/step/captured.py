@@ -72,7 +72,8 @@ def find_holders(step: Callable[..., object], recorder: Recorder) -> list[Held]:
         if recorder.made(value):
             name = f" {held.key!r}" if isinstance(held, Entry) else ""
             raise NotRecorded(
-                f"it replaces the tensor{name} of a module or optimizer: write to it in place (copy_)"
+                f"it replaces the tensor{name} of a module or optimizer: write to it in place "
+                "(copy_)"
             )
         holders.setdefault(value.untyped_storage()._cdata, (held, value))
     found = []
