@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardc import FlatShard, ShardTensor, describe, fully_shard, hybrid_mesh
@@ -123,6 +124,32 @@ def test_placements_of_several_dims(mesh, build):
     assert torch.equal(again.full_tensor(), whole + 1)
     cut = weight.detach().redistribute(placements=[Shard(0), Replicate()])
     assert type(cut) is DTensor and torch.equal(cut.full_tensor(), whole)
+
+
+def _even(mesh):
+    return fully_shard(nn.Linear(8, 8), mesh=mesh), []
+
+
+@pytest.mark.parametrize("build", [_even, _hybrid, _tensor_parallel])
+@on_ranks(4)
+def test_torch_tells_the_place_of_a_part(mesh, build):
+    """`compute_local_shape_and_global_offset` would take a FlatShard for a replicated dim."""
+    model, _ = build(mesh)
+    told = 0
+    for p in model.parameters():
+        args = (p.shape, p.device_mesh, p.placements)
+        (flat,) = (each for each in p.placements if isinstance(each, FlatShard))
+        if p.dim() > 1 and not flat.row:
+            with pytest.raises(ValueError, match=r"FlatShard.* cuts rows of a tensor of shape"):
+                compute_local_shape_and_global_offset(*args)
+            continue
+        sizes, offsets = compute_local_shape_and_global_offset(*args)
+        box = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+        assert sizes == p._local_tensor.shape
+        assert torch.equal(p.detach().full_tensor()[box], p._local_tensor)
+        told += sizes != p.shape
+    assert told
+    assert compute_local_shape_and_global_offset((8, 3), mesh, [Shard(0)])[0] == (2, 3)
 
 
 @on_ranks(4)
