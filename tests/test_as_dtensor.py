@@ -184,6 +184,8 @@ def test_conversions(mesh):
             p._local_tensor * 2, mesh, p.placements, shape=p.shape, stride=p.stride()
         )
         assert type(twice) is ShardTensor and torch.equal(twice.full_tensor(), want * 2)
+        twice = DTensor.from_local(p.to_local() * 2, mesh, p.placements)
+        assert type(twice) is ShardTensor and torch.equal(twice.full_tensor(), want * 2)
         whole = DTensor.from_local(want, mesh, p.placements, shape=p.shape, stride=p.stride())
         assert torch.equal(whole.full_tensor(), want)
         for placements in ([Shard(0)], [Shard(-1)], [Replicate()]):
@@ -204,7 +206,8 @@ def test_conversions_that_are_refused(mesh):
     local, at, shape = p._local_tensor, p.placements, p.shape
     make, cut = DTensor.from_local, distribute_tensor
     for error, match, call in [
-        (ValueError, "needs shape= and stride=", lambda: make(local, mesh, at)),
+        (ValueError, "needs shape= and", lambda: make(local, mesh, [FlatShard(at[0].spec)])),
+        (ValueError, "this rank holds", lambda: make(whole[:, :2], mesh, at)),
         (ValueError, "this rank holds", lambda: make(whole[:, :2], mesh, at, shape=shape)),
         (ValueError, "is contiguous", lambda: make(local, mesh, at, shape=shape, stride=(1, 7))),
         (ValueError, "places a tensor of 35 elements", lambda: cut(whole[:2], mesh, at)),

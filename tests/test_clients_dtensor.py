@@ -115,13 +115,13 @@ def a_part_becomes_a_dtensor_like_its_parameter(model, _):
     return made
 
 
-@idiom("sglang, local_map", ours="needs shape= and stride=")
+@idiom("sglang, local_map")
 def a_part_becomes_a_dtensor_without_a_shape(model, _):
     even = [param.detach() for param in model.parameters() if param.shape[0] % 2 == 0]
     return [DTensor.from_local(p.to_local(), p.device_mesh, p.placements) for p in even]
 
 
-@idiom("torchao's PARQ", ours="needs shape= and stride=")
+@idiom("torchao's PARQ")
 def a_function_of_parts_by_local_map(model, _):
     even = [param.detach() for param in model.parameters() if param.shape[0] % 2 == 0]
     return [

@@ -210,6 +210,8 @@ def from_local(
 ) -> Tensor:
     """Implement `DTensor.from_local`: make a ShardTensor of `shape` from this rank's part.
 
+    Without `shape`, the tensor has the shape of the tensor whose placements were given.
+
     A whole tensor is cut to the part: code that only knows `Shard` passes the whole tensor as the
     local value where no `Shard` cuts it.
 
@@ -218,10 +220,12 @@ def from_local(
             is not contiguous, or a part that this rank does not hold.
     """
     spec = _spec_for(mesh, placements)
+    flat_shard = flat_shard_in(placements)
+    shape = flat_shard.shape if shape is None and flat_shard is not None else shape
     if shape is None:
         raise ValueError(
-            f"DTensor.from_local with {flat_shard_in(placements)} needs shape= and stride= of the "
-            "whole tensor, which a part does not tell"
+            f"DTensor.from_local with {flat_shard} needs shape= and stride= of the whole tensor, "
+            "which a part does not tell"
         )
     shape = tuple(shape)
     _check_size(shape, spec)
