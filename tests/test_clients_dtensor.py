@@ -142,6 +142,19 @@ def a_part_is_cut_from_a_whole_by_its_offsets(model, _):
         param.to_local().detach().copy_(value[box])
 
 
+@idiom("vLLM's examples of RLHF")
+def rows_of_a_part_are_read_one_by_one(model, _):
+    with torch.no_grad():
+        for param in model.parameters():
+            value, local = whole(param.detach()) * 2, param.to_local().detach()
+            sizes, offsets = compute_local_shape_and_global_offset(
+                param.shape, param.device_mesh, param.placements
+            )
+            local.zero_()
+            for row in range(sizes[0]):
+                local[row].copy_(value[offsets[0] + row])
+
+
 @idiom("verl's sparse weights")
 def changed_positions_of_parts_are_gathered(model, _):
     found = []
