@@ -41,6 +41,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
+DEBUG_MODEL = llama3_debugmodel
 WORDS = [f"w{number}" for number in range(64)]
 
 
@@ -62,7 +63,7 @@ def write_data() -> None:
 
 def config(folder: str, seed: int) -> Trainer.Config:
     """The settings of the debug model, with short rows."""
-    made = llama3_debugmodel()
+    made = DEBUG_MODEL()
     for layer in made.model_spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     made.hf_assets_path = str(FOLDER / "assets")
@@ -89,7 +90,12 @@ def config(folder: str, seed: int) -> Trainer.Config:
         made.compile.enable = True
         made.compile.components = ["model"]
         made.compile.backend = "shardc"
+    change(made)
     return made
+
+
+def change(made: Trainer.Config) -> None:
+    """Change settings: other scripts put a function of their own here."""
 
 
 def unsharded(seed: int) -> nn.Module:
@@ -114,24 +120,33 @@ def build(seed: int, load_step: int = -1) -> Trainer:
 
 
 def exported(trainer: Trainer) -> dict[str, Tensor]:
-    """The parameters in the safetensors of Hugging Face's names, which the last step writes."""
+    """The parameters that the last step writes, in safetensors with Hugging Face's names or not."""
+    last, model = FOLDER / "run" / "checkpoint" / f"step-{STEPS}", unsharded(seed=3)
+    if not trainer.config.checkpoint.last_save_in_hf:
+        dcp.load(model.state_dict(), checkpoint_id=last, no_dist=True)
+        return whole(model)
     adapter = trainer.checkpointer.sd_adapter
     written: dict[str, Tensor] = {}
-    for file in (FOLDER / "run" / "checkpoint" / f"step-{STEPS}").glob("*.safetensors"):
+    for file in last.glob("*.safetensors"):
         written |= load_file(file)
-    model = unsharded(seed=3)
     model.load_state_dict(adapter.from_hf(written))
     return whole(model)
 
 
-write_data()
-if os.environ["RANK"] == "0":
-    dcp.save(unsharded(seed=0).state_dict(), checkpoint_id=FOLDER / "seed", no_dist=True)
-trainer = build(seed=1)
-model = trainer.model_parts[0]
-trainer.train()
-trained, found = whole(model), exported(trainer)
-again = build(seed=2, load_step=HALF)
-again.train()
-resumed = whole(again.model_parts[0])
-report(model, start=whole(unsharded(seed=0)), trained=trained, resumed=resumed, exported=found)
+def main() -> None:
+    """Train, resume and export."""
+    write_data()
+    if os.environ["RANK"] == "0":
+        dcp.save(unsharded(seed=0).state_dict(), checkpoint_id=FOLDER / "seed", no_dist=True)
+    trainer = build(seed=1)
+    model = trainer.model_parts[0]
+    trainer.train()
+    trained, found = whole(model), exported(trainer)
+    again = build(seed=2, load_step=HALF)
+    again.train()
+    resumed = whole(again.model_parts[0])
+    report(model, start=whole(unsharded(seed=0)), trained=trained, resumed=resumed, exported=found)
+
+
+if __name__ == "__main__":
+    main()
