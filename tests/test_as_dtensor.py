@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardc import FlatShard, ShardTensor, describe, fully_shard, hybrid_mesh
@@ -125,6 +126,32 @@ def test_placements_of_several_dims(mesh, build):
     assert type(cut) is DTensor and torch.equal(cut.full_tensor(), whole)
 
 
+def _even(mesh):
+    return fully_shard(nn.Linear(8, 8), mesh=mesh), []
+
+
+@pytest.mark.parametrize("build", [_even, _hybrid, _tensor_parallel])
+@on_ranks(4)
+def test_torch_tells_the_place_of_a_part(mesh, build):
+    """`compute_local_shape_and_global_offset` would take a FlatShard for a replicated dim."""
+    model, _ = build(mesh)
+    told = 0
+    for p in model.parameters():
+        args = (p.shape, p.device_mesh, p.placements)
+        (flat,) = (each for each in p.placements if isinstance(each, FlatShard))
+        if p.dim() > 1 and not flat.row:
+            with pytest.raises(ValueError, match=r"FlatShard.* cuts rows of a tensor of shape"):
+                compute_local_shape_and_global_offset(*args)
+            continue
+        sizes, offsets = compute_local_shape_and_global_offset(*args)
+        box = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+        assert sizes == p._local_tensor.shape
+        assert torch.equal(p.detach().full_tensor()[box], p._local_tensor)
+        told += sizes != p.shape
+    assert told
+    assert compute_local_shape_and_global_offset((8, 3), mesh, [Shard(0)])[0] == (2, 3)
+
+
 @on_ranks(4)
 def test_meshes_that_are_not_dims_of_one(mesh):
     grid = mesh_of("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
@@ -157,6 +184,8 @@ def test_conversions(mesh):
             p._local_tensor * 2, mesh, p.placements, shape=p.shape, stride=p.stride()
         )
         assert type(twice) is ShardTensor and torch.equal(twice.full_tensor(), want * 2)
+        twice = DTensor.from_local(p.to_local() * 2, mesh, p.placements)
+        assert type(twice) is ShardTensor and torch.equal(twice.full_tensor(), want * 2)
         whole = DTensor.from_local(want, mesh, p.placements, shape=p.shape, stride=p.stride())
         assert torch.equal(whole.full_tensor(), want)
         for placements in ([Shard(0)], [Shard(-1)], [Replicate()]):
@@ -177,7 +206,8 @@ def test_conversions_that_are_refused(mesh):
     local, at, shape = p._local_tensor, p.placements, p.shape
     make, cut = DTensor.from_local, distribute_tensor
     for error, match, call in [
-        (ValueError, "needs shape= and stride=", lambda: make(local, mesh, at)),
+        (ValueError, "needs shape= and", lambda: make(local, mesh, [FlatShard(at[0].spec)])),
+        (ValueError, "this rank holds", lambda: make(whole[:, :2], mesh, at)),
         (ValueError, "this rank holds", lambda: make(whole[:, :2], mesh, at, shape=shape)),
         (ValueError, "is contiguous", lambda: make(local, mesh, at, shape=shape, stride=(1, 7))),
         (ValueError, "places a tensor of 35 elements", lambda: cut(whole[:2], mesh, at)),

@@ -424,14 +424,6 @@ def test_a_weight_that_hooks_compute(mesh, kind, way):
         torch.testing.assert_close(q.grad.full_tensor(), p.grad, msg=name)
 
 
-class OnMesh:
-    """As torch's ShardPlacementResult, which not every version has."""
-
-    placement, mesh_info = Shard(0), None
-
-    def __init__(self, param): ...
-
-
 @on_ranks(4)
 def test_what_is_refused(mesh):
     model = Block()
@@ -443,7 +435,6 @@ def test_what_is_refused(mesh):
         ({"offload_policy": True}, TypeError, "offload_policy must be"),
         ({"shard_placement_fn": lambda p: Replicate()}, TypeError, "gives Replicate.*a Shard"),
         ({"shard_placement_fn": lambda p: Shard(2)}, ValueError, "'norm.weight'.*has no dim 2"),
-        ({"shard_placement_fn": OnMesh}, NotImplementedError, "one mesh; call fully_shard on the"),
         ({"reshard_after_forward": 3}, ValueError, "divisor of the world size 4, got 3"),
         ({"reshard_after_forward": "yes"}, TypeError, "divisor of the number of ranks, got 'yes'"),
     ):  # fmt: skip

@@ -17,10 +17,16 @@ from shardc.runtime.checks.telling import warn_once
 
 
 def units_in(module: Any, recurse: bool = True) -> list[Any]:
-    """The units of `module` and, with `recurse`, of the modules below it, each once."""
-    inside = module.modules() if recurse else [module]
-    units = (vars(each).get("_shardc_unit") for each in inside)
-    return list(dict.fromkeys(unit for unit in units if unit is not None))
+    """The units of `module` and, with `recurse`, of the modules below it, each once.
+
+    Without `recurse`, also the units that joined that of `module` (`Unit.joins`).
+    """
+    found = (vars(each).get("_shardc_unit") for each in module.modules())
+    units = list(dict.fromkeys(unit for unit in found if unit is not None))
+    if recurse:
+        return units
+    own = vars(module).get("_shardc_unit")
+    return [unit for unit in units if unit is own or unit.joins(own)]
 
 
 def states_on_meta(module: nn.Module) -> list[str]:

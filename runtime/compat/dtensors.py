@@ -52,6 +52,12 @@ def dtensor_spec(
 # -- functions that make DTensors ----------------------------------------------------------------
 
 
+Ints: TypeAlias = tuple[int, ...]
+Boxes: TypeAlias = tuple[Ints, Ints]
+"""The shape of a part, and its offsets in the whole tensor."""
+BoxOf: TypeAlias = Callable[[Ints, DeviceMesh, Sequence[Placement]], Boxes]
+
+
 class DTensorKind(Protocol):
     """A kind of tensor that passes as a DTensor, and the placements for which torch makes it."""
 
@@ -71,6 +77,12 @@ class DTensorKind(Protocol):
     ) -> Tensor:
         """Make a tensor of this kind as `DTensor.from_local` does, for a placement of this kind."""
 
+    def box(self, shape: Ints, mesh: DeviceMesh, placements: Given, box_of: BoxOf) -> Boxes:
+        """Give the shape of this rank's part and its offsets, for a placement of this kind.
+
+        `box_of` is torch's function for other placements.
+        """
+
     def place(self, full: Tensor, like: Given) -> Tensor:
         """Cut a full tensor, which all ranks have, in the way of `like`, a tensor of this kind."""
 
@@ -79,9 +91,10 @@ class DTensorKind(Protocol):
 
 
 def let_torch_make(kind: DTensorKind) -> None:
-    """Make `distribute_tensor`, `DTensor.from_local`, `set_model_state_dict`, `swap_tensors` and
-    the `isinstance` of traced code ask `kind`."""
+    """Make `distribute_tensor`, `DTensor.from_local`, `compute_local_shape_and_global_offset`,
+    `set_model_state_dict`, `swap_tensors` and the `isinstance` of traced code ask `kind`."""
     _extend_distribute_tensor(kind)
+    _extend_boxes(kind)
     _extend_from_local(kind)
     _extend_state_dicts(kind)
     tell_later(functools.partial(_extend_isinstance, kind))
@@ -99,14 +112,7 @@ TRACING = torch._guards._TLS
 
 
 def _extend_distribute_tensor(kind: DTensorKind) -> None:
-    """Replace the function's code: modules imported before shardc hold the function itself."""
     from torch.distributed.tensor import distribute_tensor
-
-    torchs: Given = distribute_tensor
-    original = FunctionType(
-        torchs.__code__, torchs.__globals__, torchs.__name__, torchs.__defaults__
-    )
-    original.__kwdefaults__ = torchs.__kwdefaults__
 
     def ask(*args: Given, **kwargs: Given) -> Tensor:
         mesh, placements = (*args[1:3], None, None)[:2]
@@ -117,10 +123,37 @@ def _extend_distribute_tensor(kind: DTensorKind) -> None:
         mesh = kwargs.get("device_mesh", mesh) or _current_mesh()
         return kind.distribute(tensor, mesh, placements, kwargs.get("src_data_rank", 0))
 
-    torchs.__globals__["_shardc_ask"] = ask
-    torchs.__code__ = _asks.__code__
-    torchs.__defaults__ = torchs.__kwdefaults__ = None
-    torchs.__wrapped__ = original
+    original = _replace(distribute_tensor, ask)
+
+
+def _extend_boxes(kind: DTensorKind) -> None:
+    """Make torch's function tell the place of a part; it would take the part for the whole."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    def ask(*args: Given, **kwargs: Given) -> Boxes:
+        shape, mesh, placements = (*args, *(kwargs.get(name) for name in names[len(args) :]))[:3]
+        if not kind.is_placed(placements):
+            return cast(Boxes, original(*args, **kwargs))
+        return kind.box(tuple(shape), mesh, placements, original)
+
+    names = ("global_shape", "mesh", "placements")
+    original = _replace(compute_local_shape_and_global_offset, ask)
+
+
+def _replace(function: Given, ask: Callable[..., object]) -> FunctionType:
+    """Replace the code of a function by a call of `ask`; returns the original function.
+
+    Modules that were imported before shardc hold the function itself.
+    """
+    original = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__
+    )
+    original.__kwdefaults__ = function.__kwdefaults__
+    function.__globals__["_shardc_ask"] = ask
+    function.__code__ = _asks.__code__
+    function.__defaults__ = function.__kwdefaults__ = None
+    function.__wrapped__ = original
+    return original
 
 
 def _asks(*args: Given, **kwargs: Given) -> Given:

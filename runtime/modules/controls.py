@@ -310,14 +310,15 @@ class Controls:
         returns a handle and does not wait. The handle's `wait()` waits; otherwise the first read
         waits.
         """
-        for bucket in self._shardc_unit.buckets:
+        buckets = tuple(bucket for unit in units_in(self, False) for bucket in unit.buckets)
+        for bucket in buckets:
             bucket.gathered.hold(wait=not async_op)
             bucket.gathered.opened = True
-        return UnshardHandle(self._shardc_unit.buckets) if async_op else None
+        return UnshardHandle(buckets) if async_op else None
 
     def reshard(self) -> None:
         """Free the unit's gathered buckets."""
-        for bucket in self._shardc_unit.buckets:
+        for bucket in (bucket for unit in units_in(self, False) for bucket in unit.buckets):
             bucket.gathered.drop()
 
     def reset_iter_state(self) -> None:
@@ -488,4 +489,4 @@ def _units(where: str, modules: "Iterable[Controls]") -> tuple[Unit, ...]:
                 f"{where}: modules must have been given to fully_shard, and modules[{index}] is "
                 f"{shown(module)} that was not"
             )
-    return tuple(module._shardc_unit for module in given)
+    return tuple(unit for module in given for unit in units_in(module, False))

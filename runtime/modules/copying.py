@@ -127,6 +127,7 @@ def _copy_unit(unit: Unit, memo: compat.Memo) -> Unit:
         on_meta=unit.on_meta,
         mixed=unit.mixed,
         differs=unit.differs,
+        joined=unit.joined,
     )
     memo[id(unit)] = new
     watch_for_late_params(new)

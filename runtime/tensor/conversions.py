@@ -5,6 +5,7 @@ is averaged over the ranks, like the gradient of a parameter in a forward. torch
 DTensors call this module where they get a ShardTensor's placements (`compat.let_torch_make`).
 """
 
+import math
 from collections.abc import Sequence
 from typing import NoReturn, cast
 
@@ -209,6 +210,8 @@ def from_local(
 ) -> Tensor:
     """Implement `DTensor.from_local`: make a ShardTensor of `shape` from this rank's part.
 
+    Without `shape`, the tensor has the shape of the tensor whose placements were given.
+
     A whole tensor is cut to the part: code that only knows `Shard` passes the whole tensor as the
     local value where no `Shard` cuts it.
 
@@ -217,10 +220,12 @@ def from_local(
             is not contiguous, or a part that this rank does not hold.
     """
     spec = _spec_for(mesh, placements)
+    flat_shard = flat_shard_in(placements)
+    shape = flat_shard.shape if shape is None and flat_shard is not None else shape
     if shape is None:
         raise ValueError(
-            f"DTensor.from_local with {flat_shard_in(placements)} needs shape= and stride= of the "
-            "whole tensor, which a part does not tell"
+            f"DTensor.from_local with {flat_shard} needs shape= and stride= of the whole tensor, "
+            "which a part does not tell"
         )
     shape = tuple(shape)
     _check_size(shape, spec)
@@ -259,6 +264,31 @@ def _check_size(shape: tuple[int, ...], spec: ShardSpec) -> None:
     if not fits:
         what = plural(spec.numel, "element") if spec.tp is None else f"shape {spec.tp.shape}"
         raise ValueError(f"{FlatShard(spec)} places a tensor of {what}, got one of shape {shape}")
+
+
+def box(
+    shape: compat.Ints, mesh: DeviceMesh, placements: Sequence[Placement], box_of: compat.BoxOf
+) -> compat.Boxes:
+    """Implement `compute_local_shape_and_global_offset`: the shape and the offsets of a part.
+
+    Raises:
+        ValueError: another mesh, other placements, a shape of another size, or rows that are cut.
+    """
+    spec = _spec_for(mesh, placements)
+    _check_size(shape, spec)
+    others = [Replicate() if isinstance(p, FlatShard) else p for p in placements]
+    sizes, offsets = box_of(shape, mesh, others)
+    start, stop = spec.interval()
+    row = math.prod(sizes[1:])
+    if not sizes or row == 0:
+        return sizes, offsets
+    if start % row or stop % row:
+        raise ValueError(
+            f"{flat_shard_in(placements)} cuts rows of a tensor of shape {shape}: this rank holds "
+            f"its elements [{start}, {stop}), which are no box. fully_shard(..., "
+            "shard_placement_fn=lambda param: Shard(0)) cuts between rows"
+        )
+    return ((stop - start) // row, *sizes[1:]), (offsets[0] + start // row, *offsets[1:])
 
 
 def place(full: Tensor, like: Sharded) -> Tensor:

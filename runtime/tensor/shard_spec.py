@@ -133,11 +133,12 @@ class FlatShard(Placement):
         offset, segment: counted in elements.
         numel: the size of the flattened tensor; on a tensor-parallel mesh, of its local value.
         row: the elements of a row, if each rank holds whole rows; 0 where rows are cut.
+        shape: that of the tensor whose `placements` it is one of; None where no tensor was given.
     """
 
-    def __init__(self, spec: ShardSpec, row: int = 0) -> None:
+    def __init__(self, spec: ShardSpec, row: int = 0, shape: tuple[int, ...] | None = None) -> None:
         super().__init__()
-        self.spec, self.row = spec, row
+        self.spec, self.row, self.shape = spec, row, shape
         self.offset, self.segment, self.numel = spec.offset, spec.segment, spec.numel
 
     def _cut(self) -> tuple[int, ...]:
@@ -156,7 +157,7 @@ class FlatShard(Placement):
     __str__ = __repr__
 
     def __reduce__(self) -> tuple[object, ...]:
-        return FlatShard, (self.spec, self.row)
+        return FlatShard, (self.spec, self.row, self.shape)
 
 
 def flat_shard_in(placements: Sequence[Placement] | None) -> FlatShard | None:
@@ -192,14 +193,14 @@ def _joined(data: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
         ) from error
 
 
-def placements_of(spec: ShardSpec, shape: tuple[int, ...] = ()) -> tuple[Placement, ...]:
+def placements_of(spec: ShardSpec, shape: tuple[int, ...] | None = None) -> tuple[Placement, ...]:
     """The placement of a tensor of `shape` on each dim of `mesh_of(spec)`."""
     mesh = mesh_of(spec)
     around = () if spec.tp is None else spec.tp.other_placements
     copies = mesh.ndim - len(around) - 1
     local_shape = shape if spec.tp is None else spec.tp.local_shape
-    row = spec.row_of(local_shape)
-    return (*(Replicate() for _ in range(copies)), FlatShard(spec, row), *around)
+    row = 0 if local_shape is None else spec.row_of(local_shape)
+    return (*(Replicate() for _ in range(copies)), FlatShard(spec, row, shape), *around)
 
 
 def spec_as_dtensor(shape: torch.Size, dtype: torch.dtype, spec: ShardSpec) -> compat.DTensorSpec:

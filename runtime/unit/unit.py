@@ -41,6 +41,7 @@ class Unit:
         summoned: whether the unit's modules hold full parameters and compute in their dtype.
         before_gathers: a wait to call once, before the unit's next gather; None: no wait.
         around: a weak reference to the unit around this one; None for the root.
+        joined: whether the call that made the unit around made this one, for another mesh.
     """
 
     given: InitVar[tuple[nn.Module, ...]]
@@ -59,6 +60,7 @@ class Unit:
     summoned: bool = False
     before_gathers: Callable[[], object] | None = None
     around: "weakref.ref[Unit] | None" = None
+    joined: bool = False
 
     def __post_init__(self, given: tuple[nn.Module, ...]) -> None:
         self._modules = tuple(weakref.ref(module) for module in given)
@@ -83,6 +85,10 @@ class Unit:
         """The root around this unit; the unit itself if it is the root."""
         around = None if self.around is None else self.around()
         return self if around is None else around.outermost
+
+    def joins(self, unit: "Unit | None") -> bool:
+        """Whether methods of `unit` act on this unit, too: one call made both."""
+        return self.joined and self.around is not None and self.around() is unit
 
     @property
     def training(self) -> bool:

@@ -17,17 +17,14 @@ def is_cut_by_rows(name: str, param: nn.Parameter, placement_fn: PlacementFn | N
 
     Raises:
         TypeError, ValueError: `placement_fn` gives no `Shard`, or a dim that does not exist.
-        NotImplementedError: `placement_fn` gives a mesh, or another dim for such a subclass.
+        NotImplementedError: `placement_fn` gives another dim for such a subclass.
     """
-    asked, extends = None if placement_fn is None else placement_fn(param), extends_gather(param)
+    given: Any = None if placement_fn is None else placement_fn(param)
+    on_a_mesh = hasattr(given, "mesh_info")  # torch's ShardPlacementResult
+    asked, extends = given.placement if on_a_mesh else given, extends_gather(param)
     if asked is None:
         return extends
     what = f"shard_placement_fn gives {asked!r} for parameter '{name}' of {list(param.shape)}"
-    if hasattr(asked, "mesh_info"):
-        raise NotImplementedError(
-            f"{what}: one call shards over one mesh; call fully_shard on the module that holds it, "
-            "with a mesh of its own"
-        )
     if not isinstance(asked, Shard):
         raise TypeError(f"{what}: it must be a Shard of torch.distributed.tensor, or None")
     if not -param.dim() <= asked.dim < param.dim():
@@ -37,4 +34,4 @@ def is_cut_by_rows(name: str, param: nn.Parameter, placement_fn: PlacementFn | N
         raise NotImplementedError(
             f"{what}, a {type(param).__name__}, which is cut along dim 0 only: give None for it"
         )
-    return by_rows
+    return extends or (by_rows and not on_a_mesh)

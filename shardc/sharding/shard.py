@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from shardc.passes.estimate.hardware import current_profile
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import check_arguments
+from shardc.runtime.checks.meta import units_in
 from shardc.runtime.groups.ranks import Ranks, mesh_ranks
 from shardc.runtime.modules.controls import Reshard
 from shardc.runtime.modules.modules import make_unit
@@ -29,6 +30,7 @@ from shardc.sharding.checks import LeftAlone, check_ignored, check_model, check_
 from shardc.sharding.first_values import FirstValues, compare_values, values_note
 from shardc.sharding.materialize import InitFn, initialise
 from shardc.sharding.mesh import MeshDims, data_parallel_mesh, spmd_of
+from shardc.sharding.meshes import modules_on_other_meshes
 from shardc.sharding.placement import check_devices, compute_device, move_buffers, new_segment
 from shardc.sharding.rows import PlacementFn
 from shardc.sharding.sync import (
@@ -78,7 +80,9 @@ def fully_shard(
         shard_placement_fn: gives the `Shard` by which a parameter is cut, or None. `Shard(0)` cuts
             a parameter between rows, in equal parts but the last, as FSDP2 does; the parameter then
             has a bucket, and so a message, of its own. Any other dim is as None: an interval needs
-            no dim that the ranks divide.
+            no dim that the ranks divide. torch's `ShardPlacementResult` names a mesh: modules whose
+            parameters are all on another mesh than `mesh`, such as experts, become a unit there;
+            its `Shard` changes nothing.
         mp_policy: precision (`shardc.MixedPrecisionPolicy`, or torch's); None casts nothing.
         offload_policy: torch's `CPUOffloadPolicy` keeps segments, gradients and so the optimizer's
             state on the host; None, or torch's `OffloadPolicy`, keeps them on the device.
@@ -107,6 +111,7 @@ def fully_shard(
     """
     arguments = dict(locals())
     check_arguments(fully_shard, arguments, only=("mesh", "dp_mesh_dims"))
+    options = {name: value for name, value in arguments.items() if name != "module"}
     given = {name: arguments[name] for name in UNIT_OPTIONS}
     spmd = spmd_of(mesh, dp_mesh_dims)
     mesh = data_parallel_mesh(mesh, dp_mesh_dims)
@@ -116,6 +121,11 @@ def fully_shard(
         modules = check_modules(module)
         check_arguments(fully_shard, arguments)
         alone = check_ignored(modules, ignored_params, whole_model=units is not None)
+        for other, inner in modules_on_other_meshes(
+            modules, mesh, shard_placement_fn, (*alone.params, *alone.modules)
+        ).items():
+            fully_shard(inner, **{**options, "mesh": other})
+            units_in(inner[0], recurse=False)[0].joined = True
         world_size, profile = mesh.size(mesh.ndim - 1), current_profile(mesh.device_type)
         plans = plan_units(modules, units, given, alone, world_size, profile, shard_placement_fn)
         check_model(modules, _params(plans), mesh.mesh.flatten().tolist(), world_size, spmd)

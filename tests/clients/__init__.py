@@ -61,6 +61,8 @@ CLIENTS = {
     "litgpt, LoRA": Client("litgpt_loop.py", "litgpt"),
     "verl, FSDP2 functions": Client("verl_loop.py", "verl"),
     "OLMo-core, train module": Client("olmo_core_loop.py", "ai2-olmo-core", "olmo_core"),
+    "torchtitan, Trainer": Client("torchtitan_loop.py", "torchtitan", compiles=True, bound=5e-3),
+    "torchtitan, experts": Client("torchtitan_moe_loop.py", "torchtitan"),
 }
 
 
