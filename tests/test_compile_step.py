@@ -80,10 +80,13 @@ class _Run:
         self.step = compile_step(step) if whole else step
 
     def train(self, numbers):
-        """Run steps of the batches of `numbers`; a learning rate follows the number."""
+        """Run steps of the batches of `numbers`; settings of the optimizers follow the number."""
         for number in numbers:
             for group in (g for each in self.optimizers for g in each.param_groups):
                 group["lr"] = group.setdefault("first_lr", group["lr"]) / (1 + number)
+                group["weight_decay"] = 0.01 * (1 + number)
+                if "betas" in group:
+                    group["betas"] = 0.9 - 0.01 * number, 0.99 - 0.01 * number
             each = range(number * self.parts, (number + 1) * self.parts)
             batches = [tensor for part in each for tensor in _batch(part)]
             self.losses.append(self.step(*batches).item())
