@@ -123,6 +123,7 @@ class Case:
             "sync" (from rank 0), or "" (the same on all ranks).
         split: units are split into several buckets where they can.
         tied: two linear layers are tied after the model was sharded.
+        whole: `compile_step` is compared with the separate step, bit for bit, in place of `steps`.
     """
 
     world: int = 2
@@ -142,6 +143,7 @@ class Case:
     optimizer: str = "sgd"
     steps: tuple[Step, ...] = (Step(), Step(), Step())
     seed: int = 0
+    whole: bool = False
 
 
 def all_blocks(blocks: tuple[Block, ...]) -> Iterator[Block]:

@@ -55,6 +55,7 @@ def _case(chance: Choice) -> Case:
         optimizer=chance.choice(list(OPTIMIZERS)),
         steps=tuple(_step(chance, way, last=number == 2) for number in range(3)),
         seed=chance.randint(0, 99),
+        whole=way != "mixed" and chance.random() < 0.1,  # a graph has one of the two ways
     )
 
 

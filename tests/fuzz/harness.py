@@ -186,6 +186,20 @@ def check_that_they_differ(plain, ours, replicas):
     assert held == replicas * sum(p.numel() for p in sharded), "not each element is held once"
 
 
+def values_of(model, losses):
+    """Losses, and this rank's part of parameters and buffers."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    held = [(name, getattr(value, "_local", value).detach().clone()) for name, value in named]
+    return [*((f"loss {number}", loss) for number, loss in enumerate(losses)), *held]
+
+
+def compare_bits(separate, whole):
+    """Note each value of the separate step that the whole step has not to the bit."""
+    for (name, one), (_, other) in zip(separate, whole, strict=True):
+        if not ((one == other) | (one.isnan() & other.isnan())).all():
+            differences.append(f"rank {dist.get_rank()}: {name}, whole step against separate")
+
+
 def check():
     """Raise if anything differed, on every rank at once."""
     count = torch.tensor(len(differences))

@@ -119,6 +119,8 @@ def _caller(case: Case) -> str:
 
 
 def training(case: Case) -> str:
+    if case.whole:
+        return _whole(case)
     count = len(case.steps)
     dtypes = _dtypes(case)
     steps = [_step(case, n, step, dtypes[n]) for n, step in enumerate(case.steps)]
@@ -162,13 +164,48 @@ def training(case: Case) -> str:
             lines += ["    " + line for line in THEN[step.then].splitlines()]
         lines += _around(case, number, step, dtypes[number + 1])
     lines.append("    check()")
-    optimizer = [
+    text = [_caller(case), _optimizer(case), *steps, "\n".join(lines)]
+    return "\n\n\n".join([*called("\n".join(text)), *text])
+
+
+def _whole(case: Case) -> str:
+    """Train by the separate step and by `compile_step`, whose graph runs from the third call on."""
+    dtype, seed = PRECISIONS[case.precision][0], 100 * (case.seed + 1)
+    lines = [
+        "def main(mesh):",
+        "    def train(whole):",
+        *("    " + line for line in START[case.start]),
+        *(["        tie(ours)"] if case.tied else []),
+        "        call, optimizer = caller(ours), make_optimizer(ours)",
+        "",
+        "        def step(x):",
+        "            loss = loss_of(call(x))",
+        "            loss.backward()",
+        "            optimizer.step()",
+        "            optimizer.zero_grad()",
+        "            return loss.detach()",
+        "",
+        "        run = shardc.compile_step(step) if whole else step",
+        "        losses = []",
+        "        for number in range(5):",
+        "            torch.manual_seed(number)",
+        f"            losses.append(run(batch({seed} + number, 3, {case.width}, {dtype})).clone())",
+        "        return values_of(ours, losses)",
+        "",
+        "    compare_bits(train(False), train(True))",
+        "    check()",
+    ]
+    text = [_caller(case), _optimizer(case), "\n".join(lines)]
+    return "\n\n\n".join([*called("\n".join(text)), *text])
+
+
+def _optimizer(case: Case) -> str:
+    lines = [
         "def make_optimizer(model):",
         "    parameters = list(model.parameters())  # also those that are frozen for a while",
         f"    return {OPTIMIZERS[case.optimizer]}",
     ]
-    text = [_caller(case), "\n".join(optimizer), *steps, "\n".join(lines)]
-    return "\n\n\n".join([*called("\n".join(text)), *text])
+    return "\n".join(lines)
 
 
 def _dtypes(case: Case) -> list[str]:
