@@ -544,6 +544,34 @@ def test_graphs_are_bounded(mesh):
     assert len(step.graphs) == 1
 
 
+@pytest.mark.parametrize("who", ["an argument", "a plain module"])
+@on_ranks(2)
+def test_gradients_of_others_are_left(mesh, who):
+    model, head = _model(mesh), nn.Linear(3, 1)
+    optimizer = adamw(model.parameters())
+    scale = torch.ones(3, requires_grad=who == "an argument")
+
+    @compile_step
+    def step(tokens, targets, scale):
+        loss = model(tokens, targets)
+        if who == "a plain module":
+            scale = head(scale)
+        loss = loss * scale.mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    before = None
+    for number in range(4):
+        step(*_batch(number), scale)
+        grad = head.weight.grad if who == "a plain module" else scale.grad
+        assert before is None or not torch.equal(grad, before)
+        before = grad.clone()
+    assert "gradient" in step.reasons[0]
+    assert step.graphs == []
+
+
 @on_ranks(2)
 def test_a_tensor_from_nowhere_is_refused(mesh):
     model = _model(mesh)

@@ -19,6 +19,8 @@ from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.unit.bucket import Bucket
 from shardc.step.constants import names_known_to
 
+LEAVES_GRADIENTS = "it leaves gradients: end it with zero_grad(), which sets them to None"
+
 Held = Callable[[], Tensor]
 """Gives a tensor, as its holder has it now."""
 
@@ -69,6 +71,8 @@ def find_holders(step: Callable[..., object], recorder: Recorder) -> list[Held]:
     holders: dict[int, tuple[Held, Tensor]] = {}
     for held in _holders(step, optimizers, in_graph):
         value = held()
+        if isinstance(held, Entry) and value.is_leaf and value.grad is not None:
+            raise NotRecorded(LEAVES_GRADIENTS)
         if recorder.made(value):
             name = f" {held.key!r}" if isinstance(held, Entry) else ""
             raise NotRecorded(

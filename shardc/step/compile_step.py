@@ -33,7 +33,7 @@ from shardc.runtime.checks.telling import warn_once
 from shardc.runtime.checks.words import plural
 from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.watch.entering import BoxedGraph
-from shardc.step.captured import Held, buckets_of, find_holders, kind_of
+from shardc.step.captured import LEAVES_GRADIENTS, Held, buckets_of, find_holders, kind_of
 from shardc.step.constants import constants_of
 from shardc.step.cuda_graph import Replayed, check_capturable
 from shardc.step.facts import Facts, params_of
@@ -259,6 +259,8 @@ class CompiledStep(Generic[_P, _R]):
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for tensor in given:
             recorder.add_input(GIVEN, tensor)
+        if any(tensor.requires_grad for tensor in given):
+            recorder.reason = "an argument requires a gradient, which the graph would not leave"
         with compat.static_shapes(), recorder, recorder.seeing_updates():
             recorders.append(recorder)
             try:
@@ -311,9 +313,7 @@ def _finish(step: Callable[..., object], recorder: Recorder, result: object) -> 
             raise NotRecorded("its parameters lie on the host (CPUOffloadPolicy)")
     for param in params_of(buckets, recorder.updates):
         if param.grad is not None:
-            raise NotRecorded(
-                "it leaves gradients: end it with optimizer.zero_grad(), which sets them to None"
-            )
+            raise NotRecorded(LEAVES_GRADIENTS)
     numbers = [
         Numbers(update, recorder.groups_of(update.optimizer))
         for update in recorder.updates
