@@ -271,8 +271,11 @@ def box(
 ) -> compat.Boxes:
     """Implement `compute_local_shape_and_global_offset`: the shape and the offsets of a part.
 
+    A part that begins or ends inside a row is no box. Then the box is the whole tensor, from which
+    `from_local` cuts the part.
+
     Raises:
-        ValueError: another mesh, other placements, a shape of another size, or rows that are cut.
+        ValueError: another mesh, other placements, or a shape of another size.
     """
     spec = _spec_for(mesh, placements)
     _check_size(shape, spec)
@@ -280,14 +283,8 @@ def box(
     sizes, offsets = box_of(shape, mesh, others)
     start, stop = spec.interval()
     row = math.prod(sizes[1:])
-    if not sizes or row == 0:
+    if not sizes or row == 0 or start % row or stop % row:
         return sizes, offsets
-    if start % row or stop % row:
-        raise ValueError(
-            f"{flat_shard_in(placements)} cuts rows of a tensor of shape {shape}: this rank holds "
-            f"its elements [{start}, {stop}), which are no box. fully_shard(..., "
-            "shard_placement_fn=lambda param: Shard(0)) cuts between rows"
-        )
     return ((stop - start) // row, *sizes[1:]), (offsets[0] + start // row, *offsets[1:])
 
 
