@@ -46,6 +46,14 @@ def _batch(number):
     return tokens(seed), tokens(seed + 50)
 
 
+def _update(loss, optimizer):
+    """The end of a step."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 class _Run:
     """A model with its optimizers, and a step of it, whole or separate."""
 
@@ -260,11 +268,7 @@ def test_shapes_and_settings_get_graphs_of_their_own(mesh):
     @compile_step
     def step(tokens, targets):
         python.append(tokens.shape)
-        loss = model(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+        return _update(model(tokens, targets), optimizer)
 
     for _ in range(4):
         step(*_batch(0))
@@ -322,11 +326,7 @@ class _Dropped(nn.Module):
 
 
 def _recomputes_dropout(model, optimizer, batch):
-    loss = model(batch[0])
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
+    return _update(model(batch[0]), optimizer)
 
 
 def _seeds(model, optimizer, batch):
@@ -410,11 +410,7 @@ def test_a_python_value_that_changes_is_seen(mesh):
     @compile_step
     def step(tokens, targets):
         python.append(factor)
-        loss = factor * model(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+        return _update(factor * model(tokens, targets), optimizer)
 
     for factor in (1.0, 1.0, 1.0, 2.0, 2.0, 2.0):
         assert step(*_batch(0)).item() / factor < 4
@@ -454,11 +450,7 @@ def test_batches_are_parts_of_one_tensor(mesh):
 
         def step(both, model=model, optimizer=optimizer, python=python):
             python.append(1)
-            loss = model(both[0], both[1])
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
+            return _update(model(both[0], both[1]), optimizer)
 
         call = compile_step(step) if whole else step
         runs.append([call(batches[number]).item() for number in range(CALLS)])
@@ -486,11 +478,7 @@ def test_no_cuda_graph_reads_tensors_of_the_host(mesh):
 
     @compile_step(mode="reduce-overhead")
     def step(tokens, targets):
-        loss = model(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+        return _update(model(tokens, targets), optimizer)
 
     step(*_batch(0))
     with pytest.warns(UserWarning, match=r"without a CUDA graph: it reads a tensor of shape .*cpu"):
@@ -511,11 +499,7 @@ def test_a_step_that_counts_is_refused(mesh):
     def step(tokens, targets):
         nonlocal count
         count += 1
-        loss = model(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+        return _update(model(tokens, targets), optimizer)
 
     for _ in range(4):
         step(*_batch(0))
@@ -530,11 +514,7 @@ def test_graphs_are_bounded(mesh):
 
     @compile_step
     def step(number, tokens, targets):
-        loss = model(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+        return _update(model(tokens, targets), optimizer)
 
     for number in range(MOST_KINDS + 1):
         step(number, *_batch(0))
@@ -556,11 +536,7 @@ def test_gradients_of_others_are_left(mesh, who):
         loss = model(tokens, targets)
         if who == "a plain module":
             scale = head(scale)
-        loss = loss * scale.mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+        return _update(loss * scale.mean(), optimizer)
 
     before = None
     for number in range(4):
@@ -580,11 +556,7 @@ def test_a_tensor_from_nowhere_is_refused(mesh):
 
     @compile_step
     def step():
-        loss = model(*next(batches))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+        return _update(model(*next(batches)), optimizer)
 
     losses = {step().item() for _ in range(5)}
     assert len(losses) == 5

@@ -126,7 +126,7 @@ class _Graph:
             NotRecorded: no CUDA graph can have it.
         """
         check_capturable(self.module, [*given, *self.held])
-        self.replayed = Replayed(self.run, self.sources, _groups_in(self.module))
+        self.replayed = Replayed(self._compute, _groups_in(self.module))
 
     def changed(self) -> list[str]:
         """The names of facts that shaped the graph and have changed since."""
@@ -153,7 +153,12 @@ class _Graph:
             except NotRecorded as error:
                 self.replayed = None
                 warn_once(f"capture: {error}", f"A step runs without a CUDA graph: {error}")
-        values = {GIVEN: iter(given), HELD: iter(self.held), NUMBER: iter(numbers)}
+        return self._compute(given, self.held, numbers)
+
+    def _compute(
+        self, given: list[Tensor], held: list[Tensor], numbers: list[object]
+    ) -> Iterable[Any]:
+        values = {GIVEN: iter(given), HELD: iter(held), NUMBER: iter(numbers)}
         return self.run([next(values[source]) for source in self.sources])  # type: ignore[return-value]
 
 

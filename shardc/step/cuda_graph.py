@@ -5,17 +5,20 @@ copied from there. Numbers of updates and addresses of parameters and state are 
 capture; the step is captured again where one has changed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from shardc.backend.recorder import GIVEN, HELD, NUMBER, NotRecorded, UpdateCall
+from shardc.backend.recorder import NotRecorded, UpdateCall
 from shardc.runtime import compat
 from shardc.runtime.checks.words import plural
 from shardc.runtime.watch.entering import BoxedGraph, naming_failures
+
+Compute = Callable[[list[Tensor], list[Tensor], list[object]], Iterable[Any]]
+"""Runs the graph of a step on its arguments, the tensors that somebody holds, and its numbers."""
 
 MOST_CAPTURES = 8
 """The most times that one graph is captured."""
@@ -28,8 +31,8 @@ class Replayed:
         captures: the number of captures so far.
     """
 
-    def __init__(self, run: BoxedGraph, sources: Sequence[str], groups: Sequence[str]) -> None:
-        self._run, self._sources = run, sources
+    def __init__(self, compute: Compute, groups: Sequence[str]) -> None:
+        self._compute = compute
         self._key: object = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._given: list[Tensor] = []
@@ -66,12 +69,11 @@ class Replayed:
         self.free()
         self.captures += 1
         self._given = [_like(value) for value in given]
-        values = {GIVEN: iter(self._given), HELD: iter(held), NUMBER: iter(numbers)}
         self._graph = torch.cuda.CUDAGraph()
         compat.free_before_shutdowns(self)
         try:
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._results = list(self._run([next(values[each]) for each in self._sources]))  # type: ignore[call-overload]
+                self._results = list(self._compute(self._given, held, numbers))
         except RuntimeError as error:
             self._graph = None  # it has nothing to reset
             self.free()
