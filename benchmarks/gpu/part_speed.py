@@ -64,11 +64,11 @@ def measure(names: tuple[str, ...], batch: int, tiny: bool) -> dict[str, Any]:
     tokens = torch.randint(shape.vocab, (shape.batch, shape.length), device="cuda")
     sides = {name: _side(name, mesh, shape) for name in ("plain", *names)}
     for side in (*sides.values(), *sides.values()):
-        _time(side, tokens, 2)
+        time_steps(side.step, tokens, 2)
     for number in range(ROUNDS):
         for side in list(sides.values())[:: -1 if number % 2 else 1]:
             line.log.clear()
-            side.seconds.append(_time(side, tokens, STEPS))
+            side.seconds.append(time_steps(side.step, tokens, STEPS))
             side.sent = line.busy / STEPS
             _measure_alone(side, tokens)
     traces = {name: _trace(f"{name}-{batch}", side, tokens) for name, side in sides.items()}
@@ -93,11 +93,12 @@ def _side(name: str, mesh: Any, shape: peers.Shape) -> _Side:
     return _Side(model, peers.ALL[name](model, mesh, policy=BF16, **options), [], [])
 
 
-def _time(side: _Side, tokens: Tensor, steps: int) -> float:
+def time_steps(step: Callable[[Tensor], object], tokens: Tensor, steps: int) -> float:
+    """The seconds of one step, of `steps`."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(steps):
-        side.step(tokens)
+        step(tokens)
     torch.cuda.synchronize()
     return (time.perf_counter() - start) / steps
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import whole_step
 import wire
-from part_speed import BANDWIDTH, BF16, LARGE, LATENCY, ROUNDS, STEPS, WORLD
+from part_speed import BANDWIDTH, BF16, LARGE, LATENCY, ROUNDS, STEPS, WORLD, time_steps
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from training import SMALL, TINY, WITHOUT_VALUES, prepare
@@ -81,10 +81,10 @@ def measure(names: tuple[str, ...], batch: int, tiny: bool) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     hosts: dict[str, list[float]] = {name: [] for name in sides}
     for step in sides.values():
-        _time(step, tokens, 4)
+        time_steps(step, tokens, 4)
     for number in range(ROUNDS):
         for name in list(sides)[:: -1 if number % 2 else 1]:
-            seconds[name].append(_time(sides[name], tokens, STEPS))
+            seconds[name].append(time_steps(sides[name], tokens, STEPS))
             start = time.perf_counter()
             sides[name](tokens)
             hosts[name].append(time.perf_counter() - start)
@@ -95,15 +95,6 @@ def measure(names: tuple[str, ...], batch: int, tiny: bool) -> dict[str, Any]:
         result[name] = statistics.median(ratios)
         result[f"{name} from, to"] = f"{min(ratios):.3f}, {max(ratios):.3f}"
     return result | {f"{n} host ms": 1e3 * statistics.median(each) for n, each in hosts.items()}
-
-
-def _time(step: Callable[[Tensor], Tensor], tokens: Tensor, steps: int) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(steps):
-        step(tokens)
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / steps
 
 
 SIDES = ("shardc", "shardc-whole", "shardc-captured")
