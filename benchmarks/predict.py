@@ -1,10 +1,10 @@
 """What `shardc.report` predicts beside what is measured: step time and peak memory.
 
-    python benchmarks/predict.py
+    python benchmarks/predict.py [--whole]
 
 Each configuration is one rank of an emulated wire (`wire.py`), in a process of its own, calibrated
-there. A step is forward, backward and a fused AdamW. Rounds are interleaved; the ratio is predicted
-over the median measured step.
+there. A step is forward, backward and a fused AdamW, as one graph if asked. Rounds are interleaved;
+the ratio is predicted over the median measured step.
 """
 
 import argparse
@@ -55,10 +55,11 @@ def main() -> None:
     """Run the rounds and print one table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", help="configurations whose name contains this")
+    parser.add_argument("--whole", action="store_true", help="run the step as one graph")
     add_round_options(parser)
     args = parser.parse_args()
     names = [name for name in CONFIGURATIONS if (args.only or "") in name]
-    sides = {name: [functools.partial(prepare, name, args.steps)] for name in names}
+    sides = {name: [functools.partial(prepare, name, args.steps, args.whole)] for name in names}
     rows = []
     for name, rounds in interleave(sides, args.rounds).items():
         figures = [figure for (figure,) in rounds]
@@ -78,7 +79,7 @@ def main() -> None:
     show(headers, rows, args.keep)
 
 
-def prepare(name: str, steps: int) -> Any:
+def prepare(name: str, steps: int, whole: bool) -> Any:
     """Build, compile and warm one configuration; what runs one round of it."""
     import shardc
 
@@ -94,10 +95,12 @@ def prepare(name: str, steps: int) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, lr=0.0)
     tokens = torch.randint(given.shape.vocab, (given.shape.batch, given.shape.length))
 
-    def step() -> None:
+    def separate() -> None:
         forward(tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    step = shardc.compile_step(separate) if whole else separate
 
     def run() -> dict[str, Any]:
         line.stalls.clear()
@@ -111,6 +114,8 @@ def prepare(name: str, steps: int) -> Any:
     for _ in range(2):
         run()
     report = shardc.report(model)
+    if whole:
+        report = report.whole_step()
     planned = {
         "planned": report.step_seconds,
         "planned_exposed": report.exposed_seconds,

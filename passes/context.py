@@ -193,7 +193,7 @@ class PassContext:
     """The facts that a pass reads beside the graph, known before the first pass runs.
 
     Attributes:
-        phase: "dynamo", "joint", "forward" or "backward".
+        phase: "dynamo", "joint", "forward", "backward" or "step".
         buckets: label and unit of a bucket, by the input of the Dynamo graph that is its segment.
         outside: inputs in `buckets` whose buckets the eager runtime gathers.
         options: the options of the schedule; None leaves the graph in its order.

@@ -205,6 +205,19 @@ def is_wait(node: Node) -> bool:
     return node.op == "call_function" and node.target in _WAITS
 
 
+def awaited_by(wait: Node) -> Node:
+    """The start of the transfer that a wait is for; the operand where another graph started it."""
+    return source_of(wait.all_input_nodes[0])
+
+
+def awaits_reduction(node: Node) -> bool:
+    """Whether the node waits for a reduction of gradients of buckets."""
+    if not is_wait(node):
+        return False
+    start = awaited_by(node)
+    return is_collective(start) and bool(moved_by(start)) and not brings_parameters(start)
+
+
 _WAITS = (c10d.wait_tensor.default, WAIT_SAVED, WAIT_STATE)
 
 
@@ -243,6 +256,30 @@ def writes(node: Node) -> bool | None:
     """Whether an op writes to its operands; None if the op has no schema."""
     schema = getattr(node.target, "_schema", None)
     return None if schema is None else bool(schema.is_mutable)
+
+
+def written_by(node: Node) -> set[Node]:
+    """The operands that an op writes to, by its schema."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return set()
+    found = set[Node]()
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            found |= {leaf for leaf in tree_leaves(given) if isinstance(leaf, Node)}
+    return found
+
+
+def memory_of(node: Node) -> Node:
+    """The node that has the memory of another one, in the graph of a step."""
+    while MEMORY not in node.meta:
+        written = writes(node) and sorted(written_by(node))
+        if not (written or is_view(node) or is_wait(node)) or not node.all_input_nodes:
+            return node
+        node = written[0] if written else node.all_input_nodes[0]
+    memory: Node = node.meta[MEMORY]
+    return memory
 
 
 def is_view(node: Node) -> bool:
@@ -286,6 +323,9 @@ SEGMENT = "shardc_segment"
 
 WRITES = "shardc_writes"
 """The key in the meta of a node for the values that the node writes into a buffer."""
+
+MEMORY = "shardc_memory"
+"""The key in the meta of a node of a step's graph for the first node over the same memory."""
 
 _ALIASES = (torch.ops.aten._unsafe_view.default,)
 

@@ -1,10 +1,11 @@
 """The pipeline: the passes of each stage, in order. `run_passes` runs them.
 
 The lists below have the passes of each stage; the first line of a pass's docstring says its effect.
-The files of `shardc/backend/` call two steps that are in no list. Before AOT autograd, `trace_once`
-makes calls of bodies, which lie beside the graph. Before `JOINT_PASSES`, `choose_kept` decides and
-edits nothing: it runs the stages that follow on copies, to try its choices. A stage is read off its
-graph: `TAKEN` and `SLOTS` of the inputs of a Dynamo graph, `differentiated` of a joint graph.
+The files of `shardc/backend/` call three steps that are in no list. Before AOT autograd,
+`trace_once` makes calls of bodies, which lie beside the graph. Before `JOINT_PASSES`, `choose_kept`
+decides and edits nothing: it runs the stages that follow on copies, to try its choices. Before
+Inductor, `cut_tail` makes two graphs of a backward. A stage is read off its graph: `TAKEN` and
+`SLOTS` of the inputs of a Dynamo graph, `differentiated` of a joint graph.
 """
 
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from shardc.passes.rewrite.wait_once import wait_once
 from shardc.passes.rewrite.write_gradients import write_gradients
 from shardc.passes.schedule.coalesce import coalesce
 from shardc.passes.schedule.schedule import schedule
+from shardc.passes.schedule.update_when_reduced import update_when_reduced
 
 DYNAMO_PASSES: list[Pass] = [take_gathered, insert_unshard]
 READ_PASSES: list[Pass] = [fetch_rows]
@@ -52,11 +54,16 @@ GRAPH_PASSES: list[Pass] = [
     verify,
 ]
 FOLD_PASSES: list[Pass] = [fold_repeats]
+STEP_PASSES: list[Pass] = [update_when_reduced]
+"""Passes over the graph of a whole step, which `compile_step` records."""
 
 
 def stages() -> tuple[Sequence[AnyPass], ...]:
     """The lists of passes, in the order in which a compile runs them."""
-    return DYNAMO_PASSES, READ_PASSES, JOINT_PASSES, HALVES_PASSES, GRAPH_PASSES, FOLD_PASSES
+    return (
+        DYNAMO_PASSES, READ_PASSES, JOINT_PASSES, HALVES_PASSES, GRAPH_PASSES, FOLD_PASSES,
+        STEP_PASSES,
+    )  # fmt: skip
 
 
 def check() -> None:

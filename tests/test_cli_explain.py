@@ -87,6 +87,11 @@ def test_explain_as_json_with_every_option(capsys):
     assert all("?" not in row["buckets"] and row["buckets"] for row in values["collectives"])
 
 
+def test_explain_a_whole_step(capsys):
+    code, out, _ = ended(capsys, "explain", "user_model:built", "--whole-step")
+    assert code == 0 and "step=one graph" in out.splitlines()[0]
+
+
 def test_explain_in_two_steps(capsys):
     code, out, _ = ended(
         capsys, "explain", "user_model:built", "--world-size", "16", "--hierarchical",

@@ -76,7 +76,7 @@ def folder():
         yield path
 
 
-def _in(folder):
+def in_folder(folder):
     """Compiled graphs are kept in `folder`."""
     compile_cache._folder.cache_clear()
     return mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder))
@@ -95,7 +95,7 @@ def _one_compiles(*found):
 
 @on_ranks(2)
 def test_one_rank_compiles_and_all_load_at_the_next_start(mesh, folder):
-    with _in(folder):
+    with in_folder(folder):
         before = _known(mesh)
         _, first, hit, miss = _start(6, mesh)
         compiled = [(p.phase, p.collectives, p.order, p.peak, rows_of(p)) for p in graph_plans]
@@ -118,7 +118,7 @@ def test_one_rank_compiles_and_all_load_at_the_next_start(mesh, folder):
 @on_ranks(4)
 def test_one_rank_compiles_for_groups_of_other_ranks(mesh, folder, shape, settings):
     own = mesh_of("cpu", shape)
-    with _in(folder):
+    with in_folder(folder):
         _, _, hit, miss = _start(5, own, **settings)
         assert _one_compiles(hit, miss)
         step, _, *found = _start(5, own, **settings)
@@ -134,7 +134,7 @@ def _known(mesh):
 
 @on_ranks(2)
 def test_graphs_of_later_steps_are_compiled_by_one_rank_too(mesh, folder):
-    with _in(folder):
+    with in_folder(folder):
         step, *_ = _start(6, mesh)
         counters.clear()
         x = torch.randn(3, 6)
@@ -178,7 +178,7 @@ def _compiled():
 @on_ranks(2)
 def test_blocks_without_collectives_are_compiled_by_one_rank_too(mesh, folder):
     model = fully_shard(nn.Sequential(*_blocks(mesh)), mesh=mesh)  # the runtime gathers for them
-    with _in(folder):
+    with in_folder(folder):
         model(torch.randn(3, 6)).sum().backward()
     assert _compiled() == 2
 
@@ -191,7 +191,7 @@ def test_ranks_that_compare_over_several_groups_compile_at_once(mesh, folder):
     fully_shard(second, mesh=DeviceMesh.from_group(dist.new_group([0, 1]), "cpu"))
     call = torch.compile(lambda x: second(first(x)).sum(), backend="shardc")
     made = mock.Mock(side_effect=hand_over.HandOver)  # none is made
-    with _in(folder), mock.patch.object(compile_cache, "HandOver", made):
+    with in_folder(folder), mock.patch.object(compile_cache, "HandOver", made):
         call(torch.randn(3, 6)).backward()
     assert not made.called
 
@@ -204,7 +204,7 @@ def test_another_graph_of_equal_buckets(mesh, folder, differentiated):
     Where the graph has something new to compare, those who wait compile, too.
     """
     first, second = _blocks(mesh)
-    with _in(folder):
+    with in_folder(folder):
         first(torch.randn(3, 6)).sum().backward()
         assert _compiled() == 1
         x = torch.randn(3, 6, requires_grad=differentiated)  # its gradient needs another gather
@@ -237,7 +237,7 @@ def test_what_is_loaded_trains_as_unsharded(mesh, folder):
             return x + self.scale * torch.tanh(self.linear(x))
 
     hits = []
-    with _in(folder):
+    with in_folder(folder):
         for scale in (2.0, 2.0, 3.0):
             torch._dynamo.reset()
             forget_agreements()
@@ -268,7 +268,7 @@ def test_rows_of_tables_are_looked_up_by_what_is_loaded(mesh, folder):
         found = counters["aot_autograd"]["autograd_cache_hit"]
         return found, [p.collectives for p in graph_plans], [out.detach(), *grads]
 
-    with _in(folder):
+    with in_folder(folder):
         _, compiled, first = start()
         found, loaded, second = start()
     assert found == 1, found
@@ -287,7 +287,7 @@ def _batch(seed):
 @on_ranks(2)
 def test_ranks_with_shapes_of_their_own_compile_and_load_their_own(mesh, folder):
     rank = mesh.get_local_rank()
-    with _in(folder):
+    with in_folder(folder):
         _, first, *found = _start(6, mesh, batch=3 + rank)
         assert found == [0, 1]
         _, second, *found = _start(6, mesh, batch=3 + rank)
@@ -300,7 +300,7 @@ def test_ranks_with_shapes_of_their_own_compile_and_load_their_own(mesh, folder)
 
 @on_ranks(2)
 def test_what_the_passes_look_at_is_part_of_the_key(mesh, folder):
-    with _in(folder):
+    with in_folder(folder):
         for options in ({}, {"prefetch": 0}):
             assert _one_compiles(*_start(6, mesh, **options)[2:]), options
         with mock.patch.object(compile_cache, "_version", lambda: "other code"):
@@ -324,7 +324,7 @@ def test_kernels_travel_with_their_graph(mesh, folder):
 
     own = Path(folder, str(mesh.get_local_rank()))
     in_chunks = mock.patch.object(hand_over, "_CHUNK", 1000)
-    with _in(own), in_chunks, mock.patch.object(CppBuilder, "build", noting):
+    with in_folder(own), in_chunks, mock.patch.object(CppBuilder, "build", noting):
         first, (hit, miss), compiled = start()
         assert _one_compiles(hit, miss) and bool(compiled) == bool(miss), (hit, compiled)
         assert len(list(own.glob("aotautograd/*/*"))) == 1
@@ -345,7 +345,7 @@ def test_a_library_that_loads_is_tried_once(tmp_path):
 @on_ranks(2)
 def test_a_damaged_entry_is_compiled_anew(mesh, folder):
     """And where one rank cannot load, by all."""
-    with _in(folder):
+    with in_folder(folder):
         _start(6, mesh)
         dist.barrier()
         if mesh.get_local_rank() == 0:
@@ -365,7 +365,7 @@ def test_a_compile_that_fails_is_left_to_each_rank(mesh, folder):
         raise compat.inductor_error()(RuntimeError("no code for this op"), None)
 
     def start():
-        with _in(folder), mock.patch.object(compat, "compile_fx_inner", fail):
+        with in_folder(folder), mock.patch.object(compat, "compile_fx_inner", fail):
             _, values, *_ = _start(6, mesh)
             assert not list(Path(folder).glob("aotautograd/*/*"))
         assert all(value.isfinite().all() for value in values)
@@ -524,7 +524,7 @@ def test_a_job_of_copies_is_precompiled(mesh, folder):
         assert _precompiled(folder, "--copies=2", "--accumulation") == (4, 0)
     dist.barrier()
     counters.clear()
-    with _in(f"{folder}/cache"):
+    with in_folder(f"{folder}/cache"):
         found = runpy.run_path(f"{folder}/job.py")["train"](mesh_of("cpu", (2, 2)))
     assert found == "4 0", found
 
@@ -542,7 +542,7 @@ def test_what_cannot_be_precompiled():
 
 @on_ranks(2)
 def test_a_loaded_graph_with_dynamic_sizes_takes_gradients_of_its_outputs(mesh, folder):
-    with _in(folder):
+    with in_folder(folder):
         for _ in range(2):
             torch._dynamo.reset()
             counters.clear()

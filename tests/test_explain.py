@@ -78,6 +78,24 @@ def test_times_add_up(stack_report):
         assert one.exposed == pytest.approx(max(0.0, one.end - one.waited))
 
 
+def test_a_whole_step_hides_the_last_reductions_behind_updates(stack_report):
+    whole = stack_report.whole_step()
+    assert whole.compute_seconds == pytest.approx(stack_report.compute_seconds)
+    assert whole.sent_bytes == stack_report.sent_bytes and whole.settings["step"] == "one graph"
+    test_times_add_up(whole)
+
+    (update,) = (op for op in stack_report.ops if op.phase == "optimizer")
+    *early, root = (op for op in whole.ops if op.phase == "optimizer")  # the root comes last
+    assert early and sum(op.seconds for op in early) + root.seconds == pytest.approx(update.seconds)
+    assert root.start >= whole.collectives[-1].end > early[0].start
+    hidden = stack_report.exposed_seconds - whole.exposed_seconds
+    assert hidden == pytest.approx(sum(op.seconds for op in early), rel=0.01)
+
+    assert whole.peak.total <= stack_report.peak.total and whole.memory[-1].held[2] == 0
+    inference = shardc.explain(Stack(2), *INPUTS, train=False)
+    assert inference.whole_step() is inference
+
+
 def test_offload_moves_memory_to_the_host_and_takes_time(stack_report):
     kwargs = {"offload_policy": shardc.CPUOffloadPolicy()}
     offloaded = shardc.explain(Stack(6), *INPUTS, world_size=16, **kwargs)

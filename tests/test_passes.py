@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from shardc.backend.executor import eager_executor
 from shardc.passes.context import PassContext
 from shardc.passes.nodes import set_moved
+from shardc.passes.rewrite.cut_tail import MOST_COMPUTED, cut_tail
 from shardc.passes.rewrite.insert_unshard import insert_unshard, slots_read
 from shardc.passes.rewrite.reshard import tag_reshard
 from shardc.passes.rewrite.verify import collective_sequence, verify
@@ -195,3 +196,38 @@ def test_a_copy_of_a_graph_with_nested_inputs_warns_of_nothing():
     assert torch.equal(copied((x, y)), x + y)
     copied.graph.set_codegen(torch.fx.graph.CodeGen())  # which leaves the first one as it was
     assert torch.equal(torch.fx.GraphModule(gm, gm.graph)((x, y)), x + y)
+
+
+def _backward(moved, last=None, more=0):
+    """A backward that ends with the wait for the reduction of a sum, and maybe an op behind it."""
+    graph = Graph()
+    first, second = graph.placeholder("first"), graph.placeholder("second")
+    sent = graph.call_function(aten.add.Tensor, (first, second))
+    start = graph.call_function(c10d.reduce_scatter_tensor.default, (sent, "sum", 2, "0"))
+    set_moved(start, moved)
+    wait = graph.call_function(c10d.wait_tensor.default, (start,))
+    halved = graph.call_function(aten.mul.Tensor, (wait, 0.5))
+    for _ in range(more):
+        halved = graph.call_function(aten.neg.default, (halved,))
+    others = [] if last is None else [graph.call_function(last, (first,))]
+    graph.output((halved, None, second, *others))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def test_a_tail_has_the_last_waits_and_the_head_keeps_what_is_sent():
+    moved = (Moved("layer", spec_of(_signature())),)
+    head, tail = cut_tail(_backward(moved))
+    (results,) = head.graph.output_node().args
+    names = [node.name for node in results]
+    assert names == ["reduce_scatter_tensor_default", "second", "add_tensor"]
+    reduced, passed, sent = torch.ones(1), torch.zeros(2), torch.ones(2)
+    halved, *others = eager_executor(tail.module)([reduced, passed, sent])
+    assert halved == 0.5 and others == [None, passed]
+
+    assert cut_tail(_backward(moved, more=MOST_COMPUTED - 1))[1] is not None
+    computes, of_no_bucket = _backward(moved, aten.neg.default), _backward(())
+    for gm in (computes, of_no_bucket, _backward(moved, more=MOST_COMPUTED)):
+        same, nothing = cut_tail(gm)
+        assert same is gm and nothing is None
+    head, tail = cut_tail(_backward(moved, aten.t.default))
+    assert tail is not None and "t_default" in [node.name for node in head.graph.nodes]

@@ -28,7 +28,7 @@ def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
         return gm
     problem = read_problem(gm, ctx, events)
     timeline = plan_timeline(problem)
-    order = [*events.positions, len(events.steps)]
+    order = [*events.positions, len(events.steps) + 1]  # the last sends come before
     keys = {step: (index, _STEP, index) for index, step in enumerate(events.steps)}
     planned = zip(events.transfers, timeline.starts, timeline.waits, strict=True)
     for number, (moving, start, wait) in enumerate(planned):

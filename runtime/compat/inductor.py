@@ -494,6 +494,9 @@ def _stored_at_once(gm: GraphModule) -> list[int]:
 
 _AT_ONCE = "inductor_realize_to_strides"
 
+KEPT_OUTPUTS = "user_visible_output_idxs"
+"""The key in the meta of an output node for the outputs that keep their strides, by number."""
+
 
 def takes_nested_graphs(kwargs: Mapping[str, object]) -> bool:
     """Whether `compile_fx_inner` with `kwargs` may see calls of nested graphs.

@@ -26,7 +26,8 @@ from torch.fx import GraphModule
 import shardc.passes
 import shardc.runtime
 from shardc.backend.agreements import Agreed
-from shardc.backend.graph_plan import CompilePlan, GraphPlan
+from shardc.backend.executor import eager_executor
+from shardc.backend.graph_plan import Call, CompilePlan, GraphPlan
 from shardc.backend.options import Options
 from shardc.backend.recorder import recorded
 from shardc.backend.stages import RANKS
@@ -38,6 +39,7 @@ from shardc.runtime import compat
 from shardc.runtime.watch.agreement import Statement
 from shardc.runtime.watch.entering import BoxedGraph, naming_failures
 from shardc.runtime.watch.hand_over import HandOver
+from shardc.runtime.watch.progress import progress
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,14 @@ class Decided:
 
     Attributes:
         agreed: the comparisons of the ranks.
-        joint, kept, graphs: see `CompilePlan`.
-        calls: by phase, the groups of the graph's collectives, and the groups over which a CUDA
-            graph replays them.
+        joint, kept, graphs, calls: see `CompilePlan`.
     """
 
     agreed: tuple[Agreed, ...]
     joint: Differentiated | None
     kept: Kept
     graphs: tuple[GraphPlan, ...]
-    calls: dict[str, tuple[list[str], list[str]]]
+    calls: dict[str, Call]
 
 
 _NOT_KEPT = "-"
@@ -180,9 +180,8 @@ class CompileCache:
         if not self.plan.agreements.again(decided.agreed):
             return None  # other ranks have other shapes now, so the schedule differs
         self.plan.load(decided.joint, decided.kept, decided.graphs)
-        calls = [decided.calls.get(phase, ([], [])) for phase in ("forward", "backward")]
-        wraps = (functools.partial(naming_ranks, groups=g, replayed=r) for g, r in calls)
-        compat.wrap_entry(entry, *wraps)
+        calls = (decided.calls.get(phase, Call()) for phase in ("forward", "backward"))
+        compat.wrap_entry(entry, *(functools.partial(around, call) for call in calls))
         self.plan.stages.load()
         return found
 
@@ -217,15 +216,32 @@ def _can_keep(plan: CompilePlan) -> bool:
     return compat.can_cache() and pipeline.is_own() and not is_wanted() and not named
 
 
-def naming_ranks(compiled: Any, groups: list[str], replayed: list[str]) -> Any:
-    """Wrap Inductor's code of a graph: a collective that fails is named with the missing ranks, and
-    a step that is recorded has the call."""
+def around(call: Call, compiled: Any) -> Any:
+    """Wrap Inductor's code of a graph: the tail runs behind it, a collective that fails is named
+    with the missing ranks, and a step that is recorded has the call and the tail."""
 
-    def wrap(call: BoxedGraph) -> BoxedGraph:
-        named = naming_failures(call, groups, replayed) if groups else call
-        return recorded(None, named, groups)
+    def wrap(code: BoxedGraph) -> BoxedGraph:
+        head = recorded(None, _naming(code, call), call.groups)
+        return head if call.tail is None else _followed_by(head, call.tail.module, call)
 
     return compat.wrap_compiled(compiled, wrap)
+
+
+def _followed_by(head: BoxedGraph, module: GraphModule, call: Call) -> BoxedGraph:
+    tail = recorded(module, _naming(eager_executor(module), call))
+
+    def run(inputs: list[object]) -> object:
+        names = progress.next_names
+        results: Any = head(inputs)
+        results = list(results)  # the tail empties it
+        progress.next_names = names
+        return tail(results)
+
+    return run
+
+
+def _naming(code: BoxedGraph, call: Call) -> BoxedGraph:
+    return naming_failures(code, call.groups, call.replayed) if call.groups else code
 
 
 @functools.cache

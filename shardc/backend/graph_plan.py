@@ -5,7 +5,7 @@ import itertools
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from shardc.passes.estimate.hardware import (
 from shardc.passes.estimate.memory import Liveness, Storages
 from shardc.passes.nodes import groups_in, is_collective, is_host_copy, is_wait, kind_of
 from shardc.passes.repeat.trace_once import Calls
+from shardc.passes.rewrite.cut_tail import Tail
 from shardc.passes.rewrite.used_slots import Differentiated
 from shardc.passes.rewrite.verify import collective_sequence
 from shardc.runtime import compat
@@ -59,8 +60,7 @@ class CompilePlan:
         references, slots: the bucket of each input that is a segment, and its slots that are read.
         bodies: the calls of blocks that are traced once, until the Dynamo graph is compiled.
         kept, joint: the decisions and facts of the joint graph, once it is finished.
-        calls: by phase, the groups of the collectives, and the groups over which a CUDA graph
-            replays them.
+        calls: by phase, facts of the code that Inductor made.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class CompilePlan:
         self.kept = Kept()
         self.joint: Differentiated | None = None
         self.graphs: list[GraphPlan] = []
-        self.calls: dict[str, tuple[list[str], list[str]]] = {}
+        self.calls: dict[str, Call] = {}
         self._saved = frozenset[str]()  # names of gathered buckets that the forward saves
         self._storages: Storages | None = None  # of the values that the forward saves
         self.references = {position: weakref.ref(bucket) for position, bucket in buckets.items()}
@@ -298,6 +298,21 @@ def _device_type(bucket: Bucket) -> str:
 
 def _numbers_of(wanted: Iterable[Unit], numbers: Mapping[Unit, int]) -> tuple[int, ...]:
     return tuple(numbers[unit] for unit in wanted if unit in numbers)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Facts of a graph compiled by Inductor, for the code around its call.
+
+    Attributes:
+        groups: the groups of its collectives.
+        replayed: the groups over which a CUDA graph replays them.
+        tail: the end of the graph, which Inductor did not compile.
+    """
+
+    groups: Sequence[str] = ()
+    replayed: Sequence[str] = ()
+    tail: Tail | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,9 +19,9 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from shardc.backend.compile_cache import CompileCache, naming_ranks
+from shardc.backend.compile_cache import CompileCache, around
 from shardc.backend.executor import eager_executor
-from shardc.backend.graph_plan import CompilePlan, joint_listeners
+from shardc.backend.graph_plan import Call, CompilePlan, joint_listeners
 from shardc.backend.recorder import recorded
 from shardc.backend.repro import write_repro
 from shardc.backend.stages import INDUCTOR, PASSES
@@ -31,6 +31,7 @@ from shardc.passes.context import PassContext
 from shardc.passes.contract import name_of
 from shardc.passes.dump import dump_code
 from shardc.passes.nodes import groups_in, groups_named_in
+from shardc.passes.rewrite.cut_tail import cut_tail
 from shardc.passes.rewrite.used_slots import differentiated
 from shardc.passes.rewrite.verify import check_collectives, collective_sequence
 from shardc.passes.runner import copy_graph, run_on_halves, run_passes
@@ -107,20 +108,23 @@ def _with_inductor(
         graph, ctx = _finish_graph(plan, graph, phase)
         if run is not None:
             return run(graph)
-        replayed = groups_named_in(graph) if kwargs.get("cudagraphs") else []
-        plan.calls[ctx.phase] = groups_in(graph), replayed
+        replays, head, tail = kwargs.get("cudagraphs"), graph, None
+        if phase == "backward" and not replays:
+            head, tail = cut_tail(graph)
+        replayed = groups_named_in(graph) if replays else []
+        call = plan.calls[ctx.phase] = Call(groups_in(graph), replayed, tail)
         try:
             with plan.stages.stage(INDUCTOR):
-                compiled = _compile(graph, inputs, ctx, plan, kwargs)
+                compiled = _compile(head, inputs, ctx, plan, kwargs)
         except compat.inductor_error() as error:
-            where = write_repro(graph, ctx.stem, kwargs, error)
+            where = write_repro(head, ctx.stem, kwargs, error)
             if not plan.options.fallback:
                 error.args = (f"{error}\n\n{where}", *error.args[1:])
                 raise
             _warn_fallback(ctx.phase, error, where)
             return run_eagerly(graph)
         dump_code(compiled, ctx.stem)
-        return naming_ranks(compiled, *plan.calls[ctx.phase])
+        return around(call, compiled)
 
     return compat.compile_fx(gm, inputs, inner_compile, patches, cache)
 

@@ -29,7 +29,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shardc.backend.executor import BoxedCall
-from shardc.passes.nodes import is_collective, is_wait
+from shardc.passes.nodes import MEMORY, is_collective, is_wait
 from shardc.runtime import compat
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.watch.entering import BoxedGraph, InGroup
@@ -182,6 +182,7 @@ class Recorder(compat.OpMode):
         self._bases.setdefault(storage._cdata, base)
         self._nodes.setdefault(_place(value), node)
         node.meta.setdefault("val", without_memory(value))
+        node.meta.setdefault(MEMORY, self._bases[storage._cdata][1])
 
     def knows(self, value: Tensor) -> bool:
         """Whether the step was given a tensor, or made it."""
@@ -505,6 +506,9 @@ def _check(func: compat.Op, args: compat.Args) -> None:
 def part_of(value: Tensor, shape: list[int], stride: list[int], offset: int) -> Tensor:
     """A view of the memory of `value`, from `offset` elements behind its first on."""
     return value.as_strided(shape, stride, value.storage_offset() + offset)
+
+
+part_of.is_view = True  # type: ignore[attr-defined]
 
 
 def without_memory(value: Tensor) -> Tensor:

@@ -52,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_target(parser)
     add_step(parser)
+    add("--whole-step", action="store_true", help="plan the step as one graph (compile_step): the "
+        "last reductions run while the optimizer updates other parameters")  # fmt: skip
     add("--save", type=Path, action="append", default=[], metavar="FILE", help="also write the "
         "report to a file: .json (for shardc compare), .html (a page with the timeline) or "
         ".trace.json (for https://ui.perfetto.dev); may be given several times")  # fmt: skip
@@ -69,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
     title = f"explain for {plural(args.copies * args.world_size, 'rank')}"
     with showing_progress(explaining(args, title, 1 + args.symbolic)) as progress:
         report = explain_target(args, args.target, args.world_size, progress, args.symbolic)
+        if args.whole_step:
+            report = report.whole_step()
     for path in args.save:
         try:
             report.save(path)

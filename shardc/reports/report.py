@@ -8,6 +8,7 @@ from shardc.reports.pictures.endings import ENDINGS, check_ending
 from shardc.reports.pictures.html import save_html
 from shardc.reports.pictures.perfetto import save_trace
 from shardc.reports.record import Record
+from shardc.reports.replay import whole_step
 from shardc.reports.text import report_text
 from shardc.runtime.checks.arguments import check_value
 
@@ -37,6 +38,14 @@ class Report(Record):
                 terminal. A table that is too wide leaves out columns and says so.
         """
         return report_text(self, every_row, width)
+
+    def whole_step(self) -> "Report":
+        """The report of the same step as one graph, by `shardc.compile_step`, without clipping.
+
+        The last reductions run while the optimizer updates the parameters whose gradients are
+        there.
+        """
+        return whole_step(self)
 
     def compare(self, *others: Record) -> str:
         """This report and others side by side, as a table.

@@ -24,10 +24,12 @@ from shardc.backend.recorder import (
     NUMBER,
     NotRecorded,
     Recorder,
-    part_of,
     recorders,
 )
+from shardc.passes import pipeline
+from shardc.passes.context import PassContext
 from shardc.passes.nodes import groups_in, groups_named_in, is_view
+from shardc.passes.runner import run_passes
 from shardc.runtime import compat
 from shardc.runtime.checks.telling import warn_once
 from shardc.runtime.checks.words import plural
@@ -331,11 +333,10 @@ def _finish(step: Callable[..., object], recorder: Recorder, result: object) -> 
     made = [recorder.node_of(leaf) for leaf, made in zip(leaves, is_made, strict=True) if made]
     recorder.graph.output(tuple(made))
     for node in reversed(recorder.graph.nodes):
-        if not node.users and (node.target in (operator.getitem, part_of) or is_view(node)):
+        if not node.users and is_view(node):
             recorder.graph.erase_node(node)
     module = GraphModule(torch.nn.Module(), recorder.graph)
-    module.graph.lint()
-    module.recompile()
+    module = run_passes(module, PassContext("step"), pipeline.STEP_PASSES)
     sources = [recorder.sources[node] for node in module.graph.find_nodes(op="placeholder")]
     return _Graph(
         module,
