@@ -4,10 +4,10 @@ In `replay`, ops keep their order and their times, and each collective starts an
 between the same ops. No new schedule is made for the other times.
 
 In `whole_step`, the last reductions travel while the optimizer updates the parameters whose
-gradients are there (`passes/schedule/update_when_reduced.py`). Messages that are quantised are
-waited for in compiled code, before (`passes/rewrite/cut_tail.py`). A bucket is updated once its last
-reduction has arrived, and its gradient is freed. Gradients are not clipped: a norm of all of them
-needs every reduction first.
+gradients are there (`passes/schedule/update_when_reduced.py`). A bucket is updated once its last
+reduction has arrived, and its gradient is freed. Quantised messages are waited for before
+(`passes/rewrite/cut_tail.py`). Gradients are not clipped: a norm of all of them needs every
+reduction first.
 """
 
 import bisect
