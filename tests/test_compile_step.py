@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from models import Stack, compiled, seeded, tokens
 from ranks import on_ranks, run_on_ranks
+from test_labels import asked_autograd
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.utils.checkpoint import checkpoint
@@ -156,13 +157,16 @@ def _muon_and_adamw(params):
 
 
 class _ByItsNorm(torch.optim.SGD):
-    """SGD that divides a gradient by its norm, which it reads on the host."""
+    """SGD that divides a gradient by its norm, which it reads on the host, and differentiates."""
 
     def step(self, closure=None):
+        with torch.enable_grad():
+            half = torch.full((), 0.5, requires_grad=True)
+            (half,) = torch.autograd.grad(half.square() / 2, half)
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    param.grad.mul_(0.5)
+                    param.grad.mul_(half)
                     param.grad.mul_(1 / (1 + param.grad._local.norm().item()))
         return super().step(closure)
 
@@ -252,6 +256,11 @@ def test_the_example_prints_the_same_losses(tmp_path):
 @on_ranks(3)
 def test_uncompiled_models_too(mesh):
     _check(mesh, None, adamw, clip=0.1)
+    asked = []
+    for whole in (False, True):
+        run = _Run(mesh, None, OPTIMIZERS["AdamW, fused"], whole=whole).train(range(3))
+        asked.append(asked_autograd(lambda run=run: run.train([3])))
+    assert asked[0] > 0 == asked[1], "a whole step differentiates nothing"
 
 
 @on_ranks(2)

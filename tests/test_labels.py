@@ -38,7 +38,7 @@ def _expected(*blocks):
     return Counter({f"{verb} Stack": 1 for verb in verbs} | counts)
 
 
-def _asked_autograd(call):
+def asked_autograd(call):
     """How often torch's Python that differentiates an op is asked in a call."""
     asked = []
 
@@ -66,8 +66,8 @@ def test_every_collective_and_wait_has_the_name_of_its_unit(mesh, executor):
     assert progress.inside is None and not progress.shown
     if executor:  # torch asks its formulas for collectives in Python, where nothing tells it not to
         group = mesh.get_group()
-        assert _asked_autograd(lambda: funcol.all_gather_tensor(tokens(1), 0, group).sum()) > 0
-        assert _asked_autograd(lambda: call(tokens(1), tokens(2))) == 0
+        assert asked_autograd(lambda: funcol.all_gather_tensor(tokens(1), 0, group).sum()) > 0
+        assert asked_autograd(lambda: call(tokens(1), tokens(2))) == 0
 
 
 @on_ranks(2)

@@ -8,7 +8,6 @@ import torch
 from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
-from shardc.backend.executor import eager_executor
 from shardc.passes.context import PassContext
 from shardc.passes.nodes import set_moved
 from shardc.passes.rewrite.cut_tail import MOST_COMPUTED, cut_tail
@@ -150,36 +149,6 @@ def test_verify():
     assert collective_sequence(_gathered()) == [
         "block: all_gather_into_tensor of 32 float32 over 2 ranks (4x4 4)"
     ]
-
-
-def test_eager_executor_frees_what_it_no_longer_needs():
-    freed = []
-
-    class Watched(torch.Tensor):
-        def __del__(self):
-            freed.append(self.label)
-
-    def step(label):
-        def run(x):
-            out = (x.as_subclass(torch.Tensor) + 1).as_subclass(Watched)
-            out.label = label
-            seen[label] = list(freed)
-            return out
-
-        return run
-
-    seen, graph = {}, Graph()
-    value = graph.placeholder("x")
-    for label in "abc":
-        value = graph.call_function(step(label), (value,))
-    graph.call_function(step("unused"), (value,))
-    graph.output((value,))
-    run = eager_executor(GraphModule(torch.nn.Module(), graph))
-    inputs = [torch.zeros(2)]
-    (result,) = run(inputs)
-    assert inputs == [] and torch.equal(result.as_subclass(torch.Tensor), torch.full((2,), 3.0))
-    assert seen == {"a": [], "b": [], "c": ["a"], "unused": ["a", "b"]}
-    assert freed == ["a", "b", "unused"]
 
 
 def test_a_copy_of_a_graph_with_nested_inputs_warns_of_nothing():

@@ -25,6 +25,11 @@ def below_autograd() -> AbstractContextManager[None]:
     return torch._C._AutoDispatchBelowAutograd()
 
 
+def entering_autograd() -> AbstractContextManager[None]:
+    """Inside, ops enter autograd, also within `below_autograd`."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+
+
 def grad_hooks(param: Tensor) -> Iterable[Callable[[Tensor], Tensor | None]]:
     """The hooks that `param.register_hook` collected."""
     return list((param._backward_hooks or {}).values())

@@ -36,6 +36,11 @@ NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of a tensor subclass that only wants `__torch_dispatch__`."""
 
 
+def without_python(value: object) -> object:
+    """An op as a function in C++, whose call spares 0.4 us of Python; another value as it is."""
+    return value._op if type(value) is OpOverload else value
+
+
 class OnesForValues(TorchDispatchMode):
     """Inside, `.item()` of a tensor on meta is 1 instead of an error."""
 

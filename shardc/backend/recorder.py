@@ -111,7 +111,8 @@ class UpdateCall:
         update = self.update
         shards = (_over(like, grad) for (_, like), grad in zip(update.grads, grads, strict=True))
         params = [param for param, _ in update.grads]
-        with stepping(update.optimizer, dict(zip(params, shards, strict=True)), scaling):
+        grads_of = dict(zip(params, shards, strict=True))
+        with compat.entering_autograd(), stepping(update.optimizer, grads_of, scaling):
             update.optimizer.step()
 
 

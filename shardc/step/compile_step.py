@@ -141,7 +141,7 @@ class _Graph:
     def __call__(self, given: list[Tensor]) -> Any:
         """Run the graph, and give the step's result."""
         numbers = [number for each in self.numbers for number in each()]
-        with torch.no_grad():
+        with torch.no_grad(), compat.below_autograd():
             results = iter(self._results(given, numbers))
         for bucket in self.buckets:
             torch.autograd.graph.increment_version(bucket.segment)
