@@ -8,6 +8,7 @@ import torch
 from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
+from shardc.backend.executor import eager_executor
 from shardc.passes.context import PassContext
 from shardc.passes.nodes import set_moved
 from shardc.passes.rewrite.cut_tail import MOST_COMPUTED, cut_tail
