@@ -371,7 +371,7 @@ def test_gradients_are_freed_as_they_come(mesh):
             step()
             step()  # the order of gathers is known
             held.most = 0
-            with tempfile.TemporaryDirectory() as folder:  # gloo's threads may hold more for a while
+            with tempfile.TemporaryDirectory() as folder:  # gloo's threads may hold more at times
                 peak = min(measured_peak(step, Path(folder)) for _ in range(6))
             found[shard.__name__, way, in_backward] = held.most, peak
     size = sum(param.to_local().nbytes for param in model.parameters())
