@@ -288,6 +288,36 @@ def test_grad_stays_what_it_was_and_zero_grad_discards(mesh):
             _loss(call, 2, mesh).backward()
 
 
+@pytest.mark.parametrize("setter", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+@pytest.mark.parametrize("executor", ["eager", None])
+@on_ranks(4)
+def test_zero_grad_of_one_optimizer_leaves_what_others_wait_for(mesh, executor, setter):
+    shape = (2, 2) if setter == "set_requires_all_reduce" else (4,)
+    plain = seeded(Stack)
+    model = sharded(seeded(Stack), mesh_of("cpu", shape, ("copies", "shards")[: len(shape)]))
+    call = compiled(model) if executor else model
+    some = ("layers.0.up.weight", "layers.0.norm.bias", "head.weight")
+    optimizer = torch.optim.SGD([model.get_parameter(name) for name in some], lr=0.1)
+    others = [param for name, param in model.named_parameters() if name not in some]
+    x, y = tokens(mesh.get_local_rank()), tokens(10 + mesh.get_local_rank())
+    for _ in range(2):
+        getattr(model, setter)(False)
+        call(x, x).backward()
+        optimizer.zero_grad()
+        optimizer.step()  # nothing waits for its parameters
+        with pytest.raises(RuntimeError, match="accumulated but not reduced"):
+            torch.optim.SGD(others, lr=0.1).step()
+        getattr(model, setter)(True)
+        call(y, y).backward()
+        plain(x, x).backward()
+        for name in some:
+            plain.get_parameter(name).grad = None
+        plain(y, y).backward()
+        check_gradients(plain, model, mesh)
+        plain.zero_grad()
+        model.zero_grad()
+
+
 @on_ranks(2)
 def test_contexts_nest_and_restore(mesh):
     model = sharded(seeded(Stack), mesh)

@@ -48,6 +48,17 @@ _PLUMBING = (
     "torch.nn.functional", "torch.utils._",
 )  # fmt: skip
 
+_SEARCHES = {
+    "torch.distributed.pipelining._backward": "this schedule splits backwards in two, and "
+        "PipelineStage finds no sharded parameters in its graph: make stages with "
+        "shardc.integrations.pipelining.ShardedStage",
+    "torch.distributed.optim.apply_optimizer_in_backward": "_apply_optimizer_in_backward hooks "
+        "into the node of autograd that adds up a parameter's gradient. A sharded parameter has "
+        "no such node, and its optimizer would never step: step it in a hook of "
+        "param.register_post_accumulate_grad_hook",
+}  # fmt: skip
+"""Modules of torch that look for the node of a parameter, and the words of the error."""
+
 
 class _Call(NamedTuple):
     """A frame of the stack, without a reference to its variables."""
@@ -74,17 +85,14 @@ def caller_and_way_out() -> tuple[str, str]:
     return f" (called in {first.module}.{first.function}, from {own.place})", way_out
 
 
-def refuse_split_backward() -> None:
-    """Raise for a pipeline that asks a parameter where its gradient comes from.
+def refuse_search_for_node() -> None:
+    """Raise for a caller that looks for a parameter's node in the graph of autograd.
 
-    The schedule of such a pipeline splits backwards in two, and looks for parameters in the graph
-    of a stage. Sharded parameters are not in that graph: the schedule would lose their gradients.
+    The nodes of buckets are there, and none of sharded parameters.
     """
-    if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.pipelining._backward":
-        raise RuntimeError(
-            "this schedule splits backwards in two, and PipelineStage finds no sharded parameters "
-            "in its graph: make stages with shardc.integrations.pipelining.ShardedStage"
-        )
+    reason = _SEARCHES.get(str(sys._getframe(2).f_globals.get("__name__")))
+    if reason is not None:
+        raise RuntimeError(reason)
 
 
 def is_called_by(library: str) -> bool:

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterator
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from shardc.runtime import compat
 from shardc.runtime.checks.meta import units_in
@@ -18,8 +17,11 @@ from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.unit.unit import Unit
 
 _units: "weakref.WeakSet[Unit]" = weakref.WeakSet()
-_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Plain parameters that are in no sharded model, or were left alone there, as a search found."""
+_known: "weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]]" = weakref.WeakKeyDictionary()
+"""By optimizer, the ids of plain parameters that are in no sharded model, or were left alone there.
+
+No weak references to parameters: torch could not swap them, as `to()` does with DTensors.
+"""
 
 
 def watch_for_late_params(unit: Unit) -> None:
@@ -31,8 +33,8 @@ def watch_for_late_params(unit: Unit) -> None:
 
 def _refuse_late(optimizer: torch.optim.Optimizer, *_: object) -> None:
     params = compat.params_of(optimizer)
-    plain = [p for p in params if p.requires_grad and not isinstance(p, ShardTensor)]
-    unknown = {id(p) for p in plain if p not in _known}
+    plain = {id(p) for p in params if p.requires_grad and not isinstance(p, ShardTensor)}
+    unknown = plain - _known.get(optimizer, set())
     if not unknown:
         return
     for unit in sorted((unit for unit in _units if unit.is_root), key=lambda unit: unit.number):
@@ -44,8 +46,7 @@ def _refuse_late(optimizer: torch.optim.Optimizer, *_: object) -> None:
                 "or call fully_shard on the module that has it, and make the optimizer anew. What "
                 "each rank shall train by itself is named in ignored_params"
             )
-    for param in plain:
-        _known[param] = True
+    _known[optimizer] = plain
 
 
 def _late(unit: Unit, plain: set[int]) -> Iterator[str]:

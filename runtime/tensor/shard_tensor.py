@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from shardc.runtime import compat
-from shardc.runtime.checks.refusal import caller_and_way_out, is_called_by, refuse_split_backward
+from shardc.runtime.checks.refusal import caller_and_way_out, is_called_by, refuse_search_for_node
 from shardc.runtime.tensor import conversions, pickled, shard_fill, shard_gathers, shard_ops
 from shardc.runtime.tensor.shard_spec import ShardSpec
 from shardc.runtime.tensor.sharded import Sharded
@@ -139,9 +139,9 @@ class ShardTensor(Sharded):
         return self
 
     def view_as(self, other: Tensor) -> Tensor:
-        """View as torch does; refuse a pipeline's split backward, which looks for the parameter."""
+        """View as torch does; refuse code of torch that looks for the parameter's node."""
         if not torch.compiler.is_compiling():
-            refuse_split_backward()
+            refuse_search_for_node()
         return super().view_as(other)
 
     def numpy(self, *, force: bool = False) -> NoReturn:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardc.runtime import compat
 from shardc.runtime.checks.optimizer_hooks import Turn, before_steps
+from shardc.runtime.comm.unshard import split_full
 from shardc.runtime.unit.weak_hooks import weak_hook
 
 if TYPE_CHECKING:
@@ -126,6 +127,24 @@ class Accumulated:
         """Drop the sums: no gradient waits any more."""
         self._drop(pending=True, partial=True)
 
+    def discard(self, slots: set[int]) -> None:
+        """Drop the sums of `slots`; the sums of other slots wait on.
+
+        Ranks decide alike, by the slots that are trained: ranks may have used different ones.
+        """
+        bucket = self.bucket
+        if slots.issuperset(index for index, flag in enumerate(bucket.trainable) if flag):
+            self.clear()
+            return
+        self.used -= slots
+        self.elsewhere -= slots
+        sizes, places = bucket.split
+        for index in slots:  # `.data`: a forward may have been given the sums
+            if self.pending is not None:
+                split_full(self.pending.data, bucket.key.code)[index].zero_()
+            if self.partial is not None:
+                self.partial.data.split_with_sizes(sizes)[places[index]].zero_()
+
     def _drop(self, pending: bool, partial: bool) -> None:
         if pending and self.sink is not None:
             self.bucket.gathered.hide_gradients()
@@ -188,15 +207,18 @@ def _flush(models: set["Unit"]) -> None:
             waiting.bucket.gradients.flush()
 
 
-def _of(params: Iterable[Tensor]) -> dict["Bucket", None]:
-    slots = (getattr(param, "_slot", None) for param in params)
-    return dict.fromkeys(slot.bucket for slot in slots if slot is not None)
+def _waiting_slots(params: Iterable[Tensor]) -> dict["Accumulated", set[int]]:
+    """The slots of `params` by the sums of their buckets, where a gradient waits."""
+    found: dict[Accumulated, set[int]] = {}
+    for slot in (getattr(param, "_slot", None) for param in params):
+        if slot is not None and not slot.bucket.gradients.waiting.is_empty:
+            found.setdefault(slot.bucket.gradients.waiting, set()).add(slot.index)
+    return found
 
 
 def _discard(params: Iterable[Tensor]) -> None:
-    for bucket in _of(params):
-        if not bucket.gradients.waiting.is_empty:
-            bucket.gradients.waiting.clear()
+    for waiting, slots in _waiting_slots(params).items():
+        waiting.discard(slots)
 
 
 def _refuse_step(
@@ -221,9 +243,9 @@ def _refuse_step(
 
 
 def _require_reduced(optimizer: torch.optim.Optimizer) -> None:
-    for bucket in _of(compat.params_of(optimizer)):
-        if not bucket.gradients.waiting.is_empty:
-            names = [slot.name for slot in bucket.layout.slots]
+    for waiting, slots in _waiting_slots(compat.params_of(optimizer)).items():
+        if slots & (waiting.used | waiting.elsewhere):
+            names = [slot.name for slot in waiting.bucket.layout.slots]
             raise RuntimeError(
                 f"optimizer.step() with gradients of {names} accumulated but not reduced: run the "
                 "last micro-batch with gradient sync on (outside no_sync, or after "

@@ -8,7 +8,7 @@ all that it holds.
 
 import logging
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from shardc.runtime import compat
 from shardc.runtime.comm.unshard import Steps, pack_gradients, reducing
 from shardc.runtime.unit.accumulate import flush_when_done
 from shardc.runtime.unit.gather_order import Gathers
+from shardc.runtime.unit.parts import Parts
 from shardc.runtime.watch.entering import naming
 from shardc.runtime.watch.progress import Label
 
@@ -42,6 +43,12 @@ def backward_pass() -> "BackwardPass":
             _passes[task] = found
             compat.when_backward_ends(found.end)
     return found
+
+
+def parts_of(bucket: "Bucket") -> Parts | None:
+    """The parts that eager reads of a bucket gave the running backward; None if none gave one."""
+    running = _passes.get(compat.backward_number())
+    return None if running is None else running.parts.get(bucket)
 
 
 class _Reduction:
@@ -91,11 +98,13 @@ class BackwardPass:
     Attributes:
         gathers: the gathers of the backward.
         opened: buckets that recomputed code left gathered; they are freed when the backward ends.
+        parts: the parts of gradients, by bucket.
     """
 
     def __init__(self) -> None:
         self.gathers = Gathers("backward")
         self.opened: list[Bucket] = []
+        self.parts: defaultdict[Bucket, Parts] = defaultdict(lambda: Parts(is_eager=True))
         self._reductions: deque[_Reduction] = deque()
         self._gathered: weakref.WeakSet[Again] = weakref.WeakSet()
 
@@ -128,6 +137,7 @@ class BackwardPass:
         self._make_room(bucket)
         flat = pack_gradients(grads, spec, pending)
         steps = reducing(flat, bucket.key.code, partial, bucket.segment)
+        self.parts[bucket].under_way += 1
         self._reductions.append(_Reduction(bucket, used, elsewhere, steps, flat.dtype))
 
     def _make_room(self, bucket: "Bucket") -> None:
@@ -148,6 +158,9 @@ class BackwardPass:
         while self._reductions:
             if not self._reductions[0].advance():
                 self._reductions.popleft()
+        for bucket, parts in self.parts.items():
+            parts.is_last = True  # a torch that calls no hook without a gradient did not tell
+            bucket.gradients.give(parts)
         self.gathers.close()
         for bucket in self.opened:
             bucket.gathered.end_backward()

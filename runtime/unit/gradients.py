@@ -21,7 +21,9 @@ from shardc.runtime.layout.spec import Reduction
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import wrapped
 from shardc.runtime.unit.accumulate import Accumulated
+from shardc.runtime.unit.backward_pass import parts_of
 from shardc.runtime.unit.params import cut, views
+from shardc.runtime.unit.parts import Parts
 from shardc.runtime.unit.selection import is_selected, runs_hooks
 
 if TYPE_CHECKING:
@@ -157,14 +159,23 @@ class Gradients:
 
     @torch.no_grad()
     def receive(self, segment: Tensor) -> None:
-        """Take the gradient that a backward computed: the hook of the segment."""
+        """Take the gradient that a backward computed: the hook of the segment.
+
+        Autograd calls it after the last node that has the segment as an input: graphs, whose
+        gradients it has added up in `segment.grad`, and eager reads, which give it none.
+        """
         part, segment.grad = segment.grad, None
+        parts = parts_of(self.bucket)
+        if parts is not None:
+            parts.is_last = True
         expected = self._expected.pop(compat.backward_number(), None)
         if expected is None:  # nobody noted a graph: the user differentiates the segment
             expected = _Expected(self.bucket.key.code.reduction)
-        if part is not None:  # None: read, but not differentiated
+        if part is not None:  # None: read by no graph, or not differentiated
             self.deliver(part, expected.reduction, expected.used, expected.elsewhere)
             self.bucket.end_backward()
+        elif parts is not None:
+            self.give(parts)
 
     def deliver(
         self,
@@ -177,10 +188,16 @@ class Gradients:
         """Deal the result of a reduction, `(S,)`, out to the parameters that a rank used.
 
         A gradient on its way to the host is dealt out when the backward ends.
+
+        Args:
+            eager: whether an eager read gave the gradient; the backward pass has counted the part.
         """
+        parts = parts_of(self.bucket) or Parts(is_last=True)
+        if not eager:
+            parts.under_way += 1
         arriving = host_copies.arriving(self.bucket.segment, part)
         if not arriving:
-            self._deal_out(part, reduction, used, elsewhere, eager)
+            self._deal_out(parts, part, reduction, used, elsewhere)
             return
 
         def deal_out() -> None:
@@ -188,7 +205,7 @@ class Gradients:
             for other in others:
                 first.add_(other)
             with torch.no_grad():
-                self._deal_out(first, reduction, used, elsewhere, eager)
+                self._deal_out(parts, first, reduction, used, elsewhere)
 
         if compat.in_backward():
             compat.when_backward_ends(deal_out)
@@ -197,38 +214,50 @@ class Gradients:
 
     def _deal_out(
         self,
+        parts: Parts,
         part: Tensor,
         reduction: Reduction,
         used: set[int],
         elsewhere: set[int],
-        eager: bool,
     ) -> None:
-        """Deal out a gradient whose values are there, or keep it for an all-reduce over copies.
-
-        In an eager backward ranks do not exchange the slots that they used: if the gradient of a
-        slot that this rank did not use is not zero, another rank used the slot.
-        """
-        bucket, settings = self.bucket, self.bucket.settings
+        """Add a part whose values are there, or keep it for an all-reduce over copies."""
+        settings = self.bucket.settings
+        parts.under_way -= 1
         if not reduction.all_reduce:
             self.waiting.used |= used
             self.waiting.elsewhere |= elsewhere
             self.waiting.keep_partial(part)
+            self.give(parts)
             return
         if reduction.divide_later != 1:
             part.div_(reduction.divide_later)
         if settings.precision.keep_low_precision_grads:
-            _, reduced = settings.dtypes(bucket.segment.dtype, evaluating=False)
+            _, reduced = settings.dtypes(self.bucket.segment.dtype, evaluating=False)
             part = part.to(reduced)
+        parts.add(part, used, elsewhere)
+        self.give(parts)
+
+    def give(self, parts: Parts) -> None:
+        """Give the parameters the sum of all parts, unless parts are missing.
+
+        In an eager backward ranks do not exchange the slots that they used: if the gradient of a
+        slot that this rank did not use is not zero, another rank used the slot.
+        """
+        taken = parts.take()
+        if taken is None:
+            return
+        whole, used, elsewhere = taken
+        bucket, settings = self.bucket, self.bucket.settings
         trained = [
             index
             for index, is_trained in enumerate(bucket.trainable)
             if is_trained and is_selected(bucket, index)
         ]
-        grads = views(bucket, part, trained)
+        grads = views(bucket, whole, trained)
         missing = (elsewhere - used) & set(grads)
         if settings.reduce_unused:
             used = set(grads)
-        elif eager:
+        elif parts.is_eager:
             missing |= _not_zero({i: grads[i] for i in set(grads) - used})
         self._warn_of(missing - used)
         self.delivers = True

@@ -29,6 +29,7 @@ class Client:
     Attributes:
         package: its name on PyPI; its import is looked for under `module`.
         compiles: whether the loop leaves the backend of `torch.compile` to the user.
+        ways: the words that the script gets in each run.
         bound: the largest difference of a parameter, as a part of its way in training.
     """
 
@@ -36,6 +37,7 @@ class Client:
     package: str
     module: str = ""
     compiles: bool = False
+    ways: tuple[str, ...] = ()
     bound: float = 1e-3
 
     @property
@@ -58,6 +60,9 @@ CLIENTS = {
     "Lightning, Fabric": Client("lightning_fabric.py", "lightning", compiles=True),
     "torchao, float8": Client("torchao_float8.py", "torchao", compiles=True),
     "torchtune, full_finetune_distributed": Client("torchtune_loop.py", "torchtune", compiles=True),
+    "torchtune, optimizer_in_bwd": Client(
+        "torchtune_loop.py", "torchtune", compiles=True, ways=("in_backward",)
+    ),
     "litgpt, LoRA": Client("litgpt_loop.py", "litgpt"),
     "verl, FSDP2 functions": Client("verl_loop.py", "verl"),
     "OLMo-core, train module": Client("olmo_core_loop.py", "ai2-olmo-core", "olmo_core"),
@@ -70,7 +75,8 @@ def run(client: Client, *ways: str, by_shardc: bool) -> dict[str, Any]:
     """The report of a script, run on two ranks; the end of its output is in the error."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={RANKS}", str(HERE / client.script), folder, *ways]
+        command += [f"--nproc-per-node={RANKS}", str(HERE / client.script), folder]
+        command += [*client.ways, *ways]
         env = os.environ | {"SHARDC_AS_FSDP2": str(int(by_shardc)), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
         if done.returncode:

@@ -32,6 +32,8 @@ torchtune.training.get_memory_stats = lambda device: {}
 torchtune.training.cleanup_before_training = lambda: None
 torchtune.training.log_memory_stats = lambda stats: None
 os.environ["TORCH_COMPILE_BACKEND"] = "shardc"
+IN_BACKWARD = "in_backward" in WAYS
+"""Whether each parameter has an optimizer of its own, which a hook steps in the backward."""
 
 
 class Tokenizer:
@@ -77,8 +79,13 @@ def config(resumed: bool) -> Any:
             "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.01},
             "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
             "max_steps_per_epoch": HALF,
-            "gradient_accumulation_steps": 2,
-            "clip_grad_norm": 0.5,
+            "gradient_accumulation_steps": 1 if IN_BACKWARD else 2,
+            "clip_grad_norm": None if IN_BACKWARD else 0.5,
+            "optimizer_in_bwd": IN_BACKWARD,
+            "lr_scheduler": {
+                "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+                "num_warmup_steps": 1,
+            },
             "compile": "compiled" in WAYS,
             "device": "cpu",
             "dtype": "fp32",
