@@ -260,6 +260,16 @@ def recompile_reason() -> str:
     return str(context._metrics.get("recompile_reason") or "") if context.in_progress() else ""
 
 
+def allow_recompiles(pieces: int) -> None:
+    """Raise Dynamo's limits for `pieces` modules of one code, each with and without gradients."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, 8 + 2 * pieces)
+    config.accumulated_recompile_limit = max(
+        config.accumulated_recompile_limit, config.recompile_limit
+    )
+
+
 def forget_compiled() -> None:
     """Reset Dynamo and its counters."""
     import torch._dynamo

@@ -25,7 +25,12 @@ from shardc.backend.lowering import Run, lower, settings_of_plan
 from shardc.backend.options import Options
 from shardc.backend.reads import agree_on_reads, telling_buckets
 from shardc.backend.recompiled import why_again
-from shardc.backend.regional import buckets_of_the_runtime, giving, with_taken
+from shardc.backend.regional import (
+    buckets_of_the_runtime,
+    expect_equal_pieces,
+    giving,
+    with_taken,
+)
 from shardc.backend.stages import PASSES, Stages
 from shardc.passes import pipeline
 from shardc.passes.context import PassContext
@@ -82,6 +87,7 @@ def compile_graph(
         with stages.stage(PASSES):
             gm = run_passes(gm, first, pipeline.DYNAMO_PASSES)
         slots, taken = slots_read(gm), taken_by(gm)
+        expect_equal_pieces(buckets, taken)
 
         # Ranks agree on the buckets that the graph reads; it may fetch rows in place of tables.
         replays = compat.replays(parsed.inductor, mode)

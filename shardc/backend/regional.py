@@ -7,7 +7,8 @@ itself.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from shardc.passes.rewrite.take_gathered import Taken, marks_of
 from shardc.runtime import compat
 from shardc.runtime.comm.unshard import full_parameters, gather
 from shardc.runtime.unit.bucket import Bucket, bucket_of
-from shardc.runtime.unit.eager import is_inside_other_unit
+from shardc.runtime.unit.eager import is_inside_other_unit, runs_eagerly
 from shardc.runtime.unit.regather import saving_handles
+from shardc.runtime.unit.unit import Unit
 
 
 def buckets_of_the_runtime(gm: GraphModule, buckets: Mapping[int, Bucket]) -> frozenset[int]:
@@ -28,15 +30,20 @@ def buckets_of_the_runtime(gm: GraphModule, buckets: Mapping[int, Bucket]) -> fr
 
     The runtime gathers a bucket if several graphs read it, or the forward has read it, or more
     graphs will read it because this graph ends at a break. The runtime gathers all buckets of a
-    graph that is one unit of a model that runs eagerly around it. A bucket that is held needs no
-    gather. These facts follow from the program alone: they are equal on all ranks, in any step that
-    compiles.
+    graph that is one unit of a model that runs eagerly around it; vectors of the unit may lie in a
+    bucket of the model. A bucket that is held needs no gather. These facts follow from the program
+    alone: they are equal on all ranks, in any step that compiles.
     """
-    segments = {mark.args[0] for mark in marks_of(gm)}
     inputs = gm.graph.find_nodes(op="placeholder")
-    read = {p: bucket for p, bucket in buckets.items() if inputs[p] in segments}
-    units = {bucket.owner for bucket in read.values()}
-    is_one_unit = len(units) == 1 and is_inside_other_unit(*units)
+    slots: defaultdict[object, set[Any]] = defaultdict(set)
+    for mark in marks_of(gm):
+        slots[mark.args[0]].add(mark.args[2])
+    read = {p: bucket for p, bucket in buckets.items() if inputs[p] in slots}
+    names: defaultdict[Unit, set[str]] = defaultdict(set)
+    for position, bucket in read.items():
+        read_here = slots[inputs[position]]
+        names[bucket.owner] |= {bucket.layout.slots[slot].name for slot in read_here}
+    is_one_unit = _is_one_unit(names)
     is_cut = compat.is_cut_by_break(gm)
     return frozenset(
         position
@@ -49,6 +56,31 @@ def buckets_of_the_runtime(gm: GraphModule, buckets: Mapping[int, Bucket]) -> fr
             or (bucket.gathered.depth > 0 and is_cut)
         )
     )
+
+
+def _is_one_unit(names: Mapping[Unit, Collection[str]]) -> bool:
+    """Whether a graph reads one unit of a model that runs eagerly around it.
+
+    Args:
+        names: the names of the parameters that the graph reads, by unit.
+    """
+    inner = [unit for unit in names if not runs_eagerly(unit)]
+    units = inner if len(inner) == 1 else list(names)
+    if len(units) != 1 or not is_inside_other_unit(*units):
+        return False
+    below = f"{units[0].name}."
+    others = [name for unit in names if unit is not units[0] for name in names[unit]]
+    return all(name.startswith(below) for name in others)
+
+
+def expect_equal_pieces(buckets: Mapping[int, Bucket], taken: Sequence[Taken]) -> None:
+    """Let Dynamo compile as many graphs of one module's code as there may be modules.
+
+    A module may read a few slots of a bucket, and its neighbour the next few. Dynamo compiles a
+    graph for each, and by default gives up after eight. Compiled code is found in the cache.
+    """
+    for position, read in Counter(take.position for take in taken).items():
+        compat.allow_recompiles(len(buckets[position].layout.slots) // read)
 
 
 def with_taken(example_inputs: Sequence[Any], taken: Sequence[Taken]) -> list[Any]:
