@@ -195,6 +195,12 @@ def note(node: Node, key: str, value: object) -> None:
     node.meta["custom"] = {**(node.meta.get("custom") or {}), key: value}
 
 
+def facts_of(node: Node) -> dict[str, object]:
+    """The facts of shardc that were noted on a node, by key; its label is one of them."""
+    noted = node.meta.get("custom") or {}
+    return {key: value for key, value in noted.items() if key.startswith("shardc")}
+
+
 def is_transfer(node: Node) -> bool:
     """Whether the node starts a transfer: a collective, or a copy to or from the host."""
     return is_collective(node) or is_host_copy(node)

@@ -9,6 +9,7 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import compiled, seeded
 from ranks import mesh_of, on_ranks
 from test_compile_cache import folder, in_folder  # noqa: F401 (a fixture)
@@ -23,6 +24,7 @@ from shardc.passes.nodes import is_collective, is_wait
 from shardc.passes.runner import copy_graph
 from shardc.passes.schedule.update_when_reduced import update_when_reduced
 from shardc.runtime import compat
+from shardc.runtime.watch.history import history_of
 from shardc.runtime.watch.progress import label_of
 
 aten, wait = torch.ops.aten, torch.ops._c10d_functional.wait_tensor.default
@@ -165,3 +167,7 @@ def test_copies_of_the_model_reduce_in_the_tail(mesh):
     kinds = _kinds(_step(mesh, "inductor", fused=True))
     tail = kinds[kinds.rindex("C") :]
     assert "s" in tail and tail.index("u") < tail.rindex("w")
+    # Three ranks have loaded the graph that one has compiled, and all enter the same collectives.
+    entered: list[int] = [0] * 4
+    dist.all_gather_object(entered, history_of(compat.group_name(dist.group.WORLD)).count)
+    assert len(set(entered)) == 1, entered

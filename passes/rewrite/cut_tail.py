@@ -11,9 +11,16 @@ reductions that are under way are outputs of the head: Inductor would use their 
 
 from torch.fx import Graph, GraphModule, Node
 
-from shardc.passes.nodes import awaited_by, awaits_reduction, is_view, is_wait, reach
+from shardc.passes.nodes import (
+    awaited_by,
+    awaits_reduction,
+    facts_of,
+    is_view,
+    is_wait,
+    note,
+    reach,
+)
 from shardc.runtime import compat
-from shardc.runtime.watch.progress import Label, label_of, set_label
 
 
 class Tail:
@@ -26,14 +33,14 @@ class Tail:
     def __init__(self, module: GraphModule) -> None:
         self.module = module
 
-    def __getstate__(self) -> tuple[GraphModule, list[Label | None]]:
-        return self.module, [label_of(node) for node in self.module.graph.nodes]
+    def __getstate__(self) -> tuple[GraphModule, list[dict[str, object]]]:
+        return self.module, [facts_of(node) for node in self.module.graph.nodes]
 
-    def __setstate__(self, state: tuple[GraphModule, list[Label | None]]) -> None:
-        self.module, labels = state
-        for node, label in zip(self.module.graph.nodes, labels, strict=True):
-            if label is not None:
-                set_label(node, label)
+    def __setstate__(self, state: tuple[GraphModule, list[dict[str, object]]]) -> None:
+        self.module, facts = state
+        for node, known in zip(self.module.graph.nodes, facts, strict=True):
+            for key, value in known.items():
+                note(node, key, value)
 
 
 def cut_tail(gm: GraphModule) -> tuple[GraphModule, Tail | None]:

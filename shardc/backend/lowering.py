@@ -203,9 +203,12 @@ def _compile(
     return compat.compile_fx_inner(copy_graph(graph), inputs, label_of, check, **kwargs)
 
 
-def run_eagerly(graph: GraphModule) -> BoxedGraph:
-    """Run a finished graph by the eager executor; errors of collectives name missing ranks."""
-    run, groups = eager_executor(graph), groups_in(graph)
+def run_eagerly(graph: GraphModule, others: Sequence[str] = ()) -> BoxedGraph:
+    """Run a finished graph by the eager executor; errors of collectives name missing ranks.
+
+    `others` are groups of collectives that the graph waits for, or calls compiled code for.
+    """
+    run, groups = eager_executor(graph), list(dict.fromkeys([*groups_in(graph), *others]))
     return naming_failures(run, groups) if groups else run
 
 

@@ -340,7 +340,7 @@ def _finish(step: Callable[..., object], recorder: Recorder, result: object) -> 
     sources = [recorder.sources[node] for node in module.graph.find_nodes(op="placeholder")]
     return _Graph(
         module,
-        run_eagerly(module),
+        run_eagerly(module, _groups_called(module)),
         sources,
         holders,
         held,
@@ -355,9 +355,14 @@ def _finish(step: Callable[..., object], recorder: Recorder, result: object) -> 
 
 def _groups_in(module: GraphModule) -> list[str]:
     """The groups of the collectives of a step."""
+    named = groups_named_in(module)
+    return list(dict.fromkeys([*groups_in(module), *named, *_groups_called(module)]))
+
+
+def _groups_called(module: GraphModule) -> list[str]:
+    """The groups of the collectives of compiled code that a step calls."""
     targets = [node.target for node in module.graph.nodes]
-    calls = [group for each in targets if isinstance(each, BoxedCall) for group in each.groups]
-    return list(dict.fromkeys([*groups_in(module), *groups_named_in(module), *calls]))
+    return [group for each in targets if isinstance(each, BoxedCall) for group in each.groups]
 
 
 def _kind_of(leaves: list[Any], structure: TreeSpec) -> object:
