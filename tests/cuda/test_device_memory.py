@@ -27,7 +27,7 @@ SMALL: dict[str, dict[str, int]] = {
 VERSION = tuple(map(int, version("torch").split(".")[:2]))
 WANTED = 1.10
 """The most bytes that the allocator should keep of the device, over the peak."""
-MISSED, MOST = ("8 x 4096", "checkpoint", "fixed"), {(2, 11): 1.12, (2, 13): 1.11, (2, 15): 1.12}
+MISSED, MOST = ("8 x 4096", "checkpoint", "fixed"), {(2, 11): 1.15, (2, 13): 1.11, (2, 15): 1.12}
 """A case that has more, and how much at most, by version of torch. With 2.15 the plan lacks 3.0% of
 its peak, with both kinds of segments."""
 
