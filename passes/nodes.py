@@ -20,6 +20,7 @@ from shardc.runtime.comm import (  # noqa: F401 (register their ops)
 )
 from shardc.runtime.layout.spec import Moved, UnshardSpec
 from shardc.runtime.tensor import state_on_host  # noqa: F401 (registers its ops)
+from shardc.runtime.tensor.shard_operands import written_operands
 from shardc.runtime.watch.progress import in_short
 
 c10d = torch.ops._c10d_functional
@@ -266,15 +267,11 @@ def writes(node: Node) -> bool | None:
 
 def written_by(node: Node) -> set[Node]:
     """The operands that an op writes to, by its schema."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
+    if not writes(node):
         return set()
-    found = set[Node]()
-    for place, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            found |= {leaf for leaf in tree_leaves(given) if isinstance(leaf, Node)}
-    return found
+    operands = written_operands(node.target)
+    given = [node.args[at] if isinstance(at, int) else node.kwargs.get(at) for at in operands]
+    return {leaf for leaf in tree_leaves(given) if isinstance(leaf, Node)}
 
 
 def memory_of(node: Node) -> Node:

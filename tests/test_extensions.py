@@ -8,14 +8,13 @@ from unittest import mock
 import pytest
 import torch
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
-from models import Stack, full, mean_over_ranks, seeded, tokens
+from models import Checkpointed, Stack, full, mean_over_ranks, seeded, tokens
 from ranks import mesh_of, on_ranks
 from subclasses import Fp8, Rowwise, extended, rounding
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.utils.checkpoint import checkpoint
 from torchao import float8
 from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig as Int8
 from torchao.prototype.quantized_training.int8_mixed_precision import (
@@ -322,14 +321,6 @@ def test_fewer_ranks_after_the_forward(mesh, how):
         step(model, model, 0)
     for p, q in zip(whole.parameters(), part.parameters(), strict=True):
         assert torch.equal(full(p.grad), full(q.grad)) and p.grad.to_local().isfinite().all()
-
-
-class Checkpointed(Stack):
-    def forward(self, x, targets):
-        x = self.embed(x)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
 @pytest.mark.parametrize("how", ["uncompiled", "eager"])

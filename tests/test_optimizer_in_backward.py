@@ -13,12 +13,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from fsdp2 import fsdp2, sharded
-from models import Stack, compiled, full, measured_peak, seeded, tokens
+from models import Checkpointed, Stack, compiled, full, measured_peak, seeded, tokens
 from ranks import mesh_of, on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
 import shardc
 
@@ -40,16 +39,6 @@ class Sharing(Stack):
         super().__init__(3)
         self.layers[2].up = self.layers[0].up
         self.layers[1].norm.weight = self.layers[0].norm.weight
-
-
-class Checkpointed(Stack):
-    """Computes its blocks again in the backward."""
-
-    def forward(self, tokens, targets):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
 def tied():
@@ -100,6 +89,13 @@ def optimizers_of(model, make=adamw, in_backward=True):
     return {name: optimizers[param] for name, param in trained.items()}
 
 
+def end_step(optimizers, in_backward):
+    """Step the optimizers, unless hooks have."""
+    for optimizer in () if in_backward else optimizers.values():
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def batch(number, micro=0):
     return tokens(100 * number + 10 * micro + dist.get_rank())
 
@@ -113,10 +109,7 @@ def train(model, call, optimizers, in_backward, steps=3, micro_batches=1):
             model.set_requires_gradient_sync(is_last)
             losses.append(call(x, x))
             losses[-1].backward()
-        if not in_backward:
-            for optimizer in optimizers.values():
-                optimizer.step()
-                optimizer.zero_grad()
+        end_step(optimizers, in_backward)
         assert all(param.grad is None for param in model.parameters())
     values = {name: full(param).clone() for name, param in model.named_parameters()}
     return torch.stack(losses).detach(), values
@@ -190,9 +183,7 @@ def test_all_reduce_after_the_last_micro_batch(mesh, way):
             for is_last in (False, True):
                 model.set_requires_all_reduce(is_last)
                 call(batch(number, is_last), batch(number, is_last)).backward()
-            for optimizer in () if in_backward else optimizers.values():
-                optimizer.step()
-                optimizer.zero_grad()
+            end_step(optimizers, in_backward)
         values.append([full(param) for param in model.parameters()])
     assert all(map(torch.equal, *values))
 
@@ -238,9 +229,7 @@ def test_a_scheduler_of_one_optimizer(mesh, way):
         scheduler = torch.optim.lr_scheduler.ExponentialLR(others[0], 0.5)
         for number in range(3):
             call(batch(number), batch(number)).backward()
-            for optimizer in () if in_backward else others:
-                optimizer.step()
-                optimizer.zero_grad()
+            end_step(optimizers, in_backward)
             scheduler.step()
             for optimizer in others:
                 optimizer.param_groups[0]["lr"] = scheduler.get_last_lr()[0]
@@ -364,9 +353,7 @@ def test_gradients_are_freed_as_they_come(mesh):
 
             def step(call=call, optimizers=optimizers, in_backward=in_backward):
                 call(torch.ones(2, 128)).backward()
-                for optimizer in () if in_backward else optimizers.values():
-                    optimizer.step()
-                    optimizer.zero_grad()
+                end_step(optimizers, in_backward)
 
             step()
             step()  # the order of gathers is known

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from models import Stack, check_parity, compiled, seeded, shard_all, tokens
+from models import Checkpointed, check_parity, compiled, seeded, shard_all, tokens
 from ranks import on_ranks
 from real_models import MODELS, bert_backbone, gpt2, language, llama
 from torch._dynamo.utils import counters
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
-from torch.utils.checkpoint import checkpoint
 
 import shardc
 from shardc.backend.compile import shardc_backend
@@ -49,16 +47,6 @@ def test_gradient_checkpointing(mesh):
     plain, model = _pair(lambda: llama(use_cache=False), mesh)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     check_parity(plain, model, compiled(model, fullgraph=True), language, mesh)
-
-
-class Checkpointed(Stack):
-    """Every block under `torch.utils.checkpoint`."""
-
-    def forward(self, tokens, targets):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
 def _batch(seed):

@@ -30,6 +30,7 @@ from shardc.passes.nodes import (
     is_wait,
     memory_of,
     reach,
+    writes,
     written_by,
 )
 from shardc.passes.schedule.reorder import reorder
@@ -57,7 +58,7 @@ def _end_of(gm: GraphModule) -> list[Node]:
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
-        is_call = not hasattr(node.target, "_schema") and not is_view(node)
+        is_call = writes(node) is None and not is_view(node)
         if is_call or (is_collective(node) and node not in behind):
             end.clear()
         else:

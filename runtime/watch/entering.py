@@ -88,10 +88,14 @@ def naming_failures(
 ) -> BoxedGraph:
     """Wrap `call`, a boxed graph with collectives over `groups`, in `naming` and below autograd.
 
+    A graph without collectives stays as it is.
+
     Python does not see the collectives that a CUDA graph replays, over the groups `replayed`: the
     graph is then one entry in each history. Such CUDA graphs are freed before NCCL destroys one of
     the groups.
     """
+    if not groups:
+        return call
     others = groups if replayed else groups[1:]
     if replayed:
         compat.free_cuda_graphs_before(replayed)

@@ -221,14 +221,14 @@ def around(call: Call, compiled: Any) -> Any:
     with the missing ranks, and a step that is recorded has the call and the tail."""
 
     def wrap(code: BoxedGraph) -> BoxedGraph:
-        head = recorded(None, _naming(code, call), call.groups)
+        head = recorded(None, naming_failures(code, call.groups, call.replayed), call.groups)
         return head if call.tail is None else _followed_by(head, call.tail.module, call)
 
     return compat.wrap_compiled(compiled, wrap)
 
 
 def _followed_by(head: BoxedGraph, module: GraphModule, call: Call) -> BoxedGraph:
-    tail = recorded(module, _naming(eager_executor(module), call))
+    tail = recorded(module, naming_failures(eager_executor(module), call.groups))
 
     def run(inputs: list[object]) -> object:
         names = progress.next_names
@@ -238,10 +238,6 @@ def _followed_by(head: BoxedGraph, module: GraphModule, call: Call) -> BoxedGrap
         return tail(results)
 
     return run
-
-
-def _naming(code: BoxedGraph, call: Call) -> BoxedGraph:
-    return naming_failures(code, call.groups, call.replayed) if call.groups else code
 
 
 @functools.cache

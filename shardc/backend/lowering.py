@@ -208,8 +208,8 @@ def run_eagerly(graph: GraphModule, others: Sequence[str] = ()) -> BoxedGraph:
 
     `others` are groups of collectives that the graph waits for, or calls compiled code for.
     """
-    run, groups = eager_executor(graph), list(dict.fromkeys([*groups_in(graph), *others]))
-    return naming_failures(run, groups) if groups else run
+    groups = list(dict.fromkeys([*groups_in(graph), *others]))
+    return naming_failures(eager_executor(graph), groups)
 
 
 def _warn_fallback(phase: str, error: Exception, where: str) -> None:

@@ -24,10 +24,10 @@ from shardc.passes.estimate.cost import (
 from shardc.passes.estimate.hardware import Profile
 from shardc.passes.estimate.memory import Liveness
 from shardc.passes.nodes import (
+    awaited_by,
     in_steps,
     is_collective,
     is_host_copy,
-    is_transfer,
     is_wait,
     kind_of,
     labels_of,
@@ -114,7 +114,7 @@ def read_graph(
             start = clock.start(node, transfer.seconds, transfer.wire, transfer.then)
             if not is_host_copy(node):
                 sent[node] = _Sent(node, place, before, start, clock.arrived[node])
-        elif is_wait(node) and (source := _started_by(node)) in clock.arrived:
+        elif is_wait(node) and (source := awaited_by(node)) in clock.arrived:
             clock.wait(source)
             if source in sent and sent[source].waited < 0:
                 row = sent[source]
@@ -129,12 +129,6 @@ def read_graph(
         memory.append(_memory(liveness, place, clock.now, f"{phase}, {_in_words(node)}"))
     rows = tuple(_row(each, phase, ops, places, clock.now, hints) for each in sent.values())
     return GraphRows(phase, clock.end, rows, tuple(ops), _steps_of(memory), flops)
-
-
-def _started_by(wait: Node) -> Node:
-    source = wait.args[0]
-    assert isinstance(source, Node)
-    return source if is_transfer(source) else source.all_input_nodes[0]
 
 
 def _row(

@@ -37,9 +37,7 @@ class Replayed:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._given: list[Tensor] = []
         self._results: list[Any] = []
-        self._replay: BoxedGraph = self._replay_graph
-        if groups:
-            self._replay = naming_failures(self._replay_graph, groups, groups)
+        self._replay: BoxedGraph = naming_failures(self._replay_graph, groups, groups)
         self.captures = 0
 
     def __call__(self, given: list[Tensor], held: list[Tensor], numbers: list[object]) -> list[Any]:
