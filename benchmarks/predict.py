@@ -20,7 +20,7 @@ import wire
 from kept import show
 from processes import add_round_options, interleave
 from step_time import measure_memory
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def prepare(name: str, steps: int, whole: bool) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, lr=0.0)
     tokens = torch.randint(given.shape.vocab, (given.shape.batch, given.shape.length))
 
-    def separate() -> None:
+    def separate(tokens: Tensor) -> None:
         forward(tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -106,7 +106,7 @@ def prepare(name: str, steps: int, whole: bool) -> Any:
         line.stalls.clear()
         start = time.perf_counter()
         for _ in range(steps):
-            step()
+            step(tokens)
         elapsed = time.perf_counter() - start
         return {"step": elapsed / steps, "exposed": line.exposed / steps} | planned
 
@@ -120,7 +120,7 @@ def prepare(name: str, steps: int, whole: bool) -> Any:
         "planned": report.step_seconds,
         "planned_exposed": report.exposed_seconds,
         "planned_peak": report.peak.total,
-        "peak": measure_memory(step, model, "shardc")["peak"],
+        "peak": measure_memory(lambda: step(tokens), model, "shardc")["peak"],
     }
     return run
 

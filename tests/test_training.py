@@ -116,7 +116,7 @@ def test_any_number_of_blocks_are_compiled_where_the_model_has_their_vectors(mes
         before = progress.started
         model(**_batch(0)).backward()
     frames = counters["frames"]
-    assert frames["ok"] == frames["total"] >= 12
+    assert frames["ok"] == frames["total"] == 12
     # 14 buckets are gathered, those of the 12 blocks again in the backward, and 14 reduced.
     assert progress.started - before == 40
 

@@ -55,7 +55,7 @@ def take_gathered(gm: GraphModule, ctx: PassContext) -> GraphModule:
         refuse_in_place_update(mark)
         if place not in taken:
             with gm.graph.inserting_after([*inputs, *taken.values()][-1]):
-                taken[place] = gm.graph.placeholder(f"full_{place.position}_{slot}")
+                taken[place] = gm.graph.placeholder(f"full_{len(taken)}")
             compat.make_input_without_source(taken[place], mark)
             taken[place].meta[TAKEN] = place
         mark.replace_all_uses_with(taken[place])

@@ -181,11 +181,6 @@ def suspends_gradients() -> bool:
     return _forward.records and not torch.is_grad_enabled()
 
 
-def runs_eagerly(unit: "Unit") -> bool:
-    """Whether a module of a unit runs eagerly."""
-    return any(getattr(call.module, "_shardc_unit", None) is unit for call in _forward.calls)
-
-
 def is_inside_other_unit(unit: "Unit") -> bool:
     """Whether a module of a unit other than `unit` runs eagerly."""
     return any(getattr(call.module, "_shardc_unit", unit) is not unit for call in _forward.calls)

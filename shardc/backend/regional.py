@@ -20,7 +20,7 @@ from shardc.passes.rewrite.take_gathered import Taken, marks_of
 from shardc.runtime import compat
 from shardc.runtime.comm.unshard import full_parameters, gather
 from shardc.runtime.unit.bucket import Bucket, bucket_of
-from shardc.runtime.unit.eager import is_inside_other_unit, runs_eagerly
+from shardc.runtime.unit.eager import is_inside_other_unit
 from shardc.runtime.unit.regather import saving_handles
 from shardc.runtime.unit.unit import Unit
 
@@ -61,16 +61,28 @@ def buckets_of_the_runtime(gm: GraphModule, buckets: Mapping[int, Bucket]) -> fr
 def _is_one_unit(names: Mapping[Unit, Collection[str]]) -> bool:
     """Whether a graph reads one unit of a model that runs eagerly around it.
 
+    Units around that unit may have some of its parameters.
+
     Args:
         names: the names of the parameters that the graph reads, by unit.
     """
-    inner = [unit for unit in names if not runs_eagerly(unit)]
-    units = inner if len(inner) == 1 else list(names)
-    if len(units) != 1 or not is_inside_other_unit(*units):
-        return False
-    below = f"{units[0].name}."
-    others = [name for unit in names if unit is not units[0] for name in names[unit]]
-    return all(name.startswith(below) for name in others)
+    return any(
+        is_inside_other_unit(unit) and all(
+            other is unit or all(name.startswith(_prefix(unit, other)) for name in names[other])
+            for other in names
+        )
+        for unit in names
+    )  # fmt: skip
+
+
+def _prefix(unit: Unit, other: Unit) -> tuple[str, ...]:
+    """The prefix of names of the unit's parameters in a unit around it; none in another unit."""
+    around = unit
+    while around.around is not None and (outer := around.around()) is not None:
+        around = outer
+        if around is other:
+            return (unit.name.removeprefix("" if other.is_root else f"{other.name}.") + ".",)
+    return ()
 
 
 def expect_equal_pieces(buckets: Mapping[int, Bucket], taken: Sequence[Taken]) -> None:
