@@ -371,6 +371,16 @@ def graph_modules(gm: GraphModule) -> Iterator[GraphModule]:
     return (module for module in gm.modules() if isinstance(module, GraphModule))
 
 
+def body_calls(gm: GraphModule) -> list[tuple[GraphModule, Node]]:
+    """The bodies that a graph calls, each with its call."""
+    found = []
+    for node in gm.graph.find_nodes(op="get_attr"):
+        body = getattr(gm, str(node.target), None)
+        if isinstance(body, GraphModule):
+            found += [(body, call) for call in node.users]
+    return found
+
+
 def body_operands(call: Node, body: Graph) -> Iterator[tuple[Node, Node]]:
     """Pairs (placeholder of the body, operand of the call); a call takes its operands last."""
     operands = [leaf for leaf in tree_leaves(call.args) if isinstance(leaf, Node)]

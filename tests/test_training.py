@@ -17,10 +17,8 @@ from models import (
 )
 from ranks import on_ranks
 from torch import nn
-from torch._dynamo.utils import counters
 
 from shardc import ShardTensor, fully_shard, units_of
-from shardc.runtime.watch.progress import progress
 from shardc.sharding import unit_plan
 
 
@@ -101,24 +99,6 @@ def test_parity_with_vectors_of_blocks_in_a_bucket_of_the_models(mesh, way):
         torch.testing.assert_close(block.get_parameter(name).full_tensor(), param)
         grad = block.get_parameter(name).grad.full_tensor()
         torch.testing.assert_close(grad, param.grad, msg=name)
-
-
-@on_ranks(2)
-def test_any_number_of_blocks_are_compiled_where_the_model_has_their_vectors(mesh):
-    """Dynamo guards on the slot of a vector: it makes a graph a block, and no more than eight."""
-    torch._dynamo.reset()
-    counters.clear()
-    with laid_out_for_gpus(least=1):
-        model = fully_shard(seeded(lambda: Stack(12)), mesh=mesh, units="auto")
-    for layer in model.layers:
-        layer.compile(backend="shardc", options={"executor": "eager"})
-    for _ in range(2):
-        before = progress.started
-        model(**_batch(0)).backward()
-    frames = counters["frames"]
-    assert frames["ok"] == frames["total"] == 12
-    # 14 buckets are gathered, those of the 12 blocks again in the backward, and 14 reduced.
-    assert progress.started - before == 40
 
 
 @on_ranks(2)

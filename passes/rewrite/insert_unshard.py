@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from shardc.passes.context import PassContext
 from shardc.passes.contract import contract
-from shardc.passes.nodes import body_operands, graph_modules
+from shardc.passes.nodes import body_calls, body_operands, graph_modules
 from shardc.runtime import compat
 from shardc.runtime.comm.unshard import unshard, unshard_extended
 from shardc.runtime.layout.spec import Moved, spec_of
@@ -61,16 +61,12 @@ _Places = dict[GraphModule, dict[Node, Counter[int]]]
 
 def _find_places(gm: GraphModule, places: _Places) -> None:
     """Add the bodies of `gm` to `places`."""
-    called: dict[GraphModule, list[Node]] = {}
-    for node in gm.graph.find_nodes(op="get_attr"):
-        body = getattr(gm, str(node.target), None)
-        if isinstance(body, GraphModule):
-            called.setdefault(body, []).extend(node.users)
-    for body, calls in called.items():
+    calls = body_calls(gm)
+    for body, call in calls:
         known = places.setdefault(body, {})
-        for call in calls:
-            for placeholder, operand in body_operands(call, body.graph):
-                known.setdefault(placeholder, Counter()).update(places[gm].get(operand, ()))
+        for placeholder, operand in body_operands(call, body.graph):
+            known.setdefault(placeholder, Counter()).update(places[gm].get(operand, ()))
+    for body in dict.fromkeys(body for body, _ in calls):
         _find_places(body, places)
 
 

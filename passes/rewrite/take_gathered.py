@@ -6,25 +6,37 @@ before its piece. So the eager runtime gathers such a bucket ahead, once.
 
     before:  w = shardc.unshard_slot(segment, "a1b2", 0)
     after:   w = placeholder
+
+A parameter in a bucket of a unit around has an input already, its marker. The runtime gives the
+parameter in the marker's place, also to bodies of higher-order ops:
+
+    before:  w = shardc.unshard_place(segment, "a1b2", 0, marker)
+    after:   w = marker
 """
 
 from dataclasses import dataclass
 
+import torch
 from torch.fx import GraphModule, Node
 
 from shardc.passes.context import PassContext
 from shardc.passes.contract import contract
-from shardc.passes.nodes import graph_modules
+from shardc.passes.nodes import body_calls, body_operands, graph_modules
 from shardc.passes.rewrite.insert_unshard import is_mark, refuse_in_place_update
 from shardc.runtime import compat
 
 
 @dataclass(frozen=True)
 class Taken:
-    """A full parameter that is an input of a graph: `slot` of the bucket at input `position`."""
+    """A full parameter that is an input of a graph.
+
+    Attributes:
+        position: the input that is the segment of its bucket, or the marker of its slot.
+        slot: the slot in the bucket; None: the parameter takes the place of the marker.
+    """
 
     position: int
-    slot: int
+    slot: int | None
 
 
 TAKEN = "shardc_taken"
@@ -35,12 +47,14 @@ TAKEN = "shardc_taken"
 def take_gathered(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Turn the parameters of the buckets at `ctx.outside` into inputs of `gm`, behind all others.
 
-    The graph stays as it is if the body of a higher-order op (activation checkpointing) reads a
-    bucket: the body must gather it again when it is recomputed.
+    No such inputs are made if the body of a higher-order op (activation checkpointing) reads a
+    bucket: the body must gather it again when it is recomputed. Parameters with a marker become
+    inputs in any case.
 
     Raises:
         RuntimeError: the forward updates a parameter in place.
     """
+    gm = _give_places(gm)
     bodies = [body for body in graph_modules(gm) if body is not gm]
     if not ctx.outside or any(marks_of(body) for body in bodies):
         return gm
@@ -63,8 +77,38 @@ def take_gathered(gm: GraphModule, ctx: PassContext) -> GraphModule:
     return gm
 
 
+def _give_places(gm: GraphModule) -> GraphModule:
+    """Make each marker the full parameter for which it stands."""
+    if not any(_reads_of_markers(body) for body in graph_modules(gm)):
+        return gm
+    gm = compat.copy_dynamo_graph(gm)
+    given: set[Node] = set()
+    for body in reversed(list(graph_modules(gm))):  # bodies inside first
+        for mark in _reads_of_markers(body):
+            refuse_in_place_update(mark)
+            marker: Node = mark.args[3]  # type: ignore[assignment]
+            compat.make_input_without_source(marker, mark)
+            given.add(marker)
+            mark.replace_all_uses_with(marker)
+            body.graph.erase_node(mark)
+        for inner, call in body_calls(body):
+            for placeholder, operand in body_operands(call, inner.graph):
+                if placeholder in given:
+                    compat.make_input_without_source(operand, placeholder)
+                    given.add(operand)
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        if node in given:
+            node.meta[TAKEN] = Taken(position, None)
+    return gm
+
+
+def _reads_of_markers(gm: GraphModule) -> list[Node]:
+    packet = torch.ops.shardc.unshard_place
+    return [node for node in gm.graph.nodes if node.target in (packet, packet.default)]
+
+
 def taken_by(gm: GraphModule) -> list[Taken]:
-    """The full parameters that are inputs of `gm`, behind all other inputs."""
+    """The full parameters that are inputs of `gm`, in order."""
     inputs = gm.graph.find_nodes(op="placeholder")
     return [node.meta[TAKEN] for node in inputs if TAKEN in node.meta]
 

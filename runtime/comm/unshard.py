@@ -393,10 +393,29 @@ def unshard_slot(segment: Tensor, signature: str, slot: int, extras: Sequence[Te
 
 @unshard_slot.register_fake
 def _(segment: Tensor, signature: str, slot: int, extras: Sequence[Tensor]) -> Tensor:
+    return _as_read(segment, signature, slot)
+
+
+def _as_read(segment: Tensor, signature: str, slot: int) -> Tensor:
+    """A full parameter without data."""
     spec = spec_of(signature)
     device = spec.device or segment.device
     full = segment.new_empty(spec.shapes[slot], dtype=spec.compute_dtype, device=device)
     return compat.as_parameter(full)
+
+
+@torch.library.custom_op("shardc::unshard_place", mutates_args=())
+def unshard_place(segment: Tensor, signature: str, like: int, marker: Tensor) -> Tensor:
+    """Mark the read of the parameter at `marker` in a Dynamo graph, for `take_gathered`.
+
+    Slot `like` of the bucket has the parameter's shape.
+    """
+    raise RuntimeError("shardc::unshard_place is a mark: compile the model with backend='shardc'")
+
+
+@unshard_place.register_fake
+def _(segment: Tensor, signature: str, like: int, marker: Tensor) -> Tensor:
+    return _as_read(segment, signature, like)
 
 
 def _no_backward(ctx: compat.FunctionContext, grad: Tensor) -> NoReturn:
@@ -404,6 +423,7 @@ def _no_backward(ctx: compat.FunctionContext, grad: Tensor) -> NoReturn:
 
 
 unshard_slot.register_autograd(_no_backward)
+unshard_place.register_autograd(_no_backward)
 
 
 @compat.allow_in_graph

@@ -93,6 +93,14 @@ class CallOutsideGraphs:
         return super(self._owner, module).__call__  # type: ignore[misc]
 
 
+def ask_while_tracing(fn: Callable[..., object]) -> None:
+    """Let Dynamo call `fn` while it traces, and take the result for a constant without a guard.
+
+    `torch.compiler.assume_constant_result` does the same, and imports all of Dynamo.
+    """
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def is_exporting() -> bool:
     """Whether torch.export traces now.
 
@@ -101,8 +109,7 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
-"""Set as by `torch.compiler.assume_constant_result`, which imports all of Dynamo."""
+ask_while_tracing(is_exporting)
 
 
 def stop_compiling(why: str) -> NoReturn:
@@ -116,7 +123,7 @@ def stop_compiling(why: str) -> NoReturn:
     raise TorchRuntimeError(why)
 
 
-stop_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
+ask_while_tracing(stop_compiling)
 
 
 def compile_calls(module: nn.Module, *args: object, **kwargs: Any) -> None:

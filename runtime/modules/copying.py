@@ -19,7 +19,7 @@ from torch import nn
 from shardc.runtime import compat
 from shardc.runtime.modules.late_params import watch_for_late_params
 from shardc.runtime.unit.bucket import Bucket
-from shardc.runtime.unit.params import make_param
+from shardc.runtime.unit.params import Place, make_param
 from shardc.runtime.unit.settings import Settings
 from shardc.runtime.unit.unit import Unit
 
@@ -144,6 +144,7 @@ def _copy_bucket(bucket: Bucket, settings: Settings, memo: compat.Memo) -> Bucke
     )
     new.origin = bucket.origin
     memo[id(bucket)] = new
+    new.places = {index: Place(new, index) for index in bucket.places}
     for index, (param, flag) in enumerate(zip(bucket.params, bucket.trainable, strict=True)):
         copied = make_param(new, index, param)
         new.params.append(copied)

@@ -31,11 +31,18 @@ from shardc.runtime.modules.parameters import (
     refuse_removing,
 )
 from shardc.runtime.modules.summon import summon_full_params
-from shardc.runtime.modules.ties import buckets_of, holders_of, note_shared, refuse_summoned, tie
+from shardc.runtime.modules.ties import (
+    buckets_of,
+    holders_of,
+    note_shared,
+    refuse_summoned,
+    slots_below,
+    tie,
+)
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import dtensor_as_parameter
 from shardc.runtime.unit.bucket import Bucket
-from shardc.runtime.unit.eager import begin_call, end_call, open_in_forward
+from shardc.runtime.unit.eager import begin_call, end_call, innermost_unit, open_in_forward
 from shardc.runtime.unit.params import (
     SlotRef,
     adopt,
@@ -265,11 +272,21 @@ def make_unit(unit: "Unit") -> None:
                 if module is inner.modules[0]:
                     inner.name = name
         note_shared(root)
+        _put_apart(root, unit)
     unit.name = type(unit.modules[0]).__name__
     unit.settle()
     unit.note_meta()
     watch_for_late_params(unit)
     watch_first_steps()
+
+
+def _put_apart(root: nn.Module, unit: "Unit") -> None:
+    """Give a `place` to the slots in `unit` of modules that lie in inner units."""
+    inner = [m for m in root.modules() if vars(m).get("_shardc_unit", unit) is not unit]
+    for _, _, slot in slots_below(inner):
+        bucket = slot.bucket
+        if bucket in unit.buckets and not (bucket.extension or bucket.placed[slot.index]):
+            slot.put_apart()
 
 
 def _install_properties(module: nn.Module, unit: "Unit | None") -> None:
@@ -340,6 +357,10 @@ def _parameter(name: str) -> property:
         signature, extras = bucket.key.reading()
         if bucket.extension is not None:
             return unshard_extended(bucket.segment, signature, index, extras)
+        place = slot.place  # type: ignore[union-attr]
+        if place is not None and innermost_unit() not in (None, bucket.owner.number):
+            read = torch.ops.shardc.unshard_place
+            return read(bucket.segment, signature, place.like, place.marker)
         full = torch.ops.shardc.unshard_slot(bucket.segment, signature, index, extras)
         placed = bucket.placed[index]
         return full if placed is None else dtensor_as_parameter(placed.wrap(full))

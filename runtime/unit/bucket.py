@@ -29,6 +29,7 @@ from shardc.runtime.unit.settings import Settings
 from shardc.runtime.unit.weak_hooks import weak_hook
 
 if TYPE_CHECKING:
+    from shardc.runtime.unit.params import Place
     from shardc.runtime.unit.unit import Unit
 
 
@@ -46,6 +47,7 @@ class Bucket:
         placed: for each slot, the parameter's placement on a tensor-parallel mesh, or None.
         extension: the gather hooks of a tensor subclass, for a bucket of one such parameter.
         trainable: for each slot, whether the parameter requires a gradient.
+        places: by slot, the inputs of graphs for slots that modules of inner units read.
         gathered: the full parameters, outside of graphs.
         gradients: the way of the segment's gradient to the parameters.
         key: the key of the graphs that read the bucket.
@@ -76,6 +78,7 @@ class Bucket:
         self.unit: Unit | None = None
         self.params: list[nn.Parameter] = []
         self.trainable = (layout.requires_grad,) * len(layout.slots)
+        self.places: dict[int, Place] = {}
         self.placed = tuple(placed or (None,) * len(layout.slots))
         self.extension = extension
         where = (layout.segment, ranks.rank, layout.world_size, ranks.shard)
@@ -145,6 +148,8 @@ class Bucket:
         flags = list(self.trainable)
         flags[index] = flag
         self.trainable = tuple(flags)
+        if index in self.places:
+            self.places[index].marker.requires_grad_(flag)
         self.segment.requires_grad_(any(flags))
         self.key.refresh()
 

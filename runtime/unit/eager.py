@@ -181,6 +181,18 @@ def suspends_gradients() -> bool:
     return _forward.records and not torch.is_grad_enabled()
 
 
+def innermost_unit() -> int | None:
+    """The number of the innermost unit that runs eagerly; None outside of all units.
+
+    Dynamo asks once, while it traces, and makes no guard.
+    """
+    units = (getattr(call.module, "_shardc_unit", None) for call in reversed(_forward.calls))
+    return next((unit.number for unit in units if unit is not None), None)
+
+
+compat.ask_while_tracing(innermost_unit)
+
+
 def is_inside_other_unit(unit: "Unit") -> bool:
     """Whether a module of a unit other than `unit` runs eagerly."""
     return any(getattr(call.module, "_shardc_unit", unit) is not unit for call in _forward.calls)

@@ -6,6 +6,7 @@ modules keep holding it. A DTensor cannot become a ShardTensor: a new parameter 
 
 import gc
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,18 +25,54 @@ if TYPE_CHECKING:
     from shardc.runtime.unit.bucket import Bucket
 
 
+class Place:
+    """A stand-in for one slot of a bucket in the graphs of blocks that are compiled by themselves.
+
+    Dynamo guards on the number of a slot. Equal blocks read other slots of a bucket of the model,
+    and would each get a graph. So Dynamo sees a tensor of no elements in place of the number, and
+    the runtime finds the slot by that tensor.
+
+    Attributes:
+        marker: the tensor; it requires a gradient where the parameter does.
+        like: the first slot of the bucket with the same shape.
+    """
+
+    def __init__(self, bucket: "Bucket", index: int) -> None:
+        shapes = [slot.shape for slot in bucket.layout.slots]
+        self.like = shapes.index(shapes[index])
+        self.marker = torch.empty(0, requires_grad=bucket.trainable[index])
+        self.marker.shardc_slot = (weakref.ref(bucket), index)  # type: ignore[attr-defined]
+
+
+def slot_of(marker: Tensor) -> tuple["Bucket", int]:
+    """The bucket and the slot of a `Place`, by its marker."""
+    reference, index = marker.shardc_slot  # type: ignore[attr-defined]
+    bucket: Bucket | None = reference()
+    assert bucket is not None
+    return bucket, index
+
+
 class SlotRef:
     """A reference from a parameter to its slot in a bucket.
 
     Attributes:
         bucket, index: the bucket, and the number of the slot in it.
         is_shared: whether several modules hold the parameter, or one module by several names.
+        place: an input of graphs for the slot, where the bucket is of a unit around the module's
+            own; else None.
     """
 
     def __init__(self, bucket: "Bucket", index: int, is_shared: bool = False) -> None:
         self.bucket = bucket
         self.index = index
         self.is_shared = is_shared
+        self.place = bucket.places.get(index)
+
+    def put_apart(self) -> None:
+        """Give the slot a `place`."""
+        if self.index not in self.bucket.places:
+            self.bucket.places[self.index] = Place(self.bucket, self.index)
+        self.place = self.bucket.places[self.index]
 
     @property
     def name(self) -> str:

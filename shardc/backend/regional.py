@@ -8,7 +8,7 @@ itself.
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from shardc.runtime import compat
 from shardc.runtime.comm.unshard import full_parameters, gather
 from shardc.runtime.unit.bucket import Bucket, bucket_of
 from shardc.runtime.unit.eager import is_inside_other_unit
+from shardc.runtime.unit.params import slot_of
 from shardc.runtime.unit.regather import saving_handles
 from shardc.runtime.unit.unit import Unit
 
@@ -88,30 +89,51 @@ def _prefix(unit: Unit, other: Unit) -> tuple[str, ...]:
 def expect_equal_pieces(buckets: Mapping[int, Bucket], taken: Sequence[Taken]) -> None:
     """Let Dynamo compile as many graphs of one module's code as there may be modules.
 
-    A module may read a few slots of a bucket, and its neighbour the next few. Dynamo compiles a
-    graph for each, and by default gives up after eight. Compiled code is found in the cache.
+    A module that is wrapped (`torch.compile(block)`) may read a few slots of a bucket of the model,
+    and its neighbour the next few. Dynamo compiles a graph for each, and by default gives up after
+    eight. Compiled code is found in the cache.
     """
-    for position, read in Counter(take.position for take in taken).items():
+    appended = [take.position for take in taken if take.slot is not None]
+    for position, read in Counter(appended).items():
         compat.allow_recompiles(len(buckets[position].layout.slots) // read)
 
 
 def with_taken(example_inputs: Sequence[Any], taken: Sequence[Taken]) -> list[Any]:
     """Example inputs for a graph and its taken parameters: shapes only, without any gather."""
-    examples = list(example_inputs)
-    for take in taken:
-        bucket: Bucket = bucket_of(example_inputs[take.position])
+
+    def example(bucket: Bucket, slot: int) -> Tensor:
         code = bucket.key.reading_code()
         with compat.fake_tensors_of_trace():
             if code.extension is not None:  # its subclass computes from the gathered bucket
                 own = bucket.segment
                 segment = torch.empty(own.shape, dtype=own.dtype, device=own.device)
-                example = full_parameters(gather(segment, code), code)[take.slot]
+                full = full_parameters(gather(segment, code), code)[slot]
             else:
-                example = torch.empty(
-                    code.shapes[take.slot], dtype=code.compute_dtype, device=bucket.device
+                full = torch.empty(
+                    code.shapes[slot], dtype=code.compute_dtype, device=bucket.device
                 )
-        examples.append(example.requires_grad_(code.trainable[take.slot]))
-    return examples
+        return full.requires_grad_(code.trainable[slot])
+
+    return _given(example_inputs, taken, example)
+
+
+def _given(
+    args: Sequence[Any], taken: Sequence[Taken], full: Callable[[Bucket, int], Tensor]
+) -> list[Any]:
+    """The inputs of a graph with taken parameters: `full` makes each from its bucket and slot."""
+    given = list(args)
+    for take in taken:
+        parameter = full(*_slot_of(args, take))
+        if take.slot is None:
+            given[take.position] = parameter
+        else:
+            given.append(parameter)
+    return given
+
+
+def _slot_of(args: Sequence[Any], take: Taken) -> tuple[Bucket, int]:
+    source = args[take.position]
+    return slot_of(source) if take.slot is None else (bucket_of(source), take.slot)
 
 
 def giving(compiled: Callable[..., Any], taken: Sequence[Taken]) -> Callable[..., Any]:
@@ -121,26 +143,29 @@ def giving(compiled: Callable[..., Any], taken: Sequence[Taken]) -> Callable[...
 
     @torch.compiler.disable
     def run(*args: Any) -> Any:
-        note_readings(dict.fromkeys(bucket_of(args[take.position]).key for take in taken))
-        with _open(args, taken) as full, saving_handles() or contextlib.nullcontext():
-            return compiled(*args, *full)
+        buckets = dict.fromkeys(_slot_of(args, take)[0] for take in taken)
+        note_readings(bucket.key for bucket in buckets)
+        with _open(buckets):
+            given = _given(args, taken, _full)
+            with saving_handles() or contextlib.nullcontext():
+                return compiled(*given)
 
     return run
 
 
 @contextlib.contextmanager
-def _open(args: Sequence[Any], taken: Sequence[Taken]) -> Any:
-    buckets = dict.fromkeys(bucket_of(args[take.position]) for take in taken)
+def _open(buckets: Collection[Bucket]) -> Iterator[None]:
     for bucket in buckets:
         bucket.gathered.enter()
     try:
-        full: list[Tensor] = []
-        for take in taken:
-            gathered = bucket_of(args[take.position]).gathered
-            gathered.views()
-            assert gathered.current is not None
-            full.append(gathered.current.local_views[take.slot])
-        yield full
+        yield
     finally:
         for bucket in buckets:
             bucket.gathered.leave()
+
+
+def _full(bucket: Bucket, slot: int) -> Tensor:
+    """A full parameter, of a bucket that is gathered now or before."""
+    bucket.gathered.views()
+    assert bucket.gathered.current is not None
+    return bucket.gathered.current.local_views[slot]

@@ -21,7 +21,7 @@ from shardc.runtime import compat
 from shardc.runtime.layout.spec import intern_spec
 from shardc.runtime.modules.modules import ShardedModule
 from shardc.runtime.unit.bucket import Bucket
-from shardc.runtime.unit.params import SlotRef
+from shardc.runtime.unit.params import Place, SlotRef
 
 
 class _Standin:
@@ -34,6 +34,7 @@ class _Standin:
         code = bucket.key.reading_code()
         self.bucket, self.index, self.key = bucket, index, self
         self.params, self.gathered = (bucket.params[index],), bucket.gathered
+        self.places: dict[int, Place] = {}
         self.segment = torch.empty_like(
             bucket.segment, requires_grad=bucket.segment.requires_grad
         )  # no view: regions take no inputs that share memory
