@@ -135,16 +135,17 @@ def _vit() -> nn.Module:
     return ViTForImageClassification(config)
 
 
-def _mixtral(**kwargs: Any) -> nn.Module:
+def mixtral(experts: int = 3, **kwargs: Any) -> nn.Module:
+    """Experts, of which each token takes two."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    experts = {"num_local_experts": 3, "num_experts_per_tok": 2}
-    return MixtralForCausalLM(MixtralConfig(**_DECODER, **experts, **kwargs))
+    chosen = {"num_local_experts": experts, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(MixtralConfig(**_DECODER, **chosen, **kwargs))
 
 
 def _mixtral_balanced() -> nn.Module:
     """With the load-balancing loss: it reads router logits through hooks, taking a lock first."""
-    return _mixtral(output_router_logits=True)
+    return mixtral(output_router_logits=True)
 
 
 def _whisper() -> nn.Module:
@@ -225,7 +226,7 @@ MODELS: dict[str, Case] = {
     "bert": Case(_bert, _padded),
     "t5": Case(_t5, language, fullgraph=TRACES_DEEPCOPY),
     "vit": Case(_vit, _pictures),
-    "mixtral": Case(_mixtral, language),
+    "mixtral": Case(mixtral, language),
     "mixtral-balanced": Case(_mixtral_balanced, language, fullgraph=False),
     "whisper": Case(_whisper, _sound, fullgraph=TRACES_DEEPCOPY),
     "mamba": Case(_mamba, lambda seed: language(seed, length=3)),

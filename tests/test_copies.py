@@ -348,7 +348,7 @@ def test_another_way_in(mesh, executor):
     with pytest.raises(ValueError, match="Encoder has no method 'decode'"):
         register_fsdp_forward_method(model, "decode")
     register_fsdp_forward_method(plain, "encode")  # not sharded: nothing happens
-    register_fsdp_forward_method(model, "encode")
+    register_fsdp_forward_method(torch.compile(model, backend="eager"), "encode")  # changes model
     encode = model.encode
     if executor:
         encode = torch.compile(encode, backend="shardc", options={"executor": executor})

@@ -1,5 +1,7 @@
 """Wrong uses: each is refused at once, by name, value and way out, and nothing has changed."""
 
+import warnings
+
 import numpy as np
 import pytest
 import safetensors.torch
@@ -169,10 +171,6 @@ ON_PLAIN = {
     "summon": (
         lambda m: shardc.summon_full_params(5), TypeError, ["module must be a Module, got 5"],
     ),
-    "forward method": (
-        lambda m: shardc.register_fsdp_forward_method(m, "nope"), ValueError,
-        ["method_name", "Sequential has no method 'nope'"],
-    ),
     "same values": (
         lambda m: shardc.check_same_values(5), TypeError, ["model must be a Module, got 5"],
     ),
@@ -229,6 +227,21 @@ def test_on_a_plain_model(mesh, case):
 
 def _sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+_BACKEND = ["compiled by a backend that does not gather", "torch.compile() backend='shardc'"]
+
+
+def _with_block_by(backend, model):
+    """Run a model, one block of which another backend compiles; the block is uncompiled after."""
+    model[1].compile(backend=backend)
+    try:
+        with warnings.catch_warnings(record=True, action="always") as told:
+            model(torch.ones(3, 4)).sum().backward()
+    finally:
+        model[1]._compiled_call_impl = None
+        stacks = [each for each in told if "Error detected in" in str(each.message)]
+        assert not stacks, "autograd prints its stacks"
 
 
 _MODULES = "modules must be a list of sharded modules"
@@ -437,6 +450,19 @@ OF_PARAMETERS = {
     ),
     "ShardedModule()": (
         lambda m: shardc.ShardedModule(), TypeError, ["ShardedModule", "fully_shard(module)"],
+    ),
+    "forward method": (
+        lambda m: shardc.register_fsdp_forward_method(m, "nope"), ValueError,
+        ["method_name", "Sequential has no method 'nope'"],
+    ),
+    "Inductor": (lambda m: torch.compile(m)(torch.ones(3, 4)), RuntimeError, _BACKEND),
+    "eager": (
+        lambda m: torch.compile(m, backend="eager")(torch.ones(3, 4)), RuntimeError, _BACKEND,
+    ),
+    "eager block": (lambda m: _with_block_by("eager", m), RuntimeError, _BACKEND),
+    "aot_eager block": (lambda m: _with_block_by("aot_eager", m), RuntimeError, _BACKEND),
+    "Inductor block, no gradients": (
+        torch.no_grad()(lambda m: _with_block_by("inductor", m)), RuntimeError, _BACKEND,
     ),
     "options of compile()": (
         lambda m: m.compile(backend="shardc", options={"fold": "x"}), TypeError,

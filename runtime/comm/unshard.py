@@ -385,10 +385,18 @@ define_op(
 )
 
 
+_BY_ANOTHER_BACKEND = (
+    "a sharded module is compiled by a backend that does not gather parameters, such as 'inductor' "
+    "or 'eager': give module.compile() or torch.compile() backend='shardc', which lowers graphs by "
+    "Inductor too, or leave the module uncompiled. A codebase may have the backend among its "
+    "settings"
+)
+
+
 @torch.library.custom_op("shardc::unshard_slot", mutates_args=())
 def unshard_slot(segment: Tensor, signature: str, slot: int, extras: Sequence[Tensor]) -> Tensor:
     """Mark the read of one parameter of a bucket in a Dynamo graph, for `insert_unshard`."""
-    raise RuntimeError("shardc::unshard_slot is a mark: compile the model with backend='shardc'")
+    raise RuntimeError(_BY_ANOTHER_BACKEND)
 
 
 @unshard_slot.register_fake
@@ -410,7 +418,7 @@ def unshard_place(segment: Tensor, signature: str, like: int, marker: Tensor) ->
 
     Slot `like` of the bucket has the parameter's shape.
     """
-    raise RuntimeError("shardc::unshard_place is a mark: compile the model with backend='shardc'")
+    raise RuntimeError(_BY_ANOTHER_BACKEND)
 
 
 @unshard_place.register_fake
@@ -419,7 +427,9 @@ def _(segment: Tensor, signature: str, like: int, marker: Tensor) -> Tensor:
 
 
 def _no_backward(ctx: compat.FunctionContext, grad: Tensor) -> NoReturn:
-    raise RuntimeError("shardc::unshard_slot is a mark: compile the model with backend='shardc'")
+    # AOT autograd, which asks for this backward, would have autograd print stacks beside the error.
+    torch.autograd.set_detect_anomaly(False)
+    raise RuntimeError(_BY_ANOTHER_BACKEND)
 
 
 unshard_slot.register_autograd(_no_backward)

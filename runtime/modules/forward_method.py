@@ -16,20 +16,22 @@ from shardc.runtime.unit.eager import begin_call, end_call
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make `module.method_name` read full parameters and convert inputs, as `forward` does.
 
-    FSDP2 has a function of this name. A module that is not sharded is left as it is. While the
-    method runs, the module's own buckets are gathered; inner units are gathered when called.
+    FSDP2 has a function of this name. A module that is not sharded is left as it is. Of the
+    result of `torch.compile(module)`, the method of `module` changes. While the method runs, the
+    module's own buckets are gathered; inner units are gathered when called.
 
     Raises:
         ValueError: the module has no such method.
     """
+    module = getattr(module, "_orig_mod", module)  # of torch.compile(module)
+    if not isinstance(module, ShardedModule):
+        return
     function = getattr(type(module), method_name, None)
     if not callable(function):
         raise ValueError(
             f"register_fsdp_forward_method: method_name must be that of a method, and "
             f"{type(module).__name__} has no method '{method_name}'"
         )
-    if not isinstance(module, ShardedModule):
-        return
 
     @functools.wraps(function)
     def method(self: ShardedModule, *args: object, **kwargs: object) -> object:

@@ -394,6 +394,19 @@ class ShardedModule(Controls, ShardedParameters):
     def _get_fsdp_state(self) -> FSDPNames:
         return FSDPNames(self)
 
+    @property
+    @compat.inline_only
+    def _is_fsdp_managed_module(self) -> bool:
+        # transformers generates in step where FSDP2 set it. Dynamo itself must not see it: it would
+        # break the graph, or leave out guards. In traced code, it is true.
+        if torch.compiler.is_dynamo_compiling():
+            return True
+        return getattr(compat.TRACING, "tracing_context", None) is None
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, value: object) -> None:
+        """Ignore a write, by which code around FSDP2 marks a model that it has sharded."""
+
     def apply(self, fn: Callable[[nn.Module], None]) -> "ShardedModule":
         """Apply `fn` as `nn.Module.apply` does; `fn` sees the full parameters of a unit at a time.
 

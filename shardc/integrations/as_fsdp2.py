@@ -74,6 +74,8 @@ def _ours(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(theirs)  # with the attributes of `fully_shard`, too
     def call(*args: Any, **kwargs: Any) -> Any:
+        if "transformers.core_model_loading" in sys.modules:  # it may shard a model to fill it
+            import_module("shardc.integrations.sharded_at_load").let_transformers_load()
         return getattr(import_module("shardc"), theirs.__name__)(*args, **kwargs)
 
     setattr(call, VARIABLE, True)

@@ -105,21 +105,6 @@ class ShardcTrainerMixin(_Base):
         made, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
         return (_given_whole(made) if args.optim in _WHOLE else made), kwargs
 
-    def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Predict as Trainer does. Ranks generate in step, because each token gathers the model.
-
-        transformers reads a flag of the model for that. Dynamo reads the flag, too, and would break
-        the graph at every module, so the model has the flag here only.
-        """
-        generates = getattr(self.args, "predict_with_generate", False)
-        if not generates:
-            return super().prediction_step(model, *args, **kwargs)
-        self.model._is_fsdp_managed_module = True
-        try:
-            return super().prediction_step(model, *args, **kwargs)
-        finally:
-            del self.model._is_fsdp_managed_module
-
     # -- saving ------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

@@ -52,9 +52,11 @@ class Client:
 CLIENTS = {
     "accelerate, fsdp_version=2": Client("accelerate_loop.py", "accelerate"),
     "transformers, Trainer": Client("trainer_loop.py", "transformers", compiles=True),
-    "transformers, DistributedConfig": Client("transformers_sharded_at_load.py", "transformers"),
+    "transformers, DistributedConfig": Client(
+        "transformers_sharded_at_load.py", "transformers", compiles=True
+    ),
     "TRL, SFTTrainer": Client("trl_sft.py", "trl", compiles=True),
-    "TRL, GRPOTrainer": Client("trl_grpo.py", "trl"),
+    "TRL, GRPOTrainer": Client("trl_grpo.py", "trl", compiles=True),
     "PEFT, LoRA by accelerate": Client("peft_loop.py", "peft", compiles=True),
     "Lightning, Trainer": Client("lightning_trainer.py", "lightning", compiles=True),
     "Lightning, Fabric": Client("lightning_fabric.py", "lightning", compiles=True),

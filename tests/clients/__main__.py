@@ -3,6 +3,8 @@
 PYTHONPATH=tests python -m clients            # prints it, minutes; needs the extra `test`
 PYTHONPATH=tests python -m clients --write    # puts it into the page
 PYTHONPATH=tests python -m clients TEXT ...   # the clients whose names contain a text
+
+With `--write` and texts, the other rows of the page stay.
 """
 
 import sys
@@ -37,11 +39,15 @@ def row(name: str, client: Client) -> dict[str, str]:
 
 
 def main(asked: list[str]) -> None:
-    texts = [each for each in asked if each != "--write"]
+    writes, texts = "--write" in asked, [each for each in asked if each != "--write"]
     chosen = {n: c for n, c in CLIENTS.items() if not texts or any(t in n for t in texts)}
-    rows = [row(name, client) for name, client in tqdm(chosen.items(), unit="client")]
-    table = tabulate(rows, headers="keys", tablefmt="github", missingval="-", disable_numparse=True)
-    if "--write" not in asked:
+    rows = kept() if writes else {}
+    rows |= {name: row(name, client) for name, client in tqdm(chosen.items(), unit="client")}
+    table = tabulate(
+        [rows[name] for name in CLIENTS if name in rows],
+        headers="keys", tablefmt="github", missingval="-", disable_numparse=True,
+    )  # fmt: skip
+    if not writes:
         print(table)
         return
     before, rest = PAGE.read_text().split(BEGIN)

@@ -1,12 +1,11 @@
 """transformers' models sharded as they are loaded (`DistributedConfig`), in a loop of one's own.
 
-Models are loaded from distributed checkpoints. From other files, transformers cuts rows itself.
+The model starts from files of `save_pretrained`, and resumes from a distributed checkpoint.
 """
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from common import FOLDER, HALF, STEPS, llama, report, rows, whole
+from common import FOLDER, HALF, STEPS, WAYS, llama, report, rows, whole
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
@@ -23,6 +22,8 @@ def train(name: str, resumed: bool) -> nn.Module:
     """The trained model, loaded from a folder."""
     sharding = DistributedConfig(fsdp_size=dist.get_world_size())
     model = AutoModelForCausalLM.from_pretrained(FOLDER / name, distributed_config=sharding)
+    if "compiled" in WAYS:
+        model.compile(backend="shardc", options={"executor": "eager"}, fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if resumed:
         load_optimizer_distributed(model, optimizer, str(FOLDER / "half_optimizer"))
@@ -45,9 +46,7 @@ def train(name: str, resumed: bool) -> nn.Module:
 dist.init_process_group("gloo")
 start = llama()
 if dist.get_rank() == 0:
-    start.config.save_pretrained(FOLDER / "start")
-writer = dcp.HuggingFaceStorageWriter(str(FOLDER / "start"), save_distributed=True)
-dcp.save(start.state_dict(), storage_writer=writer)
+    start.save_pretrained(FOLDER / "start")
 dist.barrier()
 trained = train("start", resumed=False)
 values = whole(trained)

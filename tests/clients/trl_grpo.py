@@ -1,8 +1,12 @@
-"""TRL's GRPOTrainer, which shards by accelerate and generates with the sharded model."""
+"""TRL's GRPOTrainer, which shards by accelerate and generates with the sharded model.
+
+It trains in float32, as the script of SFTTrainer does. Blocks are compiled, because each length of
+a generated text would be a graph of the whole model.
+"""
 
 import torch
 from accelerate import PartialState
-from common import FOLDER, llama
+from common import FOLDER, WAYS, llama
 from datasets import Dataset
 from trainers import BY_ACCELERATE, SETTINGS, declare_accelerators, tokenizer, train_and_report
 from trl import GRPOConfig, GRPOTrainer
@@ -16,12 +20,16 @@ def reward(completions: list[str], **kwargs: object) -> list[float]:
 def trainer(name: str) -> GRPOTrainer:
     """A Trainer that loads its model, and the reference for `beta`, from a folder."""
     args = GRPOConfig(
-        str(FOLDER / name), num_generations=4, max_completion_length=5, beta=0.1, **SETTINGS,
-        **BY_ACCELERATE,
+        str(FOLDER / name), num_generations=4, max_completion_length=5, beta=0.1, bf16=False,
+        **SETTINGS, **BY_ACCELERATE,
     )  # fmt: skip
     data = Dataset.from_list([{"prompt": text} for text in ["a b c", "d e f", "g h", "i j"] * 4])
     path, words = str(FOLDER / "start"), tokenizer()
-    return GRPOTrainer(path, reward, args, train_dataset=data, processing_class=words)
+    made = GRPOTrainer(path, reward, args, train_dataset=data, processing_class=words)
+    if "compiled" in WAYS:
+        for block in made.model.model.layers:
+            block.compile(backend="shardc", options={"executor": "eager"})
+    return made
 
 
 declare_accelerators()
