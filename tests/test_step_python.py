@@ -169,6 +169,47 @@ class ReadsFurtherDown(Trainer):
             self.settings.more["scale"] = 3.0
 
 
+class OfSlots:
+    __slots__ = ("weight",)
+
+
+class ReadsOfClasses(Trainer):
+    """The step reads an attribute of the class, one in a slot, and a number in a list."""
+
+    weight = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.slots, self.weights = OfSlots(), [1.0]
+        self.slots.weight = 1.0
+
+    def step(self, x, y):
+        loss = self.loss(self.model(x), y) * self.weight * self.slots.weight
+        self.runs.append(1)
+        return self.update(loss * self.weights[0])
+
+    def before(self, number):
+        ReadsOfClasses.weight = 2.0 if number > 1 else 1.0
+        if number == 4:
+            self.slots.weight = 2.0
+        if number == 6:
+            self.weights[0] = 2.0
+
+
+class OtherDtype(Trainer):
+    """The step makes a tensor of the default dtype."""
+
+    def step(self, x, y):
+        self.runs.append(1)
+        return self.update(self.loss(self.model(x + torch.zeros(8).to(x.dtype)), y))
+
+    def before(self, number):
+        torch.set_default_dtype(torch.float64 if number in (4, 5, 6) else torch.float32)
+
+    def arguments(self, number):
+        return [each.float() for each in _batch(number)]
+
+
 class EqualArguments(Trainer):
     """Two arguments are one tensor at first."""
 
@@ -229,7 +270,8 @@ class GivesObjects(Trainer):
 FOLLOWED = {
     LoadsState: 2, LoadsFusedState: 2, ClearsState: 4, NewOptimizer: 4, NewModel: 4, NewLoss: 4,
     NewActivation: 4, NewHook: 4, NewHookOnParameter: 4, OtherDropout: 4, TeacherInEval: 4,
-    ReadsFurtherDown: 8, EqualArguments: 4, RAdam: 4, Fails: 2, FailsAtOnce: 3,
+    ReadsFurtherDown: 8, ReadsOfClasses: 8,
+    OtherDtype: 5, EqualArguments: 4, RAdam: 4, Fails: 2, FailsAtOnce: 3,
     ReturnsParameters: 2, GivesObjects: CALLS,
 }  # fmt: skip
 """The number of calls in which the Python of the step runs."""

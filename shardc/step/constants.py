@@ -12,7 +12,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import numpy
@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_leaves
 CONSTANTS = (bool, int, float, str, type(None))
 DEPTH = 3
 """The most steps from a name to a value: `self.settings.loss.weight` has three."""
+MOST_NUMBERS = 64
+"""The most numbers in a list that is compared in each call."""
 
 
 class Same:
@@ -89,12 +91,18 @@ class Known:
                     found[f"{name} of {function.__name__}"] = value
         return found
 
-    def constants(self) -> dict[str, object]:
+    def constants(self, lists: bool = False) -> dict[str, object]:
         """The values that shape the graph, as they are now: numbers, texts, flags, functions,
-        modules and optimizers."""
+        modules and optimizers.
+
+        Args:
+            lists: whether numbers in lists count, which may be notes of the user.
+        """
         found: dict[str, object] = {}
         for name, value in self.names().items():
             self._read(found, name, value, 0)
+        if not lists:
+            found = {k: v for k, v in found.items() if not isinstance(v, _Numbers)}
         return found
 
     def _read(self, found: dict[str, object], name: str, value: Any, depth: int) -> None:
@@ -105,6 +113,8 @@ class Known:
                 found[name] = Same(value)
             elif isinstance(value, (list, tuple)) and value and _shapes_graphs(value[0]):
                 found[name] = [*map(Same, value)]
+            elif isinstance(value, (list, tuple)) and _is_short(value):
+                found[name] = _Numbers(value)
             if depth < DEPTH and not isinstance(value, Optimizer):  # settings are facts anyway
                 for key, own in self._parts_read(value):
                     self._read(found, f"{name}{key}", own, depth + 1)
@@ -113,7 +123,11 @@ class Known:
         if isinstance(value, dict):
             yield from ((f"[{key!r}]", value[key]) for key in self._keys & value.keys())
         for own in _dictionaries_of(value):
-            yield from ((f".{key}", own[key]) for key in self._attributes & own.keys())
+            for key in self._attributes & own.keys():
+                part = own[key]
+                if isinstance(part, MemberDescriptorType):  # of __slots__
+                    part = getattr(value, key, None)
+                yield f".{key}", part
 
     def effects(self) -> dict[str, object]:
         """The numbers, texts, flags and tensors in objects, which the step may change."""
@@ -185,12 +199,22 @@ def _outside(function: FunctionType, named: _Named) -> Iterator[tuple[str, Any]]
             continue
 
 
+class _Numbers(tuple[object, ...]):
+    """The numbers, texts and flags in a list."""
+
+
+def _is_short(value: list[object] | tuple[object, ...]) -> bool:
+    return len(value) <= MOST_NUMBERS and all(type(each) in CONSTANTS for each in value)
+
+
 def _shapes_graphs(value: object) -> bool:
     return callable(value) or isinstance(value, (Optimizer, torch.amp.GradScaler))
 
 
 def _dictionaries_of(value: object) -> Iterable[Mapping[str, Any]]:
-    """The attributes of an object, and the inner modules of a module."""
+    """The attributes of an object and of its classes, and the inner modules of a module."""
+    kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
+    yield from (vars(kind) for kind in reversed(kinds[:-1]))
     if hasattr(value, "__dict__"):
         yield vars(value)
     if isinstance(value, nn.Module):

@@ -41,7 +41,8 @@ class Facts:
             ],
             "hooks of parameters": [compat.all_hooks(param) for param in self._params],
             "settings of autocast": list(_autocast(self._devices)),
-            **self._known.constants(),
+            "torch.get_default_dtype()": torch.get_default_dtype(),
+            **self._known.constants(lists=True),
         }
 
     def changed(self) -> list[str]:
