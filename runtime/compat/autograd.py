@@ -40,6 +40,13 @@ def post_accumulate_hooks(param: Tensor) -> Iterable[Callable[[Tensor], None]]:
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
+def all_hooks(param: Tensor) -> list[Callable[..., object]]:
+    """The hooks of a parameter, of both kinds."""
+    if not param._backward_hooks and not getattr(param, "_post_accumulate_grad_hooks", None):
+        return []
+    return [*grad_hooks(param), *post_accumulate_hooks(param)]
+
+
 def leave_gradient_dtype(param: Tensor) -> None:
     """Let `param.grad` have another dtype than `param`."""
     param.grad_dtype = None

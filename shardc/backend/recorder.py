@@ -36,6 +36,10 @@ from shardc.runtime.watch.entering import BoxedGraph, InGroup
 from shardc.runtime.watch.progress import label_of, progress, set_label
 
 aten = torch.ops.aten
+READS_A_VALUE = (
+    "it reads a value on the host, as `.item()` and `if tensor:` do. Return the value, and "
+    "read it outside of the step; give an optimizer that reads values fused=True"
+)
 GIVEN, HELD, NUMBER = "given", "held", "number"
 """The sources of inputs: an argument of the step, a tensor that somebody holds, a number of an
 update."""
@@ -82,6 +86,7 @@ class Update:
         scaling: the attributes that a `GradScaler` sets on a fused optimizer, without memory.
         ops: its ops, in order.
         is_call: whether the graph calls `optimizer.step()`, and has none of the ops.
+        settings: its settings when the step called it.
     """
 
     optimizer: Optimizer
@@ -89,6 +94,22 @@ class Update:
     scaling: dict[str, object] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
     is_call: bool = False
+    settings: list[dict[str, object]] = field(default_factory=list)
+
+    def check_settings(self) -> None:
+        """Refuse a step that changes settings after the update, as a scheduler does.
+
+        Raises:
+            NotRecorded: it does.
+        """
+        now = settings_of(self.optimizer)
+        for before, after in zip(self.settings, now, strict=False):
+            names = [name for name, value in after.items() if before.get(name) != value]
+            if names:
+                raise NotRecorded(
+                    f"it changes {', '.join(names)} of an optimizer, and its Python would not run "
+                    "again: call schedulers outside of it"
+                )
 
     def has_count(self, value: Tensor) -> bool:
         """Whether a tensor is a step count: a number on the host, in the optimizer's state."""
@@ -98,6 +119,18 @@ class Update:
             for state in self.optimizer.state.values()
             for own in state.values()
         )
+
+
+def settings_of(optimizer: Optimizer) -> list[dict[str, object]]:
+    """The settings of each parameter group that are no tensors."""
+    return [
+        {
+            name: tuple(value) if isinstance(value, (list, tuple)) else value
+            for name, value in group.items()
+            if name != "params" and not any(isinstance(x, Tensor) for x in tree_leaves(value))
+        }
+        for group in optimizer.param_groups
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,11 +266,11 @@ class Recorder(compat.OpMode):
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         leaves, structure = tree_flatten((args, kwargs))
         numbers = [place for place, leaf in enumerate(leaves) if self._is_number(leaf)]
-        if func is aten._local_scalar_dense.default and self._update is not None:
-            self._take_call()
+        if func is aten._local_scalar_dense.default:
+            self.note_read()
             return func(*args, **kwargs)
         try:
-            _check(func, args)
+            _check(func, args, leaves)
             if is_random:
                 self._random.check()
             written = [
@@ -248,6 +281,9 @@ class Recorder(compat.OpMode):
             self.reason = str(error)
             return func(*args, **kwargs)
         results = func(*args, **kwargs)
+        if isinstance(results, bool) and any(isinstance(leaf, Tensor) for leaf in leaves):
+            self.note_read()
+            return results
         if is_random:
             self._random.note()
         node = self.graph.call_function(func, *tree_unflatten(written, structure))
@@ -259,6 +295,13 @@ class Recorder(compat.OpMode):
             shown = tree_map(lambda result: _shown(result, leaves), results)
             self._update.ops.append(Op(func, node, constants, tuple(numbers), shown))
         return results
+
+    def note_read(self) -> None:
+        """Note that the host reads a value: an update becomes a call, another step is refused."""
+        if self._update is not None:
+            self._take_call()
+        elif not (self._paused or self.reason):
+            self.reason = READS_A_VALUE
 
     def _argument(self, value: object) -> object:
         return self.node_of(value) if isinstance(value, Tensor) else value
@@ -301,7 +344,7 @@ class Recorder(compat.OpMode):
             self._inner += 1
             self._take_call()
             return
-        self._update = update = Update(optimizer)
+        self._update = update = Update(optimizer, settings=settings_of(optimizer))
         self.updates.append(update)
         with self._quietly():
             for group in optimizer.param_groups:
@@ -487,11 +530,17 @@ class _RandomNumbers:
             )
 
 
-def _check(func: compat.Op, args: compat.Args) -> None:
-    if func is aten._local_scalar_dense.default:
+def _check(func: compat.Op, args: compat.Args, leaves: Sequence[object]) -> None:
+    if any(isinstance(leaf, torch.Generator) for leaf in leaves):
         raise NotRecorded(
-            "it reads a value on the host, as `.item()` and `if tensor:` do. Return the value, and "
-            "read it outside of the step; give an optimizer that reads values fused=True"
+            f"{func} draws from a torch.Generator, whose state no graph has: draw outside of the "
+            "step, and give the tensor as an argument"
+        )
+    others = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
+    if others:
+        raise NotRecorded(
+            f"it calls {func} with an object of torch.distributed: communicate outside of the "
+            "step, or by torch.distributed._functional_collectives"
         )
     if torch.Tag.dynamic_output_shape in func.tags:
         by_number = func is aten.index.Tensor and not any(

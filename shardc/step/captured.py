@@ -7,7 +7,6 @@ tensor of its first calls for ever.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 from shardc.backend.recorder import NotRecorded, Recorder
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.unit.bucket import Bucket
-from shardc.step.constants import names_known_to
+from shardc.step.constants import Known
 
 LEAVES_GRADIENTS = "it leaves gradients: end it with zero_grad(), which sets them to None"
 
@@ -27,14 +26,41 @@ Held = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that is an entry of a dictionary: a buffer, or a state of an optimizer."""
+    """A tensor that is an entry of a dictionary, as a buffer is."""
 
     where: dict[Any, Any]
     key: object
 
     def __call__(self) -> Tensor:
-        value: Tensor = self.where[self.key]
-        return value._local if isinstance(value, ShardTensor) else value
+        return _local(self.where[self.key])
+
+
+@dataclass(frozen=True)
+class State:
+    """A tensor of an optimizer; `load_state_dict` replaces the dictionaries in which it lies."""
+
+    optimizer: Optimizer
+    param: Tensor
+    key: object
+
+    def __call__(self) -> Tensor:
+        return _local(self.optimizer.state[self.param][self.key])
+
+
+@dataclass(frozen=True)
+class GroupSetting:
+    """A setting of a parameter group that is a tensor: `lr`."""
+
+    optimizer: Optimizer
+    group: int
+    key: str
+
+    def __call__(self) -> Tensor:
+        return _local(self.optimizer.param_groups[self.group][self.key])
+
+
+def _local(value: Tensor) -> Tensor:
+    return value._local if isinstance(value, ShardTensor) else value
 
 
 def buckets_of(optimizers: list[Optimizer]) -> dict[Bucket, None]:
@@ -60,7 +86,7 @@ def modules_of(optimizers: list[Optimizer]) -> list[nn.Module]:
     return list(dict.fromkeys(module for root in roots for module in root.modules()))
 
 
-def find_holders(step: Callable[..., object], recorder: Recorder) -> list[Held]:
+def find_holders(known: Known, recorder: Recorder) -> list[Held]:
     """The holder of each captured tensor, in order; the graph reads the holder's tensor.
 
     Raises:
@@ -69,12 +95,12 @@ def find_holders(step: Callable[..., object], recorder: Recorder) -> list[Held]:
     optimizers = [update.optimizer for update in recorder.updates]
     in_graph = [update.optimizer for update in recorder.updates if not update.is_call]
     holders: dict[int, tuple[Held, Tensor]] = {}
-    for held in _holders(step, optimizers, in_graph):
+    for held in _holders(known, optimizers, in_graph):
         value = held()
         if isinstance(held, Entry) and value.is_leaf and value.grad is not None:
             raise NotRecorded(LEAVES_GRADIENTS)
         if recorder.made(value):
-            name = f" {held.key!r}" if isinstance(held, Entry) else ""
+            name = f" {held.key!r}" if isinstance(held, (Entry, State, GroupSetting)) else ""
             raise NotRecorded(
                 f"it replaces the tensor{name} of a module or optimizer: write to it in place "
                 "(copy_)"
@@ -82,21 +108,21 @@ def find_holders(step: Callable[..., object], recorder: Recorder) -> list[Held]:
         holders.setdefault(value.untyped_storage()._cdata, (held, value))
     found = []
     for node, value in recorder.captured.items():
-        known = holders.get(value.untyped_storage()._cdata)
-        if known is None:
+        holder = holders.get(value.untyped_storage()._cdata)
+        if holder is None:
             raise NotRecorded(
                 f"it reads a tensor of shape {tuple(value.shape)} and {value.dtype} that is no "
                 "argument, parameter or buffer, and no state of an optimizer: "
                 "give it as an argument"
             )
-        held, whole = known
+        held, whole = holder
         recorder.read_as(node, value, whole)
         found.append(held)
     return found
 
 
 def _holders(
-    step: Callable[..., object], optimizers: list[Optimizer], in_graph: list[Optimizer]
+    known: Known, optimizers: list[Optimizer], in_graph: list[Optimizer]
 ) -> Iterator[Held]:
     """Who holds tensors; the state only of optimizers whose updates are in the graph."""
     for bucket in buckets_of(optimizers):
@@ -104,41 +130,26 @@ def _holders(
         waiting = bucket.gradients.waiting
         if waiting.sink is not None:
             yield lambda waiting=waiting: waiting.sink  # type: ignore[misc]
-    known = list(_objects(step))
-    modules = [each for each in known if isinstance(each, nn.Module)]
+    objects = list(known.objects())
+    modules = [each for each in objects if isinstance(each, nn.Module)]
     for module in dict.fromkeys([*modules_of(optimizers), *modules]):
         for inner in module.modules():
             yield from _entries(inner._buffers)
             plain = {k: v for k, v in inner._parameters.items() if not hasattr(v, "_slot")}
             yield from (Entry(inner._parameters, key) for key, v in plain.items() if v is not None)
     for optimizer in in_graph:
-        for state in optimizer.state.values():
-            yield from _entries(state)
-        for group in optimizer.param_groups:
-            yield from _entries(group)
-    for each in known:
+        for param, state in optimizer.state.items():
+            yield from (State(optimizer, param, entry.key) for entry in _entries(state))
+        for number, group in enumerate(optimizer.param_groups):
+            names = (str(entry.key) for entry in _entries(group))
+            yield from (GroupSetting(optimizer, number, name) for name in names)
+    for each in objects:
         if isinstance(each, torch.amp.GradScaler):
             yield from _entries(vars(each))
 
 
 def _entries(where: dict[Any, Any]) -> Iterator[Entry]:
     return (Entry(where, key) for key, value in where.items() if isinstance(value, Tensor))
-
-
-def _objects(step: Callable[..., object]) -> Iterator[object]:
-    """The objects that a function knows by name, their attributes, and elements of containers."""
-    for each in names_known_to(step).values():
-        yield each
-        yield from _parts(each)
-
-
-def _parts(value: object) -> Iterator[object]:
-    if isinstance(value, dict):
-        yield from value.values()
-    elif isinstance(value, (list, tuple, set)):
-        yield from value
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType, nn.Module)):
-        yield from vars(value).values()
 
 
 def kind_of(value: Tensor) -> tuple[object, ...]:

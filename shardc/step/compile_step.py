@@ -5,11 +5,13 @@ call is recorded (`backend/recorder.py`). From the third call on the graph runs,
 the step does not run. A step that no graph can have runs as usual; a warning names the reason.
 """
 
+import enum
 import functools
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from types import MethodType
+from typing import Any, Generic, ParamSpec, TypeGuard, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -33,13 +35,15 @@ from shardc.passes.runner import run_passes
 from shardc.runtime import compat
 from shardc.runtime.checks.telling import warn_once
 from shardc.runtime.checks.words import plural
+from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.watch.entering import BoxedGraph
 from shardc.step.captured import LEAVES_GRADIENTS, Held, buckets_of, find_holders, kind_of
-from shardc.step.constants import constants_of
+from shardc.step.constants import CONSTANTS, Known, Same
 from shardc.step.cuda_graph import Replayed, check_capturable
 from shardc.step.facts import Facts, params_of
-from shardc.step.rerun import Numbers
+from shardc.step.rerun import Numbers, OtherOps
+from shardc.step.unseen import check_effects, effects_of, seeing_reads
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -65,7 +69,8 @@ def compile_step(step: Callable[..., Any] | None = None, *, mode: str | None = N
 
     The graph is recorded in the second call with arguments of the same shapes, and runs from the
     third one on. Python values of the step are constants of the graph, as in CUDA graphs; a change
-    of one that the step reads by name has the step recorded again. The settings of optimizers
+    of one that the step reads by name has the step recorded again. A step whose Python changes
+    objects (`losses.append(loss)`, `scheduler.step()`) runs as usual. The settings of optimizers
     (`lr`, `betas`) and their step counts are read anew in each call, and `optimizer.step()` runs
     again without computing, with its hooks. An optimizer that reads values on the host, or calls
     other optimizers, is one call in the graph.
@@ -132,20 +137,33 @@ class _Graph:
 
     def changed(self) -> list[str]:
         """The names of facts that shaped the graph and have changed since."""
-        before, self.held = self.held, [hold() for hold in self.holders]
+        before = self.held
+        try:
+            self.held = [hold() for hold in self.holders]
+        except (KeyError, IndexError, AttributeError):
+            return ["a parameter, buffer or state that is gone"]
         same = all(map(operator.is_, before, self.held)) and all(map(_is_like, before, self.like))
         if not same and [kind_of(each) for each in self.held] != self.like:
             return ["the shape, dtype or layout of a parameter, buffer or state"]
         return self.facts.changed()
 
     def __call__(self, given: list[Tensor]) -> Any:
-        """Run the graph, and give the step's result."""
-        numbers = [number for each in self.numbers for number in each()]
-        with torch.no_grad(), compat.below_autograd():
-            results = iter(self._results(given, numbers))
+        """Run the graph, and give the step's result.
+
+        Raises:
+            OtherOps: an optimizer runs other ops than when it was recorded; nothing has changed.
+        """
+        try:
+            numbers = [number for each in self.numbers for number in each()]
+            with torch.no_grad(), compat.below_autograd():
+                results = iter(self._results(given, numbers))
+        except BaseException:  # the update has not run: OOM in the forward, an interrupt
+            for each in reversed(self.numbers):
+                each.take_back()
+            raise
         for bucket in self.buckets:
             torch.autograd.graph.increment_version(bucket.segment)
-        leaves = [next(results) if leaf is _MADE else leaf for leaf in self.constants]
+        leaves = [next(results) if leaf is _MADE else _detached(leaf) for leaf in self.constants]
         return tree_unflatten(leaves, self.structure)
 
     def _results(self, given: list[Tensor], numbers: list[object]) -> Iterable[Any]:
@@ -203,6 +221,7 @@ class CompiledStep(Generic[_P, _R]):
         self.step, self.mode = step, mode
         self._kinds: dict[object, _Kind] = {}
         self._others = _Kind()
+        self._as_method = ""
         self._name = getattr(step, "__qualname__", type(step).__qualname__)
 
     @property
@@ -222,17 +241,40 @@ class CompiledStep(Generic[_P, _R]):
         kinds = [*self._kinds.values(), self._others]
         return [kind.reason for kind in kinds if kind.reason]
 
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._as_method = name
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        """The step of one object, where the step is a method: each object has graphs of its own."""
+        if owner is None:
+            return self
+        bound = CompiledStep(MethodType(self.step, owner), self.mode)
+        return vars(owner).setdefault(self._as_method or self.step.__name__, bound)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no graphs: they read the tensors of the original."""
+        return {**vars(self), "_kinds": {}, "_others": _Kind()}
+
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if recorders:  # a part of a step that is recorded
+            return self.step(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))
         kind = self._kind(_kind_of(leaves, structure))
         kind.calls += 1
         if kind.graph is not None:
             changed = kind.graph.changed()
             if not changed:
-                return kind.graph([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+                try:
+                    return kind.graph([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+                except OtherOps as error:
+                    changed = [str(error)]
             self._forget(kind, changed)
         if kind.calls == 2 and not kind.reason:
-            return self._record(kind, leaves, args, kwargs)
+            try:
+                return self._record(kind, leaves, args, kwargs)
+            except BaseException:
+                kind.calls = 1  # a later call is recorded
+                raise
         with compat.static_shapes():
             return _detached(self.step(*args, **kwargs))
 
@@ -241,7 +283,8 @@ class CompiledStep(Generic[_P, _R]):
             self._refuse(
                 self._others,
                 f"its arguments were of more than {plural(MOST_KINDS, 'kind')} (shapes, and values "
-                "that are no tensors): give values that change as tensors, and pad the tensors",
+                "that are no tensors): give values that change as tensors, in tuples, lists and "
+                "dicts, and pad the tensors",
             )
         full = len(self._kinds) >= MOST_KINDS
         return self._kinds.get(key, self._others) if full else self._kinds.setdefault(key, _Kind())
@@ -262,21 +305,22 @@ class CompiledStep(Generic[_P, _R]):
         )
 
     def _record(self, kind: _Kind, leaves: list[Any], args: Any, kwargs: Any) -> _R:
-        recorder, before = Recorder(), constants_of(self.step)
+        recorder, known = Recorder(), Known(self.step, args, kwargs)
+        before = effects_of(known)
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for tensor in given:
             recorder.add_input(GIVEN, tensor)
         if any(tensor.requires_grad for tensor in given):
             recorder.reason = "an argument requires a gradient, which the graph would not leave"
-        with compat.static_shapes(), recorder, recorder.seeing_updates():
+        with compat.static_shapes(), recorder, recorder.seeing_updates(), seeing_reads(recorder):
             recorders.append(recorder)
             try:
                 result = self.step(*args, **kwargs)
             finally:
                 recorders.pop()
         try:
-            _check_constants(before, constants_of(self.step))
-            kind.graph = _finish(self.step, recorder, result)
+            check_effects(before, known)
+            kind.graph = _finish(known, recorder, result)
             if self.mode is not None:
                 kind.graph.capture(given)
         except NotRecorded as error:
@@ -287,19 +331,10 @@ class CompiledStep(Generic[_P, _R]):
         return _detached(result)
 
 
-def _check_constants(before: dict[str, object], after: dict[str, object]) -> None:
-    changed = [name for name, value in before.items() if after.get(name) != value]
-    if changed:
-        raise NotRecorded(
-            f"it changes {', '.join(changed)}, and its Python would not run again: "
-            "do so outside of it"
-        )
-
-
 _MADE = object()
 
 
-def _finish(step: Callable[..., object], recorder: Recorder, result: object) -> _Graph:
+def _finish(known: Known, recorder: Recorder, result: object) -> _Graph:
     """The graph of a recorded step.
 
     Raises:
@@ -321,15 +356,18 @@ def _finish(step: Callable[..., object], recorder: Recorder, result: object) -> 
     for param in params_of(buckets, recorder.updates):
         if param.grad is not None:
             raise NotRecorded(LEAVES_GRADIENTS)
+    for update in recorder.updates:
+        update.check_settings()
     numbers = [
         Numbers(update, recorder.groups_of(update.optimizer))
         for update in recorder.updates
         if not update.is_call
     ]
-    holders = find_holders(step, recorder)
+    holders = find_holders(known, recorder)
     held = [hold() for hold in holders]
     leaves, structure = tree_flatten(result)
-    is_made = [isinstance(leaf, Tensor) and recorder.knows(leaf) for leaf in leaves]
+    _check_results(leaves, known)
+    is_made = [_is_plain(leaf) and recorder.knows(leaf) for leaf in leaves]
     made = [recorder.node_of(leaf) for leaf, made in zip(leaves, is_made, strict=True) if made]
     recorder.graph.output(tuple(made))
     for node in reversed(recorder.graph.nodes):
@@ -349,8 +387,28 @@ def _finish(step: Callable[..., object], recorder: Recorder, result: object) -> 
         buckets,
         [_MADE if made else leaf for leaf, made in zip(leaves, is_made, strict=True)],
         structure,
-        Facts(step, buckets, recorder.updates),
+        Facts(known, buckets, recorder.updates),
     )
+
+
+def _check_results(leaves: list[object], known: Known) -> None:
+    """Refuse results that would stay as they are: the graph gives tensors alone."""
+    for leaf in leaves:
+        kinds = (Tensor, *CONSTANTS, *_CONSTANT_RESULTS)
+        is_computed = isinstance(leaf, ShardTensor) and not hasattr(leaf, "_slot")
+        is_known = isinstance(leaf, kinds) or any(leaf is each for each in known.objects())
+        if is_computed or not is_known:
+            raise NotRecorded(
+                f"its result holds an object of type {type(leaf).__name__}, which would stay as it "
+                "is: return plain tensors, in tuples, lists and dicts"
+            )
+
+
+def _is_plain(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and not isinstance(value, ShardTensor)
+
+
+_CONSTANT_RESULTS = (complex, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
 
 
 def _groups_in(module: GraphModule) -> list[str]:
@@ -367,8 +425,21 @@ def _groups_called(module: GraphModule) -> list[str]:
 
 def _kind_of(leaves: list[Any], structure: TreeSpec) -> object:
     """The kind of arguments for which a graph serves."""
-    kinds = [kind_of(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves]
-    return structure, tuple(kinds), torch.is_grad_enabled()
+    kinds = [kind_of(leaf) if isinstance(leaf, Tensor) else _value_of(leaf) for leaf in leaves]
+    return structure, tuple(kinds), _equal_tensors(leaves), torch.is_grad_enabled()
+
+
+def _value_of(leaf: object) -> object:
+    """An argument that is no tensor, by its value; an object that has none is itself alone."""
+    by_value = type(leaf).__hash__ not in (None, object.__hash__)
+    return type(leaf), leaf if by_value else Same(leaf)
+
+
+def _equal_tensors(leaves: list[Any]) -> object:
+    """The places of arguments over the same memory: the graph reads the first of them for all."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    places = [(compat.storage_id(each), each.storage_offset()) for each in tensors]
+    return None if len(set(places)) == len(places) else tuple(map(places.index, places))
 
 
 def _detached(result: Any) -> Any:

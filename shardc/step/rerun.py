@@ -29,11 +29,13 @@ class Rerun(compat.OpMode):
 
     Attributes:
         numbers: the arguments of the ops that the host computed, in order.
+        before: the step counts that ops have written to, each with a copy from before.
     """
 
     def __init__(self, update: Update) -> None:
         super().__init__()
         self.numbers: list[object] = []
+        self.before: list[tuple[Tensor, Tensor]] = []
         self._ops: Iterator[Op] = iter(update.ops)
         self._update = update
 
@@ -44,6 +46,7 @@ class Rerun(compat.OpMode):
             name, was = type(self._update.optimizer).__name__, "nothing" if op is None else op.func
             raise OtherOps(f"{name} ran {was} when the step was recorded, and now runs {func}")
         if op.node is None:
+            self._keep(func, args)
             return func(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
         others = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, float))]
@@ -52,6 +55,16 @@ class Rerun(compat.OpMode):
         self.numbers += [leaves[place] for place in op.numbers]
         return tree_map(lambda each: leaves[each.place] if isinstance(each, Given) else each,
                         op.results)  # fmt: skip
+
+    def _keep(self, func: compat.Op, args: compat.Args) -> None:
+        if func._schema.is_mutable:
+            counts = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)]
+            self.before += ((count, count.clone()) for count in counts)
+
+    def take_back(self) -> None:
+        """Give the step counts the values that they had."""
+        for count, before in reversed(self.before):
+            count.copy_(before)
 
     def is_over(self) -> bool:
         """Whether all ops of the update ran."""
@@ -66,6 +79,7 @@ class Numbers:
         self._update = update
         self._settings = settings_of(update, groups)
         self._is_checked = False
+        self._rerun: Rerun | None = None
 
     def __call__(self) -> list[object]:
         """Give the numbers; the optimizer's step counts go on.
@@ -74,25 +88,36 @@ class Numbers:
             OtherOps: the optimizer runs other ops than when it was recorded.
         """
         optimizer, settings = self._update.optimizer, self._settings
+        self._rerun = None
         if settings is None or compat.is_watched(optimizer, (before_steps.run, after_steps.run)):
-            return run_again(self._update)
+            return self._run_again()
         read: list[object] = [setting(optimizer) for setting in settings]
         if not self._is_checked:
-            self._is_checked, computed = True, run_again(self._update)
+            self._is_checked, computed = True, self._run_again()
             if read != computed:
                 self._settings = None
             return computed
         return read
 
+    def _run_again(self) -> list[object]:
+        self._rerun = Rerun(self._update)
+        run_again(self._update, self._rerun)
+        return self._rerun.numbers
 
-def run_again(update: Update) -> list[object]:
-    """Run `optimizer.step()` without computing, and give its numbers."""
+    def take_back(self) -> None:
+        """Take the last call back: step counts have the values from before."""
+        if self._rerun is not None:
+            self._rerun.take_back()
+            self._rerun = None
+
+
+def run_again(update: Update, rerun: Rerun) -> None:
+    """Run `optimizer.step()` without computing."""
     optimizer = update.optimizer
-    with stepping(optimizer, dict(update.grads), update.scaling), Rerun(update) as rerun:
+    with stepping(optimizer, dict(update.grads), update.scaling), rerun:
         optimizer.step()
     if not rerun.is_over():
         raise OtherOps(f"{type(optimizer).__name__} runs fewer ops than before")
-    return rerun.numbers
 
 
 @dataclass(frozen=True)

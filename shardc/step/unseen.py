@@ -1,0 +1,74 @@
+"""Effects of a step that no op shows: it changes objects, reads memory, draws random numbers.
+
+The Python of a recorded step does not run again, so a step that does so is refused.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from shardc.backend.recorder import NotRecorded, Recorder
+from shardc.step.constants import Known
+
+_MISSING = object()
+
+
+def effects_of(known: Known) -> dict[str, object]:
+    """The values that a step could change by its Python, as they are now."""
+    return {**known.constants(), **known.effects(), _RANDOM: _random_states()}
+
+
+def check_effects(before: dict[str, object], known: Known) -> None:
+    """Refuse a step that has changed objects by its Python.
+
+    Raises:
+        NotRecorded: it has.
+    """
+    after = effects_of(known)
+    names = [n for n, value in after.items() if (before.get(n, _MISSING),) != (value,)]
+    names += before.keys() - after.keys()
+    if names:
+        shown = ", ".join(sorted(names, key=len)[:3]) + ", ..." * (len(names) > 3)
+        raise NotRecorded(
+            f"it changes {shown}, and its Python would not run again: do so outside of it"
+        )
+
+
+_RANDOM = "the random numbers of Python or NumPy"
+
+
+def _random_states() -> object:
+    return random.getstate(), repr(numpy.random.get_state(legacy=False))
+
+
+@contextmanager
+def seeing_reads(recorder: Recorder) -> Iterator[None]:
+    """Inside, a step that reads the memory of a tensor past all ops is refused."""
+
+    def noting(read: Callable[..., object]) -> Callable[..., object]:
+        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> object:
+            if type(tensor) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling():
+                recorder.note_read()
+            return read(tensor, *args, **kwargs)
+
+        return call
+
+    own = {name: vars(Tensor).get(name) for name in _READS}
+    for name in _READS:
+        setattr(Tensor, name, noting(getattr(Tensor, name)))
+    try:
+        yield
+    finally:
+        for name, method in own.items():
+            if method is None:
+                delattr(Tensor, name)
+            else:
+                setattr(Tensor, name, method)
+
+
+_READS = ("tolist", "numpy", "__dlpack__")
