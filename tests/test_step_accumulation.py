@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from models import Stack, compiled, seeded, tokens
 from ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.utils.checkpoint import checkpoint
 
 from shardc import compile_step, fully_shard
 from shardc.runtime.watch.progress import progress
@@ -126,6 +128,45 @@ def test_inductor_keeps_too(mesh):
     assert whole.step.reasons == []
     _check_equal(loop, whole)
     assert _sent(whole) == (UNITS, UNITS * PARTS)
+
+
+@pytest.mark.parametrize("once", [False, True])
+@on_ranks(4)
+def test_copies_of_a_model(mesh, once):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    loop = _Run(mesh).train(range(1))
+    loop.once = once
+    loop.train(range(1, 4))
+    whole = _Run(mesh, accumulate={"gathered_bytes": PLENTY, "reduce_once": once}).train(range(4))
+    assert whole.step.reasons == []
+    _check_equal(loop, whole)
+    assert _sent(whole) == (UNITS, UNITS * (1 if once else PARTS))
+
+
+@on_ranks(2)
+def test_blocks_compiled_by_themselves(mesh):
+    loop, whole = _Run(mesh, None), _Run(mesh, None, accumulate={"gathered_bytes": PLENTY})
+    for run in (loop, whole):
+        for layer in run.model.layers:
+            layer.compile(backend="shardc", options={"executor": "eager"})
+        run.train(range(CALLS))
+    assert whole.step.reasons == []
+    _check_equal(loop, whole)
+    assert _sent(whole) == (UNITS, UNITS * PARTS)
+
+
+@on_ranks(2)
+def test_blocks_in_checkpoints_are_gathered_once_more(mesh):
+    """The body of a checkpoint gives out nothing: the end of its backward gathers, to hold."""
+    loop, whole = _Run(mesh, None), _Run(mesh, None, accumulate={"gathered_bytes": PLENTY})
+    for run in (loop, whole):
+        for layer in run.model.layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        run.call = compiled(run.model)
+        run.train(range(CALLS))
+    assert whole.step.reasons == []
+    _check_equal(loop, whole)
+    assert (_sent(loop)[0], _sent(whole)[0]) == (OFTEN, UNITS + UNITS - 1)
 
 
 @on_ranks(2)
