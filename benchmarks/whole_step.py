@@ -25,8 +25,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-MODES = {"-whole": None, "-captured": "reduce-overhead"}
-"""Ends of the names of competitors whose step is one graph, with its mode."""
+_ALL_KEPT = 2**50
+ENDS: dict[str, dict[str, Any]] = {
+    "-whole": {},
+    "-captured": {"mode": "reduce-overhead"},
+    "-kept": {"accumulate": {"gathered_bytes": _ALL_KEPT}},
+    "-once": {"accumulate": {"gathered_bytes": _ALL_KEPT, "reduce_once": True}},
+}
+"""Ends of the names of competitors whose step is one graph, with arguments of `compile_step`."""
 
 
 def main() -> None:
@@ -38,9 +44,10 @@ def main() -> None:
     parser.add_argument("--clip", action="store_true", help="clip the gradients' norm to 1")
     parser.add_argument("--batch", type=int, default=4, help="sequences a rank (default 4)")
     parser.add_argument("--length", type=int, default=128, help="tokens of each (default 128)")
+    parser.add_argument("--parts", type=int, default=1, help="micro-batches (default 1)")
     parser.add_argument("--bf16", action="store_true", help="compute and gather in bfloat16")
     sides = ["plain", "fsdp2-blocks", "shardc", "shardc-whole"]
-    more = [f"{name}{end}" for name in peers.ALL for end in MODES]
+    more = [f"{name}{end}" for name in peers.ALL for end in ENDS]
     peers.add_model_options(parser, default=sides, more=more)
     add_round_options(parser)
     args = parser.parse_args()
@@ -53,7 +60,7 @@ def main() -> None:
     headers = ["", "step ms", "step / plain", "exposed ms", "host ms", "messages", "peak MB"]
     setting = (
         f"W={args.world}, {args.latency} ms + {args.bandwidth} GB/s, {args.blocks} blocks of "
-        f"{args.dim}, {args.batch} x {args.length} tokens, {args.vocab} rows, "
+        f"{args.dim}, {args.parts} x {args.batch} x {args.length} tokens, {args.vocab} rows, "
         f"fused AdamW{', clipping' * args.clip}{', bfloat16' * args.bf16}; "
         f"medians of {args.rounds} rounds (min to max)"
     )
@@ -82,15 +89,16 @@ def prepare(name: str, args: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     size = {key: args[key] for key in ("blocks", "dim", "vocab", "batch", "length")}
     shape = peers.Shape(**size, heads=max(8, args["dim"] // 64))
     policy = MixedPrecisionPolicy(torch.bfloat16) if args["bf16"] else peers.FULL
-    model, step = build(name, shape, mesh, policy, args["clip"])
-    tokens = torch.randint(shape.vocab, (shape.batch, shape.length), device=device)
+    model, step = build(name, shape, mesh, policy, args["clip"], args["parts"])
+    size = (shape.batch, shape.length)
+    tokens = [torch.randint(shape.vocab, size, device=device) for _ in range(args["parts"])]
 
     def run() -> dict[str, Any]:
         line.log.clear()
         line.stalls.clear()
         start, busy = time.perf_counter(), time.process_time()
         for _ in range(args["steps"]):
-            step(tokens)
+            step(*tokens)
         if device == "cuda":
             torch.cuda.synchronize()
         elapsed, host = time.perf_counter() - start, time.process_time() - busy
@@ -105,24 +113,33 @@ def prepare(name: str, args: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     memory = 0
     for _ in range(2):
         run()
-    memory = measure_memory(lambda: step(tokens), model, name)["peak"]
+    memory = measure_memory(lambda: step(*tokens), model, name)["peak"]
     return run
 
 
 def build(
-    name: str, shape: peers.Shape, mesh: DeviceMesh, policy: MixedPrecisionPolicy, clip: bool
-) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    """A competitor's model, and one training step of it; `clip` clips the gradients' norm to 1."""
+    name: str,
+    shape: peers.Shape,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    clip: bool,
+    parts: int,
+) -> tuple[nn.Module, Callable[..., Tensor]]:
+    """A competitor's model, and one training step of it on `parts` micro-batches.
+
+    `clip` clips the gradients' norm to 1.
+    """
     torch.manual_seed(0)
     with torch.device(mesh.device_type):
         model = peers.Model(shape)
-    end = next((end for end in MODES if name.endswith(end)), "")
+    end = next((end for end in ENDS if name.endswith(end)), "")
     forward = peers.ALL[name.removesuffix(end)](model, mesh, policy=policy)
     update = _Update(model, mesh.size() if name == "plain" else 1)
 
-    def step(tokens: Tensor) -> Tensor:
-        loss: Tensor = forward(tokens)
-        loss.backward()
+    def step(*tokens: Tensor) -> Tensor:
+        for part in tokens:
+            loss: Tensor = forward(part) / parts
+            loss.backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         update()
@@ -132,7 +149,7 @@ def build(
     if end:
         from shardc import compile_step
 
-        return model, compile_step(step, mode=MODES[end])
+        return model, compile_step(step, **ENDS[end])
     return model, step
 
 

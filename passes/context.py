@@ -180,7 +180,7 @@ class Kept:
 
     def reshards(self, moved: "Moved") -> bool:
         """Whether a gathered bucket is freed after the forward."""
-        if moved.position in self.among:
+        if moved.position in self.among and not moved.spec.kept:
             return moved.position not in self.positions
         return moved.spec.reshard_after_forward
 

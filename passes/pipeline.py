@@ -15,6 +15,7 @@ from shardc.passes.repeat.fold_repeats import fold_repeats
 from shardc.passes.repeat.store_smaller import store_smaller
 from shardc.passes.rewrite.copy_overwritten import copy_overwritten
 from shardc.passes.rewrite.fetch_rows import fetch_rows
+from shardc.passes.rewrite.give_gathered import give_gathered
 from shardc.passes.rewrite.insert_unshard import insert_unshard
 from shardc.passes.rewrite.label import label_collectives
 from shardc.passes.rewrite.offload import offload_saved
@@ -32,7 +33,7 @@ from shardc.passes.schedule.schedule import schedule
 from shardc.passes.schedule.update_when_reduced import update_when_reduced
 
 DYNAMO_PASSES: list[Pass] = [take_gathered, insert_unshard]
-READ_PASSES: list[Pass] = [fetch_rows]
+READ_PASSES: list[Pass] = [fetch_rows, give_gathered]
 JOINT_PASSES: list[Pass] = [
     reduce_once,
     copy_overwritten,

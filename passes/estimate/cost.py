@@ -561,10 +561,7 @@ def _rows_sent(node: Node) -> Expr:
 def whole_seconds(spec: UnshardSpec, profile: Profile) -> float:
     """Seconds to gather a bucket and to reduce its gradient over one copy of the model."""
     part, world = spec.numel // spec.world_size, spec.world_size
-    gathered = (
-        part * spec.compute_dtype.itemsize if spec.wire is None else spec.wire.row_bytes(part)
-    )
-    seconds = collective_seconds(gathered * world, world, profile)
+    seconds = gather_seconds(spec, profile)
     if not any(spec.trainable):
         return seconds
     r = spec.reduction
@@ -572,6 +569,15 @@ def whole_seconds(spec: UnshardSpec, profile: Profile) -> float:
         return seconds + exchange_seconds(r.wire.row_bytes(part) * world, world, profile)
     reduced = (r.dtype or spec.compute_dtype).itemsize * part
     return seconds + collective_seconds(reduced * world, world, profile)
+
+
+def gather_seconds(spec: UnshardSpec, profile: Profile) -> float:
+    """Seconds to gather a bucket."""
+    part, world = spec.numel // spec.world_size, spec.world_size
+    gathered = (
+        part * spec.compute_dtype.itemsize if spec.wire is None else spec.wire.row_bytes(part)
+    )
+    return float(collective_seconds(gathered * world, world, profile))
 
 
 def transfer_bytes(node: Node) -> Expr:

@@ -210,15 +210,15 @@ _AMOUNT = "bytes, a text such as '70GB' or '16GiB', or a fraction of the {}'s me
 Amount = Annotated[int | float | str, Must(_AMOUNT.format("device"))]
 
 
-def budget_bytes(budget: Amount, profile: Profile) -> int:
-    """Convert a memory budget to bytes.
+def budget_bytes(budget: Amount, profile: Profile, option: str = "memory_budget") -> int:
+    """Convert a memory budget, the value of an option, to bytes.
 
     A budget is a count, a text such as "70GB" or "0.9", or a fraction of `profile.memory`.
 
     Raises:
         ValueError: `budget` has none of these forms.
     """
-    return _bytes(budget, profile.memory, f"memory_budget must be {_AMOUNT.format('device')}")
+    return _bytes(budget, profile.memory, f"{option} must be {_AMOUNT.format('device')}")
 
 
 def host_bytes(amount: Amount) -> int:

@@ -35,6 +35,7 @@ class Turn(enum.IntEnum):
     REPLACED: refuses DTensors that sharding has replaced (`runtime/tensor/tensor_parallel.py`).
     LATE: refuses parameters that came after `fully_shard` (`runtime/modules/late_params.py`).
     FIRST: refuses or warns of values and dtypes in a first step (`runtime/modules/first_step.py`).
+    FEWER: reduces gradients of a step with fewer micro-batches than planned (`shardc/step`).
     UNREDUCED: refuses gradients that wait for a reduction (`runtime/unit/accumulate.py`).
     QUANTISED: shards quantised state (`runtime/tensor/quantised_state.py`).
     ON_HOST: brings state back from the host (`runtime/tensor/state_on_host.py`).
@@ -44,6 +45,7 @@ class Turn(enum.IntEnum):
     REPLACED = enum.auto()
     LATE = enum.auto()
     FIRST = enum.auto()
+    FEWER = enum.auto()
     UNREDUCED = enum.auto()
     QUANTISED = enum.auto()
     ON_HOST = enum.auto()

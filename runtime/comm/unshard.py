@@ -37,8 +37,9 @@ from shardc.runtime.layout.wire_format import WireFormat
 def unshard(segment: Tensor, moved: Moved, *extras: Tensor) -> tuple[Tensor, ...]:
     """Gather a bucket: `segment: (S,)` -> its full parameters, views of one `(W*S,)` tensor.
 
-    `extras` are the tensors that `UnshardSpec.extras` names. The nodes that gather and reduce, in
-    forward and backward, have `(moved,)` under `node.meta["custom"]["shardc"]`.
+    `extras` are the tensors that `UnshardSpec.extras` names. With `UnshardSpec.kept`, the whole
+    `(W*S,)` tensor is the last result. The nodes that gather and reduce, in forward and backward,
+    have `(moved,)` under `node.meta["custom"]["shardc"]`.
     """
     return _Unshard.apply(segment, moved, *extras)
 
@@ -288,9 +289,10 @@ class _Unshard(torch.autograd.Function):
             full = given["full"] if spec.held else gather(segment, spec)
         ordered = full_parameters(full, spec)
         ctx.mark_non_differentiable(
-            *(view for view, flag in zip(ordered, spec.trainable, strict=True) if not flag)
+            *(view for view, flag in zip(ordered, spec.trainable, strict=True) if not flag),
+            *([full] if spec.kept else []),
         )
-        return ordered
+        return (*ordered, full) if spec.kept else ordered
 
     @staticmethod
     @once_differentiable

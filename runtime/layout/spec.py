@@ -103,6 +103,7 @@ class UnshardSpec:
         device: the device that the bucket is gathered on, if the segment lies on another.
         recut: (ranks, group) among which the backward gathers; None for all ranks.
         held: whether the bucket is gathered already: the graph is given the whole bucket.
+        kept: whether the graph that gathers the bucket gives it out whole, for the next forward.
         outside: whether the eager runtime gathers the bucket: several graphs of one forward read
             the bucket.
         gather: the user's communication object for the all-gather, by key.
@@ -127,6 +128,7 @@ class UnshardSpec:
     device: str | None = None
     recut: tuple[int, str] | None = None
     held: bool = False
+    kept: bool = False
     outside: bool = False
     gather: str | None = None
     memory: str | None = None

@@ -19,6 +19,7 @@ from torch import Tensor
 from shardc.runtime import compat
 from shardc.runtime.comm.unshard import Steps, pack_gradients, reducing
 from shardc.runtime.unit.accumulate import flush_when_done
+from shardc.runtime.unit.backwards import tell_backward
 from shardc.runtime.unit.gather_order import Gathers
 from shardc.runtime.unit.parts import Parts
 from shardc.runtime.watch.entering import naming
@@ -119,6 +120,7 @@ class BackwardPass:
     @torch.no_grad()
     def reduce(self, bucket: "Bucket", grads: Sequence[Tensor | None]) -> None:
         """Reduce the gradients of a bucket's full parameters; without sync, add them up."""
+        tell_backward([bucket])
         waiting, spec = bucket.gradients.waiting, bucket.key.code
         used = {slot for slot, grad in enumerate(grads) if grad is not None}
         flush_when_done([bucket])

@@ -94,6 +94,7 @@ def spec_for(bucket: "Bucket", groups: BucketGroups, evaluating: bool = False) -
         device=bucket.device.type if is_elsewhere(bucket) else None,
         recut=groups.recut if bucket.extension is None else None,
         held=bucket.gathered.is_held and computed == settings.dtypes(stored, evaluating=False)[0],
+        kept=_is_kept(bucket) and not evaluating,
         outside=bucket.gathered.is_shared,
         gather=settings.all_gather,
         memory=memory,
@@ -110,6 +111,20 @@ def is_elsewhere(bucket: "Bucket") -> bool:
     if home == "meta" or not settings.offloaded:
         return False
     return home != bucket.device.type or settings.host_is_apart
+
+
+def _is_kept(bucket: "Bucket") -> bool:
+    """Whether a compiled graph that gathers the bucket gives it out whole, to be held.
+
+    The graph saves it for the backward as it is. A bucket that an object of the user gathers, or
+    that lies in the memory of a group, is gathered again where it is held.
+    """
+    settings, gathered = bucket.settings, bucket.gathered
+    stays = not settings.reshard_after_forward and not settings.reshard_after_backward
+    if not stays or gathered.is_held or gathered.is_shared or bucket.layout.world_size == 1:
+        return False
+    own = settings.all_gather is not None or settings.memory is not None
+    return not own and bucket.extension is None and not settings.offloaded
 
 
 def _wire(bucket: "Bucket", purpose: Literal["gather", "reduce"]) -> WireFormat | None:

@@ -1,7 +1,7 @@
 """The settings of a unit, from which `bucket_spec` makes the specs of its buckets."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -37,6 +37,7 @@ class Settings:
         reduce_unused: a parameter that no rank used gets a gradient of zeros.
         reduce_function, all_gather, reduce_scatter, hook: keys of the user's objects.
         objects: the last user objects of each setting: a later backward may call an earlier one.
+        writes: how many times a setting of any unit was set.
         memory: the allocator of the buffers of collectives (`comm_buffers`).
         gathers_on, reduces_on: the communicators of gathers and of reductions.
         reduce_buffers: the largest number of reductions under way; None: the schedule decides.
@@ -68,6 +69,7 @@ class Settings:
     offload: OffloadPolicy = field(default_factory=OffloadPolicy)
     host_is_apart: bool = False
     objects: dict[str, tuple[Interned, ...]] = field(default_factory=dict, repr=False)
+    writes: ClassVar[int] = 0
 
     def put(self, name: str, value: object) -> None:
         """Set the setting `name`; of a user's object, set the key and keep the object."""
@@ -77,6 +79,7 @@ class Settings:
             self.objects = {**self.objects, name: (*earlier, own)[-_KEPT:]}
             value = own.key
         setattr(self, name, value)
+        Settings.writes += 1
 
     @property
     def offloaded(self) -> bool:

@@ -52,6 +52,7 @@ class Progress:
         since: the time when its last wait began, on the monotonic clock.
         thread: the thread of its last wait.
         history: the history of the group whose collectives run now.
+        heard: the labels of started collectives, while somebody listens; else None.
         names: for a graph that was compiled for other buckets, the name to display by the name
             that was compiled in.
         next_names: the `names` of the graph that runs next.
@@ -65,6 +66,7 @@ class Progress:
         self.since = 0.0
         self.thread = 0
         self.history: History | None = None
+        self.heard: list[Label] | None = None
         self.names: dict[str, str] = {}
         self.next_names: dict[str, str] = {}
         self.shown: list[AbstractContextManager[object]] = []
@@ -160,6 +162,8 @@ class Label:
         else:
             progress.started += 1
             progress.last = self
+            if progress.heard is not None:
+                progress.heard.append(self.renamed())
             if progress.history is not None:
                 label = self.renamed()
                 progress.history.enter(*_fact(label.kind, label.buckets, label.phase, self.dtype))

@@ -35,6 +35,7 @@ from shardc.backend.stages import PASSES, Stages
 from shardc.passes import pipeline
 from shardc.passes.context import PassContext
 from shardc.passes.repeat.trace_once import Calls, call_once
+from shardc.passes.rewrite.give_gathered import given_by
 from shardc.passes.rewrite.insert_unshard import slots_read
 from shardc.passes.rewrite.take_gathered import taken_by
 from shardc.passes.runner import run_passes
@@ -100,6 +101,8 @@ def compile_graph(
                 done = len(pipeline.DYNAMO_PASSES)
                 gm = run_passes(gm, ctx, pipeline.READ_PASSES, done)
 
+            given = given_by(gm)
+
             # Blocks that repeat become calls, which AOT autograd traces once.
             if parsed.fold:
                 lowered = parsed.executor == "inductor"
@@ -118,7 +121,7 @@ def compile_graph(
         if plan.joint is not None:
             slots_of = plan.joint.slots_of
             reads = [replace(read, slots=slots_of(read.position, read.slots)) for read in reads]
-        return telling_buckets(giving(compiled, taken), reads)
+        return telling_buckets(giving(compiled, taken), reads, given)
 
 
 def _hints(inputs: Sequence[Any]) -> str:

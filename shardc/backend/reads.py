@@ -3,7 +3,7 @@ code tells the buckets."""
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from shardc.backend.recomputed import note_readings
 from shardc.runtime import compat
 from shardc.runtime.layout.spec import Reduction
 from shardc.runtime.unit.accumulate import flush_when_done, waiting_sums
+from shardc.runtime.unit.backwards import tell_backward
 from shardc.runtime.unit.bucket import Bucket, bucket_of
 from shardc.runtime.unit.regather import saving_themselves
 from shardc.runtime.watch.agreement import Statement, rounds
@@ -87,8 +88,14 @@ def _reading(bucket: Bucket, place: int | None = None) -> str:
 # -- around each call of the compiled code -------------------------------------------------------
 
 
-def telling_buckets(compiled: Callable[..., Any], reads: list[Read]) -> Callable[..., Any]:
-    """Wrap compiled code: the backward of each call tells buckets the slots it differentiates."""
+def telling_buckets(
+    compiled: Callable[..., Any], reads: list[Read], given: Sequence[int] = ()
+) -> Callable[..., Any]:
+    """Wrap compiled code: the backward of each call tells buckets the slots it differentiates.
+
+    The last results of the code are whole buckets, for their buckets to hold; `given` has the
+    inputs that are their segments.
+    """
     if not reads:
         return compiled
 
@@ -105,6 +112,11 @@ def telling_buckets(compiled: Callable[..., Any], reads: list[Read]) -> Callable
             read_from.gathered.note_graph()
         with saving_themselves(waiting_sums(read_from for read_from, _ in buckets)):
             outputs = compiled(*args)
+        if given:
+            outputs, whole = outputs[: -len(given)], outputs[-len(given) :]
+            for position, full in zip(given, whole, strict=True):
+                bucket = bucket_of(args[position])
+                bucket.gathered.keep(full, bucket.version)
         if torch.is_grad_enabled():
             nodes = {out.grad_fn for out in outputs if isinstance(out, Tensor)}
             lent = [read_from.gradients.lend() for read_from, _ in buckets]
@@ -137,12 +149,15 @@ def _begin_backward(
         return
     begun.append(True)
     compat.when_backward_ends(begun.clear)
+    tell_backward([bucket for (bucket, _), *_ in state])
     flush_when_done([bucket for (bucket, _), _, reduction, _ in state if reduction.sync])
     progress.next_names = names
     for (bucket, read), before, reduction, sums in state:
         bucket.gradients.begin_backward(read.slots, read.elsewhere, reduction, sums)
         if bucket.updates() != before:  # a backward that saved the segment must fail
             torch.autograd.graph.increment_version(bucket.segment)
+        if bucket.gathered.is_held and not any(bucket.trainable) and not bucket.gathered.opened:
+            compat.when_backward_ends(bucket.end_backward)  # no gradient of it arrives
 
 
 def _other_names(buckets: list[tuple[Bucket, Read]]) -> dict[str, str]:

@@ -27,6 +27,7 @@ _SWITCHED: dict[str, tuple[str, str]] = {
         "no gradients wait to be reduced over copies any more",
     ),
     "held": ("a unit was gathered by unshard()", "a unit that was gathered was freed"),
+    "kept": ("a unit stays gathered after its backward", "a unit is freed after its backward"),
     "reshard_after_forward": (
         "reshard_after_forward was switched on", "reshard_after_forward was switched off",
     ),

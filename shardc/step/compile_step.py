@@ -5,10 +5,11 @@ call is recorded (`backend/recorder.py`). From the third call on the graph runs,
 the step does not run. A step that no graph can have runs as usual; a warning names the reason.
 """
 
+import contextlib
 import enum
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeGuard, TypeVar, overload
@@ -38,6 +39,14 @@ from shardc.runtime.checks.words import plural
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.watch.entering import BoxedGraph
+from shardc.step.accumulation import (
+    Accumulate,
+    Accumulation,
+    Arranged,
+    NotArranged,
+    Watched,
+    plan_accumulation,
+)
 from shardc.step.captured import LEAVES_GRADIENTS, Held, buckets_of, find_holders, kind_of
 from shardc.step.constants import CONSTANTS, Known, Same
 from shardc.step.cuda_graph import Replayed, check_capturable
@@ -50,12 +59,22 @@ _R = TypeVar("_R")
 
 
 @overload
-def compile_step(step: Callable[_P, _R], *, mode: str | None = None) -> "CompiledStep[_P, _R]": ...
+def compile_step(
+    step: Callable[_P, _R],
+    *,
+    mode: str | None = None,
+    accumulate: Mapping[str, Any] | None = None,
+) -> "CompiledStep[_P, _R]": ...
 @overload
 def compile_step(
-    *, mode: str | None = None
+    *, mode: str | None = None, accumulate: Mapping[str, Any] | None = None
 ) -> Callable[[Callable[_P, _R]], "CompiledStep[_P, _R]"]: ...
-def compile_step(step: Callable[..., Any] | None = None, *, mode: str | None = None) -> Any:
+def compile_step(
+    step: Callable[..., Any] | None = None,
+    *,
+    mode: str | None = None,
+    accumulate: Mapping[str, Any] | None = None,
+) -> Any:
     """Compile a training step into one graph: forward, backward, clipping, update.
 
         @shardc.compile_step
@@ -80,18 +99,23 @@ def compile_step(step: Callable[..., Any] | None = None, *, mode: str | None = N
             None (`zero_grad`). It may call several models, optimizers and backwards.
         mode: "reduce-overhead" has the graph captured as one CUDA graph, with its collectives. Give
             learning rates that change as tensors on the GPU.
+        accumulate: a plan for the micro-batches of a step, a dict with one or both of:
+            "gathered_bytes", the bytes of buckets that may stay gathered between them (a count, a
+            text such as "2GiB", or a fraction of the device's memory); "reduce_once", True to
+            reduce gradients once, in the last backward: other bits, and full gradients wait.
 
     Returns:
         A callable with the arguments and results of `step`. Tensors in the results are detached.
 
     Raises:
-        ValueError: another mode.
+        ValueError: another mode, or another key or value in `accumulate`.
     """
+    asked = None if accumulate is None else Accumulate.parse(accumulate)
     if mode not in (None, "reduce-overhead"):
         raise ValueError(f"mode: 'reduce-overhead' or None, got {mode!r}")
     if step is None:
-        return functools.partial(CompiledStep, mode=mode)
-    return CompiledStep(step, mode)
+        return functools.partial(CompiledStep, mode=mode, accumulate=asked)
+    return CompiledStep(step, mode, asked)
 
 
 @dataclass
@@ -214,11 +238,20 @@ class CompiledStep(Generic[_P, _R]):
     Attributes:
         step: the function.
         mode: "reduce-overhead" for CUDA graphs, or None.
+        accumulation: the plan for its micro-batches; None until its first call has ended, and
+            without one.
     """
 
-    def __init__(self, step: Callable[_P, _R], mode: str | None = None) -> None:
+    def __init__(
+        self,
+        step: Callable[_P, _R],
+        mode: str | None = None,
+        accumulate: Accumulate | None = None,
+    ) -> None:
         functools.update_wrapper(self, step)
         self.step, self.mode = step, mode
+        self.accumulation: Accumulation | None = None
+        self._asked, self._as_they_are = accumulate, ""
         self._kinds: dict[object, _Kind] = {}
         self._others = _Kind()
         self._as_method = ""
@@ -237,9 +270,12 @@ class CompiledStep(Generic[_P, _R]):
 
     @property
     def reasons(self) -> list[str]:
-        """Why calls run without a graph, one text for each kind of arguments that has none."""
+        """Why calls run without a graph, one text for each kind of arguments that has none.
+
+        Also why the micro-batches of the step run as they are, though `accumulate` was given.
+        """
         kinds = [*self._kinds.values(), self._others]
-        return [kind.reason for kind in kinds if kind.reason]
+        return [each for each in (*(k.reason for k in kinds), self._as_they_are) if each]
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._as_method = name
@@ -248,12 +284,13 @@ class CompiledStep(Generic[_P, _R]):
         """The step of one object, where the step is a method: each object has graphs of its own."""
         if owner is None:
             return self
-        bound = CompiledStep(MethodType(self.step, owner), self.mode)
+        bound = CompiledStep(MethodType(self.step, owner), self.mode, self._asked)
         return vars(owner).setdefault(self._as_method or self.step.__name__, bound)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has no graphs: they read the tensors of the original."""
-        return {**vars(self), "_kinds": {}, "_others": _Kind()}
+        """A copy has no graphs and no plan: they have the tensors and units of the original."""
+        none = {"_kinds": {}, "_others": _Kind(), "accumulation": None, "_as_they_are": ""}
+        return {**vars(self), **none}
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if recorders:  # a part of a step that is recorded
@@ -261,6 +298,8 @@ class CompiledStep(Generic[_P, _R]):
         leaves, structure = tree_flatten((args, kwargs))
         kind = self._kind(_kind_of(leaves, structure))
         kind.calls += 1
+        if self._asked is not None and self.accumulation is None and not self._as_they_are:
+            return self._watch(self._asked, kind, args, kwargs)
         if kind.graph is not None:
             changed = kind.graph.changed()
             if not changed:
@@ -275,8 +314,24 @@ class CompiledStep(Generic[_P, _R]):
             except BaseException:
                 kind.calls = 1  # a later call is recorded
                 raise
-        with compat.static_shapes():
+        with compat.static_shapes(), self._arranged():
             return _detached(self.step(*args, **kwargs))
+
+    def _watch(self, asked: Accumulate, kind: _Kind, args: Any, kwargs: Any) -> _R:
+        """Run the first call of a step as usual, and plan its micro-batches."""
+        with compat.static_shapes(), Watched() as watched:
+            result = _detached(self.step(*args, **kwargs))
+        try:
+            self.accumulation = plan_accumulation(asked, watched)
+            kind.calls = 0  # the next call compiles other graphs
+        except NotArranged as error:
+            self._as_they_are = f"its micro-batches run as they are: {error}"
+            warn_once(f"accumulate: {error}", f"{self._name}: {self._as_they_are}")
+        return result
+
+    def _arranged(self) -> contextlib.AbstractContextManager[object]:
+        plan = self.accumulation
+        return contextlib.nullcontext() if plan is None else Arranged(plan)
 
     def _kind(self, key: object) -> _Kind:
         if key not in self._kinds and len(self._kinds) == MOST_KINDS:
@@ -312,7 +367,13 @@ class CompiledStep(Generic[_P, _R]):
             recorder.add_input(GIVEN, tensor)
         if any(tensor.requires_grad for tensor in given):
             recorder.reason = "an argument requires a gradient, which the graph would not leave"
-        with compat.static_shapes(), recorder, recorder.seeing_updates(), seeing_reads(recorder):
+        with (
+            compat.static_shapes(),
+            self._arranged(),
+            recorder,
+            recorder.seeing_updates(),
+            seeing_reads(recorder),
+        ):
             recorders.append(recorder)
             try:
                 result = self.step(*args, **kwargs)

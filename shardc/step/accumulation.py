@@ -1,0 +1,379 @@
+"""Micro-batches of a step: buckets that stay gathered between them, and one reduction for all.
+
+The first call of a step runs as usual, and `Watched` counts its backwards and its gathers. From
+these, `plan_accumulation` chooses the units whose buckets stay gathered. Later calls that run the
+Python of the step are `Arranged`: units have other settings until the last forward, and their own
+again when the call ends. Settings shape compiled graphs, so a model is compiled for the first
+micro-batch (which gathers), for those in between and, where gradients wait, for the last.
+
+The plan holds for all arguments of a step: ranks may get batches of different shapes, and must send
+the same messages.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardc.backend.options import check_known
+from shardc.passes.estimate.cost import gather_seconds
+from shardc.passes.estimate.hardware import Amount, Profile, budget_bytes, current_profile
+from shardc.runtime import compat
+from shardc.runtime.checks.arguments import check_value, hints_of
+from shardc.runtime.checks.meta import units_in
+from shardc.runtime.checks.optimizer_hooks import Turn, before_steps
+from shardc.runtime.unit.backwards import watchers
+from shardc.runtime.unit.bucket import Bucket
+from shardc.runtime.unit.settings import Settings
+from shardc.runtime.unit.unit import Unit
+from shardc.runtime.watch.agreement import Statement, agree
+from shardc.runtime.watch.progress import Label, progress
+
+
+class NotArranged(Exception):
+    """The micro-batches of a step run as they are; the text says why."""
+
+
+@dataclass(frozen=True)
+class Accumulate:
+    """A user's wishes for the micro-batches of a step.
+
+    Attributes:
+        gathered_bytes: bytes of buckets that may stay gathered between micro-batches: a count, a
+            text such as "2GiB", or a fraction of the device's memory.
+        reduce_once: whether gradients wait, and are reduced once, in the last backward.
+    """
+
+    gathered_bytes: Amount = 0
+    reduce_once: bool = False
+
+    @staticmethod
+    def parse(given: Mapping[str, Any]) -> "Accumulate":
+        """Make it from a user's dict, checked.
+
+        Raises:
+            TypeError, ValueError: another key or value, or nothing is asked for.
+        """
+        check_value("accumulate", given, dict)
+        hints = hints_of(Accumulate)
+        check_known(given, [*hints], "key of accumulate")
+        for name, value in given.items():
+            check_value(f"accumulate '{name}'", value, hints[name])
+        asked = Accumulate(**given)
+        if not asked.nbytes(current_profile("cpu")) and not asked.reduce_once:
+            raise ValueError("accumulate: give gathered_bytes, reduce_once or both")
+        return asked
+
+    def nbytes(self, profile: Profile) -> int:
+        """Bytes of buckets that may stay gathered on a device with this profile."""
+        if not self.gathered_bytes:
+            return 0
+        return budget_bytes(self.gathered_bytes, profile, "gathered_bytes")
+
+
+@dataclass(frozen=True)
+class _Model:
+    """The plan for the units inside of one root.
+
+    Attributes:
+        units: the root and the units inside.
+        micro_batches: the number of backwards.
+        kept: the units whose buckets stay gathered.
+    """
+
+    units: tuple[Unit, ...]
+    micro_batches: int
+    kept: tuple[Unit, ...]
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """The plan for the micro-batches of a step.
+
+    Attributes:
+        models: the models with several backwards.
+        reduce_once: whether gradients are reduced in the last backward only.
+        kept: the names of the units whose buckets stay gathered.
+        nbytes: the bytes of these buckets, gathered.
+        seconds: the time of the gathers that a step has no more, on the wire of the profile.
+    """
+
+    models: tuple[_Model, ...] = field(repr=False)
+    reduce_once: bool
+    kept: tuple[str, ...]
+    nbytes: int
+    seconds: float
+
+
+# -- the first call -------------------------------------------------------------------------------
+
+
+class Watched:
+    """A context around the first call of a step, which runs as usual.
+
+    Attributes:
+        backwards: the number of backwards, by root.
+        gathers: the number of gathers, by label of the bucket.
+        is_late: whether a backward followed an update.
+        is_set: whether the step set settings of units.
+    """
+
+    def __init__(self) -> None:
+        self.backwards = Counter[Unit]()
+        self.gathers = Counter[str]()
+        self.is_late = self.is_set = False
+        self._backwards = _Backwards(self._count)
+        self._updated = False
+
+    def __enter__(self) -> "Watched":
+        self._writes = Settings.writes
+        self._heard: list[Label] = []
+        self._before, progress.heard = progress.heard, self._heard
+        self._backwards.watch()
+        self._hook = register_optimizer_step_pre_hook(self._update)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hook.remove()
+        self._backwards.leave()
+        progress.heard = self._before
+        self.is_set = self._writes != Settings.writes
+        gathers = (label for label in self._heard if label.kind == "all_gather")
+        self.gathers.update(name for label in gathers for name in label.buckets)
+
+    def _update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._updated = True
+
+    def _count(self, roots: Iterable[Unit]) -> None:
+        self.backwards.update(roots)
+        self.is_late = self.is_late or self._updated
+
+
+class _Backwards:
+    """Calls `ended` with the roots that a backward differentiated, when all else of it is done."""
+
+    def __init__(self, ended: Any) -> None:
+        self._ended = ended
+        self._roots: dict[Unit, None] = {}
+
+    def watch(self) -> None:
+        watchers.append(self._note)
+
+    def leave(self) -> None:
+        watchers.remove(self._note)
+
+    def _note(self, buckets: Iterable[Bucket]) -> None:
+        if not self._roots:
+            # Reductions end, and gradients that wait are looked at, in calls that come later.
+            compat.when_outermost_backward_ends(lambda: compat.when_backward_ends(self._end))
+        self._roots.update(dict.fromkeys(bucket.owner.outermost for bucket in buckets))
+
+    def _end(self) -> None:
+        roots, self._roots = self._roots, {}
+        self._ended(list(roots))
+
+
+# -- the plan -------------------------------------------------------------------------------------
+
+
+def plan_accumulation(asked: Accumulate, watched: Watched) -> Accumulation:
+    """The plan for later calls of the step that was watched. All ranks call it, and agree.
+
+    Buckets whose gathers take longest per byte stay gathered first.
+
+    Raises:
+        NotArranged: the micro-batches stay as they are.
+        RuntimeError: ranks have other numbers of backwards, or ask for something else.
+    """
+    several = {root: count for root, count in watched.backwards.items() if count > 1}
+    if not several:
+        raise NotArranged("it has one backward, so there are no micro-batches")
+    if watched.is_late:
+        raise NotArranged(
+            "a backward follows an update: which backwards are micro-batches of one update is not "
+            "known"
+        )
+    if watched.is_set:
+        raise NotArranged(
+            "it changes settings of units itself (no_sync, set_reshard_after_backward and the "
+            "like): leave them out"
+        )
+    inside = {root: _units_in(root) for root in several}
+    for unit in (unit for units in inside.values() for unit in units):
+        _check_settings(unit)
+    device = next(iter(several)).device.type
+    profile = current_profile(device)
+    chosen = _choose(asked.nbytes(profile), inside, watched.gathers, profile)
+    models = []
+    for root, count in several.items():
+        facts = [f"{count} micro-batches", f"reduce once: {asked.reduce_once}"]
+        own = [unit for unit in inside[root] if unit in chosen]
+        models.append(_Model(inside[root], count, _agree(inside[root], facts, own)))
+    kept = [unit for model in models for unit in model.kept]
+    if not kept and not asked.reduce_once:
+        raise NotArranged(
+            f"no unit that is gathered more than once fits into gathered_bytes="
+            f"{asked.gathered_bytes!r}"
+        )
+    return Accumulation(
+        tuple(models),
+        asked.reduce_once,
+        tuple(unit.name for unit in kept),
+        sum(map(_gathered_bytes, kept)),
+        sum(_seconds_of(unit, watched.gathers, profile) for unit in kept),
+    )
+
+
+def _units_in(root: Unit) -> tuple[Unit, ...]:
+    return tuple(dict.fromkeys(unit for module in root.modules for unit in units_in(module)))
+
+
+def _check_settings(unit: Unit) -> None:
+    """Raise NotArranged where the user's settings rule out a plan."""
+    settings = unit.settings
+    if settings.offloaded:
+        raise NotArranged("its parameters lie on the host (CPUOffloadPolicy)")
+    held = any(bucket.gathered.is_held for bucket in unit.buckets)
+    if held or not (settings.sync and settings.reshard_after_backward and settings.all_reduce):
+        raise NotArranged(
+            f"{unit.name or 'the root'} has settings of the user's own (set_requires_gradient_sync,"
+            " set_requires_all_reduce, set_reshard_after_backward, unshard): set them back"
+        )
+
+
+def _choose(
+    room: int, inside: Mapping[Unit, Iterable[Unit]], gathers: Counter[str], profile: Profile
+) -> set[Unit]:
+    """The units that stay gathered: those with most seconds of the wire a byte, as many as fit."""
+    seconds = {
+        unit: _seconds_of(unit, gathers, profile) for units in inside.values() for unit in units
+    }
+    chosen: set[Unit] = set()
+    for unit in sorted(seconds, key=lambda unit: -seconds[unit] / max(_gathered_bytes(unit), 1)):
+        nbytes = _gathered_bytes(unit)
+        if seconds[unit] > 0 and nbytes <= room:
+            chosen.add(unit)
+            room -= nbytes
+    return chosen
+
+
+def _seconds_of(unit: Unit, gathers: Counter[str], profile: Profile) -> float:
+    """Seconds of the gathers that a step spares if the buckets of a unit stay gathered.
+
+    It is 0 where a bucket is not gathered more than once, as a table whose rows are fetched:
+    buckets of a unit have one setting, and such a bucket would be gathered to stay.
+    """
+    if any(gathers[b.label] < 2 or b.extension is not None for b in unit.buckets):
+        return 0.0
+    return sum((gathers[b.label] - 1) * gather_seconds(b.key.code, profile) for b in unit.buckets)
+
+
+def _gathered_bytes(unit: Unit) -> int:
+    return sum(
+        bucket.layout.numel * bucket.key.code.compute_dtype.itemsize for bucket in unit.buckets
+    )
+
+
+def _agree(units: tuple[Unit, ...], facts: list[str], kept: list[Unit]) -> tuple[Unit, ...]:
+    """The units that all ranks keep gathered: measured links may differ, so one choice counts."""
+    own = json.dumps([units.index(unit) for unit in kept])
+    bucket = next(bucket for unit in units for bucket in unit.buckets)
+    group = compat.resolve_group(bucket.ranks.everyone)
+    notes = agree(group, Statement("the micro-batches of a step", facts, own))
+    return tuple(units[index] for index in json.loads(min(notes)))
+
+
+# -- later calls ----------------------------------------------------------------------------------
+
+_running: "list[Arranged]" = []
+"""The calls that run now."""
+
+
+class Arranged:
+    """A context around a call of a step: units have the settings that the plan wants."""
+
+    def __init__(self, plan: Accumulation) -> None:
+        self._plan = plan
+        self._models = {model.units[0].outermost: model for model in plan.models}
+        self._done = Counter[Unit]()
+        self._backwards = _Backwards(self._count)
+
+    def __enter__(self) -> None:
+        self._before = {
+            unit: {
+                "reshard_after_forward": unit.settings.reshard_after_forward,
+                "reshard_after_backward": unit.settings.reshard_after_backward,
+                "sync": unit.settings.sync,
+            }
+            for model in self._plan.models
+            for unit in model.units
+        }
+        self._backwards.watch()
+        _running.append(self)
+        before_steps.call(Turn.FEWER, _reduce_in_time)
+        for model in self._plan.models:
+            for unit in model.kept:
+                _change(unit, reshard_after_forward=False, reshard_after_backward=False)
+            for unit in model.units if self._plan.reduce_once else ():
+                _change(unit, sync=False)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _running.remove(self)
+        self._backwards.leave()
+        for model in self._plan.models:
+            for bucket in (bucket for unit in model.kept for bucket in unit.buckets):
+                bucket.gathered.drop()
+            self._restore(model)
+
+    def _restore(self, model: _Model) -> None:
+        for unit in model.units:
+            _change(unit, **self._before[unit])
+
+    def _count(self, roots: Iterable[Unit]) -> None:
+        """Change settings for the next micro-batch: the last one frees buckets, and reduces."""
+        self._done.update(roots)
+        for root in roots:
+            model = self._models.get(root)
+            if model is not None and self._done[root] == model.micro_batches - 1:
+                self._end(model)
+            elif model is not None and self._done[root] == model.micro_batches:
+                self._restore(model)
+
+    def _end(self, model: _Model) -> None:
+        for unit in model.kept:
+            _change(unit, reshard_after_backward=self._before[unit]["reshard_after_backward"])
+        for unit in model.units:
+            _change(unit, sync=self._before[unit]["sync"])
+
+    def reduce_in_time(self) -> None:
+        """Reduce gradients that wait before an update, where micro-batches are fewer than planned.
+
+        Every rank calls it.
+        """
+        for root, model in self._models.items():
+            if self._plan.reduce_once and self._done[root] < model.micro_batches:
+                self._end(model)
+                for bucket in (bucket for unit in model.units for bucket in unit.buckets):
+                    bucket.gradients.flush()
+
+
+def _change(unit: Unit, **settings: Any) -> None:
+    """Change the settings that differ: a change makes the keys of graphs anew."""
+    differ = {k: value for k, value in settings.items() if getattr(unit.settings, k) != value}
+    if differ:
+        unit.change(**differ)
+
+
+def _reduce_in_time(optimizer: Optimizer, args: compat.Args, kwargs: compat.Kwargs) -> None:
+    for each in _running:
+        each.reduce_in_time()
