@@ -6,6 +6,7 @@ call that runs the Python of the step, and in the graph.
 
 import contextlib
 import functools
+import warnings
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
 from shardc import compile_step, fully_shard
+from shardc.runtime.checks import telling
 from shardc.runtime.watch.progress import progress
 
 PARTS, CALLS, PLENTY = 3, 6, 2**30
@@ -236,6 +238,60 @@ def test_fewer_micro_batches_are_reduced_before_the_update(mesh):
     assert len(whole.step.graphs) == 3
     assert whole.settings() == loop.settings()
     assert not any(whole.held())
+
+
+@on_ranks(2)
+def test_all_forwards_run_before_the_first_backward(mesh):
+    whole, loop = _Run(mesh, accumulate={"reduce_once": True}), _Run(mesh)
+    for run in (whole, loop):
+
+        def loop_of(batch, run=run):
+            pairs = list(zip(batch[::2], batch[1::2], strict=True))
+            losses = [run.call(*pair) / PARTS for pair in pairs]
+            for loss in losses:
+                loss.backward()
+            return losses[-1]
+
+        run.loop = loop_of
+        run.train(range(CALLS))
+    assert whole.step.reasons == []
+    torch.testing.assert_close(whole.losses, loop.losses)
+    for p, q in zip(whole.model.parameters(), loop.model.parameters(), strict=True):
+        torch.testing.assert_close(p._local, q._local)
+    assert whole.settings() == loop.settings()
+
+
+@on_ranks(2)
+def test_a_backward_that_raises_does_not_end_the_count(mesh):
+    asked = {"gathered_bytes": PLENTY, "reduce_once": True}
+    whole, loop = _Run(mesh, None, accumulate=asked), _Run(mesh, None)
+
+    def raise_in_backward(module, args, out):
+        out.register_hook(lambda grad: 1 / 0)
+
+    for run in (whole, loop):
+        own, run.raising = run.loop, False
+
+        def loop_of(batch, run=run, own=own):
+            if run.raising:
+                hook = run.model.layers[0].register_forward_hook(raise_in_backward)
+                with pytest.raises(ZeroDivisionError):
+                    run.call(*batch[:2]).backward()
+                hook.remove()
+                run.optimizer.zero_grad()
+            return own(batch)
+
+        run.loop = loop_of
+        run.train(range(1))
+        run.raising = True
+        telling._warned.clear()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "accumulate: ")  # that gradients wait at the update
+            run.train([1])
+        run.raising = False
+        run.train(range(2, CALLS))
+    torch.testing.assert_close(whole.losses, loop.losses)
+    assert whole.settings() == loop.settings()
 
 
 @on_ranks(2)

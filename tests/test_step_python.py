@@ -5,6 +5,7 @@ Each case trains the same model separately and by `compile_step`, and compares a
 
 import copy
 import dataclasses
+import functools
 import random
 import types
 
@@ -196,6 +197,85 @@ class ReadsOfClasses(Trainer):
             self.weights[0] = 2.0
 
 
+class Helper:
+    def __init__(self):
+        self.factor = 1.0
+
+    def scaled(self, loss):
+        return loss * self.factor
+
+
+helper = Helper()
+
+
+class ReadsByOtherWays(Trainer):
+    """The step reads a number of NumPy, a property, by `getattr`, and in a method of an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.beta, helper.factor = numpy.float64(1.0), 1.0, 1.0
+
+    @property
+    def weight(self):
+        return 2 * self.alpha
+
+    def step(self, x, y):
+        self.runs.append(1)
+        loss = self.loss(self.model(x), y) * self.scale * self.weight * getattr(self, "beta")  # noqa: B009
+        return self.update(helper.scaled(loss))
+
+    def before(self, number):
+        if number == 2:
+            self.scale = numpy.float64(2.0)
+        if number == 4:
+            self.alpha = 2.0
+        if number == 6:
+            self.beta = 2.0
+        if number == 7:
+            helper.factor = 0.5
+
+
+def _step_of(trainer, x, y):
+    trainer.runs.append(1)
+    return trainer.update(trainer.loss(trainer.model(x), y) * trainer.alpha)
+
+
+class OtherAlpha(Trainer):
+    def before(self, number):
+        if number == 4:
+            self.alpha = 2.0
+
+
+class ByPartial(OtherAlpha):
+    def __init__(self):
+        super().__init__()
+        self.step = functools.partial(_step_of, self)
+
+
+class ByDefault(OtherAlpha):
+    def __init__(self):
+        super().__init__()
+
+        def step(x, y, trainer=self):
+            return _step_of(trainer, x, y)
+
+        self.step = step
+
+
+class ByObject(OtherAlpha):
+    def __init__(self):
+        super().__init__()
+        self.step = _Step(self)
+
+
+class _Step:
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def __call__(self, x, y):
+        return _step_of(self.trainer, x, y)
+
+
 class OtherDtype(Trainer):
     """The step makes a tensor of the default dtype."""
 
@@ -270,7 +350,8 @@ class GivesObjects(Trainer):
 FOLLOWED = {
     LoadsState: 2, LoadsFusedState: 2, ClearsState: 4, NewOptimizer: 4, NewModel: 4, NewLoss: 4,
     NewActivation: 4, NewHook: 4, NewHookOnParameter: 4, OtherDropout: 4, TeacherInEval: 4,
-    ReadsFurtherDown: 8, ReadsOfClasses: 8,
+    ReadsFurtherDown: 8, ReadsOfClasses: 8, ReadsByOtherWays: 8, ByPartial: 4, ByDefault: 4,
+    ByObject: 4,
     OtherDtype: 5, EqualArguments: 4, RAdam: 4, Fails: 2, FailsAtOnce: 3,
     ReturnsParameters: 2, GivesObjects: CALLS,
 }  # fmt: skip
@@ -293,6 +374,14 @@ class SetsRate(Trainer):
         loss = super().step(x, y)
         self.optimizer.param_groups[0]["lr"] *= 0.5
         return loss
+
+
+class SetsRateBefore(Trainer):
+    """The update does not change: the step sets the number that is there."""
+
+    def step(self, x, y):
+        self.optimizer.param_groups[0]["lr"] = 1e-2
+        return super().step(x, y)
 
 
 class Notes(Trainer):
@@ -395,7 +484,8 @@ class Reduces(Trainer):
 
 
 REFUSED = {
-    Schedules: "it changes", SetsRate: "lr of an optimizer", Notes: "self.losses[",
+    Schedules: "it changes", SetsRate: "lr of an optimizer",
+    SetsRateBefore: "it sets lr", Notes: "self.losses[",
     Sets: "self.last", CountsFurtherDown: "self.state['steps']", CountsInModule: ".seen",
     Mixes: "random numbers of Python", MixesByGenerator: "random numbers of self.drawn",
     Draws: "torch.Generator", ReadsList: "on the host", ReadsArray: "on the host",
@@ -462,6 +552,7 @@ def test_a_method_has_graphs_for_each_object(mesh):
     assert [len(each.step.graphs) for each in trainers] == [1, 1]
     again = copy.copy(trainers[0].step)
     assert (again.graphs, len(trainers[0].step.graphs)) == ([], 1)
+    assert copy.copy(trainers[0]).step.graphs == []
 
 
 @on_ranks(2)

@@ -83,7 +83,8 @@ def _give_places(gm: GraphModule) -> GraphModule:
         return gm
     gm = compat.copy_dynamo_graph(gm)
     given: set[Node] = set()
-    for body in reversed(list(graph_modules(gm))):  # bodies inside first
+    bodies = list(graph_modules(gm))
+    for body in bodies:
         for mark in _reads_of_markers(body):
             refuse_in_place_update(mark)
             marker: Node = mark.args[3]  # type: ignore[assignment]
@@ -91,11 +92,16 @@ def _give_places(gm: GraphModule) -> GraphModule:
             given.add(marker)
             mark.replace_all_uses_with(marker)
             body.graph.erase_node(mark)
-        for inner, call in body_calls(body):
-            for placeholder, operand in body_operands(call, inner.graph):
-                if placeholder in given:
-                    compat.make_input_without_source(operand, placeholder)
-                    given.add(operand)
+    pairs = [
+        pair
+        for body in bodies
+        for inner, call in body_calls(body)
+        for pair in body_operands(call, inner.graph)
+    ]
+    while more := {b: a for a, b in pairs if a in given and b not in given}:
+        for operand, placeholder in more.items():
+            compat.make_input_without_source(operand, placeholder)
+            given.add(operand)
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         if node in given:
             node.meta[TAKEN] = Taken(position, None)

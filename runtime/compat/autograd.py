@@ -136,6 +136,11 @@ def in_backward() -> bool:
     return backward_number() != -1
 
 
+def in_nested_backward() -> bool:
+    """Whether the running backward began inside of another one, as reentrant checkpoints do."""
+    return bool(_nested.postponed)
+
+
 def top_saved_tensors_hooks() -> SavedTensorsHooks | None:
     """The innermost saved-tensor hooks, (pack, unpack); None if there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)

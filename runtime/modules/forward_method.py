@@ -21,7 +21,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     module's own buckets are gathered; inner units are gathered when called.
 
     Raises:
-        ValueError: the module has no such method.
+        ValueError: a sharded module has no such method.
     """
     module = getattr(module, "_orig_mod", module)  # of torch.compile(module)
     if not isinstance(module, ShardedModule):

@@ -134,6 +134,15 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, object]]:
 
 
 @dataclass(frozen=True, eq=False)
+class Rate:
+    """A number among the settings of a parameter group, and the object that it is."""
+
+    group: dict[str, Any]
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, eq=False)
 class UpdateCall:
     """The target of a node that calls `optimizer.step()` with gradients and scales of the graph."""
 
@@ -184,6 +193,7 @@ class Recorder(compat.OpMode):
         self.sources: dict[Node, str] = {}
         self.captured: dict[Node, Tensor] = {}
         self.updates: list[Update] = []
+        self.rates: list[Rate] = []
         self._nodes: dict[tuple[object, ...], Node] = {}
         self._bases: dict[int, tuple[StorageWeakRef, Node, int]] = {}
         self._last_input: Node | None = None
@@ -344,6 +354,7 @@ class Recorder(compat.OpMode):
             self._inner += 1
             self._take_call()
             return
+        self._check_rates(optimizer)
         self._update = update = Update(optimizer, settings=settings_of(optimizer))
         self.updates.append(update)
         with self._quietly():
@@ -361,6 +372,17 @@ class Recorder(compat.OpMode):
         self._before_update = self._going_back()
         if getattr(optimizer, "calls_optimizers", False):
             self._take_call()
+
+    def _check_rates(self, optimizer: Optimizer) -> None:
+        """Refuse a step that sets a number of an optimizer before the update."""
+        groups = list(map(id, optimizer.param_groups))
+        own = [rate for rate in self.rates if id(rate.group) in groups]
+        names = {rate.name for rate in own if rate.group.get(rate.name) is not rate.value}
+        if names and not self.reason and optimizer not in {u.optimizer for u in self.updates}:
+            self.reason = (
+                f"it sets {', '.join(sorted(names))} of an optimizer, and its Python would not run "
+                "again: do so outside of it"
+            )
 
     def _end(self) -> None:
         if self._inner:

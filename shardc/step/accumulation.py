@@ -12,7 +12,7 @@ the same messages.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -27,6 +27,7 @@ from shardc.runtime import compat
 from shardc.runtime.checks.arguments import check_value, hints_of
 from shardc.runtime.checks.meta import units_in
 from shardc.runtime.checks.optimizer_hooks import Turn, before_steps
+from shardc.runtime.checks.telling import warn_once
 from shardc.runtime.unit.backwards import watchers
 from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.unit.settings import Settings
@@ -54,7 +55,7 @@ class Accumulate:
 
     @staticmethod
     def parse(given: Mapping[str, Any]) -> "Accumulate":
-        """Make it from a user's dict, checked.
+        """Check a user's dict of wishes, and make an `Accumulate`.
 
         Raises:
             TypeError, ValueError: another key or value, or nothing is asked for.
@@ -157,9 +158,10 @@ class Watched:
 class _Backwards:
     """Calls `ended` with the roots that a backward differentiated, when all else of it is done."""
 
-    def __init__(self, ended: Any) -> None:
+    def __init__(self, ended: Callable[[Sequence[Unit]], None]) -> None:
         self._ended = ended
         self._roots: dict[Unit, None] = {}
+        self._number = -1
 
     def watch(self) -> None:
         watchers.append(self._note)
@@ -168,6 +170,9 @@ class _Backwards:
         watchers.remove(self._note)
 
     def _note(self, buckets: Iterable[Bucket]) -> None:
+        number = compat.backward_number()
+        if number != self._number and not compat.in_nested_backward():
+            self._number, self._roots = number, {}  # a backward that raised has no end
         if not self._roots:
             # Reductions end, and gradients that wait are looked at, in calls that come later.
             compat.when_outermost_backward_ends(lambda: compat.when_backward_ends(self._end))
@@ -284,7 +289,7 @@ def _agree(units: tuple[Unit, ...], facts: list[str], kept: list[Unit]) -> tuple
     own = json.dumps([units.index(unit) for unit in kept])
     bucket = next(bucket for unit in units for bucket in unit.buckets)
     group = compat.resolve_group(bucket.ranks.everyone)
-    notes = agree(group, Statement("the micro-batches of a step", facts, own))
+    notes = agree(group, Statement("the micro-batches of a step", facts, own), every_time=True)
     return tuple(units[index] for index in json.loads(min(notes)))
 
 
@@ -331,9 +336,10 @@ class Arranged:
         _running.remove(self)
         self._backwards.leave()
         for model in self._plan.models:
+            self._restore(model)
+        for model in self._plan.models:
             for bucket in (bucket for unit in model.kept for bucket in unit.buckets):
                 bucket.gathered.drop()
-            self._restore(model)
 
     def _restore(self, model: _Model) -> None:
         for unit in model.units:
@@ -348,6 +354,7 @@ class Arranged:
                 self._end(model)
             elif model is not None and self._done[root] == model.micro_batches:
                 self._restore(model)
+                _flush(model)  # forwards that all ran before the first backward reduce nothing
 
     def _end(self, model: _Model) -> None:
         for unit in model.kept:
@@ -362,9 +369,20 @@ class Arranged:
         """
         for root, model in self._models.items():
             if self._plan.reduce_once and self._done[root] < model.micro_batches:
+                warn_once(
+                    "fewer micro-batches than planned",
+                    f"accumulate: {self._done[root]} of {model.micro_batches} micro-batches ran, "
+                    "and gradients wait: they are reduced in optimizer.step(), behind any "
+                    "clipping. Use a step for each number of micro-batches, or no reduce_once",
+                )
                 self._end(model)
-                for bucket in (bucket for unit in model.units for bucket in unit.buckets):
-                    bucket.gradients.flush()
+                _flush(model)
+
+
+def _flush(model: _Model) -> None:
+    """Reduce the gradients that wait."""
+    for bucket in (bucket for unit in model.units for bucket in unit.buckets):
+        bucket.gradients.flush()
 
 
 def _change(unit: Unit, **settings: Any) -> None:

@@ -6,7 +6,6 @@ the step does not run. A step that no graph can have runs as usual; a warning na
 """
 
 import contextlib
-import enum
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping
@@ -48,11 +47,11 @@ from shardc.step.accumulation import (
     plan_accumulation,
 )
 from shardc.step.captured import LEAVES_GRADIENTS, Held, buckets_of, find_holders, kind_of
-from shardc.step.constants import CONSTANTS, Known, Same
+from shardc.step.constants import CONSTANTS, PYTHONS, Known, Same
 from shardc.step.cuda_graph import Replayed, check_capturable
 from shardc.step.facts import Facts, params_of
 from shardc.step.rerun import Numbers, OtherOps
-from shardc.step.unseen import check_effects, effects_of, seeing_reads
+from shardc.step.unseen import check_effects, effects_of, own_rates, seeing_reads
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -284,8 +283,12 @@ class CompiledStep(Generic[_P, _R]):
         """The step of one object, where the step is a method: each object has graphs of its own."""
         if owner is None:
             return self
-        bound = CompiledStep(MethodType(self.step, owner), self.mode, self._asked)
-        return vars(owner).setdefault(self._as_method or self.step.__name__, bound)
+        name = f"_shardc_{self._as_method or self.step.__name__}"
+        bound = vars(owner).get(name)
+        if bound is None or bound.step.__self__ is not owner:  # a shallow copy has the original's
+            bound = CompiledStep(MethodType(self.step, owner), self.mode, self._asked)
+            vars(owner)[name] = bound
+        return bound
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no graphs and no plan: they have the tensors and units of the original."""
@@ -362,6 +365,7 @@ class CompiledStep(Generic[_P, _R]):
     def _record(self, kind: _Kind, leaves: list[Any], args: Any, kwargs: Any) -> _R:
         recorder, known = Recorder(), Known(self.step, args, kwargs)
         before = effects_of(known)
+        recorder.rates = own_rates(known)
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for tensor in given:
             recorder.add_input(GIVEN, tensor)
@@ -455,7 +459,7 @@ def _finish(known: Known, recorder: Recorder, result: object) -> _Graph:
 def _check_results(leaves: list[object], known: Known) -> None:
     """Refuse results that would stay as they are: the graph gives tensors alone."""
     for leaf in leaves:
-        kinds = (Tensor, *CONSTANTS, *_CONSTANT_RESULTS)
+        kinds = (Tensor, *PYTHONS, *CONSTANTS)
         is_computed = isinstance(leaf, ShardTensor) and not hasattr(leaf, "_slot")
         is_known = isinstance(leaf, kinds) or any(leaf is each for each in known.objects())
         if is_computed or not is_known:
@@ -467,9 +471,6 @@ def _check_results(leaves: list[object], known: Known) -> None:
 
 def _is_plain(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and not isinstance(value, ShardTensor)
-
-
-_CONSTANT_RESULTS = (complex, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
 
 
 def _groups_in(module: GraphModule) -> list[str]:

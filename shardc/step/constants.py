@@ -7,6 +7,8 @@ another file reads is not seen.
 """
 
 import dis
+import enum
+import functools
 import inspect
 import random
 import weakref
@@ -21,11 +23,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-CONSTANTS = (bool, int, float, str, type(None))
+PYTHONS = (bool, int, float, str, type(None))
+"""The types of Python's numbers, texts and flags, which are constants in a graph."""
+CONSTANTS = (complex, bytes, enum.Enum, numpy.generic, torch.dtype, torch.device, torch.Size)
+"""The other types of values that are constants in a graph."""
 DEPTH = 3
 """The most steps from a name to a value: `self.settings.loss.weight` has three."""
 MOST_NUMBERS = 64
 """The most numbers in a list that is compared in each call."""
+
+
+def is_constant(value: object) -> bool:
+    """Whether a value is a constant in a graph."""
+    return type(value) in PYTHONS or isinstance(value, CONSTANTS)
 
 
 class Same:
@@ -52,7 +62,7 @@ class _Named:
 
     globals: frozenset[str]
     attributes: frozenset[str]
-    keys: frozenset[object]
+    keys: frozenset[str]
 
 
 def _named_in(code: CodeType) -> _Named:
@@ -66,7 +76,7 @@ def _named_in(code: CodeType) -> _Named:
     return _Named(
         frozenset(names["GLOBAL"] | names["NAME"]).union(*(each.globals for each in inner)),
         frozenset(names["ATTR"] | names["METHOD"]).union(*(each.attributes for each in inner)),
-        frozenset[object](texts).union(*(each.keys for each in inner)),
+        frozenset(texts).union(*(each.keys for each in inner)),
     )
 
 
@@ -74,13 +84,18 @@ class Known:
     """The objects that a step knows by name, for arguments of one kind."""
 
     def __init__(self, step: Callable[..., object], args: Any = (), kwargs: Any = None) -> None:
-        self._given = _arguments(step, args, kwargs or {})
+        kwargs = kwargs or {}
+        while isinstance(step, functools.partial):
+            args, kwargs = (*step.args, *args), {**step.keywords, **kwargs}
+            step = step.func
+        self._given = _arguments(step, args, kwargs)
         function = _function_of(step)
-        reached = () if function is None else _reached(function, self._given.get("self"))
+        owner, given = self._given.get("self"), self._given.values()
+        reached = () if function is None else _reached(function, owner, given)
         self._functions = {each: _named_in(each.__code__) for each in reached}
         named = self._functions.values()
         self._attributes = frozenset[str]().union(*(each.attributes for each in named))
-        self._keys = frozenset[object]().union(*(each.keys for each in named))
+        self._keys = frozenset[str]().union(*(each.keys for each in named))
 
     def names(self) -> dict[str, Any]:
         """The objects, by name."""
@@ -106,7 +121,7 @@ class Known:
         return found
 
     def _read(self, found: dict[str, object], name: str, value: Any, depth: int) -> None:
-        if type(value) in CONSTANTS:
+        if is_constant(value):
             found[name] = value
         elif not isinstance(value, Tensor):
             if _shapes_graphs(value):
@@ -123,7 +138,7 @@ class Known:
         if isinstance(value, dict):
             yield from ((f"[{key!r}]", value[key]) for key in self._keys & value.keys())
         for own in _dictionaries_of(value):
-            for key in self._attributes & own.keys():
+            for key in (self._attributes | self._keys) & own.keys():  # getattr(self, "factor")
                 part = own[key]
                 if isinstance(part, MemberDescriptorType):  # of __slots__
                     part = getattr(value, key, None)
@@ -148,13 +163,17 @@ class Known:
 def _function_of(step: Callable[..., object]) -> FunctionType | None:
     """The Python function of a step; None for another callable."""
     function = inspect.unwrap(getattr(step, "__func__", step))
+    if not isinstance(function, FunctionType):
+        function = getattr(type(function), "__call__", None)  # noqa: B004
     return function if isinstance(function, FunctionType) else None
 
 
 def _arguments(step: Callable[..., object], args: Any, kwargs: Any) -> dict[str, Any]:
     """The arguments of a step that are no tensors, and `self`, by name."""
     try:
-        given = inspect.signature(step).bind_partial(*args, **kwargs).arguments
+        bound = inspect.signature(step).bind_partial(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
     except (TypeError, ValueError):  # the call will raise, or the callable has no signature
         given = {}
     plain = {name: value for name, value in given.items() if not _has_tensors(value)}
@@ -165,8 +184,15 @@ def _has_tensors(value: object) -> bool:
     return any(isinstance(each, Tensor) for each in tree_leaves(value))
 
 
-def _reached(function: FunctionType, owner: object) -> Iterator[FunctionType]:
-    """A function, functions of its file that it names, and methods of `owner` that they name."""
+def _reached(
+    function: FunctionType, owner: object, given: Iterable[object]
+) -> Iterator[FunctionType]:
+    """A function, functions of its file that it names, and methods that they name.
+
+    The methods are those of `owner`, and of objects whose classes are of the same file: of `given`,
+    and outside of a function.
+    """
+    owners = [owner, *(each for each in given if _is_near(each, function))]
     found: dict[FunctionType, None] = {}
     waiting: list[Any] = [function]
     while waiting:
@@ -177,8 +203,10 @@ def _reached(function: FunctionType, owner: object) -> Iterator[FunctionType]:
         if each.__globals__ is function.__globals__ or of_owner:
             found[each], named = None, _named_in(each.__code__)
             waiting += (value for _, value in _outside(each, named) if _is_of(value, function))
-            methods = named.attributes if owner is not None else ()
-            waiting += (getattr(type(owner), name, None) for name in methods)
+            near = (each for _, each in _outside(each, named) if _is_near(each, function))
+            for kind in dict.fromkeys(map(type, (*owners, *near))):
+                methods = (getattr(kind, name, None) for name in named.attributes)
+                waiting += (getattr(method, "fget", method) for method in methods)
     return iter(found)
 
 
@@ -186,6 +214,11 @@ def _is_of(value: object, function: FunctionType) -> bool:
     """Whether a function is of the same file."""
     inner = inspect.unwrap(value) if callable(value) else None
     return isinstance(inner, FunctionType) and inner.__globals__ is function.__globals__
+
+
+def _is_near(value: object, function: FunctionType) -> bool:
+    """Whether the class of an object is of the same file."""
+    return type(value).__module__ == function.__module__
 
 
 def _outside(function: FunctionType, named: _Named) -> Iterator[tuple[str, Any]]:
@@ -204,7 +237,7 @@ class _Numbers(tuple[object, ...]):
 
 
 def _is_short(value: list[object] | tuple[object, ...]) -> bool:
-    return len(value) <= MOST_NUMBERS and all(type(each) in CONSTANTS for each in value)
+    return len(value) <= MOST_NUMBERS and all(map(is_constant, value))
 
 
 def _shapes_graphs(value: object) -> bool:
@@ -225,7 +258,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """The entries of a container, or the attributes of another object, each with its name."""
     if isinstance(value, dict):
         for number, (key, each) in enumerate(list(value.items())):
-            yield f"[{key!r}]" if type(key) in CONSTANTS else f"[{number}]", each
+            yield f"[{key!r}]" if is_constant(key) else f"[{number}]", each
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield from ((f"[{number}]", each) for number, each in enumerate(value))
     elif hasattr(value, "__dict__"):
@@ -236,7 +269,7 @@ def _note_parts(
     found: dict[str, object], seen: set[int], name: str, value: Any, depth: int
 ) -> None:
     """Note the numbers, texts, flags and tensors of an object, and of its parts."""
-    if type(value) in CONSTANTS:
+    if is_constant(value):
         found[name] = value
     elif isinstance(value, Tensor):
         found[name] = Same(value)
@@ -246,13 +279,13 @@ def _note_parts(
         found[f"the random numbers of {name}"] = repr(value.bit_generator.state)
     elif isinstance(value, nn.Module):
         for inner, module in value.named_modules():
-            numbers = {k: v for k, v in vars(module).items() if type(v) in CONSTANTS}
+            numbers = {k: v for k, v in vars(module).items() if is_constant(v)}
             found |= {f"{name}.{inner}.{key}": each for key, each in numbers.items()}
     elif not _is_left_out(value) and id(value) not in seen and depth < DEPTH:
         seen.add(id(value))
         in_list = isinstance(value, (list, tuple, set))  # numbers there are notes of the user
         for key, part in _parts(value):
-            if not in_list or type(part) not in CONSTANTS:
+            if not in_list or not is_constant(part):
                 _note_parts(found, seen, f"{name}{key}", part, depth + 1)
 
 

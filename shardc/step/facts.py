@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardc.backend.recorder import Update
 from shardc.runtime import compat
 from shardc.runtime.unit.bucket import Bucket
-from shardc.step.constants import CONSTANTS, Known
+from shardc.step.constants import Known, is_constant
 
 
 class Facts:
@@ -87,7 +87,7 @@ class _Modules:
 
 def _names_of(module: nn.Module) -> list[str]:
     values = vars(module).items()
-    return [k for k, v in values if type(v) in CONSTANTS or k == "_modules" or k.endswith("_hooks")]
+    return [k for k, v in values if is_constant(v) or k == "_modules" or k.endswith("_hooks")]
 
 
 def _copied(value: Any) -> Any:

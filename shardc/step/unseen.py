@@ -4,6 +4,7 @@ The Python of a recorded step does not run again, so a step that does so is refu
 """
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from shardc.backend.recorder import NotRecorded, Recorder
+from shardc.backend.recorder import NotRecorded, Rate, Recorder
 from shardc.step.constants import Known
 
 _MISSING = object()
@@ -39,6 +41,18 @@ def check_effects(before: dict[str, object], known: Known) -> None:
         )
 
 
+def own_rates(known: Known) -> list[Rate]:
+    """Give each number among the settings of optimizers an object of its own, and list them.
+
+    A step that writes a number before the update shows by that, though the number may be equal.
+    """
+    optimizers = {id(each): each for each in known.objects() if isinstance(each, Optimizer)}
+    groups = [group for each in optimizers.values() for group in each.param_groups]
+    for group in groups:
+        group.update({name: v * 1.0 for name, v in group.items() if type(v) is float})
+    return [Rate(g, name, v) for g in groups for name, v in g.items() if type(v) is float]
+
+
 _RANDOM = "the random numbers of Python or NumPy"
 
 
@@ -50,9 +64,12 @@ def _random_states() -> object:
 def seeing_reads(recorder: Recorder) -> Iterator[None]:
     """Inside, a step that reads the memory of a tensor past all ops is refused."""
 
+    thread = threading.get_ident()
+
     def noting(read: Callable[..., object]) -> Callable[..., object]:
         def call(tensor: Tensor, *args: Any, **kwargs: Any) -> object:
-            if type(tensor) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling():
+            is_plain = type(tensor) in (Tensor, nn.Parameter)
+            if is_plain and threading.get_ident() == thread and not torch.compiler.is_compiling():
                 recorder.note_read()
             return read(tensor, *args, **kwargs)
 
