@@ -54,7 +54,7 @@ def test_the_script_fails_as_the_graph_did(mesh, reason):
         with mock.patch.dict(os.environ, SHARDC_DUMP=folder):
             (message,) = _steps(model, _options(**BROKEN[reason]), torch.randn(3, 18))
         own = Path(folder, f"rank{dist.get_rank()}")
-        scripts = sorted(own.glob("repro_*.py"))
+        scripts = sorted(own.glob("repro_*.py"), key=lambda path: int(path.stem.split("_")[1]))
         assert [script.stem.split("_")[2] for script in scripts] == ["forward", "backward"]
         forward = scripts[0]
         told = re.search(r"to reproduce it alone: (\S+) \S+/rank\d/(\S+\.py)", message)
