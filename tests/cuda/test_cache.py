@@ -21,7 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_a_start_with_the_graphs_of_another(case: str, tmp_path: Path) -> None:
     first, before = _start(tmp_path / "first", CASES[case])
     assert first.compiled > 0
-    assert first.loaded == (case == "blocks")  # the second block is the first one again
+    assert not first.loaded  # equal blocks share one graph
     for rank in (0, 1):
         folder = tmp_path / str(rank)
         graphs = "cache/aotautograd"  # they hold their kernels
