@@ -102,7 +102,7 @@ class Update:
         Raises:
             NotRecorded: it does.
         """
-        now = settings_of(self.optimizer)
+        now = _group_settings(self.optimizer)
         for before, after in zip(self.settings, now, strict=False):
             names = [name for name, value in after.items() if before.get(name) != value]
             if names:
@@ -121,7 +121,7 @@ class Update:
         )
 
 
-def settings_of(optimizer: Optimizer) -> list[dict[str, object]]:
+def _group_settings(optimizer: Optimizer) -> list[dict[str, object]]:
     """The settings of each parameter group that are no tensors."""
     return [
         {
@@ -355,7 +355,7 @@ class Recorder(compat.OpMode):
             self._take_call()
             return
         self._check_rates(optimizer)
-        self._update = update = Update(optimizer, settings=settings_of(optimizer))
+        self._update = update = Update(optimizer, settings=_group_settings(optimizer))
         self.updates.append(update)
         with self._quietly():
             for group in optimizer.param_groups:

@@ -7,8 +7,9 @@ itself.
 """
 
 import contextlib
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,16 +115,14 @@ def with_taken(example_inputs: Sequence[Any], taken: Sequence[Taken]) -> list[An
                 )
         return full.requires_grad_(code.trainable[slot])
 
-    return _given(example_inputs, taken, example)
+    slots = (_slot_of(example_inputs, take) for take in taken)
+    return _given(example_inputs, taken, itertools.starmap(example, slots))
 
 
-def _given(
-    args: Sequence[Any], taken: Sequence[Taken], full: Callable[[Bucket, int], Tensor]
-) -> list[Any]:
-    """The inputs of a graph with taken parameters: `full` makes each from its bucket and slot."""
+def _given(args: Sequence[Any], taken: Sequence[Taken], full: Iterable[Tensor]) -> list[Any]:
+    """The inputs of a graph with its taken parameters, the tensors of `full`."""
     given = list(args)
-    for take in taken:
-        parameter = full(*_slot_of(args, take))
+    for take, parameter in zip(taken, full, strict=True):
         if take.slot is None:
             given[take.position] = parameter
         else:
@@ -143,10 +142,11 @@ def giving(compiled: Callable[..., Any], taken: Sequence[Taken]) -> Callable[...
 
     @torch.compiler.disable
     def run(*args: Any) -> Any:
-        buckets = dict.fromkeys(_slot_of(args, take)[0] for take in taken)
+        slots = [_slot_of(args, take) for take in taken]
+        buckets = dict.fromkeys(bucket for bucket, _ in slots)
         note_readings(bucket.key for bucket in buckets)
         with _open(buckets):
-            given = _given(args, taken, _full)
+            given = _given(args, taken, itertools.starmap(_full, slots))
             with saving_handles() or contextlib.nullcontext():
                 return compiled(*given)
 

@@ -458,10 +458,10 @@ def _finish(known: Known, recorder: Recorder, result: object) -> _Graph:
 
 def _check_results(leaves: list[object], known: Known) -> None:
     """Refuse results that would stay as they are: the graph gives tensors alone."""
+    kinds, objects = (Tensor, *PYTHONS, *CONSTANTS), list(known.objects())
     for leaf in leaves:
-        kinds = (Tensor, *PYTHONS, *CONSTANTS)
         is_computed = isinstance(leaf, ShardTensor) and not hasattr(leaf, "_slot")
-        is_known = isinstance(leaf, kinds) or any(leaf is each for each in known.objects())
+        is_known = isinstance(leaf, kinds) or any(leaf is each for each in objects)
         if is_computed or not is_known:
             raise NotRecorded(
                 f"its result holds an object of type {type(leaf).__name__}, which would stay as it "

@@ -94,8 +94,9 @@ class Known:
         reached = () if function is None else _reached(function, owner, given)
         self._functions = {each: _named_in(each.__code__) for each in reached}
         named = self._functions.values()
-        self._attributes = frozenset[str]().union(*(each.attributes for each in named))
         self._keys = frozenset[str]().union(*(each.keys for each in named))
+        # `getattr(self, "factor")` names an attribute by a text.
+        self._attributes = self._keys.union(*(each.attributes for each in named))
 
     def names(self) -> dict[str, Any]:
         """The objects, by name."""
@@ -138,7 +139,7 @@ class Known:
         if isinstance(value, dict):
             yield from ((f"[{key!r}]", value[key]) for key in self._keys & value.keys())
         for own in _dictionaries_of(value):
-            for key in (self._attributes | self._keys) & own.keys():  # getattr(self, "factor")
+            for key in self._attributes & own.keys():
                 part = own[key]
                 if isinstance(part, MemberDescriptorType):  # of __slots__
                     part = getattr(value, key, None)
