@@ -296,8 +296,11 @@ def test_the_table_of_state_is_complete():
     assert sorted(found - table) == [] == sorted(table - found)
 
 
-def test_files_that_the_map_names_exist():
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    named = set(re.findall(r"`((?:shardc|passes|runtime|tests)/[\w/]+(?:\.py|/))`", text))
-    assert len(named) > 40
+@pytest.mark.parametrize(("page", "many"), [("architecture.md", 40), ("adding.md", 120)])
+def test_files_that_the_map_names_exist(page, many):
+    text = (ROOT / "docs" / page).read_text()
+    folders = "benchmarks|docs|passes|runtime|shardc|tests"
+    named = set(re.findall(rf"`((?:{folders})/[\w/]+(?:\.\w+|/))`", text))
+    named |= {f"tests/{name}" for name in re.findall(r"`(test_\w+\.py)`", text)}
+    assert len(named) > many
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []

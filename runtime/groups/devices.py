@@ -1,7 +1,7 @@
 """Types of devices: the facts of each that torch does not tell, one entry a type.
 
 Code that depends on a type of device reads the facts here; streams, copies and indices go by
-`torch.accelerator`. CUDA graphs and the tools for GPUs name CUDA (docs/architecture.md lists them).
+`torch.accelerator`. CUDA graphs and the tools for GPUs name CUDA (docs/adding.md lists them).
 `fully_shard` refuses a type without an entry.
 """
 
