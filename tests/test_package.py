@@ -103,6 +103,8 @@ def train(model: nn.Module, steps: int) -> dict[str, object]:
             whole: torch.Tensor = parameter.full_tensor()
             print(whole.shape)
     print(shardc.describe(model), shardc.report(model), shardc.__version__)
+    step = shardc.compile_step(lambda: model(torch.ones(2, 4)).sum())
+    print(step.reasons)
     options = StateDictOptions(full_state_dict=True)
     return dict(shardc.get_model_state_dict(model, options=options))
 """
@@ -129,6 +131,18 @@ def test_user_code_passes_mypy_strict(tmp_path):
         )  # fmt: skip
         assert told.returncode == bool(errors), told.stdout + told.stderr
         assert told.stdout.count("error:") == errors, told.stdout
+
+
+def test_a_wheel_has_every_package():
+    text = (ROOT / "pyproject.toml").read_text()
+    (listed,) = re.findall(r"^packages = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    folders = {
+        path.parent.relative_to(ROOT).as_posix().replace("/", ".")
+        for top in ("shardc", "passes", "runtime")
+        for path in (ROOT / top).rglob("__init__.py")
+    }
+    inside = {name if name.startswith("shardc") else f"shardc.{name}" for name in folders}
+    assert set(re.findall(r'"([\w.]+)"', listed)) == inside
 
 
 def test_the_range_of_torch_is_that_of_the_table():
