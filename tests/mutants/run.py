@@ -25,9 +25,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from tabulate import tabulate
@@ -190,26 +190,27 @@ def run(mutants: list[Mutant], root: Path, jobs: int) -> dict[Mutant, str]:
 
 
 def _check_without_mutants(mutants: list[Mutant], copies: "queue.Queue[Copy]") -> None:
-    """A test that fails anyway notices nothing: all of them must pass first."""
+    """A test that fails anyway notices nothing: all of them must pass first.
+
+    Each file of tests gets a process of its own, as each mutant does: ranks are forked, and a
+    device that a test adds must come before the first backward of the process.
+    """
     tests = sorted({test for mutant in mutants for test in mutant.tests})
-    shares = [tests[index :: copies.qsize()] for index in range(copies.qsize())]
-    print(f"without any mutant: {len(tests)} tests", flush=True)
+    by_file = [list(own) for _, own in groupby(tests, key=lambda test: test.split("::")[0])]
     failures: list[str] = []
 
-    def check(share: list[str]) -> None:
+    def check(own: list[str]) -> None:
         copy = copies.get()
         try:
-            code, output = copy.test(share, seconds=SECONDS + 30 * len(share))
+            code, output = copy.test(own, seconds=SECONDS + 30 * len(own))
             if code != 0:
                 failures.append(output[-4000:])
         finally:
             copies.put(copy)
 
-    threads = [threading.Thread(target=check, args=(share,)) for share in shares if share]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(copies.qsize()) as pool:
+        done = pool.map(check, by_file)
+        list(tqdm(done, f"{len(tests)} tests without any mutant", len(by_file), unit="file"))
     if failures:
         raise RuntimeError("tests fail without any mutant:\n" + "\n".join(failures))
 
