@@ -30,6 +30,7 @@ ENDS: dict[str, dict[str, Any]] = {
     "-whole": {},
     "-captured": {"mode": "reduce-overhead"},
     "-kept": {"accumulate": {"gathered_bytes": _ALL_KEPT}},
+    "-ahead": {"gather_ahead": True},
     "-once": {"accumulate": {"gathered_bytes": _ALL_KEPT, "reduce_once": True}},
 }
 """Ends of the names of competitors whose step is one graph, with arguments of `compile_step`."""

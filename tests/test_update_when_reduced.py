@@ -171,3 +171,38 @@ def test_copies_of_the_model_reduce_in_the_tail(mesh):
     entered: list[int] = [0] * 4
     dist.all_gather_object(entered, history_of(compat.group_name(dist.group.WORLD)).count)
     assert len(set(entered)) == 1, entered
+
+
+@pytest.mark.parametrize("ahead", ["p1", "p0", ""])
+def test_updates_run_behind_a_gather_for_the_next_step(ahead):
+    """p2 is updated by itself, p1 and p0 behind a wait each; one of them is gathered ahead."""
+    graph = Graph()
+    p2, p1, p0, g2, g1, g0, held = (
+        graph.placeholder(n) for n in ("p2", "p1", "p0", "g2", "g1", "g0", "h")
+    )
+    names = {}
+
+    def add(name, target, *args):
+        names[graph.call_function(target, args)] = name
+        return next(reversed(names))
+
+    add("update p2", aten.sub_.Tensor, p2, g2)
+    for name, param, grad in (("p1", p1, g1), ("p0", p0, g0)):
+        done = add(f"wait {name}", wait, grad)
+        add(f"update {name}", aten.sub_.Tensor, param, done)
+    if ahead:
+        gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+        started = add("gather", gather, {"p1": p1, "p0": p0}[ahead], 2, "0")
+        add("copy", aten.copy_.default, held, add("wait", wait, started))
+    graph.output(())
+    gm = update_when_reduced(GraphModule({}, graph), PassContext("step"))
+    order = [names[node] for node in gm.graph.nodes if node in names]
+    first, last = ["wait p1", "update p1"], ["wait p0", "update p0"]
+    assert (
+        order
+        == {
+            "p1": [*first, "gather", "update p2", *last, "wait", "copy"],
+            "p0": ["update p2", *first, *last, "gather", "wait", "copy"],
+            "": ["update p2", *first, *last],
+        }[ahead]
+    )

@@ -3,6 +3,12 @@
     before:  rs1 rs0 wait1 wait0 update([p0, p1, p2])
     after:   rs1 rs0 update([p2]) wait1 update([p1]) wait0 update([p0])
 
+A gather of updated parameters, for the next step, starts right behind their update. The updates
+that no such gather needs come behind the first one, to run meanwhile.
+
+    before:  rs1 rs0 wait1 wait0 update([p0, p1, p2]) ag1 wait
+    after:   rs1 rs0 wait1 update([p1]) ag1 update([p2]) wait0 update([p0]) wait
+
 An op over lists of tensors (`_fused_adamw_`, `_foreach_mul_`) is divided where its tensors come
 behind other waits. All other nodes keep their order, so the bits are the same. Where a norm of all
 gradients clips them, every update comes behind every wait, and nothing moves.
@@ -13,7 +19,7 @@ there, because they have other parts of parameters; collectives and waits keep t
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -23,6 +29,7 @@ from shardc.passes.contract import contract
 from shardc.passes.nodes import (
     awaited_by,
     awaits_reduction,
+    brings_parameters,
     is_collective,
     is_random,
     is_transfer,
@@ -33,7 +40,7 @@ from shardc.passes.nodes import (
     writes,
     written_by,
 )
-from shardc.passes.schedule.reorder import reorder
+from shardc.passes.schedule.reorder import Key, reorder
 
 
 @contract()
@@ -42,18 +49,66 @@ def update_when_reduced(gm: GraphModule, ctx: PassContext) -> GraphModule:
     nodes = _end_of(gm)
     if not any(map(is_wait, nodes)):
         return gm
-    levels, keys = _Levels(), {}
+    levels, keys = _Levels(), dict[Node, Key]()
     for index, node in enumerate(nodes):
         for part in _divided(node, levels):
-            keys[part] = levels.enter(part), index
+            keys[part] = levels.enter(part), 0, index
+    starts = [keys[node][0] for node in _gathers_ahead(gm) if node in keys]
+    reductions = sum(is_wait(node) and _may_reduce(node) for node in keys)
+    if starts and min(starts) < reductions:
+        keys |= _behind(min(starts), keys)
     reorder(gm, keys)
     return gm
+
+
+def _gathers_ahead(gm: GraphModule) -> list[Node]:
+    """The gathers for the next step, behind all that is reduced."""
+    found = list[Node]()
+    for node in reversed(gm.graph.nodes):
+        if is_collective(node) and brings_parameters(node):
+            found.append(node)
+        elif is_collective(node) or (is_wait(node) and _may_reduce(node)):
+            break
+    return found
+
+
+def _behind(level: int, keys: Mapping[Node, Key]) -> dict[Node, Key]:
+    """Keys that put the nodes that no collective needs behind a level, and behind its gathers."""
+    needed = _needed_by_collectives(list(keys))
+    others = ((node, key) for node, key in keys.items() if node not in needed)
+    return {node: (max(own, level), 1, index) for node, (own, _, index) in others}
+
+
+def _needed_by_collectives(nodes: list[Node]) -> set[Node]:
+    """Collectives, waits, and the nodes whose results or memory one of them needs."""
+    needed, read, written = set[Node](), set[object](), set[object]()
+    for node in reversed(nodes):
+        own = {memory_of(each) for each in node.all_input_nodes}
+        changed: set[object] = {memory_of(each) for each in _written(node)}
+        if is_random(node):
+            changed.add("random numbers")
+        is_root = is_collective(node) or is_wait(node)
+        if (
+            is_root
+            or changed & (read | written)
+            or own & written
+            or not needed.isdisjoint(node.users)
+        ):
+            needed.add(node)
+            read |= own
+            written |= changed
+    return needed
+
+
+def _written(node: Node) -> set[Node]:
+    """The operands that a node writes; a wait writes that of its collective."""
+    return set(node.all_input_nodes) if is_wait(node) else written_by(node)
 
 
 def _end_of(gm: GraphModule) -> list[Node]:
     """The nodes behind the last call, or the last collective that needs no reduction."""
     reductions = [node for node in gm.graph.nodes if is_wait(node) and _may_reduce(node)]
-    behind = reach(lambda node: node.users, *reductions)
+    behind = reach(lambda node: node.users, *reductions).union(_gathers_ahead(gm))
     end = list[Node]()
     for node in gm.graph.nodes:
         if node.op != "call_function":
@@ -80,7 +135,7 @@ class _Levels:
 
     def __init__(self) -> None:
         self._of: dict[Node, int] = {}
-        self._waits = 0
+        self._waits = self._started = 0
         self._read: defaultdict[object, int] = defaultdict(int)
         self._written: defaultdict[object, int] = defaultdict(int)
 
@@ -94,12 +149,15 @@ class _Levels:
         """Find the level of the next node."""
         if is_wait(node):
             self._waits += 1
-        written = {*written_by(node), *(node.all_input_nodes if is_wait(node) else ())}
+        written = _written(node)
         level = max((self.of(each, each in written) for each in node.all_input_nodes), default=0)
         if is_random(node):
             level = self._written["random numbers"] = max(level, self._written["random numbers"])
-        if is_wait(node) or is_collective(node):
+        if is_collective(node) and brings_parameters(node):
+            level = self._started = max(level, self._started)  # collectives keep their order
+        elif is_wait(node) or is_collective(node):
             level = self._waits
+            self._started = level if is_collective(node) else self._started
         for operand in node.all_input_nodes:
             noted = self._written if operand in written else self._read
             memory = memory_of(operand)

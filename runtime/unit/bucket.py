@@ -165,7 +165,7 @@ class Bucket:
         """Free the bucket after a backward differentiated it, or keep it for the next step."""
         if not self.settings.reshard_after_backward:
             self.gathered.hold()
-        else:
+        elif not self.gathered.stays:
             self.gathered.drop()
 
     def reset(self) -> None:

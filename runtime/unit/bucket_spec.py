@@ -120,11 +120,21 @@ def _is_kept(bucket: "Bucket") -> bool:
     that lies in the memory of a group, is gathered again where it is held.
     """
     settings, gathered = bucket.settings, bucket.gathered
-    stays = not settings.reshard_after_forward and not settings.reshard_after_backward
-    if not stays or gathered.is_held or gathered.is_shared or bucket.layout.world_size == 1:
+    if settings.reshard_after_forward or settings.reshard_after_backward:
         return False
+    return not gathered.is_held and not gathered.is_shared and can_stay_gathered(bucket)
+
+
+def can_stay_gathered(bucket: "Bucket") -> bool:
+    """Whether a step may keep the bucket gathered by itself.
+
+    The gathers of an object of the user, of a tensor's own extension and of parameters on the host
+    stay where the user has them.
+    """
+    settings = bucket.settings
     own = settings.all_gather is not None or settings.memory is not None
-    return not own and bucket.extension is None and not settings.offloaded
+    is_cut = bucket.layout.world_size > 1
+    return is_cut and not own and bucket.extension is None and not settings.offloaded
 
 
 def _wire(bucket: "Bucket", purpose: Literal["gather", "reduce"]) -> WireFormat | None:

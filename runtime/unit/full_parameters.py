@@ -36,6 +36,8 @@ class Gathered:
 
     Attributes:
         held: the whole bucket, `(W*S,)`, where it stays gathered beyond a forward or backward.
+        stays: whether a step holds the bucket from call to call; a backward does not free it, and
+            a read between calls gives the sharded parameter.
         depth: the number of running eager forwards of modules that read the bucket.
         opened: whether reads outside a forward give full parameters, after `unshard()`.
         current: full parameters that the running eager forward read, or that stay of an earlier
@@ -50,6 +52,7 @@ class Gathered:
     def __init__(self, bucket: "Bucket") -> None:
         self.bucket = bucket
         self.held: Tensor | None = None
+        self.stays = False
         self.depth = 0
         self.opened = False
         self.current: Unsharded | None = None
@@ -112,6 +115,10 @@ class Gathered:
                 self.held = full
             self._version = self.bucket.version
 
+    def note_renewed(self) -> None:
+        """Note that the held bucket has the values that its parameters have now."""
+        self._version = self.bucket.version
+
     def _start(self) -> Started:
         bucket = self.bucket
         bucket.owner.await_updates()
@@ -152,7 +159,8 @@ class Gathered:
             return True
         if self.current is not None:
             return self.current.written == self.bucket.version
-        return self.held is not None and self._version == self.bucket.version
+        is_open = self.held is not None and not self.stays
+        return is_open and self._version == self.bucket.version
 
     @property
     def _is_behind(self) -> bool:

@@ -120,6 +120,8 @@ class Watched:
     Attributes:
         backwards: the number of backwards, by root.
         gathers: the number of gathers, by label of the bucket.
+        first: the labels of the buckets that the first gather of the call moved.
+        reduced: the labels of the buckets whose gradients were reduced, in order.
         is_late: whether a backward followed an update.
         is_set: whether the step set settings of units.
     """
@@ -127,6 +129,8 @@ class Watched:
     def __init__(self) -> None:
         self.backwards = Counter[Unit]()
         self.gathers = Counter[str]()
+        self.first: tuple[str, ...] = ()
+        self.reduced: list[str] = []
         self.is_late = self.is_set = False
         self._backwards = _Backwards(self._count)
         self._updated = False
@@ -144,8 +148,11 @@ class Watched:
         self._backwards.leave()
         progress.heard = self._before
         self.is_set = self._writes != Settings.writes
-        gathers = (label for label in self._heard if label.kind == "all_gather")
-        self.gathers.update(name for label in gathers for name in label.buckets)
+        gathers = [label.buckets for label in self._heard if label.kind == "all_gather"]
+        self.gathers.update(name for names in gathers for name in names)
+        self.first = next(iter(gathers), ())
+        reductions = (label for label in self._heard if label.kind == "reduce_scatter")
+        self.reduced = [name for label in reductions for name in label.buckets]
 
     def _update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._updated = True
@@ -208,7 +215,7 @@ def plan_accumulation(asked: Accumulate, watched: Watched) -> Accumulation:
             "it changes settings of units itself (no_sync, set_reshard_after_backward and the "
             "like): leave them out"
         )
-    inside = {root: _units_in(root) for root in several}
+    inside = {root: units_inside(root) for root in several}
     for unit in (unit for units in inside.values() for unit in units):
         _check_settings(unit)
     device = next(iter(several)).device.type
@@ -234,7 +241,8 @@ def plan_accumulation(asked: Accumulate, watched: Watched) -> Accumulation:
     )
 
 
-def _units_in(root: Unit) -> tuple[Unit, ...]:
+def units_inside(root: Unit) -> tuple[Unit, ...]:
+    """The root of a model and the units inside, in the order of the modules."""
     return tuple(dict.fromkeys(unit for module in root.modules for unit in units_in(module)))
 
 
@@ -279,9 +287,12 @@ def _seconds_of(unit: Unit, gathers: Counter[str], profile: Profile) -> float:
 
 
 def _gathered_bytes(unit: Unit) -> int:
-    return sum(
-        bucket.layout.numel * bucket.key.code.compute_dtype.itemsize for bucket in unit.buckets
-    )
+    return sum(map(gathered_bytes, unit.buckets))
+
+
+def gathered_bytes(bucket: Bucket) -> int:
+    """The bytes of a bucket, gathered."""
+    return bucket.layout.numel * bucket.key.code.compute_dtype.itemsize
 
 
 def _agree(units: tuple[Unit, ...], facts: list[str], kept: list[Unit]) -> tuple[Unit, ...]:
@@ -339,7 +350,8 @@ class Arranged:
             self._restore(model)
         for model in self._plan.models:
             for bucket in (bucket for unit in model.kept for bucket in unit.buckets):
-                bucket.gathered.drop()
+                if not bucket.gathered.stays:
+                    bucket.gathered.drop()
 
     def _restore(self, model: _Model) -> None:
         for unit in model.units:

@@ -127,6 +127,8 @@ def _holders(
     """Who holds tensors; the state only of optimizers whose updates are in the graph."""
     for bucket in buckets_of(optimizers):
         yield lambda bucket=bucket: bucket.segment  # type: ignore[misc]
+        if bucket.gathered.held is not None and bucket.gathered.stays:
+            yield lambda bucket=bucket: bucket.gathered.held  # type: ignore[misc]
         waiting = bucket.gradients.waiting
         if waiting.sink is not None:
             yield lambda waiting=waiting: waiting.sink  # type: ignore[misc]

@@ -5,7 +5,6 @@ call is recorded (`backend/recorder.py`). From the third call on the graph runs,
 the step does not run. A step that no graph can have runs as usual; a warning names the reason.
 """
 
-import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping
@@ -38,18 +37,13 @@ from shardc.runtime.checks.words import plural
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.watch.entering import BoxedGraph
-from shardc.step.accumulation import (
-    Accumulate,
-    Accumulation,
-    Arranged,
-    NotArranged,
-    Watched,
-    plan_accumulation,
-)
+from shardc.step.accumulation import Accumulation, Watched
+from shardc.step.ahead import Ahead
 from shardc.step.captured import LEAVES_GRADIENTS, Held, buckets_of, find_holders, kind_of
 from shardc.step.constants import CONSTANTS, PYTHONS, Known, Same
 from shardc.step.cuda_graph import Replayed, check_capturable
 from shardc.step.facts import Facts, params_of
+from shardc.step.plans import Plans
 from shardc.step.rerun import Numbers, OtherOps
 from shardc.step.unseen import check_effects, effects_of, own_rates, seeing_reads
 
@@ -63,16 +57,21 @@ def compile_step(
     *,
     mode: str | None = None,
     accumulate: Mapping[str, Any] | None = None,
+    gather_ahead: bool = False,
 ) -> "CompiledStep[_P, _R]": ...
 @overload
 def compile_step(
-    *, mode: str | None = None, accumulate: Mapping[str, Any] | None = None
+    *,
+    mode: str | None = None,
+    accumulate: Mapping[str, Any] | None = None,
+    gather_ahead: bool = False,
 ) -> Callable[[Callable[_P, _R]], "CompiledStep[_P, _R]"]: ...
 def compile_step(
     step: Callable[..., Any] | None = None,
     *,
     mode: str | None = None,
     accumulate: Mapping[str, Any] | None = None,
+    gather_ahead: bool = False,
 ) -> Any:
     """Compile a training step into one graph: forward, backward, clipping, update.
 
@@ -102,19 +101,24 @@ def compile_step(
             "gathered_bytes", the bytes of buckets that may stay gathered between them (a count, a
             text such as "2GiB", or a fraction of the device's memory); "reduce_once", True to
             reduce gradients once, in the last backward: other bits, and full gradients wait.
+        gather_ahead: keep the buckets gathered that the forward gathers first. A call gathers them
+            again while it updates other parameters, and the next call begins to compute at once.
+            Their memory is not free between calls and in the backward. Between calls, every rank
+            writes to a parameter or none does.
 
     Returns:
         A callable with the arguments and results of `step`. Tensors in the results are detached.
 
     Raises:
+        TypeError: `gather_ahead` is no bool.
         ValueError: another mode, or another key or value in `accumulate`.
     """
-    asked = None if accumulate is None else Accumulate.parse(accumulate)
+    plans = Plans.parse(accumulate, gather_ahead)
     if mode not in (None, "reduce-overhead"):
         raise ValueError(f"mode: 'reduce-overhead' or None, got {mode!r}")
     if step is None:
-        return functools.partial(CompiledStep, mode=mode, accumulate=asked)
-    return CompiledStep(step, mode, asked)
+        return lambda step: CompiledStep(step, mode, plans.anew())
+    return CompiledStep(step, mode, plans)
 
 
 @dataclass
@@ -237,20 +241,11 @@ class CompiledStep(Generic[_P, _R]):
     Attributes:
         step: the function.
         mode: "reduce-overhead" for CUDA graphs, or None.
-        accumulation: the plan for its micro-batches; None until its first call has ended, and
-            without one.
     """
 
-    def __init__(
-        self,
-        step: Callable[_P, _R],
-        mode: str | None = None,
-        accumulate: Accumulate | None = None,
-    ) -> None:
+    def __init__(self, step: Callable[_P, _R], mode: str | None, plans: Plans) -> None:
         functools.update_wrapper(self, step)
-        self.step, self.mode = step, mode
-        self.accumulation: Accumulation | None = None
-        self._asked, self._as_they_are = accumulate, ""
+        self.step, self.mode, self._plans = step, mode, plans
         self._kinds: dict[object, _Kind] = {}
         self._others = _Kind()
         self._as_method = ""
@@ -262,6 +257,16 @@ class CompiledStep(Generic[_P, _R]):
         return [kind.graph.module for kind in self._kinds.values() if kind.graph is not None]
 
     @property
+    def accumulation(self) -> Accumulation | None:
+        """The plan for its micro-batches; None until its first call has ended, and without one."""
+        return self._plans.accumulation
+
+    @property
+    def ahead(self) -> Ahead | None:
+        """The buckets that stay gathered; None until its first call has ended, and without any."""
+        return self._plans.ahead
+
+    @property
     def captures(self) -> int:
         """The number of times that the graphs were captured as CUDA graphs."""
         graphs = [kind.graph for kind in self._kinds.values() if kind.graph is not None]
@@ -271,10 +276,10 @@ class CompiledStep(Generic[_P, _R]):
     def reasons(self) -> list[str]:
         """Why calls run without a graph, one text for each kind of arguments that has none.
 
-        Also why the micro-batches of the step run as they are, though `accumulate` was given.
+        Also why the step does without `accumulate` or `gather_ahead`, though they were given.
         """
         kinds = [*self._kinds.values(), self._others]
-        return [each for each in (*(k.reason for k in kinds), self._as_they_are) if each]
+        return [*(kind.reason for kind in kinds if kind.reason), *self._plans.reasons]
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._as_method = name
@@ -286,13 +291,13 @@ class CompiledStep(Generic[_P, _R]):
         name = f"_shardc_{self._as_method or self.step.__name__}"
         bound = vars(owner).get(name)
         if bound is None or bound.step.__self__ is not owner:  # a shallow copy has the original's
-            bound = CompiledStep(MethodType(self.step, owner), self.mode, self._asked)
+            bound = CompiledStep(MethodType(self.step, owner), self.mode, self._plans.anew())
             vars(owner)[name] = bound
         return bound
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no graphs and no plan: they have the tensors and units of the original."""
-        none = {"_kinds": {}, "_others": _Kind(), "accumulation": None, "_as_they_are": ""}
+        none = {"_kinds": {}, "_others": _Kind(), "_plans": self._plans.anew()}
         return {**vars(self), **none}
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -301,13 +306,14 @@ class CompiledStep(Generic[_P, _R]):
         leaves, structure = tree_flatten((args, kwargs))
         kind = self._kind(_kind_of(leaves, structure))
         kind.calls += 1
-        if self._asked is not None and self.accumulation is None and not self._as_they_are:
-            return self._watch(self._asked, kind, args, kwargs)
+        if self._plans.is_due:
+            return self._watch(kind, args, kwargs)
+        self._plans.gather()
         if kind.graph is not None:
             changed = kind.graph.changed()
             if not changed:
                 try:
-                    return kind.graph([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+                    return self._run(kind.graph, leaves)
                 except OtherOps as error:
                     changed = [str(error)]
             self._forget(kind, changed)
@@ -317,24 +323,32 @@ class CompiledStep(Generic[_P, _R]):
             except BaseException:
                 kind.calls = 1  # a later call is recorded
                 raise
-        with compat.static_shapes(), self._arranged():
-            return _detached(self.step(*args, **kwargs))
-
-    def _watch(self, asked: Accumulate, kind: _Kind, args: Any, kwargs: Any) -> _R:
-        """Run the first call of a step as usual, and plan its micro-batches."""
-        with compat.static_shapes(), Watched() as watched:
+        with compat.static_shapes(), self._plans.arranged():
             result = _detached(self.step(*args, **kwargs))
-        try:
-            self.accumulation = plan_accumulation(asked, watched)
-            kind.calls = 0  # the next call compiles other graphs
-        except NotArranged as error:
-            self._as_they_are = f"its micro-batches run as they are: {error}"
-            warn_once(f"accumulate: {error}", f"{self._name}: {self._as_they_are}")
+        self._plans.gather()
         return result
 
-    def _arranged(self) -> contextlib.AbstractContextManager[object]:
-        plan = self.accumulation
-        return contextlib.nullcontext() if plan is None else Arranged(plan)
+    def _watch(self, kind: _Kind, args: Any, kwargs: Any) -> _R:
+        """Run the first call of a step as usual, and plan the others."""
+        with compat.static_shapes(), Watched() as watched:
+            result = _detached(self.step(*args, **kwargs))
+        if self._plans.make(watched, self._name):
+            kind.calls = 0  # the next call compiles other graphs
+        return result
+
+    def _run(self, graph: _Graph, leaves: list[Any]) -> Any:
+        ahead = self._plans.ahead
+        try:
+            result = graph([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        except OtherOps:
+            raise  # nothing has changed
+        except BaseException:
+            if ahead is not None:
+                ahead.note_lost()
+            raise
+        if ahead is not None:
+            ahead.note_gathered()
+        return result
 
     def _kind(self, key: object) -> _Kind:
         if key not in self._kinds and len(self._kinds) == MOST_KINDS:
@@ -373,7 +387,7 @@ class CompiledStep(Generic[_P, _R]):
             recorder.reason = "an argument requires a gradient, which the graph would not leave"
         with (
             compat.static_shapes(),
-            self._arranged(),
+            self._plans.arranged(),
             recorder,
             recorder.seeing_updates(),
             seeing_reads(recorder),
@@ -381,6 +395,7 @@ class CompiledStep(Generic[_P, _R]):
             recorders.append(recorder)
             try:
                 result = self.step(*args, **kwargs)
+                self._plans.gather()
             finally:
                 recorders.pop()
         try:

@@ -237,7 +237,8 @@ class _Rehearsal:
         self.scaler = torch.amp.GradScaler("cuda", enabled=self.has("scaler"))
         self.side = torch.cuda.Stream()
         captured = "reduce-overhead" if self.has("captured") else None
-        self.whole = shardc.compile_step(self.train, mode=captured)
+        ahead = self.has("ahead")
+        self.whole = shardc.compile_step(self.train, mode=captured, gather_ahead=ahead)
         _leave_out(setup.faults)
 
     def has(self, feature: str) -> bool:
@@ -393,7 +394,7 @@ class _Rehearsal:
         """Three steps, the last with a trace; bytes held before it and the most during it."""
         with NotedOps() if self.setup.way != "compiled" else nullcontext():
             self.tune()
-            for step in range(STEPS - 1 + self.has("captured")):
+            for step in range(STEPS - 1 + self.has("captured") + self.has("ahead")):
                 self.step()
                 self.between(step)
             torch.cuda.synchronize()

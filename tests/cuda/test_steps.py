@@ -63,6 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rows of tables": {"options": {"embedding_rows": True}},
     "whole": with_features("whole"),
     "whole, clip": with_features("whole", "clip"),
+    "whole, ahead": with_features("whole", "ahead"),
     "whole, accumulate": with_features("whole", "accumulate"),
     "whole, hsdp": with_features("whole", "hsdp"),
     "whole, symmetric memory": with_features("whole", "symmetric memory"),
@@ -98,7 +99,7 @@ def test_cuda_graphs(tmp_path: Path) -> None:
     assert not trace.races and not trace.syncs
 
 
-@pytest.mark.parametrize("also", [(), ("clip",), ("hsdp",), ("ends",)], ids=str)
+@pytest.mark.parametrize("also", [(), ("clip",), ("hsdp",), ("ends",), ("ahead",)], ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_is_one_cuda_graph(way: str, also: tuple[str, ...], tmp_path: Path) -> None:
     """A replay launches the graph, the copy of the batch and the copy of the loss, and no more."""

@@ -1,0 +1,95 @@
+"""Gathers for the next call of a step, which run behind the updates of this one.
+
+The first call of a step runs as usual, and `Watched` hears its gathers. The forward waits for the
+first one before it computes. The buckets of the first gather stay gathered from then on. Each call
+ends with gathers of their new values; in the graph of a step, a gather starts as soon as its bucket
+is updated. The next forward and backward take the buckets as they are.
+
+Ranks agree on the buckets once. After a write to a parameter between two calls, the next call
+gathers its bucket first, so every rank writes, as with `unshard()`.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardc.passes.estimate.cost import gather_seconds
+from shardc.passes.estimate.hardware import current_profile
+from shardc.runtime import compat
+from shardc.runtime.checks.words import plural
+from shardc.runtime.unit.bucket import Bucket
+from shardc.runtime.unit.bucket_spec import can_stay_gathered
+from shardc.runtime.watch.agreement import Statement, agree
+from shardc.step.accumulation import NotArranged, Watched, gathered_bytes, units_inside
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The buckets that stay gathered from call to call.
+
+    Attributes:
+        names: the labels of the buckets, in the order in which they are gathered.
+        nbytes: their bytes, gathered.
+        seconds: the time of their gathers in a call, on the wire of the profile.
+    """
+
+    names: tuple[str, ...]
+    nbytes: int
+    seconds: float
+    _buckets: tuple[Bucket, ...] = field(repr=False)
+
+    def gather(self) -> None:
+        """Gather the buckets that are not held, or that were written since. Every rank calls it."""
+        for bucket in self._buckets:
+            bucket.gathered.stays = True
+            bucket.gathered.hold()
+            bucket.gathered.renew()
+
+    def note_gathered(self) -> None:
+        """Note that the graph of a step has gathered the buckets after its updates."""
+        for bucket in self._buckets:
+            bucket.gathered.note_renewed()
+
+    def note_lost(self) -> None:
+        """Note that a call stopped in between: the next one gathers the buckets anew."""
+        for bucket in self._buckets:
+            bucket.gathered.drop()
+
+
+def plan_ahead(watched: Watched) -> Ahead:
+    """Choose the buckets of the first gather. All ranks call it, and agree.
+
+    They are gathered in the order of their reductions, which is the order of their updates. The
+    gathers of later buckets run behind the forward, and need no other place.
+
+    Raises:
+        NotArranged: none can stay gathered.
+    """
+    roots = list(watched.backwards)
+    if not roots:
+        raise NotArranged("it has no backward of a model given to fully_shard")
+    every = [bucket for root in roots for unit in units_inside(root) for bucket in unit.buckets]
+    last = {name: place for place, name in enumerate(watched.reduced)}
+    first = [b for b in every if b.label in watched.first and can_stay_gathered(b)]
+    chosen = _agree(every, sorted(first, key=lambda bucket: last.get(bucket.label, -1)))
+    if not chosen:
+        raise NotArranged(
+            "the buckets that it gathers first cannot stay gathered (one rank, parameters on the "
+            "host, tensors with their own all-gather, an all-gather or memory of the user's own)"
+        )
+    profile = current_profile(every[0].device.type)
+    return Ahead(
+        tuple(bucket.label for bucket in chosen),
+        sum(map(gathered_bytes, chosen)),
+        sum(gather_seconds(bucket.key.code, profile) for bucket in chosen),
+        tuple(chosen),
+    )
+
+
+def _agree(every: Sequence[Bucket], chosen: list[Bucket]) -> list[Bucket]:
+    """The buckets of one rank: others may have gathered in another order."""
+    own = json.dumps([every.index(bucket) for bucket in chosen])
+    group = compat.resolve_group(every[0].ranks.everyone)
+    facts = [plural(len(every), "bucket")]
+    notes = agree(group, Statement("gathers for the next step", facts, own), every_time=True)
+    return [every[index] for index in json.loads(min(notes))]
