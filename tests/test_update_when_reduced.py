@@ -28,6 +28,7 @@ from shardc.runtime.watch.history import history_of
 from shardc.runtime.watch.progress import label_of
 
 aten, wait = torch.ops.aten, torch.ops._c10d_functional.wait_tensor.default
+gather = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 
 def _random_program(seed):
@@ -61,11 +62,18 @@ def _random_program(seed):
             values += [graph.call_function(operator.getitem, (results, i)) for i in range(3)]
         else:
             add(aten.rand_like.default, one)
+    for _ in range(draw.randrange(3)):  # for the next step
+        values.append(graph.call_function(gather, (draw.choice(inputs), 1, "0")))
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(draw.choice([1, 4, 9]))  # the pass asks for sizes
     graph.output(tuple(values))
     return GraphModule(nn.Module(), graph)
 
 
 def _run(gm):
+    gm = copy_graph(gm)
+    for node in gm.graph.find_nodes(op="call_function", target=gather):
+        node.target, node.args = aten.clone.default, node.args[:1]
     torch.manual_seed(0)
     return eager_executor(gm)([torch.arange(4.0) + number for number in range(4)])
 
@@ -173,36 +181,44 @@ def test_copies_of_the_model_reduce_in_the_tail(mesh):
     assert len(set(entered)) == 1, entered
 
 
-@pytest.mark.parametrize("ahead", ["p1", "p0", ""])
-def test_updates_run_behind_a_gather_for_the_next_step(ahead):
-    """p2 is updated by itself, p1 and p0 behind a wait each; one of them is gathered ahead."""
-    graph = Graph()
-    p2, p1, p0, g2, g1, g0, held = (
-        graph.placeholder(n) for n in ("p2", "p1", "p0", "g2", "g1", "g0", "h")
-    )
-    names = {}
+@pytest.mark.parametrize("ahead", ["p1", "p0", "p1 p0", ""])
+def test_updates_run_behind_gathers_for_the_next_step(ahead):
+    """p3 and p2 are updated by one op, p1 and p0 behind a wait each; some are gathered ahead."""
+    graph, names = Graph(), {}
+    params = {name: graph.placeholder(name) for name in ("p0", "p1", "p2", "p3")}
+    grads = {name: graph.placeholder(f"grad_{name}") for name in params}
+    held = graph.placeholder("held")
 
     def add(name, target, *args):
-        names[graph.call_function(target, args)] = name
-        return next(reversed(names))
+        node = graph.call_function(target, args)
+        names[node] = name
+        return node
 
-    add("update p2", aten.sub_.Tensor, p2, g2)
-    for name, param, grad in (("p1", p1, g1), ("p0", p0, g0)):
-        done = add(f"wait {name}", wait, grad)
-        add(f"update {name}", aten.sub_.Tensor, param, done)
-    if ahead:
-        gather = torch.ops._c10d_functional.all_gather_into_tensor.default
-        started = add("gather", gather, {"p1": p1, "p0": p0}[ahead], 2, "0")
+    both = [[given["p3"], given["p2"]] for given in (params, grads)]
+    add("update", aten._foreach_add_.List, *both)
+    for name in ("p1", "p0"):
+        done = add(f"wait {name}", wait, grads[name])
+        add(f"update {name}", aten.add_.Tensor, params[name], done)
+    for name in ahead.split():
+        started = add(f"gather {name}", gather, params[name], 2, "0")
         add("copy", aten.copy_.default, held, add("wait", wait, started))
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(4)
     graph.output(())
     gm = update_when_reduced(GraphModule({}, graph), PassContext("step"))
-    order = [names[node] for node in gm.graph.nodes if node in names]
-    first, last = ["wait p1", "update p1"], ["wait p0", "update p0"]
+    order = [
+        names.get(node) or f"update {node.args[0][0].name}"
+        for node in gm.graph.nodes
+        if node.op == "call_function"
+    ]
+    p1, p0 = ["wait p1", "update p1"], ["wait p0", "update p0"]
+    done = ["wait", "copy"]
     assert (
         order
         == {
-            "p1": [*first, "gather", "update p2", *last, "wait", "copy"],
-            "p0": ["update p2", *first, *last, "gather", "wait", "copy"],
-            "": ["update p2", *first, *last],
+            "p1": [*p1, "gather p1", "update", *p0, *done],
+            "p0": ["update p3", *p1, *p0, "gather p0", "update p2", *done],
+            "p1 p0": [*p1, "gather p1", "update p3", *p0, "gather p0", "update p2", *done, *done],
+            "": ["update", *p1, *p0],
         }[ahead]
     )

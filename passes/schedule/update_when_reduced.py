@@ -17,15 +17,17 @@ The nodes behind the last collective that needs no reduction are looked at. Rank
 there, because they have other parts of parameters; collectives and waits keep their order.
 """
 
+import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from shardc.passes.context import PassContext
 from shardc.passes.contract import contract
+from shardc.passes.estimate.cost import tensor_bytes
 from shardc.passes.nodes import (
     awaited_by,
     awaits_reduction,
@@ -54,9 +56,8 @@ def update_when_reduced(gm: GraphModule, ctx: PassContext) -> GraphModule:
         for part in _divided(node, levels):
             keys[part] = levels.enter(part), 0, index
     starts = [keys[node][0] for node in _gathers_ahead(gm) if node in keys]
-    reductions = sum(is_wait(node) and _may_reduce(node) for node in keys)
-    if starts and min(starts) < reductions:
-        keys |= _behind(min(starts), keys)
+    if starts:
+        _run_behind(starts, keys)
     reorder(gm, keys)
     return gm
 
@@ -72,31 +73,74 @@ def _gathers_ahead(gm: GraphModule) -> list[Node]:
     return found
 
 
-def _behind(level: int, keys: Mapping[Node, Key]) -> dict[Node, Key]:
-    """Keys that put the nodes that no collective needs behind a level, and behind its gathers."""
+def _run_behind(starts: list[int], keys: dict[Node, Key]) -> None:
+    """Put the nodes that no collective needs behind gathers, which start at some levels.
+
+    They come behind the first gather. Where the last one starts behind the last reduction, both are
+    of one bucket and take as long: half of an op over lists comes before them, half behind.
+    """
     needed = _needed_by_collectives(list(keys))
-    others = ((node, key) for node, key in keys.items() if node not in needed)
-    return {node: (max(own, level), 1, index) for node, (own, _, index) in others}
+    reductions = sum(is_wait(node) and _may_reduce(node) for node in keys)
+    first, last = min(starts) if min(starts) < reductions else 0, max(starts)
+    late, memory = set[Node](), _Memory()
+    for node, (level, _, index) in list(keys.items()):
+        if node in needed:
+            continue
+        parts = [node]
+        if last >= reductions > level and _lists_of(node):
+            parts = _halves(node)
+            del keys[node]
+        for place, part in enumerate(parts):
+            keys[part] = max(level, first), 1, index
+            if place == 1 or memory.meets(part) or not late.isdisjoint(part.all_input_nodes):
+                keys[part] = last, 1, index
+                late.add(part)
+                memory.add(part)
+
+
+def _halves(node: Node) -> list[Node]:
+    """An op over lists in two parts, with about as many bytes each."""
+    sizes = [tensor_bytes(each.meta["val"]) for each in _lists_of(node)[0]]
+    until = list(itertools.accumulate(sizes))
+    cut = next(place for place, size in enumerate(until, 1) if 2 * size >= until[-1])
+    cuts = [range(cut), range(cut, len(sizes))]
+    parts = [_part(node, list(places)) for places in cuts if places]
+    node.graph.erase_node(node)
+    return parts
+
+
+class _Memory:
+    """The memory that some nodes read and write."""
+
+    def __init__(self) -> None:
+        self._read, self._written = set[object](), set[object]()
+
+    def add(self, node: Node) -> None:
+        """Add the memory of a node."""
+        read, written = self._of(node)
+        self._read |= read
+        self._written |= written
+
+    def meets(self, node: Node) -> bool:
+        """Whether a node and one of the others must keep their order."""
+        read, written = self._of(node)
+        return bool(written & (self._read | self._written) or read & self._written)
+
+    def _of(self, node: Node) -> tuple[set[object], set[object]]:
+        written: set[object] = {memory_of(each) for each in _written(node)}
+        if is_random(node):
+            written.add("random numbers")
+        return {memory_of(each) for each in node.all_input_nodes}, written
 
 
 def _needed_by_collectives(nodes: list[Node]) -> set[Node]:
     """Collectives, waits, and the nodes whose results or memory one of them needs."""
-    needed, read, written = set[Node](), set[object](), set[object]()
+    needed, memory = set[Node](), _Memory()
     for node in reversed(nodes):
-        own = {memory_of(each) for each in node.all_input_nodes}
-        changed: set[object] = {memory_of(each) for each in _written(node)}
-        if is_random(node):
-            changed.add("random numbers")
         is_root = is_collective(node) or is_wait(node)
-        if (
-            is_root
-            or changed & (read | written)
-            or own & written
-            or not needed.isdisjoint(node.users)
-        ):
+        if is_root or memory.meets(node) or not needed.isdisjoint(node.users):
             needed.add(node)
-            read |= own
-            written |= changed
+            memory.add(node)
     return needed
 
 
@@ -168,10 +212,9 @@ class _Levels:
 
 def _divided(node: Node, levels: _Levels) -> Iterator[Node]:
     """A node in parts: one for each level of the tensors in its lists."""
-    given = (*node.args, *node.kwargs.values())
-    lists = [each for each in given if isinstance(each, list) and each]
+    lists = _lists_of(node)
     number = len(lists[0]) if lists else 0
-    if not _is_over_lists(node) or any(len(each) != number for each in lists):
+    if not lists:
         yield node
         return
     written = written_by(node)
@@ -188,11 +231,14 @@ def _divided(node: Node, levels: _Levels) -> Iterator[Node]:
     node.graph.erase_node(node)
 
 
-def _is_over_lists(node: Node) -> bool:
-    """Whether an op treats the tensors of its lists each by itself."""
+def _lists_of(node: Node) -> list[list[Any]]:
+    """The lists of an op that treats their tensors each by itself; empty for other ops."""
     name = getattr(node.target, "_opname", "")
     items = all(user.target is operator.getitem for user in node.users)
-    return name.startswith(("_foreach_", "_fused_")) and items
+    given = (*node.args, *node.kwargs.values())
+    lists = [each for each in given if isinstance(each, list) and each]
+    is_one = name.startswith(("_foreach_", "_fused_")) and items
+    return lists if is_one and len(set(map(len, lists))) == 1 else []
 
 
 def _part(node: Node, places: list[int]) -> Node:
