@@ -29,6 +29,7 @@ from shardc.passes.rewrite.verify import verify
 from shardc.passes.rewrite.wait_once import wait_once
 from shardc.passes.rewrite.write_gradients import write_gradients
 from shardc.passes.schedule.coalesce import coalesce
+from shardc.passes.schedule.end_sooner import end_sooner
 from shardc.passes.schedule.schedule import schedule
 from shardc.passes.schedule.update_when_reduced import update_when_reduced
 
@@ -47,6 +48,7 @@ HALVES_PASSES: list[PairPass] = [*HOST_PASSES]
 GRAPH_PASSES: list[Pass] = [
     wait_once,
     drop_second_gathers,
+    end_sooner,
     coalesce,
     schedule,
     write_gradients,

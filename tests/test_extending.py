@@ -92,7 +92,7 @@ def test_a_pass_over_forward_and_backward_together(mesh):
         (lambda steps: [*steps[1:], steps[0]],
          r"the pass drop_second_gathers needs 'one_wait' \(a gather has one wait\), and wait_once, "
          "which gives that, comes later: put it first"),
-        (lambda steps: [*steps[:2], steps[3], steps[4], steps[2], *steps[5:]],
+        (lambda steps: [*steps[:3], steps[4], steps[5], steps[3], *steps[6:]],
          "the pass coalesce needs 'movable' .*, which write_gradients before it ends: put coalesce "
          "before that"),
         (lambda steps: [step for step in steps if step.__name__ != "schedule"],

@@ -25,7 +25,7 @@ from torch.fx.node import map_arg
 from shardc.passes.context import PassContext
 from shardc.passes.contract import contract
 from shardc.passes.nodes import c10d, is_collective, kind_of, moved_by, ranks_in, set_moved
-from shardc.passes.schedule.events import Moving, read_events, read_problem
+from shardc.passes.schedule.events import Events, Moving, read_events, read_problem
 from shardc.passes.schedule.reorder import reorder
 from shardc.passes.schedule.timeline import Problem, Transfer, plan_timeline, simulate
 
@@ -51,7 +51,7 @@ def coalesce(gm: GraphModule, ctx: PassContext) -> GraphModule:
     if len(events.transfers) < 2:
         return gm
     problem = read_problem(gm, ctx, events)
-    for group in plan_groups(problem, list(map(_kind, events.transfers))):
+    for group in plan_groups(problem, kinds_of(events)):
         if len(group) > 1:
             starts = [events.transfers[index].start for index in group]
             merge = _merge_rows if kind_of(starts[0]) == "all_to_all" else _merge
@@ -59,6 +59,11 @@ def coalesce(gm: GraphModule, ctx: PassContext) -> GraphModule:
     calls = gm.graph.nodes
     reorder(gm, {n: (i,) for i, n in enumerate(calls) if n.op == "call_function"})
     return gm
+
+
+def kinds_of(events: Events) -> list[Any]:
+    """The kinds of the transfers of a graph, for `plan_groups`."""
+    return list(map(_kind, events.transfers))
 
 
 def _kind(moving: Moving) -> Any:
@@ -87,10 +92,7 @@ def plan_groups(problem: Problem, kinds: Sequence[Any]) -> list[list[int]]:
     groups = [[place] for place in range(len(transfers))]
 
     def seconds() -> list[float]:
-        merged = (_merged([transfers[place] for place in group]) for group in groups)
-        trial = replace(problem, transfers=tuple(merged))
-        timeline = plan_timeline(trial)
-        return [simulate(trial, timeline, speed) for speed in SPEEDS]
+        return seconds_of(problem, groups)
 
     def fits(group: list[int]) -> bool:
         limit = problem.limits.in_flight[transfers[group[0]].kind]
@@ -109,6 +111,14 @@ def plan_groups(problem: Problem, kinds: Sequence[Any]) -> list[list[int]]:
             groups[number : number + 1] = [left, right]
         number += 1
     return groups
+
+
+def seconds_of(problem: Problem, groups: Sequence[Sequence[int]]) -> list[float]:
+    """Seconds of a graph whose transfers travel in `groups`, at each of `SPEEDS`."""
+    merged = (_merged([problem.transfers[place] for place in group]) for group in groups)
+    trial = replace(problem, transfers=tuple(merged))
+    timeline = plan_timeline(trial)
+    return [simulate(trial, timeline, speed) for speed in SPEEDS]
 
 
 def _merged(members: Sequence[Transfer]) -> Transfer:

@@ -1,10 +1,10 @@
 """A forward or backward graph as a line of events, for the timeline.
 
-Compute steps keep the order in which they were traced. Transfers may move between them, together
-with the nodes that only prepare their input and with the views of their result. An event is a place
-where one of them is needed or ready. Ranks agree on the compute times between events the first time
-a sequence of collectives is compiled (the slowest rank's count), and keep them when a rank
-recompiles for its own shapes: a plan never depends on anything that differs between ranks.
+Compute steps keep their order. Transfers may move between them, together with the nodes that only
+prepare their input and with the views of their result. An event is a place where one of them is
+needed or ready. Ranks agree on the compute times between events the first time a sequence of
+collectives is compiled (the slowest rank's count), and keep them when a rank recompiles for its own
+shapes: a plan never depends on anything that differs between ranks.
 """
 
 import itertools

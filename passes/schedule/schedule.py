@@ -5,8 +5,8 @@ Copies to and from the host move in the same way.
     before:  ... ag0 wait0 block0 ag1 wait1 block1 ... grad1 pack1 rs1 wait_rs1 ...
     after:   ag0 ag1 wait0 block0 wait1 block1 ... grad1 pack1 rs1 ... wait_rs1
 
-The compute keeps the order in which it was traced, so results are bitwise those of the unscheduled
-graph. Inductor then keeps the order, as long as its own memory-driven reordering is off.
+The compute keeps its order, so results are bitwise those of the unscheduled graph. Inductor then
+keeps the order, as long as its own memory-driven reordering is off.
 """
 
 from torch.fx import GraphModule
