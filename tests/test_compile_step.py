@@ -264,6 +264,25 @@ def test_uncompiled_models_too(mesh):
 
 
 @on_ranks(2)
+def test_an_op_that_keeps_more_where_gradients_are_on(mesh):
+    def train(whole):
+        torch.manual_seed(0)
+        model = fully_shard(nn.LSTM(6, 5), mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+        def step(x):
+            return _update(model(x)[0].square().sum(), optimizer)
+
+        call = compile_step(step) if whole else step
+        losses = [call(torch.ones(3, 2, 6) + number).item() for number in range(5)]
+        return losses, [param._local for param in model.parameters()]
+
+    (losses, values), (others, theirs) = train(False), train(True)
+    assert losses == others and len(set(losses)) == 5
+    assert all(map(torch.equal, values, theirs))
+
+
+@on_ranks(2)
 def test_inductor_compiles_nothing_anew(mesh):
     _check(mesh, "inductor", OPTIMIZERS["AdamW, fused"], clip=0.1)
 

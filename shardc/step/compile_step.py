@@ -182,7 +182,8 @@ class _Graph:
         """
         try:
             numbers = [number for each in self.numbers for number in each()]
-            with torch.no_grad(), compat.below_autograd():
+            # With gradients on, a forward keeps more for the backward (LSTMs on CPUs).
+            with torch.enable_grad(), compat.below_autograd():
                 results = iter(self._results(given, numbers))
         except BaseException:  # the update has not run: OOM in the forward, an interrupt
             for each in reversed(self.numbers):

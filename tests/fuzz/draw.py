@@ -216,6 +216,9 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     "torch: reentrant checkpoints differentiate no outputs in a dict": lambda case: _any(
         case, lambda b: b.recompute == "reentrant" and b.gives == "dict"
     ),
+    "torch: reentrant checkpoints alone, of an input that no gradient reaches": lambda case: (
+        case.whole and all(block.recompute == "reentrant" for block in case.blocks)
+    ),
     "torch: double backward through reentrant checkpoints": lambda case: (
         any(m.kind == "penalty" for s in case.steps for m in s.micro)
         and _any(case, lambda b: b.recompute == "reentrant")
