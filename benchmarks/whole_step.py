@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128, help="tokens of each (default 128)")
     parser.add_argument("--parts", type=int, default=1, help="micro-batches (default 1)")
     parser.add_argument("--bf16", action="store_true", help="compute and gather in bfloat16")
-    sides = ["plain", "fsdp2-blocks", "shardc", "shardc-whole"]
+    sides = ["plain", "fsdp2-blocks", "shardc", "shardc-whole", "shardc-ahead"]
     more = [f"{name}{end}" for name in peers.ALL for end in ENDS]
     peers.add_model_options(parser, default=sides, more=more)
     add_round_options(parser)
