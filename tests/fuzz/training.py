@@ -185,7 +185,7 @@ def _whole(case: Case) -> str:
         "            optimizer.zero_grad()",
         "            return loss.detach()",
         "",
-        f"        ahead = {case.seed % 2 == 1}",
+        f"        ahead = {case.seed % 2 == 1 and not PRECISIONS[case.precision][1]}",
         "        run = shardc.compile_step(step, gather_ahead=ahead) if whole else step",
         "        losses = []",
         "        for number in range(5):",
