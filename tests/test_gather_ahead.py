@@ -184,6 +184,20 @@ def test_a_read_between_calls_gives_the_sharded_parameter(mesh):
     _check_equal(separate, whole)
 
 
+@pytest.mark.parametrize("executor", ["eager", None])
+@on_ranks(2)
+def test_unshard_ends_with_the_next_backward(mesh, executor):
+    runs = [_Run(mesh, ahead, executor).train(range(4)) for ahead in (False, True)]
+    for run in runs:
+        sharded = run.model.head.weight
+        run.model.unshard()
+        assert run.model.head.weight.shape == sharded.shape and run.model.head.weight is not sharded
+        _train_outside(run)
+        assert run.model.head.weight is sharded
+        run.train(range(4, 6))
+    _check_equal(*runs)
+
+
 @on_ranks(2)
 def test_a_step_that_stopped_gathers_anew(mesh):
     runs = [_Run(mesh, ahead).train(range(4)) for ahead in (False, True)]

@@ -165,7 +165,9 @@ class Bucket:
         """Free the bucket after a backward differentiated it, or keep it for the next step."""
         if not self.settings.reshard_after_backward:
             self.gathered.hold()
-        elif not self.gathered.stays:
+        elif self.gathered.stays:
+            self.gathered.shut()
+        else:
             self.gathered.drop()
 
     def reset(self) -> None:

@@ -135,11 +135,15 @@ class Gathered:
     def drop(self) -> None:
         """Free the held bucket and, outside of a forward, the parameters that were read."""
         self.finish()
+        self.shut()
+        if self.held is not None:
+            self._hold(None, None)
+
+    def shut(self) -> None:
+        """End `unshard()`: from now on a read outside of a forward gives the sharded parameter."""
         self.opened = False
         if self.depth == 0:
             self._close(at_once=True)
-        if self.held is not None:
-            self._hold(None, None)
 
     def reset(self) -> None:
         """Forget an interrupted step, and free the gathered bucket."""
