@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from models import Stack, compiled, seeded, tokens
 from ranks import on_ranks
+from steps import check_equal, heard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shardc import compile_step, fully_shard
-from shardc.runtime.watch.progress import progress
 
 CALLS = 6
 
@@ -57,32 +57,6 @@ class _Run:
         return [b.gathered.is_held for unit in self.units for b in unit.buckets]
 
 
-def _check_equal(one, other):
-    assert one.losses == other.losses
-    assert len(set(one.losses)) > len(one.losses) / 2
-    pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
-    for p, q in pairs:
-        assert torch.equal(p._local, q._local)
-        mine, others = one.optimizer.state[p], other.optimizer.state[q]
-        assert mine.keys() == others.keys()
-        for name in mine:
-            assert torch.equal(_plain(mine[name]), _plain(others[name])), name
-
-
-def _plain(value):
-    return getattr(value, "_local", value)
-
-
-def _heard(run, number=99):
-    """The labels of one call, without waits."""
-    progress.heard = heard = []
-    try:
-        run.train([number])
-    finally:
-        progress.heard = None
-    return [label for label in heard if not label.waits]
-
-
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("make", [sgd, adamw], ids=["SGD", "AdamW"])
 @pytest.mark.parametrize("executor", ["eager", None])
@@ -92,10 +66,10 @@ def test_has_the_bits_of_the_separate_step(mesh, executor, make, clip):
     whole = _Run(mesh, True, executor, make, clip).train(range(CALLS))
     assert (len(whole.calls), whole.step.reasons, len(whole.step.graphs)) == (3, [], 1)
     assert whole.step.ahead.names[-1] == "Stack" and whole.step.ahead.nbytes > 0
-    _check_equal(separate, whole)
-    assert _heard(separate)[0].kind == "all_gather"
+    check_equal(separate, whole)
+    assert heard(separate)[0].kind == "all_gather"
     own = set(whole.step.ahead.names)
-    order = [own.isdisjoint(label.buckets) for label in _heard(whole)]
+    order = [own.isdisjoint(label.buckets) for label in heard(whole)]
     assert order == sorted(order, reverse=True)  # the last messages of a call, and no others
     assert whole.held() == [unit.buckets[0].label in own for unit in whole.units]
 
@@ -105,7 +79,7 @@ def test_inductor(mesh):
     separate = _Run(mesh, False, "inductor").train(range(CALLS))
     whole = _Run(mesh, True, "inductor").train(range(CALLS))
     assert whole.step.reasons == []
-    _check_equal(separate, whole)
+    check_equal(separate, whole)
 
 
 @on_ranks(4)
@@ -113,7 +87,7 @@ def test_copies_of_a_model(mesh):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     separate, whole = (_Run(mesh, ahead).train(range(CALLS)) for ahead in (False, True))
     assert (whole.step.reasons, len(whole.step.graphs)) == ([], 1)
-    _check_equal(separate, whole)
+    check_equal(separate, whole)
 
 
 @on_ranks(2)
@@ -124,7 +98,7 @@ def test_ranks_that_record_meet_ranks_with_a_graph(mesh):
         for number in range(CALLS, CALLS + 5):
             run.train([number], size=(2, 7 + (dist.get_rank() == 1 and number % 2)))
     assert len(whole.step.graphs) == 1 + (dist.get_rank() == 1)
-    _check_equal(separate, whole)
+    check_equal(separate, whole)
 
 
 def _write(run):
@@ -169,7 +143,7 @@ def test_between_two_calls(mesh, executor, act):
         for run in runs:
             act(run)
             run.train([number])
-    _check_equal(*runs)
+    check_equal(*runs)
     assert any(runs[1].held())
 
 
@@ -181,7 +155,7 @@ def test_a_read_between_calls_gives_the_sharded_parameter(mesh):
         with torch.no_grad():
             run.model.head.weight.mul_(0.5)
         run.train(range(4, 6))
-    _check_equal(separate, whole)
+    check_equal(separate, whole)
 
 
 @pytest.mark.parametrize("executor", ["eager", None])
@@ -195,7 +169,7 @@ def test_unshard_ends_with_the_next_backward(mesh, executor):
         _train_outside(run)
         assert run.model.head.weight is sharded
         run.train(range(4, 6))
-    _check_equal(*runs)
+    check_equal(*runs)
 
 
 @on_ranks(2)
@@ -209,7 +183,7 @@ def test_a_step_that_stopped_gathers_anew(mesh):
     assert not any(runs[1].held())
     for each in runs:
         each.train(range(4, 6))
-    _check_equal(*runs)
+    check_equal(*runs)
 
 
 def _interrupt(inputs):
@@ -238,7 +212,7 @@ def test_micro_batches_too(mesh):
             run.losses.append(each(*batch).item())
     assert steps[1].ahead is not None and steps[1].accumulation is not None
     assert len(steps[1].graphs) == 1
-    _check_equal(*runs)
+    check_equal(*runs)
 
 
 @on_ranks(2)

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from models import Stack, compiled, seeded, tokens
 from ranks import on_ranks
+from steps import check_equal, heard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
 from shardc import compile_step, fully_shard
 from shardc.runtime.checks import telling
-from shardc.runtime.watch.progress import progress
 
 PARTS, CALLS, PLENTY = 3, 6, 2**30
 SETTINGS = ("reshard_after_forward", "reshard_after_backward", "sync")
@@ -78,22 +78,11 @@ class _Run:
         return [b.gathered.is_held for unit in self.units for b in unit.buckets]
 
 
-def _check_equal(one, other):
-    assert one.losses == other.losses
-    assert len(set(one.losses)) > len(one.losses) / 2
-    pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
-    assert all(torch.equal(p._local, q._local) for p, q in pairs)
-
-
 def _sent(run, number=99):
     """(gathers, reductions) of one call, in buckets."""
-    progress.heard = heard = []
-    try:
-        run.train([number])
-    finally:
-        progress.heard = None
+    labels = heard(run, number)
     return tuple(
-        sum(len(label.buckets) for label in heard if label.kind == kind)
+        sum(len(label.buckets) for label in labels if label.kind == kind)
         for kind in ("all_gather", "reduce_scatter")
     )
 
@@ -115,7 +104,7 @@ def test_has_the_bits_of_the_loop(mesh, executor, make, once):
     whole = _Run(mesh, executor, make, asked).train(range(CALLS))
     assert (len(whole.calls), whole.step.reasons, len(whole.step.graphs)) == (3, [], 1)
     assert len(whole.step.accumulation.kept) == UNITS
-    _check_equal(loop, whole)
+    check_equal(loop, whole)
     reduced = UNITS * (1 if once else PARTS)
     assert _sent(loop) == (OFTEN, reduced)
     assert _sent(whole) == (UNITS, reduced)
@@ -128,7 +117,7 @@ def test_inductor_keeps_too(mesh):
     loop = _Run(mesh, "inductor").train(range(4))
     whole = _Run(mesh, "inductor", accumulate={"gathered_bytes": PLENTY}).train(range(4))
     assert whole.step.reasons == []
-    _check_equal(loop, whole)
+    check_equal(loop, whole)
     assert _sent(whole) == (UNITS, UNITS * PARTS)
 
 
@@ -141,7 +130,7 @@ def test_copies_of_a_model(mesh, once):
     loop.train(range(1, 4))
     whole = _Run(mesh, accumulate={"gathered_bytes": PLENTY, "reduce_once": once}).train(range(4))
     assert whole.step.reasons == []
-    _check_equal(loop, whole)
+    check_equal(loop, whole)
     assert _sent(whole) == (UNITS, UNITS * (1 if once else PARTS))
 
 
@@ -153,7 +142,7 @@ def test_blocks_compiled_by_themselves(mesh):
             layer.compile(backend="shardc", options={"executor": "eager"})
         run.train(range(CALLS))
     assert whole.step.reasons == []
-    _check_equal(loop, whole)
+    check_equal(loop, whole)
     assert _sent(whole) == (UNITS, UNITS * PARTS)
 
 
@@ -167,7 +156,7 @@ def test_blocks_in_checkpoints_are_gathered_once_more(mesh):
         run.call = compiled(run.model)
         run.train(range(CALLS))
     assert whole.step.reasons == []
-    _check_equal(loop, whole)
+    check_equal(loop, whole)
     assert (_sent(loop)[0], _sent(whole)[0]) == (OFTEN, UNITS + UNITS - 1)
 
 
@@ -180,7 +169,7 @@ def test_as_many_buckets_as_fit(mesh):
     plan = whole.step.accumulation
     assert (plan.kept, plan.nbytes) == (("layers.0",), block)
     assert plan.seconds > 0
-    _check_equal(loop, whole)
+    check_equal(loop, whole)
     assert _sent(whole) == (OFTEN - (2 * PARTS - 1), UNITS * PARTS)
 
 
@@ -191,7 +180,7 @@ def test_frozen_buckets_are_kept(mesh, executor):
     whole = _Run(mesh, executor, accumulate={"gathered_bytes": PLENTY}, frozen=True)
     whole.train(range(CALLS))
     assert whole.step.reasons == []
-    _check_equal(loop, whole)
+    check_equal(loop, whole)
     assert _sent(whole) == (UNITS, PARTS)
     assert not any(whole.held())
 
@@ -217,7 +206,7 @@ def test_settings_are_as_before_after_an_error(mesh):
     loop.train(range(1))
     loop.once = True
     loop.train(range(1, CALLS))
-    _check_equal(loop, run)
+    check_equal(loop, run)
 
 
 @on_ranks(2)
@@ -303,7 +292,7 @@ def test_ranks_may_have_batches_of_other_shapes(mesh):
             late = dist.get_rank() == 1 and number % 3 == 2
             run.train([number], size=(2, 9) if late else (2, 7))
     assert len(whole.step.graphs) == (1 if dist.get_rank() == 0 else 2)
-    _check_equal(loop, whole)
+    check_equal(loop, whole)
 
 
 @on_ranks(2)
@@ -360,7 +349,7 @@ def test_says_why_micro_batches_run_as_they_are(mesh, spoil, asked, sharding, wh
     reason = run.step.reasons[-1]
     assert reason.startswith("its micro-batches run as they are: ")
     assert why in reason
-    _check_equal(loop, run)
+    check_equal(loop, run)
 
 
 @on_ranks(1)

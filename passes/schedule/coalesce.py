@@ -91,20 +91,17 @@ def plan_groups(problem: Problem, kinds: Sequence[Any]) -> list[list[int]]:
     transfers = problem.transfers
     groups = [[place] for place in range(len(transfers))]
 
-    def seconds() -> list[float]:
-        return seconds_of(problem, groups)
-
     def fits(group: list[int]) -> bool:
         limit = problem.limits.in_flight[transfers[group[0]].kind]
         return sum(transfers[place].nbytes for place in group) <= limit // 2
 
-    best, number = seconds(), 0
+    best, number = seconds_of(problem, groups), 0
     while number + 1 < len(groups):
         left, right = groups[number : number + 2]
         both = [*left, *right]
         if kinds[left[0]] == kinds[right[0]] and fits(both):
             groups[number : number + 2] = [both]
-            trial = seconds()
+            trial = seconds_of(problem, groups)
             if all(new <= old + _TOLERANCE for new, old in zip(trial, best, strict=True)):
                 best = list(map(min, trial, best))
                 continue

@@ -39,6 +39,7 @@ from shardc.passes.nodes import (
 from shardc.passes.schedule.coalesce import SPEEDS, kinds_of, plan_groups, seconds_of
 from shardc.passes.schedule.events import Events, Moving, read_events, read_problem
 from shardc.passes.schedule.reorder import Key, reorder
+from shardc.passes.schedule.timeline import Problem
 
 MOST = 5
 """The most reductions that change places: all their orders are tried."""
@@ -117,7 +118,7 @@ def end_of(
 def _best(gm: GraphModule, ctx: PassContext, events: Events, end: "_End") -> Order | None:
     """The best order of the last reductions; None if the graph's own is as good."""
     assert ctx.options is not None
-    ctx = replace(ctx, agree_on_seconds=None)
+    merges, ctx = ctx.options.coalesce, replace(ctx, agree_on_seconds=None)
     problem = read_problem(gm, ctx, events)
     sent = [each.seconds for each in problem.of("reduce")][-end.count :]
     least = LEAST * sum(problem.seconds)
@@ -126,9 +127,10 @@ def _best(gm: GraphModule, ctx: PassContext, events: Events, end: "_End") -> Ord
     if end_of(ready, sent, passed[-1]) - passed[-1] <= least:
         return None
     order = plan_order(_work(gm, ctx, events, end), sent)
-    before = _seconds(gm, ctx)
+    before = _seconds(events, problem, merges)
     reorder(gm, end.keys(order))
-    after = _seconds(gm, ctx)
+    events = read_events(gm)
+    after = _seconds(events, read_problem(gm, ctx, events), merges)
     saved = [old - new for old, new in zip(before, after, strict=True)]
     is_better = min(saved) >= -_TOLERANCE and saved[SPEEDS.index(1.0)] > least
     peak = _peak(gm, ctx) if is_better else 0
@@ -150,12 +152,9 @@ def _work(
     return work
 
 
-def _seconds(gm: GraphModule, ctx: PassContext) -> list[float]:
-    """Seconds of a graph at each of `SPEEDS`, once it is coalesced and scheduled."""
-    assert ctx.options is not None
-    events = read_events(gm)
-    problem = read_problem(gm, ctx, events)
-    kinds = kinds_of(events) if ctx.options.coalesce else [object() for _ in events.transfers]
+def _seconds(events: Events, problem: Problem, merges: bool) -> list[float]:
+    """Seconds of a graph at each of `SPEEDS`, once it is scheduled, and coalesced with `merges`."""
+    kinds = kinds_of(events) if merges else [object() for _ in events.transfers]
     return seconds_of(problem, plan_groups(problem, kinds))
 
 

@@ -10,8 +10,9 @@ that no such gather needs come behind the first one, to run meanwhile.
     after:   rs1 rs0 wait1 update([p1]) ag1 update([p2]) wait0 update([p0]) wait
 
 An op over lists of tensors (`_fused_adamw_`, `_foreach_mul_`) is divided where its tensors come
-behind other waits. All other nodes keep their order, so the bits are the same. Where a norm of all
-gradients clips them, every update comes behind every wait, and nothing moves.
+behind other waits, and in halves around the gather of the bucket that is reduced last: one hides
+the reduction, one the gather. All other nodes keep their order, so the bits are the same. Where a
+norm of all gradients clips them, every update comes behind every wait, and nothing moves.
 
 The nodes behind the last collective that needs no reduction are looked at. Ranks have other nodes
 there, because they have other parts of parameters; collectives and waits keep their order.
@@ -48,14 +49,15 @@ from shardc.passes.schedule.reorder import Key, reorder
 @contract()
 def update_when_reduced(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Put every node of the end of a step behind the waits that it needs, and before the others."""
-    nodes = _end_of(gm)
+    ahead = _gathers_ahead(gm)
+    nodes = _end_of(gm, ahead)
     if not any(map(is_wait, nodes)):
         return gm
     levels, keys = _Levels(), dict[Node, Key]()
     for index, node in enumerate(nodes):
         for part in _divided(node, levels):
             keys[part] = levels.enter(part), 0, index
-    starts = [keys[node][0] for node in _gathers_ahead(gm) if node in keys]
+    starts = [keys[node][0] for node in ahead if node in keys]
     if starts:
         _run_behind(starts, keys)
     reorder(gm, keys)
@@ -149,10 +151,13 @@ def _written(node: Node) -> set[Node]:
     return set(node.all_input_nodes) if is_wait(node) else written_by(node)
 
 
-def _end_of(gm: GraphModule) -> list[Node]:
-    """The nodes behind the last call, or the last collective that needs no reduction."""
+def _end_of(gm: GraphModule, ahead: list[Node]) -> list[Node]:
+    """The nodes behind the last call, or the last collective that needs no reduction.
+
+    Gathers `ahead` are among the nodes.
+    """
     reductions = [node for node in gm.graph.nodes if is_wait(node) and _may_reduce(node)]
-    behind = reach(lambda node: node.users, *reductions).union(_gathers_ahead(gm))
+    behind = reach(lambda node: node.users, *reductions).union(ahead)
     end = list[Node]()
     for node in gm.graph.nodes:
         if node.op != "call_function":
@@ -197,11 +202,10 @@ class _Levels:
         level = max((self.of(each, each in written) for each in node.all_input_nodes), default=0)
         if is_random(node):
             level = self._written["random numbers"] = max(level, self._written["random numbers"])
-        if is_collective(node) and brings_parameters(node):
-            level = self._started = max(level, self._started)  # collectives keep their order
-        elif is_wait(node) or is_collective(node):
+        if is_wait(node) or (is_collective(node) and not brings_parameters(node)):
             level = self._waits
-            self._started = level if is_collective(node) else self._started
+        if is_collective(node):
+            level = self._started = max(level, self._started)  # collectives keep their order
         for operand in node.all_input_nodes:
             noted = self._written if operand in written else self._read
             memory = memory_of(operand)

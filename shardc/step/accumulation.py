@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -34,6 +34,8 @@ from shardc.runtime.unit.settings import Settings
 from shardc.runtime.unit.unit import Unit
 from shardc.runtime.watch.agreement import Statement, agree
 from shardc.runtime.watch.progress import Label, progress
+
+_T = TypeVar("_T")
 
 
 class NotArranged(Exception):
@@ -150,7 +152,7 @@ class Watched:
         self.is_set = self._writes != Settings.writes
         gathers = [label.buckets for label in self._heard if label.kind == "all_gather"]
         self.gathers.update(name for names in gathers for name in names)
-        self.first = next(iter(gathers), ())
+        self.first = gathers[0] if gathers else ()
         reductions = (label for label in self._heard if label.kind == "reduce_scatter")
         self.reduced = [name for label in reductions for name in label.buckets]
 
@@ -225,7 +227,9 @@ def plan_accumulation(asked: Accumulate, watched: Watched) -> Accumulation:
     for root, count in several.items():
         facts = [f"{count} micro-batches", f"reduce once: {asked.reduce_once}"]
         own = [unit for unit in inside[root] if unit in chosen]
-        models.append(_Model(inside[root], count, _agree(inside[root], facts, own)))
+        first = next(bucket for unit in inside[root] for bucket in unit.buckets)
+        kept_units = agreed("the micro-batches of a step", facts, inside[root], own, first)
+        models.append(_Model(inside[root], count, kept_units))
     kept = [unit for model in models for unit in model.kept]
     if not kept and not asked.reduce_once:
         raise NotArranged(
@@ -295,13 +299,17 @@ def gathered_bytes(bucket: Bucket) -> int:
     return bucket.layout.numel * bucket.key.code.compute_dtype.itemsize
 
 
-def _agree(units: tuple[Unit, ...], facts: list[str], kept: list[Unit]) -> tuple[Unit, ...]:
-    """The units that all ranks keep gathered: measured links may differ, so one choice counts."""
-    own = json.dumps([units.index(unit) for unit in kept])
-    bucket = next(bucket for unit in units for bucket in unit.buckets)
+def agreed(
+    subject: str, facts: list[str], every: Sequence[_T], own: Iterable[_T], bucket: Bucket
+) -> tuple[_T, ...]:
+    """The choice out of `every` that counts on all ranks of a bucket, one rank's.
+
+    Measured links, and the order in which a forward gathers, may differ from rank to rank.
+    """
+    note = json.dumps([every.index(each) for each in own])
     group = compat.resolve_group(bucket.ranks.everyone)
-    notes = agree(group, Statement("the micro-batches of a step", facts, own), every_time=True)
-    return tuple(units[index] for index in json.loads(min(notes)))
+    notes = agree(group, Statement(subject, facts, note), every_time=True)
+    return tuple(every[index] for index in json.loads(min(notes)))
 
 
 # -- later calls ----------------------------------------------------------------------------------

@@ -9,18 +9,14 @@ Ranks agree on the buckets once. After a write to a parameter between two calls,
 gathers its bucket first, so every rank writes, as with `unshard()`.
 """
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardc.passes.estimate.cost import gather_seconds
 from shardc.passes.estimate.hardware import current_profile
-from shardc.runtime import compat
 from shardc.runtime.checks.words import plural
 from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.unit.bucket_spec import can_stay_gathered
-from shardc.runtime.watch.agreement import Statement, agree
-from shardc.step.accumulation import NotArranged, Watched, gathered_bytes, units_inside
+from shardc.step.accumulation import NotArranged, Watched, agreed, gathered_bytes, units_inside
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,9 @@ def plan_ahead(watched: Watched) -> Ahead:
     every = [bucket for root in roots for unit in units_inside(root) for bucket in unit.buckets]
     last = {name: place for place, name in enumerate(watched.reduced)}
     first = [b for b in every if b.label in watched.first and can_stay_gathered(b)]
-    chosen = _agree(every, sorted(first, key=lambda bucket: last.get(bucket.label, -1)))
+    first.sort(key=lambda bucket: last.get(bucket.label, -1))
+    facts = [plural(len(every), "bucket")]
+    chosen = agreed("gathers for the next step", facts, every, first, every[0])
     if not chosen:
         raise NotArranged(
             "the buckets that it gathers first cannot stay gathered (one rank, parameters on the "
@@ -82,14 +80,5 @@ def plan_ahead(watched: Watched) -> Ahead:
         tuple(bucket.label for bucket in chosen),
         sum(map(gathered_bytes, chosen)),
         sum(gather_seconds(bucket.key.code, profile) for bucket in chosen),
-        tuple(chosen),
+        chosen,
     )
-
-
-def _agree(every: Sequence[Bucket], chosen: list[Bucket]) -> list[Bucket]:
-    """The buckets of one rank: others may have gathered in another order."""
-    own = json.dumps([every.index(bucket) for bucket in chosen])
-    group = compat.resolve_group(every[0].ranks.everyone)
-    facts = [plural(len(every), "bucket")]
-    notes = agree(group, Statement("gathers for the next step", facts, own), every_time=True)
-    return [every[index] for index in json.loads(min(notes))]
