@@ -15,6 +15,7 @@ from shardc.passes.repeat.fold_repeats import fold_repeats
 from shardc.passes.repeat.store_smaller import store_smaller
 from shardc.passes.rewrite.copy_overwritten import copy_overwritten
 from shardc.passes.rewrite.fetch_rows import fetch_rows
+from shardc.passes.rewrite.gather_what_is_read import gather_what_is_read
 from shardc.passes.rewrite.give_gathered import give_gathered
 from shardc.passes.rewrite.insert_unshard import insert_unshard
 from shardc.passes.rewrite.label import label_collectives
@@ -48,6 +49,7 @@ HALVES_PASSES: list[PairPass] = [*HOST_PASSES]
 GRAPH_PASSES: list[Pass] = [
     wait_once,
     drop_second_gathers,
+    gather_what_is_read,
     end_sooner,
     coalesce,
     schedule,

@@ -141,6 +141,92 @@ class Fp8Full(Tensor):
         return self._values.to(self.dtype) * self._scale.to(self.dtype)
 
 
+class Planes(_Weight):
+    """Sends MXFP8 in two planes: values scaled by rows of 32, and values scaled by columns of 32.
+
+    The full weight computes `x @ w.T` from the first plane, and `g @ w` from the second.
+    """
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        type(self).gathers += 1
+        by_rows, by_columns = mx(self._inner, 1), mx(self._inner, 0)
+        return (*by_rows, *by_columns), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
+    ) -> Any:
+        if out is not None:
+            return None
+        return PlanesFull(*outputs, param_dtype, False), outputs
+
+
+def mx(weight: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """MXFP8 of a matrix: float8 values, and a power of two for each 32 along `dim`, as its byte."""
+    blocks = weight.float().unflatten(dim, (-1, 32))
+    largest = blocks.abs().amax(dim + 1)
+    exponents = (largest.view(torch.int32) >> 23 & 0xFF) - 8
+    bytes_ = exponents.clamp(min=0).to(torch.uint8)
+    values = blocks / torch.exp2(bytes_.float() - 127).unsqueeze(dim + 1)
+    values = values.clamp(-448, 448).to(torch.float8_e4m3fn)
+    return values.flatten(dim, dim + 1), bytes_
+
+
+def from_mx(values: Tensor, bytes_: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """The matrix of which `mx` gives `values` and `bytes_`."""
+    scales = torch.exp2(bytes_.float() - 127).unsqueeze(dim + 1)
+    return (values.float().unflatten(dim, (-1, 32)) * scales).flatten(dim, dim + 1).to(dtype)
+
+
+class PlanesFull(Tensor):
+    """The two planes of a weight, perhaps transposed; a product reads one of them."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    _NAMES = ("_rows", "_row_scales", "_columns", "_column_scales")
+
+    @staticmethod
+    def __new__(
+        cls, rows: Tensor, row_scales: Tensor, columns: Tensor, column_scales: Tensor,
+        dtype: torch.dtype, transposed: bool,
+    ) -> Any:  # fmt: skip
+        shape, strides = tuple(rows.shape), (rows.shape[1], 1)
+        if transposed:
+            shape, strides = shape[::-1], strides[::-1]
+        return Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=rows.device, strides=strides
+        )
+
+    def __init__(
+        self, rows: Tensor, row_scales: Tensor, columns: Tensor, column_scales: Tensor,
+        dtype: torch.dtype, transposed: bool,
+    ) -> None:  # fmt: skip
+        self._rows, self._row_scales = rows, row_scales
+        self._columns, self._column_scales = columns, column_scales
+        self._transposed = transposed
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return [*self._NAMES], (self.dtype, self._transposed)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        return cls(*(inner[name] for name in cls._NAMES), *context)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (aten.t.default, aten.as_strided.default, aten.detach.default):
+            full, turns = args[0], func is aten.t.default
+            parts = [getattr(full, name) for name in cls._NAMES]
+            return cls(*parts, full.dtype, full._transposed != turns)
+        if func in (aten.mm.default, aten.addmm.default) and isinstance(args[-1], cls):
+            return func(*args[:-1], args[-1].factor())
+        raise NotImplementedError(f"{func} of two planes")
+
+    def factor(self) -> Tensor:
+        """The matrix to multiply with, from the plane that is scaled along the summed dim."""
+        if self._transposed:
+            return from_mx(self._rows, self._row_scales, 1, self.dtype).t()
+        return from_mx(self._columns, self._column_scales, 0, self.dtype)
+
+
 def extended(model: nn.Module, kind: type[_Weight]) -> nn.Module:
     """`model`, where the weight of every linear layer is a `kind`."""
     for module in model.modules():
