@@ -393,9 +393,16 @@ def test_a_report_is_saved_and_compared(stack_report, tmp_path):
         assert "layers.3" in (tmp_path / name).read_text()
     with pytest.raises(ValueError, match="is written as"):
         stack_report.save(tmp_path / "report.txt")
-    path.write_text(json.dumps({"buckets": []}))
-    with pytest.raises(ValueError, match="not a report of shardc"):
-        Report.load(path)
+    for text in (json.dumps({"buckets": []}), json.dumps(dict(again.to_dict(), ops=[{"on": 3}]))):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="not a report of shardc"):
+            Report.load(path)
+
+
+def test_a_report_of_a_version_before_is_read(stack_report, tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({k: v for k, v in stack_report.to_dict().items() if k != "curve"}))
+    assert Report.load(path).step_seconds == stack_report.step_seconds > 0
 
 
 def test_what_repeats_is_shown_by_its_ends(stack_report):

@@ -24,7 +24,9 @@ _KEPT = 4
 
 @dataclass
 class Settings:
-    """The settings that all buckets of a unit share; after a change the unit's graphs recompile.
+    """The settings that all buckets of a unit share.
+
+    Graphs recompile after a change of one that shapes a spec.
 
     Attributes:
         reshard_after_forward: free the gathered bucket after the forward; a number: keep this

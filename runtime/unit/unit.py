@@ -114,7 +114,7 @@ class Unit:
             self.before_gathers = None
 
     def change(self, **settings: object) -> None:
-        """Change settings; graphs that use the unit are then compiled anew."""
+        """Change settings; graphs with a spec that follows from them are then compiled anew."""
         for name, value in settings.items():
             self.settings.put(name, value)
         for bucket in self.buckets:

@@ -42,7 +42,7 @@ _CHANGED = {
     "postdivide": "the gradient divide factor was changed",
     "divide_later": "the gradient divide factor was changed",
     "device": "parameters were moved",
-    "hints": "the units to prefetch were changed",
+    "hints": "the units to prefetch, or the limit on reductions, were changed",
     "outside": "several graphs read a unit now, or one does again",
     "recut": "reshard_after_forward was changed",
     "gather": "set_custom_all_gather was called",

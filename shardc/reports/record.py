@@ -294,19 +294,19 @@ class Record:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Read back the result of `to_dict`.
+        """Read back the result of `to_dict`, also of a version without the newest fields.
 
         Raises:
             ValueError: `values` is no result of `to_dict`.
         """
         try:
-            given = {f.name: values[f.name] for f in dataclasses.fields(cls)}
-            given["kinds"] = tuple(given["kinds"])
+            given = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
+            given["kinds"] = tuple(given.get("kinds", ()))
             for name, row in ROWS.items():
-                given[name] = tuple(row(**_tuples(entry)) for entry in given[name])
-        except (KeyError, TypeError) as error:
+                given[name] = tuple(row(**_tuples(entry)) for entry in given.get(name, ()))
+            return cls(**given)
+        except TypeError as error:
             raise ValueError(f"not a report of shardc: {error}") from error
-        return cls(**given)
 
 
 def _tuples(entry: dict[str, Any]) -> dict[str, Any]:
