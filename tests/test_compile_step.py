@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.utils.checkpoint import checkpoint
 
 from shardc import MixedPrecisionPolicy, WholeTensorOptimizer, compile_step, fully_shard
-from shardc.backend.recorder import part_of
 from shardc.step import rerun
 from shardc.step.compile_step import MOST_CHANGES, MOST_KINDS
+from shardc.step.values import part_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import train_lm

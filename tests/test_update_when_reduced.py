@@ -18,7 +18,6 @@ from torch.fx import Graph, GraphModule
 
 from shardc import compile_step, fully_shard
 from shardc.backend.executor import BoxedCall, eager_executor
-from shardc.backend.recorder import UpdateCall
 from shardc.passes.context import PassContext
 from shardc.passes.nodes import is_collective, is_wait
 from shardc.passes.runner import copy_graph
@@ -26,6 +25,7 @@ from shardc.passes.schedule.update_when_reduced import update_when_reduced
 from shardc.runtime import compat
 from shardc.runtime.watch.history import history_of
 from shardc.runtime.watch.progress import label_of
+from shardc.step.updates import UpdateCall
 
 aten, wait = torch.ops.aten, torch.ops._c10d_functional.wait_tensor.default
 gather = torch.ops._c10d_functional.all_gather_into_tensor.default

@@ -45,7 +45,7 @@ def untraced(fn: F) -> F:
     """
 
     @functools.wraps(fn)
-    def run(*args: Any, **kwargs: Any) -> object:
+    def run(*args: object, **kwargs: object) -> object:
         tracing = _set_eval_frame(None)
         if tracing is None:
             return fn(*args, **kwargs)

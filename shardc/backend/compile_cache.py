@@ -29,7 +29,7 @@ from shardc.backend.agreements import Agreed
 from shardc.backend.executor import eager_executor
 from shardc.backend.graph_plan import Call, CompilePlan, GraphPlan
 from shardc.backend.options import Options
-from shardc.backend.recorder import recorded
+from shardc.backend.recorded import recorded
 from shardc.backend.stages import RANKS
 from shardc.passes import pipeline
 from shardc.passes.context import Kept

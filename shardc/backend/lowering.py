@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from shardc.backend.compile_cache import CompileCache, around
 from shardc.backend.executor import eager_executor
 from shardc.backend.graph_plan import Call, CompilePlan, joint_listeners
-from shardc.backend.recorder import recorded
+from shardc.backend.recorded import recorded
 from shardc.backend.repro import write_repro
 from shardc.backend.stages import INDUCTOR, PASSES
 from shardc.passes import pipeline

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardc.backend.recorder import NotRecorded, Recorder
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.unit.bucket import Bucket
 from shardc.step.constants import Known
+from shardc.step.recorder import Recorder
+from shardc.step.refusals import NotRecorded
 
 LEAVES_GRADIENTS = "it leaves gradients: end it with zero_grad(), which sets them to None"
 

@@ -1,7 +1,7 @@
 """`compile_step`: a training step as one graph.
 
 The first call of a step runs as usual: models are compiled, optimizers make their state. The second
-call is recorded (`backend/recorder.py`). From the third call on the graph runs, and the Python of
+call is recorded (`recorder.py`). From the third call on the graph runs, and the Python of
 the step does not run. A step that no graph can have runs as usual; a warning names the reason.
 """
 
@@ -19,14 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from shardc.backend.executor import BoxedCall
 from shardc.backend.lowering import run_eagerly
-from shardc.backend.recorder import (
-    GIVEN,
-    HELD,
-    NUMBER,
-    NotRecorded,
-    Recorder,
-    recorders,
-)
+from shardc.backend.recorded import recorders
 from shardc.passes import pipeline
 from shardc.passes.context import PassContext
 from shardc.passes.nodes import groups_in, groups_named_in, is_view
@@ -44,6 +37,8 @@ from shardc.step.constants import CONSTANTS, PYTHONS, Known, Same
 from shardc.step.cuda_graph import Replayed, check_capturable
 from shardc.step.facts import Facts, params_of
 from shardc.step.plans import Plans
+from shardc.step.recorder import GIVEN, HELD, NUMBER, Recorder
+from shardc.step.refusals import NotRecorded
 from shardc.step.rerun import Numbers, OtherOps
 from shardc.step.unseen import check_effects, effects_of, own_rates, seeing_reads
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from shardc.backend.recorder import NotRecorded, UpdateCall
 from shardc.runtime import compat
 from shardc.runtime.checks.words import plural
 from shardc.runtime.watch.entering import BoxedGraph, naming_failures
+from shardc.step.refusals import NotRecorded
+from shardc.step.updates import UpdateCall
 
 Compute = Callable[[list[Tensor], list[Tensor], list[object]], Iterable[Any]]
 """Runs the graph of a step on its arguments, the tensors that somebody holds, and its numbers."""

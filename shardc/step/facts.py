@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardc.backend.recorder import Update
 from shardc.runtime import compat
 from shardc.runtime.unit.bucket import Bucket
 from shardc.step.constants import Known, is_constant
+from shardc.step.updates import Update
 
 
 class Facts:

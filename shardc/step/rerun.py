@@ -15,9 +15,9 @@ from torch.fx import Node
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardc.backend.recorder import Given, Op, Update, stepping
 from shardc.runtime import compat
 from shardc.runtime.checks.optimizer_hooks import after_steps, before_steps
+from shardc.step.updates import Given, Op, Update, stepping
 
 
 class OtherOps(RuntimeError):

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardc.backend.recorder import NotRecorded, Rate, Recorder
 from shardc.step.constants import Known
+from shardc.step.recorder import Recorder
+from shardc.step.refusals import NotRecorded
+from shardc.step.updates import Rate
 
 _MISSING = object()
 

@@ -1,20 +1,18 @@
 """The recorder of a training step: it runs the step as usual, and writes the ops into one graph.
 
 The recorder sees each op on plain tensors, below autograd and below ShardTensors. A compiled graph
-runs as usual, and the recorder writes the nodes of the graph in place of the call (`recorded`). So
-the graph of the step has forward, backward and update, in the order in which they ran.
+runs as usual, and the recorder writes the nodes of the graph in place of the call
+(`backend/recorded.py`). So the graph of the step has forward, backward and update, in the order in
+which they ran.
 
 A value is known by its memory: two tensors over the same elements of one storage are one value. A
 tensor that no op of the step made is an input of the graph.
 """
 
-from __future__ import annotations
-
 import copy
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,148 +29,25 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from shardc.backend.executor import BoxedCall
 from shardc.passes.nodes import MEMORY, is_collective, is_wait
 from shardc.runtime import compat
-from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.watch.entering import BoxedGraph, InGroup
 from shardc.runtime.watch.progress import label_of, progress, set_label
+from shardc.step.refusals import READS_A_VALUE, NotRecorded, RandomNumbers, check_op
+from shardc.step.updates import (
+    SCALING,
+    Given,
+    Op,
+    Rate,
+    Update,
+    UpdateCall,
+    counts_on_device,
+    group_settings,
+)
+from shardc.step.values import local_of, part_of, place_of, without_memory
 
 aten = torch.ops.aten
-READS_A_VALUE = (
-    "it reads a value on the host, as `.item()` and `if tensor:` do. Return the value, and "
-    "read it outside of the step; give an optimizer that reads values fused=True"
-)
 GIVEN, HELD, NUMBER = "given", "held", "number"
 """The sources of inputs: an argument of the step, a tensor that somebody holds, a number of an
 update."""
-
-
-class NotRecorded(Exception):
-    """A step has a part that no graph can have; the text names the part and the way out."""
-
-
-@dataclass(frozen=True)
-class Given:
-    """An argument of an op, by its place among the leaves of all arguments."""
-
-    place: int
-
-
-@dataclass(frozen=True)
-class Op:
-    """One op of an update.
-
-    Attributes:
-        func: the op.
-        node: its node; None for an op that the host runs before each call of the graph.
-        constants: its arguments that are neither tensors nor numbers, in order.
-        numbers: its arguments that are inputs of the graph, read anew in each call, by their places
-            among the leaves of all arguments.
-        results: its results without memory; `Given` in place of a result that is an argument.
-    """
-
-    func: compat.Op
-    node: Node | None
-    constants: tuple[object, ...] = ()
-    numbers: tuple[int, ...] = ()
-    results: object = None
-
-
-@dataclass
-class Update:
-    """One call of `optimizer.step()`.
-
-    Attributes:
-        optimizer: the optimizer.
-        grads: its parameters that had a gradient, each with the gradient, without memory.
-        scaling: the attributes that a `GradScaler` sets on a fused optimizer, without memory.
-        ops: its ops, in order.
-        is_call: whether the graph calls `optimizer.step()`, and has none of the ops.
-        settings: its settings when the step called it.
-    """
-
-    optimizer: Optimizer
-    grads: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    scaling: dict[str, object] = field(default_factory=dict)
-    ops: list[Op] = field(default_factory=list)
-    is_call: bool = False
-    settings: list[dict[str, object]] = field(default_factory=list)
-
-    def check_settings(self) -> None:
-        """Refuse a step that changes settings after the update, as a scheduler does.
-
-        Raises:
-            NotRecorded: it does.
-        """
-        now = _group_settings(self.optimizer)
-        for before, after in zip(self.settings, now, strict=False):
-            names = [name for name, value in after.items() if before.get(name) != value]
-            if names:
-                raise NotRecorded(
-                    f"it changes {', '.join(names)} of an optimizer, and its Python would not run "
-                    "again: call schedulers outside of it"
-                )
-
-    def has_count(self, value: Tensor) -> bool:
-        """Whether a tensor is a step count: a number on the host, in the optimizer's state."""
-        storage = value.untyped_storage()._cdata
-        return any(
-            isinstance(own, Tensor) and compat.storage_id(own) == storage
-            for state in self.optimizer.state.values()
-            for own in state.values()
-        )
-
-
-def _group_settings(optimizer: Optimizer) -> list[dict[str, object]]:
-    """The settings of each parameter group that are no tensors."""
-    return [
-        {
-            name: tuple(value) if isinstance(value, (list, tuple)) else value
-            for name, value in group.items()
-            if name != "params" and not any(isinstance(x, Tensor) for x in tree_leaves(value))
-        }
-        for group in optimizer.param_groups
-    ]
-
-
-@dataclass(frozen=True, eq=False)
-class Rate:
-    """A number among the settings of a parameter group, and the object that it is."""
-
-    group: dict[str, Any]
-    name: str
-    value: float
-
-
-@dataclass(frozen=True, eq=False)
-class UpdateCall:
-    """The target of a node that calls `optimizer.step()` with gradients and scales of the graph."""
-
-    update: Update
-    __name__ = "optimizer_step"
-
-    def __call__(self, grads: list[Tensor], scaling: dict[str, Tensor]) -> None:
-        update = self.update
-        shards = (_over(like, grad) for (_, like), grad in zip(update.grads, grads, strict=True))
-        params = [param for param, _ in update.grads]
-        grads_of = dict(zip(params, shards, strict=True))
-        with compat.entering_autograd(), stepping(update.optimizer, grads_of, scaling):
-            update.optimizer.step()
-
-
-@contextmanager
-def stepping(
-    optimizer: Optimizer, grads: dict[Tensor, Tensor], scaling: dict[str, Any]
-) -> Iterator[None]:
-    """Inside, parameters have gradients, and the optimizer has the scale of the scaler."""
-    for param, grad in grads.items():
-        param.grad = grad
-    vars(optimizer).update(scaling)
-    try:
-        yield
-    finally:
-        for param in grads:
-            param.grad = None
-        for name in scaling:
-            delattr(optimizer, name)
 
 
 class Recorder(compat.OpMode):
@@ -201,7 +76,7 @@ class Recorder(compat.OpMode):
         self._counts: dict[int, StorageWeakRef] = {}
         self._paused = False
         self._inner = 0
-        self._random = _RandomNumbers()
+        self._random = RandomNumbers()
         self._before_update: Callable[[], None] = lambda: None
         self._call: tuple[Any, ...] = ()
 
@@ -224,7 +99,7 @@ class Recorder(compat.OpMode):
         storage = value.untyped_storage()
         base = StorageWeakRef(storage), node, int(value.storage_offset())
         self._bases.setdefault(storage._cdata, base)
-        self._nodes.setdefault(_place(value), node)
+        self._nodes.setdefault(place_of(value), node)
         node.meta.setdefault("val", without_memory(value))
         node.meta.setdefault(MEMORY, self._bases[storage._cdata][1])
 
@@ -239,7 +114,7 @@ class Recorder(compat.OpMode):
 
     def node_of(self, value: Tensor) -> Node:
         """The node of a tensor; a tensor that no op of the step made becomes an input."""
-        node = self._nodes.get(_place(value))
+        node = self._nodes.get(place_of(value))
         if node is not None:
             return node
         if self.knows(value):
@@ -256,7 +131,7 @@ class Recorder(compat.OpMode):
 
     def read_as(self, captured: Node, value: Tensor, whole: Tensor) -> None:
         """Make a captured input the tensor `whole`, of which `value` is a part."""
-        if _place(value) != _place(whole):
+        if place_of(value) != place_of(whole):
             offset = value.storage_offset() - whole.storage_offset()
             where = list(value.shape), list(value.stride()), offset
             with self.graph.inserting_after(self._last_input):
@@ -280,7 +155,7 @@ class Recorder(compat.OpMode):
             self.note_read()
             return func(*args, **kwargs)
         try:
-            _check(func, args, leaves)
+            check_op(func, args, leaves)
             if is_random:
                 self._random.check()
             written = [
@@ -328,9 +203,9 @@ class Recorder(compat.OpMode):
         if isinstance(results, Tensor):
             self._know(results, node)
         elif isinstance(results, (list, tuple)):
-            node.meta["val"] = tree_map(_without_memory_if_tensor, results)
+            node.meta["val"] = tree_map(without_memory, results)
             for index, result in enumerate(results):
-                if isinstance(result, Tensor) and _place(result) not in self._nodes:
+                if isinstance(result, Tensor) and place_of(result) not in self._nodes:
                     self._know(result, self.graph.call_function(operator.getitem, (node, index)))
 
     # -- updates -------------------------------------------------------------------------------
@@ -355,17 +230,17 @@ class Recorder(compat.OpMode):
             self._take_call()
             return
         self._check_rates(optimizer)
-        self._update = update = Update(optimizer, settings=_group_settings(optimizer))
+        self._update = update = Update(optimizer, settings=group_settings(optimizer))
         self.updates.append(update)
         with self._quietly():
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     if param.grad is not None:
-                        update.grads.append((param, _shard_without_memory(param.grad)))
-            given = {name: value for name, value in vars(optimizer).items() if name in _SCALING}
-            update.scaling = tree_map(_without_memory_if_tensor, given)
+                        update.grads.append((param, without_memory(param.grad)))
+            given = {name: value for name, value in vars(optimizer).items() if name in SCALING}
+            update.scaling = tree_map(without_memory, given)
             try:
-                grads = [self._argument(_memory(param.grad)) for param, _ in update.grads]
+                grads = [self._argument(local_of(param.grad)) for param, _ in update.grads]
                 self._call = grads, tree_map(self._argument, given)
             except NotRecorded as error:
                 self.reason = str(error)
@@ -396,7 +271,7 @@ class Recorder(compat.OpMode):
     def groups_of(self, optimizer: Optimizer) -> dict[Node, int]:
         """The number of the parameter group for the node of each parameter that the step read."""
         params = [
-            (_place(_memory(param)), number)
+            (place_of(local_of(param)), number)
             for number, group in enumerate(optimizer.param_groups)
             for param in group["params"]
         ]
@@ -428,7 +303,7 @@ class Recorder(compat.OpMode):
 
         torch's optimizers read the counts as numbers there, unless they are fused or capturable.
         """
-        if self._update is None or _counts_on_device(self._update.optimizer):
+        if self._update is None or counts_on_device(self._update.optimizer):
             return False
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not tensors or any(each.dim() or each.device.type != "cpu" for each in tensors):
@@ -506,117 +381,6 @@ class Recorder(compat.OpMode):
             yield
         finally:
             self._paused = False
-
-
-_SCALING = ("grad_scale", "found_inf")
-
-recorders: list[Recorder] = []
-"""The recorder of the step that is recorded now; none at other times."""
-
-
-def recorded(gm: GraphModule | None, run: BoxedGraph, groups: Sequence[str] = ()) -> BoxedGraph:
-    """Wrap a compiled graph: a recorded step has its nodes, or for None one call of it, with
-    collectives over `groups`."""
-
-    def call(inputs: list[object]) -> object:
-        return recorders[-1].call(gm, run, groups, inputs) if recorders else run(inputs)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
-
-
-class _RandomNumbers:
-    """The states of the default generators, as the last random op of the step left them."""
-
-    def __init__(self) -> None:
-        self._generators = [torch.default_generator]
-        if torch.cuda.is_initialized():
-            self._generators += torch.cuda.default_generators
-        self.note()
-
-    def note(self) -> None:
-        """Note the states after an op."""
-        self._states = [generator.get_state() for generator in self._generators]
-
-    def check(self) -> None:
-        """Refuse a state that no op left: the graph would draw other numbers.
-
-        Raises:
-            NotRecorded: somebody has set the state.
-        """
-        now = (generator.get_state() for generator in self._generators)
-        if not all(map(torch.equal, now, self._states)):
-            raise NotRecorded(
-                "it sets the state of random numbers, as manual_seed does, and a checkpoint around "
-                "dropout in an uncompiled model: compile the model, and set seeds outside"
-            )
-
-
-def _check(func: compat.Op, args: compat.Args, leaves: Sequence[object]) -> None:
-    if any(isinstance(leaf, torch.Generator) for leaf in leaves):
-        raise NotRecorded(
-            f"{func} draws from a torch.Generator, whose state no graph has: draw outside of the "
-            "step, and give the tensor as an argument"
-        )
-    others = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
-    if others:
-        raise NotRecorded(
-            f"it calls {func} with an object of torch.distributed: communicate outside of the "
-            "step, or by torch.distributed._functional_collectives"
-        )
-    if torch.Tag.dynamic_output_shape in func.tags:
-        by_number = func is aten.index.Tensor and not any(
-            each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]
-        )
-        if not by_number:
-            raise NotRecorded(
-                f"the shape of a result of {func} depends on values: keep the shape, as "
-                "torch.where does"
-            )
-
-
-def part_of(value: Tensor, shape: list[int], stride: list[int], offset: int) -> Tensor:
-    """A view of the memory of `value`, from `offset` elements behind its first on."""
-    return value.as_strided(shape, stride, value.storage_offset() + offset)
-
-
-part_of.is_view = True  # type: ignore[attr-defined]
-
-
-def without_memory(value: Tensor) -> Tensor:
-    """A tensor of the same shape, dtype and device, over the memory of one element."""
-    return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
-
-
-def _without_memory_if_tensor(value: object) -> object:
-    return without_memory(value) if isinstance(value, Tensor) else value
-
-
-def _shard_without_memory(grad: Tensor) -> Tensor:
-    return _over(grad, without_memory(_memory(grad)))
-
-
-def _memory(value: Any) -> Any:
-    """The plain tensor under a gradient."""
-    return value._local if isinstance(value, ShardTensor) else value
-
-
-def _over(like: Tensor, value: Tensor) -> Tensor:
-    """A gradient over other memory."""
-    if isinstance(like, ShardTensor):
-        return ShardTensor(value, tuple(like.shape), like._shard_spec)
-    return value
-
-
-def _counts_on_device(optimizer: Optimizer) -> bool:
-    """Whether an optimizer reads its step counts in kernels, and not on the host."""
-    return all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-
-
-def _place(value: Tensor) -> tuple[object, ...]:
-    """The elements of memory that a tensor has."""
-    where = value.untyped_storage()._cdata, value.storage_offset()
-    return (*where, value.dtype, value.shape, value.stride())
 
 
 def _shown(result: object, leaves: Sequence[object]) -> object:
