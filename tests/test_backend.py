@@ -266,6 +266,19 @@ class Broken(Stack):
         return self.head(x).logsumexp(-1).mean() + 0 * targets.sum()
 
 
+def test_dynamo_neither_inlines_nor_compiles_an_untraced_function():
+    @compat.untraced
+    def twice(x):
+        return x + x
+
+    def step(x):
+        return twice(x + 1) * 3
+
+    counters.clear()
+    assert torch.compile(step, backend="eager")(torch.ones(2)).tolist() == [12.0, 12.0]
+    assert counters["stats"]["unique_graphs"] == 2  # before and behind the call
+
+
 @on_ranks(2)
 def test_graph_breaks(mesh):
     """Dynamo looks at every frame between graphs, also at those of hooks that autograd calls."""
