@@ -277,6 +277,8 @@ def test_dynamo_neither_inlines_nor_compiles_an_untraced_function():
     counters.clear()
     assert torch.compile(step, backend="eager")(torch.ones(2)).tolist() == [12.0, 12.0]
     assert counters["stats"]["unique_graphs"] == 2  # before and behind the call
+    (reason,) = counters["graph_break"]
+    assert "torch.compiler.disable" in reason
 
 
 @on_ranks(2)
