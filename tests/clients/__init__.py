@@ -69,7 +69,12 @@ CLIENTS = {
     "verl, FSDP2 functions": Client("verl_loop.py", "verl"),
     "OLMo-core, train module": Client("olmo_core_loop.py", "ai2-olmo-core", "olmo_core"),
     "torchtitan, Trainer": Client("torchtitan_loop.py", "torchtitan", compiles=True, bound=5e-3),
-    "torchtitan, experts": Client("torchtitan_moe_loop.py", "torchtitan"),
+    "torchtitan, Trainer in bf16": Client(
+        "torchtitan_loop.py", "torchtitan", ways=("bf16",), bound=0.0
+    ),
+    "torchtitan, experts in bf16": Client(
+        "torchtitan_moe_loop.py", "torchtitan", ways=("bf16",), bound=0.0
+    ),
 }
 
 

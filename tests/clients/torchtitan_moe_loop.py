@@ -1,7 +1,6 @@
 """torchtitan's `Trainer` on its debug model of DeepSeek-V3, with expert parallelism.
 
-`apply_fsdp_to_decoder` puts the experts on a mesh of their own, by `shard_placement_fn`. Experts
-compute in bfloat16, which makes a step of rounding large: so gradients are not clipped.
+`apply_fsdp_to_decoder` puts the experts on a mesh of their own, by `shard_placement_fn`.
 """
 
 import torchtitan_loop as loop
@@ -12,7 +11,6 @@ from torchtitan.trainer import Trainer
 def change(made: Trainer.Config) -> None:
     """Two ranks share the experts; checkpoints are those of DCP."""
     made.parallelism.expert_parallel_degree = 2
-    made.training.max_norm = 1e9
     made.checkpoint.last_save_model_only = made.checkpoint.last_save_in_hf = False
 
 

@@ -1,7 +1,8 @@
 """TRL's GRPOTrainer, which shards by accelerate and generates with the sharded model.
 
-It trains in float32, as the script of SFTTrainer does. Blocks are compiled, because each length of
-a generated text would be a graph of the whole model.
+It trains in bf16, its default. Blocks are compiled, because each length of a generated text would
+be a graph of the whole model. (And traced as a whole, transformers' Llama keeps a mask of attention
+that it leaves out otherwise. In bf16 the attention then has other gradients, unsharded, too.)
 """
 
 import torch
@@ -20,7 +21,7 @@ def reward(completions: list[str], **kwargs: object) -> list[float]:
 def trainer(name: str) -> GRPOTrainer:
     """A Trainer that loads its model, and the reference for `beta`, from a folder."""
     args = GRPOConfig(
-        str(FOLDER / name), num_generations=4, max_completion_length=5, beta=0.1, bf16=False,
+        str(FOLDER / name), num_generations=4, max_completion_length=5, beta=0.1,
         **SETTINGS, **BY_ACCELERATE,
     )  # fmt: skip
     data = Dataset.from_list([{"prompt": text} for text in ["a b c", "d e f", "g h", "i j"] * 4])
