@@ -53,14 +53,28 @@ from shardc.passes.nodes import (
     is_view,
     is_wait,
     kind_of,
+    moved_by,
     readers_of,
     results_of,
     state_bytes,
     waits_for,
 )
+from shardc.runtime.layout.spec import Moved
 
 Storages = Mapping[str, tuple[str, Any]]
 """See `Liveness.storages`."""
+Saved = Mapping[str, Moved | None]
+"""See `Liveness.kept`."""
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """A gathered bucket in a graph: its label, its bytes, the first and last node that hold it."""
+
+    label: str
+    nbytes: int
+    first: int
+    last: int
 
 
 @dataclass(frozen=True)
@@ -74,12 +88,14 @@ class Liveness:
         gradients: the part of `live` in gradients that will be reduced, or are.
         inputs: bytes of the inputs at the start.
         outputs: bytes of the outputs that are not inputs.
-        kept: names of the outputs that are gathered buckets or views of them: a forward saves
-            them for its backward.
+        kept: the outputs that are gathered buckets or views of them, by name: a forward saves
+            them for its backward. Values that are made of gathered buckets (casts) have None.
         storages: by the name of an output, the first output in its storage, and the bytes of the
             storage.
         away: bytes of optimizer state that wait on the host after each node; `live` is less by
             them.
+        gatherings: the gathered buckets in `gathered`; values that are made of them, or of
+            messages, are left out.
     """
 
     nodes: tuple[str, ...]
@@ -88,9 +104,10 @@ class Liveness:
     gradients: tuple[int, ...]
     inputs: int
     outputs: int
-    kept: frozenset[str]
+    kept: Saved
     storages: Storages
     away: tuple[int, ...] = ()
+    gatherings: tuple[Gathering, ...] = ()
 
     @property
     def peak(self) -> int:
@@ -102,6 +119,15 @@ class Liveness:
         """The name of the node after which `live` is largest."""
         return self.nodes[self.live.index(self.peak)] if self.live else None
 
+    def live_with(self, held: Mapping[str, int]) -> list[int]:
+        """`live` if some buckets, by label their bytes, were gathered from before to after."""
+        live = [nbytes + sum(held.values()) for nbytes in self.live]
+        for each in self.gatherings:
+            if each.label in held:
+                for place in range(each.first, min(each.last + 1, len(live))):
+                    live[place] -= each.nbytes
+        return live
+
 
 def measure_liveness(
     gm: GraphModule,
@@ -110,7 +136,7 @@ def measure_liveness(
     fused: bool = False,
     in_order: bool = False,
     clones: bool = False,
-    gathered: Collection[str] = (),
+    gathered: Saved | None = None,
     hints: Mapping[Any, int] | None = None,
     saved: Storages | None = None,
     calls: Mapping[str, int] | None = None,
@@ -123,7 +149,7 @@ def measure_liveness(
         fused: leave out the values that Inductor keeps in registers.
         in_order: kernels on CPUs stay between the matmuls that they are between.
         clones: the backend clones the inputs of reductions, until the wait (gloo).
-        gathered: the names of inputs that are gathered buckets, kept by the forward.
+        gathered: the inputs that are gathered buckets, `Liveness.kept` of the forward.
         hints: the values of symbolic sizes (default: those that it was traced with).
         saved: the storages of the forward whose backward this is.
         calls: the call of a folded body that nodes lie in, by name (`fold_repeats.calls_of`).
@@ -155,7 +181,10 @@ def measure_liveness(
         if saved and node.name in saved:  # it may be a part of a held storage
             sizes[node] = int(evaluate(saved[node.name][1], hints))
     counted = sizes if owns_inputs else {r: s for r, s in sizes.items() if r not in inputs}
-    kinds = _kinds(gm, roots, gathered)
+    kinds, moved = _kinds(gm, roots, gathered or {}), _moved(roots, gathered or {})
+    for root in moved.keys() & inputs:
+        if moved[root].spec.kept:  # the bucket holds it for the next forward
+            last[root] = len(nodes)
     changes = [
         *(
             (kinds.get(root, _OTHER), size, 0 if root in inputs else places[root][0], last[root])
@@ -176,9 +205,18 @@ def measure_liveness(
         tuple(curves[_GRADIENTS]),
         sum(size for root, size in counted.items() if root in inputs),
         sum(size for root, size in counted.items() if root in results - inputs),
-        frozenset(n.name for n in returned if kinds.get(roots.get(n, n)) == _GATHERED),
+        {
+            node.name: moved.get(roots.get(node, node))
+            for node in returned
+            if kinds.get(roots.get(node, node)) == _GATHERED
+        },
         _storages(returned, roots),
         tuple(-nbytes for nbytes in curves[_AWAY]),
+        tuple(
+            Gathering(moved[root].label, size, 0 if root in inputs else places[root][0], last[root])
+            for root, size in counted.items()
+            if root in moved and not moved[root].spec.is_made_later
+        ),
     )
 
 
@@ -276,6 +314,21 @@ def _kinds(
         parts = [part for part in pack.all_input_nodes if set(part.users) == {pack}]
         kinds.update({roots[part]: _GRADIENTS for part in parts if part in roots})
     return kinds
+
+
+def _moved(roots: Mapping[Node, Node], gathered: Saved) -> dict[Node, Moved]:
+    """The bucket of each storage that is the result of a gather, or one that the forward saved."""
+    found: dict[Node, Moved] = {}
+    for root in dict.fromkeys(roots.values()):
+        start = root.all_input_nodes[0] if _is_item(root) else root
+        if is_all_gather(start):
+            moved = moved_by(start)
+            index = int(root.args[1]) if start is not root else 0  # type: ignore[arg-type]
+            if len(moved) > index and (start is not root or len(moved) == 1):
+                found[root] = moved[index]
+        elif (saved := gathered.get(root.name)) is not None:
+            found[root] = saved
+    return found
 
 
 def _storages(returned: Iterable[Node], roots: Mapping[Node, Node]) -> Storages:

@@ -32,7 +32,7 @@ from shardc.passes.estimate.hardware import (
     host_bytes,
     workspace_bytes,
 )
-from shardc.passes.estimate.memory import Liveness, Storages
+from shardc.passes.estimate.memory import Liveness, Saved, Storages
 from shardc.passes.nodes import groups_in, is_collective, is_host_copy, is_wait, kind_of
 from shardc.passes.repeat.trace_once import Calls
 from shardc.passes.rewrite.cut_tail import Tail
@@ -83,7 +83,7 @@ class CompilePlan:
         self.joint: Differentiated | None = None
         self.graphs: list[GraphPlan] = []
         self.calls: dict[str, Call] = {}
-        self._saved = frozenset[str]()  # names of gathered buckets that the forward saves
+        self._saved: Saved = {}  # gathered buckets that the forward saves
         self._storages: Storages | None = None  # of the values that the forward saves
         self.references = {position: weakref.ref(bucket) for position, bucket in buckets.items()}
         first = next(iter(buckets.values()), None)

@@ -54,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_step(parser)
     add("--whole-step", action="store_true", help="plan the step as one graph (compile_step): the "
         "last reductions run while the optimizer updates other parameters")  # fmt: skip
+    add("--gather-ahead", action="store_true", help="with --whole-step: keep the buckets of the "
+        "first gather from step to step, and gather them again behind their updates")  # fmt: skip
     add("--save", type=Path, action="append", default=[], metavar="FILE", help="also write the "
         "report to a file: .json (for shardc compare), .html (a page with the timeline) or "
         ".trace.json (for https://ui.perfetto.dev); may be given several times")  # fmt: skip
@@ -68,11 +70,13 @@ def run(args: argparse.Namespace) -> int:
     """Explain the model, print the report, write the files."""
     for path in args.save:
         check_path(path)
+    if args.gather_ahead and not args.whole_step:
+        raise UsageError("--gather-ahead needs --whole-step: a step of separate calls gathers none")
     title = f"explain for {plural(args.copies * args.world_size, 'rank')}"
     with showing_progress(explaining(args, title, 1 + args.symbolic)) as progress:
         report = explain_target(args, args.target, args.world_size, progress, args.symbolic)
         if args.whole_step:
-            report = report.whole_step()
+            report = report.whole_step(args.gather_ahead)
     for path in args.save:
         try:
             report.save(path)

@@ -39,13 +39,17 @@ class Report(Record):
         """
         return report_text(self, every_row, width)
 
-    def whole_step(self) -> "Report":
+    def whole_step(self, gather_ahead: bool = False) -> "Report":
         """The report of the same step as one graph, by `shardc.compile_step`, without clipping.
 
         The last reductions run while the optimizer updates the parameters whose gradients are
         there.
+
+        Args:
+            gather_ahead: as in `compile_step`: the buckets of the first gather stay gathered, and
+                are gathered for the next step behind their updates. `settings` names them.
         """
-        return whole_step(self)
+        return whole_step(self, gather_ahead)
 
     def compare(self, *others: Record) -> str:
         """This report and others side by side, as a table.
