@@ -87,6 +87,7 @@ class Phase:
             in_order=options.in_order,
             clones=options.clones,
             gathered=self.gathered,
+            held=dict(self.ctx.held.values()),
             hints=sizes,
             saved=self.saved,
             calls=self.calls,

@@ -137,6 +137,7 @@ def measure_liveness(
     in_order: bool = False,
     clones: bool = False,
     gathered: Saved | None = None,
+    held: Mapping[str, int] | None = None,
     hints: Mapping[Any, int] | None = None,
     saved: Storages | None = None,
     calls: Mapping[str, int] | None = None,
@@ -150,6 +151,7 @@ def measure_liveness(
         in_order: kernels on CPUs stay between the matmuls that they are between.
         clones: the backend clones the inputs of reductions, until the wait (gloo).
         gathered: the inputs that are gathered buckets, `Liveness.kept` of the forward.
+        held: the bytes of buckets that stay gathered around the graph, by label.
         hints: the values of symbolic sizes (default: those that it was traced with).
         saved: the storages of the forward whose backward this is.
         calls: the call of a folded body that nodes lie in, by name (`fold_repeats.calls_of`).
@@ -194,6 +196,7 @@ def measure_liveness(
         *_messages_of_rows(nodes, hints),
         *_workspaces(nodes, places, sizes, over, workspace),
         *_away(nodes),
+        *((_GATHERED, nbytes, 0, len(nodes)) for nbytes in (held or {}).values()),
     ]
     curves = {kind: _held(kind, changes, len(nodes)) for kind in (*_KINDS, _OTHER)}
     returned = gm.graph.output_node().all_input_nodes
@@ -212,10 +215,15 @@ def measure_liveness(
         },
         _storages(returned, roots),
         tuple(-nbytes for nbytes in curves[_AWAY]),
-        tuple(
-            Gathering(moved[root].label, size, 0 if root in inputs else places[root][0], last[root])
-            for root, size in counted.items()
-            if root in moved and not moved[root].spec.is_made_later
+        (
+            *(Gathering(label, nbytes, 0, len(nodes)) for label, nbytes in (held or {}).items()),
+            *(
+                Gathering(
+                    moved[root].label, size, 0 if root in inputs else places[root][0], last[root]
+                )
+                for root, size in counted.items()
+                if root in moved and not moved[root].spec.is_made_later
+            ),
         ),
     )
 
@@ -335,7 +343,10 @@ def _storages(returned: Iterable[Node], roots: Mapping[Node, Node]) -> Storages:
     """`Liveness.storages` of the outputs."""
     first: dict[Node, str] = {}
     made = [(node.name, roots[node]) for node in returned if node in roots]
-    return {name: (first.setdefault(root, name), _own_bytes(root)) for name, root in made}
+    return {
+        name: (first.setdefault(root, name), 0 if SEGMENT in root.meta else _own_bytes(root))
+        for name, root in made
+    }
 
 
 def storage_roots(
