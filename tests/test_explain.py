@@ -120,6 +120,29 @@ def test_a_step_that_gathers_ahead_finds_its_first_bucket(stack_report):
     assert alone.settings["gathered ahead"] == "nothing"
 
 
+def test_micro_batches_of_a_whole_step_share_gathers(stack_report):
+    one, plenty = stack_report.whole_step(), 2**30
+    block = next(row.nbytes for row in stack_report.buckets if row.name == "layers.0")
+    for gathered_bytes, gathers in ((0, 3 * 13), (block + 1, 3 * 13 - 5), (plenty, 7)):
+        whole = stack_report.whole_step(micro_batches=3, gathered_bytes=gathered_bytes)
+        kinds = Counter(row.kind for row in whole.collectives for name in row.buckets)
+        assert kinds == {"all_gather": gathers, "reduce_scatter": 3 * 7}
+        test_times_add_up(whole)
+        assert whole.tokens == 3 * one.tokens and whole.flops == 3 * one.flops
+        (update,) = (op for op in stack_report.ops if op.phase == "optimizer")
+        assert whole.compute_seconds - update.seconds == pytest.approx(
+            3 * (one.compute_seconds - update.seconds)
+        )
+        more = whole.peak.total - one.peak.total
+        segments = sum(row.segment for row in stack_report.buckets)  # of gradients that wait
+        assert segments <= more <= segments + (gathered_bytes if gathers > 7 else 7 * block)
+        assert whole.memory[-1].held[2:5] == (0, 0, 0)
+    assert whole.step_seconds < 2.5 * one.step_seconds
+    assert stack_report.whole_step(micro_batches=1, gathered_bytes=plenty).ops == one.ops
+    with pytest.raises(ValueError, match="micro_batches must be at least 1"):
+        stack_report.whole_step(micro_batches=0)
+
+
 def _by_hand(first, late):
     """A step of two buckets: `first` is gathered first, and `late` is reduced last. A third one,
     `c`, is only updated."""

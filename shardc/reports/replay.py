@@ -14,13 +14,14 @@ for the next one behind their updates. It copies them into the memory that the n
 import bisect
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from shardc.passes.schedule.timeline import Clock
 from shardc.reports.record import KINDS, BucketRow, CollectiveRow, MemoryPoint, Op, Record
+from shardc.runtime.checks.words import some
 
 _R = TypeVar("_R", bound=Record)
 _STATES, _GRADIENTS, _GATHERED = map(KINDS.index, ("optimizer", "gradients", "gathered"))
@@ -73,25 +74,38 @@ def replay(record: Record, carried: Callable[[CollectiveRow], Carried]) -> float
     return clock.end
 
 
-def whole_step(record: _R, gather_ahead: bool = False) -> _R:
+def whole_step(
+    record: _R, gather_ahead: bool = False, micro_batches: int = 1, gathered_bytes: int = 0
+) -> _R:
     """The record of the same step as one graph; a record without an optimizer stays as it is."""
-    update = next((op for op in record.ops if op.phase == "optimizer"), None)
-    if update is None:
+    if not any(op.phase == "optimizer" for op in record.ops):
         return record
     settings = {**record.settings, "step": "one graph"}
     ahead = gathered_ahead(record) if gather_ahead else []
+    kept = _kept(record, micro_batches, gathered_bytes)
     if gather_ahead:
         settings["gathered ahead"] = ", ".join(row.name for row in ahead) or "nothing"
         record = _found_gathered(record, ahead)
-    end = _End(record, ahead)
+    first = later = record
+    if micro_batches > 1:
+        settings["micro-batches"] = str(micro_batches)
+        settings["kept gathered"] = some([row.name for row in kept], 3) or "nothing"
+        names = {row.name for row in kept}
+        rows = [row for row in record.buckets if row.name in names]
+        first = _found_gathered(record, rows, until_update=True, is_first=True)
+        later = _found_gathered(record, rows, until_update=True)
+    end = _End(later, ahead)
     end.play()
-    return replace(
-        record,
+    last = replace(
+        later,
         settings=settings,
         collectives=tuple(end.rows),
         ops=tuple(end.ops),
         memory=tuple(end.memory),
     )
+    if micro_batches == 1:
+        return last
+    return _in_a_row([first, *[later] * (micro_batches - 2), last])
 
 
 def gathered_ahead(record: Record) -> list[BucketRow]:
@@ -104,6 +118,73 @@ def gathered_ahead(record: Record) -> list[BucketRow]:
     last = {name: place for place, name in enumerate(order)}
     found = [row for row in record.buckets if row.name in first and row.may_stay]
     return sorted(found, key=lambda row: last.get(row.name, -1))
+
+
+def _kept(record: Record, micro_batches: int, most: int) -> list[BucketRow]:
+    """The buckets that stay gathered between micro-batches, of `most` bytes.
+
+    They are those of the units with most seconds of the wire a byte, as in
+    `shardc/step/accumulation.py`.
+    """
+    gathers = (row.buckets for row in record.collectives if row.kind == "all_gather")
+    sent = Counter(name for names in gathers for name in names)
+    units: dict[str, list[BucketRow]] = {}
+    for row in record.buckets:
+        units.setdefault(row.unit, []).append(row)
+
+    def seconds(unit: list[BucketRow]) -> float:
+        often = [micro_batches * sent[row.name] - 1 for row in unit]
+        if min(often) < 1 or not all(row.may_stay for row in unit):
+            return 0.0
+        return sum(times * row.seconds for times, row in zip(often, unit, strict=True))
+
+    sizes = {name: sum(row.nbytes for row in unit) for name, unit in units.items()}
+    kept: list[BucketRow] = []
+    for name in sorted(units, key=lambda name: -seconds(units[name]) / max(sizes[name], 1)):
+        if seconds(units[name]) > 0 and sizes[name] <= most:
+            kept += units[name]
+            most -= sizes[name]
+    return kept
+
+
+def _in_a_row(parts: Sequence[_R]) -> _R:
+    """The record of micro-batches, of which the last one is followed by the update.
+
+    Gradients of earlier ones are held beside the others.
+    """
+    waiting = sum(row.segment for row in parts[0].buckets if row.trained)
+    rows, ops, memory = list[CollectiveRow](), list[Op](), list[MemoryPoint]()
+    begin = 0.0
+    for number, part in enumerate(parts):
+        is_last = part is parts[-1]
+        for row in part.collectives:
+            moments = {name: getattr(row, name) + begin for name in _MOMENTS}
+            rows.append(replace(row, **moments))
+        own = [op for op in part.ops if is_last or op.phase != "optimizer"]
+        ops += [replace(op, start=op.start + begin) for op in own]
+        for point in part.memory:
+            more = 0 if not number or point.where == "optimizer" else waiting
+            if is_last or point.where != "optimizer":
+                held = _with_more(point.held, _GRADIENTS, more)
+                memory.append(replace(point, seconds=point.seconds + begin, held=held))
+        begin += next(op.start for op in part.ops if op.phase == "optimizer")
+    return replace(
+        parts[-1],
+        collectives=tuple(rows),
+        ops=tuple(ops),
+        memory=tuple(memory),
+        tokens=len(parts) * parts[-1].tokens,
+        flops=len(parts) * parts[-1].flops,
+    )
+
+
+_MOMENTS = ("issued", "start", "end", "waited")
+"""The fields of a collective that are moments."""
+
+
+def _with_more(held: tuple[int, ...], kind: int, more: int) -> tuple[int, ...]:
+    """Held bytes, with so many more of a kind."""
+    return (*held[:kind], held[kind] + more, *held[kind + 1 :])
 
 
 class _End:
@@ -235,20 +316,26 @@ def _order(sizes: Sequence[int], starts: Collection[int]) -> tuple[list[int], li
     return before, after
 
 
-def _found_gathered(record: _R, ahead: Sequence[BucketRow]) -> _R:
-    """The record of the same step if it finds some buckets gathered, and keeps them so."""
-    names = {row.name for row in ahead}
-    given = record.collectives
-    rows, moved = _sent_anew(given, [_without(row, names) for row in given])
+def _found_gathered(
+    record: _R, held: Sequence[BucketRow], until_update: bool = False, is_first: bool = False
+) -> _R:
+    """The record of the same step if it finds some buckets gathered, and keeps them so.
 
-    def held(point: MemoryPoint) -> tuple[int, ...]:
-        more = sum(
-            row.nbytes
-            for row in ahead
-            if not any(start <= point.seconds < end for start, end in row.gathered)
-        )
-        held = point.held
-        return (*held[:_GATHERED], held[_GATHERED] + more, *held[_GATHERED + 1 :])
+    Args:
+        until_update: free them before the update.
+        is_first: gather them in the forward, and keep them from there on.
+    """
+    names = {row.name for row in held}
+    given = record.collectives
+    new = [row if is_first and row.phase == "forward" else _without(row, names) for row in given]
+    rows, moved = _sent_anew(given, new)
+
+    def more(point: MemoryPoint, row: BucketRow) -> int:
+        is_freed = until_update and point.where == "optimizer"
+        starts = min((start for start, _ in row.gathered), default=0.0)
+        is_before = is_first and point.seconds < starts
+        counts = any(start <= point.seconds < end for start, end in row.gathered)
+        return 0 if is_freed or is_before or counts else row.nbytes
 
     ops = [replace(op, start=moved(op.start)) for op in record.ops]
     always = ((0.0, max(op.start + op.seconds for op in ops)),)
@@ -257,7 +344,11 @@ def _found_gathered(record: _R, ahead: Sequence[BucketRow]) -> _R:
         collectives=tuple(rows),
         ops=tuple(ops),
         memory=tuple(
-            replace(point, seconds=moved(point.seconds), held=held(point))
+            replace(
+                point,
+                seconds=moved(point.seconds),
+                held=_with_more(point.held, _GATHERED, sum(more(point, row) for row in held)),
+            )
             for point in record.memory
         ),
         buckets=tuple(
