@@ -1,6 +1,6 @@
 """What `shardc.report` predicts beside what is measured: step time and peak memory.
 
-    python benchmarks/predict.py [--whole]
+    python benchmarks/predict.py [--whole] [--ahead]
 
 Each configuration is one rank of an emulated wire (`wire.py`), in a process of its own, calibrated
 there. A step is forward, backward and a fused AdamW, as one graph if asked. Rounds are interleaved;
@@ -56,10 +56,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", help="configurations whose name contains this")
     parser.add_argument("--whole", action="store_true", help="run the step as one graph")
+    parser.add_argument("--ahead", action="store_true", help="the same, and gather ahead")
     add_round_options(parser)
     args = parser.parse_args()
     names = [name for name in CONFIGURATIONS if (args.only or "") in name]
-    sides = {name: [functools.partial(prepare, name, args.steps, args.whole)] for name in names}
+    whole = (args.whole or args.ahead, args.ahead)
+    sides = {name: [functools.partial(prepare, name, args.steps, *whole)] for name in names}
     rows = []
     for name, rounds in interleave(sides, args.rounds).items():
         figures = [figure for (figure,) in rounds]
@@ -79,7 +81,7 @@ def main() -> None:
     show(headers, rows, args.keep)
 
 
-def prepare(name: str, steps: int, whole: bool) -> Any:
+def prepare(name: str, steps: int, whole: bool, ahead: bool) -> Any:
     """Build, compile and warm one configuration; what runs one round of it."""
     import shardc
 
@@ -100,7 +102,7 @@ def prepare(name: str, steps: int, whole: bool) -> Any:
         optimizer.step()
         optimizer.zero_grad()
 
-    step = shardc.compile_step(separate) if whole else separate
+    step = shardc.compile_step(separate, gather_ahead=ahead) if whole else separate
 
     def run() -> dict[str, Any]:
         line.stalls.clear()
@@ -111,11 +113,12 @@ def prepare(name: str, steps: int, whole: bool) -> Any:
         return {"step": elapsed / steps, "exposed": line.exposed / steps} | planned
 
     planned: dict[str, Any] = {}
+    step(tokens)
+    report = shardc.report(model)  # before it finds gathered buckets
     for _ in range(2):
         run()
-    report = shardc.report(model)
     if whole:
-        report = report.whole_step()
+        report = report.whole_step(ahead)
     planned = {
         "planned": report.step_seconds,
         "planned_exposed": report.exposed_seconds,

@@ -204,6 +204,8 @@ class PassContext:
         recall: agreements from an earlier compile; None where ranks have nothing to agree on.
         budget: the bound on memory; None for no bound.
         open_positions: inputs that are segments of units whose reshard the compiler decides.
+        held: label and bytes of a bucket that stays gathered around the graph, by the input that is
+            the whole bucket.
         kept: the choice of the memory budget.
         results: the number of the forward's outputs that the caller gets; saved values follow.
             None where no backward follows.
@@ -219,6 +221,7 @@ class PassContext:
     recall: Recall | None = None
     budget: Budget | None = None
     open_positions: frozenset[int] = frozenset()
+    held: Mapping[int, tuple[str, int]] = field(default_factory=dict)
     kept: Kept = Kept()
     results: int | None = None
     number: int | None = field(default_factory=_numbers.__next__)

@@ -322,7 +322,8 @@ def meta_for_another(node: Node) -> dict[str, Any]:
 
 
 SEGMENT = "shardc_segment"
-"""The key in the meta of inputs that are segments, in a joint graph and in its halves."""
+"""The key in the meta of inputs that are segments or held buckets, in a joint graph and its halves.
+They are there before and after the graph."""
 
 WRITES = "shardc_writes"
 """The key in the meta of a node for the values that the node writes into a buffer."""

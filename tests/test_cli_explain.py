@@ -90,6 +90,17 @@ def test_explain_as_json_with_every_option(capsys):
 def test_explain_a_whole_step(capsys):
     code, out, _ = ended(capsys, "explain", "user_model:built", "--whole-step")
     assert code == 0 and "step=one graph" in out.splitlines()[0]
+    code, out, _ = ended(capsys, "explain", "user_model:built", "--whole-step", "--gather-ahead")
+    assert code == 0 and "gathered ahead=" in " ".join(out.split())
+    code, _, err = ended(capsys, "explain", "user_model:built", "--gather-ahead")
+    assert code == 2 and "--gather-ahead needs --whole-step" in err
+    more = ["--whole-step", "--micro-batches", "4", "--gathered-bytes"]
+    code, out, _ = ended(capsys, "explain", "user_model:built", *more, "1GiB")
+    assert code == 0 and "micro-batches=4" in " ".join(out.split())
+    code, _, err = ended(capsys, "explain", "user_model:built", *more, "much")
+    assert code == 2 and "--gathered-bytes must be bytes" in err
+    code, _, err = ended(capsys, "explain", "user_model:built", *more[1:], "1GiB")
+    assert code == 2 and "--micro-batches needs --whole-step" in err
 
 
 def test_explain_in_two_steps(capsys):

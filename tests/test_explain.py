@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from models import Stack, compiled, shard_all, tokens
+from models import Gated, Stack, compiled, shard_all, tokens
 from ranks import on_ranks
 from subclasses import Fp8, Rowwise, extended
 from torch import nn
@@ -24,7 +24,7 @@ from shardc.reports.findings import PADDING_SHARE
 from shardc.reports.formulas import formula_value
 from shardc.reports.if_hierarchical import if_hierarchical
 from shardc.reports.if_quantised import if_quantised
-from shardc.reports.record import CollectiveRow, MemoryPoint, Op, Record
+from shardc.reports.record import BucketRow, CollectiveRow, MemoryPoint, Op, Record
 from shardc.reports.report import Report
 from shardc.runtime import compat
 
@@ -94,6 +94,104 @@ def test_a_whole_step_hides_the_last_reductions_behind_updates(stack_report):
     assert whole.peak.total <= stack_report.peak.total and whole.memory[-1].held[2] == 0
     inference = shardc.explain(Stack(2), *INPUTS, train=False)
     assert inference.whole_step() is inference
+
+
+def test_a_step_that_gathers_ahead_finds_its_first_bucket(stack_report):
+    whole, ahead = stack_report.whole_step(), stack_report.whole_step(gather_ahead=True)
+    assert ahead.settings["gathered ahead"] == "Stack"
+    assert ahead.sent_bytes == whole.sent_bytes and len(ahead.collectives) == 20
+    test_times_add_up(ahead)
+    assert whole.collectives[0].buckets == ("Stack",)
+    assert ahead.collectives[0].buckets == ("layers.0",) and ahead.ops[0].start == 0
+    last = ahead.collectives[-1]
+    assert (last.phase, last.kind, last.buckets) == ("optimizer", "all_gather", ("Stack",))
+    *_, update, copied = ahead.ops  # a half of the other updates runs behind the gather
+    assert last.issued == update.start and copied.name == "copy" and copied.start == last.end
+
+    root = next(row for row in stack_report.buckets if row.name == "Stack")
+    assert root.nbytes <= min(point.held[4] for point in ahead.memory)
+    assert 0 <= ahead.peak.total - whole.peak.total <= root.nbytes == ahead.memory[-1].held[4]
+    again = json.loads(json.dumps(ahead.to_dict()))
+    assert Report.from_dict(again) == ahead
+    blocks = shardc.explain(Gated(3), torch.randn(2, 8, 32), world_size=4, units="auto")
+    sent = [row for row in blocks.whole_step(gather_ahead=True).collectives if row.kind[0] == "a"]
+    assert [row.buckets[0][-1] for row in sent] == ["1", "2", "2", "1", "0"]
+    alone = shardc.explain(Stack(2), *INPUTS, world_size=1).whole_step(gather_ahead=True)
+    assert alone.settings["gathered ahead"] == "nothing"
+
+
+def test_micro_batches_of_a_whole_step_share_gathers(stack_report):
+    one, plenty = stack_report.whole_step(), 2**30
+    block = next(row.nbytes for row in stack_report.buckets if row.name == "layers.0")
+    for gathered_bytes, gathers in ((0, 3 * 13), (block + 1, 3 * 13 - 5), (plenty, 7)):
+        whole = stack_report.whole_step(micro_batches=3, gathered_bytes=gathered_bytes)
+        kinds = Counter(row.kind for row in whole.collectives for name in row.buckets)
+        assert kinds == {"all_gather": gathers, "reduce_scatter": 3 * 7}
+        test_times_add_up(whole)
+        assert whole.tokens == 3 * one.tokens and whole.flops == 3 * one.flops
+        (update,) = (op for op in stack_report.ops if op.phase == "optimizer")
+        assert whole.compute_seconds - update.seconds == pytest.approx(
+            3 * (one.compute_seconds - update.seconds)
+        )
+        more = whole.peak.total - one.peak.total
+        segments = sum(row.segment for row in stack_report.buckets)  # of gradients that wait
+        assert segments <= more <= segments + (gathered_bytes if gathers > 7 else 7 * block)
+        assert whole.memory[-1].held[2:5] == (0, 0, 0)
+    assert whole.step_seconds < 2.5 * one.step_seconds
+    assert stack_report.whole_step(micro_batches=1, gathered_bytes=plenty).ops == one.ops
+    with pytest.raises(ValueError, match="micro_batches must be at least 1"):
+        stack_report.whole_step(micro_batches=0)
+
+
+def _by_hand(first, late):
+    """A step of two buckets: `first` is gathered first, and `late` is reduced last. A third one,
+    `c`, is only updated."""
+    early = "ab"["ab".index(late) - 1]
+    other = "ab"["ab".index(first) - 1]
+
+    def sent(phase, kind, name, *times):
+        return CollectiveRow(phase, kind, (name,), 2, 35, "", "", *times)
+
+    size = {"a": 30, "b": 10, "c": 10}
+    spans = {first: ((0.0, 8.0), (12.0, 12.5)), other: ((0.0, 10.0),), "c": ()}
+    buckets = tuple(
+        BucketRow(n, n, 1, 1, "", "", 35, 0.0, size[n], True, True, gathered=spans[n], seconds=4.0)
+        for n in "abc"
+    )
+    rows = (
+        sent("forward", "all_gather", first, 0.0, 0.0, 4.0, 0.0, 4.0),
+        sent("forward", "all_gather", other, 0.0, 4.0, 8.0, 5.0, 3.0),
+        sent("backward", "reduce_scatter", early, 12.0, 12.0, 16.0, 14.0, 2.0),
+        sent("backward", "reduce_scatter", late, 14.0, 16.0, 20.0, 16.0, 4.0),
+    )
+    times = {"forward": ((4, 1), (8, 2)), "backward": ((10, 2), (12, 2)), "optimizer": ((20, 5),)}
+    ops = [Op(phase, "step", "", *each) for phase, own in times.items() for each in own]
+    held = [(0.0, 70), (8.0, 35), (10.0, 0), (12.0, 35), (14.0, 0), (20.0, 0)]
+    memory = [MemoryPoint(at, (50, 100, 50, 0, gathered, 0)) for at, gathered in held]
+    given = {"buckets": buckets, "collectives": rows, "ops": tuple(ops), "memory": tuple(memory)}
+    return Report("by hand", 2, 1, "", **given)
+
+
+@pytest.mark.parametrize(
+    ("first", "late", "updates", "gather"),
+    [
+        ("b", "b", [(10, 0.5), (12, 1.5), (16, 1), (17, 2), (21, 1)], (17, 17, 21, 19)),
+        ("b", "a", [(12, 1), (13, 1), (16, 3), (20, 1)], (13, 16, 20, 19)),
+    ],
+)
+def test_updates_run_behind_gathers_ahead(first, late, updates, gather):
+    """Seconds by hand: half of `a` and `c` is updated before the last reduction is there, half
+    behind the gather of `b`, where that starts last; else `c` behind it. The last op copies `b`."""
+    ahead = _by_hand(first, late).whole_step(gather_ahead=True)
+    assert [(op.start, op.seconds) for op in ahead.ops if op.phase == "optimizer"] == updates
+    *_, row = ahead.collectives
+    assert (row.issued, row.start, row.end, row.waited) == gather
+    forward = [op.start for op in ahead.ops if op.phase == "forward"]
+    assert forward == [0, 4]  # 4 and 8 without
+    held = [point.held[4] for point in ahead.memory[:5]]
+    assert held == [70, 70, 35, 35, 35]  # the next gather is still there as the first one ends
+    assert max(point.held[4] for point in ahead.memory[5:]) == 70
+    assert ahead.memory[-1].held[2:5] == (0, 0, 35)
 
 
 def test_offload_moves_memory_to_the_host_and_takes_time(stack_report):

@@ -5,6 +5,7 @@ bit by bit. Messages are counted.
 """
 
 import functools
+from collections import Counter
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from steps import check_equal, heard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from shardc import compile_step, fully_shard
+from shardc import compile_step, fully_shard, report
 
 CALLS = 6
 
@@ -72,6 +73,17 @@ def test_has_the_bits_of_the_separate_step(mesh, executor, make, clip):
     order = [own.isdisjoint(label.buckets) for label in heard(whole)]
     assert order == sorted(order, reverse=True)  # the last messages of a call, and no others
     assert whole.held() == [unit.buckets[0].label in own for unit in whole.units]
+
+
+@on_ranks(2)
+def test_a_report_tells_what_is_gathered_ahead(mesh):
+    run = _Run(mesh, True).train(range(1))
+    planned = report(run.call).whole_step(gather_ahead=True)
+    run.train(range(1, CALLS))
+    assert planned.settings["gathered ahead"] == ", ".join(run.step.ahead.names)
+    sent = Counter((label.kind, name) for label in heard(run) for name in label.buckets)
+    assert sent == Counter((row.kind, n) for row in planned.collectives for n in row.buckets)
+    assert planned.memory[-1].held[4] == run.step.ahead.nbytes
 
 
 @on_ranks(2)

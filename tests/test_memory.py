@@ -28,6 +28,7 @@ from shardc.passes.estimate.hardware import PROFILES, budget_bytes, host_bytes
 from shardc.passes.estimate.memory import measure_liveness
 from shardc.passes.nodes import is_all_gather
 from shardc.passes.repeat.store_smaller import store_smaller
+from shardc.runtime.layout.spec import Moved, UnshardSpec, intern_spec
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 OPS = {name: getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")} | {
@@ -104,6 +105,18 @@ def test_matmuls_take_a_workspace_while_they_run():
     g.exp(g.mm(g.x, g.x))
     assert g.live(fused=False, workspace=1000) == (0, 1400, 800)
     assert _gated().live(workspace=1000) == (0, 1400, 1800, 2200, 2200, 800, 800, 2200)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_bucket_that_stays_for_the_next_forward_is_held_to_the_end(kept):
+    g = _Graph()
+    spec = UnshardSpec(torch.float32, 2, "group", ((100, 0),), ((10, 10),), (True,), kept=kept)
+    saved = {g.x.name: Moved(intern_spec(spec), 0, "layers.0")}
+    g.exp(g.cos(g.sin(g.x)))
+    given = {"owns_inputs": True, "fused": False, "gathered": saved}
+    stays = 400 * kept
+    assert g.live(**given) == (400, 800, 800 + stays, 800 + stays)
+    assert g.measured(**given).live_with({"layers.0": 400}) == [400, 800, 1200, 1200]
 
 
 @pytest.mark.parametrize("version", ["2.14.1", "2.15.0"])

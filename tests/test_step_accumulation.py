@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
-from shardc import compile_step, fully_shard
+from shardc import compile_step, fully_shard, report
 from shardc.runtime.checks import telling
 
 PARTS, CALLS, PLENTY = 3, 6, 2**30
@@ -171,6 +171,17 @@ def test_as_many_buckets_as_fit(mesh):
     assert plan.seconds > 0
     check_equal(loop, whole)
     assert _sent(whole) == (OFTEN - (2 * PARTS - 1), UNITS * PARTS)
+
+
+@on_ranks(2)
+def test_a_report_tells_what_is_kept(mesh):
+    run = _Run(mesh, accumulate={"gathered_bytes": 13_000}).train(range(1))
+    planned = report(run.call).whole_step(micro_batches=PARTS, gathered_bytes=13_000)
+    run.train(range(1, CALLS))
+    kept = run.step.accumulation.kept
+    assert 0 < len(kept) < UNITS and planned.settings["kept gathered"] == ", ".join(kept)
+    kinds = [row.kind for row in planned.collectives for _ in row.buckets]
+    assert _sent(run) == (kinds.count("all_gather"), kinds.count("reduce_scatter"))
 
 
 @pytest.mark.parametrize("executor", ["eager", None])

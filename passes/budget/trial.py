@@ -3,7 +3,7 @@
 Ranks agree on nothing meanwhile: a trial is this rank's own. It may follow agreements of before.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ from shardc.passes import pipeline
 from shardc.passes.context import Facts, Kept, PassContext, Recall
 from shardc.passes.estimate.cost import symbol_hints
 from shardc.passes.estimate.hardware import matmul_bytes
-from shardc.passes.estimate.memory import Liveness, Storages, measure_liveness
+from shardc.passes.estimate.memory import Liveness, Saved, Storages, measure_liveness
 from shardc.passes.repeat.fold_repeats import calls_of
 from shardc.passes.runner import copy_graph, run_on_halves, run_passes
 from shardc.passes.schedule.events import Events, read_events, read_problem
@@ -48,13 +48,13 @@ class Phase:
         gm: its graph, scheduled.
         ctx: the context of its passes.
         saved: of a backward, the storages that its forward saves.
-        gathered: of a backward, the names of gathered buckets that its forward saves.
+        gathered: of a backward, the gathered buckets that its forward saves.
     """
 
     gm: GraphModule
     ctx: PassContext
     saved: Storages | None = None
-    gathered: Collection[str] = ()
+    gathered: Saved | None = None
 
     @cached_property
     def liveness(self) -> Liveness:
@@ -87,6 +87,7 @@ class Phase:
             in_order=options.in_order,
             clones=options.clones,
             gathered=self.gathered,
+            held=dict(self.ctx.held.values()),
             hints=sizes,
             saved=self.saved,
             calls=self.calls,

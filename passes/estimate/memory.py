@@ -53,14 +53,28 @@ from shardc.passes.nodes import (
     is_view,
     is_wait,
     kind_of,
+    moved_by,
     readers_of,
     results_of,
     state_bytes,
     waits_for,
 )
+from shardc.runtime.layout.spec import Moved
 
 Storages = Mapping[str, tuple[str, Any]]
 """See `Liveness.storages`."""
+Saved = Mapping[str, Moved | None]
+"""See `Liveness.kept`."""
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """A gathered bucket in a graph: its label, its bytes, the first and last node that hold it."""
+
+    label: str
+    nbytes: int
+    first: int
+    last: int
 
 
 @dataclass(frozen=True)
@@ -74,12 +88,14 @@ class Liveness:
         gradients: the part of `live` in gradients that will be reduced, or are.
         inputs: bytes of the inputs at the start.
         outputs: bytes of the outputs that are not inputs.
-        kept: names of the outputs that are gathered buckets or views of them: a forward saves
-            them for its backward.
+        kept: the outputs that are gathered buckets or views of them, by name: a forward saves
+            them for its backward. Values that are made of gathered buckets (casts) have None.
         storages: by the name of an output, the first output in its storage, and the bytes of the
             storage.
         away: bytes of optimizer state that wait on the host after each node; `live` is less by
             them.
+        gatherings: the gathered buckets in `gathered`; values that are made of them, or of
+            messages, are left out.
     """
 
     nodes: tuple[str, ...]
@@ -88,9 +104,10 @@ class Liveness:
     gradients: tuple[int, ...]
     inputs: int
     outputs: int
-    kept: frozenset[str]
+    kept: Saved
     storages: Storages
     away: tuple[int, ...] = ()
+    gatherings: tuple[Gathering, ...] = ()
 
     @property
     def peak(self) -> int:
@@ -102,6 +119,15 @@ class Liveness:
         """The name of the node after which `live` is largest."""
         return self.nodes[self.live.index(self.peak)] if self.live else None
 
+    def live_with(self, held: Mapping[str, int]) -> list[int]:
+        """`live` if some buckets, by label their bytes, were gathered from before to after."""
+        live = [nbytes + sum(held.values()) for nbytes in self.live]
+        for each in self.gatherings:
+            if each.label in held:
+                for place in range(each.first, min(each.last + 1, len(live))):
+                    live[place] -= each.nbytes
+        return live
+
 
 def measure_liveness(
     gm: GraphModule,
@@ -110,7 +136,8 @@ def measure_liveness(
     fused: bool = False,
     in_order: bool = False,
     clones: bool = False,
-    gathered: Collection[str] = (),
+    gathered: Saved | None = None,
+    held: Mapping[str, int] | None = None,
     hints: Mapping[Any, int] | None = None,
     saved: Storages | None = None,
     calls: Mapping[str, int] | None = None,
@@ -123,7 +150,8 @@ def measure_liveness(
         fused: leave out the values that Inductor keeps in registers.
         in_order: kernels on CPUs stay between the matmuls that they are between.
         clones: the backend clones the inputs of reductions, until the wait (gloo).
-        gathered: the names of inputs that are gathered buckets, kept by the forward.
+        gathered: the inputs that are gathered buckets, `Liveness.kept` of the forward.
+        held: the bytes of buckets that stay gathered around the graph, by label.
         hints: the values of symbolic sizes (default: those that it was traced with).
         saved: the storages of the forward whose backward this is.
         calls: the call of a folded body that nodes lie in, by name (`fold_repeats.calls_of`).
@@ -155,7 +183,10 @@ def measure_liveness(
         if saved and node.name in saved:  # it may be a part of a held storage
             sizes[node] = int(evaluate(saved[node.name][1], hints))
     counted = sizes if owns_inputs else {r: s for r, s in sizes.items() if r not in inputs}
-    kinds = _kinds(gm, roots, gathered)
+    kinds, moved = _kinds(gm, roots, gathered or {}), _moved(roots, gathered or {})
+    for root in moved.keys() & inputs:
+        if moved[root].spec.kept:  # the bucket holds it for the next forward
+            last[root] = len(nodes)
     changes = [
         *(
             (kinds.get(root, _OTHER), size, 0 if root in inputs else places[root][0], last[root])
@@ -165,6 +196,7 @@ def measure_liveness(
         *_messages_of_rows(nodes, hints),
         *_workspaces(nodes, places, sizes, over, workspace),
         *_away(nodes),
+        *((_GATHERED, nbytes, 0, len(nodes)) for nbytes in (held or {}).values()),
     ]
     curves = {kind: _held(kind, changes, len(nodes)) for kind in (*_KINDS, _OTHER)}
     returned = gm.graph.output_node().all_input_nodes
@@ -176,9 +208,23 @@ def measure_liveness(
         tuple(curves[_GRADIENTS]),
         sum(size for root, size in counted.items() if root in inputs),
         sum(size for root, size in counted.items() if root in results - inputs),
-        frozenset(n.name for n in returned if kinds.get(roots.get(n, n)) == _GATHERED),
+        {
+            node.name: moved.get(roots.get(node, node))
+            for node in returned
+            if kinds.get(roots.get(node, node)) == _GATHERED
+        },
         _storages(returned, roots),
         tuple(-nbytes for nbytes in curves[_AWAY]),
+        (
+            *(Gathering(label, nbytes, 0, len(nodes)) for label, nbytes in (held or {}).items()),
+            *(
+                Gathering(
+                    moved[root].label, size, 0 if root in inputs else places[root][0], last[root]
+                )
+                for root, size in counted.items()
+                if root in moved and not moved[root].spec.is_made_later
+            ),
+        ),
     )
 
 
@@ -278,11 +324,29 @@ def _kinds(
     return kinds
 
 
+def _moved(roots: Mapping[Node, Node], gathered: Saved) -> dict[Node, Moved]:
+    """The bucket of each storage that is the result of a gather, or one that the forward saved."""
+    found: dict[Node, Moved] = {}
+    for root in dict.fromkeys(roots.values()):
+        start = root.all_input_nodes[0] if _is_item(root) else root
+        if is_all_gather(start):
+            moved = moved_by(start)
+            index = int(root.args[1]) if start is not root else 0  # type: ignore[arg-type]
+            if len(moved) > index and (start is not root or len(moved) == 1):
+                found[root] = moved[index]
+        elif (saved := gathered.get(root.name)) is not None:
+            found[root] = saved
+    return found
+
+
 def _storages(returned: Iterable[Node], roots: Mapping[Node, Node]) -> Storages:
     """`Liveness.storages` of the outputs."""
     first: dict[Node, str] = {}
     made = [(node.name, roots[node]) for node in returned if node in roots]
-    return {name: (first.setdefault(root, name), _own_bytes(root)) for name, root in made}
+    return {
+        name: (first.setdefault(root, name), 0 if SEGMENT in root.meta else _own_bytes(root))
+        for name, root in made
+    }
 
 
 def storage_roots(

@@ -38,9 +38,11 @@ class Differentiated:
 
 @contract(needs="gathers", gives="segments")
 def mark_segments(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Mark the inputs that are segments of gathered or reduced buckets."""
+    """Mark the inputs that are segments of gathered or reduced buckets, or held buckets."""
     inputs = compat.inputs_of_joint(gm)
     for position in {moved.position for node in gm.graph.nodes for moved in moved_by(node)} - {-1}:
+        inputs[position].meta[SEGMENT] = True
+    for position in ctx.held:
         inputs[position].meta[SEGMENT] = True
     return gm
 

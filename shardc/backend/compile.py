@@ -19,6 +19,7 @@ from shardc.backend.graph_plan import (
     CompilePlan,
     buckets_by_input,
     distinct_labels,
+    held_by_input,
     number_units,
 )
 from shardc.backend.lowering import Run, lower, settings_of_plan
@@ -83,6 +84,7 @@ def compile_graph(
         buckets = buckets_by_input(gm)
         check_start(dict.fromkeys(bucket.owner for bucket in buckets.values()))
         numbers, labels = number_units(buckets), distinct_labels(buckets)
+        held = held_by_input(gm, labels)
         named = {at: (labels[at], numbers[bucket.owner]) for at, bucket in buckets.items()}
         first = PassContext("dynamo", named, buckets_of_the_runtime(gm, buckets))
         with stages.stage(PASSES):
@@ -93,7 +95,7 @@ def compile_graph(
         # Ranks agree on the buckets that the graph reads; it may fetch rows in place of tables.
         replays = compat.replays(parsed.inductor, mode)
         read_here = {at: buckets[at] for at in slots}
-        plan = CompilePlan(parsed, read_here, slots, numbers, stages, replays)
+        plan = CompilePlan(parsed, read_here, slots, numbers, stages, replays, held)
         reads, together, alone = agree_on_reads(plan)
         with stages.stage(PASSES):
             if not replays:

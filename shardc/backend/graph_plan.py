@@ -32,7 +32,7 @@ from shardc.passes.estimate.hardware import (
     host_bytes,
     workspace_bytes,
 )
-from shardc.passes.estimate.memory import Liveness, Storages
+from shardc.passes.estimate.memory import Liveness, Saved, Storages
 from shardc.passes.nodes import groups_in, is_collective, is_host_copy, is_wait, kind_of
 from shardc.passes.repeat.trace_once import Calls
 from shardc.passes.rewrite.cut_tail import Tail
@@ -71,8 +71,10 @@ class CompilePlan:
         numbers: Mapping[Unit, int],
         stages: Stages,
         replays: bool = False,
+        held: Mapping[int, tuple[str, int]] | None = None,
     ) -> None:
         self.options = options
+        self._held = held or {}
         self._replays = replays
         self.stages = stages
         self.agreements = Agreements(options.agreement_timeout, stages.stage)
@@ -83,7 +85,7 @@ class CompilePlan:
         self.joint: Differentiated | None = None
         self.graphs: list[GraphPlan] = []
         self.calls: dict[str, Call] = {}
-        self._saved = frozenset[str]()  # names of gathered buckets that the forward saves
+        self._saved: Saved = {}  # gathered buckets that the forward saves
         self._storages: Storages | None = None  # of the values that the forward saves
         self.references = {position: weakref.ref(bucket) for position, bucket in buckets.items()}
         first = next(iter(buckets.values()), None)
@@ -113,7 +115,7 @@ class CompilePlan:
         """The context of the passes over a graph of `phase`."""
         results = None if self.joint is None else self.joint.results
         if not self.references or not self.options.schedule:
-            return PassContext(phase, results=results)
+            return PassContext(phase, results=results, held=self._held)
         everyone = self.everyone
         return PassContext(
             phase,
@@ -122,8 +124,9 @@ class CompilePlan:
                 functools.partial(recall_seconds, everyone),
                 lambda gm, phase: recall_collectives(gm, phase, groups_in(gm)),
             ),
-            budget=self._budget(),
+            budget=_budget(self.options, self.profile, self.static_bytes),
             open_positions=self._open,
+            held=self._held,
             kept=self.kept,
             agree_on_choice=functools.partial(self.agreements.choices, everyone),
             options=self._schedule,
@@ -147,18 +150,6 @@ class CompilePlan:
         """The hardware to plan for."""
         given = self.options.profile
         return current_profile(self.device) if given is None else as_profile(given)
-
-    def _budget(self) -> Budget | None:
-        options = self.options
-        if options.memory_budget is None:
-            return None
-        margin = MARGIN_OF_DEVICES if self.profile.workspace else MARGIN
-        return Budget(
-            nbytes=budget_bytes(options.memory_budget, self.profile),
-            static=self.static_bytes,
-            margin=margin if options.executor == "inductor" else 0.0,
-            given=options.memory_budget,
-        )
 
     def _schedule_options(self, numbers: Mapping[Unit, int]) -> ScheduleOptions:
         options = self.options
@@ -277,6 +268,21 @@ def buckets_by_input(gm: GraphModule) -> dict[int, Bucket]:
     return {i: bucket_of(t) for i, t in tensors if t is not None and hasattr(t, "shardc_bucket")}
 
 
+def held_by_input(gm: GraphModule, labels: Mapping[int, str]) -> dict[int, tuple[str, int]]:
+    """The label and bytes of each input of a Dynamo graph that is a bucket held gathered.
+
+    `labels` has the labels of the buckets, by the input that is the segment.
+    """
+    tensors = list(map(compat.real_input, gm.graph.find_nodes(op="placeholder")))
+    held = {}
+    for position, label in labels.items():
+        segment = tensors[position]
+        full = None if segment is None else bucket_of(segment).gathered.held
+        if full is not None:
+            held[id(full)] = label, full.nbytes
+    return {at: held[id(tensor)] for at, tensor in enumerate(tensors) if id(tensor) in held}
+
+
 def _static_bytes(buckets: Collection[Bucket], options: Options) -> int:
     """Bytes of segments and the optimizer's states on the device.
 
@@ -298,6 +304,18 @@ def _device_type(bucket: Bucket) -> str:
 
 def _numbers_of(wanted: Iterable[Unit], numbers: Mapping[Unit, int]) -> tuple[int, ...]:
     return tuple(numbers[unit] for unit in wanted if unit in numbers)
+
+
+def _budget(options: Options, profile: Profile, static: int) -> Budget | None:
+    if options.memory_budget is None:
+        return None
+    margin = MARGIN_OF_DEVICES if profile.workspace else MARGIN
+    return Budget(
+        nbytes=budget_bytes(options.memory_budget, profile),
+        static=static,
+        margin=margin if options.executor == "inductor" else 0.0,
+        given=options.memory_budget,
+    )
 
 
 @dataclass(frozen=True)
@@ -348,6 +366,11 @@ class GraphPlan:
     def peak(self) -> int:
         """Bytes at the peak of the graph, the static bytes included."""
         return self.static + self.liveness.peak
+
+    @property
+    def budget(self) -> Budget | None:
+        """The memory budget that the graph was compiled with."""
+        return _budget(self.options, self.profile, self.static)
 
 
 graph_plans: deque[GraphPlan] = deque(maxlen=64)

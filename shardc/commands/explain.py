@@ -54,6 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_step(parser)
     add("--whole-step", action="store_true", help="plan the step as one graph (compile_step): the "
         "last reductions run while the optimizer updates other parameters")  # fmt: skip
+    add("--gather-ahead", action="store_true", help="with --whole-step: keep the buckets of the "
+        "first gather from step to step, and gather them again behind their updates")  # fmt: skip
+    add("--micro-batches", type=int, metavar="N", help="with --whole-step: so many forwards and "
+        "backwards before the update")  # fmt: skip
+    add("--gathered-bytes", metavar="BYTES", help="with --micro-batches: buckets may stay gathered "
+        "between micro-batches, of so many bytes: a count, 2GiB, or a fraction of the device's "
+        "memory")  # fmt: skip
     add("--save", type=Path, action="append", default=[], metavar="FILE", help="also write the "
         "report to a file: .json (for shardc compare), .html (a page with the timeline) or "
         ".trace.json (for https://ui.perfetto.dev); may be given several times")  # fmt: skip
@@ -68,11 +75,18 @@ def run(args: argparse.Namespace) -> int:
     """Explain the model, print the report, write the files."""
     for path in args.save:
         check_path(path)
+    if args.gather_ahead and not args.whole_step:
+        raise UsageError("--gather-ahead needs --whole-step: a step of separate calls gathers none")
+    if args.micro_batches is not None and not (args.whole_step and args.micro_batches > 0):
+        raise UsageError("--micro-batches needs --whole-step, and a number of at least 1")
+    if args.gathered_bytes is not None and args.micro_batches is None:
+        raise UsageError("--gathered-bytes needs --micro-batches")
     title = f"explain for {plural(args.copies * args.world_size, 'rank')}"
     with showing_progress(explaining(args, title, 1 + args.symbolic)) as progress:
         report = explain_target(args, args.target, args.world_size, progress, args.symbolic)
         if args.whole_step:
-            report = report.whole_step()
+            nbytes = _gathered_bytes(args)
+            report = report.whole_step(args.gather_ahead, args.micro_batches or 1, nbytes)
     for path in args.save:
         try:
             report.save(path)
@@ -80,6 +94,18 @@ def run(args: argparse.Namespace) -> int:
             raise FoundProblem(f"{path} cannot be written: {error.strerror}") from error
     print(json.dumps(report.to_dict()) if args.json else report.text(every_row=args.all))
     return 1 if any(finding.kind == "memory" for finding in report.findings) else 0
+
+
+def _gathered_bytes(args: argparse.Namespace) -> int:
+    """The bytes that `--gathered-bytes` gives; 0 without it."""
+    if args.gathered_bytes is None:
+        return 0
+    from shardc.passes.estimate.hardware import budget_bytes
+
+    try:
+        return budget_bytes(args.gathered_bytes, read_profile(args), "--gathered-bytes")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def check_path(path: Path) -> None:

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 from torch import nn
 
+from shardc.passes.estimate.cost import gather_seconds
 from shardc.passes.estimate.hardware import PROFILES, Profile, workspace_bytes
 from shardc.reports.graph import GraphRows
 from shardc.reports.record import BucketRow, MemoryPoint, Op
 from shardc.reports.report import Report
 from shardc.runtime.checks.words import dtype_name
 from shardc.runtime.unit.bucket import Bucket
-from shardc.runtime.unit.bucket_spec import is_elsewhere
+from shardc.runtime.unit.bucket_spec import can_stay_gathered, is_elsewhere
 from shardc.sharding.units import units_of
 
 
@@ -57,7 +58,18 @@ def assemble(
             flops[dtype] = flops.get(dtype, 0.0) + count
     used = {name for graph in rows for row in graph.collectives for name in row.buckets}
     within_budget = {name for graph in rows for name in graph.kept}
-    rows_of_buckets = [bucket_row(bucket, within_budget) for bucket in buckets]
+    gathered: dict[str, list[tuple[float, float]]] = {}
+    for name, start, end in (each for graph in rows for each in graph.gathered):
+        gathered.setdefault(name or "(root)", []).append((start, end))
+    rows_of_buckets = [
+        replace(
+            bucket_row(bucket, within_budget),
+            used=bucket.label in used,
+            gathered=tuple(gathered.get(bucket.label or "(root)", ())),
+            seconds=gather_seconds(bucket.key.code, profile),
+        )
+        for bucket in buckets
+    ]
     first = buckets[0]
     return Report(
         model=type(model).__name__,
@@ -68,7 +80,7 @@ def assemble(
         tokens=tokens,
         flops=sum(flops.values()),
         peak_flops=profile.rate(max(flops, key=flops.__getitem__)) if flops else 0.0,
-        buckets=tuple(replace(row, used=row.name in used) for row in rows_of_buckets),
+        buckets=tuple(rows_of_buckets),
         collectives=tuple(row for graph in rows for row in graph.collectives),
         ops=tuple(ops),
         memory=tuple(memory),
@@ -91,6 +103,7 @@ def bucket_row(bucket: Bucket, kept: Collection[str] = ()) -> BucketRow:
         trained=any(bucket.trainable),
         reshard=code.reshard_after_forward and bucket.label not in kept,
         extended=bucket.extension is not None,
+        may_stay=can_stay_gathered(bucket),
     )
 
 

@@ -7,6 +7,7 @@ wait.
 
 import bisect
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,6 +53,8 @@ class GraphRows:
         memory: bytes that the graph itself holds; segments and optimizer state are left out.
         flops: operations of matmuls and of ops like them, by dtype.
         kept: names of the buckets that stay gathered because a memory budget has room.
+        gathered: the name of each gathered bucket, and when it is held: from the first of `memory`
+            that counts it to the next one that does not.
     """
 
     phase: str
@@ -61,6 +64,7 @@ class GraphRows:
     memory: tuple[MemoryPoint, ...]
     flops: dict[str, float]
     kept: frozenset[str] = frozenset()
+    gathered: tuple[tuple[str, float, float], ...] = ()
 
     def after(self, seconds: float) -> "GraphRows":
         """The rows of the graph if it starts `seconds` later."""
@@ -75,6 +79,7 @@ class GraphRows:
             ),
             ops=tuple(later(row, "start") for row in self.ops),
             memory=tuple(later(row, "seconds") for row in self.memory),
+            gathered=tuple((n, start + seconds, end + seconds) for n, start, end in self.gathered),
         )
 
 
@@ -128,7 +133,28 @@ def read_graph(
             clock.now += seconds
         memory.append(_memory(liveness, place, clock.now, f"{phase}, {_in_words(node)}"))
     rows = tuple(_row(each, phase, ops, places, clock.now, hints) for each in sent.values())
-    return GraphRows(phase, clock.end, rows, tuple(ops), _steps_of(memory), flops)
+    steps = _steps_of(memory)
+    return GraphRows(
+        phase,
+        clock.end,
+        rows,
+        tuple(ops),
+        tuple(memory[place] for place in steps),
+        flops,
+        gathered=tuple(_gathered(liveness, memory, steps, clock.end)),
+    )
+
+
+def _gathered(
+    liveness: Liveness, memory: Sequence[MemoryPoint], steps: Sequence[int], end: float
+) -> Iterator[tuple[str, float, float]]:
+    """`GraphRows.gathered`, where `steps` are the places of the points that are kept."""
+    for each in liveness.gatherings:
+        first = bisect.bisect_left(steps, each.first)
+        after = bisect.bisect_right(steps, each.last)
+        if first < after:
+            until = memory[steps[after]].seconds if after < len(steps) else end
+            yield each.label, memory[steps[first]].seconds, until
 
 
 def _row(
@@ -177,16 +203,17 @@ def _memory(liveness: Liveness, place: int, clock: float, where: str) -> MemoryP
     return MemoryPoint(clock, (0, -away, gradients, values, gathered, 0), where)
 
 
-def _steps_of(points: list[MemoryPoint]) -> tuple[MemoryPoint, ...]:
-    """The points at which held bytes change; of several points at one time, the fullest."""
-    kept: list[MemoryPoint] = []
-    for point in points:
-        if kept and kept[-1].seconds == point.seconds:
-            if point.total > kept[-1].total:
-                kept[-1] = point
-        elif not kept or kept[-1].held != point.held:
-            kept.append(point)
-    return tuple(kept)
+def _steps_of(points: list[MemoryPoint]) -> list[int]:
+    """The points at which held bytes change, by index; of several at one time, the fullest."""
+    kept: list[int] = []
+    for place, point in enumerate(points):
+        before = points[kept[-1]] if kept else None
+        if before is not None and before.seconds == point.seconds:
+            if point.total > before.total:
+                kept[-1] = place
+        elif before is None or before.held != point.held:
+            kept.append(place)
+    return kept
 
 
 def dtype_of(node: Node) -> str:

@@ -29,6 +29,9 @@ class BucketRow:
         reshard: whether the gathered bucket is freed after the forward and gathered again.
         used: whether any graph gathers the bucket.
         extended: whether the class of its parameter makes the message itself.
+        gathered: when it is gathered: pairs of times.
+        seconds: of a gather of it alone.
+        may_stay: whether a step may keep it gathered (`can_stay_gathered`).
     """
 
     name: str
@@ -44,6 +47,9 @@ class BucketRow:
     reshard: bool
     used: bool = True
     extended: bool = False
+    gathered: tuple[tuple[float, float], ...] = ()
+    seconds: float = 0.0
+    may_stay: bool = True
 
 
 ROW_KINDS = ("fetch_rows", "return_rows")
@@ -55,7 +61,7 @@ class CollectiveRow:
     """One collective; a record lists collectives in the order of their starts.
 
     Attributes:
-        phase: "forward" or "backward".
+        phase: "forward", "backward", or "optimizer": a gather for the next step.
         kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", or one of `ROW_KINDS`.
         buckets: the names of the buckets it moves; several if the collective is coalesced.
         ranks: how many ranks take part.
@@ -310,4 +316,8 @@ class Record:
 
 
 def _tuples(entry: dict[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
+    return {name: _tuple(value) for name, value in entry.items()}
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(map(_tuple, value)) if isinstance(value, list) else value

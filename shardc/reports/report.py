@@ -39,13 +39,28 @@ class Report(Record):
         """
         return report_text(self, every_row, width)
 
-    def whole_step(self) -> "Report":
+    def whole_step(
+        self, gather_ahead: bool = False, micro_batches: int = 1, gathered_bytes: int = 0
+    ) -> "Report":
         """The report of the same step as one graph, by `shardc.compile_step`, without clipping.
 
         The last reductions run while the optimizer updates the parameters whose gradients are
         there.
+
+        Args:
+            gather_ahead: as in `compile_step`: the buckets of the first gather stay gathered, and
+                are gathered for the next step behind their updates. `settings` names them.
+            micro_batches: the number of forwards and backwards before the update, each like the
+                one of this report.
+            gathered_bytes: bytes of buckets that may stay gathered between micro-batches.
+
+        Raises:
+            ValueError: `micro_batches` is less than 1.
         """
-        return whole_step(self)
+        check_value("whole_step: micro_batches", micro_batches, int)
+        if micro_batches < 1:
+            raise ValueError(f"whole_step: micro_batches must be at least 1, got {micro_batches}")
+        return whole_step(self, gather_ahead, micro_batches, gathered_bytes)
 
     def compare(self, *others: Record) -> str:
         """This report and others side by side, as a table.

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -34,6 +34,7 @@ from shardc.runtime.unit.settings import Settings
 from shardc.runtime.unit.unit import Unit
 from shardc.runtime.watch.agreement import Statement, agree
 from shardc.runtime.watch.progress import Label, progress
+from shardc.step.room import Room, gathered_bytes, waiting_bytes
 
 _T = TypeVar("_T")
 
@@ -104,6 +105,7 @@ class Accumulation:
         kept: the names of the units whose buckets stay gathered.
         nbytes: the bytes of these buckets, gathered.
         seconds: the time of the gathers that a step has no more, on the wire of the profile.
+        left_out: the units that do not fit a memory budget, in words; "" if all fit.
     """
 
     models: tuple[_Model, ...] = field(repr=False)
@@ -111,6 +113,12 @@ class Accumulation:
     kept: tuple[str, ...]
     nbytes: int
     seconds: float
+    left_out: str = ""
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets that stay gathered."""
+        return _buckets_in(unit for model in self.models for unit in model.kept)
 
 
 # -- the first call -------------------------------------------------------------------------------
@@ -198,7 +206,8 @@ class _Backwards:
 def plan_accumulation(asked: Accumulate, watched: Watched) -> Accumulation:
     """The plan for later calls of the step that was watched. All ranks call it, and agree.
 
-    Buckets whose gathers take longest per byte stay gathered first.
+    Buckets whose gathers take longest per byte stay gathered first. Models that were compiled
+    within a memory budget stay within it.
 
     Raises:
         NotArranged: the micro-batches stay as they are.
@@ -222,18 +231,25 @@ def plan_accumulation(asked: Accumulate, watched: Watched) -> Accumulation:
         _check_settings(unit)
     device = next(iter(several)).device.type
     profile = current_profile(device)
-    chosen = _choose(asked.nbytes(profile), inside, watched.gathers, profile)
-    models = []
+    every = _buckets_in(unit for units in inside.values() for unit in units)
+    room = Room.beside(every, waiting_bytes(every, asked.reduce_once))
+    given = asked.nbytes(profile), inside, watched.gathers, profile
+    wanted, fitting = _choose(*given), _choose(*given, room)
+    models, left = list[_Model](), room.left()
     for root, count in several.items():
         facts = [f"{count} micro-batches", f"reduce once: {asked.reduce_once}"]
-        own = [unit for unit in inside[root] if unit in chosen]
-        first = next(bucket for unit in inside[root] for bucket in unit.buckets)
-        kept_units = agreed("the micro-batches of a step", facts, inside[root], own, first)
-        models.append(_Model(inside[root], count, kept_units))
+        own = [unit for unit in inside[root] if unit in fitting]
+        first = _buckets_in(inside[root])[0]
+        choice = agreed("the micro-batches of a step", facts, inside[root], own, first, left)
+        models.append(_Model(inside[root], count, choice.chosen))
+        left = choice.left
     kept = [unit for model in models for unit in model.kept]
+    out = {} if left is None else {u.name: u.buckets for u in wanted if u not in kept}
+    left_out = room.words(left or 0, out, _buckets_in(kept)) if out else ""
     if not kept and not asked.reduce_once:
         raise NotArranged(
-            f"no unit that is gathered more than once fits into gathered_bytes="
+            left_out
+            or f"no unit that is gathered more than once fits into gathered_bytes="
             f"{asked.gathered_bytes!r}"
         )
     return Accumulation(
@@ -242,6 +258,7 @@ def plan_accumulation(asked: Accumulate, watched: Watched) -> Accumulation:
         tuple(unit.name for unit in kept),
         sum(map(_gathered_bytes, kept)),
         sum(_seconds_of(unit, watched.gathers, profile) for unit in kept),
+        left_out,
     )
 
 
@@ -264,18 +281,24 @@ def _check_settings(unit: Unit) -> None:
 
 
 def _choose(
-    room: int, inside: Mapping[Unit, Iterable[Unit]], gathers: Counter[str], profile: Profile
-) -> set[Unit]:
-    """The units that stay gathered: those with most seconds of the wire a byte, as many as fit."""
+    most: int,
+    inside: Mapping[Unit, Iterable[Unit]],
+    gathers: Counter[str],
+    profile: Profile,
+    room: Room | None = None,
+) -> list[Unit]:
+    """The units that stay gathered: those with most seconds of the wire a byte, as many as fit into
+    `most` bytes, and beside the graphs within `room`."""
     seconds = {
         unit: _seconds_of(unit, gathers, profile) for units in inside.values() for unit in units
     }
-    chosen: set[Unit] = set()
+    chosen: list[Unit] = []
     for unit in sorted(seconds, key=lambda unit: -seconds[unit] / max(_gathered_bytes(unit), 1)):
         nbytes = _gathered_bytes(unit)
-        if seconds[unit] > 0 and nbytes <= room:
-            chosen.add(unit)
-            room -= nbytes
+        fits = nbytes <= most and (room is None or room.has(_buckets_in([*chosen, unit])))
+        if seconds[unit] > 0 and fits:
+            chosen.append(unit)
+            most -= nbytes
     return chosen
 
 
@@ -290,26 +313,49 @@ def _seconds_of(unit: Unit, gathers: Counter[str], profile: Profile) -> float:
     return sum((gathers[b.label] - 1) * gather_seconds(b.key.code, profile) for b in unit.buckets)
 
 
+def _buckets_in(units: Iterable[Unit]) -> list[Bucket]:
+    return [bucket for unit in units for bucket in unit.buckets]
+
+
 def _gathered_bytes(unit: Unit) -> int:
     return sum(map(gathered_bytes, unit.buckets))
 
 
-def gathered_bytes(bucket: Bucket) -> int:
-    """The bytes of a bucket, gathered."""
-    return bucket.layout.numel * bucket.key.code.compute_dtype.itemsize
+@dataclass(frozen=True)
+class Agreed(Generic[_T]):
+    """A choice that counts on all ranks.
+
+    Attributes:
+        chosen: the choice.
+        left: the fewest bytes that a memory budget leaves on a rank; None without a budget.
+    """
+
+    chosen: tuple[_T, ...]
+    left: int | None
 
 
 def agreed(
-    subject: str, facts: list[str], every: Sequence[_T], own: Iterable[_T], bucket: Bucket
-) -> tuple[_T, ...]:
-    """The choice out of `every` that counts on all ranks of a bucket, one rank's.
+    subject: str,
+    facts: list[str],
+    every: Sequence[_T],
+    own: Iterable[_T],
+    bucket: Bucket,
+    left: int | None = None,
+) -> Agreed[_T]:
+    """The choice out of `every` that counts on all ranks of a bucket.
 
-    Measured links, and the order in which a forward gathers, may differ from rank to rank.
+    It is one rank's: measured links, and the order in which a forward gathers, may differ from rank
+    to rank. Within memory budgets, every rank must have chosen a unit: the choice fits on each.
     """
-    note = json.dumps([every.index(each) for each in own])
+    note = json.dumps([[every.index(each) for each in own], left])
     group = compat.resolve_group(bucket.ranks.everyone)
     notes = agree(group, Statement(subject, facts, note), every_time=True)
-    return tuple(every[index] for index in json.loads(min(notes)))
+    indexes, lefts = zip(*map(json.loads, sorted(notes)), strict=True)
+    bounds = [each for each in lefts if each is not None]
+    chosen = indexes[0]
+    if bounds:
+        chosen = [index for index in chosen if all(index in each for each in indexes)]
+    return Agreed(tuple(every[index] for index in chosen), min(bounds, default=None))
 
 
 # -- later calls ----------------------------------------------------------------------------------

@@ -272,7 +272,8 @@ class CompiledStep(Generic[_P, _R]):
     def reasons(self) -> list[str]:
         """Why calls run without a graph, one text for each kind of arguments that has none.
 
-        Also why the step does without `accumulate` or `gather_ahead`, though they were given.
+        Also why the step does without `accumulate` or `gather_ahead`, though they were given, or
+        keeps less gathered than it would without a memory budget.
         """
         kinds = [*self._kinds.values(), self._others]
         return [*(kind.reason for kind in kinds if kind.reason), *self._plans.reasons]

@@ -23,7 +23,7 @@ class Plans:
     Attributes:
         accumulation: the plan for its micro-batches, once there is one.
         ahead: the buckets that stay gathered from call to call, once they are chosen.
-        reasons: why the step has no plan of a kind that was asked for.
+        reasons: why the step has no plan of a kind that was asked for, or a smaller one.
     """
 
     def __init__(self, accumulate: Accumulate | None, gather_ahead: bool) -> None:
@@ -58,18 +58,21 @@ class Plans:
         if self._accumulate is not None:
             try:
                 self.accumulation = plan_accumulation(self._accumulate, watched)
+                self._tell(self.accumulation.left_out, name)
             except NotArranged as error:
-                self._refuse(f"its micro-batches run as they are: {error}", name)
+                self._tell(f"its micro-batches run as they are: {error}", name)
         if self._gather_ahead:
             try:
-                self.ahead = plan_ahead(watched)
+                self.ahead = plan_ahead(watched, self.accumulation)
+                self._tell(self.ahead.left_out, name)
             except NotArranged as error:
-                self._refuse(f"nothing is gathered ahead: {error}", name)
+                self._tell(f"nothing is gathered ahead: {error}", name)
         return self.accumulation is not None or self.ahead is not None
 
-    def _refuse(self, reason: str, name: str) -> None:
-        self.reasons.append(reason)
-        warn_once(f"step: {reason}", f"{name}: {reason}")
+    def _tell(self, reason: str, name: str) -> None:
+        if reason:
+            self.reasons.append(reason)
+            warn_once(f"step: {reason}", f"{name}: {reason}")
 
     def arranged(self) -> contextlib.AbstractContextManager[object]:
         """A context around a call that runs the Python of the step."""
