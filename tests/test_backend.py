@@ -281,6 +281,18 @@ def test_dynamo_neither_inlines_nor_compiles_an_untraced_function():
     assert "torch.compiler.disable" in reason
 
 
+@on_ranks(1)
+def test_dynamo_does_not_see_the_flag_of_fsdp(mesh):
+    """Dynamo would break the graph there: up to torch 2.13 it asks the module, then its class."""
+    model = fully_shard(seeded(lambda: nn.Linear(3, 2)), mesh=mesh)
+    assert model._is_fsdp_managed_module
+    assert not inspect.getattr_static(model, "_is_fsdp_managed_module")
+    model._is_fsdp_managed_module = True  # as transformers does
+    assert "_is_fsdp_managed_module" not in vars(model)
+    step = compiled(lambda x: model(x) * model._is_fsdp_managed_module, fullgraph=True)
+    assert step(torch.ones(4, 3)).any()
+
+
 @on_ranks(2)
 def test_graph_breaks(mesh):
     """Dynamo looks at every frame between graphs, also at those of hooks that autograd calls."""

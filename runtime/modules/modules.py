@@ -368,6 +368,28 @@ def _parameter(name: str) -> property:
     return property(compat.inline_only(read))
 
 
+class _Flag(property):
+    """A flag that Dynamo must not see itself: it would break the graph, or leave out guards.
+
+    From torch 2.14 on, Dynamo asks for the attribute of the class, so for this object.
+    """
+
+    def __bool__(self) -> bool:
+        return False
+
+
+@compat.inline_only
+def _is_managed(self: nn.Module) -> bool:
+    """Say True as FSDP2 does, but not to Dynamo; transformers then generates in step."""
+    if torch.compiler.is_dynamo_compiling():  # traced code
+        return True
+    return getattr(compat.TRACING, "tracing_context", None) is None
+
+
+def _set_managed(self: nn.Module, value: object) -> None:
+    """Ignore a write, by which code around FSDP2 marks a model that it has sharded."""
+
+
 class ShardedModule(Controls, ShardedParameters):
     """Mixin of every module that `fully_shard` was called on."""
 
@@ -394,18 +416,7 @@ class ShardedModule(Controls, ShardedParameters):
     def _get_fsdp_state(self) -> FSDPNames:
         return FSDPNames(self)
 
-    @property
-    @compat.inline_only
-    def _is_fsdp_managed_module(self) -> bool:
-        # transformers generates in step where FSDP2 set it. Dynamo itself must not see it: it would
-        # break the graph, or leave out guards. In traced code, it is true.
-        if torch.compiler.is_dynamo_compiling():
-            return True
-        return getattr(compat.TRACING, "tracing_context", None) is None
-
-    @_is_fsdp_managed_module.setter
-    def _is_fsdp_managed_module(self, value: object) -> None:
-        """Ignore a write, by which code around FSDP2 marks a model that it has sharded."""
+    _is_fsdp_managed_module = _Flag(_is_managed, _set_managed)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "ShardedModule":
         """Apply `fn` as `nn.Module.apply` does; `fn` sees the full parameters of a unit at a time.
