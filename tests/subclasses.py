@@ -235,6 +235,16 @@ def extended(model: nn.Module, kind: type[_Weight]) -> nn.Module:
     return model
 
 
+def compiled(model: Any, how: str) -> nn.Module:
+    """`model`, compiled in place: its "blocks", the whole by an executor, or "uncompiled"."""
+    if how == "blocks":
+        for layer in model.layers:
+            layer.compile(backend="shardc", options={"executor": "eager"}, fullgraph=True)
+    elif how != "uncompiled":
+        model.compile(backend="shardc", options={"executor": how}, fullgraph=True)
+    return model
+
+
 class Rounding(nn.Linear):
     """What a linear layer with such a weight computes where nothing is sharded."""
 

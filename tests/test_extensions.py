@@ -10,7 +10,7 @@ import torch
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
 from models import Checkpointed, Stack, full, mean_over_ranks, seeded, tokens
 from ranks import mesh_of, on_ranks
-from subclasses import Fp8, Rowwise, extended, rounding
+from subclasses import Fp8, Rowwise, compiled, extended, rounding
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -51,15 +51,6 @@ def even(kind=None):
 def rounded(weight):
     values, scale = Rowwise.parts(weight.detach())
     return values * scale
-
-
-def compiled(model, how):
-    if how == "blocks":
-        for layer in model.layers:
-            layer.compile(backend="shardc", options={"executor": "eager"}, fullgraph=True)
-    elif how != "uncompiled":
-        model.compile(backend="shardc", options={"executor": how}, fullgraph=True)
-    return model
 
 
 @pytest.mark.parametrize(

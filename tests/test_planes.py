@@ -5,7 +5,7 @@ import torch
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
 from models import seeded
 from ranks import on_ranks
-from subclasses import Planes, extended, from_mx, mx
+from subclasses import Planes, compiled, extended, from_mx, mx
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.functional import linear
@@ -43,15 +43,6 @@ def inputs(number):
 
 def step(model, call, number, again=False):
     call(inputs(number), again).backward()
-
-
-def compiled(model, how):
-    if how == "blocks":
-        for layer in model.layers:
-            layer.compile(backend="shardc", options={"executor": "eager"}, fullgraph=True)
-    elif how != "uncompiled":
-        model.compile(backend="shardc", options={"executor": how}, fullgraph=True)
-    return model
 
 
 def planes():

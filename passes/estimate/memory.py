@@ -187,11 +187,9 @@ def measure_liveness(
     for root in moved.keys() & inputs:
         if moved[root].spec.kept:  # the bucket holds it for the next forward
             last[root] = len(nodes)
+    spans = {root: (0 if root in inputs else places[root][0], last[root]) for root in counted}
     changes = [
-        *(
-            (kinds.get(root, _OTHER), size, 0 if root in inputs else places[root][0], last[root])
-            for root, size in counted.items()
-        ),
+        *((kinds.get(root, _OTHER), size, *spans[root]) for root, size in counted.items()),
         *_clones(nodes, roots, sizes, every=clones),
         *_messages_of_rows(nodes, hints),
         *_workspaces(nodes, places, sizes, over, workspace),
@@ -218,9 +216,7 @@ def measure_liveness(
         (
             *(Gathering(label, nbytes, 0, len(nodes)) for label, nbytes in (held or {}).items()),
             *(
-                Gathering(
-                    moved[root].label, size, 0 if root in inputs else places[root][0], last[root]
-                )
+                Gathering(moved[root].label, size, *spans[root])
                 for root, size in counted.items()
                 if root in moved and not moved[root].spec.is_made_later
             ),

@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from shardc.passes.context import PassContext
 from shardc.passes.contract import contract
 from shardc.passes.nodes import (
+    c10d,
     is_all_gather,
     meta_for_another,
     moved_by,
@@ -43,7 +44,7 @@ def gather_what_is_read(gm: GraphModule, ctx: PassContext) -> GraphModule:
 def _split_of(start: Node) -> Node | None:
     """The split of a gather's result into the sent tensors; None if anything else reads it."""
     node = start
-    for target in (torch.ops._c10d_functional.wait_tensor.default, aten.view.default):
+    for target in (c10d.wait_tensor.default, aten.view.default):
         if len(node.users) != 1:
             return None
         (node,) = node.users
