@@ -160,6 +160,19 @@ def test_graphs_that_are_kept(roomy, changes):
     assert _order(end_sooner(gm, replace(_context(), **changes))) == AS_TRACED
 
 
+@pytest.mark.parametrize(
+    ("after", "order"),
+    [
+        ((9.0, 9.0, 10.1, 10.1), WEIGHT_FIRST),  # a little longer where the wire is busy
+        ((9.9, 9.9, 10.2, 10.2), AS_TRACED),  # longer on average
+        ((8.0, 10.0, 9.0, 9.0), AS_TRACED),  # no shorter at the modelled speed
+    ],
+)
+def test_shorter_as_modelled_and_on_average(roomy, after, order):
+    with mock.patch.object(module, "_seconds", side_effect=[[10.0] * 4, list(after)]):
+        assert _order(end_sooner(_graph(256, 32), _context())) == order
+
+
 def test_memory_peaks_no_higher():
     """The gradient of the weight is held beside all that the gradient of the input needs."""
     assert _order(end_sooner(_graph(256, 32), _context())) == AS_TRACED

@@ -7,8 +7,8 @@
 Messages that start after all compute are hidden by nothing. An order of the last reductions gives
 an order of the compute before them: for each reduction, the ops that it needs and no earlier one
 needed. The pass tries all orders of a few reductions with a small model, compute and one wire. The
-best order is taken only if the planned backward is shorter at the modelled speed of compute, no
-longer at the others, and peaks no higher in memory.
+best order is taken only if the planned backward is shorter at the modelled speed of compute, and on
+average over `SPEEDS`, and peaks no higher in memory.
 
 Ops run as before, so results are bitwise the same. Ranks agree on the order. With a memory budget
 the pass does nothing: an op that runs later holds its operands longer.
@@ -45,8 +45,6 @@ MOST = 5
 """The most reductions that change places: all their orders are tried."""
 LEAST = 1e-3
 """The share of its seconds that a backward must save to be reordered."""
-_TOLERANCE = 1e-6
-"""Seconds that it may be longer at some speed of compute: less than the model can tell."""
 
 Order = tuple[int, ...]
 """The last reductions by number, in the order in which they start."""
@@ -132,7 +130,7 @@ def _best(gm: GraphModule, ctx: PassContext, events: Events, end: "_End") -> Ord
     events = read_events(gm)
     after = _seconds(events, read_problem(gm, ctx, events), merges)
     saved = [old - new for old, new in zip(before, after, strict=True)]
-    is_better = min(saved) >= -_TOLERANCE and saved[SPEEDS.index(1.0)] > least
+    is_better = saved[SPEEDS.index(1.0)] > least and sum(saved) > 0
     peak = _peak(gm, ctx) if is_better else 0
     reorder(gm, end.as_it_was)
     return order if is_better and peak <= _peak(gm, ctx) else None
