@@ -6,7 +6,7 @@ Each way takes a model and a mesh and returns what runs one forward of it.
 import argparse
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -170,16 +170,17 @@ def shardc(
 
     Args:
         laid_out_for: the profile of a device whose buckets the model gets, and nothing else of it.
+            If calibrated, their sizes are those for the wire as measured.
     """
-    from shardc import calibrate, fully_shard, set_profile
+    from shardc import calibrate, fully_shard, get_profile, set_profile
 
-    if calibrated:
-        calibrate(mesh, refresh=True)
+    profile = calibrate(mesh, refresh=True) if calibrated else None
     if laid_out_for is not None:
-        set_profile(laid_out_for)
+        device = get_profile(laid_out_for)
+        layout = profile and replace(profile, host_bandwidth=device.host_bandwidth)
+        set_profile(layout or device)
     fully_shard(model, mesh=mesh, units="auto", mp_policy=policy)
-    if laid_out_for is not None:
-        set_profile(None)
+    set_profile(profile)
     return torch.compile(model, backend="shardc", fullgraph=True, options=options)
 
 
@@ -233,6 +234,10 @@ PEERS: dict[str, Callable[..., Step]] = {
 }
 OTHERS: dict[str, Callable[..., Step]] = {
     "shardc-gpu-layout": functools.partial(shardc, laid_out_for="h100-nvlink"),
+    "shardc-read-first": functools.partial(shardc, keep_read_first=True),
+    "shardc-gpu-layout-read-first": functools.partial(
+        shardc, laid_out_for="h100-nvlink", keep_read_first=True
+    ),
     "shardc-graphs": shardc_graphs,
     "shardc-tables": functools.partial(shardc, embedding_rows=False),
     "shardc-int8": functools.partial(shardc_on_wire, computed=None, sent=torch.int8),

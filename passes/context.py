@@ -155,10 +155,10 @@ UNITS_IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class Kept:
-    """The choice of a memory budget.
+    """The choice of a memory budget; without one, of `choose_read_first`.
 
     Attributes:
-        among: inputs that are segments of units whose reshard the budget decides.
+        among: inputs that are segments of buckets whose reshard is decided here.
         positions: inputs in `among` whose buckets stay gathered until the backward.
         ahead: the most units with a gather under way or not yet read.
         recomputed: names of the joint graph's nodes that the backward computes again.

@@ -1,11 +1,12 @@
 """The pipeline: the passes of each stage, in order. `run_passes` runs them.
 
 The lists below have the passes of each stage; the first line of a pass's docstring says its effect.
-The files of `shardc/backend/` call three steps that are in no list. Before AOT autograd,
-`trace_once` makes calls of bodies, which lie beside the graph. Before `JOINT_PASSES`, `choose_kept`
-decides and edits nothing: it runs the stages that follow on copies, to try its choices. Before
-Inductor, `cut_tail` makes two graphs of a backward. A stage is read off its graph: `TAKEN` and
-`SLOTS` of the inputs of a Dynamo graph, `differentiated` of a joint graph.
+The files of `shardc/backend/` call four steps that are in no list. Before AOT autograd,
+`trace_once` makes calls of bodies, which lie beside the graph. Two steps decide and edit nothing:
+before `JOINT_PASSES`, `choose_kept`, which runs the stages that follow on copies, to try its
+choices; before `HALVES_PASSES`, `choose_read_first`. Before Inductor, `cut_tail` makes two graphs
+of a backward. A stage is read off its graph: `TAKEN` and `SLOTS` of the inputs of a Dynamo graph,
+`differentiated` of a joint graph.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from shardc.passes.rewrite.fetch_rows import fetch_rows
 from shardc.passes.rewrite.gather_what_is_read import gather_what_is_read
 from shardc.passes.rewrite.give_gathered import give_gathered
 from shardc.passes.rewrite.insert_unshard import insert_unshard
+from shardc.passes.rewrite.keep_gathered import keep_gathered
 from shardc.passes.rewrite.label import label_collectives
 from shardc.passes.rewrite.offload import offload_saved
 from shardc.passes.rewrite.offload_state import offload_state
@@ -43,9 +45,7 @@ JOINT_PASSES: list[Pass] = [
     tag_reshard,
     tag_recomputed,
 ]
-HOST_PASSES: list[PairPass] = [offload_saved, offload_state]
-"""Passes over both halves that do nothing unless the memory budget may use the host."""
-HALVES_PASSES: list[PairPass] = [*HOST_PASSES]
+HALVES_PASSES: list[PairPass] = [keep_gathered, offload_saved, offload_state]
 GRAPH_PASSES: list[Pass] = [
     wait_once,
     drop_second_gathers,

@@ -27,6 +27,7 @@ from shardc.backend.repro import write_repro
 from shardc.backend.stages import INDUCTOR, PASSES
 from shardc.passes import pipeline
 from shardc.passes.budget.choose import choose_kept
+from shardc.passes.budget.read_first import choose_read_first
 from shardc.passes.context import PassContext
 from shardc.passes.contract import name_of
 from shardc.passes.dump import dump_code
@@ -94,12 +95,11 @@ def _with_inductor(
         repr([name_of(step) for step in pipeline.JOINT_PASSES]),
         patches.get(compat.JOINT_PASS),
     )
-    if plan.uses_host or pipeline.HALVES_PASSES != pipeline.HOST_PASSES:
-        patches[compat.PARTITIONER] = compat.partitioner(
-            partial(_finish_halves, plan),
-            repr([name_of(step) for step in pipeline.HALVES_PASSES]),
-            patches.get(compat.PARTITIONER),
-        )
+    patches[compat.PARTITIONER] = compat.partitioner(
+        partial(_finish_halves, plan),
+        repr([name_of(step) for step in pipeline.HALVES_PASSES]),
+        patches.get(compat.PARTITIONER),
+    )
     if plan.bodies:
         compat.before_joint_passes(patches, plan.bodies.inline_unfinished)
 
@@ -147,6 +147,8 @@ def _finish_joint(plan: CompilePlan, gm: GraphModule) -> GraphModule:
 def _finish_halves(plan: CompilePlan, forward: GraphModule, backward: GraphModule) -> None:
     """Run the passes over forward and backward together, right after the cut."""
     with plan.stages.stage(PASSES):
+        if plan.options.keep_read_first:
+            plan.kept = choose_read_first(forward, backward, plan.context("joint"))
         run_on_halves(forward, backward, plan.context("joint"), pipeline.HALVES_PASSES)
 
 

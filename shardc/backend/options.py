@@ -48,6 +48,9 @@ class Options:
         embedding_rows: whether embeddings fetch the rows that they look up, and send gradients of
             rows back, in place of gathering and reducing whole tables: `"auto"`, where the profile
             says that rows take less than half of the time; `True`, wherever it is possible.
+        keep_read_first: whether the bucket that the backward reads first stays gathered, if its
+            gather would lie open and the step peaks no higher with it. Only graphs that contain the
+            loss keep one, of a unit whose `reshard_after_forward` is `None`.
         memory_budget: bytes that a step may use on this device, segments, gradients and optimizer
             state included: a count, a text such as `"70GB"` or `"16GiB"`, or a fraction of the
             device's memory. The fastest step that fits is chosen: its buckets that stay gathered
@@ -77,6 +80,7 @@ class Options:
     backward_prefetch: Literal["auto", "pre", "post"] | None = "auto"
     coalesce: bool | None = None
     embedding_rows: Literal["auto"] | bool = "auto"
+    keep_read_first: bool = False
     memory_budget: Amount | None = None
     offload_activations: bool = True
     offload_optimizer_state: bool = True
@@ -103,6 +107,11 @@ class Options:
             check_known(options.inductor, settings, "setting of torch._inductor.config")
             _check_order(options.inductor)
         profile = as_profile(options.profile) if options.profile is not None else None
+        if options.keep_read_first and (options.memory_budget is not None or not options.schedule):
+            raise ValueError(
+                "keep_read_first=True needs schedule=True and no memory_budget, which chooses the "
+                "buckets that stay gathered by itself: leave it out"
+            )
         if options.memory_budget is not None:
             if not options.schedule:
                 raise ValueError(

@@ -88,7 +88,7 @@ def assemble(
 
 
 def bucket_row(bucket: Bucket, kept: Collection[str] = ()) -> BucketRow:
-    """The row of a bucket; `kept` are the labels of buckets that a budget keeps gathered."""
+    """The row of a bucket; `kept` are the labels of buckets that the plan keeps gathered."""
     layout, code = bucket.layout, bucket.key.code
     return BucketRow(
         name=bucket.label or "(root)",

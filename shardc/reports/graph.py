@@ -52,7 +52,7 @@ class GraphRows:
         collectives, ops: see `Record`.
         memory: bytes that the graph itself holds; segments and optimizer state are left out.
         flops: operations of matmuls and of ops like them, by dtype.
-        kept: names of the buckets that stay gathered because a memory budget has room.
+        kept: names of the buckets that stay gathered by the plan's choice (`Kept`).
         gathered: the name of each gathered bucket, and when it is held: from the first of `memory`
             that counts it to the next one that does not.
     """
