@@ -85,8 +85,9 @@ def test_the_bucket_is_gathered_once():
 )
 def test_what_is_gathered_again(changes):
     with mock.patch.object(lowering, "choose_read_first", wraps=choose_read_first) as asked:
-        assert _kept(_explained(**changes)) == []
+        kept, before = (_explained(keep=keep, **changes).buckets for keep in (True, False))
     assert asked.called
+    assert [row.reshard for row in kept] == [row.reshard for row in before]
 
 
 @pytest.mark.parametrize("given", [{"memory_budget": "1GB"}, {"schedule": False}])
