@@ -45,7 +45,9 @@ JOINT_PASSES: list[Pass] = [
     tag_reshard,
     tag_recomputed,
 ]
-HALVES_PASSES: list[PairPass] = [keep_gathered, offload_saved, offload_state]
+CHOSEN_PASSES: list[PairPass] = [keep_gathered, offload_saved, offload_state]
+"""Passes over both halves that do nothing unless an option or a memory budget may use them."""
+HALVES_PASSES: list[PairPass] = [*CHOSEN_PASSES]
 GRAPH_PASSES: list[Pass] = [
     wait_once,
     drop_second_gathers,

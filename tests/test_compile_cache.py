@@ -308,6 +308,16 @@ def test_what_the_passes_look_at_is_part_of_the_key(mesh, folder):
 
 
 @on_ranks(2)
+def test_a_graph_that_a_partitioner_of_ours_cuts_is_kept(mesh, folder):
+    with in_folder(folder):
+        _, first, *found = _start(6, mesh, keep_read_first=True)
+        assert _one_compiles(*found)
+        _, second, *found = _start(6, mesh, keep_read_first=True)
+    assert found == [1, 0]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@on_ranks(2)
 def test_kernels_travel_with_their_graph(mesh, folder):
     """A rank with a folder of its own runs no compiler, nor does a start that finds its graph."""
     built, build = [], CppBuilder.build

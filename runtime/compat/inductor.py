@@ -243,6 +243,12 @@ def partitioner(
             own = cut.uuid() if isinstance(cut, CustomPartitionerFn) else "min cut"
             return f"{own}, {key}" if own else None
 
+        def __reduce__(self) -> tuple[type[str], tuple[str]]:
+            """The key of AOT autograd's cache pickles Inductor's settings."""
+            if (text := self.uuid()) is None:
+                raise TypeError("a graph of a partitioner without a uuid is not kept")
+            return str, (text,)
+
     return Partitioner()
 
 

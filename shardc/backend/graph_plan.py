@@ -182,6 +182,11 @@ class CompilePlan:
         return host_bytes(_OF_HOST if given is None else given)
 
     @property
+    def edits_halves(self) -> bool:
+        """Whether a pass of shardc may edit the forward and the backward together."""
+        return self.uses_host or self.options.keep_read_first
+
+    @property
     def uses_host(self) -> bool:
         """Whether a memory budget may save values on the host, or let state wait there."""
         wanted = self.options.offload_activations or self.options.offload_optimizer_state

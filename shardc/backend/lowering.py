@@ -95,11 +95,12 @@ def _with_inductor(
         repr([name_of(step) for step in pipeline.JOINT_PASSES]),
         patches.get(compat.JOINT_PASS),
     )
-    patches[compat.PARTITIONER] = compat.partitioner(
-        partial(_finish_halves, plan),
-        repr([name_of(step) for step in pipeline.HALVES_PASSES]),
-        patches.get(compat.PARTITIONER),
-    )
+    if plan.edits_halves or pipeline.HALVES_PASSES != pipeline.CHOSEN_PASSES:
+        patches[compat.PARTITIONER] = compat.partitioner(
+            partial(_finish_halves, plan),
+            repr([name_of(step) for step in pipeline.HALVES_PASSES]),
+            patches.get(compat.PARTITIONER),
+        )
     if plan.bodies:
         compat.before_joint_passes(patches, plan.bodies.inline_unfinished)
 
