@@ -171,6 +171,7 @@ def training(case: Case) -> str:
 def _whole(case: Case) -> str:
     """Train by the separate step and by `compile_step`, whose graph runs from the third call on."""
     dtype, seed = PRECISIONS[case.precision][0], 100 * (case.seed + 1)
+    ahead = case.seed % 2 == 1 and not PRECISIONS[case.precision][1] and not case.tied
     lines = [
         "def main(mesh):",
         "    def train(whole):",
@@ -185,7 +186,7 @@ def _whole(case: Case) -> str:
         "            optimizer.zero_grad()",
         "            return loss.detach()",
         "",
-        f"        ahead = {case.seed % 2 == 1 and not PRECISIONS[case.precision][1]}",
+        f"        ahead = {ahead}",
         "        run = shardc.compile_step(step, gather_ahead=ahead) if whole else step",
         "        losses = []",
         "        for number in range(5):",
