@@ -3,15 +3,13 @@
 Only where its gather would lie open, and where the step peaks no higher.
 """
 
-import functools
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
-from models import QUICK, Stack, check_parity, on_meta, seeded, tokens
+from models import QUICK, Checkpointed, Stack, check_parity, on_meta, seeded, tokens
 from ranks import on_ranks
-from torch.utils.checkpoint import checkpoint
 
 import shardc
 from shardc import fully_shard
@@ -26,15 +24,6 @@ LINK = Link(0.0, 2e5)
 SLOW = replace(QUICK, name="slow", flops=COMPUTE, inside=LINK, across=LINK, message=1e-3)
 FAST = replace(QUICK, name="fast", inside=Link(0.0, 1e15), across=Link(0.0, 1e15), message=0.0)
 SHAPE = (64, 16)  # activations hold more than parameters
-
-
-class Checkpointed(Stack):
-    """A Stack that computes its blocks again in the backward."""
-
-    def __init__(self):
-        super().__init__()
-        for layer in self.layers:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 class Wasteful(Stack):
