@@ -13,6 +13,7 @@ from shardc.backend.options import Options
 PAGE = Path(__file__).with_name("options.md")
 _MORE = {
     "memory_budget": "[memory](guides/memory.md)",
+    "keep_read_first": "[memory](guides/memory.md)",
     "embedding_rows": "[fewer bytes](guides/wire.md#rows-instead-of-tables)",
     "fold": "[starting fast](guides/starting.md)",
     "profile": "[planning](guides/planning.md)",

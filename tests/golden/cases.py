@@ -125,6 +125,7 @@ def within_6mb(**options: bool) -> Callable[[], shardc.Report]:
 CASES: dict[str, Callable[[], object]] = {
     "resharded": explained(),
     "kept gathered": explained(reshard_after_forward=False),
+    "the bucket read first kept": explained(options={"keep_read_first": True}),
     "resharded to two ranks": explained(reshard_after_forward=2),
     "one unit": explained(units=lambda module: False),
     "two copies": explained(mesh=(2, 4)),
