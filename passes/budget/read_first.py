@@ -11,7 +11,6 @@ loss. With the option `keep_read_first`, it stays gathered if
 `keep_gathered` edits the halves. Ranks agree.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -28,14 +27,7 @@ from shardc.passes.estimate.cost import (
     symbol_hints,
     tensor_bytes,
 )
-from shardc.passes.nodes import (
-    describe_collective,
-    is_all_gather,
-    is_view,
-    our_collectives,
-    reach,
-    returned_and_saved,
-)
+from shardc.passes.nodes import is_all_gather, is_view, our_collectives, reach, returned_and_saved
 from shardc.passes.rewrite.keep_gathered import GatheredTwice, gathered_twice
 from shardc.passes.schedule.events import Moving, read_events
 
@@ -51,23 +43,14 @@ def choose_read_first(forward: GraphModule, backward: GraphModule, ctx: PassCont
             break
         stays = _lies_open(backward, ctx, gather, events.steps[: gather.step])
         stays = stays and _fits(forward, backward, ctx, twice)
-        if _agreed(stays, backward, ctx):
+        gathers = filter(is_all_gather, our_collectives(backward))
+        if all(ctx.choices(_SUBJECT, ctx.options, gathers, stays)):
             one = frozenset({twice.moved.position})
             return replace(ctx.kept, among=ctx.kept.among | one, positions=ctx.kept.positions | one)
     return ctx.kept
 
 
-def _agreed(stays: bool, backward: GraphModule, ctx: PassContext) -> bool:
-    """Whether the bucket stays gathered by the choice of every rank."""
-    if ctx.agree_on_choice is None:
-        return stays
-
-    def facts(by_number: bool) -> list[str]:
-        gathers = filter(is_all_gather, our_collectives(backward))
-        return [str(ctx.options), *(describe_collective(each, by_number) for each in gathers)]
-
-    what = "whether the bucket that the backward reads first stays gathered"
-    return ctx.agree_on_choice(what, facts, json.dumps(stays)) == {"true"}
+_SUBJECT = "whether the bucket that the backward reads first stays gathered"
 
 
 def _has_loss(forward: GraphModule, ctx: PassContext) -> bool:

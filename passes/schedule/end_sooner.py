@@ -15,7 +15,6 @@ the pass does nothing: an op that runs later holds its operands longer.
 """
 
 import itertools
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,6 @@ from shardc.passes.estimate.cost import Registers, evaluate, node_seconds, symbo
 from shardc.passes.estimate.memory import measure_liveness
 from shardc.passes.nodes import (
     computed_for,
-    describe_collective,
     is_collective,
     is_random,
     is_view,
@@ -60,24 +58,11 @@ def end_sooner(gm: GraphModule, ctx: PassContext) -> GraphModule:
     if len(reductions) < 2:
         return gm
     end = _End.of(gm, events, reductions)
-    order = _agreed(_best(gm, ctx, events, end), ctx, reductions)
-    if order is not None:
+    starts, own = (each.start for each in reductions), _best(gm, ctx, events, end)
+    order, *others = ctx.choices("the order of the last reductions", ctx.options, starts, own)
+    if order is not None and not others:
         reorder(gm, end.keys(order))
     return gm
-
-
-def _agreed(order: Order | None, ctx: PassContext, reductions: list[Moving]) -> Order | None:
-    """The order that all ranks chose; None, which keeps the graph, if they differ."""
-    if ctx.agree_on_choice is None:
-        return order
-
-    def facts(by_number: bool) -> list[str]:
-        described = (describe_collective(each.start, by_number) for each in reductions)
-        return [str(ctx.options), *described]
-
-    notes = ctx.agree_on_choice("the order of the last reductions", facts, json.dumps(order))
-    agreed = json.loads(min(notes)) if len(notes) == 1 else None
-    return None if agreed is None else tuple(agreed)
 
 
 # -- deciding ------------------------------------------------------------------------------------
