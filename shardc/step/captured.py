@@ -6,7 +6,6 @@ tensor of its first calls for ever.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,34 +16,12 @@ from shardc.runtime.unit.bucket import Bucket
 from shardc.step.constants import Known
 from shardc.step.recorder import Recorder
 from shardc.step.refusals import NotRecorded
-from shardc.step.values import local_of
+from shardc.step.values import Entry
 
 LEAVES_GRADIENTS = "it leaves gradients: end it with zero_grad(), which sets them to None"
 
 Held = Callable[[], Tensor]
 """Gives a tensor, as its holder has it now."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor in an attribute of an object: a buffer, the state of an optimizer, its `lr`.
-
-    `load_state_dict` replaces the containers on the path.
-
-    Attributes:
-        owner, attribute: the object, and the attribute, a container.
-        path: the keys that lead to the tensor.
-    """
-
-    owner: object
-    attribute: str
-    path: tuple[Any, ...]
-
-    def __call__(self) -> Any:
-        value = getattr(self.owner, self.attribute)
-        for key in self.path:
-            value = value[key]
-        return local_of(value)
 
 
 def buckets_of(optimizers: list[Optimizer]) -> dict[Bucket, None]:
