@@ -106,6 +106,11 @@ class Phase:
         counted = [node for node in nodes if node.op in ("placeholder", "call_function")]
         return {node: place for place, node in enumerate(counted)}
 
+    @cached_property
+    def step_places(self) -> list[int]:
+        """The place of each step of `events`, and the place behind all nodes."""
+        return [*(self.places[step] for step in self.events.steps), len(self.places)]
+
 
 @dataclass(frozen=True)
 class Trial:
