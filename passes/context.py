@@ -30,12 +30,13 @@ class Recall:
     A recall asks no rank, and raises `NotAgreed` where ranks have not agreed.
 
     Attributes:
-        seconds: given a phase and facts, returns the compute seconds that all ranks plan with.
+        seconds: given a phase, facts and the compute seconds of this rank, returns those that all
+            ranks plan with.
         collectives: given a finished graph and its phase, raises unless ranks agreed on its
             collectives.
     """
 
-    seconds: Callable[[str, Facts], list[float]]
+    seconds: Callable[[str, Facts, list[float]], list[float]]
     collectives: Callable[[GraphModule, str], None]
 
 

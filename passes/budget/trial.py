@@ -3,15 +3,15 @@
 Ranks agree on nothing meanwhile: a trial is this rank's own. It may follow agreements of before.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from shardc.passes import pipeline
-from shardc.passes.context import Facts, Kept, PassContext, Recall
+from shardc.passes.context import Kept, PassContext, Recall
 from shardc.passes.estimate.cost import symbol_hints
 from shardc.passes.estimate.hardware import matmul_bytes
 from shardc.passes.estimate.memory import Liveness, Saved, Storages, measure_liveness
@@ -154,14 +154,10 @@ def run_trial(gm: GraphModule, ctx: PassContext, kept: Kept, recall: Recall | No
     for graph, phase in zip(graphs, ("forward", "backward"), strict=True):
         each = replace(joint, phase=phase)
         if recall is not None:
-            each = replace(each, agree_on_seconds=_recalling(recall, phase))
+            each = replace(each, agree_on_seconds=partial(recall.seconds, phase))
         run_passes(graph, each, pipeline.GRAPH_PASSES)
         if recall is not None:
             recall.collectives(graph, phase)
         saved = phases[0].liveness.storages if phases else None
         phases.append(Phase(graph, each, saved))
     return Trial(kept, *phases)
-
-
-def _recalling(recall: Recall, phase: str) -> Callable[[Facts, list[float]], list[float]]:
-    return lambda facts, _: recall.seconds(phase, facts)

@@ -84,25 +84,18 @@ class Agreements:
             self.agree(group, _sequence(gm, phase))
 
 
-def recall_seconds(group: str, phase: str, facts: Facts) -> list[float]:
-    """The compute times that ranks agreed on before. Asks no rank; may raise NotAgreed."""
-    return _slowest(_recall(group, _unscheduled(phase, facts)))
+class Recalled(Agreements):
+    """The comparisons of an earlier compile. It asks no rank; all may raise NotAgreed."""
+
+    def agree(self, group: str, stated: Statement, every_time: bool = False) -> frozenset[str]:
+        """The notes of ranks that agreed on a statement before."""
+        notes = known(compat.resolve_group(group), stated)
+        if not notes:
+            raise NotAgreed(stated.what)
+        return notes
 
 
-def recall_collectives(gm: GraphModule, phase: str, groups: list[str]) -> None:
-    """Raise NotAgreed unless ranks agreed on the collectives of `gm` before. Asks no rank."""
-    for group in groups:
-        _recall(group, _sequence(gm, phase))
-
-
-def _recall(group: str, stated: Statement) -> frozenset[str]:
-    notes = known(compat.resolve_group(group), stated)
-    if not notes:
-        raise NotAgreed(stated.what)
-    return notes
-
-
-def _unscheduled(phase: str, facts: Facts, note: str = "") -> Statement:
+def _unscheduled(phase: str, facts: Facts, note: str) -> Statement:
     return _once(f"the collectives of a {phase} graph, before they are scheduled", facts, note)
 
 

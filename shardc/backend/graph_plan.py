@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from shardc.backend.agreements import Agreements, recall_collectives, recall_seconds
+from shardc.backend.agreements import Agreements, Recalled
 from shardc.backend.options import Options
 from shardc.backend.stages import PASSES, Stages
 from shardc.passes.budget.trial import Phase
@@ -116,13 +116,13 @@ class CompilePlan:
         results = None if self.joint is None else self.joint.results
         if not self.references or not self.options.schedule:
             return PassContext(phase, results=results, held=self._held)
-        everyone = self.everyone
+        everyone, recalled = self.everyone, Recalled()
         return PassContext(
             phase,
             results=results,
             recall=Recall(
-                functools.partial(recall_seconds, everyone),
-                lambda gm, phase: recall_collectives(gm, phase, groups_in(gm)),
+                functools.partial(recalled.seconds, everyone),
+                lambda gm, phase: recalled.collectives(gm, phase, groups_in(gm)),
             ),
             budget=_budget(self.options, self.profile, self.static_bytes),
             open_positions=self._open,
