@@ -390,7 +390,7 @@ class CompiledStep(Generic[_P, _R]):
             recorder.seeing_updates(),
             seeing_reads(recorder),
         ):
-            recorders.append(recorder)
+            recorders.append(recorder.call)
             try:
                 result = self.step(*args, **kwargs)
                 self._plans.gather()
