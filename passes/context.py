@@ -231,6 +231,12 @@ class PassContext:
     number: int | None = field(default_factory=_numbers.__next__)
 
     @property
+    def planned(self) -> ScheduleOptions:
+        """The options of the schedule, where the graph is scheduled."""
+        assert self.options is not None
+        return self.options
+
+    @property
     def stem(self) -> str:
         """The prefix of the names of the graph's dumps."""
         return f"{self.number:03d}_{self.phase}"

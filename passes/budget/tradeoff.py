@@ -71,8 +71,7 @@ class Tradeoff:
     @classmethod
     def of(cls, trial: Trial) -> "Tradeoff":
         """All choices beside a trial."""
-        options, saved = trial.forward.ctx.options, SavedValues(trial)
-        assert options is not None
+        options, saved = trial.forward.ctx.planned, SavedValues(trial)
         values = recomputable(trial, saved)
         copies = offloadable(trial, saved, values) if options.saves_on_host else ()
         segments = segments_of(trial.forward.gm)
@@ -249,8 +248,7 @@ class Tradeoff:
     @cached_property
     def _copies(self) -> dict[Kind, tuple[Transfer, ...]]:
         """The copies to the host and from there of all that may wait on it."""
-        options, end = self.trial.forward.ctx.options, len(self.trial.backward.problem.seconds)
-        assert options is not None
+        options, end = self.trial.forward.ctx.planned, len(self.trial.backward.problem.seconds)
         states = [(n, float(host_seconds(n, options.profile))) for _, n in self.states]
         copies = self.copies
         saves = tuple(Transfer("save", self._made_at(c), c.nbytes, c.seconds) for c in copies)

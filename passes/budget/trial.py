@@ -78,8 +78,7 @@ class Phase:
 
     def liveness_for(self, sizes: Mapping[Any, int]) -> Liveness:
         """The memory that the graph would hold with these values of its symbols."""
-        options = self.ctx.options
-        assert options is not None
+        options = self.ctx.planned
         return measure_liveness(
             self.gm,
             owns_inputs=self.ctx.phase == "backward",
@@ -145,7 +144,6 @@ def run_trial(gm: GraphModule, ctx: PassContext, kept: Kept, recall: Recall | No
     Raises:
         NotAgreed: ranks have not agreed on the collectives of the trial (with `recall` only).
     """
-    assert ctx.options is not None
     joint = replace(ctx, kept=kept, number=None, agree_on_seconds=None, agree_on_choice=None)
     tagged = run_passes(copy_graph(gm), joint, pipeline.JOINT_PASSES)
     graphs = compat.min_cut_partition(tagged, None, num_fwd_outputs=ctx.results)

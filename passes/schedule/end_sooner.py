@@ -100,8 +100,7 @@ def end_of(
 
 def _best(gm: GraphModule, ctx: PassContext, events: Events, end: "_End") -> Order | None:
     """The best order of the last reductions; None if the graph's own is as good."""
-    assert ctx.options is not None
-    merges, ctx = ctx.options.coalesce, replace(ctx, agree_on_seconds=None)
+    merges, ctx = ctx.planned.coalesce, replace(ctx, agree_on_seconds=None)
     problem = read_problem(gm, ctx, events)
     sent = [each.seconds for each in problem.of("reduce")][-end.count :]
     least = LEAST * sum(problem.seconds)
@@ -125,8 +124,7 @@ def _work(
     gm: GraphModule, ctx: PassContext, events: Events, end: "_End"
 ) -> dict[frozenset[int], float]:
     """Seconds of compute at the end of a graph, by the last reductions that need it."""
-    assert ctx.options is not None
-    profile, fused, hints = ctx.options.profile, ctx.options.fused, symbol_hints(gm)
+    profile, fused, hints = ctx.planned.profile, ctx.planned.fused, symbol_hints(gm)
     work, known = defaultdict[frozenset[int], float](float), Registers()
     for step in events.steps:
         seconds = evaluate(node_seconds(step, profile, fused, known), hints)
@@ -143,8 +141,7 @@ def _seconds(events: Events, problem: Problem, merges: bool) -> list[float]:
 
 def _peak(gm: GraphModule, ctx: PassContext) -> int:
     """The most bytes that a graph holds, before it is scheduled."""
-    assert ctx.options is not None
-    fused, clones = ctx.options.fused, ctx.options.clones
+    fused, clones = ctx.planned.fused, ctx.planned.clones
     return measure_liveness(gm, owns_inputs=True, fused=fused, clones=clones).peak
 
 

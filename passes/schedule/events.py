@@ -267,8 +267,7 @@ def _result(start: Node) -> list[Node]:
 
 def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
     """A line of events in numbers, with the limits and hints of `ctx.options`."""
-    hints, options = symbol_hints(gm), ctx.options
-    assert options is not None
+    hints, options = symbol_hints(gm), ctx.planned
     known: Registers = {}
     costs = [
         evaluate(node_seconds(step, options.profile, options.fused, known), hints)
