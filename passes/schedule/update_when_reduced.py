@@ -21,7 +21,7 @@ there, because they have other parts of parameters; collectives and waits keep t
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -78,25 +78,38 @@ def _gathers_ahead(gm: GraphModule) -> list[Node]:
 def _run_behind(starts: list[int], keys: dict[Node, Key]) -> None:
     """Put the nodes that no collective needs behind gathers, which start at some levels.
 
-    They come behind the first gather. Where the last one starts behind the last reduction, both are
-    of one bucket and take as long: half of an op over lists comes before them, half behind.
+    `levels_behind` gives their levels.
     """
     needed = _needed_by_collectives(list(keys))
     reductions = sum(is_wait(node) and _may_reduce(node) for node in keys)
-    first, last = min(starts) if min(starts) < reductions else 0, max(starts)
     late = _Levels()  # 1 for nodes behind the last gather
     for node, (level, _, index) in list(keys.items()):
         if node in needed:
             continue
-        parts = [node]
-        if last >= reductions > level and _lists_of(node):
+        parts, levels = [node], levels_behind(level, starts, reductions)
+        if len(levels) > 1 and _lists_of(node):
             parts = _halves(node)
             del keys[node]
         for place, part in enumerate(parts):
-            keys[part] = max(level, first), 1, index
+            keys[part] = levels[0], 1, index
             if place == 1 or late.behind(part, part.all_input_nodes):
-                keys[part] = last, 1, index
+                keys[part] = max(starts), 1, index
                 late.note(part, 1)
+
+
+def levels_behind(level: int, starts: Collection[int], reductions: int) -> list[int]:
+    """The levels of an update that no gather for the next step needs: two where it is divided.
+
+    It comes behind the first gather. Where the last one starts behind the last reduction, both are
+    of one bucket and take as long: half of the update comes before them, half behind.
+
+    Args:
+        level: the waits before the update.
+        starts: the waits before each gather.
+        reductions: the waits for reductions.
+    """
+    first, last = min(starts) if min(starts) < reductions else 0, max(starts)
+    return [max(level, first), *([last] if last >= reductions > level else [])]
 
 
 def _halves(node: Node) -> list[Node]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from shardc.passes.schedule.timeline import Clock
+from shardc.passes.schedule.update_when_reduced import levels_behind
 from shardc.reports.record import KINDS, BucketRow, CollectiveRow, MemoryPoint, Op, Record
 from shardc.runtime.checks.words import some
 
@@ -267,27 +268,19 @@ class _End:
 def _order(sizes: Sequence[int], starts: Collection[int]) -> tuple[list[int], list[int]]:
     """The bytes that are updated behind each wait: before the gathers there, and behind them.
 
-    It is the order of `update_when_reduced`.
-
     Args:
         sizes: the bytes of the parameters whose gradients are there behind each wait.
         starts: the waits behind which gathers for the next step start.
     """
     before, after = [0] * len(sizes), [0] * len(sizes)
-    reductions = len(sizes) - 1
-    last = max(starts, default=0)
-    first = min(starts, default=0)
-    if first == reductions:
-        first = 0
     for level, size in enumerate(sizes):
-        place, late = max(level, first), 0
         if level in starts or not starts:
             before[level] += size
             continue
-        if last == reductions > level:
-            late = size // 2
-        after[place] += size - late
-        after[last] += late
+        first, *behind = levels_behind(level, starts, len(sizes) - 1)
+        late = size // 2 if behind else 0
+        after[first] += size - late
+        after[max(starts)] += late
     return before, after
 
 
