@@ -242,7 +242,7 @@ class Tradeoff:
         return replace(
             problem,
             transfers=(*problem.transfers, *copies, *self._copies[states][: choice.states]),
-            limits=replace(problem.limits, in_flight={**problem.limits.in_flight, values: most}),
+            in_flight={**problem.in_flight, values: most},
         )
 
     @cached_property
