@@ -7,7 +7,6 @@ the other ranks see no difference.
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.fx import GraphModule
@@ -18,14 +17,8 @@ from shardc.passes.rewrite.verify import collective_sequence
 from shardc.runtime import compat
 from shardc.runtime.watch.agreement import Statement, agree, known, settle
 
-
-@dataclass(frozen=True)
-class Agreed:
-    """One comparison within a group: the statement of this rank, and the notes of all ranks."""
-
-    group: str
-    stated: Statement
-    notes: frozenset[str]
+Agreed = tuple[str, Statement, frozenset[str]]
+"""One comparison: the name of its group, the statement of this rank, the notes of all ranks."""
 
 
 class Agreements:
@@ -62,13 +55,13 @@ class Agreements:
             with self._stage(RANKS):
                 notes = agree(members, stated, self._timeout, every_time, self.before_comparing)
         if not every_time:
-            self.made.append(Agreed(group, stated, notes))
+            self.made.append((group, stated, notes))
         return notes
 
     def again(self, made: tuple[Agreed, ...]) -> bool:
         """Repeat the comparisons of another compile; whether ranks gave the same notes again."""
         # stop at other notes: the facts after them differ, too
-        return all(self.agree(each.group, each.stated) == each.notes for each in made)
+        return all(self.agree(group, stated) == notes for group, stated, notes in made)
 
     def seconds(self, group: str, phase: str, facts: Facts, seconds: list[float]) -> list[float]:
         """The compute times that all ranks plan with: the largest ones of the first compile."""

@@ -7,7 +7,6 @@ from torch.fx import GraphModule
 
 from shardc.runtime.watch.entering import BoxedGraph
 
-
 Call = Callable[[GraphModule | None, BoxedGraph, Sequence[str], list[Any]], Any]
 """Runs a compiled graph, and writes its nodes; for None, writes one call of it."""
 
