@@ -28,7 +28,7 @@ from shardc.runtime.checks.arguments import check_value, hints_of
 from shardc.runtime.checks.meta import units_in
 from shardc.runtime.checks.optimizer_hooks import Turn, before_steps
 from shardc.runtime.checks.telling import warn_once
-from shardc.runtime.unit.backwards import watchers
+from shardc.runtime.unit.backward_pass import watchers
 from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.unit.settings import Settings
 from shardc.runtime.unit.unit import Unit
