@@ -33,7 +33,7 @@ from shardc.passes.estimate.hardware import (
     workspace_bytes,
 )
 from shardc.passes.estimate.memory import Liveness, Saved, Storages
-from shardc.passes.nodes import groups_in
+from shardc.passes.nodes import groups_in, is_collective, is_host_copy, is_wait, kind_of
 from shardc.passes.repeat.trace_once import Calls
 from shardc.passes.rewrite.cut_tail import Tail
 from shardc.passes.rewrite.used_slots import Differentiated
@@ -204,11 +204,17 @@ class CompilePlan:
         liveness = Phase(gm, measured, self._storages, self._saved).liveness
         if ctx.phase == "forward":
             self._saved, self._storages = liveness.kept, liveness.storages
+        order = [
+            kind_of(node)
+            for node in gm.graph.nodes
+            if is_collective(node) or (is_wait(node) and not is_host_copy(node.args[0]))
+        ]
         finished = GraphPlan(
             ctx.phase,
             self.static_bytes,
             liveness,
             collective_sequence(gm),
+            order,
             self.number,
             tuple(self.references.values()),
             tuple(self.slots[position] for position in self.references),
@@ -329,6 +335,7 @@ class GraphPlan:
         static: bytes of segments, optimizer state and workspaces.
         liveness: bytes that the graph itself holds after each node.
         collectives: its collectives, in order.
+        order: the kinds of its collectives and waits, in order.
         number: the number of its `CompilePlan`, equal for the graphs of one Dynamo graph.
         buckets: the buckets that the Dynamo graph reads.
         slots: the slots that it reads of each bucket.
@@ -340,6 +347,7 @@ class GraphPlan:
     static: int
     liveness: Liveness
     collectives: list[str]
+    order: list[str]
     number: int
     buckets: tuple[weakref.ref[Bucket], ...]
     slots: tuple[frozenset[int], ...]
