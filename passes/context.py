@@ -1,13 +1,16 @@
 """The context of passes: the facts that a pass reads beside the graph."""
 
 import itertools
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from shardc.passes.estimate.hardware import Profile
+from shardc.passes.nodes import describe_collective
 from shardc.runtime.checks.words import bytes_like
 from shardc.runtime.layout.spec import Moved
 
@@ -27,12 +30,13 @@ class Recall:
     A recall asks no rank, and raises `NotAgreed` where ranks have not agreed.
 
     Attributes:
-        seconds: given a phase and facts, returns the compute seconds that all ranks plan with.
+        seconds: given a phase, facts and the compute seconds of this rank, returns those that all
+            ranks plan with.
         collectives: given a finished graph and its phase, raises unless ranks agreed on its
             collectives.
     """
 
-    seconds: Callable[[str, Facts], list[float]]
+    seconds: Callable[[str, Facts, list[float]], list[float]]
     collectives: Callable[[GraphModule, str], None]
 
 
@@ -227,6 +231,29 @@ class PassContext:
     number: int | None = field(default_factory=_numbers.__next__)
 
     @property
+    def planned(self) -> ScheduleOptions:
+        """The options of the schedule, where the graph is scheduled."""
+        assert self.options is not None
+        return self.options
+
+    @property
     def stem(self) -> str:
         """The prefix of the names of the graph's dumps."""
         return f"{self.number:03d}_{self.phase}"
+
+    def choices(self, subject: str, about: object, nodes: Iterable[Node], own: object) -> list[Any]:
+        """The choices of all ranks, as JSON gives them back; without `agree_on_choice`, `own`.
+
+        Args:
+            subject: in words.
+            about, nodes: the facts: a value, and the collectives of a graph.
+        """
+        if self.agree_on_choice is None:
+            return [own]
+        nodes = list(nodes)
+
+        def facts(by_number: bool) -> list[str]:
+            return [repr(about), *(describe_collective(node, by_number) for node in nodes)]
+
+        notes = self.agree_on_choice(subject, facts, json.dumps(own, sort_keys=True))
+        return [json.loads(note) for note in sorted(notes)]

@@ -113,7 +113,7 @@ def groups_named_in(gm: GraphModule) -> list[str]:
     """The process groups that are arguments of collectives in `gm`, the user's own too."""
     given = (arg for node in gm.graph.nodes if is_collective(node) for arg in node.args)
     names = dict.fromkeys(arg for arg in given if isinstance(arg, str))
-    return [name for name in names if compat.is_group(name)]
+    return [name for name in names if compat.ranks_of(name)]
 
 
 def ranks_in(node: Node) -> int:

@@ -128,7 +128,7 @@ def test_random_graphs_keep_their_results_and_their_limits(reads):
 def _check_in_flight(gm, ctx):
     """At no node are more bytes under way or unread than the limit, unless it is one message."""
     events = read_events(gm)
-    limit = read_problem(gm, ctx, events).limits.in_flight.get("gather", 0)
+    limit = read_problem(gm, ctx, events).in_flight.get("gather", 0)
     nodes = list(gm.graph.nodes)
     spans = []
     for gather in events.of("gather"):

@@ -13,7 +13,6 @@ partitioner which values are saved.
 """
 
 import functools
-import json
 import logging
 import math
 import operator
@@ -30,7 +29,7 @@ from shardc.passes.budget.recomputable import Recompute
 from shardc.passes.budget.tradeoff import Choice, Tradeoff
 from shardc.passes.budget.trial import Trial, run_trial
 from shardc.passes.context import UNITS_IN_FLIGHT, Budget, Kept, NotAgreed, PassContext
-from shardc.passes.nodes import describe_collective, is_all_gather, our_collectives
+from shardc.passes.nodes import is_all_gather, our_collectives
 from shardc.runtime.checks.words import plural
 
 log = logging.getLogger("shardc")
@@ -206,16 +205,10 @@ def _agree(gm: GraphModule, ctx: PassContext, tradeoff: Tradeoff, own: Kept) -> 
     A bucket stays gathered if it does by the choice of every rank. A value is computed again or
     saved on the host, and a state waits there, if it does by the choice of any.
     """
-
-    def facts(by_number: bool) -> list[str]:
-        gathers = filter(is_all_gather, our_collectives(gm))
-        return [repr(ctx.budget), *(describe_collective(node, by_number) for node in gathers)]
-
-    assert ctx.agree_on_choice is not None
     choice = [own.ahead, sorted(own.positions), sorted(own.states), own.recomputes, own.offloads]
-    note = json.dumps(choice, sort_keys=True)
-    notes = ctx.agree_on_choice("what a memory budget has room for", facts, note)
-    aheads, positions, states, again, copies = zip(*map(json.loads, notes), strict=True)
+    gathers = filter(is_all_gather, our_collectives(gm))
+    choices = ctx.choices("what a memory budget has room for", ctx.budget, gathers, choice)
+    aheads, positions, states, again, copies = zip(*choices, strict=True)
     kept = replace(
         own,
         ahead=min(aheads),

@@ -32,14 +32,13 @@ def gatherable(trial: Trial) -> list[KeepGathered]:
     because they are held for the shortest time.
     """
     ctx = trial.forward.ctx
-    assert ctx.options is not None
     hints = symbol_hints(trial.forward.gm)
     again = {moved: start for moved, start, _, _ in _gathered(trial.backward)}
     found = []
     for moved, _, wait, last in _gathered(trial.forward):
         if moved in again:
             nbytes = int(evaluate(tensor_bytes(wait.meta["val"]), hints))
-            seconds = collective_seconds(nbytes, moved.spec.world_size, ctx.options.profile)
+            seconds = collective_seconds(nbytes, moved.spec.world_size, ctx.planned.profile)
             end = trial.border + again[moved]
             found.append(KeepGathered(nbytes, last + 1, end, seconds, moved.position))
     return sorted(

@@ -55,8 +55,7 @@ def offloadable(
 def _offload(saved: Saved, trial: Trial) -> Offload | None:
     """The item of a value; None if the value has to stay."""
     forward = trial.forward
-    options, hints = forward.ctx.options, symbol_hints(forward.gm)
-    assert options is not None
+    options, hints = forward.ctx.planned, symbol_hints(forward.gm)
     sizes = {n: int(evaluate(tensor_bytes(n.meta["val"]), hints)) for n in saved.nodes}
     nodes = tuple(n for n, size in sizes.items() if size > _SMALL * saved.nbytes)
     nbytes = sum(sizes[node] for node in nodes)

@@ -11,63 +11,39 @@ loss. With the option `keep_read_first`, it stays gathered if
 `keep_gathered` edits the halves. Ranks agree.
 """
 
-import json
-from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from shardc.passes.budget.trial import Phase
 from shardc.passes.context import Kept, PassContext
-from shardc.passes.estimate.cost import (
-    Registers,
-    evaluate,
-    node_seconds,
-    seconds_on_wire,
-    symbol_hints,
-    tensor_bytes,
-)
-from shardc.passes.nodes import (
-    describe_collective,
-    is_all_gather,
-    is_view,
-    our_collectives,
-    reach,
-    returned_and_saved,
-)
+from shardc.passes.estimate.cost import evaluate, symbol_hints, tensor_bytes
+from shardc.passes.nodes import is_all_gather, is_view, our_collectives, reach, returned_and_saved
 from shardc.passes.rewrite.keep_gathered import GatheredTwice, gathered_twice
-from shardc.passes.schedule.events import Moving, read_events
 
 
 def choose_read_first(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> Kept:
     """Add the bucket that `backward` reads first to `ctx.kept`, if it is to stay gathered."""
-    if not _has_loss(forward, ctx):
+    if ctx.options is None or not _has_loss(forward, ctx):
         return ctx.kept
-    events = read_events(backward)
-    for gather in events.of("gather")[:1]:
+    first = Phase(forward, replace(ctx, phase="forward"))
+    own = replace(ctx, phase="backward", agree_on_seconds=None)
+    then = Phase(backward, own, first.liveness.storages)
+    for gather, sent in zip(then.events.of("gather")[:1], then.problem.of("gather"), strict=False):
         twice = gathered_twice(forward, backward, gather.start, ctx.results)
         if twice is None or twice.moved.position not in ctx.open_positions:
             break
-        stays = _lies_open(backward, ctx, gather, events.steps[: gather.step])
-        stays = stays and _fits(forward, backward, ctx, twice)
-        if _agreed(stays, backward, ctx):
+        stays = sum(then.problem.seconds[: sent.event]) < sent.seconds
+        stays = stays and _fits(first, then, twice)
+        gathers = filter(is_all_gather, our_collectives(backward))
+        if all(ctx.choices(_SUBJECT, ctx.options, gathers, stays)):
             one = frozenset({twice.moved.position})
             return replace(ctx.kept, among=ctx.kept.among | one, positions=ctx.kept.positions | one)
     return ctx.kept
 
 
-def _agreed(stays: bool, backward: GraphModule, ctx: PassContext) -> bool:
-    """Whether the bucket stays gathered by the choice of every rank."""
-    if ctx.agree_on_choice is None:
-        return stays
-
-    def facts(by_number: bool) -> list[str]:
-        gathers = filter(is_all_gather, our_collectives(backward))
-        return [str(ctx.options), *(describe_collective(each, by_number) for each in gathers)]
-
-    what = "whether the bucket that the backward reads first stays gathered"
-    return ctx.agree_on_choice(what, facts, json.dumps(stays)) == {"true"}
+_SUBJECT = "whether the bucket that the backward reads first stays gathered"
 
 
 def _has_loss(forward: GraphModule, ctx: PassContext) -> bool:
@@ -77,24 +53,9 @@ def _has_loss(forward: GraphModule, ctx: PassContext) -> bool:
     return bool(floats) and all(each.numel() == 1 for each in floats)
 
 
-def _lies_open(
-    backward: GraphModule, ctx: PassContext, gather: Moving, steps: Sequence[Node]
-) -> bool:
-    """Whether a gather takes longer than the compute before its first reader."""
-    assert ctx.options is not None
-    profile, fused = ctx.options.profile, ctx.options.fused
-    hints, known = symbol_hints(backward), Registers()
-    before = (evaluate(node_seconds(step, profile, fused, known), hints) for step in steps)
-    return sum(before) < seconds_on_wire(gather.start, profile, hints)
-
-
-def _fits(
-    forward: GraphModule, backward: GraphModule, ctx: PassContext, twice: GatheredTwice
-) -> bool:
+def _fits(first: Phase, then: Phase, twice: GatheredTwice) -> bool:
     """Whether a step peaks no higher if a bucket is held from its last reader in the forward on."""
-    first = Phase(forward, replace(ctx, phase="forward"))
-    then = Phase(backward, replace(ctx, phase="backward"), first.liveness.storages)
-    nbytes = int(evaluate(tensor_bytes(twice.wait.meta["val"]), symbol_hints(forward)))
+    nbytes = int(evaluate(tensor_bytes(twice.wait.meta["val"]), symbol_hints(first.gm)))
     views = reach(lambda node: filter(is_view, node.users), twice.wait)
     readers = (first.places.get(user, 0) for view in views for user in view.users)
     before, after = first.liveness.live, then.liveness.live

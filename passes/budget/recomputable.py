@@ -79,7 +79,7 @@ class _Forward:
     def __init__(self, trial: Trial, values: SavedValues) -> None:
         self._trial = trial
         self._values = values
-        self._options = trial.forward.ctx.options
+        self._options = trial.forward.ctx.planned
         self._hints = symbol_hints(trial.forward.gm)
         self._in_backward = {node.name for node in trial.backward.places}
         self._seconds: dict[Node, float] = {}
@@ -124,7 +124,6 @@ class _Forward:
 
     def _seconds_of(self, node: Node) -> float:
         if node not in self._seconds:
-            assert self._options is not None
             seconds = node_seconds(node, self._options.profile, self._options.fused)
             self._seconds[node] = evaluate(seconds, self._hints)
         return self._seconds[node]

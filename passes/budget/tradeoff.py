@@ -71,8 +71,7 @@ class Tradeoff:
     @classmethod
     def of(cls, trial: Trial) -> "Tradeoff":
         """All choices beside a trial."""
-        options, saved = trial.forward.ctx.options, SavedValues(trial)
-        assert options is not None
+        options, saved = trial.forward.ctx.planned, SavedValues(trial)
         values = recomputable(trial, saved)
         copies = offloadable(trial, saved, values) if options.saves_on_host else ()
         segments = segments_of(trial.forward.gm)
@@ -243,14 +242,13 @@ class Tradeoff:
         return replace(
             problem,
             transfers=(*problem.transfers, *copies, *self._copies[states][: choice.states]),
-            limits=replace(problem.limits, in_flight={**problem.limits.in_flight, values: most}),
+            in_flight={**problem.in_flight, values: most},
         )
 
     @cached_property
     def _copies(self) -> dict[Kind, tuple[Transfer, ...]]:
         """The copies to the host and from there of all that may wait on it."""
-        options, end = self.trial.forward.ctx.options, len(self.trial.backward.problem.seconds)
-        assert options is not None
+        options, end = self.trial.forward.ctx.planned, len(self.trial.backward.problem.seconds)
         states = [(n, float(host_seconds(n, options.profile))) for _, n in self.states]
         copies = self.copies
         saves = tuple(Transfer("save", self._made_at(c), c.nbytes, c.seconds) for c in copies)
@@ -261,24 +259,15 @@ class Tradeoff:
 
     def _made_at(self, copy: Offload) -> int:
         """The event of the forward at which a value is made."""
-        step = self._steps[0][copy.made]
-        return bisect.bisect_left(self.trial.forward.events.positions, step + 1)
+        forward = self.trial.forward
+        step = bisect.bisect_left(forward.step_places, copy.made)
+        return bisect.bisect_left(forward.events.positions, step + 1)
 
     def _read_at(self, item: Item) -> int:
-        """The event of the backward before which a value is read first."""
-        return self._events_before[item.end - self.trial.border - 1]
-
-    @cached_property
-    def _events_before(self) -> list[int]:
-        """The event before each place of the backward but the first; last, the one before its
-        end."""
-        positions, steps = self.trial.backward.events.positions, self._steps[1][1:]
-        return [max(0, bisect.bisect_right(positions, step) - 1) for step in steps]
-
-    @cached_property
-    def _steps(self) -> tuple[list[int], list[int]]:
-        """The first step at or behind each place of the forward, and of the backward."""
-        return _steps_at(self.trial.forward), _steps_at(self.trial.backward)
+        """The event of the backward before which a value is read first; the last for place 0."""
+        backward, place = self.trial.backward, item.end - self.trial.border
+        step = bisect.bisect_left(backward.step_places, place or math.inf)
+        return max(0, bisect.bisect_right(backward.events.positions, step) - 1)
 
 
 def _worth(choice: Choice, best: Choice) -> float:
@@ -289,10 +278,7 @@ def _worth(choice: Choice, best: Choice) -> float:
 
 def _place(phase: Phase, event: int) -> int:
     """The place of the first step behind an event."""
-    position = phase.events.positions[event] if event < len(phase.events.positions) else None
-    if position is None or position == len(phase.events.steps):
-        return len(phase.liveness.live)
-    return phase.places[phase.events.steps[position]]
+    return phase.step_places[[*phase.events.positions, -1][event]]
 
 
 def _how_many(sizes: Sequence[int], room: float) -> int:
@@ -303,16 +289,6 @@ def _how_many(sizes: Sequence[int], room: float) -> int:
 def _counts(most: int, steps: int) -> list[int]:
     """0, `most`, and counts between them at equal distances."""
     return sorted({most * step // steps for step in range(steps + 1)})
-
-
-def _steps_at(phase: Phase) -> list[int]:
-    """The first step at or behind each place of a phase, and behind the last."""
-    steps = phase.events.steps
-    step_of = {step: number for number, step in enumerate(steps)}
-    found = [len(steps)]
-    for node in reversed(phase.places):
-        found.append(step_of.get(node, found[-1]))
-    return [*reversed(found), len(steps)]
 
 
 _WORTH = 1e-4

@@ -3,15 +3,15 @@
 Ranks agree on nothing meanwhile: a trial is this rank's own. It may follow agreements of before.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from shardc.passes import pipeline
-from shardc.passes.context import Facts, Kept, PassContext, Recall
+from shardc.passes.context import Kept, PassContext, Recall
 from shardc.passes.estimate.cost import symbol_hints
 from shardc.passes.estimate.hardware import matmul_bytes
 from shardc.passes.estimate.memory import Liveness, Saved, Storages, measure_liveness
@@ -78,8 +78,7 @@ class Phase:
 
     def liveness_for(self, sizes: Mapping[Any, int]) -> Liveness:
         """The memory that the graph would hold with these values of its symbols."""
-        options = self.ctx.options
-        assert options is not None
+        options = self.ctx.planned
         return measure_liveness(
             self.gm,
             owns_inputs=self.ctx.phase == "backward",
@@ -105,6 +104,11 @@ class Phase:
         nodes = self.gm.graph.nodes
         counted = [node for node in nodes if node.op in ("placeholder", "call_function")]
         return {node: place for place, node in enumerate(counted)}
+
+    @cached_property
+    def step_places(self) -> list[int]:
+        """The place of each step of `events`, and the place behind all nodes."""
+        return [*(self.places[step] for step in self.events.steps), len(self.places)]
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,6 @@ def run_trial(gm: GraphModule, ctx: PassContext, kept: Kept, recall: Recall | No
     Raises:
         NotAgreed: ranks have not agreed on the collectives of the trial (with `recall` only).
     """
-    assert ctx.options is not None
     joint = replace(ctx, kept=kept, number=None, agree_on_seconds=None, agree_on_choice=None)
     tagged = run_passes(copy_graph(gm), joint, pipeline.JOINT_PASSES)
     graphs = compat.min_cut_partition(tagged, None, num_fwd_outputs=ctx.results)
@@ -149,14 +152,10 @@ def run_trial(gm: GraphModule, ctx: PassContext, kept: Kept, recall: Recall | No
     for graph, phase in zip(graphs, ("forward", "backward"), strict=True):
         each = replace(joint, phase=phase)
         if recall is not None:
-            each = replace(each, agree_on_seconds=_recalling(recall, phase))
+            each = replace(each, agree_on_seconds=partial(recall.seconds, phase))
         run_passes(graph, each, pipeline.GRAPH_PASSES)
         if recall is not None:
             recall.collectives(graph, phase)
         saved = phases[0].liveness.storages if phases else None
         phases.append(Phase(graph, each, saved))
     return Trial(kept, *phases)
-
-
-def _recalling(recall: Recall, phase: str) -> Callable[[Facts, list[float]], list[float]]:
-    return lambda facts, _: recall.seconds(phase, facts)

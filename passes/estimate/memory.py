@@ -196,7 +196,7 @@ def measure_liveness(
         *_away(nodes),
         *((_GATHERED, nbytes, 0, len(nodes)) for nbytes in (held or {}).values()),
     ]
-    curves = {kind: _held(kind, changes, len(nodes)) for kind in (*_KINDS, _OTHER)}
+    curves = _curves(changes, len(nodes))
     returned = gm.graph.output_node().all_input_nodes
     results = {roots[n] for n in returned if n in roots}
     return Liveness(
@@ -280,19 +280,16 @@ def _away(nodes: Sequence[Node]) -> Iterator[_Held]:
             yield _AWAY, -state_bytes(node), 0, index - 1
 
 
-def _held(kind: str, held: Iterable[_Held], length: int) -> list[int]:
-    """The bytes of a kind that are held after each of `length` nodes."""
-    steps = [0] * (length + 1)
-    for held_kind, nbytes, first, last in held:
-        if held_kind == kind:
-            steps[first] += nbytes
-            if last < length:
-                steps[last + 1] -= nbytes
-    return list(itertools.accumulate(steps[:length]))
+def _curves(held: Iterable[_Held], length: int) -> dict[str, list[int]]:
+    """The bytes of each kind that are held after each of `length` nodes."""
+    steps = {kind: [0] * (length + 2) for kind in _KINDS}
+    for kind, nbytes, first, last in held:
+        steps[kind][first] += nbytes
+        steps[kind][min(last, length) + 1] -= nbytes
+    return {kind: list(itertools.accumulate(steps[kind][:length])) for kind in _KINDS}
 
 
-_GATHERED, _GRADIENTS, _AWAY, _OTHER = "gathered", "gradients", "away", "other"
-_KINDS = (_GATHERED, _GRADIENTS, _AWAY)
+_KINDS = _GATHERED, _GRADIENTS, _AWAY, _OTHER = "gathered", "gradients", "away", "other"
 
 
 def _kinds(

@@ -140,10 +140,9 @@ def _can_fetch(spec: UnshardSpec, slot: Any) -> bool:
 
 
 def _wins(lookup: _Lookup, count: float, ctx: PassContext) -> bool:
-    assert ctx.options is not None
-    if ctx.options.embedding_rows:
+    if ctx.planned.embedding_rows:
         return True
-    spec, profile = lookup.moved.spec, ctx.options.profile
+    spec, profile = lookup.moved.spec, ctx.planned.profile
     is_alone = len(spec.shapes) == 1  # otherwise the other parameters may need the gather
     return is_alone and lookup.seconds(profile, count) < WORTH * whole_seconds(spec, profile)
 

@@ -105,5 +105,3 @@ def _keep(forward: GraphModule, backward: GraphModule, twice: GatheredTwice) -> 
     old.replace_all_uses_with(new)
     for node in (old, again, *sorted(computed_for(again), reverse=True), given):
         backward.graph.erase_node(node)
-    forward.recompile()
-    backward.recompile()

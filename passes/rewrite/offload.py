@@ -37,9 +37,6 @@ def offload_saved(forward: GraphModule, backward: GraphModule, ctx: PassContext)
         if unit is not None and node.name in given:
             host = _save(forward.graph, node, unit)
             _load(backward.graph, given[node.name], host, node.meta["val"].device, unit)
-    if ctx.kept.offloaded:
-        forward.recompile()
-        backward.recompile()
 
 
 def _save(graph: Graph, node: Node, unit: str) -> Node:

@@ -58,9 +58,6 @@ def offload_state(forward: GraphModule, backward: GraphModule, ctx: PassContext)
             note(node, STATE_BYTES, nbytes)
             note(node, COPIED_FOR, label)
         _save(forward, wait, first[0], ctx)
-    if ctx.kept.states:
-        forward.recompile()
-        backward.recompile()
 
 
 def _first_saved(

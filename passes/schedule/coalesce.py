@@ -92,7 +92,7 @@ def plan_groups(problem: Problem, kinds: Sequence[Any]) -> list[list[int]]:
     groups = [[place] for place in range(len(transfers))]
 
     def fits(group: list[int]) -> bool:
-        limit = problem.limits.in_flight[transfers[group[0]].kind]
+        limit = problem.in_flight[transfers[group[0]].kind]
         return sum(transfers[place].nbytes for place in group) <= limit // 2
 
     best, number = seconds_of(problem, groups), 0

@@ -15,7 +15,6 @@ the pass does nothing: an op that runs later holds its operands longer.
 """
 
 import itertools
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,6 @@ from shardc.passes.estimate.cost import Registers, evaluate, node_seconds, symbo
 from shardc.passes.estimate.memory import measure_liveness
 from shardc.passes.nodes import (
     computed_for,
-    describe_collective,
     is_collective,
     is_random,
     is_view,
@@ -60,24 +58,11 @@ def end_sooner(gm: GraphModule, ctx: PassContext) -> GraphModule:
     if len(reductions) < 2:
         return gm
     end = _End.of(gm, events, reductions)
-    order = _agreed(_best(gm, ctx, events, end), ctx, reductions)
-    if order is not None:
+    starts, own = (each.start for each in reductions), _best(gm, ctx, events, end)
+    order, *others = ctx.choices("the order of the last reductions", ctx.options, starts, own)
+    if order is not None and not others:
         reorder(gm, end.keys(order))
     return gm
-
-
-def _agreed(order: Order | None, ctx: PassContext, reductions: list[Moving]) -> Order | None:
-    """The order that all ranks chose; None, which keeps the graph, if they differ."""
-    if ctx.agree_on_choice is None:
-        return order
-
-    def facts(by_number: bool) -> list[str]:
-        described = (describe_collective(each.start, by_number) for each in reductions)
-        return [str(ctx.options), *described]
-
-    notes = ctx.agree_on_choice("the order of the last reductions", facts, json.dumps(order))
-    agreed = json.loads(min(notes)) if len(notes) == 1 else None
-    return None if agreed is None else tuple(agreed)
 
 
 # -- deciding ------------------------------------------------------------------------------------
@@ -115,8 +100,7 @@ def end_of(
 
 def _best(gm: GraphModule, ctx: PassContext, events: Events, end: "_End") -> Order | None:
     """The best order of the last reductions; None if the graph's own is as good."""
-    assert ctx.options is not None
-    merges, ctx = ctx.options.coalesce, replace(ctx, agree_on_seconds=None)
+    merges, ctx = ctx.planned.coalesce, replace(ctx, agree_on_seconds=None)
     problem = read_problem(gm, ctx, events)
     sent = [each.seconds for each in problem.of("reduce")][-end.count :]
     least = LEAST * sum(problem.seconds)
@@ -140,8 +124,7 @@ def _work(
     gm: GraphModule, ctx: PassContext, events: Events, end: "_End"
 ) -> dict[frozenset[int], float]:
     """Seconds of compute at the end of a graph, by the last reductions that need it."""
-    assert ctx.options is not None
-    profile, fused, hints = ctx.options.profile, ctx.options.fused, symbol_hints(gm)
+    profile, fused, hints = ctx.planned.profile, ctx.planned.fused, symbol_hints(gm)
     work, known = defaultdict[frozenset[int], float](float), Registers()
     for step in events.steps:
         seconds = evaluate(node_seconds(step, profile, fused, known), hints)
@@ -158,8 +141,7 @@ def _seconds(events: Events, problem: Problem, merges: bool) -> list[float]:
 
 def _peak(gm: GraphModule, ctx: PassContext) -> int:
     """The most bytes that a graph holds, before it is scheduled."""
-    assert ctx.options is not None
-    fused, clones = ctx.options.fused, ctx.options.clones
+    fused, clones = ctx.planned.fused, ctx.planned.clones
     return measure_liveness(gm, owns_inputs=True, fused=fused, clones=clones).peak
 
 

@@ -49,7 +49,7 @@ from shardc.passes.nodes import (
     unit_of_copy,
     waits_for,
 )
-from shardc.passes.schedule.timeline import BRINGS, KINDS, STATES, Kind, Limits, Problem, Transfer
+from shardc.passes.schedule.timeline import BRINGS, KINDS, STATES, Kind, Problem, Transfer
 
 
 @dataclass(frozen=True)
@@ -267,8 +267,7 @@ def _result(start: Node) -> list[Node]:
 
 def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
     """A line of events in numbers, with the limits and hints of `ctx.options`."""
-    hints, options = symbol_hints(gm), ctx.options
-    assert options is not None
+    hints, options = symbol_hints(gm), ctx.planned
     known: Registers = {}
     costs = [
         evaluate(node_seconds(step, options.profile, options.fused, known), hints)
@@ -303,7 +302,7 @@ def read_problem(gm: GraphModule, ctx: PassContext, events: Events) -> Problem:
         units[moving.kind][moving.unit] += transfer.nbytes
     largest = {kind: max(sizes.values()) for kind, sizes in units.items() if kind not in STATES}
     in_flight = {kind: ctx.kept.ahead * nbytes for kind, nbytes in largest.items()}
-    return Problem(tuple(seconds), tuple(transfers), Limits(in_flight, options.reduce_buffers))
+    return Problem(tuple(seconds), tuple(transfers), in_flight, options.reduce_buffers)
 
 
 def in_numbers(

@@ -81,32 +81,21 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Bounds on memory.
-
-    Attributes:
-        in_flight: for each kind, the bytes that may be under way or waiting to be read; one
-            transfer always may. A kind that is missing has no bound.
-        reduce_buffers: most reductions that may be under way.
-    """
-
-    in_flight: Mapping[Kind, int]
-    reduce_buffers: int | None = None
-
-
-@dataclass(frozen=True)
 class Problem:
     """The input of the timeline.
 
     Attributes:
         seconds: compute between event i and i + 1, one figure an event.
         transfers: kind by kind, in the order of `KINDS`; those of one kind by their events.
-        limits: bounds on memory.
+        in_flight: for each kind, the bytes that may be under way or waiting to be read; one
+            transfer always may. A kind that is missing has no bound.
+        reduce_buffers: most reductions that may be under way.
     """
 
     seconds: tuple[float, ...]
     transfers: tuple[Transfer, ...]
-    limits: Limits
+    in_flight: Mapping[Kind, int]
+    reduce_buffers: int | None = None
 
     def of(self, kind: Kind) -> list[Transfer]:
         """The transfers of a kind."""
@@ -138,18 +127,18 @@ only, a stall costs time, and models of compute are off by tens of per cent."""
 
 def plan_timeline(problem: Problem) -> Timeline:
     """Place the start and the wait of each transfer."""
-    transfers, limits = problem.transfers, problem.limits
+    transfers = problem.transfers
     passed = [0.0, *itertools.accumulate(each / MARGIN for each in problem.seconds)]
     starts = [transfer.event for transfer in transfers]
     waits, latest = list(starts), _latest(transfers, passed)
     for kind in KINDS:
         places = [place for place, transfer in enumerate(transfers) if transfer.kind == kind]
         queue = [transfers[place] for place in places]
-        limit = limits.in_flight.get(kind, math.inf)
+        limit = problem.in_flight.get(kind, math.inf)
         if kind == "leave":
             planned, into = _arrivals(queue, passed[:-1]), waits
         elif kind in ("reduce", "save"):
-            buffers = limits.reduce_buffers if kind == "reduce" else None
+            buffers = problem.reduce_buffers if kind == "reduce" else None
             planned, into = _waits(queue, limit, buffers, len(problem.seconds)), waits
         else:
             planned, into = _starts(queue, [latest[place] for place in places], limit), starts

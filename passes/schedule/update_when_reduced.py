@@ -21,7 +21,7 @@ there, because they have other parts of parameters; collectives and waits keep t
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -78,26 +78,38 @@ def _gathers_ahead(gm: GraphModule) -> list[Node]:
 def _run_behind(starts: list[int], keys: dict[Node, Key]) -> None:
     """Put the nodes that no collective needs behind gathers, which start at some levels.
 
-    They come behind the first gather. Where the last one starts behind the last reduction, both are
-    of one bucket and take as long: half of an op over lists comes before them, half behind.
+    `levels_behind` gives their levels.
     """
     needed = _needed_by_collectives(list(keys))
     reductions = sum(is_wait(node) and _may_reduce(node) for node in keys)
-    first, last = min(starts) if min(starts) < reductions else 0, max(starts)
-    late, memory = set[Node](), _Memory()
+    late = _Levels()  # 1 for nodes behind the last gather
     for node, (level, _, index) in list(keys.items()):
         if node in needed:
             continue
-        parts = [node]
-        if last >= reductions > level and _lists_of(node):
+        parts, levels = [node], levels_behind(level, starts, reductions)
+        if len(levels) > 1 and _lists_of(node):
             parts = _halves(node)
             del keys[node]
         for place, part in enumerate(parts):
-            keys[part] = max(level, first), 1, index
-            if place == 1 or memory.meets(part) or not late.isdisjoint(part.all_input_nodes):
-                keys[part] = last, 1, index
-                late.add(part)
-                memory.add(part)
+            keys[part] = levels[0], 1, index
+            if place == 1 or late.behind(part, part.all_input_nodes):
+                keys[part] = max(starts), 1, index
+                late.note(part, 1)
+
+
+def levels_behind(level: int, starts: Collection[int], reductions: int) -> list[int]:
+    """The levels of an update that no gather for the next step needs: two where it is divided.
+
+    It comes behind the first gather. Where the last one starts behind the last reduction, both are
+    of one bucket and take as long: half of the update comes before them, half behind.
+
+    Args:
+        level: the waits before the update.
+        starts: the waits before each gather.
+        reductions: the waits for reductions.
+    """
+    first, last = min(starts) if min(starts) < reductions else 0, max(starts)
+    return [max(level, first), *([last] if last >= reductions > level else [])]
 
 
 def _halves(node: Node) -> list[Node]:
@@ -111,38 +123,15 @@ def _halves(node: Node) -> list[Node]:
     return parts
 
 
-class _Memory:
-    """The memory that some nodes read and write."""
-
-    def __init__(self) -> None:
-        self._read, self._written = set[object](), set[object]()
-
-    def add(self, node: Node) -> None:
-        """Add the memory of a node."""
-        read, written = self._of(node)
-        self._read |= read
-        self._written |= written
-
-    def meets(self, node: Node) -> bool:
-        """Whether a node and one of the others must keep their order."""
-        read, written = self._of(node)
-        return bool(written & (self._read | self._written) or read & self._written)
-
-    def _of(self, node: Node) -> tuple[set[object], set[object]]:
-        written: set[object] = {memory_of(each) for each in _written(node)}
-        if is_random(node):
-            written.add("random numbers")
-        return {memory_of(each) for each in node.all_input_nodes}, written
-
-
 def _needed_by_collectives(nodes: list[Node]) -> set[Node]:
     """Collectives, waits, and the nodes whose results or memory one of them needs."""
-    needed, memory = set[Node](), _Memory()
+    needed, memory = set[Node](), _Levels()
     for node in reversed(nodes):
         is_root = is_collective(node) or is_wait(node)
-        if is_root or memory.meets(node) or not needed.isdisjoint(node.users):
+        met = memory.behind(node, node.all_input_nodes)
+        if is_root or met or not needed.isdisjoint(node.users):
             needed.add(node)
-            memory.add(node)
+            memory.note(node, 1)
     return needed
 
 
@@ -176,10 +165,11 @@ def _may_reduce(wait: Node) -> bool:
 
 
 class _Levels:
-    """The number of waits before each node, if each wait comes as late as possible.
+    """The level of each node, and of the memory that nodes read and write.
 
     A node comes behind the writes of memory that it reads, and behind the reads and writes of
-    memory that it writes. A wait writes the memory of its collective.
+    memory that it writes. A wait writes the memory of its collective. Ops that draw random numbers
+    keep their order.
     """
 
     def __init__(self) -> None:
@@ -188,30 +178,39 @@ class _Levels:
         self._read: defaultdict[object, int] = defaultdict(int)
         self._written: defaultdict[object, int] = defaultdict(int)
 
-    def of(self, operand: Node, written: bool) -> int:
-        """The level behind which a node may come that reads, or writes, an operand."""
-        memory = memory_of(operand)
-        level = max(self._of.get(operand, 0), self._written[memory])
-        return max(level, self._read[memory]) if written else level
+    def behind(self, node: Node, operands: Iterable[Node]) -> int:
+        """The level behind which a node may come, by some of its operands."""
+        written, level = _written(node), self._written[_RANDOM] if is_random(node) else 0
+        for each in operands:
+            memory = memory_of(each)
+            level = max(level, self._of.get(each, 0), self._written[memory])
+            level = max(level, self._read[memory]) if each in written else level
+        return level
+
+    def note(self, node: Node, level: int) -> None:
+        """Note the level of a node."""
+        written = _written(node)
+        for each in node.all_input_nodes:
+            noted, memory = self._written if each in written else self._read, memory_of(each)
+            noted[memory] = max(noted[memory], level)
+        if is_random(node):
+            self._written[_RANDOM] = max(self._written[_RANDOM], level)
+        self._of[node] = level
 
     def enter(self, node: Node) -> int:
-        """Find the level of the next node."""
+        """Find the level of the next node: the number of waits before it, if each is latest."""
+        level = self.behind(node, node.all_input_nodes)
         if is_wait(node):
             self._waits += 1
-        written = _written(node)
-        level = max((self.of(each, each in written) for each in node.all_input_nodes), default=0)
-        if is_random(node):
-            level = self._written["random numbers"] = max(level, self._written["random numbers"])
         if is_wait(node) or (is_collective(node) and not brings_parameters(node)):
             level = self._waits
         if is_collective(node):
             level = self._started = max(level, self._started)  # collectives keep their order
-        for operand in node.all_input_nodes:
-            noted = self._written if operand in written else self._read
-            memory = memory_of(operand)
-            noted[memory] = max(noted[memory], level)
-        self._of[node] = level
+        self.note(node, level)
         return level
+
+
+_RANDOM = "random numbers"
 
 
 def _divided(node: Node, levels: _Levels) -> Iterator[Node]:
@@ -221,12 +220,10 @@ def _divided(node: Node, levels: _Levels) -> Iterator[Node]:
     if not lists:
         yield node
         return
-    written = written_by(node)
     places: defaultdict[int, list[int]] = defaultdict(list)
     for place in range(number):
         tensors = [each[place] for each in lists if isinstance(each[place], Node)]
-        level = max((levels.of(tensor, tensor in written) for tensor in tensors), default=0)
-        places[level].append(place)
+        places[levels.behind(node, tensors)].append(place)
     if len(places) <= 1:
         yield node
         return

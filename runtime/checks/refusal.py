@@ -5,7 +5,7 @@ the user's program. Frames of shardc and of torch's plumbing are passed over.
 """
 
 import sys
-from types import FrameType
+from traceback import walk_stack
 from typing import NamedTuple
 
 SAVE_WHOLE = (
@@ -102,21 +102,16 @@ def is_called_by(library: str) -> bool:
 
 def is_called_by_autograd() -> bool:
     """Whether autograd itself calls into shardc, to add up gradients in a backward."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith("shardc."):
-        frame = frame.f_back
-    return frame is None or frame.f_globals.get("__name__") == "torch.autograd.graph"
+    modules = (str(frame.f_globals.get("__name__")) for frame, _ in walk_stack(sys._getframe(1)))
+    asker = next((each for each in modules if not each.startswith("shardc.")), None)
+    return asker in (None, "torch.autograd.graph")
 
 
 def _integration() -> str | None:
     """The integration that replaces the outermost library whose loop runs; None without one."""
-    frame: FrameType | None = sys._getframe(1)
-    found: str | None = None
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        found = next((use for name, use in _INTEGRATIONS.items() if module.startswith(name)), found)
-        frame = frame.f_back
-    return found
+    modules = [str(f.f_globals.get("__name__", "")) for f, _ in walk_stack(sys._getframe(1))]
+    names = ((each, name) for each in reversed(modules) for name in _INTEGRATIONS)
+    return next((_INTEGRATIONS[name] for each, name in names if each.startswith(name)), None)
 
 
 def is_refused_to_caller() -> bool:

@@ -1,6 +1,7 @@
-"""Values that are read before torch is imported: amounts of memory, numbers of ranks, hardware."""
+"""Values that are read before torch is imported: amounts of memory, numbers of ranks, names."""
 
 import re
+from typing import Literal
 
 MAX_WORLD = 16384
 """The largest number of ranks that can be planned for."""
@@ -9,6 +10,8 @@ HARDWARE = (
     "h200-nvlink",
 )  # fmt: skip
 """The names of the profiles that are built in."""
+Microscaled = Literal["mxfp8", "mxfp4", "nvfp4"]
+"""The published formats on the wire, by their names in `MixedPrecisionPolicy`."""
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 

@@ -395,37 +395,8 @@ _BY_ANOTHER_BACKEND = (
 )
 
 
-@torch.library.custom_op("shardc::unshard_slot", mutates_args=())
-def unshard_slot(segment: Tensor, signature: str, slot: int, extras: Sequence[Tensor]) -> Tensor:
-    """Mark the read of one parameter of a bucket in a Dynamo graph, for `insert_unshard`."""
+def _refuse(*_: object) -> NoReturn:
     raise RuntimeError(_BY_ANOTHER_BACKEND)
-
-
-@unshard_slot.register_fake
-def _(segment: Tensor, signature: str, slot: int, extras: Sequence[Tensor]) -> Tensor:
-    return _as_read(segment, signature, slot)
-
-
-def _as_read(segment: Tensor, signature: str, slot: int) -> Tensor:
-    """A full parameter without data."""
-    spec = spec_of(signature)
-    device = spec.device or segment.device
-    full = segment.new_empty(spec.shapes[slot], dtype=spec.compute_dtype, device=device)
-    return compat.as_parameter(full)
-
-
-@torch.library.custom_op("shardc::unshard_place", mutates_args=())
-def unshard_place(segment: Tensor, signature: str, like: int, marker: Tensor) -> Tensor:
-    """Mark the read of the parameter at `marker` in a Dynamo graph, for `take_gathered`.
-
-    Slot `like` of the bucket has the parameter's shape.
-    """
-    raise RuntimeError(_BY_ANOTHER_BACKEND)
-
-
-@unshard_place.register_fake
-def _(segment: Tensor, signature: str, like: int, marker: Tensor) -> Tensor:
-    return _as_read(segment, signature, like)
 
 
 def _no_backward(ctx: compat.FunctionContext, grad: Tensor) -> NoReturn:
@@ -434,8 +405,21 @@ def _no_backward(ctx: compat.FunctionContext, grad: Tensor) -> NoReturn:
     raise RuntimeError(_BY_ANOTHER_BACKEND)
 
 
-unshard_slot.register_autograd(_no_backward)
-unshard_place.register_autograd(_no_backward)
+def _as_read(segment: Tensor, signature: str, slot: int, _: object) -> Tensor:
+    """A full parameter without data."""
+    spec = spec_of(signature)
+    device = spec.device or segment.device
+    full = segment.new_empty(spec.shapes[slot], dtype=spec.compute_dtype, device=device)
+    return compat.as_parameter(full)
+
+
+# Marks in a Dynamo graph: the read of one parameter of a bucket, for `insert_unshard`, and of the
+# parameter at `marker`, for `take_gathered`. Slot `like` of the bucket has the parameter's shape.
+for _schema in (
+    "unshard_slot(Tensor segment, str signature, SymInt slot, Tensor[] extras) -> Tensor",
+    "unshard_place(Tensor segment, str signature, SymInt like, Tensor marker) -> Tensor",
+):
+    define_op(_schema, _refuse, _as_read, _no_backward)
 
 
 @compat.allow_in_graph

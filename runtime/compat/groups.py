@@ -68,15 +68,6 @@ def resolve_group(name: str) -> dist.ProcessGroup:
         ) from error
 
 
-def is_group(name: str) -> bool:
-    """Whether functional collectives find a group by `name`."""
-    try:
-        resolve_group(name)
-    except RuntimeError:
-        return False
-    return True
-
-
 def also_named(group: dist.ProcessGroup, name: str) -> str:
     """Register `group` for graphs under `name`, or under `name` with a number; gives that name.
 

@@ -5,7 +5,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -250,10 +250,8 @@ def tensors_of_total_norm() -> Sequence[Tensor] | None:
 
     `get_total_norm` takes the norms of one device and dtype at a time, without the other tensors.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         if frame.f_code.co_name in ("_get_total_norm", "get_total_norm"):
             tensors = frame.f_locals.get("tensors")
             return tensors if isinstance(tensors, list) else None
-        frame = frame.f_back
     return None

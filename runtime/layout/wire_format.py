@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from shardc.runtime.checks.values import Microscaled
 from shardc.runtime.layout.layout import round_up
 
 LARGEST = {torch.int8: 126.0, torch.float8_e4m3fn: 416.0}
@@ -26,12 +27,12 @@ class Microscaling(NamedTuple):
     scale: torch.dtype
 
 
-MICROSCALING = {
+MICROSCALING: dict[Microscaled, Microscaling] = {
     "mxfp8": Microscaling(torch.float8_e4m3fn, 32, torch.float8_e8m0fnu),
     "mxfp4": Microscaling(torch.float4_e2m1fn_x2, 32, torch.float8_e8m0fnu),
     "nvfp4": Microscaling(torch.float4_e2m1fn_x2, 16, torch.float8_e4m3fn),
 }
-"""The formats of `comm.microscale`, by their names in `MixedPrecisionPolicy`."""
+"""The formats of `comm.microscale`."""
 
 
 @dataclass(frozen=True)

@@ -343,7 +343,7 @@ class Controls:
         self._require_root("set_manual_backward_finalization")
 
     @checked
-    def finalize_backward(self, *, async_op: bool = False) -> "ReductionHandle | None":
+    def finalize_backward(self, *, async_op: bool = False) -> "UnshardHandle | None":
         """Reduce gradients that backwards without sync have left, in the units that sync now.
 
         Args:
@@ -356,7 +356,7 @@ class Controls:
         for unit in units_in(self):
             for bucket in unit.buckets:
                 bucket.gradients.flush()
-        return ReductionHandle() if async_op else None
+        return UnshardHandle(()) if async_op else None  # nothing is left to wait for
 
     def _require_root(self, method: str) -> None:
         if not self._shardc_unit.is_root:
@@ -425,7 +425,7 @@ def _communicator(own: bool, high_priority: bool) -> Communicator:
 
 
 class UnshardHandle:
-    """The handle that `unshard(async_op=True)` returns."""
+    """The handle that `unshard` and `finalize_backward` return with `async_op=True`."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets
@@ -434,13 +434,6 @@ class UnshardHandle:
         """Wait until the buckets are gathered; the next forward does so by itself."""
         for bucket in self._buckets:
             bucket.gathered.finish()
-
-
-class ReductionHandle:
-    """The handle that `finalize_backward(async_op=True)` returns."""
-
-    def wait(self) -> None:
-        """Return at once: nothing is left to wait for."""
 
 
 def check_reshard(value: object, world_size: int) -> bool | int | None:

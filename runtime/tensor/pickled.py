@@ -9,7 +9,6 @@ group can be copied into a parameter with the same cut, but cannot be gathered.
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardc.runtime import compat
@@ -34,7 +33,7 @@ def reduced(tensor: Sharded) -> tuple[object, ...]:
     if spec.rank == 0 and spec.world_size > 1:
         _tell_that_it_is_a_part(spec)
     cut = (spec.offset, spec.numel, spec.segment, spec.rank, spec.world_size)
-    place = (*cut, spec.group, spec.everyone, _ranks_of(spec.group), _ranks_of(spec.everyone))
+    place = (*cut, spec.group, spec.everyone, *map(compat.ranks_of, (spec.group, spec.everyone)))
     return rebuild_part, (tensor._local, tuple(tensor.shape), place)
 
 
@@ -51,20 +50,11 @@ def _tell_that_it_is_a_part(spec: ShardSpec) -> None:
 def rebuild_part(local: Tensor, shape: tuple[int, ...], place: tuple[Any, ...]) -> Sharded:
     """Rebuild a ShardTensor from the values that `reduced` gave."""
     offset, numel, segment, rank, world_size, group, everyone, ranks, ranks_of_everyone = place
-    if not group or (_ranks_of(group), _ranks_of(everyone)) != (ranks, ranks_of_everyone):
+    found = compat.ranks_of(group), compat.ranks_of(everyone)
+    if not group or found != (ranks, ranks_of_everyone):
         group = everyone = ""
     spec = ShardSpec(offset, numel, segment, rank, world_size, group, everyone=everyone)
     return Sharded.make(local, shape, spec)
-
-
-def _ranks_of(group: str) -> list[int]:
-    """The global ranks of the group with this name; empty if this process has no such group."""
-    if not group or not dist.is_initialized():
-        return []
-    try:
-        return dist.get_process_group_ranks(compat.resolve_group(group))
-    except RuntimeError:
-        return []
 
 
 torch.serialization.add_safe_globals([rebuild_part])

@@ -54,18 +54,16 @@ class BlockState(Tensor):
         self._inner.copy_(self._in_blocks(values))
 
     def restore(self, values: Tensor) -> None:
-        """Quantise `values: (n,)` of an earlier `dequantised()` into the codes of then.
+        """After `copy_` of `values: (n,)`, an earlier `dequantised()`, take the codes of then.
 
         The largest value of a block gives its scale. In a map of codes that ends nearer to zero
         below than above, a largest value that is negative belongs to a larger scale.
         """
         state = self._inner
-        values = values.to(state.device)
-        self.quantise(values)
         lowest = -float(state.qmap[0]) if hasattr(state, "qmap") else 0.0
         if lowest <= 0.0:
             return
-        blocks = self._in_blocks(values).view(-1, state.block_size)
+        blocks = self._in_blocks(values.to(state.device)).view(-1, state.block_size)
         exact = (state.dequantize().view_as(blocks) == blocks).all(1)
         halfway = (state.qmap[1:] + state.qmap[:-1]) / 2
         scales = state.scale.clone()

@@ -9,7 +9,7 @@ all that it holds.
 import logging
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,6 @@ from torch import Tensor
 from shardc.runtime import compat
 from shardc.runtime.comm.unshard import Steps, pack_gradients, reducing
 from shardc.runtime.unit.accumulate import flush_when_done
-from shardc.runtime.unit.backwards import tell_backward
 from shardc.runtime.unit.gather_order import Gathers
 from shardc.runtime.unit.parts import Parts
 from shardc.runtime.watch.entering import naming
@@ -32,6 +31,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("shardc")
 
 _passes: "weakref.WeakValueDictionary[int, BackwardPass]" = weakref.WeakValueDictionary()
+
+
+watchers: "list[Callable[[Iterable[Bucket]], None]]" = []
+"""Called in each backward, at least once, with the buckets that a part of it differentiates."""
+
+
+def tell_backward(buckets: "Iterable[Bucket]") -> None:
+    """Tell the watchers of buckets that the running backward differentiates."""
+    for watch in watchers:
+        watch(buckets)
 
 
 def backward_pass() -> "BackwardPass":

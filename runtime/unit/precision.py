@@ -5,13 +5,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed.fsdp as fsdp
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from shardc.runtime.checks.values import Microscaled
 from shardc.runtime.layout.wire_format import MICROSCALING
 
 
@@ -43,7 +44,7 @@ class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):
     buffer_dtype: torch.dtype | None = None
     keep_low_precision_grads: bool = False
     full_precision_in_eval: bool = False
-    gather_wire_dtype: torch.dtype | Literal["mxfp8", "mxfp4", "nvfp4"] | None = None
+    gather_wire_dtype: torch.dtype | Microscaled | None = None
     reduce_wire_dtype: torch.dtype | None = None
     wire_block: int = 128
     wire_seed: int | None = None

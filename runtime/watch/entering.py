@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
+import torch.distributed as dist
 from torch import Tensor
 
 from shardc.runtime import compat
@@ -11,6 +13,7 @@ from shardc.runtime.watch.history import Failed, Parted, history_of
 from shardc.runtime.watch.long_waits import watch
 from shardc.runtime.watch.progress import AwaitedCall, Label, progress
 
+T = TypeVar("T")
 BoxedGraph = Callable[[list[object]], object]
 """A compiled graph: it takes its inputs as one list and empties it."""
 
@@ -53,6 +56,14 @@ def entering(what: str, group: str, value: Tensor | None = None) -> Iterator[Non
     else:
         with naming(group), AwaitedCall(what):
             yield
+
+
+def told(value: T, what: str, group: dist.ProcessGroup) -> list[T]:
+    """The values that all ranks of `group` give, in order; the second argument names it."""
+    values = [value] * group.size()
+    with entering(what, compat.group_name(group)):
+        dist.all_gather_object(values, value, group=group)
+    return values
 
 
 class InGroup(AwaitedCall):

@@ -7,7 +7,6 @@ the other ranks see no difference.
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.fx import GraphModule
@@ -18,14 +17,8 @@ from shardc.passes.rewrite.verify import collective_sequence
 from shardc.runtime import compat
 from shardc.runtime.watch.agreement import Statement, agree, known, settle
 
-
-@dataclass(frozen=True)
-class Agreed:
-    """One comparison within a group: the statement of this rank, and the notes of all ranks."""
-
-    group: str
-    stated: Statement
-    notes: frozenset[str]
+Agreed = tuple[str, Statement, frozenset[str]]
+"""One comparison: the name of its group, the statement of this rank, the notes of all ranks."""
 
 
 class Agreements:
@@ -62,13 +55,13 @@ class Agreements:
             with self._stage(RANKS):
                 notes = agree(members, stated, self._timeout, every_time, self.before_comparing)
         if not every_time:
-            self.made.append(Agreed(group, stated, notes))
+            self.made.append((group, stated, notes))
         return notes
 
     def again(self, made: tuple[Agreed, ...]) -> bool:
         """Repeat the comparisons of another compile; whether ranks gave the same notes again."""
         # stop at other notes: the facts after them differ, too
-        return all(self.agree(each.group, each.stated) == each.notes for each in made)
+        return all(self.agree(group, stated) == notes for group, stated, notes in made)
 
     def seconds(self, group: str, phase: str, facts: Facts, seconds: list[float]) -> list[float]:
         """The compute times that all ranks plan with: the largest ones of the first compile."""
@@ -84,25 +77,18 @@ class Agreements:
             self.agree(group, _sequence(gm, phase))
 
 
-def recall_seconds(group: str, phase: str, facts: Facts) -> list[float]:
-    """The compute times that ranks agreed on before. Asks no rank; may raise NotAgreed."""
-    return _slowest(_recall(group, _unscheduled(phase, facts)))
+class Recalled(Agreements):
+    """The comparisons of an earlier compile. It asks no rank; all may raise NotAgreed."""
+
+    def agree(self, group: str, stated: Statement, every_time: bool = False) -> frozenset[str]:
+        """The notes of ranks that agreed on a statement before."""
+        notes = known(compat.resolve_group(group), stated)
+        if not notes:
+            raise NotAgreed(stated.what)
+        return notes
 
 
-def recall_collectives(gm: GraphModule, phase: str, groups: list[str]) -> None:
-    """Raise NotAgreed unless ranks agreed on the collectives of `gm` before. Asks no rank."""
-    for group in groups:
-        _recall(group, _sequence(gm, phase))
-
-
-def _recall(group: str, stated: Statement) -> frozenset[str]:
-    notes = known(compat.resolve_group(group), stated)
-    if not notes:
-        raise NotAgreed(stated.what)
-    return notes
-
-
-def _unscheduled(phase: str, facts: Facts, note: str = "") -> Statement:
+def _unscheduled(phase: str, facts: Facts, note: str) -> Statement:
     return _once(f"the collectives of a {phase} graph, before they are scheduled", facts, note)
 
 

@@ -25,38 +25,18 @@ from torch.fx import GraphModule
 
 import shardc.passes
 import shardc.runtime
-from shardc.backend.agreements import Agreed
 from shardc.backend.executor import eager_executor
-from shardc.backend.graph_plan import Call, CompilePlan, GraphPlan
+from shardc.backend.graph_plan import Call, CompilePlan
 from shardc.backend.options import Options
 from shardc.backend.recorded import recorded
 from shardc.backend.stages import RANKS
 from shardc.passes import pipeline
-from shardc.passes.context import Kept
 from shardc.passes.dump import is_wanted
-from shardc.passes.rewrite.used_slots import Differentiated
 from shardc.runtime import compat
 from shardc.runtime.watch.agreement import Statement
 from shardc.runtime.watch.entering import BoxedGraph, naming_failures
 from shardc.runtime.watch.hand_over import HandOver
 from shardc.runtime.watch.progress import progress
-
-
-@dataclass(frozen=True)
-class Decided:
-    """The decisions of the passes while a graph was compiled.
-
-    Attributes:
-        agreed: the comparisons of the ranks.
-        joint, kept, graphs, calls: see `CompilePlan`.
-    """
-
-    agreed: tuple[Agreed, ...]
-    joint: Differentiated | None
-    kept: Kept
-    graphs: tuple[GraphPlan, ...]
-    calls: dict[str, Call]
-
 
 _NOT_KEPT = "-"
 """The note of a rank with a graph that cannot be kept, in place of a key."""
@@ -147,9 +127,8 @@ class CompileCache:
             return
         plan = self.plan
         graphs = tuple(replace(each, buckets=(), options=Options()) for each in plan.graphs)
-        entry.shardc = Decided(
-            tuple(plan.agreements.made), plan.joint, plan.kept, graphs, plan.calls
-        )
+        decided = plan.joint, plan.kept, graphs
+        entry.shardc = tuple(plan.agreements.made), decided, plan.calls
         save(self._key)
         if self._hand_over is not None and self._hand_over.leads:
             content: bytes | None = b""
@@ -176,11 +155,11 @@ class CompileCache:
         if found is None:
             return None
         entry, _ = found
-        decided = entry.shardc
-        if not self.plan.agreements.again(decided.agreed):
+        agreed, decided, known = entry.shardc
+        if not self.plan.agreements.again(agreed):
             return None  # other ranks have other shapes now, so the schedule differs
-        self.plan.load(decided.joint, decided.kept, decided.graphs)
-        calls = (decided.calls.get(phase, Call()) for phase in ("forward", "backward"))
+        self.plan.load(*decided)
+        calls = (known.get(phase, Call()) for phase in ("forward", "backward"))
         compat.wrap_entry(entry, *(functools.partial(around, call) for call in calls))
         self.plan.stages.load()
         return found

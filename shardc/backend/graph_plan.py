@@ -5,13 +5,13 @@ import itertools
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import GraphModule
 
-from shardc.backend.agreements import Agreements, recall_collectives, recall_seconds
+from shardc.backend.agreements import Agreements, Recalled
 from shardc.backend.options import Options
 from shardc.backend.stages import PASSES, Stages
 from shardc.passes.budget.trial import Phase
@@ -94,13 +94,14 @@ class CompilePlan:
         planned = any(bucket.settings.host_is_apart for bucket in buckets.values())
         self._has_link = self.device != "cpu" or planned
         self._for_other_hardware = planned
-        kept = _static_bytes(buckets.values(), options)
-        self.static_bytes = kept + workspace_bytes(self.profile)
+        here = {at: bucket for at, bucket in buckets.items() if not is_elsewhere(bucket)}
         self._states = {
             position: int(bucket.segment.nbytes * options.optimizer_states)
-            for position, bucket in buckets.items()
-            if any(bucket.trainable) and not is_elsewhere(bucket) and options.optimizer_states
+            for position, bucket in here.items()
+            if any(bucket.trainable) and options.optimizer_states
         }
+        kept = sum(bucket.segment.nbytes for bucket in here.values()) + sum(self._states.values())
+        self.static_bytes = kept + workspace_bytes(self.profile)  # gradients are results
         self.labels = distinct_labels(buckets)
         self._open = frozenset(
             position for position, bucket in buckets.items() if bucket.owner.asked_reshard is None
@@ -116,13 +117,13 @@ class CompilePlan:
         results = None if self.joint is None else self.joint.results
         if not self.references or not self.options.schedule:
             return PassContext(phase, results=results, held=self._held)
-        everyone = self.everyone
+        everyone, recalled = self.everyone, Recalled()
         return PassContext(
             phase,
             results=results,
             recall=Recall(
-                functools.partial(recall_seconds, everyone),
-                lambda gm, phase: recall_collectives(gm, phase, groups_in(gm)),
+                functools.partial(recalled.seconds, everyone),
+                lambda gm, phase: recalled.collectives(gm, phase, groups_in(gm)),
             ),
             budget=_budget(self.options, self.profile, self.static_bytes),
             open_positions=self._open,
@@ -286,19 +287,6 @@ def held_by_input(gm: GraphModule, labels: Mapping[int, str]) -> dict[int, tuple
         if full is not None:
             held[id(full)] = label, full.nbytes
     return {at: held[id(tensor)] for at, tensor in enumerate(tensors) if id(tensor) in held}
-
-
-def _static_bytes(buckets: Collection[Bucket], options: Options) -> int:
-    """Bytes of segments and the optimizer's states on the device.
-
-    Gradients are left out: they are results of the backward.
-    """
-    states = 1 + options.optimizer_states
-    return sum(
-        int(bucket.segment.nbytes * (states if any(bucket.trainable) else 1))
-        for bucket in buckets
-        if not is_elsewhere(bucket)
-    )
 
 
 def _device_type(bucket: Bucket) -> str:

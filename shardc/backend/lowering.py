@@ -151,6 +151,8 @@ def _finish_halves(plan: CompilePlan, forward: GraphModule, backward: GraphModul
         if plan.options.keep_read_first:
             plan.kept = choose_read_first(forward, backward, plan.context("joint"))
         run_on_halves(forward, backward, plan.context("joint"), pipeline.HALVES_PASSES)
+        for half in (forward, backward):
+            half.recompile()
 
 
 def _finish_graph(

@@ -16,7 +16,7 @@ from shardc.backend.recomputed import note_readings
 from shardc.runtime import compat
 from shardc.runtime.layout.spec import Reduction
 from shardc.runtime.unit.accumulate import flush_when_done, waiting_sums
-from shardc.runtime.unit.backwards import tell_backward
+from shardc.runtime.unit.backward_pass import tell_backward
 from shardc.runtime.unit.bucket import Bucket, bucket_of
 from shardc.runtime.unit.regather import saving_themselves
 from shardc.runtime.watch.agreement import Statement, rounds

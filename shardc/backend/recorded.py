@@ -1,24 +1,17 @@
 """Compiled graphs tell the recorder of a training step their nodes (`step/recorder.py`)."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch.fx import GraphModule
 
 from shardc.runtime.watch.entering import BoxedGraph
 
+Call = Callable[[GraphModule | None, BoxedGraph, Sequence[str], list[Any]], Any]
+"""Runs a compiled graph, and writes its nodes; for None, writes one call of it."""
 
-class RunsGraphs(Protocol):
-    """The recorder of a step, as compiled graphs know it."""
-
-    def call(
-        self, gm: GraphModule | None, run: BoxedGraph, groups: Sequence[str], inputs: list[Any]
-    ) -> Any:
-        """Run a compiled graph, and write its nodes; for None, write one call of `run`."""
-
-
-recorders: list[RunsGraphs] = []
-"""The recorder of the step that is recorded now; none at other times."""
+recorders: list[Call] = []
+"""The recorder's `call` for the step that is recorded now; none at other times."""
 
 
 def recorded(gm: GraphModule | None, run: BoxedGraph, groups: Sequence[str] = ()) -> BoxedGraph:
@@ -26,7 +19,7 @@ def recorded(gm: GraphModule | None, run: BoxedGraph, groups: Sequence[str] = ()
     collectives over `groups`."""
 
     def call(inputs: list[object]) -> object:
-        return recorders[-1].call(gm, run, groups, inputs) if recorders else run(inputs)
+        return recorders[-1](gm, run, groups, inputs) if recorders else run(inputs)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

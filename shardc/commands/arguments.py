@@ -5,11 +5,11 @@ A command imports torch when it runs, so a wrong command line costs no import of
 
 import argparse
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from shardc.commands.errors import UsageError
 from shardc.commands.target import EXAMPLE
-from shardc.runtime.checks.values import HARDWARE, MAX_WORLD, read_amount
+from shardc.runtime.checks.values import HARDWARE, MAX_WORLD, Microscaled, read_amount
 from shardc.runtime.checks.words import plural
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _WIRE = {"float8": "float8_e4m3fn", "int8": "int8"}
-_FORMATS = ("mxfp8", "mxfp4", "nvfp4")
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -57,9 +56,9 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--mp", choices=sorted(_DTYPES), help="param_dtype of mixed precision: the dtype that "
         "parameters are gathered in (default: as they are stored)")  # fmt: skip
-    add("--wire", choices=sorted((*_WIRE, *_FORMATS)), help="gather parameters in this format, in "
-        "blocks that share a scale; gradients are sent in int8 then (default: nothing is quantised)"
-    )  # fmt: skip
+    formats = sorted((*_WIRE, *get_args(Microscaled)))
+    add("--wire", choices=formats, help="gather parameters in this format, in blocks that share a "
+        "scale; gradients are sent in int8 then (default: nothing is quantised)")  # fmt: skip
 
 
 def read_precision(args: argparse.Namespace) -> "MixedPrecisionPolicy":

@@ -59,10 +59,11 @@ class _Sharding:
     _shard_fn: ShardFn | None
     _options: dict[str, Any]
 
-    def _size_mesh(self) -> None:
-        """Set the size of data parallelism: all ranks divided by the size of tensor parallelism."""
+    def setup_environment(self) -> None:
+        """Set up the processes as Lightning does, with a mesh of all ranks."""
         ranks = self.num_nodes * self.num_processes
         self._data_parallel_size = ranks // int(self._tensor_parallel_size)
+        super().setup_environment()  # type: ignore[misc]
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Shard `model` unless it is sharded, and initialise its parameters and buffers on meta."""
@@ -109,12 +110,13 @@ class FabricStrategy(_Sharding, FabricModelParallel):
             process_group_backend=process_group_backend,
         )
         self._shard_fn, self._options = shard_fn, {"units": units, **sharding}
-        self._backward_sync_control: Any = _BackwardSync()
+        self._backward_sync_control: Any = self  # Fabric asks it for `no_backward_sync`
 
-    def setup_environment(self) -> None:
-        """Set up the processes as Lightning does, with a mesh of all ranks."""
-        self._size_mesh()
-        super().setup_environment()
+    def no_backward_sync(
+        self, module: nn.Module, enabled: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        """Enter `no_sync` of the root units inside `module`, if `enabled`."""
+        return _no_sync(module) if enabled else contextlib.nullcontext()
 
     def save_checkpoint(
         self,
@@ -213,11 +215,6 @@ class TrainerStrategy(_Sharding, TrainerModelParallel):
         self._shard_fn, self._options = shard_fn, {"units": units, **sharding}
         self._compile_options = compile_options
 
-    def setup_environment(self) -> None:
-        """Set up the processes as Lightning does, with a mesh of all ranks."""
-        self._size_mesh()
-        super().setup_environment()
-
     def setup(self, trainer: Any) -> None:
         """Shard the LightningModule, then make its optimizers."""
         model: nn.Module = self.lightning_module
@@ -293,13 +290,3 @@ def _no_sync(model: nn.Module) -> Iterator[None]:
         for module in units_of(model, root_only=True).values():
             stack.enter_context(module.no_sync())
         yield
-
-
-class _BackwardSync:
-    """The object that Fabric asks for `no_backward_sync`."""
-
-    def no_backward_sync(
-        self, module: nn.Module, enabled: bool
-    ) -> contextlib.AbstractContextManager[None]:
-        """Enter `no_sync` of the root units inside `module`, if `enabled`."""
-        return _no_sync(module) if enabled else contextlib.nullcontext()

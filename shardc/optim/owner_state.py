@@ -19,9 +19,8 @@ from torch.optim import Optimizer
 from shardc.optim.first_state import first_state, map_leaves
 from shardc.optim.given import OWN
 from shardc.optim.owners import on_owner
-from shardc.runtime import compat
 from shardc.runtime.tensor.shard_tensor import ShardTensor
-from shardc.runtime.watch.entering import entering
+from shardc.runtime.watch.entering import told
 
 
 @dataclass(frozen=True)
@@ -104,15 +103,12 @@ class OwnerState:
 
     def _from_all(self, mine: Mapping[int, Any]) -> dict[int, Any]:
         """The entries of all ranks, merged, in the form in which ranks get them."""
-        told = {number: map_leaves(_small, tree) for number, tree in mine.items()}
+        shown = {number: map_leaves(_small, tree) for number, tree in mine.items()}
         merged: dict[int, Any] = {}
         for group in self.groups:
-            everyone: list[Any] = [None] * group.size()
-            with entering("the entries of an optimizer's state", compat.group_name(group)):
-                dist.all_gather_object(everyone, told, group=group)
-            for each in reversed(everyone):
+            for each in reversed(told(shown, "the entries of an optimizer's state", group)):
                 merged.update(each)
-        return merged or told
+        return merged or shown
 
     def _placed(self, param: Tensor, tree: Any) -> Any:
         """The state of `param` as every rank shows it; a plain parameter's state is unchanged."""

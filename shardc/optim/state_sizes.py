@@ -6,12 +6,12 @@ memory and next to no time. A value that the step reads is 1.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from shardc.optim.independence import keeping_random_states
 from shardc.runtime import compat
@@ -40,13 +40,6 @@ def state_sizes(make: Callable[[], Optimizer], params: Sequence[nn.Parameter]) -
     except Exception as error:
         log.info("its state is taken to be as large as the parameters: %s", error)
         return own
-    sizes = [sum(t.nbytes for t in _tensors(optimizer.state.get(param, {}))) for param in params]
+    states = [tree_leaves(optimizer.state.get(param, {})) for param in params]
+    sizes = [sum(t.nbytes for t in state if isinstance(t, Tensor)) for state in states]
     return sizes if any(sizes) else own
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (Mapping, list, tuple)):
-        for entry in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from _tensors(entry)

@@ -57,21 +57,6 @@ def token_formulas(record: Record, doubled: Record) -> Formulas:
     return _texts(formulas)
 
 
-def formula_value(formula: str, ranks: float | None = None, tokens: float | None = None) -> float:
-    """The value of a formula for numbers of ranks and tokens.
-
-    Raises:
-        ValueError: the formula depends on a number that is not given.
-    """
-    names = {"W": WORLD, "T": TOKENS}
-    given = {WORLD: ranks, TOKENS: tokens}
-    value = sympy.sympify(formula, locals=names)
-    value = value.subs({symbol: number for symbol, number in given.items() if number is not None})
-    if value.free_symbols:
-        raise ValueError(f"the formula depends on {value.free_symbols} too: {formula}")
-    return float(value)
-
-
 def _at_backward(record: Record) -> tuple[int, ...]:
     """Bytes held at the end of the forward, one figure for each of `KINDS`."""
     forward = [op.start + op.seconds for op in record.ops if op.phase == "forward"]

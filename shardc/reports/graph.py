@@ -6,6 +6,7 @@ wait.
 """
 
 import bisect
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -83,20 +84,6 @@ class GraphRows:
         )
 
 
-@dataclass
-class _Sent:
-    """A collective that was started: its place in the graph, and its times on the wire."""
-
-    node: Node
-    place: int
-    issued: float
-    start: float
-    end: float
-    waited: float = -1.0
-    exposed: float = 0.0
-    wait_place: int = -1
-
-
 def read_graph(
     gm: GraphModule, phase: str, profile: Profile, liveness: Liveness, fused: bool
 ) -> GraphRows:
@@ -106,7 +93,8 @@ def read_graph(
     """
     hints, known = symbol_hints(gm), Registers()
     clock = Clock()
-    sent: dict[Node, _Sent] = {}
+    sent: dict[Node, tuple[int, float, float]] = {}  # its place, the times of its start
+    waits: dict[Node, tuple[float, float, float]] = {}  # its place, the time, the stall
     ops: list[Op] = []
     places: list[int] = []
     memory: list[MemoryPoint] = []
@@ -118,12 +106,10 @@ def read_graph(
             transfer = in_numbers(node, place, profile, hints)
             start = clock.start(node, transfer.seconds, transfer.wire, transfer.then)
             if not is_host_copy(node):
-                sent[node] = _Sent(node, place, before, start, clock.arrived[node])
+                sent[node] = place, before, start
         elif is_wait(node) and (source := awaited_by(node)) in clock.arrived:
             clock.wait(source)
-            if source in sent and sent[source].waited < 0:
-                row = sent[source]
-                row.waited, row.exposed, row.wait_place = before, clock.now - before, place
+            waits.setdefault(source, (place, before, clock.now - before))
         else:
             seconds = evaluate(node_seconds(node, profile, fused, known), hints)
             if seconds > 0:
@@ -132,12 +118,17 @@ def read_graph(
                 flops[dtype_of(node)] += evaluate(node_flops(node), hints)
             clock.now += seconds
         memory.append(_memory(liveness, place, clock.now, f"{phase}, {_in_words(node)}"))
-    rows = tuple(_row(each, phase, ops, places, clock.now, hints) for each in sent.values())
+    rows = []
+    for node, (place, issued, start) in sent.items():
+        wait_place, waited, exposed = waits.get(node, (math.inf, clock.now, 0.0))
+        around = _op_after(place, ops, places), _op_after(wait_place, ops, places)
+        times = {"issued": issued, "start": start, "end": clock.arrived[node]}
+        rows.append(_row(node, phase, hints, around, **times, waited=waited, exposed=exposed))
     steps = _steps_of(memory)
     return GraphRows(
         phase,
         clock.end,
-        rows,
+        tuple(rows),
         tuple(ops),
         tuple(memory[place] for place in steps),
         flops,
@@ -158,38 +149,29 @@ def _gathered(
 
 
 def _row(
-    transfer: _Sent,
-    phase: str,
-    ops: list[Op],
-    places: list[int],
-    end: float,
-    hints: dict[Any, int],
+    node: Node, phase: str, hints: dict[Any, int], around: tuple[str, str], **times: float
 ) -> CollectiveRow:
-    node = transfer.node
+    """The row of a collective, with the ops behind its start and its wait, and with its times."""
     return CollectiveRow(
         phase=phase,
         kind=kind_of(node),
         buckets=labels_of(node),
         ranks=ranks_in(node),
         nbytes=int(evaluate(transfer_bytes(node), hints)),
-        before=_op_after(transfer.place, ops, places),
-        needed_by=_op_after(transfer.wait_place, ops, places),
-        issued=transfer.issued,
-        start=transfer.start,
-        end=transfer.end,
-        waited=transfer.waited if transfer.waited >= 0 else end,
-        exposed=transfer.exposed,
+        before=around[0],
+        needed_by=around[1],
         dtype=dtype_of(node),
         in_steps=in_steps(node),
+        **times,
     )
 
 
-def _op_after(place: int, ops: list[Op], places: list[int]) -> str:
+def _op_after(place: float, ops: list[Op], places: list[int]) -> str:
     """The first op of a module after a place of the graph, in words.
 
     An op of no module (a cast of a segment, an op of the loss) counts if no op of a module follows.
     """
-    if place < 0 or not places or place >= places[-1]:
+    if not places or place >= places[-1]:
         return "(end)"
     later = ops[bisect.bisect_right(places, place) :]
     found = next((op for op in later if op.module), later[0])

@@ -33,8 +33,7 @@ def memory_curve(
         Rows of the curve, from the least memory to the shortest step: no row is worse than another
         in both. Rows of usual settings follow. The kinds are the cheapest per byte first.
     """
-    assert ctx.options is not None
-    ctx = replace(ctx, options=replace(ctx.options, in_order=True))  # as with a budget
+    ctx = replace(ctx, options=replace(ctx.planned, in_order=True))  # as with a budget
     tradeoffs = [tradeoff_of(gm, ctx, ahead) for ahead in range(UNITS_IN_FLIGHT, -1, -1)]
     found = [row for each in tradeoffs for row in _points(each, static)]
     points: list[CurveRow] = []

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from shardc.passes.schedule.timeline import Clock
+from shardc.passes.schedule.update_when_reduced import levels_behind
 from shardc.reports.record import KINDS, BucketRow, CollectiveRow, MemoryPoint, Op, Record
 from shardc.runtime.checks.words import some
 
@@ -44,34 +45,9 @@ class Carried:
 
 def replay(record: Record, carried: Callable[[CollectiveRow], Carried]) -> float:
     """The seconds of the step if each collective takes the seconds that `carried` gives."""
-    ops = sorted((op.start, op.seconds) for op in record.ops)
-    starts = [start for start, _ in ops]
-    sums = [0.0, *itertools.accumulate(seconds for _, seconds in ops)]
-
-    def computed(moment: float) -> float:
-        """Seconds of compute that are done by `moment`: ops do not overlap."""
-        last = bisect.bisect_left(starts, moment) - 1
-        if last < 0:
-            return 0.0
-        return sums[last] + min(ops[last][1], moment - starts[last])
-
-    events = [(row.issued, 0, number) for number, row in enumerate(record.collectives)]
-    events += [(row.waited, 1, number) for number, row in enumerate(record.collectives)]
-    times = list(map(carried, record.collectives))
-    clock, done = Clock(), 0.0
-    for moment, waits, number in sorted(events):
-        until = computed(moment)
-        clock.now += until - done
-        done = until
-        row, time = record.collectives[number], times[number]
-        if waits:
-            clock.wait(number)
-            clock.now += time.computed if row.brings_parameters else 0.0
-        else:
-            clock.now += 0.0 if row.brings_parameters else time.computed
-            clock.start(number, time.seconds, then=time.then)
-    clock.now += record.compute_seconds - done
-    return clock.end
+    rows = record.collectives
+    _, moved, clock = _sent_anew(rows, rows, list(map(carried, rows)))
+    return max(clock.end, moved(max(op.start + op.seconds for op in record.ops)))
 
 
 def whole_step(
@@ -292,27 +268,19 @@ class _End:
 def _order(sizes: Sequence[int], starts: Collection[int]) -> tuple[list[int], list[int]]:
     """The bytes that are updated behind each wait: before the gathers there, and behind them.
 
-    It is the order of `update_when_reduced`.
-
     Args:
         sizes: the bytes of the parameters whose gradients are there behind each wait.
         starts: the waits behind which gathers for the next step start.
     """
     before, after = [0] * len(sizes), [0] * len(sizes)
-    reductions = len(sizes) - 1
-    last = max(starts, default=0)
-    first = min(starts, default=0)
-    if first == reductions:
-        first = 0
     for level, size in enumerate(sizes):
-        place, late = max(level, first), 0
         if level in starts or not starts:
             before[level] += size
             continue
-        if last == reductions > level:
-            late = size // 2
-        after[place] += size - late
-        after[last] += late
+        first, *behind = levels_behind(level, starts, len(sizes) - 1)
+        late = size // 2 if behind else 0
+        after[first] += size - late
+        after[max(starts)] += late
     return before, after
 
 
@@ -328,7 +296,7 @@ def _found_gathered(
     names = {row.name for row in held}
     given = record.collectives
     new = [row if is_first and row.phase == "forward" else _without(row, names) for row in given]
-    rows, moved = _sent_anew(given, new)
+    rows, moved, _ = _sent_anew(given, new, _on_wires(given))
 
     def more(point: MemoryPoint, row: BucketRow) -> int:
         is_freed = until_update and point.where == "optimizer"
@@ -370,9 +338,9 @@ def _without(row: CollectiveRow, names: set[str]) -> CollectiveRow | None:
 
 
 def _sent_anew(
-    old: Sequence[CollectiveRow], new: Sequence[CollectiveRow | None]
-) -> tuple[list[CollectiveRow], Callable[[float], float]]:
-    """Collectives in place of `old` ones, and the new moment of each moment.
+    old: Sequence[CollectiveRow], new: Sequence[CollectiveRow | None], times: Sequence[Carried]
+) -> tuple[list[CollectiveRow], Callable[[float], float], Clock]:
+    """Collectives in place of `old` ones, the new moment of each moment, and the clock after them.
 
     They are started and waited for at the same places; compute between these takes as long.
     """
@@ -383,14 +351,16 @@ def _sent_anew(
     for moment, waits, number in sorted(events):
         clock.now += max(0.0, moment - played)
         played = max(played, moment) + (old[number].exposed if waits else 0.0)
-        row, before = new[number], clock.now
+        row, time, before = new[number], times[number], clock.now
         if row is not None and waits:
             clock.wait(number)
             rows[number] = replace(rows[number], waited=before, exposed=clock.now - before)
         elif row is not None:
-            seconds, then = _on_wires(old, number)
-            start = clock.start(number, seconds, then=then)
+            clock.now += 0.0 if row.brings_parameters else time.computed
+            start = clock.start(number, time.seconds, then=time.then)
             rows[number] = replace(row, issued=before, start=start, end=clock.arrived[number])
+        if row is not None and waits and row.brings_parameters:
+            clock.now += time.computed
         moments.append(played)
         clocks.append(clock.now)
 
@@ -399,19 +369,20 @@ def _sent_anew(
         later = clocks[last] + moment - moments[last]
         return min([later, *clocks[last + 1 : last + 2]])  # a stall may be shorter
 
-    return [rows[number] for number in sorted(rows)], moved
+    return [rows[number] for number in sorted(rows)], moved, clock
 
 
-def _on_wires(rows: Sequence[CollectiveRow], number: int) -> tuple[float, float]:
-    """The seconds of a collective on the wire, and then inside of nodes.
+def _on_wires(rows: Sequence[CollectiveRow]) -> list[Carried]:
+    """The seconds of collectives on the wire, and then inside of nodes.
 
     The next one starts when the wire is free.
     """
-    row = rows[number]
-    if not row.in_steps or number + 1 == len(rows):
-        return row.seconds, 0.0
-    seconds = min(row.seconds, max(0.0, rows[number + 1].start - row.start))
-    return seconds, row.seconds - seconds
+    times = [Carried(row.seconds) for row in rows]
+    for number, (row, following) in enumerate(itertools.pairwise(rows)):
+        if row.in_steps:
+            seconds = min(row.seconds, max(0.0, following.start - row.start))
+            times[number] = Carried(seconds, then=row.seconds - seconds)
+    return times
 
 
 def _last_send(rows: Sequence[CollectiveRow]) -> float:

@@ -4,7 +4,7 @@ import gc
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Dtype, Must, check_value, shown
 from shardc.runtime.checks.telling import warn
+from shardc.runtime.checks.values import Microscaled
 from shardc.runtime.modules.modules import ShardedModule
 from shardc.runtime.tensor.extension import extends_gather, why_not_extended
 from shardc.runtime.tensor.shard_tensor import ShardTensor
@@ -85,7 +86,7 @@ _WIRE: dict[str, object] = {
     "gather_wire_dtype": Annotated[
         torch.dtype, Must("torch.int8, torch.float8_e4m3fn", (torch.int8, _FLOAT8).__contains__)
     ]
-    | Literal["mxfp8", "mxfp4", "nvfp4"]
+    | Microscaled
     | None,
     "reduce_wire_dtype": Annotated[torch.dtype, Must("torch.int8", (torch.int8,).__contains__)]
     | None,

@@ -11,7 +11,7 @@ from shardc.runtime import compat
 from shardc.runtime.checks.arguments import checked
 from shardc.runtime.groups.communicators import group_over
 from shardc.runtime.tensor.shard_tensor import ShardTensor
-from shardc.runtime.watch.entering import entering
+from shardc.runtime.watch.entering import told
 from shardc.sharding.sync import local_parts
 
 
@@ -66,9 +66,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _compare(mine: dict[str, str], group: dist.ProcessGroup) -> None:
-    everyone: list[dict[str, str]] = [{} for _ in range(group.size())]
-    with entering("a comparison of values", compat.group_name(group)):
-        dist.all_gather_object(everyone, mine, group=group)
+    everyone = told(mine, "a comparison of values", group)
     ranks = dist.get_process_group_ranks(group)
     for rank, theirs in zip(ranks, everyone, strict=True):
         if "error" in theirs:

@@ -30,9 +30,8 @@ from shardc.sharding.checks import LeftAlone, check_ignored, check_model, check_
 from shardc.sharding.first_values import FirstValues, compare_values, values_note
 from shardc.sharding.materialize import InitFn, initialise
 from shardc.sharding.mesh import MeshDims, data_parallel_mesh, spmd_of
-from shardc.sharding.meshes import modules_on_other_meshes
 from shardc.sharding.placement import check_devices, compute_device, move_buffers, new_segment
-from shardc.sharding.rows import PlacementFn
+from shardc.sharding.placement_fn import PlacementFn, modules_on_other_meshes
 from shardc.sharding.sync import (
     buffer_facts,
     can_scatter,

@@ -6,8 +6,7 @@ copy then broadcasts its segment to the other copies. Each buffer is broadcast o
 several units hold it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -156,16 +155,10 @@ def _writable(buffer: Tensor, device: torch.device) -> Tensor:
     return buffer.contiguous() if type(buffer) is Tensor else buffer
 
 
-def local_parts(tensor: Tensor) -> Iterator[Tensor]:
+def local_parts(tensor: Tensor) -> list[Tensor]:
     """The plain tensors that a tensor is made of, as `__tensor_flatten__` names them."""
-    if compat.is_dtensor(tensor):
-        yield compat.local_of(tensor)
-    elif type(tensor) in (Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor.detach()
-    else:
-        flatten: Callable[[], Any] = tensor.__tensor_flatten__
-        for name in flatten()[0]:
-            yield from local_parts(getattr(tensor, name))
+    value = compat.local_of(tensor) if compat.is_dtensor(tensor) else tensor
+    return [part.detach() for part in compat.plain_parts(value)]
 
 
 def _broadcast(tensor: Tensor, ranks: Ranks) -> None:

@@ -21,7 +21,7 @@ from shardc.runtime.tensor.tensor_parallel import restore_ties, stored_as
 from shardc.runtime.unit.precision import MixedPrecisionPolicy as Precision
 from shardc.runtime.unit.settings import Settings
 from shardc.sharding.checks import LeftAlone, check_initialized, check_policies
-from shardc.sharding.rows import PlacementFn, is_cut_by_rows
+from shardc.sharding.placement_fn import PlacementFn, is_cut_by_rows
 from shardc.sharding.units import UnitPolicy, UnitRequest, find_inner_units, owned_parameters
 
 

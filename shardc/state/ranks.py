@@ -4,7 +4,7 @@ A model lies on a grid: data-parallel ranks times tensor-parallel ranks. A messa
 all travels along one axis of the grid after the other.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardc.runtime import compat
 from shardc.runtime.tensor.shard_tensor import ShardTensor
-from shardc.runtime.watch.entering import entering
+from shardc.runtime.watch.entering import entering, told
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,16 @@ class ModelRanks:
         """Whether this is the rank that keeps and gives full state dicts: rank 0, as a rule."""
         return all(group.rank() == 0 for group in self.groups)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Send the first rank's `tensor` to every rank, in place."""
-        for group in self.groups:
-            with entering(f"a broadcast of {tensor.numel()}", compat.group_name(group)):
-                dist.broadcast(tensor, group=group, group_src=0)
+    def broadcast(self, value: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The first rank's tensor on every rank, on `device`; other ranks give None."""
+        if value is None:
+            value = torch.empty(shape, dtype=dtype, device=self.device)
+        value = value.detach().to(self.device).contiguous()
+        sent = value.reshape(-1).view(torch.uint8)
+        for group in self.groups if sent.numel() else ():
+            with entering(f"a broadcast of {sent.numel()}", compat.group_name(group)):
+                dist.broadcast(sent, group=group, group_src=0)
+        return value
 
     def broadcast_object(self, value: Any) -> Any:
         """Send the first rank's `value`, pickled, to every rank; gives the value."""
@@ -72,18 +77,15 @@ class ModelRanks:
         Raises:
             RuntimeError: another rank has an error, and this one has none.
         """
-        told: list[str] = []
+        errors: list[str] = []
         if error is not None:
-            told = [f"rank {dist.get_rank() if self.groups else 0}: {error}"]
+            errors = [f"rank {dist.get_rank() if self.groups else 0}: {error}"]
         for group in self.groups:
-            everyone: list[list[str]] = [[] for _ in range(group.size())]
-            with entering("a check of all ranks", compat.group_name(group)):
-                dist.all_gather_object(everyone, told, group=group)
-            told = [message for messages in everyone for message in messages]
+            errors = [each for some in told(errors, "a check of all ranks", group) for each in some]
         if error is not None:
             raise error
-        if told:
-            raise RuntimeError(f"{outcome}, because not every rank can. {told[0]}")
+        if errors:
+            raise RuntimeError(f"{outcome}, because not every rank can. {errors[0]}")
 
 
 def _groups_of(param: Tensor) -> Iterator[str]:

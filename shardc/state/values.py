@@ -160,13 +160,8 @@ class Values:
         """The tensor for an `Announced`, else `value`; every rank must ask in the same order."""
         if not isinstance(value, Announced):
             return value
-        if self.ranks.is_first:
-            tensor = self._sent[value.index].detach().to(self.ranks.device).contiguous()
-        else:
-            tensor = torch.empty(value.shape, dtype=value.dtype, device=self.ranks.device)
-        if tensor.numel():
-            self.ranks.broadcast(tensor.reshape(-1).view(torch.uint8))
-        return tensor
+        sent = self._sent[value.index] if self.ranks.is_first else None
+        return self.ranks.broadcast(sent, value.shape, value.dtype)
 
 
 # -- into the model ------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -28,7 +28,7 @@ from shardc.runtime.checks.arguments import check_value, hints_of
 from shardc.runtime.checks.meta import units_in
 from shardc.runtime.checks.optimizer_hooks import Turn, before_steps
 from shardc.runtime.checks.telling import warn_once
-from shardc.runtime.unit.backwards import watchers
+from shardc.runtime.unit.backward_pass import watchers
 from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.unit.settings import Settings
 from shardc.runtime.unit.unit import Unit
@@ -240,9 +240,9 @@ def plan_accumulation(asked: Accumulate, watched: Watched) -> Accumulation:
         facts = [f"{count} micro-batches", f"reduce once: {asked.reduce_once}"]
         own = [unit for unit in inside[root] if unit in fitting]
         first = _buckets_in(inside[root])[0]
-        choice = agreed("the micro-batches of a step", facts, inside[root], own, first, left)
-        models.append(_Model(inside[root], count, choice.chosen))
-        left = choice.left
+        subject = "the micro-batches of a step"
+        chosen, left = agreed(subject, facts, inside[root], own, first, left)
+        models.append(_Model(inside[root], count, chosen))
     kept = [unit for model in models for unit in model.kept]
     out = {} if left is None else {u.name: u.buckets for u in wanted if u not in kept}
     left_out = room.words(left or 0, out, _buckets_in(kept)) if out else ""
@@ -321,19 +321,6 @@ def _gathered_bytes(unit: Unit) -> int:
     return sum(map(gathered_bytes, unit.buckets))
 
 
-@dataclass(frozen=True)
-class Agreed(Generic[_T]):
-    """A choice that counts on all ranks.
-
-    Attributes:
-        chosen: the choice.
-        left: the fewest bytes that a memory budget leaves on a rank; None without a budget.
-    """
-
-    chosen: tuple[_T, ...]
-    left: int | None
-
-
 def agreed(
     subject: str,
     facts: list[str],
@@ -341,11 +328,15 @@ def agreed(
     own: Iterable[_T],
     bucket: Bucket,
     left: int | None = None,
-) -> Agreed[_T]:
-    """The choice out of `every` that counts on all ranks of a bucket.
+) -> tuple[tuple[_T, ...], int | None]:
+    """The choice out of `every` that counts on all ranks of a bucket, and the bytes that it leaves.
 
     It is one rank's: measured links, and the order in which a forward gathers, may differ from rank
     to rank. Within memory budgets, every rank must have chosen a unit: the choice fits on each.
+
+    Args:
+        left: the bytes that a memory budget leaves on this rank, None without a budget; the fewest
+            of all ranks are returned.
     """
     note = json.dumps([[every.index(each) for each in own], left])
     group = compat.resolve_group(bucket.ranks.everyone)
@@ -355,7 +346,7 @@ def agreed(
     chosen = indexes[0]
     if bounds:
         chosen = [index for index in chosen if all(index in each for each in indexes)]
-    return Agreed(tuple(every[index] for index in chosen), min(bounds, default=None))
+    return tuple(every[index] for index in chosen), min(bounds, default=None)
 
 
 # -- later calls ----------------------------------------------------------------------------------

@@ -84,9 +84,8 @@ def plan_ahead(watched: Watched, accumulation: Accumulation | None = None) -> Ah
     room = Room.beside(every, waiting)
     fitting = _fitting(first, room, kept)
     facts = [plural(len(every), "bucket")]
-    left = room.left(kept)
-    choice = agreed("gathers for the next step", facts, every, fitting, every[0], left)
-    chosen, left = choice.chosen, choice.left
+    subject, left = "gathers for the next step", room.left(kept)
+    chosen, left = agreed(subject, facts, every, fitting, every[0], left)
     out = {} if left is None else {b.label: [b] for b in first if b not in chosen}
     left_out = room.words(left or 0, out, chosen, ahead=True) if out else ""
     if not chosen:

@@ -6,62 +6,22 @@ tensor of its first calls for ever.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.unit.bucket import Bucket
 from shardc.step.constants import Known
 from shardc.step.recorder import Recorder
 from shardc.step.refusals import NotRecorded
+from shardc.step.values import Entry
 
 LEAVES_GRADIENTS = "it leaves gradients: end it with zero_grad(), which sets them to None"
 
 Held = Callable[[], Tensor]
 """Gives a tensor, as its holder has it now."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor that is an entry of a dictionary, as a buffer is."""
-
-    where: dict[Any, Any]
-    key: object
-
-    def __call__(self) -> Tensor:
-        return _local(self.where[self.key])
-
-
-@dataclass(frozen=True)
-class State:
-    """A tensor of an optimizer; `load_state_dict` replaces the dictionaries in which it lies."""
-
-    optimizer: Optimizer
-    param: Tensor
-    key: object
-
-    def __call__(self) -> Tensor:
-        return _local(self.optimizer.state[self.param][self.key])
-
-
-@dataclass(frozen=True)
-class GroupSetting:
-    """A setting of a parameter group that is a tensor: `lr`."""
-
-    optimizer: Optimizer
-    group: int
-    key: str
-
-    def __call__(self) -> Tensor:
-        return _local(self.optimizer.param_groups[self.group][self.key])
-
-
-def _local(value: Tensor) -> Tensor:
-    return value._local if isinstance(value, ShardTensor) else value
 
 
 def buckets_of(optimizers: list[Optimizer]) -> dict[Bucket, None]:
@@ -98,10 +58,11 @@ def find_holders(known: Known, recorder: Recorder) -> list[Held]:
     holders: dict[int, tuple[Held, Tensor]] = {}
     for held in _holders(known, optimizers, in_graph):
         value = held()
-        if isinstance(held, Entry) and value.is_leaf and value.grad is not None:
+        path = held.path if isinstance(held, Entry) else ()
+        if len(path) == 1 and value.is_leaf and value.grad is not None:
             raise NotRecorded(LEAVES_GRADIENTS)
         if recorder.made(value):
-            name = f" {held.key!r}" if isinstance(held, (Entry, State, GroupSetting)) else ""
+            name = f" {path[-1]!r}" if path else ""
             raise NotRecorded(
                 f"it replaces the tensor{name} of a module or optimizer: write to it in place "
                 "(copy_)"
@@ -137,22 +98,25 @@ def _holders(
     modules = [each for each in objects if isinstance(each, nn.Module)]
     for module in dict.fromkeys([*modules_of(optimizers), *modules]):
         for inner in module.modules():
-            yield from _entries(inner._buffers)
+            yield from _entries(inner, "_buffers")
             plain = {k: v for k, v in inner._parameters.items() if not hasattr(v, "_slot")}
-            yield from (Entry(inner._parameters, key) for key, v in plain.items() if v is not None)
+            found = (key for key, value in plain.items() if value is not None)
+            yield from (Entry(inner, "_parameters", (key,)) for key in found)
     for optimizer in in_graph:
-        for param, state in optimizer.state.items():
-            yield from (State(optimizer, param, entry.key) for entry in _entries(state))
-        for number, group in enumerate(optimizer.param_groups):
-            names = (str(entry.key) for entry in _entries(group))
-            yield from (GroupSetting(optimizer, number, name) for name in names)
+        for param in optimizer.state:
+            yield from _entries(optimizer, "state", param)
+        for number in range(len(optimizer.param_groups)):
+            yield from _entries(optimizer, "param_groups", number)
     for each in objects:
         if isinstance(each, torch.amp.GradScaler):
-            yield from _entries(vars(each))
+            yield from _entries(each, "__dict__")
 
 
-def _entries(where: dict[Any, Any]) -> Iterator[Entry]:
-    return (Entry(where, key) for key, value in where.items() if isinstance(value, Tensor))
+def _entries(owner: object, attribute: str, *path: Any) -> Iterator[Entry]:
+    """The entries of a dictionary that are tensors."""
+    items = Entry(owner, attribute, path)().items()
+    tensors = (key for key, value in items if isinstance(value, Tensor))
+    return (Entry(owner, attribute, (*path, key)) for key in tensors)
 
 
 def kind_of(value: Tensor) -> tuple[object, ...]:

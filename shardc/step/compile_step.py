@@ -41,6 +41,7 @@ from shardc.step.recorder import GIVEN, HELD, NUMBER, Recorder
 from shardc.step.refusals import NotRecorded
 from shardc.step.rerun import Numbers, OtherOps
 from shardc.step.unseen import check_effects, effects_of, own_rates, seeing_reads
+from shardc.step.updates import changed_settings
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -376,7 +377,7 @@ class CompiledStep(Generic[_P, _R]):
     def _record(self, kind: _Kind, leaves: list[Any], args: Any, kwargs: Any) -> _R:
         recorder, known = Recorder(), Known(self.step, args, kwargs)
         before = effects_of(known)
-        recorder.rates = own_rates(known)
+        recorder.settings = own_rates(known)
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for tensor in given:
             recorder.add_input(GIVEN, tensor)
@@ -389,7 +390,7 @@ class CompiledStep(Generic[_P, _R]):
             recorder.seeing_updates(),
             seeing_reads(recorder),
         ):
-            recorders.append(recorder)
+            recorders.append(recorder.call)
             try:
                 result = self.step(*args, **kwargs)
                 self._plans.gather()
@@ -433,8 +434,12 @@ def _finish(known: Known, recorder: Recorder, result: object) -> _Graph:
     for param in params_of(buckets, recorder.updates):
         if param.grad is not None:
             raise NotRecorded(LEAVES_GRADIENTS)
-    for update in recorder.updates:
-        update.check_settings()
+    for optimizer, before in recorder.settings.items():
+        if optimizer in optimizers and (names := changed_settings(before, optimizer)):
+            raise NotRecorded(
+                f"it changes {names} of an optimizer, and its Python would not run again: call "
+                "schedulers outside of it"
+            )
     numbers = [
         Numbers(update, recorder.groups_of(update.optimizer))
         for update in recorder.updates

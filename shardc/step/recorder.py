@@ -36,9 +36,10 @@ from shardc.step.updates import (
     SCALING,
     Given,
     Op,
-    Rate,
+    Settings,
     Update,
     UpdateCall,
+    changed_settings,
     counts_on_device,
     group_settings,
 )
@@ -68,7 +69,7 @@ class Recorder(compat.OpMode):
         self.sources: dict[Node, str] = {}
         self.captured: dict[Node, Tensor] = {}
         self.updates: list[Update] = []
-        self.rates: list[Rate] = []
+        self.settings: dict[Optimizer, Settings] = {}
         self._nodes: dict[tuple[object, ...], Node] = {}
         self._bases: dict[int, tuple[StorageWeakRef, Node, int]] = {}
         self._last_input: Node | None = None
@@ -230,7 +231,7 @@ class Recorder(compat.OpMode):
             self._take_call()
             return
         self._check_rates(optimizer)
-        self._update = update = Update(optimizer, settings=group_settings(optimizer))
+        self._update = update = Update(optimizer)
         self.updates.append(update)
         with self._quietly():
             for group in optimizer.param_groups:
@@ -250,12 +251,11 @@ class Recorder(compat.OpMode):
 
     def _check_rates(self, optimizer: Optimizer) -> None:
         """Refuse a step that sets a number of an optimizer before the update."""
-        groups = list(map(id, optimizer.param_groups))
-        own = [rate for rate in self.rates if id(rate.group) in groups]
-        names = {rate.name for rate in own if rate.group.get(rate.name) is not rate.value}
+        before = self.settings.setdefault(optimizer, group_settings(optimizer))
+        names = changed_settings(before, optimizer)
         if names and not self.reason and optimizer not in {u.optimizer for u in self.updates}:
             self.reason = (
-                f"it sets {', '.join(sorted(names))} of an optimizer, and its Python would not run "
+                f"it sets {names} of an optimizer, and its Python would not run "
                 "again: do so outside of it"
             )
 

@@ -7,17 +7,16 @@ and no hook waits for the call, the settings are read instead.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.fx import Node
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardc.runtime import compat
 from shardc.runtime.checks.optimizer_hooks import after_steps, before_steps
 from shardc.step.updates import Given, Op, Update, stepping
+from shardc.step.values import Entry
 
 
 class OtherOps(RuntimeError):
@@ -91,7 +90,7 @@ class Numbers:
         self._rerun = None
         if settings is None or compat.is_watched(optimizer, (before_steps.run, after_steps.run)):
             return self._run_again()
-        read: list[object] = [setting(optimizer) for setting in settings]
+        read: list[object] = [setting() for setting in settings]
         if not self._is_checked:
             self._is_checked, computed = True, self._run_again()
             if read != computed:
@@ -120,23 +119,7 @@ def run_again(update: Update, rerun: Rerun) -> None:
         raise OtherOps(f"{type(optimizer).__name__} runs fewer ops than before")
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A setting of a parameter group: `lr`, or an element of `betas`."""
-
-    group: int
-    name: str
-
-    def __call__(self, optimizer: Optimizer) -> float:
-        group = optimizer.param_groups[self.group]
-        if self.name in ("beta1", "beta2"):
-            value: float = group["betas"][self.name == "beta2"]
-        else:
-            value = group[self.name]
-        return value
-
-
-def settings_of(update: Update, groups: dict[Node, int]) -> list[Setting] | None:
+def settings_of(update: Update, groups: dict[Node, int]) -> list[Entry] | None:
     """The setting of each number, by its name in the op; None if a number is no setting."""
     found = []
     for op in update.ops:
@@ -147,8 +130,11 @@ def settings_of(update: Update, groups: dict[Node, int]) -> list[Setting] | None
         first: Any = op.node.args[0]
         names = {value: name for name, value in op.node.kwargs.items() if isinstance(value, Node)}
         leaves = tree_leaves((op.node.args, op.node.kwargs))
-        found += [Setting(groups[first[0]], names[leaves[place]]) for place in op.numbers]
+        paths = (_IN_BETAS.get(name := names[leaves[at]], (name,)) for at in op.numbers)
+        own = groups[first[0]]
+        found += [Entry(update.optimizer, "param_groups", (own, *path)) for path in paths]
     return found
 
 
+_IN_BETAS: dict[str, tuple[Any, ...]] = {"beta1": ("betas", 0), "beta2": ("betas", 1)}
 _FUSED = {f"aten::_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad")}

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shardc.step.constants import Known
 from shardc.step.recorder import Recorder
 from shardc.step.refusals import NotRecorded
-from shardc.step.updates import Rate
+from shardc.step.updates import Settings, group_settings
 
 _MISSING = object()
 
@@ -43,16 +43,15 @@ def check_effects(before: dict[str, object], known: Known) -> None:
         )
 
 
-def own_rates(known: Known) -> list[Rate]:
-    """Give each number among the settings of optimizers an object of its own, and list them.
+def own_rates(known: Known) -> dict[Optimizer, Settings]:
+    """Give each number among the settings of optimizers an object of its own; the settings.
 
     A step that writes a number before the update shows by that, though the number may be equal.
     """
-    optimizers = {id(each): each for each in known.objects() if isinstance(each, Optimizer)}
-    groups = [group for each in optimizers.values() for group in each.param_groups]
-    for group in groups:
+    optimizers = dict.fromkeys(each for each in known.objects() if isinstance(each, Optimizer))
+    for group in (group for each in optimizers for group in each.param_groups):
         group.update({name: v * 1.0 for name, v in group.items() if type(v) is float})
-    return [Rate(g, name, v) for g in groups for name, v in g.items() if type(v) is float]
+    return {each: group_settings(each) for each in optimizers}
 
 
 _RANDOM = "the random numbers of Python or NumPy"

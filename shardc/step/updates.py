@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from shardc.runtime import compat
-from shardc.step.refusals import NotRecorded
 from shardc.step.values import over
 
 SCALING = ("grad_scale", "found_inf")
@@ -55,7 +54,6 @@ class Update:
         scaling: the attributes that a `GradScaler` sets on a fused optimizer, without memory.
         ops: its ops, in order.
         is_call: whether the graph calls `optimizer.step()`, and has none of the ops.
-        settings: its settings when the step called it.
     """
 
     optimizer: Optimizer
@@ -63,22 +61,6 @@ class Update:
     scaling: dict[str, object] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
     is_call: bool = False
-    settings: list[dict[str, object]] = field(default_factory=list)
-
-    def check_settings(self) -> None:
-        """Refuse a step that changes settings after the update, as a scheduler does.
-
-        Raises:
-            NotRecorded: it does.
-        """
-        now = group_settings(self.optimizer)
-        for before, after in zip(self.settings, now, strict=False):
-            names = [name for name, value in after.items() if before.get(name) != value]
-            if names:
-                raise NotRecorded(
-                    f"it changes {', '.join(names)} of an optimizer, and its Python would not run "
-                    "again: call schedulers outside of it"
-                )
 
     def has_count(self, value: Tensor) -> bool:
         """Whether a tensor is a step count: a number on the host, in the optimizer's state."""
@@ -90,7 +72,10 @@ class Update:
         )
 
 
-def group_settings(optimizer: Optimizer) -> list[dict[str, object]]:
+Settings = list[dict[str, object]]
+
+
+def group_settings(optimizer: Optimizer) -> Settings:
     """The settings of each parameter group that are no tensors."""
     return [
         {
@@ -102,13 +87,12 @@ def group_settings(optimizer: Optimizer) -> list[dict[str, object]]:
     ]
 
 
-@dataclass(frozen=True, eq=False)
-class Rate:
-    """A number among the settings of a parameter group, and the object that it is."""
-
-    group: dict[str, Any]
-    name: str
-    value: float
+def changed_settings(before: Settings, optimizer: Optimizer) -> str:
+    """The names of the settings that are others than `before`; an equal float may be another."""
+    pairs = zip(before, group_settings(optimizer), strict=False)
+    changes = ((name, was.get(name), now.get(name)) for was, now in pairs for name in was | now)
+    names = {n for n, a, b in changes if a is not b and (type(a) is float or a != b)}
+    return ", ".join(sorted(names))
 
 
 @dataclass(frozen=True, eq=False)

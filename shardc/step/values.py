@@ -1,5 +1,6 @@
 """Values of a recorded step: tensors known by their memory, and stand-ins without any."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,3 +45,25 @@ def over(like: Tensor, local: Tensor) -> Tensor:
     if isinstance(like, ShardTensor):
         return ShardTensor(local, tuple(like.shape), like._shard_spec)
     return local
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value in an attribute of an object: a buffer, the state of an optimizer, its `lr`.
+
+    `load_state_dict` replaces the containers on the path.
+
+    Attributes:
+        owner, attribute: the object, and the attribute, a container.
+        path: the keys that lead to the value.
+    """
+
+    owner: object
+    attribute: str
+    path: tuple[Any, ...]
+
+    def __call__(self) -> Any:
+        value = getattr(self.owner, self.attribute)
+        for key in self.path:
+            value = value[key]
+        return local_of(value)

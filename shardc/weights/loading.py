@@ -8,13 +8,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardc.runtime import compat
 from shardc.runtime.checks.arguments import checked, shown
 from shardc.runtime.checks.words import plural
-from shardc.runtime.watch.entering import entering
+from shardc.runtime.watch.entering import told
 from shardc.state.model_state import differences, listing, model_state
 from shardc.state.names import parameter_names
 from shardc.state.pretrained import LoadedKeys
@@ -126,10 +124,7 @@ def _everyone_has(ranks: ModelRanks, mine: bool) -> bool:
     """Whether all ranks give tensors."""
     everyone = mine
     for group in ranks.groups:
-        told = [everyone] * group.size()
-        with entering("a check of the tensors to load", compat.group_name(group)):
-            dist.all_gather_object(told, everyone, group=group)
-        everyone = all(told)
+        everyone = all(told(everyone, "a check of the tensors to load", group))
     return everyone
 
 
@@ -145,11 +140,7 @@ def _sent(
             raise RuntimeError(f"the first rank's tensors: {header.error}")
         if not header.name:
             return
-        if value is None:
-            value = torch.empty(header.shape, dtype=header.dtype, device=ranks.device)
-        value = value.to(ranks.device).contiguous()
-        if value.numel():
-            ranks.broadcast(value.reshape(-1).view(torch.uint8))
+        value = ranks.broadcast(value, header.shape, header.dtype)
         yield header.name, value
         del value
 

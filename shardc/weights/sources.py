@@ -9,7 +9,7 @@ import hashlib
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardc.runtime import compat
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.tensor.tensor_parallel import Placed
-from shardc.runtime.watch.entering import entering
+from shardc.runtime.watch.entering import entering, told
 from shardc.state.model_state import model_state
 from shardc.weights.adapters import Adapters
 from shardc.weights.layouts import Layout, Shape
@@ -114,28 +114,21 @@ def local_part(value: Tensor) -> tuple[Tensor, int, Shape]:
 class Facts(NamedTuple):
     """The facts that a rank tells all others."""
 
-    error: str
     table: str
     rings: list[tuple[int, int]]
     layout: Layout | None
 
 
-def exchange(
-    described: Described | None,
-    layout: Layout | None,
-    error: Exception | None,
-    group: dist.ProcessGroup,
-) -> tuple[dict[str, Source], dict[int, Layout]]:
-    """Tell all ranks of `group` the tensors of the trainers and the layouts of the receivers.
+PLAN = "an exchange for a plan of weights"
 
-    Raises:
-        RuntimeError: another rank has an error; this rank's own `error` is raised as it is.
-    """
-    rows = [] if described is None else described.rows
+
+def exchange(
+    described: Described, layout: Layout | None, group: dist.ProcessGroup
+) -> tuple[dict[str, Source], dict[int, Layout]]:
+    """Tell all ranks of `group` the tensors of the trainers and the layouts of the receivers."""
+    rows = described.rows
     table = hashlib.sha256(pickle.dumps(rows)).hexdigest() if rows else ""
-    rings = [] if described is None else described.rings
-    facts = told(Facts(str(error) if error else "", table, rings, layout), group)
-    agree(error, [fact.error for fact in facts])
+    facts = told(Facts(table, described.rings, layout), PLAN, group)
     tables: dict[str, list[_Row]] = {}
     for rank, fact in enumerate(facts):
         if fact.table and fact.table not in tables:
@@ -146,23 +139,6 @@ def exchange(
     trainers = [(rank, fact.table, fact.rings) for rank, fact in enumerate(facts) if fact.table]
     layouts = {rank: fact.layout for rank, fact in enumerate(facts) if fact.layout is not None}
     return joined(tables, trainers), layouts
-
-
-def told(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """The values of all ranks of `group`, in the order of ranks."""
-    values: list[Any] = [None] * group.size()
-    with entering("an exchange for a plan of weights", compat.group_name(group)):
-        dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def agree(error: Exception | None, errors: Sequence[str]) -> None:
-    """Raise this rank's error, or RuntimeError with the first error of another rank."""
-    if error is not None:
-        raise error
-    for rank, text in enumerate(errors):
-        if text:
-            raise RuntimeError(f"nothing was sent, because not every rank can. rank {rank}: {text}")
 
 
 def joined(

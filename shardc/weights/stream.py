@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.runtime.checks.arguments import Dtype, checked
-from shardc.runtime.comm.collectives import ops, start_all_gather_into
+from shardc.runtime.comm.collectives import CallStarted, Started, start_all_gather_into
 from shardc.runtime.tensor.shard_tensor import ShardTensor
 from shardc.runtime.unit.bucket import Bucket
 from shardc.runtime.watch.agreement import Statement, agree
@@ -83,21 +83,6 @@ def full_tensors(
 
 
 @dataclass
-class _Gather:
-    """A gather of one bucket."""
-
-    full: Tensor
-    group: str
-    call: AwaitedCall | None
-
-    def wait(self) -> Tensor:
-        if self.call is not None:
-            with naming(self.group), self.call.waiting():
-                ops.wait_tensor(self.full)
-        return self.full
-
-
-@dataclass
 class _Stream:
     """The state of one iteration."""
 
@@ -146,7 +131,7 @@ class _Stream:
         return own if any(name in self.adapters.pairs for name in names) else self.dtype
 
     @torch.no_grad()
-    def _start(self, bucket: Bucket) -> _Gather:
+    def _start(self, bucket: Bucket) -> Started | CallStarted:
         bucket.owner.await_updates()
         dtype, layout = self._sent_as(bucket), bucket.layout
         full = torch.empty(layout.numel, dtype=dtype, device=self.computing)
@@ -154,10 +139,10 @@ class _Stream:
         part.copy_(bucket.segment.detach())
         group = bucket.ranks.shard
         if layout.world_size == 1:
-            return _Gather(full, group, None)
+            return Started(full, done=True)
         with naming(group), AwaitedCall(f"an all-gather of {layout.numel} for a stream") as call:
             start_all_gather_into(full, part, layout.world_size, group)
-        return _Gather(full, group, call)
+        return CallStarted(Started(full), call, group)
 
     def _views(self, bucket: Bucket, full: Tensor) -> Iterator[tuple[str, Tensor]]:
         for index, names in self.names[bucket].items():

@@ -19,8 +19,9 @@ from shardc.passes.estimate.hardware import Profile, as_profile
 from shardc.runtime import compat
 from shardc.runtime.checks.arguments import Count, checked
 from shardc.runtime.layout.interval_boxes import boxes_of
-from shardc.runtime.watch.entering import entering
+from shardc.runtime.watch.entering import entering, told
 from shardc.sharding.units import units_of
+from shardc.state.ranks import ModelRanks
 from shardc.weights.adapters import Adapters
 from shardc.weights.layouts import Layout, Shape
 from shardc.weights.rank_plan import (
@@ -33,8 +34,7 @@ from shardc.weights.rank_plan import (
     plan_rank,
     shifted,
 )
-from shardc.weights.sources import Described, agree, describe, exchange, local_part, named_tensors
-from shardc.weights.sources import told as told_by_all
+from shardc.weights.sources import PLAN, Described, describe, exchange, local_part, named_tensors
 
 _ALIGN = 16
 """Bytes to which messages are aligned in a buffer."""
@@ -70,23 +70,23 @@ def plan(
         RuntimeError: another rank cannot take part.
     """
     group = cast(dist.ProcessGroup, group or dist.group.WORLD)
+    ranks = ModelRanks((group,), torch.device("cpu"))
     described, error = Described(), None
     try:
         described = describe(model, merge_adapters) if model is not None else described
     except ValueError as raised:
         error = raised
-    sources, layouts = exchange(described, layout, error, group)
+    ranks.agree(error, "nothing was sent")
+    sources, layouts = exchange(described, layout, group)
     own = RankPlan(group.rank())
     try:
         own = plan_rank(group.rank(), sources, layouts)
     except ValueError as raised:
         error = raised
+    ranks.agree(error, "nothing was sent")
     largest = buffer_bytes or _largest_bucket(model)
-    told = told_by_all((str(error) if error else "", own.traffic(), largest), group)
-    agree(error, [text for text, _, _ in told])
-    limit = max(limit for _, _, limit in told)
-    traffic = [each for _, each, _ in told]
-    return Plan(own, sources, layout, group, limit, traffic, model, described)
+    traffic, limits = zip(*told((own.traffic(), largest), PLAN, group), strict=True)
+    return Plan(own, sources, layout, group, max(limits), traffic, model, described)
 
 
 def _largest_bucket(model: nn.Module | None) -> int:
