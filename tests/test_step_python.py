@@ -384,6 +384,21 @@ class SetsRateBefore(Trainer):
         return super().step(x, y)
 
 
+class SetsBetas(Trainer):
+    """The update changes in no call: the step sets the betas that are there."""
+
+    def step(self, x, y):
+        self.optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+        return super().step(x, y)
+
+
+class SetsRateAfter(Trainer):
+    def step(self, x, y):
+        loss = super().step(x, y)
+        self.optimizer.param_groups[0]["lr"] = 1e-2
+        return loss
+
+
 class Notes(Trainer):
     def __init__(self):
         super().__init__()
@@ -485,7 +500,8 @@ class Reduces(Trainer):
 
 REFUSED = {
     Schedules: "it changes", SetsRate: "lr of an optimizer",
-    SetsRateBefore: "it sets lr", Notes: "self.losses[",
+    SetsRateBefore: "it sets lr", SetsBetas: "it sets betas", SetsRateAfter: "it changes lr",
+    Notes: "self.losses[",
     Sets: "self.last", CountsFurtherDown: "self.state['steps']", CountsInModule: ".seen",
     Mixes: "random numbers of Python", MixesByGenerator: "random numbers of self.drawn",
     Draws: "torch.Generator", ReadsList: "on the host", ReadsArray: "on the host",

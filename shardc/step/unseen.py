@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shardc.step.constants import Known
 from shardc.step.recorder import Recorder
 from shardc.step.refusals import NotRecorded
-from shardc.step.updates import Settings, group_settings
+from shardc.step.updates import FRESH, Settings, group_settings
 
 _MISSING = object()
 
@@ -44,13 +44,13 @@ def check_effects(before: dict[str, object], known: Known) -> None:
 
 
 def own_rates(known: Known) -> dict[Optimizer, Settings]:
-    """Give each number among the settings of optimizers an object of its own; the settings.
+    """Give settings of optimizers objects of their own (`FRESH`); the settings.
 
-    A step that writes a number before the update shows by that, though the number may be equal.
+    A step that writes a setting shows by that, though the value may be equal.
     """
     optimizers = dict.fromkeys(each for each in known.objects() if isinstance(each, Optimizer))
     for group in (group for each in optimizers for group in each.param_groups):
-        group.update({name: v * 1.0 for name, v in group.items() if type(v) is float})
+        group.update({name: FRESH[type(v)](v) for name, v in group.items() if type(v) in FRESH})
     return {each: group_settings(each) for each in optimizers}
 
 

@@ -1,6 +1,6 @@
 """Updates of a recorded step: each call of `optimizer.step()`, with its ops or as one call."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,13 +73,15 @@ class Update:
 
 
 Settings = list[dict[str, object]]
+FRESH: dict[type, Callable[[Any], object]] = {float: lambda v: v * 1.0, tuple: lambda v: (*v,)}
+"""Types of settings of which an equal object can be made, and how."""
 
 
 def group_settings(optimizer: Optimizer) -> Settings:
     """The settings of each parameter group that are no tensors."""
     return [
         {
-            name: tuple(value) if isinstance(value, (list, tuple)) else value
+            name: list(value) if isinstance(value, list) else value
             for name, value in group.items()
             if name != "params" and not any(isinstance(x, Tensor) for x in tree_leaves(value))
         }
@@ -88,10 +90,10 @@ def group_settings(optimizer: Optimizer) -> Settings:
 
 
 def changed_settings(before: Settings, optimizer: Optimizer) -> str:
-    """The names of the settings that are others than `before`; an equal float may be another."""
+    """The names of the settings that are others than `before`, or `FRESH` and other objects."""
     pairs = zip(before, group_settings(optimizer), strict=False)
     changes = ((name, was.get(name), now.get(name)) for was, now in pairs for name in was | now)
-    names = {n for n, a, b in changes if a is not b and (type(a) is float or a != b)}
+    names = {n for n, a, b in changes if a is not b and (type(a) in FRESH or a != b)}
     return ", ".join(sorted(names))
 
 
