@@ -122,6 +122,22 @@ def tokens(seed: int, size: tuple[int, ...] = (2, 7), vocab: int = 31) -> Tensor
     return torch.randint(vocab, size, generator=torch.Generator().manual_seed(seed))
 
 
+def batch_of(seed: int) -> dict[str, Tensor]:
+    """The keyword arguments of a Stack, the same for the same seed on every rank."""
+    return {"tokens": tokens(seed), "targets": tokens(seed + 1)}
+
+
+def batch_of_rank(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """The arguments of a Stack, others on each rank."""
+    seed += torch.distributed.get_rank()
+    return tokens(seed), tokens(seed + 50)
+
+
+def loss_of_rank(call: Callable[..., Any], seed: int = 1) -> Any:
+    """The loss of this rank's batch."""
+    return call(*batch_of_rank(seed))
+
+
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """`build()` under a fixed seed."""
     torch.manual_seed(seed)

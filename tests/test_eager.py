@@ -20,6 +20,7 @@ from models import (
     Choosing,
     CompiledMode,
     Stack,
+    batch_of,
     check_gradients,
     check_parity,
     full,
@@ -93,10 +94,6 @@ class Events:
                 break
             time.sleep(0.02)
         return nbytes
-
-
-def _batch(seed):
-    return {"tokens": tokens(seed), "targets": tokens(seed + 1)}
 
 
 def _step(model, call, number):
@@ -350,7 +347,7 @@ def test_the_order_may_change_between_steps(mesh):
     with _logged(logging.INFO) as texts:
         for order in ((0, 1), (1, 0), (1,), (0, 1, 0), (0, 1)):
             plain.order = model.order = order
-            check_parity(plain, model, model, _batch, mesh, steps=2)
+            check_parity(plain, model, model, batch_of, mesh, steps=2)
     said = "the forward gathers layers.1 where the last one gathered layers.0"
     assert any(said in text for text in texts)
     torch.distributed.set_debug_level(torch.distributed.DebugLevel.INFO)
@@ -389,7 +386,7 @@ def test_a_unit_alone_or_a_part_of_one(mesh):
             torch.testing.assert_close(full(q.grad), p.grad)
     plain.zero_grad()
     model.zero_grad()
-    check_parity(plain, model, model, _batch, mesh)
+    check_parity(plain, model, model, batch_of, mesh)
 
 
 @on_ranks(2)
@@ -410,7 +407,7 @@ def test_micro_batches_that_stay_gathered(mesh):
             run.zero_grad()
     for unit in (*model.layers, model):
         unit.reshard()
-    check_parity(plain, model, model, _batch, mesh)
+    check_parity(plain, model, model, batch_of, mesh)
 
 
 # -- gradients -------------------------------------------------------------------------------------
@@ -498,7 +495,7 @@ class Selective(Recomputed):
 @on_ranks(2)
 def test_recomputation_gathers_once_more_and_ahead(mesh, build):
     plain, model = seeded(lambda: build(3)), sharded(seeded(lambda: build(3)), mesh)
-    check_parity(plain, model, model, _batch, mesh, steps=3)
+    check_parity(plain, model, model, batch_of, mesh, steps=3)
     with Events() as events:
         _step(model, model, 0)
     assert events.of("start") == [build.__name__, *UNITS, *UNITS[::-1]]
@@ -522,7 +519,7 @@ def test_under_the_hooks_of_others(mesh):
                 return model(*args, **kwargs)
 
         with Events() as events:
-            check_parity(plain, model, call, _batch, mesh)
+            check_parity(plain, model, call, batch_of, mesh)
         assert events.of("start")[:5] == ["Stack", "layers.0", "layers.1", "layers.1", "layers.0"]
 
 
@@ -585,7 +582,7 @@ def test_the_step_after_an_interrupted_one_is_right(mesh, kind, ways):
         _compile_blocks(model)
     elif kind == "compiled":
         call = torch.compile(model, **OPTIONS)
-    check_parity(plain, model, call, _batch, mesh)
+    check_parity(plain, model, call, batch_of, mesh)
     root = model._shardc_unit.buckets[0]  # waits for a backward, as FSDP2's
     for where, error in ways:
         model.where, model.error = where, error or ValueError
@@ -603,7 +600,7 @@ def test_the_step_after_an_interrupted_one_is_right(mesh, kind, ways):
                 assert bucket.gathered.is_kept == (waits and bucket is root)
         model.where = None
         model.zero_grad()
-        check_parity(plain, model, call, _batch, mesh, steps=1)
+        check_parity(plain, model, call, batch_of, mesh, steps=1)
 
 
 def _buckets(model):
@@ -625,7 +622,7 @@ def test_evaluation(mesh):
             weight = model.head.weight
             with strictly(), pytest.raises(NotImplementedError, match=r"full_tensor\(\)"):
                 weight @ weight.T
-    check_parity(plain, model.train(), model, _batch, mesh)
+    check_parity(plain, model.train(), model, batch_of, mesh)
 
 
 class _Pieces(nn.Module):

@@ -15,6 +15,7 @@ from fsdp2 import check_against_fsdp2, fsdp2, sharded
 from models import (
     Block,
     Stack,
+    batch_of,
     check_parity,
     compiled,
     full,
@@ -33,11 +34,6 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import shardc
 from shardc import ShardedModule, ShardTensor, fully_shard, units_of
-
-
-def _batch(seed):
-    return {"tokens": tokens(seed), "targets": tokens(seed + 1)}
-
 
 # -- what it makes -------------------------------------------------------------------------------
 
@@ -95,7 +91,7 @@ def test_what_a_process_group_still_holds_is_sharded(mesh):
     assert all(param._use_count() > 1 for param in model.parameters())  # the handles' references
     shard_all(model, mesh)
     del held, work
-    check_parity(plain, model, model, _batch, mesh)
+    check_parity(plain, model, model, batch_of, mesh)
     gc.collect()
     assert not [storage for storage in whole if storage() is not None]
 
@@ -210,9 +206,9 @@ def test_two_models_on_sub_meshes(mesh):
     mine = grid["shard"]
     build = functools.partial(Stack, 1)
     plain, model = seeded(build, rank // 2), shard_all(seeded(build, rank // 2), mine)
-    check_parity(plain, model, compiled(model), _batch, mine)
+    check_parity(plain, model, compiled(model), batch_of, mine)
     everyone = shard_all(seeded(build, 9), mesh)
-    check_parity(seeded(build, 9), everyone, compiled(everyone), _batch, mesh)
+    check_parity(seeded(build, 9), everyone, compiled(everyone), batch_of, mesh)
 
 
 @on_ranks(2)
@@ -240,7 +236,7 @@ def test_convert_a_sharded_module(mesh):
     model.double()
     assert all(p is q for p, q in zip(before, model.parameters(), strict=True))
     assert {p.dtype for p in model.parameters()} == {torch.float64}
-    check_parity(plain, model, compiled(model), _batch, mesh)
+    check_parity(plain, model, compiled(model), batch_of, mesh)
     model.bfloat16()
     for bucket in model._shardc_unit.buckets:
         assert all(slot.start * 2 % 16 == 0 for slot in bucket.layout.slots)
@@ -284,7 +280,7 @@ def test_materialise_a_meta_model(mesh):
         for module in side.modules():
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
-    check_parity(plain, model, model, _batch, mesh)
+    check_parity(plain, model, model, batch_of, mesh)
 
 
 @on_ranks(2)
@@ -459,7 +455,7 @@ def test_none_is_the_default_as_in_fsdp2(mesh):
     )  # fmt: skip
 
     def step(_, call, number):
-        call(**_batch(number)).backward()
+        call(**batch_of(number)).backward()
 
     check_against_fsdp2(theirs, ours, ours, step, steps=2)
     settings = [unit._shardc_unit.settings for unit in units_of(ours).values()]
@@ -485,7 +481,7 @@ def test_what_would_part_a_parameter_is_refused(mesh):
     ):
         with pytest.raises(error, match=words):
             attempt()
-    check_parity(seeded(Stack), model, model, _batch, mesh)
+    check_parity(seeded(Stack), model, model, batch_of, mesh)
 
 
 _PARAMETRIZED = {
@@ -604,7 +600,7 @@ def test_ranks_with_different_models(mesh):
         fully_shard(model, mesh=mesh)
     assert is_unsharded(model)  # told long before a timeout
     model = shard_all(seeded(Stack), mesh)
-    check_parity(seeded(Stack), model, model, _batch, mesh)
+    check_parity(seeded(Stack), model, model, batch_of, mesh)
 
 
 class Choice(nn.Module):
@@ -640,11 +636,11 @@ def test_rank_that_never_comes_is_named(mesh):
         with pytest.raises(
             Exception, match=r"rank 1 did not answer rank 0, which waited at"
         ) as caught:
-            step(**_batch(0))
+            step(**batch_of(0))
         assert str(caught.value).endswith("or run another program")  # and Dynamo adds nothing
         if mesh.get_local_rank() == 0:
             store.set(f"rank 0 has given up {turn}", "")
-    compiled(model)(**_batch(0))
+    compiled(model)(**batch_of(0))
 
 
 def test_process_group_is_needed():
