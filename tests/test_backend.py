@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from models import (
     Block,
+    Checkpointed,
     Stack,
     batch_of,
     check_parity,
@@ -131,16 +131,6 @@ def test_inference_graph(mesh):
     assert [phase for phase, _ in graphs.seen] == ["forward"]
     with torch.inference_mode():
         torch.testing.assert_close(step(**batch_of(1)), plain(**batch_of(1)))
-
-
-class Checkpointed(Stack):
-    """Recomputes every block in the backward."""
-
-    def forward(self, tokens, targets):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
-        return self.head(x).flatten(0, 1).logsumexp(-1).mean() + 0 * targets.sum()
 
 
 class Nested(Block):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
 from models import (
     Block,
+    Checkpointed,
     Choosing,
     CompiledMode,
     Stack,
@@ -30,7 +31,6 @@ from models import (
 )
 from ranks import on_ranks
 from test_backend import Broken, Graphs
-from test_lifetime import Recomputed
 from test_memory import measured_peak
 from test_shard_tensor import strictly
 from torch import nn
@@ -485,13 +485,13 @@ def _save_matmuls():
     )
 
 
-class Selective(Recomputed):
+class Selective(Checkpointed):
     """Its checkpoints do not see the runtime."""
 
     contexts: ClassVar = {"context_fn": _save_matmuls}
 
 
-@pytest.mark.parametrize("build", [Recomputed, Selective])
+@pytest.mark.parametrize("build", [Checkpointed, Selective])
 @on_ranks(2)
 def test_recomputation_gathers_once_more_and_ahead(mesh, build):
     plain, model = seeded(lambda: build(3)), sharded(seeded(lambda: build(3)), mesh)
@@ -500,7 +500,7 @@ def test_recomputation_gathers_once_more_and_ahead(mesh, build):
         _step(model, model, 0)
     assert events.of("start") == [build.__name__, *UNITS, *UNITS[::-1]]
     assert events.alive() == 0
-    if build is Recomputed:
+    if build is Checkpointed:
         first_reduce = next(i for i, (event, _) in enumerate(events.log) if event == "reduce")
         assert events.log.index(("wait", "layers.2")) < first_reduce
         assert ("start", "layers.1") in events.log[first_reduce - 2 : first_reduce], events.log

@@ -7,18 +7,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fsdp2 import sharded
-from models import Block, Stack, check_gradients, check_parity, compiled, loss_of_rank, seeded
+from models import (
+    Block,
+    Checkpointed,
+    Stack,
+    check_gradients,
+    check_parity,
+    compiled,
+    loss_of_rank,
+    seeded,
+)
 from ranks import on_ranks
 from real_models import language, llama
 from test_backend import Graphs
 from torch import nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from shardc import fully_shard
 
@@ -110,20 +115,7 @@ def _save_matmuls(ctx, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Recomputed(Stack):
-    """Blocks under activation checkpointing."""
-
-    contexts: ClassVar = {}
-    reentrant = False
-
-    def forward(self, tokens, targets):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant, **self.contexts)
-        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
-
-
-class Selective(Recomputed):
+class Selective(Checkpointed):
     """Saves what matmuls give, recomputes the rest."""
 
     contexts: ClassVar = {
@@ -138,7 +130,7 @@ class SquashedBlock(Block):
         return x + F.gelu(self.up(self.norm(x))) @ self.down.weight.T.tanh()
 
 
-class Squashed(Recomputed):
+class Squashed(Checkpointed):
     """Blocks under activation checkpointing that compute something of their weights alone."""
 
     def __init__(self):
@@ -146,7 +138,7 @@ class Squashed(Recomputed):
         self.layers = nn.ModuleList([SquashedBlock(), SquashedBlock()])
 
 
-class Reentrant(Recomputed):
+class Reentrant(Checkpointed):
     """The old way to recompute."""
 
     reentrant = True
@@ -159,7 +151,7 @@ def _no_weight_is_saved(graphs, model):
     assert saved and not [v for v in saved if v.numel() in sizes], saved
 
 
-@pytest.mark.parametrize("build", [Recomputed, Selective, Squashed])
+@pytest.mark.parametrize("build", [Checkpointed, Selective, Squashed])
 @on_ranks(2)
 def test_recomputed_blocks_keep_no_gathered_weight(mesh, build):
     plain, model = seeded(build), sharded(seeded(build), mesh, reshard_after_forward=True)
