@@ -256,15 +256,10 @@ def _wrap_blocks(model):
     return model
 
 
-def _compile_model(model):
-    model.compile(**OPTIONS)
-    return model
-
-
 MIXES = {
     "blocks compiled in place": (_compile_blocks, Stack),
     "blocks wrapped": (_wrap_blocks, Stack),
-    "breaks between blocks": (_compile_model, Broken),
+    "breaks between blocks": (lambda model: model.compile(**OPTIONS), Broken),
     "breaks in compiled blocks": (_compile_blocks, BrokenInside),
 }
 
