@@ -1,7 +1,6 @@
 """Gathers across nodes first and inside of each then; reductions the other way: every gradient."""
 
 import os
-import tempfile
 from unittest import mock
 
 import pytest
@@ -166,15 +165,11 @@ def test_rows_of_tables(mesh):
 
 
 @on_ranks(4)
-def test_checkpoints_are_those_of_one_step(mesh):
+def test_checkpoints_are_those_of_one_step(mesh, tmp_path):
     model, other = shard_all(seeded(Stack), _mesh()), shard_all(seeded(Stack, 1), mesh)
-    path = [None]
-    if dist.get_rank() == 0:
-        path = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(path)
-    dcp.save(model.state_dict(), checkpoint_id=path[0])
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path)
     state = other.state_dict()
-    dcp.load(state, checkpoint_id=path[0])
+    dcp.load(state, checkpoint_id=tmp_path)
     for p, q, r in zip(
         model.parameters(), other.parameters(), seeded(Stack).parameters(), strict=True
     ):

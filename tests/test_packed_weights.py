@@ -1,7 +1,6 @@
 """Frozen weights of subclasses made of several tensors, as NF4 for QLoRA: as with FSDP2."""
 
 import copy
-import tempfile
 
 import pytest
 import torch
@@ -132,7 +131,7 @@ def test_a_rank_holds_its_part(mesh):
 
 
 @on_ranks(4)
-def test_values_in_and_out(mesh):
+def test_values_in_and_out(mesh, tmp_path):
     """A state dict has the bytes: they load on other numbers of ranks, and weights load as well."""
     grid = mesh_of("cpu", (2, 2), ("outer", "inner"))
     torch.manual_seed(5)
@@ -142,16 +141,14 @@ def test_values_in_and_out(mesh):
     plain, first = build(), sharded(grid["inner"])
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
     want = first(x)
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
     if dist.get_rank() < 2:
         state = get_model_state_dict(first)
-        dcp.save(state, checkpoint_id=folder[0], process_group=grid["inner"].get_group())
+        dcp.save(state, checkpoint_id=tmp_path, process_group=grid["inner"].get_group())
     dist.barrier()
     second = sharded(mesh, model=other)
     assert not torch.allclose(second(x), want)
     state = get_model_state_dict(second)
-    dcp.load(state, checkpoint_id=folder[0])
+    dcp.load(state, checkpoint_id=tmp_path)
     shardc.set_model_state_dict(second, state)
     assert torch.equal(second(x), want)
     whole = get_model_state_dict(second, options=FULL)
