@@ -21,7 +21,6 @@ from models import (
     full,
     is_unsharded,
     mean_over_ranks,
-    on_meta,
     seeded,
     shard_all,
     tokens,
@@ -263,20 +262,6 @@ def test_a_parameter_in_a_live_graph_is_not_converted(mesh):
     del penalty, held
     model.embed.weight = given
     model.float()
-
-
-@on_ranks(2)
-def test_materialise_a_meta_model(mesh):
-    model = shard_all(on_meta(), mesh)
-    model.to_empty(device="cpu")
-    plain = seeded(Stack)
-    torch.manual_seed(0)
-    for side in (plain, model):
-        torch.manual_seed(5)
-        for module in side.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-    check_parity(plain, model, model, batch_of, mesh)
 
 
 @on_ranks(2)
