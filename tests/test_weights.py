@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from models import Live, Stack, full, seeded
+from models import Live, Stack, full, on_meta, seeded
 from peft import LoraConfig, get_peft_model
 from ranks import mesh_of, on_ranks
 from test_state_dict import Everything, everything
@@ -141,9 +141,7 @@ def test_a_consumer_that_stops_early_leaves_nothing_under_way(mesh):
 
 @on_ranks(2)
 def test_streams_refuse_before_anything_is_sent(mesh):
-    with torch.device("meta"):
-        meta = Stack()
-    fully_shard(meta, mesh=mesh, units="auto")
+    meta = fully_shard(on_meta(), mesh=mesh, units="auto")
     with pytest.raises(ValueError, match=r"is on the meta device.*materialize"):
         full_tensors(meta)
     model = fully_shard(seeded(Stack), mesh=mesh, units="auto")
