@@ -26,12 +26,12 @@ from models import (
     check_parity,
     full,
     mean_over_ranks,
+    measured_peak,
     seeded,
     tokens,
 )
 from ranks import on_ranks
 from test_backend import Broken, Graphs
-from test_memory import measured_peak
 from test_shard_tensor import strictly
 from torch import nn
 from torch._dynamo.utils import counters

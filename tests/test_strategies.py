@@ -12,6 +12,7 @@ from fsdp2 import sharded
 from models import Block, Stack, Wire, batch_of_rank, check_gradients, compiled, full, seeded
 from ranks import mesh_of, on_ranks
 from test_backend import Graphs
+from test_matrix import STRATEGIES
 from test_memory import measured_peak
 from torch import nn
 
@@ -63,20 +64,10 @@ def test_copies_are_reduced_behind_the_next_reduction(mesh):
     assert len(groups) == 2, "reductions over copies have no communicator of their own"
 
 
-ON_THE_WIRE = {
-    "FULL_SHARD": ((4,), True),
-    "SHARD_GRAD_OP": ((4,), False),
-    "reshard to 2": ((4,), 2),
-    "HYBRID_SHARD": ((2, 2), True),
-    "_HYBRID_SHARD_ZERO2": ((2, 2), False),
-    "NO_SHARD": ((4, 1), True),
-}
-
-
 @pytest.mark.parametrize("executor", ["eager", None])
 @on_ranks(4)
 def test_what_each_strategy_sends(mesh, executor):
-    for name, (shape, reshard) in ON_THE_WIRE.items():
+    for name, (shape, reshard) in STRATEGIES.items():
         torch._dynamo.reset()
         grid = mesh_of("cpu", shape)
         model = sharded(seeded(Stack), grid, reshard_after_forward=reshard)
