@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import full
 from ranks import mesh_of, on_ranks
+from subclasses import compiled
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -50,15 +51,6 @@ def sharded(mesh, shard=fully_shard, model=None, **options):
     return shard(model, mesh=mesh, **options)
 
 
-def compiled(model, how):
-    if how == "blocks":
-        for module in (model[0], model[2]):
-            module.compile(backend="shardc", options={"executor": "eager"}, fullgraph=True)
-    elif how != "uncompiled":
-        model.compile(backend="shardc", options={"executor": how}, fullgraph=True)
-    return model
-
-
 @pytest.mark.parametrize(
     ("options", "how"),
     [
@@ -74,7 +66,8 @@ def compiled(model, how):
 @on_ranks(2)
 def test_as_fsdp2(mesh, options, how):
     theirs = sharded(mesh, fsdp.fully_shard, **options)
-    ours = compiled(sharded(mesh, **options), how)
+    ours = sharded(mesh, **options)
+    compiled(ours, how, (ours[0], ours[2]))
     trained = [p for p in ours.parameters() if p.requires_grad]
     assert len(trained) == 4 and all(isinstance(p, ShardTensor) for p in ours.parameters())
     compare(theirs, ours, 1e-5 if how == "inductor" else 0.0)
