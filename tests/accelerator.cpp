@@ -84,7 +84,7 @@ struct Machine {
   std::map<uintptr_t, Block> blocks;
   std::map<uintptr_t, size_t> pinned;
   std::vector<void*> quarantine; // freed and poisoned, but a queued task may still touch it
-  int64_t live = 0, peak = 0, pinned_live = 0, group_tensors = 0, group_bytes = 0;
+  int64_t live = 0, peak = 0;
   std::vector<std::tuple<std::string, bool, bool>> collectives;
   bool late = true, recording = false;
   double copy_cost = 0, comm_cost = 0, compute_cost = 0, now = 0; // now: where the host is
@@ -338,14 +338,12 @@ struct PinnedMemory final : c10::Allocator {
   static void release(void* memory) {
     Lock lock(m.mutex);
     auto size = m.pinned.extract(reinterpret_cast<uintptr_t>(memory)).mapped();
-    m.pinned_live -= size;
     std::free(std::memset(memory, 0xFF, size));
   }
   c10::DataPtr allocate(size_t size) override {
     void* memory = new_memory(std::max<size_t>(size, 1)); // that an empty tensor is pinned, too
     Lock lock(m.mutex);
     m.pinned.emplace(reinterpret_cast<uintptr_t>(memory), size);
-    m.pinned_live += size;
     return {memory, memory, &release, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -786,8 +784,6 @@ struct Simccl final : c10d::Backend {
   Tensor allocateTensor(long size, at::TensorOptions options) override {
     auto tensor = at::empty({size}, options.device(kDevice));
     Lock lock(m.mutex);
-    ++m.group_tensors;
-    m.group_bytes += tensor.nbytes();
     if (Block* block = block_of(tensor.data_ptr()))
       block->of_group = true;
     return tensor;
@@ -846,23 +842,12 @@ PYBIND11_MODULE(sim_accelerator, module) {
   });
   module.def("live_bytes", reader(&Machine::live));
   module.def("peak_bytes", reader(&Machine::peak));
-  module.def("pinned_bytes", reader(&Machine::pinned_live));
   module.def("collectives", reader(&Machine::collectives));
   module.def("pending_tasks", reader(&Machine::pending));
-  module.def("allocated_by_group", [] {
-    Lock lock(m.mutex);
-    return std::pair(m.group_tensors, m.group_bytes);
-  });
   module.def("reset_peak", [] { device_memory.resetPeakStats(0); });
   module.def("reset_counters", [] {
     Lock lock(m.mutex);
-    m.group_tensors = m.group_bytes = 0;
     m.collectives.clear();
-  });
-  module.def("is_group_memory", [](uintptr_t address) {
-    Lock lock(m.mutex);
-    Block* block = block_of(reinterpret_cast<void*>(address));
-    return block && block->of_group;
   });
   module.def("wrap", [](c10::intrusive_ptr<c10d::Backend> gloo, std::string name, int64_t priority) {
     return c10::intrusive_ptr<c10d::Backend>(

@@ -27,7 +27,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -181,24 +181,9 @@ def reset_peak() -> None:
     _library().reset_peak()
 
 
-def pinned_bytes() -> int:
-    """Bytes of pinned host memory in use, those included that a queued copy still needs."""
-    return _library().pinned_bytes()
-
-
 def pending_tasks() -> int:
     """Copies, collectives, waits and marks queued or running, over all streams."""
     return _library().pending_tasks()
-
-
-def allocated_by_group() -> tuple[int, int]:
-    """How many tensors, and how many bytes, were allocated through a process group."""
-    return _library().allocated_by_group()
-
-
-def is_group_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in memory that was allocated through a process group."""
-    return _library().is_group_memory(tensor.data_ptr())
 
 
 def collectives() -> list[tuple[str, bool, bool]]:
@@ -207,7 +192,7 @@ def collectives() -> list[tuple[str, bool, bool]]:
 
 
 def reset_counters() -> None:
-    """Forget the collectives, and what was allocated through process groups."""
+    """Forget the collectives."""
     _library().reset_counters()
 
 
@@ -225,12 +210,7 @@ class device:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 def is_available() -> bool:

@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ["COLUMNS"] = "100"  # readline, which pytest imports, puts 80 there where no terminal is
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    """A group without peers, whose threads would hold tensors for a moment longer."""
+    import torch.distributed as dist
+
+    from shardc.runtime import compat
+
+    compat.join_fake_group(4)
+    yield
+    dist.destroy_process_group()
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:

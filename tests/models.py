@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import torch
@@ -61,10 +61,13 @@ class Stack(nn.Module):
 class Checkpointed(Stack):
     """Computes every block again in the backward."""
 
+    contexts: ClassVar[dict[str, Any]] = {}
+    reentrant = False
+
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
         x = self.embed(tokens)
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
+            x = checkpoint(layer, x, use_reentrant=self.reentrant, **self.contexts)
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
@@ -120,6 +123,22 @@ class Gated(nn.Module):
 def tokens(seed: int, size: tuple[int, ...] = (2, 7), vocab: int = 31) -> Tensor:
     """Token ids, the same for the same seed on every rank."""
     return torch.randint(vocab, size, generator=torch.Generator().manual_seed(seed))
+
+
+def batch_of(seed: int) -> dict[str, Tensor]:
+    """The keyword arguments of a Stack, the same for the same seed on every rank."""
+    return {"tokens": tokens(seed), "targets": tokens(seed + 1)}
+
+
+def batch_of_rank(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """The arguments of a Stack, others on each rank."""
+    seed += torch.distributed.get_rank()
+    return tokens(seed), tokens(seed + 50)
+
+
+def loss_of_rank(call: Callable[..., Any], seed: int = 1) -> Any:
+    """The loss of this rank's batch."""
+    return call(*batch_of_rank(seed))
 
 
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:

@@ -1,5 +1,6 @@
 """Tensor subclasses that say what is gathered of them, as those of torchao do."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -235,10 +236,10 @@ def extended(model: nn.Module, kind: type[_Weight]) -> nn.Module:
     return model
 
 
-def compiled(model: Any, how: str) -> nn.Module:
+def compiled(model: Any, how: str, blocks: Iterable[nn.Module] | None = None) -> nn.Module:
     """`model`, compiled in place: its "blocks", the whole by an executor, or "uncompiled"."""
     if how == "blocks":
-        for layer in model.layers:
+        for layer in model.layers if blocks is None else blocks:
             layer.compile(backend="shardc", options={"executor": "eager"}, fullgraph=True)
     elif how != "uncompiled":
         model.compile(backend="shardc", options={"executor": how}, fullgraph=True)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
 from models import Stack as TwoBlocks
-from models import Wire, check_gradients, compiled, full, seeded, tokens
+from models import Wire, check_gradients, compiled, full, loss_of_rank, seeded, tokens
 from ranks import mesh_of, on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -18,11 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from shardc import fully_shard
 
 Stack = functools.partial(TwoBlocks, 1)
-
-
-def _loss(call, seed, mesh):
-    rank = torch.distributed.get_rank()
-    return call(tokens(seed + rank), tokens(seed + rank + 50))
 
 
 def _check_and_drop_gradients(plain, model, mesh):
@@ -54,9 +49,9 @@ def test_equal_to_the_concatenated_batch(mesh, executor):
     for _ in range(2):
         with model.no_sync():
             for seed in (100, 200):
-                (_loss(call, seed, mesh) / 3).backward()
+                (loss_of_rank(call, seed) / 3).backward()
                 assert all(p.grad is None for p in model.parameters())
-        (_loss(call, 300, mesh) / 3).backward()
+        (loss_of_rank(call, 300) / 3).backward()
         rank = mesh.get_local_rank()
         seeds = [seed + rank for seed in (100, 200, 300)]
         inputs = torch.cat([tokens(s) for s in seeds]), torch.cat([tokens(s + 50) for s in seeds])
@@ -99,8 +94,8 @@ def test_what_waits_is_added_once_however_often_a_bucket_is_read(mesh, executor,
     for _ in range(2):
         for seed, last in ((100, False), (200, True)):
             getattr(model, later)(last)
-            _loss(plain, seed, mesh).backward()
-            loss = _loss(call, seed, mesh)
+            loss_of_rank(plain, seed).backward()
+            loss = loss_of_rank(call, seed)
             with Wire() as wire:
                 loss.backward()
         sent = [message.kind for message in wire.sent if message.kind != "all_gather"]
@@ -128,8 +123,8 @@ def test_a_checkpoint_around_a_block_compiled_alone(mesh, later, shape):
     for _ in range(2):
         for seed, last in ((100, False), (200, False), (300, True), (400, True)):
             getattr(model, later)(last)
-            _loss(plain, seed, mesh).backward()
-            _loss(model, seed, mesh).backward()
+            loss_of_rank(plain, seed).backward()
+            loss_of_rank(model, seed).backward()
         _check_and_drop_gradients(plain, model, mesh)
 
 
@@ -162,8 +157,8 @@ def test_a_reentrant_checkpoint_leaves_what_waits_to_the_backward_around_it(
         given.clear()
         for seed, last in ((100, False), (200, True)):
             getattr(model, later)(last)
-            _loss(plain, seed, mesh).backward()
-            _loss(model, seed, mesh).backward()
+            loss_of_rank(plain, seed).backward()
+            loss_of_rank(model, seed).backward()
         assert len(given) == 1
         _check_and_drop_gradients(plain, model, mesh)
 
@@ -186,9 +181,9 @@ def test_what_waits_is_refused_where_a_region_would_add_it_again(mesh):
     model = fully_shard(seeded(Regions), mesh=mesh)
     call = compiled(model)
     with model.no_sync():
-        _loss(call, 100, mesh).backward()
+        loss_of_rank(call, 100).backward()
     with pytest.raises(Exception, match=r"gradients of Regions wait .* as 1 other place"):
-        _loss(call, 200, mesh)
+        loss_of_rank(call, 200)
 
 
 @on_ranks(2)
@@ -223,17 +218,17 @@ def test_what_waits_in_another_model_is_left_alone(mesh, executor):
     calls = [compiled(m, executor=executor) if executor else m for m in models]
     for call in calls[1:]:
         with models[1].no_sync(), models[2].no_sync():
-            _loss(call, 1, mesh).backward()
+            loss_of_rank(call, 1).backward()
     if mesh.get_local_rank() == 1:
         del models[2], calls[2], call
         gc.collect()  # on this rank only
-    _loss(calls[0], 2, mesh).backward()
+    loss_of_rank(calls[0], 2).backward()
     assert all(p.grad is None for p in models[1].parameters())
-    _loss(calls[1], 2, mesh).backward()
-    _loss(plain, 2, mesh).backward()
+    loss_of_rank(calls[1], 2).backward()
+    loss_of_rank(plain, 2).backward()
     _check_and_drop_gradients(plain, models[0], mesh)
     for seed in (1, 2):
-        _loss(plain, seed, mesh).backward()
+        loss_of_rank(plain, seed).backward()
     _check_and_drop_gradients(plain, models[1], mesh)
 
 
@@ -243,16 +238,16 @@ def test_a_closure_may_reduce_what_waited(mesh):
     model, want = sharded(seeded(Stack), mesh), sharded(seeded(Stack), mesh)
     steps = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, want)]
     with model.no_sync():
-        _loss(model, 1, mesh).backward()
+        loss_of_rank(model, 1).backward()
     with want.no_sync():
-        _loss(want, 1, mesh).backward()
+        loss_of_rank(want, 1).backward()
 
     def closure():
-        loss = _loss(model, 2, mesh)
+        loss = loss_of_rank(model, 2)
         loss.backward()
         return loss
 
-    _loss(want, 2, mesh).backward()
+    loss_of_rank(want, 2).backward()
     steps[1].step()
     before = full(model.embed.weight)
     steps[0].step(closure)
@@ -260,7 +255,7 @@ def test_a_closure_may_reduce_what_waited(mesh):
     for name, param in model.named_parameters():
         assert torch.equal(full(param), full(want.get_parameter(name))), name
     with model.no_sync():
-        _loss(model, 1, mesh).backward()
+        loss_of_rank(model, 1).backward()
         with pytest.raises(RuntimeError, match=r"accumulated but not reduced"):
             steps[0].step(closure=closure)
 
@@ -269,10 +264,10 @@ def test_a_closure_may_reduce_what_waited(mesh):
 def test_grad_stays_what_it_was_and_zero_grad_discards(mesh):
     model = sharded(seeded(Stack), mesh)
     call = compiled(model)
-    _loss(call, 1, mesh).backward()
+    loss_of_rank(call, 1).backward()
     before = _grads(model)
     with model.no_sync():
-        _loss(call, 2, mesh).backward()
+        loss_of_rank(call, 2).backward()
     for name, grad in _grads(model).items():
         assert torch.equal(grad, before[name]), name
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -281,11 +276,11 @@ def test_grad_stays_what_it_was_and_zero_grad_discards(mesh):
     for zero_grad in (optimizer.zero_grad, model.zero_grad):
         zero_grad()
         optimizer.step()  # nothing is pending
-        _loss(call, 1, mesh).backward()
+        loss_of_rank(call, 1).backward()
         for name, grad in _grads(model).items():
             torch.testing.assert_close(grad, before[name], msg=name)
         with model.no_sync():
-            _loss(call, 2, mesh).backward()
+            loss_of_rank(call, 2).backward()
 
 
 @pytest.mark.parametrize("setter", ["set_requires_gradient_sync", "set_requires_all_reduce"])
@@ -332,7 +327,7 @@ def test_contexts_nest_and_restore(mesh):
         assert flags() == [False, False]
     assert flags() == [True, False]
     call = compiled(model)
-    _loss(call, 1, mesh).backward()  # only the inner unit waits
+    loss_of_rank(call, 1).backward()  # only the inner unit waits
     grads = _grads(model)
     assert {n for n, g in grads.items() if g is None} == {
         n for n in grads if n.startswith("layers.0")
@@ -344,35 +339,35 @@ def test_two_forwards_before_the_backwards_add_what_waits_once(mesh):
     plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
     call = compiled(model)
     with model.no_sync():
-        _loss(call, 100, mesh).backward()
+        loss_of_rank(call, 100).backward()
     bucket = model._shardc_unit.buckets[0]
     assert bucket.key.code.reduction.pending
-    _loss(call, 700, mesh)  # abandoned
+    loss_of_rank(call, 700)  # abandoned
     # No other forward is given the sums: a reduction under way may read them when the abandoned
     # forward's backward sets them to zero.
     assert not bucket.key.code.reduction.pending
-    losses = [_loss(call, seed, mesh) for seed in (200, 300)]
+    losses = [loss_of_rank(call, seed) for seed in (200, 300)]
     for loss in losses:
         loss.backward()
     for seed in (100, 200, 300):
-        _loss(plain, seed, mesh).backward()
+        loss_of_rank(plain, seed).backward()
     _check_and_drop_gradients(plain, model, mesh)
     with model.no_sync():
-        _loss(call, 100, mesh).backward()
-    late = _loss(call, 200, mesh)
+        loss_of_rank(call, 100).backward()
+    late = loss_of_rank(call, 200)
     model.zero_grad()
     late.backward()
-    _loss(plain, 200, mesh).backward()
+    loss_of_rank(plain, 200).backward()
     _check_and_drop_gradients(plain, model, mesh)
     for _ in range(2):  # of a pipeline's stage, 1F1B: a backward between a forward and its own
         with model.no_sync():
-            _loss(call, 100, mesh).backward()
-            second = _loss(call, 200, mesh)
-        last = _loss(call, 300, mesh)
+            loss_of_rank(call, 100).backward()
+            second = loss_of_rank(call, 200)
+        last = loss_of_rank(call, 300)
         second.backward()
         last.backward()
         for seed in (100, 200, 300):
-            _loss(plain, seed, mesh).backward()
+            loss_of_rank(plain, seed).backward()
         _check_and_drop_gradients(plain, model, mesh)
 
 
@@ -383,24 +378,24 @@ def test_a_gradient_that_waits_after_a_forward_took_those_before_it(mesh, later,
     call = compiled(model)
     for between, late in itertools.product((compiled(model), model), (False, True)):
         getattr(model, later)(False)
-        _loss(call, 100, mesh).backward()
-        waiting = _loss(between, 200, mesh)
+        loss_of_rank(call, 100).backward()
+        waiting = loss_of_rank(between, 200)
         getattr(model, later)(True)
-        took = _loss(call, 300, mesh)
+        took = loss_of_rank(call, 300)
         getattr(model, later)(False)
         waiting.backward()
         if not late:
             getattr(model, later)(True)
         took.backward()
         getattr(model, later)(True)
-        _loss(call, 400, mesh).backward()
+        loss_of_rank(call, 400).backward()
         for seed in (100, 200, 300, 400):
-            _loss(plain, seed, mesh).backward()
+            loss_of_rank(plain, seed).backward()
         _check_and_drop_gradients(plain, model, mesh)
 
 
 def _reduced(model, call, took, mesh):
-    loss = _loss(model, 300, mesh)  # uncompiled: it is not given the sums
+    loss = loss_of_rank(model, 300)  # uncompiled: it is not given the sums
     loss.backward()
     took.backward()
     return [100, 200, 300]
@@ -413,7 +408,7 @@ def _twice(model, call, took, mesh):
 
 
 def _later_first(model, call, took, mesh):
-    later = _loss(call, 300, mesh)
+    later = loss_of_rank(call, 300)
     later.backward()
     took.backward()
     return [100, 200, 300]
@@ -421,7 +416,7 @@ def _later_first(model, call, took, mesh):
 
 def _discarded(model, call, took, mesh):
     model.zero_grad()
-    _loss(call, 300, mesh).backward()
+    loss_of_rank(call, 300).backward()
     took.backward()
     return [200, 300]
 
@@ -429,10 +424,10 @@ def _discarded(model, call, took, mesh):
 def _copied(model, call, took, mesh):
     model.zero_grad()
     with model.no_sync():
-        _loss(call, 100, mesh).backward()
-        waiting = _loss(call, 200, mesh)
+        loss_of_rank(call, 100).backward()
+        waiting = loss_of_rank(call, 200)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-        took = _loss(call, 300, mesh)
+        took = loss_of_rank(call, 300)
     waiting.backward()
     took.backward()
     return [100, 200, 300]
@@ -440,7 +435,7 @@ def _copied(model, call, took, mesh):
 
 def _abandoned(model, call, took, mesh):
     del took
-    _loss(call, 300, mesh).backward()
+    loss_of_rank(call, 300).backward()
     return [100, 300]
 
 
@@ -451,10 +446,10 @@ def test_sums_that_a_forward_was_given_and_that_do_not_wait_any_more(mesh, later
     call = compiled(model)
     for then in (_reduced, _twice, _later_first, _discarded, _copied, _abandoned):
         getattr(model, later)(False)
-        _loss(call, 100, mesh).backward()
+        loss_of_rank(call, 100).backward()
         getattr(model, later)(True)
-        for seed in then(model, call, _loss(call, 200, mesh), mesh):
-            _loss(plain, seed, mesh).backward()
+        for seed in then(model, call, loss_of_rank(call, 200), mesh):
+            loss_of_rank(plain, seed).backward()
         _check_and_drop_gradients(plain, model, mesh)
 
 
@@ -471,15 +466,15 @@ def test_a_graph_finishes_its_reduction_as_its_forward_was_set(mesh, setter):
     call, change = compiled(model), functools.partial(getattr(model, setter), recurse=True)
     before, after = SETTERS_OF_REDUCTIONS[setter]
     change(before)
-    loss = _loss(call, 100, mesh)
+    loss = loss_of_rank(call, 100)
     change(after)
     loss.backward()
-    _loss(plain, 100, mesh).backward()
+    loss_of_rank(plain, 100).backward()
     _check_and_drop_gradients(plain, model, mesh)
-    first = _loss(call, 100, mesh)
+    first = loss_of_rank(call, 100)
     change(before)
     with pytest.raises(RuntimeError, match="one backward differentiates two forwards"):
-        (first + _loss(call, 200, mesh)).backward()
+        (first + loss_of_rank(call, 200)).backward()
 
 
 @pytest.mark.parametrize("executor", ["eager", None])
@@ -494,7 +489,7 @@ def test_reductions_over_copies_can_wait(mesh, executor):
             model.set_requires_all_reduce(index == 2)
             model.set_is_last_backward(index == 2)
             with Wire() if number else contextlib.nullcontext() as wire:
-                (_loss(call, 100 * number + 10 * index, mesh) / 3).backward()
+                (loss_of_rank(call, 100 * number + 10 * index) / 3).backward()
             if model is ours:
                 assert all((p.grad is None) == (index < 2) for p in model.parameters())
                 partial = [b.gradients.waiting.partial for b in buckets]
@@ -515,9 +510,9 @@ def test_two_forwards_wait_to_be_reduced_over_copies(mesh, executor):
     call = compiled(model, executor) if executor else model
     for run in (plain, call):
         model.set_requires_all_reduce(False)
-        (_loss(run, 100, mesh) + _loss(run, 200, mesh)).backward()
+        (loss_of_rank(run, 100) + loss_of_rank(run, 200)).backward()
         model.set_requires_all_reduce(True)
-        _loss(run, 300, mesh).backward()
+        loss_of_rank(run, 300).backward()
     _check_and_drop_gradients(plain, model, mesh)
 
 
@@ -532,7 +527,7 @@ def test_buckets_kept_from_step_to_step(mesh, sync):
             last = index == 2
             model.set_reshard_after_backward(last)
             model.set_requires_gradient_sync(last or sync)
-            (_loss(call, 100 * number + 10 * index, mesh) / 3).backward()
+            (loss_of_rank(call, 100 * number + 10 * index) / 3).backward()
             assert model is theirs or all(b.gathered.is_held == (not last) for b in buckets)
 
     check_against_fsdp2(theirs, ours, compiled(ours), step)
@@ -543,9 +538,9 @@ def test_what_is_kept_follows_an_update(mesh):
     plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
     model.set_reshard_after_backward(False)
     for call in (compiled(model), model):
-        _loss(call, 1, mesh).backward()
+        loss_of_rank(call, 1).backward()
         with torch.no_grad():
             for p, q in zip(plain.parameters(), model.parameters(), strict=True):
                 p.mul_(0.5)
                 q.mul_(0.5)
-        torch.testing.assert_close(_loss(call, 2, mesh), _loss(plain, 2, mesh))
+        torch.testing.assert_close(loss_of_rank(call, 2), loss_of_rank(plain, 2))

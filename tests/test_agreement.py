@@ -12,6 +12,7 @@ import torch.distributed as dist
 from models import (
     Choosing,
     Stack,
+    batch_of,
     check_gradients,
     check_parity,
     compiled,
@@ -86,11 +87,7 @@ def test_a_rank_that_made_another_model_before(mesh):
     first, second = sharded.layers
     first.set_modules_to_forward_prefetch([second])
     second.set_modules_to_backward_prefetch([first])
-
-    def batch(seed):
-        return {"tokens": tokens(seed), "targets": tokens(seed + 1)}
-
-    check_parity(plain, sharded, compiled(sharded), batch, mesh)
+    check_parity(plain, sharded, compiled(sharded), batch_of, mesh)
 
 
 def _compile_blocks(model):

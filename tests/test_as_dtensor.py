@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import full, seeded
+from operations import Fused
 from ranks import mesh_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -377,27 +378,12 @@ def test_state_dicts_of_torch(mesh, broadcast):
 # -- gradients outside of a forward ----------------------------------------------------------------
 
 
-class FusedSum(torch.autograd.Function):
-    """A linear layer and its sum, whose gradients are made in the forward, as fused losses do."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        y = x @ weight.T
-        ctx.save_for_backward(torch.ones_like(y) @ weight, torch.ones_like(y).T @ x)
-        return y.sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        of_x, of_weight = ctx.saved_tensors
-        return grad * of_x, grad * of_weight
-
-
 def _whole(p: Tensor) -> Tensor:
     return p.full_tensor() if isinstance(p, DTensor) else p
 
 
 BESIDE = {
-    "autograd.Function": lambda m, x: FusedSum.apply(x[:, :5], m.head.weight),
+    "autograd.Function": lambda m, x: Fused.apply(x[:, :5], m.head.weight),
     "squares": lambda m, x: sum(p.square().sum() for p in m.parameters()),
     "norms": lambda m, x: sum(p.norm() for p in m.parameters()),
     "a total norm": lambda m, x: nn.utils.get_total_norm(list(m.parameters())),
@@ -410,7 +396,7 @@ BESIDE = {
         (x[:, :5] @ m.head.weight.t()).square().mean() + x.mean() * m.head.weight.norm()
     ),
     "autograd.Function and squares": lambda m, x: (
-        FusedSum.apply(x[:, :5], m.head.weight) + x.mean() * m.head.weight.square().sum()
+        Fused.apply(x[:, :5], m.head.weight) + x.mean() * m.head.weight.square().sum()
     ),
     "the full tensor": lambda m, x: (_whole(m.head.weight) * x.mean()).square().sum(),
 }

@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from models import (
     Block,
+    Checkpointed,
     Stack,
+    batch_of,
     check_parity,
     compiled,
     full,
@@ -48,10 +49,6 @@ from shardc.passes.rewrite.used_slots import SEGMENT
 from shardc.runtime import compat
 from shardc.runtime.checks import telling
 from shardc.runtime.unit import regather
-
-
-def _batch(seed):
-    return {"tokens": tokens(seed), "targets": tokens(seed + 1)}
 
 
 class Graphs:
@@ -106,7 +103,7 @@ def test_collectives_reshard(mesh, reshard, again):
 
     inlined = mock.patch.object(InliningInstructionTranslator, "inline_call_", counted)
     with Graphs() as graphs, inlined:
-        compiled(model, fullgraph=True)(**_batch(0)).backward()
+        compiled(model, fullgraph=True)(**batch_of(0)).backward()
     assert graphs.collectives("forward") == [GATHER] * 3
     # last block, first block, root; a bucket is gathered again where the backward needs its values
     assert sorted(graphs.collectives("backward")) == [GATHER] * again + [REDUCE] * 3
@@ -130,20 +127,10 @@ def test_inference_graph(mesh):
     plain, model = seeded(Stack).eval(), shard_all(seeded(Stack), mesh).eval()
     step = compiled(model, fullgraph=True)
     with Graphs() as graphs, torch.no_grad():
-        torch.testing.assert_close(step(**_batch(0)), plain(**_batch(0)))
+        torch.testing.assert_close(step(**batch_of(0)), plain(**batch_of(0)))
     assert [phase for phase, _ in graphs.seen] == ["forward"]
     with torch.inference_mode():
-        torch.testing.assert_close(step(**_batch(1)), plain(**_batch(1)))
-
-
-class Checkpointed(Stack):
-    """Recomputes every block in the backward."""
-
-    def forward(self, tokens, targets):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
-        return self.head(x).flatten(0, 1).logsumexp(-1).mean() + 0 * targets.sum()
+        torch.testing.assert_close(step(**batch_of(1)), plain(**batch_of(1)))
 
 
 class Nested(Block):
@@ -158,7 +145,7 @@ def test_nested_compile_regions(mesh):
     for block in model.layers:
         block.__class__ = Nested
     step = compiled(shard_all(model, mesh), fullgraph=True)
-    check_parity(plain, model, step, _batch, mesh)
+    check_parity(plain, model, step, batch_of, mesh)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -167,7 +154,7 @@ def test_activation_checkpointing(mesh, reshard):
     plain = seeded(Checkpointed)
     model = shard_all(seeded(Checkpointed), mesh, reshard_after_forward=reshard)
     with Graphs() as graphs:
-        check_parity(plain, model, compiled(model, fullgraph=True), _batch, mesh)
+        check_parity(plain, model, compiled(model, fullgraph=True), batch_of, mesh)
     assert graphs.collectives("forward") == [GATHER] * 3
     again = [GATHER] * 3 if reshard else []
     assert sorted(graphs.collectives("backward")) == again + [REDUCE] * 3
@@ -299,7 +286,7 @@ def test_graph_breaks(mesh):
     plain, model = seeded(Broken), shard_all(seeded(Broken), mesh)
     for layer in model.layers:  # the rest of the block runs uncompiled
         layer.up.register_forward_hook(lambda *_: torch._dynamo.graph_break())
-    check_parity(plain, model, compiled(model), _batch, mesh)
+    check_parity(plain, model, compiled(model), batch_of, mesh)
     buckets = [b for u in shardc.units_of(model).values() for b in u._shardc_unit.buckets]
     assert all(b.gathered.depth == 0 and b.gathered.current is None for b in buckets)
     for function in (regather._handle, regather._pack, regather._unpack):
@@ -324,11 +311,11 @@ def test_calls_of_the_user_and_hooks_are_traced(mesh):
         return model
 
     plain = seeded(build)
-    without = seeded(Stack)(**_batch(0))
-    assert not torch.allclose(plain(**_batch(0)), without)
+    without = seeded(Stack)(**batch_of(0))
+    assert not torch.allclose(plain(**batch_of(0)), without)
     for step in (compiled, lambda model: model):
         model = shard_all(copy.deepcopy(plain), mesh)
-        check_parity(copy.deepcopy(plain), model, step(model), _batch, mesh)
+        check_parity(copy.deepcopy(plain), model, step(model), batch_of, mesh)
 
 
 class _Scale(torch.autograd.Function):
@@ -406,7 +393,7 @@ def test_compiled_blocks(mesh):
         layer.compile(backend="shardc", options={"executor": "eager"})
     counters.clear()
     with Graphs() as graphs:
-        check_parity(plain, model, model, _batch, mesh)
+        check_parity(plain, model, model, batch_of, mesh)
     assert counters["stats"]["unique_graphs"] == 1  # both blocks run one compiled graph
     values = [node.meta.get("val") for _, gm in graphs.seen for node in gm.graph.nodes]
     sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]

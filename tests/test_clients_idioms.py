@@ -1,11 +1,9 @@
 """Idioms of codebases that cannot run here whole, by FSDP2 and by shardc."""
 
 import copy
-import tempfile
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import Stack, seeded
 from ranks import on_ranks
@@ -97,10 +95,8 @@ def test_dinov3_teacher_is_a_mean_of_students(mesh, shard):
 
 @BOTH
 @on_ranks(2)
-def test_dinov3_saves_a_dict_of_models(mesh, shard):
+def test_dinov3_saves_a_dict_of_models(mesh, shard, tmp_path):
     """dinov3: student and teacher in one `ModuleDict`, whose parts are sharded, by DCP."""
-    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folders)
 
     def build(seed):
         torch.manual_seed(seed)
@@ -110,9 +106,9 @@ def test_dinov3_saves_a_dict_of_models(mesh, shard):
         return both
 
     saved, loaded = build(0), build(1)
-    dcp.save({"model": _state_of(shard, saved)[0](saved)}, checkpoint_id=folders[0])
+    dcp.save({"model": _state_of(shard, saved)[0](saved)}, checkpoint_id=tmp_path)
     values = {"model": _state_of(shard, loaded)[0](loaded)}
-    dcp.load(values, checkpoint_id=folders[0])
+    dcp.load(values, checkpoint_id=tmp_path)
     _state_of(shard, loaded)[1](loaded, values["model"])
     for left, right in zip(saved.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(left.full_tensor(), right.full_tensor())

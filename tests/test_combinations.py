@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
-from models import Stack, compiled, seeded, tokens
+from models import Checkpointed, Stack, compiled, seeded, tokens
 from ranks import mesh_of, on_ranks
-from test_lifetime import Recomputed
 
 from shardc import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -56,7 +55,7 @@ CASES = {
         shape=(2, 2), reshard=False, precision=LOW_PRECISION, waits="all_reduce", tolerance=LOW
     ),
     "to 2, bf16, recomputation": Case(
-        Recomputed, reshard=2, precision=LOW_PRECISION, tolerance=LOW
+        Checkpointed, reshard=2, precision=LOW_PRECISION, tolerance=LOW
     ),
     "offload, bf16, no_sync, AdamW with clipping": Case(
         precision=LOW_PRECISION, offload=True, waits="sync", clip=True, tolerance=LOW
@@ -68,7 +67,7 @@ CASES = {
     ),
     "to 2, tied, no_sync": Case(TIED, reshard=2, waits="sync"),
     "HSDP, recomputation, bf16, uncompiled": Case(
-        Recomputed, (2, 2), precision=LOW_PRECISION, executor=None, tolerance=LOW
+        Checkpointed, (2, 2), precision=LOW_PRECISION, executor=None, tolerance=LOW
     ),
     "ZeRO-3, kept between micro-batches, no_sync": Case(reshard=True, kept=True, waits="sync"),
 }

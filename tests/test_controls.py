@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
 from models import Stack as TwoBlocks
-from models import Wire, check_gradients, compiled, full, mean_over_ranks, seeded, tokens
+from models import Wire, check_gradients, compiled, full, loss_of_rank, mean_over_ranks, seeded
 from ranks import mesh_of, on_ranks
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
@@ -24,13 +24,8 @@ from shardc.runtime.groups.backends import backend_of
 Stack = functools.partial(TwoBlocks, 1)
 
 
-def _loss(call, seed):
-    rank = dist.get_rank()
-    return call(tokens(seed + rank), tokens(seed + rank + 50))
-
-
 def _step(model, call, number):
-    _loss(call, 100 * number).backward()
+    loss_of_rank(call, 100 * number).backward()
 
 
 def _both(mesh, **kwargs):
@@ -52,7 +47,7 @@ def test_equal_bits_with_fsdp2(mesh):
     for _ in range(3):
         for sync in (False, True):
             ours.set_requires_gradient_sync(sync)
-            _loss(call, 1).backward()
+            loss_of_rank(call, 1).backward()
         ours.zero_grad()
     assert counters["stats"]["unique_graphs"] == 3  # without sync; with what waited
 
@@ -71,11 +66,11 @@ def test_divide_factor_and_hook(mesh, executor):
     ours.set_gradient_divide_factor(3.0, recurse=True)
     for module in _units(ours):
         module.set_all_reduce_hook(None)
-    _loss(call, 9).backward()
+    loss_of_rank(call, 9).backward()
     before = [full(p.grad) for p in ours.parameters()]
     ours.set_reduce_scatter_divide_factor(6.0, recurse=True)  # its older name
     ours.zero_grad()
-    _loss(call, 9).backward()
+    loss_of_rank(call, 9).backward()
     for p, grad in zip(ours.parameters(), before, strict=True):
         torch.testing.assert_close(2 * full(p.grad), grad)
     with pytest.raises(ValueError, match="positive"):
@@ -102,8 +97,8 @@ def test_hook_runs_after_the_reduction_over_copies(mesh, forced):
 def test_compressed_reductions(mesh, function, executor):
     plain, ours = seeded(Stack), sharded(seeded(Stack), mesh)
     ours.set_custom_reduce(function)
-    _loss(compiled(ours, executor), 1).backward()
-    _loss(plain, 1).backward()
+    loss_of_rank(compiled(ours, executor), 1).backward()
+    loss_of_rank(plain, 1).backward()
     differs = False
     for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
         want = mean_over_ranks(p.grad, mesh)
@@ -143,8 +138,8 @@ def test_communication_of_ones_own(mesh, executor):
     ours.set_custom_all_gather(Gather(), recurse=True)
     ours.set_custom_reduce_scatter(Scatter(), recurse=True)
     Gather.calls = Scatter.calls = 0
-    _loss(compiled(ours, executor) if executor else ours, 1).backward()
-    _loss(plain, 1).backward()
+    loss_of_rank(compiled(ours, executor) if executor else ours, 1).backward()
+    loss_of_rank(plain, 1).backward()
     check_gradients(plain, ours, mesh)
     assert Gather.calls >= 2 and Scatter.calls == 2
 
@@ -183,7 +178,7 @@ def test_what_objects_of_the_user_give_is_checked(mesh, executor, cases):
         call = compiled(model, executor) if executor else model
         getattr(model, setter)(thing, recurse=True)
         with pytest.raises(Exception, match=message):
-            _loss(call, 1).backward()
+            loss_of_rank(call, 1).backward()
         assert all(p.grad is None for p in model.parameters())
 
 
@@ -196,11 +191,11 @@ def test_unused_parameters_get_zeros_where_asked(mesh, executor):
 
     model = sharded(seeded(Part), mesh)
     call = compiled(model, executor) if executor else model
-    _loss(call, 1).backward()
+    loss_of_rank(call, 1).backward()
     assert model.head.weight.grad is None
     model.set_reduce_scatter_unused_params(True)
     model.zero_grad()
-    _loss(call, 1).backward()
+    loss_of_rank(call, 1).backward()
     assert full(model.head.weight.grad).count_nonzero() == 0
     assert full(model.embed.weight.grad).count_nonzero() > 0
 
@@ -213,16 +208,16 @@ def test_ablation_is_loud_and_leaves_out_the_wire(mesh, executor):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.set_ablation(all_gather=True, reduce=True)
-        _loss(call, 1).backward()
+        loss_of_rank(call, 1).backward()
         with Wire() as wire:
-            _loss(call, 2).backward()
+            loss_of_rank(call, 2).backward()
     assert not wire.sent
     (said,) = [str(w.message) for w in caught if "set_ablation" in str(w.message)]
     assert "gathers and reductions are left out" in said and "NOT train" in said
     model.set_ablation()
-    torch.testing.assert_close(_loss(call, 1), _loss(plain, 1))
+    torch.testing.assert_close(loss_of_rank(call, 1), loss_of_rank(plain, 1))
     with Wire() as wire:
-        _loss(call, 2).backward()
+        loss_of_rank(call, 2).backward()
     assert {message.kind for message in wire.sent} == {"all_gather", "reduce_scatter"}
 
 
@@ -235,9 +230,9 @@ def test_a_mesh_of_one_rank_sends_nothing(mesh, executor):
         plain, ours = seeded(Stack), sharded(seeded(Stack), where)
         call = compiled(ours, executor) if executor else ours
         with torch.profiler.profile() as profile:
-            _loss(call, 1).backward()
+            loss_of_rank(call, 1).backward()
         assert [e.name for e in profile.events() if e.name.startswith("c10d::")] == messages
-        _loss(plain, 1).backward()
+        loss_of_rank(plain, 1).backward()
         for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
             want = mean_over_ranks(p.grad, mesh) if messages else p.grad
             torch.testing.assert_close(full(q.grad), want)
@@ -281,7 +276,7 @@ def test_reshard_after_forward_can_change(mesh):
     for value in (False, True):
         model.set_reshard_after_forward(value)
         assert first._shardc_unit.settings.reshard_after_forward is value
-        _loss(model, 1).backward()
+        loss_of_rank(model, 1).backward()
     first.set_reshard_after_forward(False, recurse=False)
     assert model._shardc_unit.settings.reshard_after_forward is True
     with pytest.raises(ValueError, match="divisor of the world size 2"):
@@ -298,16 +293,16 @@ def test_unshard_before_the_forward(mesh):
         assert all(b.gathered.is_held and b.gathered._started is not None for b in pending)
         handle.wait()
         torch.testing.assert_close(model.head.weight, plain.head.weight)
-        torch.testing.assert_close(_loss(call, 1), _loss(plain, 1))
+        torch.testing.assert_close(loss_of_rank(call, 1), loss_of_rank(plain, 1))
         assert all(b.gathered._started is None for b in pending)
         later.wait()
         assert all(b.gathered.is_held for m in _units(model) for b in m._shardc_unit.buckets)
         for module in _units(model):
             module.reshard()
-        torch.testing.assert_close(_loss(call, 1), _loss(plain, 1))
+        torch.testing.assert_close(loss_of_rank(call, 1), loss_of_rank(plain, 1))
         assert not any(b.gathered.is_held for m in _units(model) for b in m._shardc_unit.buckets)
         model.layers[0].unshard()
-        _loss(call, 1).backward()  # which frees it
+        loss_of_rank(call, 1).backward()  # which frees it
         assert not any(b.gathered.is_held for b in model.layers[0]._shardc_unit.buckets)
 
 
@@ -395,7 +390,7 @@ def test_every_method_of_fsdp2_is_there(mesh):
     model.set_is_last_backward(False)
     model.set_post_optim_event(torch.Event("cpu"))
     plain = seeded(Stack)
-    torch.testing.assert_close(_loss(model, 1), _loss(plain, 1))
+    torch.testing.assert_close(loss_of_rank(model, 1), loss_of_rank(plain, 1))
 
 
 @on_ranks(2)
@@ -407,8 +402,8 @@ def test_backwards_without_sync_are_finalized_by_hand(mesh):
         plain.zero_grad()
         model.set_requires_gradient_sync(False)
         for seed in (1, 2):
-            _loss(call, seed).backward()
-            _loss(plain, seed).backward()
+            loss_of_rank(call, seed).backward()
+            loss_of_rank(plain, seed).backward()
         model.finalize_backward()  # no unit syncs
         assert model.head.weight.grad is None
         model.set_requires_gradient_sync(True)
@@ -431,10 +426,10 @@ def test_a_step_that_was_interrupted(mesh):
     for call in (compiled(model), model):
         handle = model.layers[0].up.weight.register_hook(stop)
         with pytest.raises(KeyboardInterrupt):
-            _loss(call, 1).backward()
+            loss_of_rank(call, 1).backward()
         handle.remove()
         model.set_requires_gradient_sync(False)
-        _loss(call, 1).backward()
+        loss_of_rank(call, 1).backward()
         model.set_requires_gradient_sync(True)
         model.layers[0].unshard()
         buckets = [b for m in _units(model) for b in m._shardc_unit.buckets]
@@ -446,5 +441,5 @@ def test_a_step_that_was_interrupted(mesh):
         model.zero_grad()
         plain.zero_grad()
         for run in (plain, call):
-            _loss(run, 2).backward()
+            loss_of_rank(run, 2).backward()
         check_gradients(plain, model, mesh)

@@ -16,6 +16,7 @@ from models import (
     compiled,
     full,
     mean_over_ranks,
+    on_meta,
     seeded,
     tokens,
 )
@@ -184,9 +185,7 @@ def test_a_copy_keeps_wrappers_that_forward_attributes(mesh):
 
 @on_ranks(2)
 def test_a_copy_of_a_model_that_began_on_meta(mesh):
-    with torch.device("meta"):
-        model = Stack()
-    sharded(model, mesh).to_empty(device="cpu")
+    model = sharded(on_meta(), mesh).to_empty(device="cpu")
     model.load_state_dict(seeded(Stack).state_dict())
     other = copy.deepcopy(model)
     check_parity(seeded(Stack), other, other, _batch, mesh)

@@ -253,17 +253,14 @@ def _public(cls: type) -> list[str]:
 def test_the_tables_of_fsdp_have_every_argument_and_method():
     two = [*inspect.signature(fsdp.fully_shard).parameters, *_public(fsdp.FSDPModule)]
     assert _missing("from_fsdp2.md", two) == []
-    assert _missing("guides/precision.md", [f.name for f in _precision()]) == []
+    policy = dataclasses.fields(shardc.MixedPrecisionPolicy)
+    assert _missing("guides/precision.md", [f.name for f in policy]) == []
     one = fsdp.FullyShardedDataParallel
     arguments = list(inspect.signature(one.__init__).parameters)[1:]
     assert _missing("from_fsdp1.md", [*arguments, *_public(one)]) == []
     fields = [f.name for f in dataclasses.fields(fsdp.MixedPrecision)]
     strategies = [strategy.name for strategy in fsdp.ShardingStrategy]
     assert _missing("from_fsdp1.md", [*fields, *strategies]) == []
-
-
-def _precision():
-    return dataclasses.fields(shardc.MixedPrecisionPolicy)
 
 
 def test_the_reference_has_everything():

@@ -17,20 +17,21 @@ import torch.distributed as dist
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
 from models import (
     Block,
+    Checkpointed,
     Choosing,
     CompiledMode,
     Stack,
+    batch_of,
     check_gradients,
     check_parity,
     full,
     mean_over_ranks,
+    measured_peak,
     seeded,
     tokens,
 )
 from ranks import on_ranks
 from test_backend import Broken, Graphs
-from test_lifetime import Recomputed
-from test_memory import measured_peak
 from test_shard_tensor import strictly
 from torch import nn
 from torch._dynamo.utils import counters
@@ -93,10 +94,6 @@ class Events:
                 break
             time.sleep(0.02)
         return nbytes
-
-
-def _batch(seed):
-    return {"tokens": tokens(seed), "targets": tokens(seed + 1)}
 
 
 def _step(model, call, number):
@@ -259,15 +256,10 @@ def _wrap_blocks(model):
     return model
 
 
-def _compile_model(model):
-    model.compile(**OPTIONS)
-    return model
-
-
 MIXES = {
     "blocks compiled in place": (_compile_blocks, Stack),
     "blocks wrapped": (_wrap_blocks, Stack),
-    "breaks between blocks": (_compile_model, Broken),
+    "breaks between blocks": (lambda model: model.compile(**OPTIONS), Broken),
     "breaks in compiled blocks": (_compile_blocks, BrokenInside),
 }
 
@@ -350,7 +342,7 @@ def test_the_order_may_change_between_steps(mesh):
     with _logged(logging.INFO) as texts:
         for order in ((0, 1), (1, 0), (1,), (0, 1, 0), (0, 1)):
             plain.order = model.order = order
-            check_parity(plain, model, model, _batch, mesh, steps=2)
+            check_parity(plain, model, model, batch_of, mesh, steps=2)
     said = "the forward gathers layers.1 where the last one gathered layers.0"
     assert any(said in text for text in texts)
     torch.distributed.set_debug_level(torch.distributed.DebugLevel.INFO)
@@ -389,7 +381,7 @@ def test_a_unit_alone_or_a_part_of_one(mesh):
             torch.testing.assert_close(full(q.grad), p.grad)
     plain.zero_grad()
     model.zero_grad()
-    check_parity(plain, model, model, _batch, mesh)
+    check_parity(plain, model, model, batch_of, mesh)
 
 
 @on_ranks(2)
@@ -410,7 +402,7 @@ def test_micro_batches_that_stay_gathered(mesh):
             run.zero_grad()
     for unit in (*model.layers, model):
         unit.reshard()
-    check_parity(plain, model, model, _batch, mesh)
+    check_parity(plain, model, model, batch_of, mesh)
 
 
 # -- gradients -------------------------------------------------------------------------------------
@@ -488,22 +480,22 @@ def _save_matmuls():
     )
 
 
-class Selective(Recomputed):
+class Selective(Checkpointed):
     """Its checkpoints do not see the runtime."""
 
     contexts: ClassVar = {"context_fn": _save_matmuls}
 
 
-@pytest.mark.parametrize("build", [Recomputed, Selective])
+@pytest.mark.parametrize("build", [Checkpointed, Selective])
 @on_ranks(2)
 def test_recomputation_gathers_once_more_and_ahead(mesh, build):
     plain, model = seeded(lambda: build(3)), sharded(seeded(lambda: build(3)), mesh)
-    check_parity(plain, model, model, _batch, mesh, steps=3)
+    check_parity(plain, model, model, batch_of, mesh, steps=3)
     with Events() as events:
         _step(model, model, 0)
     assert events.of("start") == [build.__name__, *UNITS, *UNITS[::-1]]
     assert events.alive() == 0
-    if build is Recomputed:
+    if build is Checkpointed:
         first_reduce = next(i for i, (event, _) in enumerate(events.log) if event == "reduce")
         assert events.log.index(("wait", "layers.2")) < first_reduce
         assert ("start", "layers.1") in events.log[first_reduce - 2 : first_reduce], events.log
@@ -522,7 +514,7 @@ def test_under_the_hooks_of_others(mesh):
                 return model(*args, **kwargs)
 
         with Events() as events:
-            check_parity(plain, model, call, _batch, mesh)
+            check_parity(plain, model, call, batch_of, mesh)
         assert events.of("start")[:5] == ["Stack", "layers.0", "layers.1", "layers.1", "layers.0"]
 
 
@@ -585,7 +577,7 @@ def test_the_step_after_an_interrupted_one_is_right(mesh, kind, ways):
         _compile_blocks(model)
     elif kind == "compiled":
         call = torch.compile(model, **OPTIONS)
-    check_parity(plain, model, call, _batch, mesh)
+    check_parity(plain, model, call, batch_of, mesh)
     root = model._shardc_unit.buckets[0]  # waits for a backward, as FSDP2's
     for where, error in ways:
         model.where, model.error = where, error or ValueError
@@ -603,7 +595,7 @@ def test_the_step_after_an_interrupted_one_is_right(mesh, kind, ways):
                 assert bucket.gathered.is_kept == (waits and bucket is root)
         model.where = None
         model.zero_grad()
-        check_parity(plain, model, call, _batch, mesh, steps=1)
+        check_parity(plain, model, call, batch_of, mesh, steps=1)
 
 
 def _buckets(model):
@@ -625,7 +617,7 @@ def test_evaluation(mesh):
             weight = model.head.weight
             with strictly(), pytest.raises(NotImplementedError, match=r"full_tensor\(\)"):
                 weight @ weight.T
-    check_parity(plain, model.train(), model, _batch, mesh)
+    check_parity(plain, model.train(), model, batch_of, mesh)
 
 
 class _Pieces(nn.Module):

@@ -528,12 +528,6 @@ def test_rates():
     assert record.peak.total == 15 and [row.hidden for row in rows] == [2.0, 1.0]
 
 
-def _held_between(report):
-    """What is held when the forward is done."""
-    end = max(op.start + op.seconds for op in report.ops if op.phase == "forward")
-    return [point.held for point in report.memory if point.seconds <= end + 1e-12][-1]
-
-
 def test_formulas_tell_other_ranks_and_other_batches():
     def on(world, batch):
         inputs = (tokens(0, (batch, 7)), tokens(1, (batch, 7)))
@@ -546,8 +540,10 @@ def test_formulas_tell_other_ranks_and_other_batches():
         return float(formula.subs({WORLD: 64, TOKENS: 10 * 7}))
 
     assert value("FLOPs") == other.flops
+    end = max(op.start + op.seconds for op in other.ops if op.phase == "forward")
+    held = [point.held for point in other.memory if point.seconds <= end + 1e-12][-1]
     for name, wanted, off in (
-        ("kept for the backward (bytes)", _held_between(other)[3], 0.01),
+        ("kept for the backward (bytes)", held[3], 0.01),
         ("segments (bytes)", other.peak.held[0], 0.3),  # padding
         ("sent (bytes)", other.sent_bytes, 0.3),
         ("wire (s)", other.wire_seconds, 0.05),

@@ -54,38 +54,26 @@ def rounded(weight):
 
 
 @pytest.mark.parametrize(
-    ("kind", "how"),
+    ("kind", "how", "options"),
     [
-        ("rowwise", "uncompiled"),
-        ("rowwise", "eager"),
-        ("fp8", "uncompiled"),
-        ("fp8", "blocks"),
-        ("fp8", "inductor"),
+        ("rowwise", "uncompiled", {}),
+        ("rowwise", "eager", {}),
+        ("fp8", "uncompiled", {}),
+        ("fp8", "blocks", {}),
+        ("fp8", "inductor", {}),
+        ("rowwise", "uncompiled", {"reshard_after_forward": False}),
+        ("rowwise", "eager", {"reshard_after_forward": False}),
+        ("rowwise", "uncompiled", {"mp_policy": BF16}),
+        ("rowwise", "eager", {"mp_policy": BF16}),
+        ("rowwise", "uncompiled", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     ],
 )
 @on_ranks(2)
-def test_as_fsdp2(mesh, kind, how):
-    theirs, ours = fsdp2(even(kind), mesh), compiled(sharded(even(kind), mesh), how)
+def test_as_fsdp2(mesh, kind, how, options):
+    theirs = fsdp2(even(kind), mesh, **options)
+    ours = compiled(sharded(even(kind), mesh, **options), how)
     exact = how != "inductor"
     check_against_fsdp2(theirs, ours, ours, step, 3, tolerance=0 if exact else 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "how"),
-    [
-        ({"reshard_after_forward": False}, "uncompiled"),
-        ({"reshard_after_forward": False}, "eager"),
-        ({"mp_policy": BF16}, "uncompiled"),
-        ({"mp_policy": BF16}, "eager"),
-        ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, "uncompiled"),
-    ],
-    ids=["kept", "kept-eager", "bf16", "bf16-eager", "offload"],
-)
-@on_ranks(2)
-def test_options_as_fsdp2(mesh, options, how):
-    theirs = fsdp2(even("rowwise"), mesh, **options)
-    ours = compiled(sharded(even("rowwise"), mesh, **options), how)
-    check_against_fsdp2(theirs, ours, ours, step, 2, tolerance=0)
 
 
 @pytest.mark.parametrize("how", ["uncompiled", "eager"])

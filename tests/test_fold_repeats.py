@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from models import Stack, check_parity, full, seeded, shard_all, tokens
+from models import Stack, batch_of, check_parity, full, seeded, shard_all
 from ranks import on_ranks
 from torch._dynamo.utils import counters
 from torch._inductor.async_compile import AsyncCompile
@@ -27,10 +27,6 @@ from shardc.runtime import compat
 
 WRITE = torch.ops.shardc.write_matmul.default
 c10d, aten = torch.ops._c10d_functional, torch.ops.aten
-
-
-def _batch(seed):
-    return {"tokens": tokens(seed), "targets": tokens(seed + 1)}
 
 
 # -- graphs --------------------------------------------------------------------------------------
@@ -391,10 +387,10 @@ def test_trains_as_unsharded(mesh):
     plain = seeded(lambda: Stack(blocks=7))
     model = shard_all(seeded(lambda: Stack(blocks=7)), mesh, reshard_after_forward=True)
     with Folds() as folds:
-        check_parity(plain, model, _compiled(model), _batch, mesh)
+        check_parity(plain, model, _compiled(model), batch_of, mesh)
         counters.clear()
         torch._dynamo.reset()
-        _compiled(model)(**_batch(0)).backward()
+        _compiled(model)(**batch_of(0)).backward()
     assert counters["inductor"]["fxgraph_cache_hit"] == 2
     assert [phase for phase, *_ in folds.seen] == ["forward", "backward"] * 2
     for _, gm, folded in folds.seen:
@@ -418,7 +414,7 @@ def test_the_code_does_not_grow_with_blocks(mesh):
         for blocks in (7, 9):
             torch._dynamo.reset()
             model = shard_all(seeded(lambda blocks=blocks: Stack(blocks=blocks)), mesh)
-            codes = _codes(lambda step: step(**_batch(0)), _compiled(model, fold=fold))
+            codes = _codes(lambda step: step(**batch_of(0)), _compiled(model, fold=fold))
             found = [re.findall(r"^ +cpp_fused_\w+\(|extern_kernels\.", c, re.M) for c in codes]
             lines[fold, blocks] = [len(kernels) for kernels in found]
     assert lines[True, 7] == lines[True, 9], lines
@@ -468,7 +464,7 @@ def test_folded_is_what_it_was(mesh):
         with Folds() as folds:
             step = _compiled(model, fold=fold)
             torch.manual_seed(7)
-            loss = step(**_batch(mesh.get_local_rank()))
+            loss = step(**batch_of(mesh.get_local_rank()))
             loss.backward()
         assert bool(folds.seen) == fold
         if fold:
@@ -492,5 +488,5 @@ def test_what_inductor_does_not_take_folded_it_takes_flat(mesh):
 
     no_cache = compat.functorch_config().patch(enable_autograd_cache=False)  # nothing is loaded
     with mock.patch.object(compat, "compile_fx_inner", refuse), no_cache:
-        check_parity(plain, model, _compiled(model, fallback=False), _batch, mesh, steps=1)
+        check_parity(plain, model, _compiled(model, fallback=False), batch_of, mesh, steps=1)
     assert len(failed) == 2

@@ -1,7 +1,6 @@
 """Gathers across nodes first and inside of each then; reductions the other way: every gradient."""
 
 import os
-import tempfile
 from unittest import mock
 
 import pytest
@@ -12,6 +11,7 @@ from models import (
     QUICK,
     Stack,
     Wire,
+    batch_of,
     check_parity,
     compiled,
     full,
@@ -39,13 +39,9 @@ def _mesh():
     return shardc.hierarchical_mesh(dist.get_world_size() // 2)
 
 
-def _batch(seed):
-    return {"tokens": tokens(seed), "targets": tokens(seed + 50)}
-
-
 def _sent(call):
     with Wire() as forward:
-        loss = call(**_batch(dist.get_rank()))
+        loss = call(**batch_of(dist.get_rank()))
     with Wire() as backward:
         loss.backward()
     return [[(m.kind, m.ranks) for m in wire.sent] for wire in (forward, backward)]
@@ -79,7 +75,7 @@ def test_training_is_that_of_the_unsharded_model(mesh, way):
     plain, nodes = seeded(Stack), _mesh()
     model = shard_all(seeded(Stack), nodes)
     call = model if way == "uncompiled" else compiled(model, way, fullgraph=True)
-    check_parity(plain, model, call, _batch, nodes)
+    check_parity(plain, model, call, batch_of, nodes)
 
 
 @on_ranks(4)
@@ -98,7 +94,7 @@ def test_compute_hides_both_steps(mesh):
     options = {"executor": "eager", "profile": QUICK}
     call = torch.compile(model, backend="shardc", options=options, fullgraph=True)
     with Graphs() as graphs:
-        call(**_batch(0)).backward()
+        call(**batch_of(0)).backward()
     for phase in ("forward", "backward"):
         (gm,) = [gm for kind, gm in graphs.seen if kind == phase]
         order = [node for node in gm.graph.nodes if node.op == "call_function"]
@@ -149,7 +145,7 @@ def test_a_memory_budget_and_hints(mesh):
         torch._dynamo.reset()
         options = {"executor": "eager", **options}
         call = torch.compile(model, backend="shardc", options=options, fullgraph=True)
-        check_parity(plain, model, call, _batch, nodes, steps=1)
+        check_parity(plain, model, call, batch_of, nodes, steps=1)
 
 
 @on_ranks(4)
@@ -164,20 +160,16 @@ def test_rows_of_tables(mesh):
     options = {"executor": "eager", "embedding_rows": True}
     call = torch.compile(model, backend="shardc", options=options, fullgraph=True)
     with Graphs() as graphs:
-        check_parity(plain, model, call, _batch, nodes)
+        check_parity(plain, model, call, batch_of, nodes)
     assert any(node.target is FETCH for _, gm in graphs.seen for node in gm.graph.nodes)
 
 
 @on_ranks(4)
-def test_checkpoints_are_those_of_one_step(mesh):
+def test_checkpoints_are_those_of_one_step(mesh, tmp_path):
     model, other = shard_all(seeded(Stack), _mesh()), shard_all(seeded(Stack, 1), mesh)
-    path = [None]
-    if dist.get_rank() == 0:
-        path = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(path)
-    dcp.save(model.state_dict(), checkpoint_id=path[0])
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path)
     state = other.state_dict()
-    dcp.load(state, checkpoint_id=path[0])
+    dcp.load(state, checkpoint_id=tmp_path)
     for p, q, r in zip(
         model.parameters(), other.parameters(), seeded(Stack).parameters(), strict=True
     ):
@@ -206,7 +198,7 @@ def test_settings(mesh, case, way):
             inner = layer.forward
             layer.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
     call = model if way == "uncompiled" else compiled(model, fullgraph=True)
-    check_parity(plain, model, call, _batch, nodes)
+    check_parity(plain, model, call, batch_of, nodes)
     if case == "to a node" and way == "eager":
         _, backward = _sent(call)
         assert sorted(backward) == [(GATHER, 2)] * 3 + [(REDUCE, 2)] * 6, "across nodes once"

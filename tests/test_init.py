@@ -8,13 +8,13 @@ from models import (
     Block,
     Live,
     Stack,
+    batch_of,
     check_parity,
     compiled,
     full,
     on_meta,
     seeded,
     shard_all,
-    tokens,
 )
 from ranks import mesh_of, on_ranks
 from torch import nn
@@ -23,10 +23,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import shardc
 from shardc import ShardTensor, fully_shard
-
-
-def _batch(seed):
-    return {"tokens": tokens(seed), "targets": tokens(seed + 1)}
 
 
 def _to_empty_each(module):
@@ -78,7 +74,7 @@ def test_values_are_those_of_one_process(mesh):
         assert [id(p) for p in model.parameters()] == ids
         check_equal(model, plain)
         assert torch.equal(torch.get_rng_state(), state)
-    check_parity(plain, model, model, _batch, mesh)
+    check_parity(plain, model, model, batch_of, mesh)
 
 
 @on_ranks(2)

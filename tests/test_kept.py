@@ -7,14 +7,15 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from fsdp2 import check_against_fsdp2, fsdp2, sharded, whole
 from models import (
     CompiledMode,
     Stack,
+    batch_of,
     check_parity,
     compiled,
     full,
+    loss_of_rank,
     mean_over_ranks,
     seeded,
     tokens,
@@ -30,13 +31,8 @@ import shardc
 from shardc import ShardTensor
 
 
-def _loss(call, seed=1):
-    rank = dist.get_rank()
-    return call(tokens(seed + rank), tokens(seed + rank + 50))
-
-
 def _step(model, call, number):
-    _loss(call, 10 * number).backward()
+    loss_of_rank(call, 10 * number).backward()
 
 
 class _Messages(CompiledMode):
@@ -85,7 +81,7 @@ def test_micro_batches_gather_once(mesh):
             model.set_requires_gradient_sync(index == 2)
             model.set_reshard_after_backward(index == 2)
             with _Messages(counts[model]):
-                loss = _loss(call, 100 * number + 10 * index) / 3
+                loss = loss_of_rank(call, 100 * number + 10 * index) / 3
             with _Messages(counts[model]):
                 loss.backward()
 
@@ -102,7 +98,7 @@ def test_several_forwards_gather_once(mesh):
 
     def step(model, call, number):
         with _Messages(counts[model]):
-            first, second = _loss(call, number), _loss(call, number + 7)
+            first, second = loss_of_rank(call, number), loss_of_rank(call, number + 7)
         with _Messages(counts[model]):
             (first + 2 * second).backward()
 
@@ -161,8 +157,8 @@ def test_what_is_unsharded_is_not_gathered_again(mesh, executor):
             for p in [*plain.parameters(), *model.parameters()] if written else []:
                 p.mul_(0.5)
             with contextlib.nullcontext() if written is None else _Messages(counts):
-                loss = _loss(call)
-            torch.testing.assert_close(loss, _loss(plain))
+                loss = loss_of_rank(call)
+            torch.testing.assert_close(loss, loss_of_rank(plain))
         for module in _units(model):
             module.reshard()
         gathers = [1, 0] if written is None else [1, 0, 3 if written else 2]
@@ -212,11 +208,11 @@ def test_full_parameters_are_read_until_the_backward(mesh):
         model = shard(seeded(Stack), mesh, reshard_after_forward=False)
         weight = lambda m=model: m.layers[0].up.weight  # noqa: E731
         assert isinstance(weight(), kind)
-        loss = _loss(model)
+        loss = loss_of_rank(model)
         assert not isinstance(weight(), kind) and torch.equal(weight(), plain.layers[0].up.weight)
         loss.backward()
         assert isinstance(weight(), kind) and whole(weight().grad).any()
-        loss = _loss(model)
+        loss = loss_of_rank(model)
         for module in _units(model):
             module.reshard()
         assert isinstance(weight(), kind)
@@ -226,29 +222,27 @@ def test_full_parameters_are_read_until_the_backward(mesh):
 @on_ranks(2)
 def test_the_root_stays_gathered_and_others_do_not(mesh):
     model = sharded(seeded(Stack), mesh)
-    loss = _loss(model)
+    loss = loss_of_rank(model)
     assert isinstance(model.layers[0].up.weight, ShardTensor)
     assert not isinstance(model.head.weight, ShardTensor)
     assert all(isinstance(p, ShardTensor) for p in model.parameters())  # whatever stays gathered
     assert all(isinstance(value, ShardTensor) for value in model.state_dict().values())
     loss.backward()
     with torch.no_grad():
-        _loss(model)
+        loss_of_rank(model)
     assert isinstance(model.head.weight, ShardTensor)  # no backward follows
 
 
 @on_ranks(2)
 def test_what_stays_is_not_read_once_parameters_were_written(mesh):
     plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
-    _loss(model)
+    loss_of_rank(model)
     with torch.no_grad():
         for run in (plain, model):
             dict(run.named_parameters())["head.weight"].mul_(2)
     assert isinstance(model.head.weight, ShardTensor)
-    check_parity(
-        plain, model, model, lambda s: {"tokens": tokens(s), "targets": tokens(s + 1)}, mesh
-    )
-    _loss(model)
+    check_parity(plain, model, model, batch_of, mesh)
+    loss_of_rank(model)
     model.double()
     assert isinstance(model.head.weight, ShardTensor)
 
@@ -257,7 +251,7 @@ def test_what_stays_is_not_read_once_parameters_were_written(mesh):
 def test_a_write_to_what_stays_is_an_error(mesh):
     for then in ("backward", "reshard"):
         model = sharded(seeded(Stack), mesh)
-        loss = _loss(model)
+        loss = loss_of_rank(model)
         if then == "backward":
             nn.init.zeros_(model.head.weight)
         else:
@@ -265,7 +259,7 @@ def test_a_write_to_what_stays_is_an_error(mesh):
         with pytest.raises(RuntimeError, match=r"parameters of Stack were written .* are lost"):
             loss.backward() if then == "backward" else model.reshard()
         model.zero_grad()
-        _loss(model).backward()
+        loss_of_rank(model).backward()
 
 
 @on_ranks(2)
@@ -275,11 +269,11 @@ def test_unreduced_gradients_are_read_from_full_parameters(mesh):
     compiles = sharded(seeded(Stack), mesh)
     runs = ((theirs, theirs), (ours, ours), (compiles, compiled(compiles)))
     for number in range(2):
-        _loss(plain, number).backward()
+        loss_of_rank(plain, number).backward()
         for model, call in runs:
             model.set_requires_gradient_sync(False)
             model.set_reshard_after_backward(False)
-            _loss(call, number).backward()
+            loss_of_rank(call, number).backward()
             seen = model.layers[1].down.weight
             assert torch.equal(seen.grad, plain.layers[1].down.weight.grad)
             assert torch.equal(model.head.weight.grad, plain.head.weight.grad)
@@ -291,11 +285,11 @@ def test_unreduced_gradients_are_read_from_full_parameters(mesh):
         model.head.weight.grad.mul_(3)  # it is what will be reduced
         model.set_requires_gradient_sync(True)
         model.set_reshard_after_backward(True)
-        _loss(call, 2).backward()
+        loss_of_rank(call, 2).backward()
         assert isinstance(model.head.weight, ShardTensor)
     want = mean_over_ranks(3 * plain.head.weight.grad, mesh)
     plain.zero_grad()
-    _loss(plain, 2).backward()
+    loss_of_rank(plain, 2).backward()
     want += mean_over_ranks(plain.head.weight.grad, mesh)
     for model, _ in runs[1:]:
         torch.testing.assert_close(full(model.head.weight.grad), want)
@@ -306,9 +300,9 @@ def test_unreduced_gradients_are_read_from_full_parameters(mesh):
 def test_an_unreduced_gradient_is_seen_after_unshard_and_gone_after_zero_grad(mesh):
     plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
     with model.no_sync():
-        _loss(model).backward()
+        loss_of_rank(model).backward()
     assert model.head.weight.grad is None  # a part, as is the parameter
-    _loss(plain).backward()
+    loss_of_rank(plain).backward()
     model.unshard()
     seen = model.head.weight
     assert torch.equal(seen.grad, plain.head.weight.grad)
@@ -328,7 +322,7 @@ def test_reshard_between_forward_and_backward_frees(mesh):
     with Events() as events:
 
         def step(model, call, number):
-            loss = _loss(call, number)
+            loss = loss_of_rank(call, number)
             if model is ours:
                 assert events.alive(_gathered_bytes(model)) == _gathered_bytes(model)
             for module in _units(model):
@@ -349,7 +343,7 @@ def test_what_the_backward_does_not_reach_is_freed_with_it(mesh):
     sharded(model, mesh, reshard_after_forward=False)
     with Events() as events:
         for number in range(2):
-            loss = _loss(model, number)
+            loss = loss_of_rank(model, number)
             assert events.alive(_gathered_bytes(model)) == _gathered_bytes(model)
             assert len(events.of("start")) == 4 * (number + 1)
             loss.backward()
@@ -420,7 +414,7 @@ def test_hooks_of_gradients_read_shards(mesh):
         for when in ("register_hook", "register_post_accumulate_grad_hook"):
             hook = lambda _, m=module: seen.append(type(m.weight))  # noqa: E731
             getattr(module.weight, when)(hook)
-    _loss(model).backward()
+    loss_of_rank(model).backward()
     assert seen == 4 * [ShardTensor]
 
 
@@ -432,18 +426,18 @@ def test_hooks_of_gradients_read_shards(mesh):
 def test_gathers_wait_for_the_event_of_the_optimizer(mesh, executor):
     model = sharded(seeded(Stack), mesh)
     call = compiled(model, executor) if executor else model
-    _loss(call).backward()
+    loss_of_rank(call).backward()
     event, sent = mock.Mock(spec=torch.Event), _Messages()
     event.wait.side_effect = lambda *_: sent.log.append("event")
     model.set_post_optim_event(event)
     assert not sent.log
     with sent:
-        _loss(call).backward()
+        loss_of_rank(call).backward()
         assert sent.log[:4] == ["event", *3 * ["gather"]]
-        _loss(call).backward()
+        loss_of_rank(call).backward()
         model.set_post_optim_event(event)
         model.set_post_optim_event(None)
-        _loss(call).backward()
+        loss_of_rank(call).backward()
         assert sent.log.count("event") == 1
 
 
@@ -459,7 +453,7 @@ def test_communicators_and_limits_are_shared(mesh):
     for module in _units(second):
         assert [b.key.code.reduction.group for b in module._shardc_unit.buckets] == [own]
         assert module._shardc_unit.settings.reduce_buffers == 2
-    _loss(second).backward()
+    loss_of_rank(second).backward()
     with pytest.raises(ValueError, match="was not"):
         shardc.share_comm_ctx([first, nn.Linear(2, 2)])
     assert all(b.key.code.reduction.group == own for b in second._shardc_unit.buckets)

@@ -7,27 +7,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fsdp2 import sharded
-from models import Block, Stack, check_gradients, check_parity, compiled, seeded, tokens
+from models import (
+    Block,
+    Checkpointed,
+    Stack,
+    check_gradients,
+    check_parity,
+    compiled,
+    loss_of_rank,
+    seeded,
+)
 from ranks import on_ranks
 from real_models import language, llama
 from test_backend import Graphs
 from torch import nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from shardc import fully_shard
 
 CALLS = pytest.mark.parametrize("executor", ["eager", None])
-
-
-def _loss(call, seed):
-    rank = torch.distributed.get_rank()
-    return call(tokens(seed + rank), tokens(seed + rank + 50))
 
 
 def _both(mesh, build=Stack, executor="eager"):
@@ -52,10 +52,10 @@ class TwoLosses(Stack):
 def test_several_losses(mesh, executor):
     plain, model, call = _both(mesh, TwoLosses, executor)
     for run in (plain, call):
-        first, second = _loss(run, 1)
+        first, second = loss_of_rank(run, 1)
         first.backward(retain_graph=True)
         second.backward()
-        sum(_loss(run, 2)).backward()
+        sum(loss_of_rank(run, 2)).backward()
     _check(plain, model, mesh)
 
 
@@ -64,14 +64,14 @@ def test_several_losses(mesh, executor):
 def test_forwards_and_backwards_in_another_order_and_number(mesh, executor):
     plain, model, call = _both(mesh, executor=executor)
     for run in (plain, call):
-        first, second = _loss(run, 1), _loss(run, 2)
-        _loss(run, 3)  # no backward
+        first, second = loss_of_rank(run, 1), loss_of_rank(run, 2)
+        loss_of_rank(run, 3)  # no backward
         second.backward()
         first.backward()
     _check(plain, model, mesh)
     for run in (plain, call):
-        _loss(run, 2).backward()  # its compilation does not decide for the next
-        loss = _loss(run, 1)
+        loss_of_rank(run, 2).backward()  # its compilation does not decide for the next
+        loss = loss_of_rank(run, 1)
         loss.backward(retain_graph=True)
         loss.backward()
         with pytest.raises(RuntimeError, match=r"second time|retain_graph"):
@@ -99,10 +99,10 @@ def test_double_backward(mesh):
 def test_compiled_autograd(mesh):
     """The backward as a graph of its own, around what the backend made of it."""
     plain, model, call = _both(mesh, functools.partial(Stack, 1))
-    _loss(plain, 1).backward()
+    loss_of_rank(plain, 1).backward()
     counters.clear()
     with compiled_autograd._enable(torch.compile(backend="eager")):
-        _loss(call, 1).backward()
+        loss_of_rank(call, 1).backward()
     assert counters["compiled_autograd"]["captures"] == 1, "the backward is no graph"
     _check(plain, model, mesh)
 
@@ -115,20 +115,7 @@ def _save_matmuls(ctx, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Recomputed(Stack):
-    """Blocks under activation checkpointing."""
-
-    contexts: ClassVar = {}
-    reentrant = False
-
-    def forward(self, tokens, targets):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant, **self.contexts)
-        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
-
-
-class Selective(Recomputed):
+class Selective(Checkpointed):
     """Saves what matmuls give, recomputes the rest."""
 
     contexts: ClassVar = {
@@ -143,7 +130,7 @@ class SquashedBlock(Block):
         return x + F.gelu(self.up(self.norm(x))) @ self.down.weight.T.tanh()
 
 
-class Squashed(Recomputed):
+class Squashed(Checkpointed):
     """Blocks under activation checkpointing that compute something of their weights alone."""
 
     def __init__(self):
@@ -151,7 +138,7 @@ class Squashed(Recomputed):
         self.layers = nn.ModuleList([SquashedBlock(), SquashedBlock()])
 
 
-class Reentrant(Recomputed):
+class Reentrant(Checkpointed):
     """The old way to recompute."""
 
     reentrant = True
@@ -164,14 +151,14 @@ def _no_weight_is_saved(graphs, model):
     assert saved and not [v for v in saved if v.numel() in sizes], saved
 
 
-@pytest.mark.parametrize("build", [Recomputed, Selective, Squashed])
+@pytest.mark.parametrize("build", [Checkpointed, Selective, Squashed])
 @on_ranks(2)
 def test_recomputed_blocks_keep_no_gathered_weight(mesh, build):
     plain, model = seeded(build), sharded(seeded(build), mesh, reshard_after_forward=True)
     with Graphs() as graphs:
         call = compiled(model, fullgraph=True)
         for run in (plain, call):
-            _loss(run, 1).backward()
+            loss_of_rank(run, 1).backward()
     _no_weight_is_saved(graphs, model)
     _check(plain, model, mesh)
 
@@ -183,7 +170,7 @@ def test_the_partitioners_memory_budget_keeps_no_gathered_weight(mesh):
     plain, model = seeded(Stack), sharded(seeded(Stack), mesh, reshard_after_forward=True)
     with Graphs() as graphs, config.patch(activation_memory_budget=0.3):
         for run in (plain, compiled(model, "inductor", fullgraph=True)):
-            _loss(run, 1).backward()
+            loss_of_rank(run, 1).backward()
     _no_weight_is_saved(graphs, model)
     _check(plain, model, mesh)
 
@@ -193,7 +180,7 @@ def test_the_partitioners_memory_budget_keeps_no_gathered_weight(mesh):
 def test_reentrant_checkpointing(mesh, executor):
     plain, model, call = _both(mesh, Reentrant, executor)
     for run in (plain, call):
-        _loss(run, 1).backward()
+        loss_of_rank(run, 1).backward()
     _check(plain, model, mesh)
 
 

@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import Gated, Stack, measured_peak, seeded, tokens
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -12,15 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from shardc import fully_shard
 from shardc.backend.graph_plan import graph_plans
-from shardc.runtime import compat
-
-
-@pytest.fixture
-def four_ranks():
-    """A group without peers, whose threads would hold tensors for a moment longer."""
-    compat.join_fake_group(4)
-    yield
-    dist.destroy_process_group()
 
 
 class _Loss(nn.Module):

@@ -426,13 +426,11 @@ def by_their_own(model, optimizers, folder):
 
 @pytest.mark.parametrize("save", [by_name, together, by_their_own])
 @on_ranks(2)
-def test_resumes_from_states_of_many_optimizers(mesh, save):
+def test_resumes_from_states_of_many_optimizers(mesh, save, tmp_path):
     model = sharded(seeded(Stack), mesh)
     optimizers = optimizers_of(model)
     train(model, model, optimizers, in_backward=True)
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    load = save(model, optimizers, folder[0])
+    load = save(model, optimizers, tmp_path)
     values = shardc.get_model_state_dict(model)
     values = {name: value.clone() for name, value in values.items()}
     wanted = train(model, model, optimizers, in_backward=True, steps=1)[1]

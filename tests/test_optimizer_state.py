@@ -279,8 +279,6 @@ def test_rekey(mesh):
     ] == [name for name, _ in plain.named_parameters()]
     with pytest.raises(ValueError, match=r"'nobody', which is not a parameter"):
         rekey_optimizer_state_dict({"state": {"nobody": {}}, "param_groups": []}, "ids", plain)
-    with pytest.raises(ValueError, match="must be 'names' or 'ids'"):
-        rekey_optimizer_state_dict(simple.state_dict(), "id", plain)
     full_names = get_optimizer_state_dict(model, ours, options=FULL)
     swapped = {**full_names, "state": dict(full_names["state"])}
     swapped["state"]["head.weight"] = swapped["state"].pop("embed.weight")

@@ -464,17 +464,6 @@ def test_no_optimizer_is_left_out():
     assert classes - known == set()
 
 
-@on_ranks(2)
-def test_strictly_refuses_optimizers_that_need_the_whole_tensor(mesh):
-    _, sharded = pair(mesh)
-    set_gradients(sharded, 0)
-    optimizer = torch.optim.Adafactor(sharded.parameters())
-    strict()
-    with pytest.raises(NotImplementedError, match=r"Take shardc.WholeTensorOptimizer\("):
-        optimizer.step()
-    strict(False)
-
-
 # -- parameters in 16 bits -------------------------------------------------------------------------
 
 

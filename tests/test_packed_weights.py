@@ -1,7 +1,6 @@
 """Frozen weights of subclasses made of several tensors, as NF4 for QLoRA: as with FSDP2."""
 
 import copy
-import tempfile
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import full
 from ranks import mesh_of, on_ranks
+from subclasses import compiled
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -51,15 +51,6 @@ def sharded(mesh, shard=fully_shard, model=None, **options):
     return shard(model, mesh=mesh, **options)
 
 
-def compiled(model, how):
-    if how == "blocks":
-        for module in (model[0], model[2]):
-            module.compile(backend="shardc", options={"executor": "eager"}, fullgraph=True)
-    elif how != "uncompiled":
-        model.compile(backend="shardc", options={"executor": how}, fullgraph=True)
-    return model
-
-
 @pytest.mark.parametrize(
     ("options", "how"),
     [
@@ -75,7 +66,8 @@ def compiled(model, how):
 @on_ranks(2)
 def test_as_fsdp2(mesh, options, how):
     theirs = sharded(mesh, fsdp.fully_shard, **options)
-    ours = compiled(sharded(mesh, **options), how)
+    ours = sharded(mesh, **options)
+    compiled(ours, how, (ours[0], ours[2]))
     trained = [p for p in ours.parameters() if p.requires_grad]
     assert len(trained) == 4 and all(isinstance(p, ShardTensor) for p in ours.parameters())
     compare(theirs, ours, 1e-5 if how == "inductor" else 0.0)
@@ -132,7 +124,7 @@ def test_a_rank_holds_its_part(mesh):
 
 
 @on_ranks(4)
-def test_values_in_and_out(mesh):
+def test_values_in_and_out(mesh, tmp_path):
     """A state dict has the bytes: they load on other numbers of ranks, and weights load as well."""
     grid = mesh_of("cpu", (2, 2), ("outer", "inner"))
     torch.manual_seed(5)
@@ -142,16 +134,14 @@ def test_values_in_and_out(mesh):
     plain, first = build(), sharded(grid["inner"])
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
     want = first(x)
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
     if dist.get_rank() < 2:
         state = get_model_state_dict(first)
-        dcp.save(state, checkpoint_id=folder[0], process_group=grid["inner"].get_group())
+        dcp.save(state, checkpoint_id=tmp_path, process_group=grid["inner"].get_group())
     dist.barrier()
     second = sharded(mesh, model=other)
     assert not torch.allclose(second(x), want)
     state = get_model_state_dict(second)
-    dcp.load(state, checkpoint_id=folder[0])
+    dcp.load(state, checkpoint_id=tmp_path)
     shardc.set_model_state_dict(second, state)
     assert torch.equal(second(x), want)
     whole = get_model_state_dict(second, options=FULL)

@@ -145,13 +145,18 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("call", range(len(CALLS)))
+@pytest.mark.parametrize(
+    ("call", "in_memory"), [*((call, True) for call in range(len(CALLS))), (4, False)]
+)
 @on_ranks(3)
-def test_a_call_that_one_rank_makes(mesh, call):
+def test_a_call_that_one_rank_makes(mesh, call, in_memory):
+    """Ranks compare in memory that they share, or through the store."""
     act, said = CALLS[call]
     model, rank = _of_two(mesh, Stack)
     if model is None:
         return
+    if not in_memory:
+        history_of(_group_of(model))._board = None
     _step(model)
     text = _told(lambda: act(model) if rank == 1 else _step(model))
     assert "rank 0 entered the all-gather of Stack in the forward" in text, text
@@ -312,18 +317,6 @@ def test_a_rank_that_is_busy_is_waited_for(mesh):
         assert shown.at.startswith("at test_parted.py:") and not shown.own
     _step(model)
     assert history_of(_group_of(model)).parted is None
-
-
-@on_ranks(3)
-def test_ranks_without_common_memory_compare_through_the_store(mesh):
-    model, rank = _of_two(mesh, Stack)
-    if model is None:
-        return
-    history_of(_group_of(model))._board = None
-    _step(model)
-    text = _told(lambda: _clip(model) if rank == 1 else _step(model))
-    assert "rank 0 entered the all-gather of Stack in the forward" in text, text
-    assert "rank 1 entered an all-reduce of " in text, text
 
 
 @on_ranks(3)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from models import (
     Block,
     Stack,
+    batch_of,
     check_parity,
     full,
     is_unsharded,
@@ -25,11 +26,6 @@ from torch import nn
 
 from shardc import MixedPrecisionPolicy, ShardTensor, fully_shard, units_of
 from shardc.sharding.placement import check_devices, compute_device
-
-
-def _batch(seed):
-    return {"tokens": tokens(seed), "targets": tokens(seed + 1)}
-
 
 # -- devices ---------------------------------------------------------------------------------------
 
@@ -123,7 +119,7 @@ def test_a_refusal_on_one_rank_is_told_to_all(mesh):
             fully_shard(lazy if rank == unlucky else fine, mesh=mesh)
         assert is_unsharded(fine)
     model = shard_all(seeded(Stack), mesh)
-    check_parity(seeded(Stack), model, model, _batch, mesh)
+    check_parity(seeded(Stack), model, model, batch_of, mesh)
 
 
 # -- what is cut, and what stays -------------------------------------------------------------------
@@ -152,7 +148,7 @@ def test_existing_gradients_are_cut_and_full_storage_is_freed(mesh):
     for each in (plain, model):
         torch.optim.SGD(each.parameters(), lr=0.1).step()
         each.zero_grad()
-    check_parity(plain, model, model, _batch, mesh)
+    check_parity(plain, model, model, batch_of, mesh)
 
 
 @on_ranks(2)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from models import Stack, check_parity, laid_out_for_gpus, seeded, tokens
+from models import Stack, batch_of, check_parity, laid_out_for_gpus, seeded
 from ranks import on_ranks
 from torch import nn
 from torch._dynamo.utils import counters
@@ -48,10 +48,6 @@ def _compile_blocks(model, wrapped=False):
     return model
 
 
-def _batch(seed):
-    return {"tokens": tokens(seed), "targets": tokens(seed + 1)}
-
-
 @pytest.mark.parametrize(("wrapped", "frames"), [(False, 1), (True, 12)])
 @on_ranks(2)
 def test_blocks_share_one_graph(mesh, wrapped, frames):
@@ -59,7 +55,7 @@ def test_blocks_share_one_graph(mesh, wrapped, frames):
     model = _compile_blocks(_sharded(seeded(lambda: Stack(12)), mesh), wrapped)
     for _ in range(2):
         before = progress.started
-        model(**_batch(0)).backward()
+        model(**batch_of(0)).backward()
     assert counters["frames"]["ok"] == counters["frames"]["total"] == frames
     # 14 buckets are gathered, those of the 12 blocks again in the backward, and 14 reduced.
     assert progress.started - before == 40
@@ -69,9 +65,9 @@ def test_blocks_share_one_graph(mesh, wrapped, frames):
 def test_checkpoints_inside_blocks_read_the_bucket_of_the_model(mesh):
     plain = _inside(4)
     model = _compile_blocks(_sharded(plain, mesh))
-    check_parity(plain, model, model, _batch, mesh)
+    check_parity(plain, model, model, batch_of, mesh)
     before = progress.started
-    model(**_batch(0)).backward()
+    model(**batch_of(0)).backward()
     assert counters["frames"]["ok"] == counters["frames"]["total"] == 1
     assert progress.started - before == 16
 
@@ -80,14 +76,14 @@ def test_checkpoints_inside_blocks_read_the_bucket_of_the_model(mesh):
 def test_a_vector_of_one_block_is_frozen(mesh):
     plain = seeded(lambda: Stack(3))
     model = _compile_blocks(_sharded(plain, mesh))
-    check_parity(plain, model, model, _batch, mesh)
+    check_parity(plain, model, model, batch_of, mesh)
     for index in (1, 0):  # the first block is as the graph was compiled, then no longer
         for each in (plain, model):
             each.layers[index].norm.weight.requires_grad_(False)
-        check_parity(plain, model, model, _batch, mesh)
+        check_parity(plain, model, model, batch_of, mesh)
     for each in (plain, model):
         each.layers[1].norm.weight.requires_grad_(True)
-    check_parity(plain, model, model, _batch, mesh)
+    check_parity(plain, model, model, batch_of, mesh)
 
 
 @on_ranks(2)
@@ -101,9 +97,9 @@ def test_a_copy_reads_its_own_bucket(mesh):
     _compile_blocks(model)
     for layer in other.layers:
         layer.compile(backend="shardc", options={"executor": "eager"})
-    check_parity(plain, model, model, _batch, mesh)
-    check_parity(plain_other, other, other, _batch, mesh)
-    check_parity(plain, model, model, _batch, mesh)
+    check_parity(plain, model, model, batch_of, mesh)
+    check_parity(plain_other, other, other, batch_of, mesh)
+    check_parity(plain, model, model, batch_of, mesh)
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -114,7 +110,7 @@ def test_gradients_wait_and_buckets_are_held(mesh, moved):
     if moved:
         plain.double()
         model.double()
-    batches = [_batch(10 * seed + mesh.get_local_rank()) for seed in range(3)]
+    batches = [batch_of(10 * seed + mesh.get_local_rank()) for seed in range(3)]
     for _ in range(2):
         model.set_reshard_after_backward(False)
         for batch in batches[:-1]:
@@ -124,7 +120,7 @@ def test_gradients_wait_and_buckets_are_held(mesh, moved):
         model(**batches[-1]).backward()
         for seed in range(3):
             for rank in range(mesh.size()):
-                (plain(**_batch(10 * seed + rank)) / mesh.size()).backward()
+                (plain(**batch_of(10 * seed + rank)) / mesh.size()).backward()
         for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(q.grad.full_tensor(), p.grad, msg=name)
             assert p.grad.abs().sum() > 0

@@ -6,7 +6,7 @@ from collections import namedtuple
 import pytest
 import torch
 from fsdp2 import check_against_fsdp2, fsdp2, sharded
-from models import Stack, Wire, compiled, full, seeded, tokens
+from models import Stack, Wire, compiled, full, loss_of_rank, seeded
 from ranks import mesh_of, on_ranks
 from real_models import language, llama
 from torch import nn
@@ -20,11 +20,6 @@ from shardc.runtime.unit.precision import cast_to, map_tensors, moved_to
 from shardc.runtime.unit.settings import Settings
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-
-
-def _loss(call, seed):
-    rank = torch.distributed.get_rank()
-    return call(tokens(seed + rank), tokens(seed + rank + 50))
 
 
 class Recorder(nn.Module):
@@ -66,9 +61,9 @@ def test_full_precision_in_eval(mesh):
     for run in (call, model):
         with torch.no_grad():
             model.train()
-            assert _loss(run, 1).dtype == bf16
+            assert loss_of_rank(run, 1).dtype == bf16
             model.eval()
-            assert torch.equal(_loss(run, 1), _loss(plain, 1))
+            assert torch.equal(loss_of_rank(run, 1), loss_of_rank(plain, 1))
 
 
 @pytest.mark.parametrize("executor", ["eager", None])
@@ -79,8 +74,8 @@ def test_gradients_may_stay_low(mesh, executor):
     theirs = fsdp2(seeded(Stack), mesh, mp_policy=fsdp.MixedPrecisionPolicy(bf16))
     call = compiled(model, executor) if executor else model
     for _ in range(2):
-        _loss(call, 1).backward()
-        _loss(theirs, 1).backward()
+        loss_of_rank(call, 1).backward()
+        loss_of_rank(theirs, 1).backward()
     for p, q in zip(theirs.parameters(), model.parameters(), strict=True):
         assert q.grad.dtype == bf16 and q.dtype == fp32
         want = p.grad.full_tensor()
@@ -97,9 +92,9 @@ def test_the_wire_carries_the_low_precision(mesh, shape, executor):
     for asked in (None, fp32):
         model = sharded(seeded(Stack), mesh, mp_policy=MixedPrecisionPolicy(bf16, asked))
         call = compiled(model, executor) if executor else model
-        _loss(call, 1).backward()
+        loss_of_rank(call, 1).backward()
         with Wire() as wire:
-            loss = _loss(call, 1)
+            loss = loss_of_rank(call, 1)
             loss.backward()
         reduction = "reduce_scatter" if shape == (2,) else "all_reduce"
         dtypes = {(message.kind, message.dtype) for message in wire.sent}
@@ -129,7 +124,7 @@ def test_float16_with_a_grad_scaler(mesh):
     scales = []
     for number in range(18):  # overflows at first, on one rank only, then trains
         for run, scaler, optimizer in zip((theirs, call), scalers, makers, strict=True):
-            scaler.scale(_loss(run, number)).backward()
+            scaler.scale(loss_of_rank(run, number)).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -149,9 +144,9 @@ def test_autocast_inside(mesh):
 
     theirs, ours = fsdp2(seeded(Autocast), mesh), sharded(seeded(Autocast), mesh)
     for call in (compiled(ours, fullgraph=True), ours):
-        _loss(call, 1).backward()
+        loss_of_rank(call, 1).backward()
         theirs.zero_grad()
-        _loss(theirs, 1).backward()
+        loss_of_rank(theirs, 1).backward()
         for p, q in zip(theirs.parameters(), ours.parameters(), strict=True):
             want = p.grad.full_tensor()
             torch.testing.assert_close(full(q.grad), want, rtol=0, atol=0)  # in fp32 it differs
@@ -168,7 +163,7 @@ def test_units_with_different_policies(mesh):
         return make(model, mesh=mesh)
 
     theirs, ours = build(fsdp.fully_shard), build(fully_shard)
-    step = lambda model, call, number: _loss(call, number).backward()  # noqa: E731
+    step = lambda model, call, number: loss_of_rank(call, number).backward()  # noqa: E731
     # Fused kernels round to bfloat16 elsewhere: where one rank's gradient is the next number of
     # bfloat16, 2**-7 away, the mean of two ranks is off by half of that.
     check_against_fsdp2(theirs, ours, compiled(ours, fullgraph=True), step, 2, 2**-8)

@@ -1,7 +1,5 @@
 """`load_pretrained`: safetensors straight into segments, each element read once."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,12 +12,6 @@ import shardc.state.pretrained as pretrained
 from shardc import ShardTensor, fully_shard, load_pretrained
 
 
-def shared(tmp_path) -> str:
-    folder = [str(tmp_path)]
-    dist.broadcast_object_list(folder)
-    return folder[0]
-
-
 def on_first(mesh, write) -> None:
     if mesh.get_rank() == 0:
         write()
@@ -29,10 +21,9 @@ def on_first(mesh, write) -> None:
 @pytest.mark.parametrize(("build", "shard_size"), [(gpt2, "1GB"), (llama, "20KB")])
 @on_ranks(2)
 def test_a_model_on_meta_reads_its_part_only(mesh, build, shard_size, tmp_path):
-    folder = shared(tmp_path)
     plain = seeded(build, 5).eval()
-    on_first(mesh, lambda: plain.save_pretrained(folder, max_shard_size=shard_size))
-    assert Path(folder, "model.safetensors.index.json").exists() == (shard_size != "1GB")
+    on_first(mesh, lambda: plain.save_pretrained(tmp_path, max_shard_size=shard_size))
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size != "1GB")
     model = fully_shard(on_meta(build), mesh=mesh, units="auto").eval()
     sizes, read = [], pretrained.read_box
 
@@ -42,7 +33,7 @@ def test_a_model_on_meta_reads_its_part_only(mesh, build, shard_size, tmp_path):
 
     pretrained.read_box = counting
     try:
-        keys = load_pretrained(model, folder)
+        keys = load_pretrained(model, str(tmp_path))
     finally:
         pretrained.read_box = read
     assert keys == ([], [])
@@ -60,41 +51,39 @@ def test_a_model_on_meta_reads_its_part_only(mesh, build, shard_size, tmp_path):
 
 @on_ranks(2)
 def test_dtypes_are_converted_and_names_mapped(mesh, tmp_path):
-    folder = shared(tmp_path)
     state = {f"old.{k}": v.bfloat16() for k, v in seeded(Stack, 5).state_dict().items()}
-    on_first(mesh, lambda: save_file(state, f"{folder}/other.safetensors"))
+    on_first(mesh, lambda: save_file(state, f"{tmp_path}/other.safetensors"))
     model = fully_shard(seeded(Stack), mesh=mesh, units="auto")
     load_pretrained(
-        model, Path(folder, "other.safetensors"), rename=lambda name: name.removeprefix("old.")
+        model, tmp_path / "other.safetensors", rename=lambda name: name.removeprefix("old.")
     )
     for name, param in model.named_parameters():
         assert param.dtype == torch.float32
         assert torch.equal(full(param), state[f"old.{name}"].float()), name
     plain = seeded(Stack)
-    load_pretrained(plain, f"{folder}/other.safetensors", rename=lambda name: name[4:])
+    load_pretrained(plain, f"{tmp_path}/other.safetensors", rename=lambda name: name[4:])
     assert torch.equal(plain.head.weight, state["old.head.weight"].float())
 
 
 @on_ranks(2)
 def test_names_and_shapes_that_differ_are_errors(mesh, tmp_path):
-    folder = shared(tmp_path)
     state = seeded(Stack, 5).state_dict()
     state["more"] = state.pop("head.weight")
-    on_first(mesh, lambda: save_file(state, f"{folder}/model.safetensors"))
+    on_first(mesh, lambda: save_file(state, f"{tmp_path}/model.safetensors"))
     model = fully_shard(seeded(Stack), mesh=mesh, units="auto")
     before = [param.to_local().clone() for param in model.parameters()]
     with pytest.raises(RuntimeError, match=r"missing in the files: 'head\.weight'\n.*'more'"):
-        load_pretrained(model, folder)
+        load_pretrained(model, tmp_path)
     with pytest.raises(RuntimeError, match=r"size mismatch for 'embed\.weight': .*\(31, 20\)"):
-        load_pretrained(fully_shard(Stack(dim=20), mesh=mesh), folder, strict=False)
+        load_pretrained(fully_shard(Stack(dim=20), mesh=mesh), tmp_path, strict=False)
     with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors\.index\.json nor"):
-        load_pretrained(model, f"{folder}/none")
-    mine = folder if mesh.get_rank() == 0 else f"{folder}/none"
+        load_pretrained(model, f"{tmp_path}/none")
+    mine = tmp_path if mesh.get_rank() == 0 else f"{tmp_path}/none"
     with pytest.raises((RuntimeError, FileNotFoundError), match=r"nothing was loaded|neither"):
         load_pretrained(model, mine, strict=False)
     for param, value in zip(model.parameters(), before, strict=True):
         assert torch.equal(param.to_local(), value)
-    keys = load_pretrained(model, folder, strict=False)
+    keys = load_pretrained(model, tmp_path, strict=False)
     assert keys == (["head.weight"], ["more"])
     assert torch.equal(full(model.embed.weight), state["embed.weight"])
 
@@ -123,10 +112,10 @@ class Nothing(torch.nn.Module):
 
 @on_ranks(2)
 def test_buffers_that_are_not_saved(mesh, tmp_path):
-    folder, plain = shared(tmp_path), seeded(Resets, 5)
-    on_first(mesh, lambda: save_file(plain.state_dict(), f"{folder}/model.safetensors"))
+    plain = seeded(Resets, 5)
+    on_first(mesh, lambda: save_file(plain.state_dict(), f"{tmp_path}/model.safetensors"))
     model = fully_shard(on_meta(Resets), mesh=mesh)
-    load_pretrained(model, folder)
+    load_pretrained(model, tmp_path)
     assert torch.equal(model.scale, plain.scale) and torch.equal(full(model.bias), plain.bias)
     with pytest.raises(ValueError, match=r"'scale' is on meta, .* Nothing has no reset_parameters"):
-        load_pretrained(fully_shard(on_meta(Nothing), mesh=mesh), folder, strict=False)
+        load_pretrained(fully_shard(on_meta(Nothing), mesh=mesh), tmp_path, strict=False)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import Checkpointed, check_parity, compiled, seeded, shard_all, tokens
+from models import Checkpointed, batch_of, check_parity, compiled, seeded, shard_all
 from ranks import on_ranks
 from real_models import MODELS, bert_backbone, gpt2, language, llama
 from torch._dynamo.utils import counters
@@ -49,17 +49,13 @@ def test_gradient_checkpointing(mesh):
     check_parity(plain, model, compiled(model, fullgraph=True), language, mesh)
 
 
-def _batch(seed):
-    return {"tokens": tokens(seed), "targets": tokens(seed + 1000)}
-
-
 @on_ranks(2)
 def test_checkpointed_blocks(mesh):
     plain, model = _pair(Checkpointed, mesh)
     calls, bodies = [], []
     note = lambda *args: calls.append(args)  # noqa: E731
     hooks = [layer.register_forward_pre_hook(note) for layer in model.layers]
-    check_parity(plain, model, model, _batch, mesh, steps=1)
+    check_parity(plain, model, model, batch_of, mesh, steps=1)
     assert len(calls) == 2 * len(model.layers)  # forward, and once more in the backward
     for hook in hooks:
         hook.remove()
@@ -69,7 +65,7 @@ def test_checkpointed_blocks(mesh):
         return shardc_backend(gm, inputs, options={"executor": "eager"})
 
     step = torch.compile(model, backend=backend, fullgraph=True)
-    check_parity(plain, model, step, _batch, mesh)
+    check_parity(plain, model, step, batch_of, mesh)
     assert len(bodies) == len(model.layers)
 
 

@@ -140,13 +140,11 @@ def test_export_for_transformers(mesh, tmp_path):
     optimizer.step()
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=options)
-    folder = [str(tmp_path)]
-    dist.broadcast_object_list(folder)
     if mesh.get_rank() == 0:
-        model.save_pretrained(folder[0], state_dict=state)
+        model.save_pretrained(tmp_path, state_dict=state)
     dist.barrier()
-    assert (Path(folder[0]) / "model.safetensors").exists()
-    plain = type(seeded(gpt2)).from_pretrained(folder[0])
+    assert (tmp_path / "model.safetensors").exists()
+    plain = type(seeded(gpt2)).from_pretrained(tmp_path)
     assert not any(isinstance(p, ShardTensor) for p in plain.parameters())
     for key, param in plain.named_parameters():
         assert torch.equal(param, full(model.get_parameter(key))), key

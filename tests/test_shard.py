@@ -15,12 +15,12 @@ from fsdp2 import check_against_fsdp2, fsdp2, sharded
 from models import (
     Block,
     Stack,
+    batch_of,
     check_parity,
     compiled,
     full,
     is_unsharded,
     mean_over_ranks,
-    on_meta,
     seeded,
     shard_all,
     tokens,
@@ -33,11 +33,6 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import shardc
 from shardc import ShardedModule, ShardTensor, fully_shard, units_of
-
-
-def _batch(seed):
-    return {"tokens": tokens(seed), "targets": tokens(seed + 1)}
-
 
 # -- what it makes -------------------------------------------------------------------------------
 
@@ -95,7 +90,7 @@ def test_what_a_process_group_still_holds_is_sharded(mesh):
     assert all(param._use_count() > 1 for param in model.parameters())  # the handles' references
     shard_all(model, mesh)
     del held, work
-    check_parity(plain, model, model, _batch, mesh)
+    check_parity(plain, model, model, batch_of, mesh)
     gc.collect()
     assert not [storage for storage in whole if storage() is not None]
 
@@ -140,10 +135,6 @@ def test_units(mesh):
     assert held["1.0.up"] == ["weight", "bias"]
     assert held[""] == [f"{block}.norm.{n}" for block in ("0", "1.0", "1.1") for n in
                         ("weight", "bias")]  # fmt: skip
-    with pytest.raises(ValueError, match="'auto', a module class"):
-        fully_shard(build(), mesh=mesh, units="blocks")
-    with pytest.raises(ValueError, match="option 'prefetch'; known: reshard"):
-        fully_shard(build(), mesh=mesh, units=lambda m: {"prefetch": 1})
 
 
 @on_ranks(2)
@@ -210,9 +201,9 @@ def test_two_models_on_sub_meshes(mesh):
     mine = grid["shard"]
     build = functools.partial(Stack, 1)
     plain, model = seeded(build, rank // 2), shard_all(seeded(build, rank // 2), mine)
-    check_parity(plain, model, compiled(model), _batch, mine)
+    check_parity(plain, model, compiled(model), batch_of, mine)
     everyone = shard_all(seeded(build, 9), mesh)
-    check_parity(seeded(build, 9), everyone, compiled(everyone), _batch, mesh)
+    check_parity(seeded(build, 9), everyone, compiled(everyone), batch_of, mesh)
 
 
 @on_ranks(2)
@@ -240,7 +231,7 @@ def test_convert_a_sharded_module(mesh):
     model.double()
     assert all(p is q for p, q in zip(before, model.parameters(), strict=True))
     assert {p.dtype for p in model.parameters()} == {torch.float64}
-    check_parity(plain, model, compiled(model), _batch, mesh)
+    check_parity(plain, model, compiled(model), batch_of, mesh)
     model.bfloat16()
     for bucket in model._shardc_unit.buckets:
         assert all(slot.start * 2 % 16 == 0 for slot in bucket.layout.slots)
@@ -271,20 +262,6 @@ def test_a_parameter_in_a_live_graph_is_not_converted(mesh):
     del penalty, held
     model.embed.weight = given
     model.float()
-
-
-@on_ranks(2)
-def test_materialise_a_meta_model(mesh):
-    model = shard_all(on_meta(), mesh)
-    model.to_empty(device="cpu")
-    plain = seeded(Stack)
-    torch.manual_seed(0)
-    for side in (plain, model):
-        torch.manual_seed(5)
-        for module in side.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-    check_parity(plain, model, model, _batch, mesh)
 
 
 @on_ranks(2)
@@ -431,12 +408,9 @@ def test_what_is_refused(mesh):
     for kwargs, error, words in (
         ({"mesh": cube}, ValueError, "3-D mesh of shape"),
         ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.int8)}, ValueError, "param_dtype"),
-        ({"mp_policy": torch.bfloat16}, TypeError, "mp_policy must be"),
-        ({"offload_policy": True}, TypeError, "offload_policy must be"),
         ({"shard_placement_fn": lambda p: Replicate()}, TypeError, "gives Replicate.*a Shard"),
         ({"shard_placement_fn": lambda p: Shard(2)}, ValueError, "'norm.weight'.*has no dim 2"),
         ({"reshard_after_forward": 3}, ValueError, "divisor of the world size 4, got 3"),
-        ({"reshard_after_forward": "yes"}, TypeError, "divisor of the number of ranks, got 'yes'"),
     ):  # fmt: skip
         with pytest.raises(error, match=words):
             fully_shard(model, **{"mesh": mesh, **kwargs})
@@ -459,7 +433,7 @@ def test_none_is_the_default_as_in_fsdp2(mesh):
     )  # fmt: skip
 
     def step(_, call, number):
-        call(**_batch(number)).backward()
+        call(**batch_of(number)).backward()
 
     check_against_fsdp2(theirs, ours, ours, step, steps=2)
     settings = [unit._shardc_unit.settings for unit in units_of(ours).values()]
@@ -485,7 +459,7 @@ def test_what_would_part_a_parameter_is_refused(mesh):
     ):
         with pytest.raises(error, match=words):
             attempt()
-    check_parity(seeded(Stack), model, model, _batch, mesh)
+    check_parity(seeded(Stack), model, model, batch_of, mesh)
 
 
 _PARAMETRIZED = {
@@ -604,7 +578,7 @@ def test_ranks_with_different_models(mesh):
         fully_shard(model, mesh=mesh)
     assert is_unsharded(model)  # told long before a timeout
     model = shard_all(seeded(Stack), mesh)
-    check_parity(seeded(Stack), model, model, _batch, mesh)
+    check_parity(seeded(Stack), model, model, batch_of, mesh)
 
 
 class Choice(nn.Module):
@@ -640,11 +614,11 @@ def test_rank_that_never_comes_is_named(mesh):
         with pytest.raises(
             Exception, match=r"rank 1 did not answer rank 0, which waited at"
         ) as caught:
-            step(**_batch(0))
+            step(**batch_of(0))
         assert str(caught.value).endswith("or run another program")  # and Dynamo adds nothing
         if mesh.get_local_rank() == 0:
             store.set(f"rank 0 has given up {turn}", "")
-    compiled(model)(**_batch(0))
+    compiled(model)(**batch_of(0))
 
 
 def test_process_group_is_needed():

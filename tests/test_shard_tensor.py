@@ -322,23 +322,6 @@ def test_initialisers_equal_an_unsharded_init(mesh, dtype):
     assert all(params[name] is p and p.requires_grad for name, p in before.items())
 
 
-@on_ranks(2)
-def test_reset_parameters_after_sharding(mesh):
-    for build in (
-        lambda: nn.Sequential(nn.Linear(33, 17), nn.Embedding(40, 5, padding_idx=3)),
-        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.MultiheadAttention(8, 2)),
-    ):
-        torch.manual_seed(0)
-        want = build()
-        model = fully_shard(copy.deepcopy(want), mesh=mesh)
-        for module in (want, model):
-            torch.manual_seed(1)
-            for part in module:
-                getattr(part, "reset_parameters", getattr(part, "_reset_parameters", None))()
-        for (name, q), p in zip(want.named_parameters(), model.parameters(), strict=True):
-            assert_whole(p, q, name)
-
-
 # -- refusals -------------------------------------------------------------------------------------
 
 

@@ -42,13 +42,11 @@ def _loaded(cls: type[Any], folder: str, sizes: dict[str, int], **kwargs: Any) -
 
 
 def _written(model: Any, folder: Any, **kwargs: Any) -> str:
-    """The folder of rank 0, with the model as `save_pretrained` writes it."""
-    folders = [str(folder)]
-    dist.broadcast_object_list(folders)
+    """The folder, with the model as `save_pretrained` writes it."""
     if dist.get_rank() == 0:
-        model.save_pretrained(folders[0], **kwargs)
+        model.save_pretrained(folder, **kwargs)
     dist.barrier()
-    return folders[0]
+    return str(folder)
 
 
 def _whole(param: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as theirs
 from fsdp2 import fsdp2
-from models import Live, Stack, full, seeded, tokens
+from models import Live, Stack, full, on_meta, seeded, tokens
 from ranks import mesh_of, on_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -322,9 +322,7 @@ def test_what_does_not_fit_is_named_on_all_ranks_before_anything_changes(mesh):
         set_model_state_dict(model, model.state_dict(), options=FROM_RANK_0)
     with pytest.raises(ValueError, match="needs full_state_dict=True"):
         set_model_state_dict(model, {}, options=theirs.StateDictOptions(broadcast_from_rank0=True))
-    with torch.device("meta"):
-        empty = Stack()
-    fully_shard(empty, mesh=mesh)
+    empty = fully_shard(on_meta(), mesh=mesh)
     with pytest.raises(RuntimeError, match=r"'embed.weight' is on the meta device.*to_empty"):
         set_model_state_dict(empty, seeded(Stack).state_dict())
 
@@ -333,10 +331,8 @@ def test_what_does_not_fit_is_named_on_all_ranks_before_anything_changes(mesh):
 @on_ranks(2, device="sim")
 def test_assign_to_a_model_on_meta(mesh, offload, pieces):
     """As files of a checkpoint are loaded: all at once, or name by name with `strict=False`."""
-    with torch.device("meta"):
-        model = Stack()
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
-    fully_shard(model, mesh=mesh, units="auto", offload_policy=policy)
+    model = fully_shard(on_meta(), mesh=mesh, units="auto", offload_policy=policy)
     plain = seeded(Stack, 1)
     state = plain.state_dict()
     with pytest.raises(RuntimeError, match="on the meta device"):
@@ -352,16 +348,13 @@ def test_assign_to_a_model_on_meta(mesh, offload, pieces):
 
 @on_ranks(2)
 def test_what_was_not_assigned_on_meta_is_nan(mesh):
-    with torch.device("meta"):
-        model = Stack()
-    fully_shard(model, mesh=mesh)
+    model = fully_shard(on_meta(), mesh=mesh)
     value = seeded(Stack, 1).state_dict()["embed.weight"]
     model.load_state_dict({"embed.weight": value}, assign=True, strict=False)
     for name, param in model.named_parameters():
         whole = full(param)
         assert torch.equal(whole, value) if name == "embed.weight" else whole.isnan().all(), name
-    with torch.device("meta"):
-        other = fully_shard(Stack(), mesh=mesh)
+    other = on_meta(lambda: fully_shard(Stack(), mesh=mesh))
     other.load_state_dict(fully_shard(seeded(Stack, 1), mesh=mesh).state_dict(), assign=True)
     check_equal(other, seeded(Stack, 1))
 

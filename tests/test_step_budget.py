@@ -18,7 +18,6 @@ from shardc import compile_step, fully_shard
 from shardc.backend.graph_plan import graph_plans
 from shardc.passes.context import Budget
 from shardc.passes.estimate.memory import Gathering, Liveness
-from shardc.runtime import compat
 from shardc.step.room import Room
 
 PARTS, CALLS, PLENTY = 3, 4, 2**30
@@ -82,14 +81,6 @@ def _planned():
 def _planned_by(run):
     run.train([0])
     return _planned()
-
-
-@pytest.fixture
-def four_ranks():
-    """A group without peers, whose threads would hold tensors for a moment longer."""
-    compat.join_fake_group(4)
-    yield
-    dist.destroy_process_group()
 
 
 def _gradients(run):

@@ -74,28 +74,30 @@ class LoadsFusedState(LoadsState):
         super().__init__(lambda params, lr: torch.optim.AdamW(params, lr, fused=True))
 
 
-class ClearsState(Trainer):
+def _at_4(name, change):
+    """A trainer that is changed before call 4; ranks find the class by its name."""
+
     def before(self, number):
         if number == 4:
-            self.optimizer.state.clear()
+            change(self)
+
+    return type(name, (Trainer,), {"before": before})
 
 
-class NewOptimizer(Trainer):
-    def before(self, number):
-        if number == 4:
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-
-
-class NewModel(Trainer):
-    def before(self, number):
-        if number == 4:
-            self.__init__()
-
-
-class NewLoss(Trainer):
-    def before(self, number):
-        if number == 4:
-            self.loss = F.l1_loss
+ClearsState = _at_4("ClearsState", lambda self: self.optimizer.state.clear())
+NewModel = _at_4("NewModel", lambda self: self.__init__())
+NewLoss = _at_4("NewLoss", lambda self: setattr(self, "loss", F.l1_loss))
+OtherAlpha = _at_4("OtherAlpha", lambda self: setattr(self, "alpha", 2.0))
+NewOptimizer = _at_4(
+    "NewOptimizer",
+    lambda self: setattr(self, "optimizer", torch.optim.SGD(self.model.parameters(), lr=0.1)),
+)
+NewHook = _at_4(
+    "NewHook", lambda self: self.model[0].register_forward_hook(lambda m, args, out: out * 2)
+)
+NewHookOnParameter = _at_4(
+    "NewHookOnParameter", lambda self: self.model[0].weight.register_hook(lambda grad: grad * 2)
+)
 
 
 class NewActivation(Trainer):
@@ -106,18 +108,6 @@ class NewActivation(Trainer):
     def before(self, number):
         if number == 4:
             self.model[2] = nn.ReLU()
-
-
-class NewHook(Trainer):
-    def before(self, number):
-        if number == 4:
-            self.model[0].register_forward_hook(lambda module, args, result: result * 2)
-
-
-class NewHookOnParameter(Trainer):
-    def before(self, number):
-        if number == 4:
-            self.model[0].weight.register_hook(lambda grad: grad * 2)
 
 
 class OtherDropout(Trainer):
@@ -238,12 +228,6 @@ class ReadsByOtherWays(Trainer):
 def _step_of(trainer, x, y):
     trainer.runs.append(1)
     return trainer.update(trainer.loss(trainer.model(x), y) * trainer.alpha)
-
-
-class OtherAlpha(Trainer):
-    def before(self, number):
-        if number == 4:
-            self.alpha = 2.0
 
 
 class ByPartial(OtherAlpha):

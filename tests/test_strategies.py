@@ -9,18 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp2 import sharded
-from models import (
-    Block,
-    Stack,
-    Wire,
-    check_gradients,
-    compiled,
-    full,
-    seeded,
-    tokens,
-)
+from models import Block, Stack, Wire, batch_of_rank, check_gradients, compiled, full, seeded
 from ranks import mesh_of, on_ranks
 from test_backend import Graphs
+from test_matrix import STRATEGIES
 from test_memory import measured_peak
 from torch import nn
 
@@ -31,11 +23,6 @@ from shardc.passes.nodes import kind_of, ranks_in
 from shardc.runtime import compat
 
 GATHER, REDUCE, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
-
-
-def _batch(seed=0):
-    rank = dist.get_rank()
-    return tokens(seed + rank), tokens(seed + rank + 50)
 
 
 def _collectives(graphs, phase):
@@ -53,14 +40,14 @@ def test_the_backward_gathers_among_fewer(mesh):
     plain = seeded(Stack)
     model = sharded(seeded(Stack), mesh, reshard_after_forward=2)
     with Graphs() as graphs:
-        compiled(model, fullgraph=True)(*_batch()).backward()
+        compiled(model, fullgraph=True)(*batch_of_rank()).backward()
     sizes = [node.meta["val"].numel() for node in graphs.saved()]
     for module in (*model.layers, model):
         numel = module._shardc_unit.buckets[0].layout.numel
         assert numel not in sizes and numel // 2 in sizes, (numel, sizes)
     assert _collectives(graphs, "forward") == [(GATHER, 4)] * 3
     assert sorted(_collectives(graphs, "backward")) == [(GATHER, 2)] * 3 + [(REDUCE, 4)] * 3
-    plain(*_batch()).backward()
+    plain(*batch_of_rank()).backward()
     check_gradients(plain, model, mesh)
 
 
@@ -69,7 +56,7 @@ def test_copies_are_reduced_behind_the_next_reduction(mesh):
     grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(seeded(Stack), grid)
     with Graphs() as graphs:
-        compiled(model, fullgraph=True)(*_batch()).backward()
+        compiled(model, fullgraph=True)(*batch_of_rank()).backward()
     order = [kind for kind, _ in _collectives(graphs, "backward") if kind != GATHER]
     assert order == [REDUCE, REDUCE, ALL_REDUCE, REDUCE, ALL_REDUCE, ALL_REDUCE], order
     groups = {n.args[-1] for _, gm in graphs.seen for n in gm.graph.nodes if kind_of(n) in
@@ -77,27 +64,17 @@ def test_copies_are_reduced_behind_the_next_reduction(mesh):
     assert len(groups) == 2, "reductions over copies have no communicator of their own"
 
 
-ON_THE_WIRE = {
-    "FULL_SHARD": ((4,), True),
-    "SHARD_GRAD_OP": ((4,), False),
-    "reshard to 2": ((4,), 2),
-    "HYBRID_SHARD": ((2, 2), True),
-    "_HYBRID_SHARD_ZERO2": ((2, 2), False),
-    "NO_SHARD": ((4, 1), True),
-}
-
-
 @pytest.mark.parametrize("executor", ["eager", None])
 @on_ranks(4)
 def test_what_each_strategy_sends(mesh, executor):
-    for name, (shape, reshard) in ON_THE_WIRE.items():
+    for name, (shape, reshard) in STRATEGIES.items():
         torch._dynamo.reset()
         grid = mesh_of("cpu", shape)
         model = sharded(seeded(Stack), grid, reshard_after_forward=reshard)
         call = compiled(model, executor) if executor else model
-        call(*_batch()).backward()
+        call(*batch_of_rank()).backward()
         with Wire() as forward:
-            loss = call(*_batch())
+            loss = call(*batch_of_rank())
         with Wire() as backward:
             loss.backward()
         sent = [Counter((m.kind, m.ranks) for m in wire.sent) for wire in (forward, backward)]
@@ -163,9 +140,9 @@ def test_memory_is_in_the_order_it_should_be(mesh, tmp_path):
 
         def measure(model=model, step=step):
             model.zero_grad()
-            return measured_peak(lambda: step(*_batch()).backward(), folder)
+            return measured_peak(lambda: step(*batch_of_rank()).backward(), folder)
 
-        step(*_batch()).backward()
+        step(*batch_of_rank()).backward()
         held = sum(p.to_local().nbytes for p in model.parameters())
         # the profiler misses what a thread of gloo frees: the lowest of three; parameters and
         # Adam's states are held besides

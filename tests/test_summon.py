@@ -6,7 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp2 import sharded
-from models import Block, Stack, check_gradients, compiled, full, mean_over_ranks, seeded, tokens
+from models import (
+    Block,
+    Stack,
+    batch_of_rank,
+    check_gradients,
+    compiled,
+    full,
+    mean_over_ranks,
+    seeded,
+)
 from ranks import mesh_of, on_ranks
 from torch import nn
 from torch._dynamo.utils import counters
@@ -21,11 +30,6 @@ from shardc import (
 )
 
 TIED = functools.partial(Stack, tied=True)
-
-
-def _batch():
-    rank = dist.get_rank()
-    return tokens(rank), tokens(rank + 50)
 
 
 def _locals(model):
@@ -72,8 +76,8 @@ def test_what_was_written_is_kept_if_asked(mesh, writeback):
     for p, q in zip(want.parameters(), model.parameters(), strict=True):
         assert isinstance(q, ShardTensor) and torch.equal(p, full(q))
     call = compiled(model) if writeback else model
-    call(*_batch()).backward()  # what is gathered after is what was written
-    want(*_batch()).backward()
+    call(*batch_of_rank()).backward()  # what is gathered after is what was written
+    want(*batch_of_rank()).backward()
     check_gradients(want, model, mesh)
 
 
@@ -93,7 +97,7 @@ def test_only_the_first_rank(mesh):
 def test_gradients(mesh, writeback):
     plain, model = seeded(Stack), sharded(seeded(Stack), mesh)
     for run in (plain, model):
-        run(*_batch()).backward()
+        run(*batch_of_rank()).backward()
     model.layers[0].down.weight.grad = None
     _, cut = model.get_parameter("layers.0.up.weight")._shard_spec.interval(0)
     if dist.get_rank() == 0:
@@ -128,15 +132,15 @@ def test_a_forward_inside_uses_what_is_there(mesh, executor):
     policy = MixedPrecisionPolicy(torch.bfloat16)
     plain, model = seeded(Stack), sharded(seeded(Stack), mesh, mp_policy=policy)
     call = compiled(model, executor) if executor else model
-    before = call(*_batch())
+    before = call(*batch_of_rank())
     graphs = counters["stats"]["unique_graphs"]
     with summon_full_params(model, writeback=False), torch.no_grad():
         for run in (plain, model):
             run.head.weight.mul_(2)
         assert model.head.weight.dtype == torch.float32, "not in full precision"
-        torch.testing.assert_close(call(*_batch()), plain(*_batch()))
+        torch.testing.assert_close(call(*batch_of_rank()), plain(*batch_of_rank()))
     assert counters["stats"]["unique_graphs"] == graphs  # nothing is compiled for the time inside
-    assert torch.equal(call(*_batch()), before)
+    assert torch.equal(call(*batch_of_rank()), before)
 
 
 @on_ranks(2)
@@ -157,10 +161,10 @@ def test_units_that_were_gathered_stay_so(mesh):
         for p in want.parameters():
             p.mul_(2)
     call = compiled(model)
-    torch.testing.assert_close(call(*_batch()), want(*_batch()))
+    torch.testing.assert_close(call(*batch_of_rank()), want(*batch_of_rank()))
     model.load_state_dict(seeded(Stack, 1).state_dict())  # so does any other write
     assert model.layers[0]._shardc_unit.buckets[0].gathered.is_held
-    torch.testing.assert_close(call(*_batch()), seeded(Stack, 1)(*_batch()))
+    torch.testing.assert_close(call(*batch_of_rank()), seeded(Stack, 1)(*batch_of_rank()))
 
 
 @on_ranks(2)
@@ -190,7 +194,7 @@ def test_an_exception_inside(mesh):
         model.head.weight = nn.Parameter(torch.ones(3))
     assert all(isinstance(p, ShardTensor) for p in model.parameters())
     assert all(map(torch.equal, before, _locals(model)))
-    model(*_batch()).backward()
+    model(*batch_of_rank()).backward()
 
 
 class Summons(Block):

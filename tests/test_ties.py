@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from models import check_parity, compiled, full, seeded, tokens
+from models import check_parity, compiled, full, on_meta, seeded, tokens
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -87,8 +87,7 @@ def test_weights_are_tied_after_sharding(mesh, units, is_reversed, way):
 
 @on_ranks(2)
 def test_tied_weights_of_a_model_on_meta(mesh):
-    with torch.device("meta"):
-        model = Model()
+    model = on_meta(Model)
     _tied(_sharded(model, mesh, "into an inner unit"))
     plain = _tied(seeded(Model))
     model.to_empty(device="cpu")

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from models import Gated, Stack, check_parity, compiled, full, seeded, shard_all, tokens
+from models import Gated, Stack, batch_of, check_parity, compiled, full, seeded, shard_all
 from ranks import on_ranks
 from torch import nn
 from torch._inductor.utils import fresh_cache
@@ -234,10 +234,6 @@ def test_dynamic_sizes_are_traced_each(mesh):
     assert made and not any(made)
 
 
-def _batch(seed):
-    return {"tokens": tokens(seed), "targets": tokens(seed + 1)}
-
-
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
 @on_ranks(2)
 def test_training_equals_unsharded(mesh, executor):
@@ -245,9 +241,9 @@ def test_training_equals_unsharded(mesh, executor):
     sharded = shard_all(seeded(lambda: Stack(blocks=4)), mesh)
     with _looking() as (made, _):
         step = compiled(sharded, executor)
-        check_parity(plain, sharded, step, _batch, mesh)
+        check_parity(plain, sharded, step, batch_of, mesh)
         with torch.no_grad():
-            torch.testing.assert_close(step(**_batch(0)), plain(**_batch(0)))
+            torch.testing.assert_close(step(**batch_of(0)), plain(**batch_of(0)))
     assert made == [4, 4]
 
 

@@ -8,12 +8,12 @@ import torch
 from models import (
     Block,
     Stack,
+    batch_of,
     check_parity,
     compiled,
     laid_out_for_gpus,
     seeded,
     shard_all,
-    tokens,
 )
 from ranks import on_ranks
 from torch import nn
@@ -22,21 +22,17 @@ from shardc import ShardTensor, fully_shard, units_of
 from shardc.sharding import unit_plan
 
 
-def _batch(seed):
-    return {"tokens": tokens(seed), "targets": tokens(seed + 1)}
-
-
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
 @on_ranks(2)
 def test_parity(mesh, executor):
     plain, model = seeded(Stack), shard_all(seeded(Stack), mesh)
-    check_parity(plain, model, compiled(model, executor, fullgraph=True), _batch, mesh)
+    check_parity(plain, model, compiled(model, executor, fullgraph=True), batch_of, mesh)
 
 
 @on_ranks(1, 3)
 def test_parity_uncompiled(mesh):
     plain, model = seeded(Stack), shard_all(seeded(Stack), mesh)
-    check_parity(plain, model, model, _batch, mesh)
+    check_parity(plain, model, model, batch_of, mesh)
 
 
 @on_ranks(3)
@@ -59,8 +55,8 @@ def test_parity_tied(mesh):
     plain = seeded(lambda: Stack(tied=True))
     model = shard_all(copy.deepcopy(plain), mesh)
     call = compiled(model, fullgraph=True)
-    check_parity(plain, model, call, _batch, mesh)
-    call(**_batch(7)).backward()
+    check_parity(plain, model, call, batch_of, mesh)
+    call(**batch_of(7)).backward()
     head, embed = model.head.weight, model.embed.weight
     assert head is embed and isinstance(head.grad, ShardTensor) and head.grad is embed.grad
     buckets = [b for unit in units_of(model).values() for b in unit._shardc_unit.buckets]
@@ -91,7 +87,7 @@ def test_parity_with_vectors_of_blocks_in_a_bucket_of_the_models(mesh, way):
     elif way == "blocks":
         for layer in model.layers:
             layer.compile(backend="shardc", options={"executor": "eager"})
-    check_parity(plain, model, call, _batch, mesh)
+    check_parity(plain, model, call, batch_of, mesh)
     block, x = model.layers[1], torch.ones(2, 18)  # outside of the forward that gathers its vectors
     block(x).sum().backward()
     plain.layers[1](x).sum().backward()

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import full, seeded
+from models import full, on_meta, seeded
 from ranks import on_ranks, run_on_ranks
 from real_models import MODELS, gpt2, llama
 from transformers import (
@@ -248,8 +248,7 @@ def going_on(mesh: Any, folder: str) -> None:
     first = ShardcTrainer(seeded(gpt2, 7), args, **kwargs)
     first.train()
     assert not Path(f"{folder}/parts/checkpoint-2/model.safetensors").exists()
-    with torch.device("meta"):
-        model = gpt2()
+    model = on_meta(gpt2)
     second = ShardcTrainer(model, args, **kwargs)
     second.train(resume_from_checkpoint=f"{folder}/parts/checkpoint-2")
     for one, other in zip(first.model.parameters(), model.parameters(), strict=True):
@@ -296,15 +295,12 @@ def test_compiling_of_the_arguments_is_by_shardc(mesh, tmp_path):
 
 @on_ranks(2)
 def test_a_model_on_meta_is_drawn_by_its_class(mesh, tmp_path):
-    with torch.device("meta"):
-        model = llama()
+    model = on_meta(llama)
     trainer = ShardcTrainer(
         model, arguments(str(tmp_path), 2), eval_dataset=texts(8), sharding={"mesh": mesh}
     )
     trainer.evaluate()
-    with torch.device("meta"):
-        plain = llama()
-    plain.to_empty(device="cpu")
+    plain = on_meta(llama).to_empty(device="cpu")
     torch.manual_seed(trainer.args.seed)
     plain.init_weights()
     for (name, param), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):

@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from models import Live, Stack, full, seeded
+from models import Live, Stack, full, on_meta, seeded
 from peft import LoraConfig, get_peft_model
 from ranks import mesh_of, on_ranks
 from test_state_dict import Everything, everything
@@ -141,9 +141,7 @@ def test_a_consumer_that_stops_early_leaves_nothing_under_way(mesh):
 
 @on_ranks(2)
 def test_streams_refuse_before_anything_is_sent(mesh):
-    with torch.device("meta"):
-        meta = Stack()
-    fully_shard(meta, mesh=mesh, units="auto")
+    meta = fully_shard(on_meta(), mesh=mesh, units="auto")
     with pytest.raises(ValueError, match=r"is on the meta device.*materialize"):
         full_tensors(meta)
     model = fully_shard(seeded(Stack), mesh=mesh, units="auto")
@@ -185,11 +183,11 @@ def test_plans_fill_random_layouts_on_real_ranks(mesh):
             check_same(tensors, expected(layout, values))
 
 
-def whole_layout(plain, dtype) -> Layout:
+def whole_layout(values, dtype=None) -> Layout:
     tensors = {}
-    for name, (shape, _) in sources_of(plain).items():
-        zero = (0,) * len(shape)
-        tensors[name] = Destination(shape, dtype, (Piece(name, zero, shape, zero),))
+    for name, value in values.items():
+        shape, zero = tuple(value.shape), (0,) * value.dim()
+        tensors[name] = Destination(shape, dtype or value.dtype, (Piece(name, zero, shape, zero),))
     return Layout(tensors)
 
 
@@ -197,13 +195,14 @@ def whole_layout(plain, dtype) -> Layout:
 def test_a_run_holds_two_buffers(mesh):
     """The boxes that a rank copies need no buffer, in any dtype."""
     for dtype in (torch.float32, torch.bfloat16):
-        model, layout = fully_shard(deep(), mesh=mesh, units="auto"), whole_layout(deep(), dtype)
+        values = tensors_of(deep().state_dict())
+        model, layout = fully_shard(deep(), mesh=mesh, units="auto"), whole_layout(values, dtype)
         made, tensors = plan(model, layout, buffer_bytes=512), layout.empty()
         assert max(chunk.bytes for chunk in made.own.copies) > 512
         with Live(2 * 512) as live:
             made.run(tensors)
         assert 512 < live.peak <= 2 * 512
-        check_same(tensors, expected(layout, tensors_of(deep().state_dict())))
+        check_same(tensors, expected(layout, values))
 
 
 @on_ranks(4)
@@ -235,10 +234,7 @@ def test_trainers_send_to_receivers_without_a_model_after_each_step(mesh):
 @on_ranks(4)
 def test_plans_of_copies_share_the_load_and_tensor_parallel_ones_are_whole(mesh):
     rank, values = dist.get_rank(), tensors_of(seeded(Stack).state_dict())
-    pieces = {
-        n: (Piece(n, (0,) * v.dim(), tuple(v.shape), (0,) * v.dim()),) for n, v in values.items()
-    }
-    layout = Layout({n: Destination(tuple(v.shape), v.dtype, pieces[n]) for n, v in values.items()})
+    layout = whole_layout(values)
     grid = mesh_of("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(seeded(Stack), mesh=grid, units="auto")
     own = layout if rank == 0 else None
@@ -304,12 +300,7 @@ def test_adapters_are_merged_into_the_rows_that_are_sent(mesh):
         assert found.keys() == want.keys()
         for name, value in want.items():
             torch.testing.assert_close(found[name], value)
-        pieces = {
-            n: (Piece(n, (0, 0), tuple(v.shape), (0, 0)),) for n, v in want.items() if v.dim() == 2
-        }
-        layout = Layout(
-            {n: Destination(tuple(want[n].shape), want[n].dtype, p) for n, p in pieces.items()}
-        )
+        layout = whole_layout({n: value for n, value in want.items() if value.dim() == 2})
         plan(model, layout, merge_adapters=True).run(tensors := layout.empty())
         for name, value in tensors.items():
             torch.testing.assert_close(value, want[name])

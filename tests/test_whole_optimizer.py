@@ -2,7 +2,6 @@
 
 import copy
 import random
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -414,10 +413,8 @@ def test_closure_of_others(mesh):
 
 @pytest.mark.parametrize("name", TABLE)
 @on_ranks(4)
-def test_resume_at_another_world_size(mesh, name):
+def test_resume_at_another_world_size(mesh, name, tmp_path):
     """Two of four ranks save (sharded, and full); all four load, and go on as the unsharded run."""
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder, 0)
     shapes = TABLE[name][2]
     grid = mesh_of("cpu", (2, 2), ("outer", "inner"))
     plain = Some(shapes)
@@ -441,7 +438,7 @@ def test_resume_at_another_world_size(mesh, name):
             "model": get_model_state_dict(first),
             "optimizer": get_optimizer_state_dict(first, optimizer),
         }
-        dcp.save(saved, checkpoint_id=folder[0], process_group=grid["inner"].get_group())
+        dcp.save(saved, checkpoint_id=tmp_path, process_group=grid["inner"].get_group())
     dist.barrier()
     train(plain, reference, range(3, 5))
     for form in ("sharded", "full"):
@@ -457,7 +454,7 @@ def test_resume_at_another_world_size(mesh, name):
                 "optimizer": get_optimizer_state_dict(second, resumed),
             }
             assert not any(any(inner.state.values()) for inner in resumed.inners)
-            dcp.load(state, checkpoint_id=folder[0])
+            dcp.load(state, checkpoint_id=tmp_path)
         else:
             model = {n: full(p) for n, p in first.named_parameters()}
             state = {"model": model, "optimizer": copy.deepcopy(whole)}

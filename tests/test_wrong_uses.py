@@ -489,6 +489,8 @@ OPTIONS = [
     ({"inductor": {"max_autotun": 1}}, ValueError, "did you mean 'max_autotune'?"),
     ({"schedule": "off"}, TypeError, "'schedule' must be True or False, got 'off'"),
     ({"profile": 5}, TypeError, f"'profile' {_PROFILE}, got 5"),
+    ({"profile": "h900"}, ValueError, "unknown profile 'h900'"),
+    ({"prefetch": -1}, ValueError, "count of units, got -1"),
     ({"prefetch": True}, TypeError, "'prefetch' must be 'auto' or a count of units, got True"),
     (
         {"backward_prefetch": "PRE"}, ValueError,
@@ -498,6 +500,7 @@ OPTIONS = [
     ({"memory_budget": [1]}, TypeError, "'70GB' or '16GiB', or a fraction"),
     ({"memory_budget": "0GB"}, ValueError, "got '0GB'"),
     ({"memory_budget": "10XB"}, ValueError, "got '10XB'"),
+    ({"memory_budget": 1.5}, ValueError, "in (0, 1], got 1.5"),
     ({"memory_budget": True}, TypeError, "got True"),
     ({"memory_budget": 10, "schedule": False}, ValueError, "needs schedule=True, not False"),
     ({"optimizer_states": -2}, ValueError, "'optimizer_states' must be a number of at least 0"),

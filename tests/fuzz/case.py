@@ -9,7 +9,7 @@ hundreds of runs, of seconds each.
 import dataclasses
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 PRECISIONS = {
@@ -195,11 +195,6 @@ def _plain(value: Any) -> Any:
         items = ((item.name, getattr(value, item.name), default(item)) for item in fields(value))
         return {name: _plain(now) for name, now, simplest in items if now != simplest}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
-def fields(value: Any) -> tuple[dataclasses.Field[Any], ...]:
-    """The fields of a case or of a part of one."""
-    return dataclasses.fields(value)
 
 
 _PARTS = {"blocks": Block, "children": Block, "unit": Unit, "root": Unit, "micro": Micro,

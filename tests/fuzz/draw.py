@@ -8,24 +8,22 @@ from fuzz.case import PRECISIONS, Block, Case, Micro, Step, Unit, all_blocks, pa
 from fuzz.kinds import KINDS, LINEAR, RECOMPUTE
 from fuzz.training import MICRO, OPTIMIZERS, THEN, WAITS
 
-Choice = random.Random
-
 
 def draw(seed: int, number: int) -> Case:
     """Case `number` of the sequence that `seed` begins; those of LIMITS are passed over."""
-    chance = Choice(f"{seed}/{number}")
+    chance = random.Random(f"{seed}/{number}")
     while True:
         case = _case(chance)
         if why_not(case) is None:
             return case
 
 
-def _weighted(chance: Choice, **weights: float) -> str:
+def _weighted(chance: random.Random, **weights: float) -> str:
     names = [name.replace("_", " ") for name in weights]
     return chance.choices(names, list(weights.values()))[0]
 
 
-def _case(chance: Choice) -> Case:
+def _case(chance: random.Random) -> Case:
     world = chance.choices([1, 2, 3, 4], [3, 11, 2, 4])[0]
     divisors = [d for d in range(1, world + 1) if world % d == 0]
     way = _weighted(chance, uncompiled=68, eager=14, blocks=5, in_place=5, mixed=6, inductor=2)
@@ -59,7 +57,7 @@ def _case(chance: Choice) -> Case:
     )
 
 
-def _block(chance: Choice, depth: int, plain: bool) -> Block:
+def _block(chance: random.Random, depth: int, plain: bool) -> Block:
     nest = chance.random() < (0.2 if depth < 2 else 0)
     kind = "nest" if nest else chance.choice(list(KINDS))
     if not nest and chance.random() < 0.25:
@@ -81,12 +79,12 @@ def _block(chance: Choice, depth: int, plain: bool) -> Block:
     )
 
 
-def _unit(chance: Choice) -> Unit:
+def _unit(chance: random.Random) -> Unit:
     reshard = chance.choice([None, None, True, False, 2, 1])
     return Unit(reshard=reshard, together=chance.random() < 0.12)
 
 
-def _step(chance: Choice, way: str, last: bool) -> Step:
+def _step(chance: random.Random, way: str, last: bool) -> Step:
     count, waits = chance.choice([1, 1, 1, 2, 3]), [*WAITS, "sync", "no_sync"]
     return Step(
         micro=tuple(_micro(chance, way) for _ in range(count)),
@@ -99,11 +97,11 @@ def _step(chance: Choice, way: str, last: bool) -> Step:
     )
 
 
-def _some(chance: Choice, names: Iterable[str], counts: list[int]) -> tuple[str, ...]:
+def _some(chance: random.Random, names: Iterable[str], counts: list[int]) -> tuple[str, ...]:
     return tuple(chance.sample(list(names), chance.choice(counts)))
 
 
-def _micro(chance: Choice, way: str) -> Micro:
+def _micro(chance: random.Random, way: str) -> Micro:
     kinds = [kind for kind in MICRO if kind != "penalty" or way == "uncompiled"]
     return Micro(
         rows=chance.choice([2, 2, 3, 5]),

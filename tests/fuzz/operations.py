@@ -281,20 +281,10 @@ def read_slices(model, call, optimizer, x):
     for p in model.parameters():
         if p.is_floating_point() and p.dim() and p.numel():
             seen += [
-                p[0],
-                p[:2],
-                p[..., -1],
-                p.view(-1),
-                p.mean(-1),
-                torch.stack([p, p]),
-                -p.clone(),
-            ]
-            seen += [
-                torch.cat([p, p]),
-                p.reshape(-1)[:3],
-                p.std(unbiased=False),
+                p[0], p[:2], p[..., -1], p.view(-1), p.mean(-1), torch.stack([p, p]), -p.clone(),
+                torch.cat([p, p]), p.reshape(-1)[:3], p.std(unbiased=False),
                 whole(p).reshape(-1)[p.argmax()],  # of equal ones another may be greatest
-            ]
+            ]  # fmt: skip
     return [value.detach() for value in seen]
 
 

@@ -18,6 +18,7 @@ RECOMPILES = 64
 
 def script(case: Case) -> str:
     """The whole program."""
+    dims = ', mesh_dim_names=("replicate", "shard")' if case.replicas else ""
     return f'''"""Train a model unsharded and sharded, and compare.
 
 Run with `torchrun --nproc-per-node {case.world} FILE`, or with python, which does the same.
@@ -38,18 +39,10 @@ if __name__ == "__main__":
         sys.exit(subprocess.call(command))
     dist.init_process_group("gloo")
     torch._dynamo.config.recompile_limit = {RECOMPILES}
-    main(init_device_mesh("cpu", {_shape(case)}{_dims(case)}))
+    main(init_device_mesh("cpu", {mesh_shape(case)}{dims}))
     dist.destroy_process_group()
     print("equal")
 '''
-
-
-def _shape(case: Case) -> str:
-    return str(mesh_shape(case))
-
-
-def _dims(case: Case) -> str:
-    return ', mesh_dim_names=("replicate", "shard")' if case.replicas else ""
 
 
 # -- the model -------------------------------------------------------------------------------------
@@ -124,9 +117,9 @@ def _class_of(block: Block, classes: dict[str, str]) -> str:
         inside = [_class_of(child, classes) for child in block.children]
         source = _container("CLASS", block.children, inside)
     else:
-        begin, forward = KINDS[block.kind]
-        lines = [_break(block), _sized(forward, block)]
-        source = _module("CLASS", _sized(begin, block), "\n".join(filter(None, lines)))
+        begin, forward = (text.replace("H", str(block.size)) for text in KINDS[block.kind])
+        lines = [_break(block), forward]
+        source = _module("CLASS", begin, "\n".join(filter(None, lines)))
     if block.gives:
         whole, _, _ = source.rpartition("return x")
         source = whole + ("return (x,)" if block.gives == "tuple" else 'return {"out": x}')
@@ -135,10 +128,6 @@ def _class_of(block: Block, classes: dict[str, str]) -> str:
 
 def _break(block: Block) -> str:
     return "torch._dynamo.graph_break()" if block.breaks else ""
-
-
-def _sized(text: str, block: Block) -> str:
-    return text.replace("H", str(block.size)) if "H" in text else text
 
 
 def _module(name: str, begin: str, forward: str) -> str:

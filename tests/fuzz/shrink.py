@@ -4,14 +4,14 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fuzz.case import Block, Case, default, fields
+from fuzz.case import Block, Case, default
 
 Part = Any
 
 
 def smaller(value: Part) -> Iterator[Part]:
     """Variants of a case or of a part of one that are simpler, the simplest first."""
-    for item in fields(value):
+    for item in dataclasses.fields(value):
         now, simplest = getattr(value, item.name), default(item)
         for new in _variants(now, simplest):
             yield dataclasses.replace(value, **{item.name: new})
