@@ -616,6 +616,12 @@ def _move_first_gather_behind_the_second(graph):
 
 
 @on_ranks(2)
+def test_reads_are_ops_that_dynamo_may_trust(mesh):
+    with torch._dynamo.config.patch(only_allow_pt2_compliant_ops=True):
+        compiled(shard_all(Stack(), mesh), fullgraph=True)(**batch_of(1)).backward()
+
+
+@on_ranks(2)
 def test_late_passes_of_the_user_keep_the_collectives(mesh):
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
     fully_shard(model, mesh=mesh, units=nn.Linear)

@@ -74,6 +74,25 @@ class LoadsFusedState(LoadsState):
         super().__init__(lambda params, lr: torch.optim.AdamW(params, lr, fused=True))
 
 
+class Rewriting(torch.optim.Optimizer):
+    """Its step writes its rate anew, with the value that is there."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["lr"] = group["lr"] * 1.0
+            for param in group["params"]:
+                param.add_(param.grad, alpha=-group["lr"])
+
+
+class RewritesRate(Trainer):
+    def __init__(self):
+        super().__init__(Rewriting)
+
+
 def _at_4(name, change):
     """A trainer that is changed before call 4; ranks find the class by its name."""
 
@@ -335,7 +354,7 @@ FOLLOWED = {
     LoadsState: 2, LoadsFusedState: 2, ClearsState: 4, NewOptimizer: 4, NewModel: 4, NewLoss: 4,
     NewActivation: 4, NewHook: 4, NewHookOnParameter: 4, OtherDropout: 4, TeacherInEval: 4,
     ReadsFurtherDown: 8, ReadsOfClasses: 8, ReadsByOtherWays: 8, ByPartial: 4, ByDefault: 4,
-    ByObject: 4,
+    ByObject: 4, RewritesRate: 2,
     OtherDtype: 5, EqualArguments: 4, RAdam: 4, Fails: 2, FailsAtOnce: 3,
     ReturnsParameters: 2, GivesObjects: CALLS,
 }  # fmt: skip

@@ -92,7 +92,7 @@ def _run_behind(starts: list[int], keys: dict[Node, Key]) -> None:
             del keys[node]
         for place, part in enumerate(parts):
             keys[part] = levels[0], 1, index
-            if place == 1 or late.behind(part, part.all_input_nodes):
+            if place == 1 or late.behind(part):
                 keys[part] = max(starts), 1, index
                 late.note(part, 1)
 
@@ -128,7 +128,7 @@ def _needed_by_collectives(nodes: list[Node]) -> set[Node]:
     needed, memory = set[Node](), _Levels()
     for node in reversed(nodes):
         is_root = is_collective(node) or is_wait(node)
-        met = memory.behind(node, node.all_input_nodes)
+        met = memory.behind(node)
         if is_root or met or not needed.isdisjoint(node.users):
             needed.add(node)
             memory.note(node, 1)
@@ -178,9 +178,14 @@ class _Levels:
         self._read: defaultdict[object, int] = defaultdict(int)
         self._written: defaultdict[object, int] = defaultdict(int)
 
-    def behind(self, node: Node, operands: Iterable[Node]) -> int:
-        """The level behind which a node may come, by some of its operands."""
-        written, level = _written(node), self._written[_RANDOM] if is_random(node) else 0
+    def behind(self, node: Node) -> int:
+        """The level behind which a node may come."""
+        random = self._written[_RANDOM] if is_random(node) else 0
+        return max(random, self.behind_operands(node.all_input_nodes, _written(node)))
+
+    def behind_operands(self, operands: Iterable[Node], written: Collection[Node]) -> int:
+        """The level behind which a node may come by some of its operands."""
+        level = 0
         for each in operands:
             memory = memory_of(each)
             level = max(level, self._of.get(each, 0), self._written[memory])
@@ -199,7 +204,7 @@ class _Levels:
 
     def enter(self, node: Node) -> int:
         """Find the level of the next node: the number of waits before it, if each is latest."""
-        level = self.behind(node, node.all_input_nodes)
+        level = self.behind(node)
         if is_wait(node):
             self._waits += 1
         if is_wait(node) or (is_collective(node) and not brings_parameters(node)):
@@ -220,10 +225,11 @@ def _divided(node: Node, levels: _Levels) -> Iterator[Node]:
     if not lists:
         yield node
         return
+    written = written_by(node)
     places: defaultdict[int, list[int]] = defaultdict(list)
     for place in range(number):
         tensors = [each[place] for each in lists if isinstance(each[place], Node)]
-        places[levels.behind(node, tensors)].append(place)
+        places[levels.behind_operands(tensors, written)].append(place)
     if len(places) <= 1:
         yield node
         return

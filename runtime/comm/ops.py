@@ -1,6 +1,6 @@
 """Ops of shardc: each has a schema, a function that runs it, and one for results without data."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,10 +12,11 @@ def define_op(
     run: Callable[..., object],
     like: Callable[..., object] = lambda *_: None,
     backward: Callable[..., object] | None = None,
+    tags: Sequence[torch.Tag] = (),
 ) -> None:
     """Define the op `shardc::...` of a schema; a trace calls `like` in the place of `run`."""
     name = schema.partition("(")[0]
-    _library.define(schema)
+    _library.define(schema, tags=tags)
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardc::{name}", like, lib=_library)
     if backward is not None:

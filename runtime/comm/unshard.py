@@ -419,7 +419,7 @@ for _schema in (
     "unshard_slot(Tensor segment, str signature, SymInt slot, Tensor[] extras) -> Tensor",
     "unshard_place(Tensor segment, str signature, SymInt like, Tensor marker) -> Tensor",
 ):
-    define_op(_schema, _refuse, _as_read, _no_backward)
+    define_op(_schema, _refuse, _as_read, _no_backward, (torch.Tag.pt2_compliant_tag,))
 
 
 @compat.allow_in_graph

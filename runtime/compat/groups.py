@@ -264,7 +264,7 @@ def recorded_collectives() -> dict[str, list[Recorded]]:
 
 def ranks_of(name: str) -> list[int]:
     """The ranks of the group of that name; empty where this rank has no such group."""
-    with suppress(RuntimeError):
+    with suppress(RuntimeError, KeyError):
         return dist.get_process_group_ranks(resolve_group(name))
     return []
 

@@ -47,7 +47,7 @@ def replay(record: Record, carried: Callable[[CollectiveRow], Carried]) -> float
     """The seconds of the step if each collective takes the seconds that `carried` gives."""
     rows = record.collectives
     _, moved, clock = _sent_anew(rows, rows, list(map(carried, rows)))
-    return max(clock.end, moved(max(op.start + op.seconds for op in record.ops)))
+    return max(clock.end, moved(max((op.start + op.seconds for op in record.ops), default=0.0)))
 
 
 def whole_step(

@@ -250,7 +250,7 @@ class Recorder(compat.OpMode):
             self._take_call()
 
     def _check_rates(self, optimizer: Optimizer) -> None:
-        """Refuse a step that sets a number of an optimizer before the update."""
+        """Refuse a step that writes a setting of an optimizer before the update."""
         before = self.settings.setdefault(optimizer, group_settings(optimizer))
         names = changed_settings(before, optimizer)
         if names and not self.reason and optimizer not in {u.optimizer for u in self.updates}:
@@ -265,7 +265,12 @@ class Recorder(compat.OpMode):
             return
         update, self._update, self._paused = self._update, None, False
         self._random.note()
-        if update is not None and update.is_call and not self.reason:
+        if update is None:
+            return
+        now = group_settings(update.optimizer)
+        if now == self.settings[update.optimizer]:  # the optimizer itself may write equal ones
+            self.settings[update.optimizer] = now
+        if update.is_call and not self.reason:
             self.graph.call_function(UpdateCall(update), self._call)
 
     def groups_of(self, optimizer: Optimizer) -> dict[Node, int]:

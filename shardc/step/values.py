@@ -1,4 +1,4 @@
-"""Values of a recorded step: tensors known by their memory, and stand-ins without any."""
+"""Values of a recorded step: tensors known by their memory, stand-ins without any, and holders."""
 
 from dataclasses import dataclass
 from typing import Any
