@@ -20,6 +20,7 @@ import shardc
 from shardc.runtime import compat
 from shardc.runtime.groups import communicators
 from shardc.runtime.groups.backends import backend_of
+from shardc.runtime.modules.controls import Controls
 
 Stack = functools.partial(TwoBlocks, 1)
 
@@ -252,7 +253,23 @@ SETTERS = {
     "set_custom_all_gather": (Gather(), "all_gather"),
     "set_custom_reduce_scatter": (Scatter(), "reduce_scatter"),
     "set_allocate_memory_from_process_group_for_comm": (True, "memory"),
+    "set_reduce_scatter_max_input_buffers": (1, "reduce_buffers"),
+    "set_separate_reduce_scatter_group": (True, "reduces_on"),
+    "set_separate_all_gather_group": (True, "gathers_on"),
 }
+"""Each method that sets a setting: a value, and the setting."""
+OTHERS = {
+    "set_ablation",  # two flags in place of a value
+    "set_reshard_after_forward",  # the outermost unit decides by itself; a test is below
+    "set_is_last_backward", "set_unshard_in_backward",  # accepted, nothing is set
+    "set_keep_unsharded_storage", "set_symm_mem_for_comm",  # refused here
+}  # fmt: skip
+
+
+def test_every_method_with_recurse_is_known():
+    methods = {name: f for name, f in inspect.getmembers(Controls) if name.startswith("set_")}
+    found = {name for name, f in methods.items() if "recurse" in inspect.signature(f).parameters}
+    assert found == SETTERS.keys() | OTHERS
 
 
 @on_ranks(2)
