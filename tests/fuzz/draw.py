@@ -127,6 +127,14 @@ def _does(case: Case, name: str) -> bool:
     return any(name in step.around for step in case.steps)
 
 
+def _always_trains(block: Block) -> bool:
+    """Whether each call reads a trained parameter of `block` outside of reentrant checkpoints."""
+    if block.recompute == "reentrant" or block.frozen:
+        return False
+    inside = map(_always_trains, block.children)
+    return any(inside) if block.children else block.kind not in ("maybe", "outside")
+
+
 def _shares(block: Block) -> bool:
     """Whether `block` reads weights of others."""
     return block.kind in ("tied", "outside")
@@ -214,8 +222,8 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     "torch: reentrant checkpoints differentiate no outputs in a dict": lambda case: _any(
         case, lambda b: b.recompute == "reentrant" and b.gives == "dict"
     ),
-    "torch: reentrant checkpoints alone, of an input that no gradient reaches": lambda case: (
-        case.whole and all(block.recompute == "reentrant" for block in case.blocks)
+    "torch: no parameter outside of reentrant checkpoints is trained": lambda case: (
+        case.whole and not any(map(_always_trains, case.blocks))
     ),
     "torch: double backward through reentrant checkpoints": lambda case: (
         any(m.kind == "penalty" for s in case.steps for m in s.micro)
